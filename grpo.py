@@ -1,0 +1,1305 @@
+"""Group Relative Policy Optimization (GRPO) for language models: the algorithm, synchronous, top to bottom.
+
+    python grpo.py --model_name_or_path M --dataset_mixer_list data.jsonl 1.0      one process, GPU or CPU
+    torchrun --nproc_per_node=8 grpo.py ...                                        8 ranks on 8 GPUs
+
+Every rank holds a shard of the learner and its own vLLM engine on the same device. One step:
+
+    sample    G responses for each of P prompts from the current weights       sample_groups
+    score     each response with its row's verifier                            score_rollouts
+    compare   within the group: A_i = (r_i - mean r) / std r                   compute_advantages
+    update    clipped policy gradient, KL to a reference policy                grpo_loss, update
+    sync      the new weights into the engine                                  engine.load_weights
+
+Strictly on-policy: no rollout is older than the weights that train on it. grpo_fast.py imports the maths from here.
+To change the algorithm, copy this file and edit it.
+
+Shapes: P prompts and G rollouts per prompt in a step, N = P * G, B rows of a micro-batch, T tokens of the longest row,
+V vocabulary, W ranks. Per-token tensors are (B, T), aligned to `targets`: position t is about predicting targets[t].
+Logprobs, KL and entropy are in nats.
+"""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import utils  # isort: skip  (pins thread counts, so it comes before torch)
+
+import torch
+import torch.distributed as dist
+
+import rewards
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags: open-instruct's names; defaults of its GRPO page where the page has one
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Args:
+    """GRPO on a Hugging Face causal LM. Booleans: --flag, --no_flag, --flag true, --flag False."""
+
+    # run
+    exp_name: str = "grpo"
+    """Name of the run; it writes to output_dir/exp_name."""
+    output_dir: str = "output"
+    """Directory that holds runs."""
+    seed: int = 1
+    """Fixes data order, sampling and everything else random."""
+    resume: bool = False
+    """Go on from the newest checkpoint of output_dir/exp_name; refused when flags or data differ."""
+    overwrite: bool = False
+    """Replace a run that exists in output_dir/exp_name. Off: refuse."""
+    dry_run: bool = False
+    """Check the flags, print the batch arithmetic and stop; loads nothing and needs no network."""
+
+    # model
+    model_name_or_path: str = ""
+    """Hub name or directory of the causal LM to train. Required."""
+    model_revision: str | None = None
+    """Hub revision; None is the default branch."""
+    model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of learner and engine. Master weights, Adam state, log-softmax and gradients reduce in float32."""
+    attn_implementation: str = "sdpa"
+    """Attention of the learner, as transformers names it: sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
+    chat_template_name: str | None = None
+    """A template of utils.CHAT_TEMPLATES in place of the tokenizer's own; None keeps the tokenizer's."""
+    system_prompt_override_file: str | None = None
+    """Text file whose content replaces every row's system message; None keeps the rows' own."""
+
+    # data
+    dataset_mixer_list: list[str] = field(default_factory=lambda: ["ai2-adapt-dev/rlvr_gsm8k_zs", "1.0"])
+    """NAME AMOUNT pairs: hub dataset, directory, .jsonl, .parquet or reasoning_gym:TASK; 1.0 is a fraction, 1 a row."""
+    dataset_mixer_eval_list: list[str] = field(default_factory=list)
+    """The same for evaluation; empty is no evaluation."""
+    dataset_mixer_list_splits: list[str] = field(default_factory=lambda: ["train"])
+    """One split for all training datasets or one each."""
+    dataset_mixer_eval_list_splits: list[str] = field(default_factory=lambda: ["test"])
+    """One split for all evaluation datasets or one each."""
+    max_prompt_token_length: int = 256
+    """Tokens; longer prompts are dropped and counted."""
+
+    # rollouts
+    rollout_backend: Literal["vllm", "transformers"] = "vllm"
+    """Engine that samples; transformers is for machines without vLLM."""
+    num_unique_prompts_rollout: int = 16
+    """P, prompts per step over all ranks."""
+    num_samples_per_prompt_rollout: int = 4
+    """G, responses per prompt: the group whose mean is the baseline."""
+    response_length: int = 256
+    """Most tokens of a response."""
+    temperature: float = 0.7
+    """Sampling temperature; it also divides the learner's logits."""
+    vllm_top_p: float = 1.0
+    """Nucleus mass; 1.0 is off. Below 1 the importance correction is biased, so it must then be off."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a response and stay in it; empty is none."""
+    active_sampling: bool = False
+    """Sample further prompts until P groups have a gradient (10 rounds at most); surplus groups are dropped."""
+    filter_zero_std_samples: bool = True
+    """Leave groups of equal scores out of the update: their advantages are zero. Loss denominators count the rest."""
+    mask_truncated_completions: bool = False
+    """Leave responses that hit the length limit out of the update; they still count in their group's mean."""
+
+    # reward
+    apply_verifiable_reward: bool = True
+    """Score responses with the verifier named in each row."""
+    verification_reward: float = 10.0
+    """Factor on the verifiers' 0..1 scores."""
+    apply_r1_style_format_reward: bool = False
+    """Ask for `...</think> <answer>...</answer>`."""
+    r1_style_format_reward: float = 1.0
+    """Value of the right format."""
+    additive_format_reward: bool = False
+    """Add the format reward. Off: the format gates the verifiable reward (open-instruct PR 659)."""
+    non_stop_penalty: bool = False
+    """Overwrite the score of responses that did not stop by themselves with non_stop_penalty_value."""
+    non_stop_penalty_value: float = 0.0
+    """See non_stop_penalty."""
+
+    # algorithm
+    loss_fn: Literal["dapo", "cispo", "gspo"] = "dapo"
+    """dapo: PPO clip (arXiv:2503.14476); cispo: clipped weight (2506.13585); gspo: sequence ratio (2507.18071)."""
+    beta: float = 0.05
+    """KL coefficient, per token; 0 is off."""
+    kl_estimator: Literal["0", "1", "2", "3", "kl1", "kl2", "kl3", "kl4"] = "2"
+    """0 k1, 1 k2, 2 k3 (default), 3 importance-weighted k1; kl1..kl4 are the same four by older names."""
+    load_ref_policy: bool = True
+    """Keep the frozen start policy to measure (beta 0) or penalize (beta > 0) the KL."""
+    ref_policy_update_freq: int | None = None
+    """Steps between refreshes of the reference policy: ref <- alpha * policy + (1 - alpha) * ref; None is never."""
+    alpha: float = 0.6
+    """Share of the policy in a reference refresh."""
+    clip_lower: float = 0.2
+    """The ratio is clipped below at 1 - clip_lower. cispo has no lower bound."""
+    clip_higher: float = 0.2
+    """The ratio is clipped above at 1 + clip_higher (open-instruct's code: 0.272; DAPO: 0.28)."""
+    clip_dual: float = 0.0
+    """dapo: bound the loss of negative advantages at clip_dual * |A| (verl: 3.0; arXiv:1912.09729); 0 is off."""
+    entropy_coef: float = 0.0
+    """Entropy bonus per token; 0 is off."""
+    advantage_normalization_type: Literal["standard", "standard_unbiased", "centered", "none"] = "standard"
+    """See compute_advantages (open-instruct's code: centered)."""
+    loss_denominator: str = "token"
+    """token: mean over all tokens; sequence: mean over responses of their token means; a number: sum / number."""
+    use_rho_correction: bool = True
+    """Weigh tokens by rho = exp(learner logprob - engine logprob), the mismatch of the two implementations."""
+    rho_clamp_upper_bound: float = 2.0
+    """Truncate rho above (TIS); 0 is off."""
+    rho_mask_lower_bound: float = 0.0
+    """Drop tokens whose rho is below (IcePop); 0 is off."""
+    rho_mask_upper_bound: float = 0.0
+    """Drop tokens whose rho is above; 0 is off."""
+    rho_mask_sequence_level: bool = False
+    """Apply the two mask bounds to each response's geometric mean of rho, dropping whole responses."""
+
+    # optimizer
+    learning_rate: float = 2e-5
+    """Peak of AdamW."""
+    lr_scheduler_type: str = "linear"
+    """A schedule of transformers: linear, cosine, constant, constant_with_warmup, ..."""
+    warmup_ratio: float = 0.0
+    """Share of optimizer steps with rising learning rate."""
+    weight_decay: float = 0.0
+    """Of AdamW; biases and norms are excluded."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm is clipped here; 0 is off."""
+    per_device_train_batch_size: int = 1
+    """Rows per forward and backward on one rank; changes memory and speed, not the update."""
+    total_episodes: int = 100_000
+    """Rollouts of the whole run; steps = total_episodes // (P * G)."""
+    num_epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_mini_batches: int = 1
+    """Optimizer steps per pass, each on its share of the prompts."""
+
+    # learner and engine
+    deepspeed_stage: Literal[0, 2, 3] = 0
+    """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too. Carried out by FSDP2."""
+    vllm_gpu_memory_utilization: float = 0.9
+    """Share of the GPU the engine takes. In grpo.py the learner is on the same GPU: 0.3 to 0.6."""
+    vllm_enforce_eager: bool = False
+    """Skip vLLM's compilation and CUDA graphs: starts faster, samples slower."""
+    vllm_enable_prefix_caching: bool = False
+    """Share prompt prefixes between requests; salted by weight version, so never stale."""
+    max_logprob_gap: float = 0.1
+    """Stop when the mean |learner - engine| logprob of sampled tokens exceeds this (bfloat16: ~0.01); 0 is off."""
+
+    # evaluation, saving, tracking
+    local_eval_every: int = 100
+    """Steps between evaluations; also after the last step. -1 is never."""
+    eval_on_step_0: bool = False
+    """Evaluate before the first update too."""
+    eval_temperature: float = 0.0
+    """0 is greedy (open-instruct evaluates at the training temperature)."""
+    eval_pass_at_k: int = 1
+    """Responses per evaluation prompt; pass@1, 2, 4, ... up to it are unbiased estimates."""
+    eval_response_length: int | None = None
+    """Most tokens of an evaluation response; None is response_length."""
+    save_freq: int = 200
+    """Steps between Hugging Face saves to step_N/; the final model always goes to model/. -1 is never."""
+    checkpoint_state_freq: int = -1
+    """Steps between resumable checkpoints. -1 is never."""
+    keep_last_n_checkpoints: int = 3
+    """Older checkpoints are removed; -1 keeps all."""
+    save_traces: bool = False
+    """Write every rollout to rollouts.jsonl."""
+    with_tracking: bool = False
+    """Log to Weights & Biases (WANDB_MODE=offline works)."""
+    wandb_project: str = "grpo"
+    """Project of --with_tracking."""
+    wandb_entity: str | None = None
+    """Entity of --with_tracking; None is the account's default."""
+
+    # read by grpo_fast.py; accepted here so that both scripts take one command line
+    pack_length: int = 512
+    """Tokens per pack in grpo_fast.py (grpo.py trains padded rows); at least prompt + response."""
+    async_steps: int = 1
+    """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
+    num_learners_per_node: list[int] = field(default_factory=lambda: [1])
+    """Learner ranks of each node in grpo_fast.py; grpo.py has the ranks torchrun started."""
+    sequence_parallel_size: int = 1
+    """GPUs that share one sequence in grpo_fast.py; grpo.py: 1."""
+    single_gpu_mode: bool = False
+    """Learner and engine share a device in grpo_fast.py; grpo.py always does so."""
+    vllm_num_engines: int = 1
+    """Engines of grpo_fast.py; grpo.py has one per rank."""
+    vllm_tensor_parallel_size: int = 1
+    """GPUs per engine in grpo_fast.py; grpo.py: 1."""
+
+
+KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
+MAX_SAMPLING_ROUNDS = 10  # of active_sampling: a data set without any gradient must not sample for ever
+LOGPROB_CHUNK = 1024  # tokens whose logits exist at once
+SHOW_ROLLOUTS_EVERY = 10  # steps
+
+
+def check_args(args: Args, world_size: int) -> None:
+    """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError with flags and fix."""
+    p, g, m = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.num_mini_batches
+    length = args.max_prompt_token_length + args.response_length
+    denominator = args.loss_denominator
+    positive = "num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length"
+    positive += " temperature num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k"
+    not_negative = "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps"
+    not_negative += " rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound eval_temperature verification_reward"
+    refuse = [(getattr(args, k) <= 0, f"--{k} {getattr(args, k)}: must be positive") for k in positive.split()]
+    refuse += [(getattr(args, k) < 0, f"--{k} {getattr(args, k)}: must not be negative") for k in not_negative.split()]
+    refuse += [
+        (not args.model_name_or_path, "--model_name_or_path is required: a hub name or a directory"),
+        (
+            args.pack_length < length,
+            f"--pack_length {args.pack_length} < --max_prompt_token_length {args.max_prompt_token_length} + "
+            f"--response_length {args.response_length}: raise --pack_length to {length}",
+        ),
+        (
+            g == 1 and args.advantage_normalization_type != "none",
+            f"--num_samples_per_prompt_rollout 1 leaves every {args.advantage_normalization_type} advantage zero: "
+            "raise it, or take --advantage_normalization_type none",
+        ),
+        (
+            g == 1 and args.filter_zero_std_samples,
+            "--num_samples_per_prompt_rollout 1 with --filter_zero_std_samples drops every group: raise it, or add "
+            "--no_filter_zero_std_samples",
+        ),
+        (
+            args.beta > 0 and not args.load_ref_policy,
+            f"--beta {args.beta} needs a reference policy: drop --no_load_ref_policy or set --beta 0",
+        ),
+        (
+            args.ref_policy_update_freq is not None and not args.load_ref_policy,
+            "--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy",
+        ),
+        (
+            args.ref_policy_update_freq is not None and args.ref_policy_update_freq <= 0,
+            f"--ref_policy_update_freq {args.ref_policy_update_freq}: must be positive; leave it out for never",
+        ),
+        (not 0 < args.alpha <= 1, f"--alpha {args.alpha}: must be in (0, 1]"),
+        (
+            p % world_size != 0,
+            f"--num_unique_prompts_rollout {p} is not a multiple of the {world_size} ranks: take "
+            f"{math.ceil(p / world_size) * world_size}",
+        ),
+        (
+            p % world_size == 0 and (p // world_size) % m != 0,
+            f"--num_unique_prompts_rollout {p} on {world_size} ranks is {p // world_size} prompts a rank, which "
+            f"--num_mini_batches {m} does not divide",
+        ),
+        (
+            args.total_episodes < p * g,
+            f"--total_episodes {args.total_episodes} is less than one step of --num_unique_prompts_rollout {p} x "
+            f"--num_samples_per_prompt_rollout {g} = {p * g}",
+        ),
+        (not 0 <= args.clip_lower <= 1, f"--clip_lower {args.clip_lower}: must be in [0, 1]"),
+        (
+            args.clip_dual != 0 and (args.clip_dual <= 1 or args.loss_fn != "dapo"),
+            f"--clip_dual {args.clip_dual}: must be above 1, with --loss_fn dapo; 0 is off",
+        ),
+        (
+            denominator not in ("token", "sequence") and not _positive_number(denominator),
+            f"--loss_denominator {denominator}: token, sequence or a positive number",
+        ),
+        (not 0 < args.vllm_top_p <= 1, f"--vllm_top_p {args.vllm_top_p}: must be in (0, 1]"),
+        (
+            args.vllm_top_p < 1 and args.use_rho_correction,
+            f"--vllm_top_p {args.vllm_top_p} makes engine logprobs those of the cut distribution and biases "
+            "--use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction",
+        ),
+        (
+            0 < args.rho_clamp_upper_bound < 1,
+            f"--rho_clamp_upper_bound {args.rho_clamp_upper_bound} truncates exact agreement: at least 1, or 0 for off",
+        ),
+        (
+            args.rho_mask_lower_bound >= 1 or 0 < args.rho_mask_upper_bound <= 1,
+            f"--rho_mask_lower_bound {args.rho_mask_lower_bound} must be below 1 and --rho_mask_upper_bound "
+            f"{args.rho_mask_upper_bound} above 1, else exact agreement is dropped; 0 is off",
+        ),
+        (
+            not args.apply_verifiable_reward and not args.apply_r1_style_format_reward,
+            "--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward",
+        ),
+        (
+            args.additive_format_reward and not args.apply_r1_style_format_reward,
+            "--additive_format_reward needs --apply_r1_style_format_reward",
+        ),
+        (
+            args.active_sampling and not args.filter_zero_std_samples,
+            "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
+        ),
+        (
+            args.eval_pass_at_k > 1 and args.eval_temperature == 0,
+            f"--eval_pass_at_k {args.eval_pass_at_k} greedy responses would be equal: set --eval_temperature",
+        ),
+        (args.eval_on_step_0 and not args.dataset_mixer_eval_list, "--eval_on_step_0 needs --dataset_mixer_eval_list"),
+        (args.resume and args.overwrite, "--resume continues a run and --overwrite replaces it: give one of them"),
+        (not 0 <= args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be in [0, 1)"),
+        (not 0 < args.vllm_gpu_memory_utilization < 1, "--vllm_gpu_memory_utilization: must be in (0, 1)"),
+        (
+            torch.cuda.is_available() and args.vllm_gpu_memory_utilization > 0.8 and args.rollout_backend == "vllm",
+            f"--vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization} leaves the learner no room on the GPU "
+            "it shares with the engine: 0.3 to 0.6",
+        ),
+        (
+            args.sequence_parallel_size != 1 or args.vllm_tensor_parallel_size != 1,
+            "--sequence_parallel_size and --vllm_tensor_parallel_size above 1 need grpo_fast.py",
+        ),
+        (
+            args.num_learners_per_node != [1] and sum(args.num_learners_per_node) != world_size,
+            f"--num_learners_per_node {args.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
+            f"torchrun --nproc_per_node={args.num_learners_per_node[0]}",
+        ),
+    ]
+    for wrong, message in refuse:
+        if wrong:
+            raise utils.UserError(message)
+    utils.check_chat_template_name(args.chat_template_name)
+    utils.check_scheduler_name(args.lr_scheduler_type)
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        utils.check_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
+    if args.system_prompt_override_file and not Path(args.system_prompt_override_file).is_file():
+        raise utils.UserError(f"--system_prompt_override_file {args.system_prompt_override_file}: no such file")
+
+
+def _positive_number(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def num_training_steps(args: Args) -> int:
+    """Steps of the run: total_episodes // (P * G)."""
+    return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
+
+
+def describe(args: Args, world_size: int) -> str:
+    """The resolved batch arithmetic in a few lines."""
+    p, g = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
+    updates = args.num_epochs * args.num_mini_batches
+    rows = p * g // args.num_mini_batches // world_size
+    longest = args.max_prompt_token_length + args.response_length
+    return (
+        f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
+        f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts\n"
+        f"update   {args.num_epochs} epochs x {args.num_mini_batches} mini-batches = {updates} optimizer steps of "
+        f"{p * g // args.num_mini_batches} rollouts; at most {rows} rows a rank in micro-batches of "
+        f"{args.per_device_train_batch_size}\n"
+        f"run      {args.total_episodes:,} episodes // {p * g} = {num_training_steps(args)} steps, "
+        f"{num_training_steps(args) * updates} optimizer steps"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The algorithm
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def compute_advantages(scores: torch.Tensor, group_size: int, normalization: str) -> torch.Tensor:
+    """Group-relative advantages, one scalar per rollout.
+
+    standard           A_i = (r_i - mean r) / (std r + 1e-8), population std   DeepSeekMath, arXiv:2402.03300, 4.1.2
+    standard_unbiased  A_i = (r_i - mean r) / (std r + 1e-6), ddof = 1         as verl
+    centered           A_i = r_i - mean r                                      Dr. GRPO, arXiv:2503.20783
+    none               A_i = r_i
+
+    scores (N,), the `group_size` rollouts of a prompt adjacent; returns float32 (N,). A NaN score is a missing sample:
+    the group is averaged without it and its advantage is 0. A group of equal scores gives exact zeros (but for none).
+    Raises ValueError if N is not a multiple of group_size.
+    """
+    if scores.numel() % group_size:
+        raise ValueError(f"{scores.numel()} scores are not groups of {group_size}")
+    grouped = scores.double().view(-1, group_size)  # (P, G), float64: 3 x 0.1 must average to 0.1
+    present = ~grouped.isnan()
+    if normalization == "none":
+        return torch.where(present, grouped, 0.0).flatten().float()
+    count = present.sum(1, keepdim=True)
+    mean = grouped.nansum(1, keepdim=True) / count
+    centered = torch.where(present, grouped - mean, 0.0)
+    if normalization != "centered":
+        unbiased = normalization == "standard_unbiased"
+        variance = centered.square().sum(1, keepdim=True) / (count - int(unbiased)).clamp(min=1)
+        centered = centered / (variance.sqrt() + (1e-6 if unbiased else 1e-8))
+    low = torch.where(present, grouped, math.inf).amin(1, keepdim=True)
+    high = torch.where(present, grouped, -math.inf).amax(1, keepdim=True)
+    return torch.where(low < high, centered, 0.0).flatten().float()
+
+
+def response_mean(values: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor) -> torch.Tensor:
+    """At each position the mean of `values` over the masked tokens of its response. All (B, T); seq_ids >= 0."""
+    index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
+    total = values.new_zeros(size).index_add(0, index, torch.where(mask, values, 0.0).flatten())
+    count = values.new_zeros(size).index_add(0, index, mask.flatten().to(values.dtype))
+    return (total / count.clamp(min=1))[seq_ids]
+
+
+def policy_loss(
+    new_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    seq_ids: torch.Tensor,
+    *,
+    loss_fn: str,
+    clip_lower: float,
+    clip_higher: float,
+    clip_dual: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-token policy-gradient loss, the ratio, and where clipping was active. All (B, T), zero outside `mask`.
+
+    dapo   ratio_t = exp(new_t - old_t);  L_t = max(-A ratio_t, -A clip(ratio_t, 1 - lower, 1 + higher))
+           PPO, arXiv:1707.06347, eq. 7, with DAPO's two bounds, arXiv:2503.14476. clip_dual c > 1 adds
+           L_t <- min(L_t, -c A) where A < 0: dual-clip PPO, arXiv:1912.09729.
+    cispo  L_t = -A sg(clip(ratio_t, 1 - lower, 1 + higher)) new_t                 MiniMax-M1, arXiv:2506.13585
+    gspo   as dapo with the response's ratio exp(mean_t(new_t - old_t)), whose gradient is spread evenly over its
+           tokens (GSPO-token), arXiv:2507.18071
+
+    Log-ratios are clamped to +-20, so that exp stays finite; beyond that the gradient is zero.
+    """
+    new = torch.where(mask, new_logprobs, 0.0)
+    log_ratio = new - torch.where(mask, old_logprobs, 0.0)
+    if loss_fn == "gspo":
+        log_ratio = response_mean(log_ratio.detach(), mask, seq_ids) + new - new.detach()
+    ratio = log_ratio.clamp(-20, 20).exp()
+    clipped_ratio = ratio.clamp(1 - clip_lower, 1 + clip_higher)
+    advantages = torch.where(mask, advantages, 0.0)
+    if loss_fn == "cispo":
+        loss = -advantages * clipped_ratio.detach() * new
+        clipped = ratio != clipped_ratio
+    else:
+        unclipped_loss, clipped_loss = -advantages * ratio, -advantages * clipped_ratio
+        loss = torch.maximum(unclipped_loss, clipped_loss)
+        clipped = clipped_loss > unclipped_loss
+        if clip_dual:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * clip_dual), loss)
+    return loss, ratio.detach(), clipped & mask
+
+
+def kl_estimates(new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: torch.Tensor) -> list[torch.Tensor]:
+    """Four per-token estimates of KL(policy || reference) from tokens of the policy, d = new - ref clamped to +-40.
+
+    0 (kl1, k1)  d             unbiased, high variance
+    1 (kl2, k2)  d^2 / 2       biased, low variance
+    2 (kl3, k3)  exp(-d) - 1 + d   unbiased, never negative; DeepSeekMath, arXiv:2402.03300, eq. 4
+    3 (kl4)      ratio * d     k1 corrected for tokens of an older policy
+    Source of the numbering: Schulman, "Approximating KL divergence"; open-instruct.
+    """
+    d = (new_logprobs - ref_logprobs).clamp(-40, 40)
+    return [d, d.square() / 2, torch.expm1(-d) + d, ratio * d]
+
+
+def importance_weights(
+    old_logprobs: torch.Tensor,
+    vllm_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    seq_ids: torch.Tensor,
+    *,
+    clamp_upper: float,
+    mask_lower: float = 0.0,
+    mask_upper: float = 0.0,
+    sequence_level: bool = False,
+) -> torch.Tensor:
+    """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
+
+    Truncated at clamp_upper (truncated importance sampling, Ionides 2008; TIS). Tokens with rho outside
+    [mask_lower, mask_upper] weigh 0 (IcePop, arXiv:2510.18855), or with sequence_level whole responses whose geometric
+    mean exp(mean_t log rho_t) is outside. Every bound: 0 is off. Zero outside `mask`.
+    """
+    log_rho = torch.where(mask, old_logprobs - vllm_logprobs, 0.0).detach().clamp(-20, 20)
+    rho = log_rho.exp()
+    tested = response_mean(log_rho, mask, seq_ids).exp() if sequence_level else rho
+    keep = mask & (tested >= mask_lower)
+    if mask_upper:
+        keep = keep & (tested <= mask_upper)
+    if clamp_upper:
+        rho = rho.clamp(max=clamp_upper)
+    return torch.where(keep, rho, 0.0)
+
+
+def aggregate(
+    per_token: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor, kind: str, tokens: float, sequences: float
+) -> torch.Tensor:
+    """This micro-batch's part of the optimizer step's loss, a scalar; the parts of all ranks and micro-batches add up.
+
+    token     sum_it L_it / tokens                       DAPO, arXiv:2503.14476, eq. 8
+    sequence  sum_i (mean_t L_it) / sequences            GRPO, arXiv:2402.03300, eq. 3
+    number c  sum_it L_it / c                            Dr. GRPO, arXiv:2503.20783
+    `tokens` and `sequences` count over all ranks and micro-batches of the optimizer step: a local mean would make the
+    gradient depend on how rollouts happen to be split.
+    """
+    per_token = torch.where(mask, per_token, 0.0)
+    if kind == "sequence":
+        lengths = response_mean(torch.ones_like(per_token), mask, seq_ids)  # 1 where a response has tokens
+        counts = per_token.new_zeros(int(seq_ids.max()) + 1).index_add(0, seq_ids.flatten(), mask.flatten().float())
+        return (per_token * lengths / counts.clamp(min=1)[seq_ids]).sum() / sequences
+    return per_token.sum() / (tokens if kind == "token" else float(kind))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rollout:
+    """One response with all that is known about it. Token lists only grow; each token has its logprob, whether the
+    policy chose it (False: text put in by a tool) and the version of the weights that made it."""
+
+    prompt: utils.Prompt
+    position: int  # of the prompt in the endless stream: (position, sample) names a rollout of the run
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    text: str = ""
+    verifiable: float = 0.0  # sum of verifier scores; NaN when a verifier could not judge
+    statuses: tuple[str, ...] = ()
+    format_score: float = 0.0
+    score: float = 0.0  # what GRPO maximizes
+    advantage: float = 0.0
+
+
+def sample_rollouts(
+    engine: Any, prompts: Sequence[tuple[int, utils.Prompt]], samples: int, args: Args, evaluation: bool = False
+) -> list[Rollout]:
+    """`samples` responses for each (position, prompt), a prompt's rollouts adjacent.
+
+    The seed of a response depends on (run seed, position, sample) only, so the same rollouts come out of any number of
+    ranks. Evaluation has its own seeds, temperature and length.
+    """
+    rollouts = [Rollout(prompt, position, j) for position, prompt in prompts for j in range(samples)]
+    temperature = args.eval_temperature if evaluation else args.temperature
+    length = (args.eval_response_length or args.response_length) if evaluation else args.response_length
+    requests = [
+        utils.Request(
+            r.prompt.token_ids,
+            utils.derive_seed(args.seed, r.position, r.sample, int(evaluation)),
+            temperature,
+            length,
+            args.vllm_top_p if temperature > 0 else 1.0,
+        )
+        for r in rollouts
+    ]
+    for rollout, made in zip(rollouts, engine.generate(requests), strict=True):
+        rollout.token_ids += made.token_ids
+        rollout.logprobs += made.logprobs
+        rollout.versions += made.versions
+        rollout.mask += [True] * len(made.token_ids)
+        rollout.finish_reason = made.finish_reason
+    return rollouts
+
+
+def score_rollouts(rollouts: Sequence[Rollout], tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
+    """Fill text, verifiable, format_score and score of each rollout."""
+    records = []
+    for r in rollouts:
+        ids = r.token_ids[:-1] if r.token_ids[-1] in eos_ids else r.token_ids
+        r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
+        pairs = zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True)
+        records += [rewards.RewardRecord(r.text, label, verifier) for label, verifier in pairs]
+    results = iter(rewards.score(records) if args.apply_verifiable_reward else ())
+    for r in rollouts:
+        mine = [next(results) for _ in r.prompt.verifiers] if args.apply_verifiable_reward else []
+        r.statuses = tuple(result.status for result in mine)
+        r.verifiable = sum(result.score for result in mine)
+        r.format_score = rewards.format_reward(r.text)
+        r.score = rewards.combine_rewards(
+            r.verifiable if args.apply_verifiable_reward else None,
+            r.format_score if args.apply_r1_style_format_reward else None,
+            verification_reward=args.verification_reward,
+            r1_style_format_reward=args.r1_style_format_reward,
+            additive_format_reward=args.additive_format_reward,
+            stopped=r.finish_reason == "stop",
+            non_stop_penalty=args.non_stop_penalty,
+            non_stop_penalty_value=args.non_stop_penalty_value,
+        )
+
+
+def has_gradient(group: Sequence[Rollout]) -> bool:
+    """True when the group's scores differ (missing ones apart): otherwise all its advantages are zero."""
+    scores = {r.score for r in group if not math.isnan(r.score)}
+    return len(scores) > 1
+
+
+def sample_groups(
+    engine: Any, prompts: list[utils.Prompt], cursor: int, tokenizer: Any, args: Args, world: utils.World, timer: Any
+) -> tuple[list[list[Rollout]], list[Rollout], int]:
+    """This rank's groups of a step (P / W of them, scored, with advantages), all rollouts sampled, the new cursor.
+
+    Rank r takes positions cursor + r, cursor + r + W, ... With active_sampling rounds of P prompts go on until every
+    rank has its P / W groups with a gradient.
+    """
+    wanted, size = args.num_unique_prompts_rollout // world.size, args.num_samples_per_prompt_rollout
+    chosen: list[list[Rollout]] = []
+    sampled: list[Rollout] = []
+    for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
+        positions = range(cursor + world.rank, cursor + args.num_unique_prompts_rollout, world.size)
+        cursor += args.num_unique_prompts_rollout
+        with timer("generation"):
+            pairs = [(position, utils.prompt_at(prompts, position, args.seed)) for position in positions]
+            rollouts = sample_rollouts(engine, pairs, size, args)
+        with timer("reward"):
+            score_rollouts(rollouts, tokenizer, engine.eos_ids, args)
+        scores = torch.tensor([r.score for r in rollouts])  # (N / W,)
+        for r, advantage in zip(
+            rollouts, compute_advantages(scores, size, args.advantage_normalization_type).tolist(), strict=True
+        ):
+            r.advantage = advantage
+        groups = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+        sampled += rollouts
+        chosen += [group for group in groups if not args.active_sampling or has_gradient(group)]
+        if utils.all_reduce([float(len(chosen) < wanted)], world)[0] == 0:  # all ranks
+            break
+    return chosen[:wanted], sampled, cursor
+
+
+def trainable(groups: Sequence[Sequence[Rollout]], args: Args) -> list[Rollout]:
+    """The rollouts of `groups` that enter the update: no constant groups, no missing scores, no masked truncations.
+
+    Advantages were computed before, on whole groups.
+    """
+    kept = [r for group in groups if has_gradient(group) or not args.filter_zero_std_samples for r in group]
+    kept = [r for r in kept if not math.isnan(r.score)]
+    return [r for r in kept if r.finish_reason == "stop" or not args.mask_truncated_completions]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learner
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Rows for one forward. Every per-token tensor is (B, T), aligned to `targets`; the shift happens here only."""
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    response_mask: torch.Tensor  # bool: the policy chose targets[t], train on it
+    seq_ids: torch.Tensor  # which response a position belongs to
+    advantages: torch.Tensor
+    vllm_logprobs: torch.Tensor
+    position_ids: torch.Tensor | None = None  # only packs of several responses need them
+    old_logprobs: torch.Tensor | None = None  # None: the policy itself, detached
+    ref_logprobs: torch.Tensor | None = None
+
+
+def make_batch(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
+    """Pad rollouts on the right, one row each. Causal attention never looks right, so no attention mask is needed."""
+    shape = (len(rollouts), max(len(r.prompt.token_ids) + len(r.token_ids) for r in rollouts) - 1)
+    input_ids, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    advantages, vllm_logprobs = torch.zeros(shape), torch.zeros(shape)
+    for i, r in enumerate(rollouts):
+        ids = torch.tensor([*r.prompt.token_ids, *r.token_ids])
+        start, end = len(r.prompt.token_ids) - 1, len(ids) - 1
+        input_ids[i, :end], targets[i, :end] = ids[:-1], ids[1:]
+        mask[i, start:end] = torch.tensor(r.mask)
+        vllm_logprobs[i, start:end] = torch.tensor(r.logprobs)
+        advantages[i, start:end] = r.advantage
+    seq_ids = torch.arange(len(rollouts))[:, None].expand(shape)
+    return Batch(*(t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs)))
+
+
+def micro_batches(rollouts: Sequence[Rollout], size: int, device: torch.device) -> list[Batch]:
+    """Rollouts as batches of `size` rows, sorted by length so that little is padding."""
+    ordered = sorted(rollouts, key=lambda r: len(r.prompt.token_ids) + len(r.token_ids))
+    return [make_batch(ordered[i : i + size], device) for i in range(0, len(ordered), size)]
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """log softmax(hidden W^T / temperature)[target] and its distribution's entropy, without keeping any logits.
+
+    Forward and backward make the logits of `chunk` tokens at a time, in float32 after the head. With p the softmax, H
+    the entropy and g, h the gradients of logprob and entropy, the gradient of a logit is
+    (g (onehot - p) - h p (log p + H)) / temperature.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature: float, chunk: int):  # (n, H), (V, H), (n,)
+        logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
+        for i in range(0, len(targets), chunk):
+            part = slice(i, i + chunk)
+            logp = HeadLogprobs.log_softmax(hidden[part], weight, temperature)
+            logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
+            entropy[part] = -(logp.exp().mul_(logp)).sum(1)
+        ctx.save_for_backward(hidden, weight, targets, entropy)
+        ctx.options = temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def log_softmax(hidden, weight, temperature: float):
+        logits = (hidden @ weight.T).float().div_(temperature)  # (chunk, V)
+        return logits.sub_(logits.logsumexp(1, keepdim=True))
+
+    @staticmethod
+    def backward(ctx, g, h):
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        temperature, chunk = ctx.options
+        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        use_entropy = bool(h.any())
+        for i in range(0, len(targets), chunk):
+            part = slice(i, i + chunk)
+            logp = HeadLogprobs.log_softmax(hidden[part], weight, temperature)
+            grad = logp.exp()
+            if use_entropy:
+                grad.mul_(logp.add_(entropy[part, None]).mul_(h[part, None]).add_(g[part, None])).neg_()
+            else:
+                grad.mul_(-g[part, None])
+            grad.scatter_add_(1, targets[part, None], g[part, None])
+            grad = grad.div_(temperature).to(weight.dtype)
+            hidden_grad[part] = grad @ weight
+            weight_grad += grad.T @ hidden[part]
+        return hidden_grad, weight_grad.to(weight.dtype), None, None, None
+
+
+class Policy(torch.nn.Module):
+    """A causal LM whose forward gives what GRPO needs: logprobs of the targets and entropies, never logits."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor,
+        mask: torch.Tensor,
+        temperature: float,
+        position_ids: torch.Tensor | None = None,
+        chunk: int = LOGPROB_CHUNK,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside `mask`.
+
+        The head runs on masked positions only, `chunk` at a time: logits of more tokens never exist.
+        """
+        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        weight = self.model.get_output_embeddings().weight
+        hidden, wanted = output.last_hidden_state[mask], targets[mask]  # (n, H), (n,)
+        logprobs, entropy = HeadLogprobs.apply(hidden, weight, wanted, temperature, chunk)
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+
+
+def load_policy(args: Args, world: utils.World) -> Policy:
+    """The model of --model_name_or_path as a sharded Policy on this rank's device. All ranks."""
+    policy = Policy(utils.load_causal_lm(args))
+    if args.gradient_checkpointing:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return utils.shard_model(policy, policy.model, args, world)
+
+
+def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, Any]:
+    """AdamW (weight decay on matrices only) and the learning-rate schedule, one tick per mini-batch."""
+    from transformers import get_scheduler
+
+    matrices = [p for p in policy.parameters() if p.ndim >= 2]
+    others = [p for p in policy.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
+    ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, round(ticks * args.warmup_ratio), ticks)
+    return optimizer, scheduler
+
+
+@torch.no_grad()
+def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: int, args: Args) -> None:
+    """Set `name` (old_logprobs or ref_logprobs) of each batch. All ranks run `rounds` forwards: FSDP gathers in step."""
+    for i in range(rounds):
+        batch = batches[i] if i < len(batches) else _idle_batch(next(policy.parameters()).device)
+        logprobs, _ = policy(batch.input_ids, batch.targets, batch.response_mask, args.temperature, batch.position_ids)
+        setattr(batch, name, logprobs)
+
+
+def _idle_batch(device: torch.device) -> Batch:
+    """Two tokens without weight, for a rank that has fewer micro-batches than the others."""
+    zeros = torch.zeros((1, 2), dtype=torch.long, device=device)
+    floats = torch.zeros((1, 2), device=device)
+    return Batch(zeros, zeros, torch.ones_like(zeros, dtype=torch.bool), zeros, floats, floats, None, floats, floats)
+
+
+def grpo_loss(
+    new_logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: Batch,
+    tokens: float,
+    sequences: float,
+    args: Args,
+    metrics: utils.Metrics,
+) -> torch.Tensor:
+    """The micro-batch's part of the loss: aggregate(rho * L_t + beta * KL_t - entropy_coef * H_t). Fills metrics."""
+    mask, seq_ids = batch.response_mask, batch.seq_ids
+    old = new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    clip_lower = math.inf if args.loss_fn == "cispo" else args.clip_lower
+    per_token, ratio, clipped = policy_loss(
+        new_logprobs,
+        old,
+        batch.advantages,
+        mask,
+        seq_ids,
+        loss_fn=args.loss_fn,
+        clip_lower=clip_lower,
+        clip_higher=args.clip_higher,
+        clip_dual=args.clip_dual,
+    )
+    count, rows = mask.sum(), torch.tensor(float(count_responses(batch)))
+
+    def note(name: str, values: torch.Tensor) -> None:
+        metrics.add(name, torch.where(mask, values, 0.0).sum(), count)
+
+    if args.use_rho_correction:
+        rho = importance_weights(
+            old,
+            batch.vllm_logprobs,
+            mask,
+            seq_ids,
+            clamp_upper=args.rho_clamp_upper_bound,
+            mask_lower=args.rho_mask_lower_bound,
+            mask_upper=args.rho_mask_upper_bound,
+            sequence_level=args.rho_mask_sequence_level,
+        )
+        per_token, clipped = per_token * rho, clipped & (rho > 0)
+        raw = (old - batch.vllm_logprobs).exp()
+        note("val/rho_weight", rho)
+        note("val/rho_drop_frac", (rho == 0).float())
+        note("val/rho_clipfrac", (raw > (args.rho_clamp_upper_bound or math.inf)).float())
+    parts = {"policy": aggregate(per_token, mask, seq_ids, args.loss_denominator, tokens, sequences)}
+    if batch.ref_logprobs is not None:
+        estimates = kl_estimates(new_logprobs, batch.ref_logprobs, ratio)
+        kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
+        parts["kl"] = args.beta * aggregate(kl, mask, seq_ids, args.loss_denominator, tokens, sequences)
+        for i, (estimate, whole) in enumerate(zip(estimates, ("kl", "kl2", "kl3", None), strict=True)):
+            note(f"objective/kl{i}_avg", estimate)
+            if whole:
+                metrics.add(f"objective/{whole}", torch.where(mask, estimate, 0.0).sum(), rows)
+    if args.entropy_coef:
+        bonus = aggregate(entropy, mask, seq_ids, args.loss_denominator, tokens, sequences)
+        parts["entropy"] = -args.entropy_coef * bonus
+    for name, part in parts.items():
+        metrics.add(f"loss/{name}_avg", part, 0.0)  # parts add up; `update` counts the optimizer steps
+    note("policy/clipfrac_avg", clipped.float())
+    note("policy/entropy_avg", entropy)
+    note("policy/approxkl_avg", (new_logprobs - old).square() / 2)
+    note("val/ratio", ratio)
+    note("val/ratio_sq", ratio.square())
+    metrics.add("objective/entropy", -torch.where(mask, new_logprobs, 0.0).sum(), rows)
+    return sum(parts.values())
+
+
+def count_responses(batch: Batch) -> int:
+    """Responses with at least one trained token in the batch."""
+    return int(torch.unique(batch.seq_ids[batch.response_mask]).numel())
+
+
+class GapError(RuntimeError):
+    """Engine and learner disagree about the probability of tokens the engine sampled."""
+
+
+class Gap:
+    """Running comparison of learner and engine logprobs of sampled tokens: the gauge of the weight sync."""
+
+    def __init__(self):
+        self.sums = [0.0] * 6  # n, |d|, d^2, k3, rho, rho^2
+        self.max = 0.0
+
+    @torch.no_grad()
+    def add(self, logprobs: torch.Tensor, batch: Batch) -> None:
+        """Take in a batch's learner logprobs (B, T) under the weights that sampled it."""
+        d = (logprobs.detach() - batch.vllm_logprobs)[batch.response_mask].double()  # (n,)
+        rho = d.exp()
+        columns = (torch.ones_like(d), d.abs(), d.square(), rho - 1 - d, rho, rho.square())
+        self.sums = [a + float(c.sum()) for a, c in zip(self.sums, columns, strict=True)]
+        self.max = max(self.max, float(d.abs().max()))
+
+    def check(self, args: Args, world: utils.World, when: str) -> dict[str, float]:
+        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
+        n, absolute, squared, k3, rho, rho_sq = utils.all_reduce(self.sums, world)
+        largest = utils.all_reduce([self.max], world, dist.ReduceOp.MAX)[0]
+        if n == 0:
+            return {}
+        mean = absolute / n
+        out = {
+            "debug/vllm_vs_local_logprob_diff_mean": mean,
+            "debug/vllm_vs_local_logprob_diff_max": largest,
+            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(max(squared / n - mean**2, 0.0)),
+            "debug/vllm_local_reverse_kl": k3 / n,
+            "val/rho": rho / n,
+            "val/rho_se": math.sqrt(max(rho_sq / n - (rho / n) ** 2, 0.0) / n),
+        }
+        if args.max_logprob_gap and not mean <= args.max_logprob_gap:
+            cause = (
+                "they never held the same weights: another revision or dtype, a head or embedding the engine did not "
+                "take, or a model whose logits are scaled or capped after its head"
+                if when == "before the first rollout"
+                else "weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and "
+                "engine diverged numerically: try --model_dtype float32"
+            )
+            raise GapError(
+                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) over "
+                f"{n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. Likely cause: {cause}."
+            )
+        return out
+
+
+def update(
+    policy: Policy,
+    ref_policy: Policy | None,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    mini_batches: Sequence[Sequence[Batch]],
+    args: Args,
+    world: utils.World,
+    metrics: utils.Metrics,
+) -> tuple[dict[str, float], int]:
+    """num_epochs passes over this rank's mini-batches (lists of micro-batches), an optimizer step for each.
+
+    Returns the logprob gap's metrics and how many optimizer steps were skipped for a non-finite gradient. Raises
+    GapError before any weight changes. All ranks, with the same number of mini-batches; they may hold different
+    numbers of micro-batches, even none.
+    """
+    gap, gap_metrics, bad = Gap(), {}, 0
+    rounds = [int(n) for n in utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)]
+    several = args.num_epochs * len(mini_batches) > 1
+    for batches, n in zip(mini_batches, rounds, strict=True):
+        if ref_policy is not None:
+            fill_logprobs(ref_policy, batches, "ref_logprobs", n, args)
+        if several:  # with a single step the old policy is the current one, and its logprobs come for free below
+            fill_logprobs(policy, batches, "old_logprobs", n, args)
+            for batch in batches:
+                gap.add(batch.old_logprobs, batch)
+    if several:
+        gap_metrics = gap.check(args, world, "on this step's rollouts")
+    for _ in range(args.num_epochs):
+        for batches, n in zip(mini_batches, rounds, strict=True):
+            local = [float(sum(int(b.response_mask.sum()) for b in batches)), float(sum(map(count_responses, batches)))]
+            tokens, sequences = utils.all_reduce(local, world)
+            for i in range(n):
+                utils.gradient_sync(policy, args, last=i == n - 1)
+                idle = i >= len(batches)
+                batch = _idle_batch(world.device) if idle else batches[i]
+                new_logprobs, entropy = policy(
+                    batch.input_ids, batch.targets, batch.response_mask, args.temperature, batch.position_ids
+                )
+                if idle:  # FSDP must reduce the same tensors on every rank
+                    loss = 0.0 * new_logprobs.sum()
+                else:
+                    loss = grpo_loss(new_logprobs, entropy, batch, tokens, sequences, args, metrics)
+                    if not several:
+                        gap.add(new_logprobs, batch)
+                (loss * world.size).backward()  # FSDP averages over ranks; our denominators are global already
+            if not several:
+                gap_metrics = gap.check(args, world, "on this step's rollouts")
+            if n:
+                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+                norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+                metrics.add("optim/grad_norm", norm)
+                for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
+                    metrics.add(name, 0.0, 1 / world.size)
+                if math.isfinite(norm):
+                    optimizer.step()
+                else:
+                    bad += 1
+            metrics.add("lr", scheduler.get_last_lr()[0])
+            scheduler.step()
+            optimizer.zero_grad()
+    return gap_metrics, bad
+
+
+@torch.no_grad()
+def refresh_reference(ref_policy: Policy, policy: Policy, alpha: float) -> None:
+    """ref <- alpha * policy + (1 - alpha) * ref, shard by shard (TR-DPO's soft update, arXiv:2404.09656)."""
+    for ref, new in zip(ref_policy.parameters(), policy.parameters(), strict=True):
+        utils.local(ref).lerp_(utils.local(new), alpha)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation and metrics
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased pass@k from n samples: 1 - C(n - correct, k) / C(n, k) (Codex, arXiv:2107.03374, eq. 1)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def evaluate(
+    engine: Any, prompts: Sequence[utils.Prompt], tokenizer: Any, args: Args, world: utils.World
+) -> tuple[dict[str, float], list[Rollout]]:
+    """Metrics `eval/...` over all evaluation prompts and this rank's rollouts. All ranks."""
+    start = time.perf_counter()
+    mine = [(p.index, p) for p in prompts[world.rank :: world.size]]
+    rollouts = sample_rollouts(engine, mine, args.eval_pass_at_k, args, evaluation=True) if mine else []
+    score_rollouts(rollouts, tokenizer, engine.eos_ids, args)
+    metrics = utils.Metrics()
+    describe_rollouts(rollouts, args, metrics)
+    n = args.eval_pass_at_k
+    for i in range(0, len(rollouts), n):
+        group = rollouts[i : i + n]
+        correct = sum(r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in group)
+        for k in [1] + [2**e for e in range(1, n.bit_length()) if 2**e <= n]:
+            metrics.add("pass_at_1" if k == 1 else f"pass_at_{k}_unbiased", pass_at_k(n, correct, k))
+    out = {f"eval/{name.removeprefix('val/')}": value for name, value in metrics.reduce(world).items()}
+    out = {name.replace("eval/objective/scores", "eval/scores"): value for name, value in out.items()}
+    return out | {"time/eval": time.perf_counter() - start}, rollouts
+
+
+def describe_rollouts(rollouts: Sequence[Rollout], args: Args, metrics: utils.Metrics) -> None:
+    """Scores, verifier rates, lengths and stop rates over all the rollouts given, trained on or not."""
+    highest = args.verification_reward
+    for r in rollouts:
+        missing = math.isnan(r.score)
+        for status in r.statuses:
+            for kind in ("no_answer", "timeout", "crash", "infra_error"):
+                metrics.add(f"objective/reward_{kind}_rate", float(status == kind))
+        if missing:
+            continue
+        metrics.add("objective/scores", r.score)
+        if args.apply_verifiable_reward:
+            names = ["verifiable"] + (list(set(r.prompt.verifiers)) if len(r.prompt.verifiers) == 1 else [])
+            for name in names:
+                metrics.add(f"objective/{name}_reward", highest * r.verifiable)
+                metrics.add(f"objective/{name}_correct_rate", float(r.verifiable > 0))
+            metrics.add("objective/solve_rate", float(r.verifiable >= len(r.prompt.verifiers) - 1e-8))
+        if args.apply_r1_style_format_reward:
+            metrics.add("val/format_scores", r.format_score * args.r1_style_format_reward)
+    lengths = [len(r.token_ids) for r in rollouts]
+    metrics.add_all("val/sequence_lengths", lengths)
+    for name, right in (("solved", True), ("unsolved", False)):
+        chosen = [len(r.token_ids) for r in rollouts if (r.verifiable > 0) == right]
+        metrics.add(f"val/sequence_lengths_{name}", sum(chosen), len(chosen))
+    stopped = sum(r.finish_reason == "stop" for r in rollouts)
+    metrics.add("val/stop_rate", stopped, len(rollouts))
+    metrics.add("val/stop_token_rate", stopped, len(rollouts))
+    metrics.add("val/num_stop_token_ids", stopped, 1 / dist.get_world_size())
+
+
+def describe_step(
+    groups: Sequence[Sequence[Rollout]], sampled: Sequence[Rollout], trained: int, args: Args, metrics: utils.Metrics
+) -> None:
+    """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
+    describe_rollouts(sampled, args, metrics)
+    present = [r.score for r in sampled if not math.isnan(r.score)]
+    metrics.add("val/score_sq", sum(s * s for s in present), len(present))
+    metrics.add("other/real_batch_size_ratio", trained, len(sampled))
+    metrics.add("other/packed_ratio", trained, trained)  # one row a rollout here; grpo_fast.py packs
+    metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
+    share = 1 / dist.get_world_size()
+    size = args.num_samples_per_prompt_rollout
+    best = rewards.max_score(
+        args.verification_reward,
+        args.r1_style_format_reward,
+        args.additive_format_reward,
+        args.apply_verifiable_reward,
+        args.apply_r1_style_format_reward,
+    )
+    everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
+    constant = [{r.score for r in g if not math.isnan(r.score)} for g in everything if not has_gradient(g)]
+    metrics.add("batch/total_prompts", len(everything), share)
+    metrics.add("val/total_reward_groups", len(everything) - len(constant), share)
+    metrics.add("batch/filtered_prompts", len(constant), share)
+    metrics.add("batch/filtered_prompts_zero", sum(s == {0.0} for s in constant), share)
+    metrics.add("batch/filtered_prompts_solved", sum(s == {best} for s in constant), share)
+    metrics.add("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, {best}) for s in constant), share)
+    metrics.add("batch/missing_rewards", sum(math.isnan(r.score) for r in sampled), share)
+
+
+def finish_metrics(metrics: dict[str, float], args: Args) -> dict[str, float]:
+    """Derive the metrics that are functions of reduced ones, under the names of open-instruct's page."""
+    squares = {"val/ratio_sq": ("val/ratio", "val/ratio_var"), "val/score_sq": ("objective/scores", "var")}
+    for name, (mean, target) in squares.items():
+        if name in metrics:
+            variance = max(metrics.pop(name) - metrics[mean] ** 2, 0.0)
+            metrics["objective/reward_std" if target == "var" else target] = (
+                math.sqrt(variance) if target == "var" else variance
+            )
+    if "loss/policy_avg" in metrics:
+        metrics["loss/total_avg"] = sum(metrics.get(f"loss/{k}_avg", 0.0) for k in ("policy", "kl", "entropy"))
+        metrics["objective/loss"] = metrics["loss/total_avg"]
+    if "objective/scores" in metrics:
+        metrics["objective/scores_mean"] = metrics["objective/scores"]
+        if "objective/kl" in metrics:
+            metrics["objective/non_score_reward"] = args.beta * metrics["objective/kl"]
+            metrics["objective/rlhf_reward"] = metrics["objective/scores"] - metrics["objective/non_score_reward"]
+    return metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def probe_gap(engine: Any, policy: Policy, prompts: list[utils.Prompt], args: Args, world: utils.World) -> dict:
+    """Sample one short response per rank and compare logprobs, before anything is trained. All ranks."""
+    prompt = prompts[world.rank % len(prompts)]
+    request = utils.Request(prompt.token_ids, args.seed, args.temperature, min(32, args.response_length))
+    made = engine.generate([request])[0]
+    mask = [True] * len(made.token_ids)
+    batch = make_batch([Rollout(prompt, 0, 0, made.token_ids, made.logprobs, mask, made.versions)], world.device)
+    fill_logprobs(policy, [batch], "old_logprobs", 1, args)
+    gap = Gap()
+    gap.add(batch.old_logprobs, batch)
+    return gap.check(args, world, "before the first rollout")
+
+
+def main(args: Args) -> Path | None:
+    """Train; returns the run's directory (None after --dry_run)."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    check_args(args, world_size)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(describe(args, world_size))
+    if args.dry_run:
+        print(utils.describe_sources(args))
+        return None
+
+    # setup
+    start_time = time.perf_counter()
+    world = utils.init_distributed()
+    torch.manual_seed(args.seed)
+    tokenizer = utils.load_tokenizer(args)
+    train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
+    eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer)
+    utils.check_model_length(args)
+    run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
+    policy = load_policy(args, world)
+    ref_policy = load_policy(args, world).requires_grad_(False) if args.load_ref_policy else None
+    optimizer, scheduler = make_optimizer(policy, args)
+    num_steps = num_training_steps(args)
+    state = {"step": 0, "cursor": 0, "episode": 0, "nonfinite_in_a_row": 0, "tokens": 0.0, "seconds": 0.0}
+    modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
+    if args.resume:
+        loaded = utils.load_checkpoint(run_dir, modules, optimizer, world)
+        scheduler.load_state_dict(loaded.pop("scheduler"))
+        state |= loaded
+    concurrency = max(
+        args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size,
+        math.ceil(len(eval_prompts) / world.size) * args.eval_pass_at_k,
+    )
+    engine = utils.make_engine(args, tokenizer, world, concurrency)
+    dtype = utils.DTYPES[args.model_dtype]
+    engine.load_weights(utils.full_weights(policy.model, dtype), version=state["step"])
+    gap_metrics = probe_gap(engine, policy, train_prompts, args, world)
+    logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
+    logger.say(
+        f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; ready after "
+        f"{time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout "
+        f"mean {gap_metrics['debug/vllm_vs_local_logprob_diff_mean']:.1e}"
+    )
+    if args.eval_on_step_0 and state["step"] == 0:
+        eval_metrics, _ = evaluate(engine, eval_prompts, tokenizer, args, world)
+        logger.log({"training_step": 0, "episode": 0} | gap_metrics | eval_metrics)
+
+    # the loop
+    for step in range(state["step"] + 1, num_steps + 1):
+        step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
+        groups, sampled, state["cursor"] = sample_groups(
+            engine, train_prompts, state["cursor"], tokenizer, args, world, timer
+        )
+        per_mini_batch = len(groups) // args.num_mini_batches or 1
+        rows = [
+            trainable(groups[i * per_mini_batch : (i + 1) * per_mini_batch], args) for i in range(args.num_mini_batches)
+        ]
+        with timer("training"):
+            batches = [micro_batches(r, args.per_device_train_batch_size, world.device) for r in rows]
+            gap_metrics, bad = update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
+        if bad:
+            torch.save([vars(b) for m in batches for b in m], run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
+            logger.say(f"step {step}: non-finite gradient, update skipped, batch dumped to {run_dir}")
+        state["nonfinite_in_a_row"] = state["nonfinite_in_a_row"] + 1 if bad else 0
+        if state["nonfinite_in_a_row"] >= 3:
+            raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run_dir}/nonfinite_step_*.pt")
+        if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
+            refresh_reference(ref_policy, policy, args.alpha)
+        with timer("weight_sync"):
+            engine.load_weights(utils.full_weights(policy.model, dtype), version=step)
+
+        # everything below reports or saves
+        state["step"] = step
+        trained = sum(map(len, rows))
+        describe_step(groups, sampled, trained, args, metrics)
+        out = finish_metrics(metrics.reduce(world), args) | gap_metrics
+        counts = [len(sampled), sum(len(r.prompt.token_ids) + len(r.token_ids) for r in sampled)]
+        counts += [sum(len(r.token_ids) for r in sampled), trained, bad / world.size]
+        rollouts, tokens, response_tokens, trained, bad = utils.all_reduce(counts, world)
+        state["episode"] += int(rollouts)
+        if args.save_freq > 0 and step % args.save_freq == 0:
+            with timer("saving"):
+                utils.save_model(policy.model, tokenizer, run_dir / f"step_{step}", dtype, world)
+        if eval_prompts and args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps):
+            eval_metrics, _ = evaluate(engine, eval_prompts, tokenizer, args, world)
+            out |= eval_metrics
+        total = time.perf_counter() - step_start - out.get("time/eval", 0.0) - timer.seconds.get("time/saving", 0.0)
+        state["tokens"] += tokens
+        state["seconds"] += total
+        out |= timer.seconds
+        out |= {
+            "training_step": step,
+            "episode": state["episode"],
+            "epoch": state["cursor"] / len(train_prompts),
+            "optim/nonfinite_updates": bad,
+            "optim/skipped_steps": float(trained == 0),
+            "val/num_step_tokens": tokens,
+            "val/num_total_tokens": state["tokens"],
+            "time/total": total,
+            "time/from_scratch": time.perf_counter() - start_time,
+            "learner_tokens_per_second_step": tokens / total,
+            "learner_tokens_per_second_overall": state["tokens"] / state["seconds"],
+            "val/actor_tokens_per_second": response_tokens / timer.seconds["time/generation"],
+        }
+        logger.log(out)
+        if args.save_traces:
+            logger.trace(gather_traces(step, sampled, world))
+        if step % SHOW_ROLLOUTS_EVERY == 1:
+            for r in (sampled[0], sampled[-1]):
+                answer = f"score {r.score:g}, {r.finish_reason}, label {r.prompt.ground_truths[0]!s:.60}"
+                logger.say(f"  prompt   {r.prompt.text[-300:]!r}\n  response {r.text[:600]!r}\n  {answer}")
+        if args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0:
+            extra = state | {"scheduler": scheduler.state_dict()}
+            utils.save_checkpoint(run_dir, step, modules, optimizer, extra, args.keep_last_n_checkpoints, world)
+
+    utils.save_model(policy.model, tokenizer, run_dir / "model", dtype, world)
+    logger.close()
+    if world.is_main:
+        print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
+    rewards.close()
+    engine.close()
+    utils.leave_distributed()
+    return run_dir
+
+
+def gather_traces(step: int, sampled: Sequence[Rollout], world: utils.World) -> list[dict[str, Any]]:
+    """All ranks' rollouts as rows of rollouts.jsonl. All ranks."""
+    rows = [
+        {
+            "training_step": step,
+            "position": r.position,
+            "sample": r.sample,
+            "prompt": r.prompt.text,
+            "response": r.text,
+            "ground_truth": r.prompt.ground_truths,
+            "verifier": r.prompt.verifiers,
+            "status": r.statuses,
+            "score": None if math.isnan(r.score) else r.score,
+            "advantage": r.advantage,
+            "finish_reason": r.finish_reason,
+            "token_ids": r.token_ids,
+            "logprobs": r.logprobs,
+            "versions": r.versions,
+        }
+        for r in sampled
+    ]
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, rows)
+    return sorted((row for part in everyone for row in part), key=lambda row: (row["position"], row["sample"]))
+
+
+if __name__ == "__main__":
+    try:
+        main(utils.parse_args(Args))
+    except utils.UserError as error:
+        raise SystemExit(f"grpo.py: {error}") from None

