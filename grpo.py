@@ -219,7 +219,7 @@ class Args:
 
     # read by grpo_fast.py; accepted here so that both scripts take one command line
     pack_length: int = 512
-    """Tokens per pack in grpo_fast.py (grpo.py trains padded rows); at least prompt + response."""
+    """Tokens per row: responses share a row with their prompt (grpo_fast.py: any responses); >= prompt + response."""
     async_steps: int = 1
     """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
     num_learners_per_node: list[int] = field(default_factory=lambda: [1])
@@ -682,35 +682,70 @@ class Batch:
     input_ids: torch.Tensor
     targets: torch.Tensor
     response_mask: torch.Tensor  # bool: the policy chose targets[t], train on it
-    seq_ids: torch.Tensor  # which response a position belongs to
+    seq_ids: torch.Tensor  # 1, 2, ... the response a position belongs to; 0 for prompts and padding
     advantages: torch.Tensor
     vllm_logprobs: torch.Tensor
-    position_ids: torch.Tensor | None = None  # only packs of several responses need them
+    position_ids: torch.Tensor | None = None  # None: 0, 1, 2, ...
+    attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool; None: causal
     old_logprobs: torch.Tensor | None = None  # None: the policy itself, detached
     ref_logprobs: torch.Tensor | None = None
 
 
-def make_batch(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
-    """Pad rollouts on the right, one row each. Causal attention never looks right, so no attention mask is needed."""
-    shape = (len(rollouts), max(len(r.prompt.token_ids) + len(r.token_ids) for r in rollouts) - 1)
-    input_ids, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+def fill_rows(rollouts: Sequence[Rollout], row_tokens: int) -> list[list[Rollout]]:
+    """Rollouts as rows of at most `row_tokens` tokens: responses of one prompt share a row, so that the prompt is
+    computed once and not G times. 0: one response a row."""
+    rows: list[list[Rollout]] = []
+    room = 0
+    for r in rollouts:
+        if not rows or rows[-1][0].position != r.position or len(r.token_ids) > room:
+            rows.append([])
+            room = row_tokens - len(r.prompt.token_ids) + 1
+        rows[-1].append(r)
+        room -= len(r.token_ids)
+    return rows
+
+
+def row_length(row: Sequence[Rollout]) -> int:
+    """Tokens of a row: the prompt but its last token once, then a segment for each response."""
+    return len(row[0].prompt.token_ids) - 1 + sum(len(r.token_ids) for r in row)
+
+
+def make_batch(rows: Sequence[Sequence[Rollout]], device: torch.device) -> Batch:
+    """Rows of responses to one prompt each, padded on the right.
+
+    A row is p_1 .. p_{n-1}, then for each response (y_1 .. y_m) the segment p_n y_1 .. y_{m-1} with targets y_1 .. y_m.
+    A segment continues the prompt's positions and attends to the prompt and itself. Rows of one response need no
+    mask: causal attention never looks right, at the padding.
+    """
+    shape = (len(rows), max(map(row_length, rows)))
+    input_ids, targets, position_ids, seq_ids = torch.zeros(4, *shape, dtype=torch.long)
     mask = torch.zeros(shape, dtype=torch.bool)
-    advantages, vllm_logprobs = torch.zeros(shape), torch.zeros(shape)
-    for i, r in enumerate(rollouts):
-        ids = torch.tensor([*r.prompt.token_ids, *r.token_ids])
-        start, end = len(r.prompt.token_ids) - 1, len(ids) - 1
-        input_ids[i, :end], targets[i, :end] = ids[:-1], ids[1:]
-        mask[i, start:end] = torch.tensor(r.mask)
-        vllm_logprobs[i, start:end] = torch.tensor(r.logprobs)
-        advantages[i, start:end] = r.advantage
-    seq_ids = torch.arange(len(rollouts))[:, None].expand(shape)
-    return Batch(*(t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs)))
+    advantages, vllm_logprobs = torch.zeros(2, *shape)
+    responses = 0
+    for i, row in enumerate(rows):
+        prompt = torch.tensor(row[0].prompt.token_ids)
+        end = len(prompt) - 1
+        input_ids[i, :end], position_ids[i, :end] = prompt[:-1], torch.arange(end)
+        for r in row:
+            part = slice(end, end := end + len(r.token_ids))
+            responses += 1
+            targets[i, part] = ids = torch.tensor(r.token_ids)
+            input_ids[i, part] = torch.cat([prompt[-1:], ids[:-1]])
+            position_ids[i, part] = torch.arange(len(ids)) + len(prompt) - 1
+            seq_ids[i, part], mask[i, part] = responses, torch.tensor(r.mask)
+            advantages[i, part], vllm_logprobs[i, part] = r.advantage, torch.tensor(r.logprobs)
+    batch = Batch(*(t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs)))
+    if any(len(row) > 1 for row in rows):
+        keys, queries = seq_ids[:, None, None, :], seq_ids[:, None, :, None]
+        batch.attention_mask = (((keys == 0) | (keys == queries)).tril()).to(device)
+        batch.position_ids = position_ids.to(device)
+    return batch
 
 
-def micro_batches(rollouts: Sequence[Rollout], size: int, device: torch.device) -> list[Batch]:
+def micro_batches(rollouts: Sequence[Rollout], size: int, row_tokens: int, device: torch.device) -> list[Batch]:
     """Rollouts as batches of `size` rows, sorted by length so that little is padding."""
-    ordered = sorted(rollouts, key=lambda r: len(r.prompt.token_ids) + len(r.token_ids))
-    return [make_batch(ordered[i : i + size], device) for i in range(0, len(ordered), size)]
+    rows = sorted(fill_rows(rollouts, row_tokens), key=row_length)
+    return [make_batch(rows[i : i + size], device) for i in range(0, len(rows), size)]
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -766,25 +801,22 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        mask: torch.Tensor,
-        temperature: float,
-        position_ids: torch.Tensor | None = None,
-        chunk: int = LOGPROB_CHUNK,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside `mask`.
+    def forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside the response mask.
 
-        The head runs on masked positions only, `chunk` at a time: logits of more tokens never exist.
+        The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist.
         """
-        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state  # (B, T, H)
+        mask = batch.response_mask
         weight = self.model.get_output_embeddings().weight
-        hidden, wanted = output.last_hidden_state[mask], targets[mask]  # (n, H), (n,)
-        logprobs, entropy = HeadLogprobs.apply(hidden, weight, wanted, temperature, chunk)
+        values = HeadLogprobs.apply(hidden[mask], weight, batch.targets[mask], temperature, LOGPROB_CHUNK)  # 2 x (n,)
         zeros = torch.zeros(mask.shape, device=mask.device)
-        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+        return tuple(zeros.masked_scatter(mask, value) for value in values)
 
 
 def load_policy(args: Args, world: utils.World) -> Policy:
@@ -813,15 +845,15 @@ def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: i
     """Set `name` (old_logprobs or ref_logprobs) of each batch. All ranks run `rounds` forwards: FSDP gathers in step."""
     for i in range(rounds):
         batch = batches[i] if i < len(batches) else _idle_batch(next(policy.parameters()).device)
-        logprobs, _ = policy(batch.input_ids, batch.targets, batch.response_mask, args.temperature, batch.position_ids)
-        setattr(batch, name, logprobs)
+        setattr(batch, name, policy(batch, args.temperature)[0])
 
 
 def _idle_batch(device: torch.device) -> Batch:
     """Two tokens without weight, for a rank that has fewer micro-batches than the others."""
     zeros = torch.zeros((1, 2), dtype=torch.long, device=device)
     floats = torch.zeros((1, 2), device=device)
-    return Batch(zeros, zeros, torch.ones_like(zeros, dtype=torch.bool), zeros, floats, floats, None, floats, floats)
+    mask = torch.ones_like(zeros, dtype=torch.bool)
+    return Batch(zeros, zeros, mask, zeros, floats, floats, old_logprobs=floats, ref_logprobs=floats)
 
 
 def grpo_loss(
@@ -897,56 +929,6 @@ def count_responses(batch: Batch) -> int:
     return int(torch.unique(batch.seq_ids[batch.response_mask]).numel())
 
 
-class GapError(RuntimeError):
-    """Engine and learner disagree about the probability of tokens the engine sampled."""
-
-
-class Gap:
-    """Running comparison of learner and engine logprobs of sampled tokens: the gauge of the weight sync."""
-
-    def __init__(self):
-        self.sums = [0.0] * 6  # n, |d|, d^2, k3, rho, rho^2
-        self.max = 0.0
-
-    @torch.no_grad()
-    def add(self, logprobs: torch.Tensor, batch: Batch) -> None:
-        """Take in a batch's learner logprobs (B, T) under the weights that sampled it."""
-        d = (logprobs.detach() - batch.vllm_logprobs)[batch.response_mask].double()  # (n,)
-        rho = d.exp()
-        columns = (torch.ones_like(d), d.abs(), d.square(), rho - 1 - d, rho, rho.square())
-        self.sums = [a + float(c.sum()) for a, c in zip(self.sums, columns, strict=True)]
-        self.max = max(self.max, float(d.abs().max()))
-
-    def check(self, args: Args, world: utils.World, when: str) -> dict[str, float]:
-        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
-        n, absolute, squared, k3, rho, rho_sq = utils.all_reduce(self.sums, world)
-        largest = utils.all_reduce([self.max], world, dist.ReduceOp.MAX)[0]
-        if n == 0:
-            return {}
-        mean = absolute / n
-        out = {
-            "debug/vllm_vs_local_logprob_diff_mean": mean,
-            "debug/vllm_vs_local_logprob_diff_max": largest,
-            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(max(squared / n - mean**2, 0.0)),
-            "debug/vllm_local_reverse_kl": k3 / n,
-            "val/rho": rho / n,
-            "val/rho_se": math.sqrt(max(rho_sq / n - (rho / n) ** 2, 0.0) / n),
-        }
-        if args.max_logprob_gap and not mean <= args.max_logprob_gap:
-            cause = (
-                "they never held the same weights: another revision or dtype, a head or embedding the engine did not "
-                "take, or a model whose logits are scaled or capped after its head"
-                if when == "before the first rollout"
-                else "weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and "
-                "engine diverged numerically: try --model_dtype float32"
-            )
-            raise GapError(
-                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) over "
-                f"{n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. Likely cause: {cause}."
-            )
-        return out
-
-
 def update(
     policy: Policy,
     ref_policy: Policy | None,
@@ -960,10 +942,10 @@ def update(
     """num_epochs passes over this rank's mini-batches (lists of micro-batches), an optimizer step for each.
 
     Returns the logprob gap's metrics and how many optimizer steps were skipped for a non-finite gradient. Raises
-    GapError before any weight changes. All ranks, with the same number of mini-batches; they may hold different
+    utils.GapError before any weight changes. All ranks, with the same number of mini-batches; they may hold different
     numbers of micro-batches, even none.
     """
-    gap, gap_metrics, bad = Gap(), {}, 0
+    gap, gap_metrics, bad = utils.Gap(), {}, 0
     rounds = [int(n) for n in utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)]
     several = args.num_epochs * len(mini_batches) > 1
     for batches, n in zip(mini_batches, rounds, strict=True):
@@ -983,9 +965,7 @@ def update(
                 utils.gradient_sync(policy, args, last=i == n - 1)
                 idle = i >= len(batches)
                 batch = _idle_batch(world.device) if idle else batches[i]
-                new_logprobs, entropy = policy(
-                    batch.input_ids, batch.targets, batch.response_mask, args.temperature, batch.position_ids
-                )
+                new_logprobs, entropy = policy(batch, args.temperature)
                 if idle:  # FSDP must reduce the same tensors on every rank
                     loss = 0.0 * new_logprobs.sum()
                 else:
@@ -1140,11 +1120,29 @@ def probe_gap(engine: Any, policy: Policy, prompts: list[utils.Prompt], args: Ar
     request = utils.Request(prompt.token_ids, args.seed, args.temperature, min(32, args.response_length))
     made = engine.generate([request])[0]
     mask = [True] * len(made.token_ids)
-    batch = make_batch([Rollout(prompt, 0, 0, made.token_ids, made.logprobs, mask, made.versions)], world.device)
+    rollout = Rollout(prompt, 0, 0, made.token_ids, made.logprobs, mask, made.versions)
+    batch = make_batch([[rollout]], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
-    gap = Gap()
+    gap = utils.Gap()
     gap.add(batch.old_logprobs, batch)
     return gap.check(args, world, "before the first rollout")
+
+
+@torch.no_grad()
+def shares_prompts(policy: Policy, prompt: utils.Prompt, args: Args, world: utils.World) -> bool:
+    """Whether several responses in a row give this model the logprobs of one response a row; tried, not assumed.
+
+    Recurrent layers leak from one response into the next, and a sliding window shorter than prompt + response is not
+    in our attention mask. All ranks, with the same prompt.
+    """
+    window = getattr(policy.model.config, "sliding_window", None) or math.inf
+    if args.attn_implementation != "sdpa" or args.max_prompt_token_length + args.response_length > window:
+        return False
+    ids = [token for token in prompt.token_ids for _ in range(2)][:16]
+    rows = [Rollout(prompt, 0, j, x, [0.0] * len(x), [True] * len(x)) for j, x in enumerate((ids, ids[::-1]))]
+    together, apart = (make_batch(b, world.device) for b in ([rows], [[r] for r in rows]))
+    difference = (policy(b, 1.0)[0][b.response_mask] for b in (together, apart))
+    return float((next(difference) - next(difference)).abs().mean()) < 0.1
 
 
 def main(args: Args) -> Path | None:
@@ -1183,6 +1181,7 @@ def main(args: Args) -> Path | None:
     engine = utils.make_engine(args, tokenizer, world, concurrency)
     dtype = utils.DTYPES[args.model_dtype]
     engine.load_weights(utils.full_weights(policy.model, dtype), version=state["step"])
+    row_tokens = args.pack_length if shares_prompts(policy, train_prompts[0], args, world) else 0
     gap_metrics = probe_gap(engine, policy, train_prompts, args, world)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     logger.say(
@@ -1205,7 +1204,8 @@ def main(args: Args) -> Path | None:
             trainable(groups[i * per_mini_batch : (i + 1) * per_mini_batch], args) for i in range(args.num_mini_batches)
         ]
         with timer("training"):
-            batches = [micro_batches(r, args.per_device_train_batch_size, world.device) for r in rows]
+            size = args.per_device_train_batch_size
+            batches = [micro_batches(r, size, row_tokens, world.device) for r in rows]
             gap_metrics, bad = update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
         if bad:
             torch.save([vars(b) for m in batches for b in m], run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")

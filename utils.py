@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import queue
 import random
@@ -565,6 +566,8 @@ class VLLMEngine:
         if on_cpu:
             # The CPU build cannot rewind a seeded generator, which chunked prefill needs: schedule prompts whole.
             options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
+        if on_cpu and args.vllm_enable_prefix_caching:
+            options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
         with fenced_rng():
             self.llm = LLM(
                 model=args.model_name_or_path,
@@ -973,6 +976,56 @@ class Metrics:
                 merged.extreme(name, value)
         out = {k: s / c for k, (s, c) in merged.sums.items() if c}
         return out | merged.extremes
+
+
+class GapError(RuntimeError):
+    """Engine and learner disagree about the probability of tokens the engine sampled."""
+
+
+class Gap:
+    """Running comparison of learner and engine logprobs of sampled tokens: the gauge of the weight sync."""
+
+    def __init__(self):
+        self.sums = [0.0] * 6  # n, |d|, d^2, k3, rho, rho^2
+        self.max = 0.0
+
+    @torch.no_grad()
+    def add(self, logprobs: torch.Tensor, batch: Any) -> None:
+        """Take in a batch's learner logprobs (B, T) under the weights that sampled it."""
+        d = (logprobs.detach() - batch.vllm_logprobs)[batch.response_mask].double()  # (n,)
+        rho = d.exp()
+        columns = (torch.ones_like(d), d.abs(), d.square(), rho - 1 - d, rho, rho.square())
+        self.sums = [a + float(c.sum()) for a, c in zip(self.sums, columns, strict=True)]
+        self.max = max(self.max, float(d.abs().max()))
+
+    def check(self, args: Any, world: World, when: str) -> dict[str, float]:
+        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
+        n, absolute, squared, k3, rho, rho_sq = all_reduce(self.sums, world)
+        largest = all_reduce([self.max], world, dist.ReduceOp.MAX)[0]
+        if n == 0:
+            return {}
+        mean = absolute / n
+        out = {
+            "debug/vllm_vs_local_logprob_diff_mean": mean,
+            "debug/vllm_vs_local_logprob_diff_max": largest,
+            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(max(squared / n - mean**2, 0.0)),
+            "debug/vllm_local_reverse_kl": k3 / n,
+            "val/rho": rho / n,
+            "val/rho_se": math.sqrt(max(rho_sq / n - (rho / n) ** 2, 0.0) / n),
+        }
+        if args.max_logprob_gap and not mean <= args.max_logprob_gap:
+            cause = (
+                "they never held the same weights: another revision or dtype, a head or embedding the engine did not "
+                "take, or a model whose logits are scaled or capped after its head"
+                if when == "before the first rollout"
+                else "weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and "
+                "engine diverged numerically: try --model_dtype float32"
+            )
+            raise GapError(
+                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) over "
+                f"{n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. Likely cause: {cause}."
+            )
+        return out
 
 
 class Timer:

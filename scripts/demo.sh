@@ -29,9 +29,10 @@ python grpo.py \
     --lr_scheduler_type constant \
     --beta 0.0 \
     --total_episodes 2560 \
-    --per_device_train_batch_size 16 \
+    --per_device_train_batch_size 4 \
     --local_eval_every 10 \
     --eval_on_step_0 \
     --save_freq -1 \
     --vllm_enforce_eager \
+    --vllm_enable_prefix_caching \
     "$@"

@@ -1,0 +1,35 @@
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory):
+    """Function (arch, tied) -> directory of a tiny random model, made once per session."""
+    from scripts.make_tiny_model import make_tiny_model
+
+    made = {}
+
+    def get(arch: str = "llama", tied: bool = True) -> Path:
+        if (arch, tied) not in made:
+            directory = tmp_path_factory.mktemp("models") / f"{arch}_{'tied' if tied else 'untied'}"
+            made[arch, tied] = make_tiny_model(directory, arch=arch, tied=tied, seed=0)
+        return made[arch, tied]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def world():
+    """A world of one in this process."""
+    import utils
+
+    return utils.init_distributed()

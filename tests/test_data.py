@@ -1,0 +1,522 @@
+"""Data: every row shape and container gives the same prompt; broken input stops with file, row and reason."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import grpo
+import utils
+from scripts.make_tiny_model import make_tiny_model
+
+QUESTION, LABEL = "What is 3 + 8?", "11"
+USER = {"role": "user", "content": QUESTION}
+ROW = {"messages": [USER], "ground_truth": LABEL, "dataset": "gsm8k"}
+SHAPES = {
+    "open_instruct": ROW,
+    "verl": {
+        "data_source": "openai/gsm8k",
+        "prompt": [USER],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": LABEL},
+        "extra_info": {"index": 0, "answer": "3 + 8 = 11\n#### 11"},
+    },
+    "gsm8k": {"question": QUESTION, "answer": "It is 3 + 8 = <<3+8=11>>11.\n#### 11"},
+    "trl": {"prompt": [USER], "answer": LABEL, "verifier": "gsm8k"},
+}
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir):
+    return utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir)))
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(row + "\n" if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def numbered(n):
+    """n rows whose label is their number"""
+    return [
+        {"messages": [{"role": "user", "content": f"Say {i}"}], "ground_truth": str(i), "dataset": "gsm8k"}
+        for i in range(n)
+    ]
+
+
+def load(tokenizer, *mixer, flag="dataset_mixer_list", **changes):
+    return utils.load_prompts(flag, grpo.Args(**{flag: [str(x) for x in mixer]}, **changes), tokenizer)
+
+
+def labels_of(prompts):
+    return [p.ground_truths[0] for p in prompts]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shapes and containers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save_as(container, rows, tmp_path):
+    if container == "jsonl":
+        return write_jsonl(tmp_path / "rows.jsonl", rows)
+    if container == "directory":
+        write_jsonl(tmp_path / "test.jsonl", [{"not": "read"}])
+        write_jsonl(tmp_path / "train-0.jsonl", rows)
+        return str(tmp_path)
+    import datasets
+
+    made = datasets.Dataset.from_list(rows)
+    if container == "parquet":
+        made.to_parquet(tmp_path / "rows.parquet")
+        return str(tmp_path / "rows.parquet")
+    if container == "saved_splits":
+        made = datasets.DatasetDict({"train": made, "test": made.select([])})
+    made.save_to_disk(tmp_path / "saved")
+    return str(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("container", ["jsonl", "parquet", "directory", "saved", "saved_splits"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_and_container_gives_the_same_prompt(tokenizer, tmp_path, shape, container):
+    text = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    want = [utils.Prompt(0, token_ids, text, (LABEL,), ("gsm8k",))]
+    assert load(tokenizer, save_as(container, [SHAPES[shape]], tmp_path), "1.0") == want
+
+
+def test_prompt_tokens_are_the_text_with_its_special_tokens(tokenizer, tmp_path):
+    (prompt,) = load(tokenizer, write_jsonl(tmp_path / "a.jsonl", [ROW]), "1.0")
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert (prompt.token_ids[0], prompt.token_ids.count(start), prompt.token_ids.count(end)) == (start, 2, 1)
+
+
+def test_a_trailing_assistant_turn_is_dropped():
+    answer = {"role": "assistant", "content": "11"}
+    assert utils.parse_row(ROW | {"messages": [USER, answer]})[0] == [USER]
+    assert utils.parse_row(ROW | {"messages": [USER, answer, USER]})[0] == [USER, answer, USER]
+
+
+@pytest.mark.parametrize(
+    "row, labels, verifiers",
+    [
+        (
+            {"ground_truth": ["5", "five"], "dataset": ["gsm8k", "string_matcher"]},
+            ["5", "five"],
+            ["gsm8k", "string_matcher"],
+        ),
+        ({"ground_truth": ["5"], "dataset": ["GSM8K"]}, ["5"], ["gsm8k"]),
+        ({"ground_truth": "5", "dataset": ["gsm8k"]}, ["5"], ["gsm8k"]),
+        ({"ground_truth": ["a", "b"], "dataset": "string_matcher"}, [["a", "b"]], ["string_matcher"]),
+        ({"ground_truth": ["a", "b"], "dataset": ["string_matcher"]}, [["a", "b"]], ["string_matcher"]),
+        ({"solution": "$\\frac{1}{2}$"}, ["$\\frac{1}{2}$"], ["math"]),
+        ({"answer": "7", "verifier": "MATH"}, ["7"], ["math"]),
+        ({"answer": "so\n#### 1,000", "dataset": "gsm8k_strict"}, ["1,000"], ["gsm8k_strict"]),
+        ({"answer": "a #### b", "dataset": "string_matcher"}, ["a #### b"], ["string_matcher"]),
+        ({"ground_truth": 5, "dataset": "gsm8k"}, [5], ["gsm8k"]),
+        ({"data_source": "lighteval/MATH", "reward_model": {"ground_truth": "x"}}, ["x"], ["math"]),
+    ],
+)
+def test_labels_and_verifiers_of_a_row(row, labels, verifiers):
+    assert utils.parse_row({"prompt": QUESTION} | row) == ([USER], labels, verifiers)
+
+
+def test_several_verifiers_stay_with_their_labels(tokenizer, tmp_path):
+    row = ROW | {"ground_truth": ["5", "five"], "dataset": ["gsm8k", "string_matcher"]}
+    (prompt,) = load(tokenizer, write_jsonl(tmp_path / "a.jsonl", [row]), "1.0")
+    assert (prompt.ground_truths, prompt.verifiers) == (("5", "five"), ("gsm8k", "string_matcher"))
+
+
+def test_directories_are_read_by_split_in_name_order(tokenizer, tmp_path):
+    rows = numbered(6)
+    write_jsonl(tmp_path / "train-1.jsonl", rows[2:4])
+    write_jsonl(tmp_path / "train-0.jsonl", rows[:2])
+    write_jsonl(tmp_path / "test.jsonl", rows[4:])
+    assert labels_of(load(tokenizer, tmp_path, "1.0")) == ["0", "1", "2", "3"]
+    assert labels_of(load(tokenizer, tmp_path, "1.0", flag="dataset_mixer_eval_list")) == ["4", "5"]
+    with pytest.raises(utils.UserError, match="no .jsonl or .parquet file with 'validation' in its name"):
+        load(tokenizer, tmp_path, "1.0", dataset_mixer_list_splits=["validation"])
+
+
+def test_several_datasets_each_with_its_split(tokenizer, tmp_path):
+    rows = numbered(6)
+    for name, first in (("a", 0), ("b", 3)):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "train.jsonl", rows[first : first + 2])
+        write_jsonl(tmp_path / name / "test.jsonl", rows[first + 2 : first + 3])
+    mixer = tmp_path / "a", "1.0", tmp_path / "b", "1"
+    assert len(load(tokenizer, *mixer)) == 3
+    prompts = load(tokenizer, *mixer, dataset_mixer_list_splits=["train", "test"])
+    assert labels_of(prompts) == ["0", "1", "5"]
+    assert [p.index for p in prompts] == [0, 1, 2]
+
+
+def test_no_evaluation_data_is_no_prompts(tokenizer):
+    assert load(tokenizer, flag="dataset_mixer_eval_list") == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Amounts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amount, count", [("1.0", 10), ("0.5", 5), ("0.3", 3), ("1", 1), ("4", 4), ("10", 10)])
+def test_fractions_and_counts_take_a_fixed_subset_in_file_order(tokenizer, tmp_path, amount, count):
+    path = write_jsonl(tmp_path / "a.jsonl", numbered(10))
+    labels = [int(label) for label in labels_of(load(tokenizer, path, amount))]
+    assert len(labels) == count and labels == sorted(set(labels))
+    assert [int(label) for label in labels_of(load(tokenizer, path, amount))] == labels
+
+
+def test_the_subset_depends_on_the_seed(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", numbered(30))
+    assert len({tuple(labels_of(load(tokenizer, path, "5", seed=seed))) for seed in range(5)}) > 1
+
+
+@pytest.mark.parametrize("amount, count", [("2.0", 6), ("2.4", 7)])  # round(7.2)
+def test_fractions_above_one_repeat(tokenizer, tmp_path, amount, count):
+    prompts = load(tokenizer, write_jsonl(tmp_path / "a.jsonl", numbered(3)), amount)
+    assert labels_of(prompts) == (["0", "1", "2"] * 3)[:count]
+    assert [p.index for p in prompts] == list(range(count))
+
+
+def test_more_rows_than_there_are_is_refused(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", numbered(3))
+    with pytest.raises(utils.UserError, match=r"--dataset_mixer_list .*a\.jsonl 4: only 3 rows; .* 2\.0 repeats"):
+        load(tokenizer, path, "4")
+
+
+def test_a_fraction_of_less_than_one_row_is_refused(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", numbered(3))
+    with pytest.raises(utils.UserError, match=r"a\.jsonl 0\.1"):
+        load(tokenizer, path, "0.1")
+
+
+@pytest.mark.parametrize(
+    "values, want",
+    [
+        ([], []),
+        (["a", "1.0", "b", "1"], [("a", 1.0), ("b", 1)]),
+        (["a", "1_000"], [("a", 1000)]),
+        (["reasoning_gym:chain_sum", "5"], [("reasoning_gym:chain_sum", 5)]),
+    ],
+)
+def test_mixer_pairs(values, want):
+    got = utils.parse_mixer("dataset_mixer_list", values)
+    assert got == want
+    assert [type(amount) for _, amount in got] == [type(amount) for _, amount in want]
+
+
+@pytest.mark.parametrize(
+    "values, reason",
+    [
+        ("a", "NAME AMOUNT pairs, got 1 values: a"),
+        ("a 1.0 b", "NAME AMOUNT pairs, got 3 values"),
+        ("a 0", "a 0: the amount must be positive"),
+        ("a 0.0", "a 0.0: the amount must be positive"),
+        ("a -2", "a -2: the amount must be positive"),
+        ("a 1.0.0", "a 1.0.0: the amount must be a fraction"),
+        ("1.0 a", "1.0 a: the amount must be a fraction"),
+        ("a all", "a all: the amount must be a fraction"),
+        ("a nan", "a nan: the amount must be a fraction"),
+        ("reasoning_gym:chain_sum 1.0", "generated data has no end, give a count such as 2000"),
+        ("reasoning_gym:countdown 5", "executes the response text; refused"),
+    ],
+)
+def test_mixer_refusals(values, reason):
+    with pytest.raises(utils.UserError, match=f"^--some_flag .*{re.escape(reason)}"):
+        utils.parse_mixer("some_flag", values.split())
+
+
+def test_one_split_or_one_each():
+    utils.check_mixer("f", ["a", "1.0", "b", "1.0"], ["train"])
+    utils.check_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test"])
+    utils.check_mixer("f", [], ["train"])
+    with pytest.raises(utils.UserError, match=r"--f_splits: .*one per dataset \(2\), got 3"):
+        utils.check_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test", "test"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generated data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_generated_training_and_evaluation_items_are_disjoint(tokenizer):
+    def make(flag, seed=1):
+        return load(tokenizer, "reasoning_gym:chain_sum", "20", flag=flag, seed=seed)
+
+    train, held_out = make("dataset_mixer_list"), make("dataset_mixer_eval_list")
+    assert len(train) == len(held_out) == 20
+    assert not {p.text for p in train} & {p.text for p in held_out}
+    assert make("dataset_mixer_list") == train
+    assert make("dataset_mixer_list", seed=100) != train
+    label = json.loads(train[0].ground_truths[0])
+    assert train[0].verifiers == ("reasoning_gym",) and label["task"] == "chain_sum"
+    assert label["entry"]["question"] in train[0].text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts that do not fit, rows that are broken
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path, capsys):
+    rows = numbered(4)
+    rows[1]["messages"][0]["content"] = rows[3]["messages"][0]["content"] = "long " * 50
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    prompts = load(tokenizer, path, "1.0", max_prompt_token_length=40)
+    assert labels_of(prompts) == ["0", "2"] and [p.index for p in prompts] == [0, 1]
+    assert "--dataset_mixer_list: 2 of 4 prompts longer than 40 dropped" in capsys.readouterr().out
+    exact = max(len(p.token_ids) for p in prompts)
+    assert len(load(tokenizer, path, "1.0", max_prompt_token_length=exact)) == 2
+    assert len(load(tokenizer, path, "1.0", max_prompt_token_length=1000)) == 4
+    with pytest.raises(utils.UserError, match=r"--dataset_mixer_list: every prompt .*--max_prompt_token_length 3"):
+        load(tokenizer, path, "1.0", max_prompt_token_length=3)
+
+
+BROKEN = {
+    "not JSON": ('{"messages": ', "not JSON"),
+    "not an object": ([1, 2], "must be an object, got list"),
+    "no prompt": ({"ground_truth": "1", "dataset": "gsm8k"}, r"no prompt: .*\['dataset', 'ground_truth'\]"),
+    "empty prompt": (ROW | {"messages": []}, "no prompt"),
+    "only an answer": (ROW | {"messages": [{"role": "assistant", "content": "11"}]}, "must not be the assistant's"),
+    "no content": (ROW | {"messages": [{"role": "user"}]}, "needs a role and a text content"),
+    "no role": (ROW | {"messages": [{"content": "Hi"}]}, "needs a role and a text content"),
+    "content is no text": (ROW | {"messages": [{"role": "user", "content": ["Hi"]}]}, "a text content"),
+    "no label": ({"messages": [USER], "dataset": "gsm8k"}, r"no ground_truth: columns are \['dataset', 'messages'\]"),
+    "label is null": (ROW | {"ground_truth": None}, "no ground_truth"),
+    "no verifier": ({"messages": [USER], "ground_truth": "11"}, "no dataset"),
+    "unknown verifier": (ROW | {"dataset": "gms8k"}, "unknown verifier 'gms8k'.*did you mean 'gsm8k'"),
+    "unknown data_source": (
+        {"prompt": [USER], "data_source": "who/knows"},
+        "'who/knows' names no verifier.*openai/gsm8k",
+    ),
+    "label cannot be scored": (ROW | {"ground_truth": "eleven"}, "gsm8k: .*'eleven' is not one number"),
+    "empty label": (ROW | {"dataset": "math", "ground_truth": ""}, "math: "),
+    "too few labels": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k"] * 3}, "2 ground truths for 3 verifiers"),
+    "one label for two": (ROW | {"dataset": ["gsm8k", "math"]}, "1 ground truths for 2 verifiers"),
+    "message is no object": (ROW | {"messages": [5]}, "message"),
+    "messages are texts": (ROW | {"messages": ["Hi"]}, "message"),
+    "messages is a number": (ROW | {"messages": 5}, "message"),
+    "verifier is a number": (ROW | {"dataset": 5}, "dataset|verifier"),
+}
+
+
+@pytest.mark.parametrize("row, reason", BROKEN.values(), ids=BROKEN)
+def test_broken_rows_are_refused_with_file_row_and_reason(tokenizer, tmp_path, row, reason):
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW, row, ROW])
+    with pytest.raises(utils.UserError, match=rf"a\.jsonl row 2: .*{reason}"):
+        load(tokenizer, path, "1.0")
+
+
+def test_row_numbers_are_line_numbers(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW, "", "  ", ROW, "oops"])  # blank lines are no rows
+    with pytest.raises(utils.UserError, match=r"a\.jsonl row 5: not JSON"):
+        load(tokenizer, path, "1.0")
+    assert len(load(tokenizer, write_jsonl(tmp_path / "b.jsonl", ["", ROW, "", ROW]), "1.0")) == 2
+
+
+@pytest.mark.parametrize(
+    "container, where",
+    [("parquet", r"rows\.parquet row 2"), ("directory", r"train-0\.jsonl row 2"), ("saved", r"saved \[train\] row 2")],
+)
+def test_broken_rows_of_other_containers(tokenizer, tmp_path, container, where):
+    name = save_as(container, [ROW, ROW | {"ground_truth": "eleven"}], tmp_path)
+    with pytest.raises(utils.UserError, match=rf"--dataset_mixer_list: .*{where}: gsm8k: .*'eleven'"):
+        load(tokenizer, name, "1.0")
+
+
+def test_missing_and_empty_files(tokenizer, tmp_path):
+    for name in ("no.jsonl", "no.parquet"):
+        with pytest.raises(utils.UserError, match=rf"{name}: no such file"):
+            load(tokenizer, tmp_path / name, "1.0")
+    with pytest.raises(utils.UserError, match=r"--dataset_mixer_list .*empty\.jsonl: no rows"):
+        load(tokenizer, write_jsonl(tmp_path / "empty.jsonl", []), "1.0")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chat templates
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_system_prompt_file_replaces_the_rows_own(tokenizer, tmp_path):
+    rows = [ROW, ROW | {"messages": [{"role": "system", "content": "Be brief."}, USER]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "system.txt").write_text("Be kind.\n")
+    rest = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    assert [p.text for p in load(tokenizer, path, "1.0")] == [
+        rest,
+        "<|im_start|>system\nBe brief.<|im_end|>\n" + rest,
+    ]
+    replaced = load(tokenizer, path, "1.0", system_prompt_override_file=str(tmp_path / "system.txt"))
+    assert [p.text for p in replaced] == ["<|im_start|>system\nBe kind.<|im_end|>\n" + rest] * 2
+
+
+THINK = (
+    "A conversation between a user and an assistant. The assistant first reasons about the question and then gives the "
+    "answer. The reasoning stands between <think> and </think>, the answer between <answer> and </answer>: "
+    "<think> reasoning </think> <answer> answer </answer>."
+)
+BOXED = "\nReason step by step and put the final answer within \\boxed{}."
+HELPFUL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+RENDERED = {  # of the turn Hi, and of the turns Hi, Hello, Bye; the tiny model's end of text is <|im_end|>
+    "simple_chat": ("User: Hi\n\nAssistant:", "User: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:"),
+    "tulu": (
+        "<|user|>\nHi\n<|assistant|>\n",
+        "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n",
+    ),
+    "r1_simple_chat_postpend_think": (
+        THINK + "\n\nUser: Hi\n\nAssistant: <think>",
+        THINK + "\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant: <think>",
+    ),
+    "qwen_instruct_user_boxed_math": (
+        HELPFUL + f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\n",
+        HELPFUL + f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        f"<|im_start|>user\nBye{BOXED}<|im_end|>\n<|im_start|>assistant\n",
+    ),
+}
+TURNS = [{"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"))]
+
+
+def test_every_template_is_tested():
+    assert set(RENDERED) == set(utils.CHAT_TEMPLATES)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_chat_templates(model_dir, tmp_path, name):
+    tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir), chat_template_name=name))
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": TURNS[:1]}, ROW | {"messages": TURNS}])
+    assert tuple(p.text for p in load(tokenizer, path, "1.0")) == RENDERED[name]
+
+
+def test_a_model_without_template_needs_one(model_dir, tmp_path):
+    tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir)))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(utils.UserError, match="has no chat template: give --chat_template_name simple_chat | tulu"):
+        utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path)))
+    utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path), chat_template_name="tulu"))
+
+
+def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny model has 2048
+    args = grpo.Args(model_name_or_path=str(model_dir), max_prompt_token_length=1024, response_length=1024)
+    utils.check_model_length(args)
+    for change in (dict(response_length=1025), dict(eval_response_length=1025)):
+        with pytest.raises(utils.UserError, match=r"--max_prompt_token_length 1024 .* 2049 tokens, .* 2048 positions"):
+            utils.check_model_length(replace(args, **change))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def stream(n, seed, epoch):
+    return [utils.prompt_at(range(n), epoch * n + i, seed) for i in range(n)]
+
+
+def test_each_epoch_is_another_permutation():
+    epochs = [stream(10, seed=1, epoch=e) for e in range(8)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 8
+
+
+def test_order_depends_on_the_seed_and_the_size():
+    assert len({tuple(stream(10, seed, 0)) for seed in range(5)}) == 5
+    assert stream(11, 1, 0)[:10] != stream(10, 1, 0)
+
+
+def test_a_position_is_all_the_state_there_is():
+    forward = {p: utils.prompt_at(range(7), p, 3) for p in range(70)}
+    for position in (69, 0, 33, 34, 68, 7, 6, 0):  # across more epochs than are remembered
+        assert utils.prompt_at(range(7), position, 3) == forward[position]
+
+
+def test_seeds_are_the_same_on_every_machine():
+    """Another seed would silently change the order of every resumed run. b2sum -l 64 of "(1, 0)", little-endian, halved"""
+    assert utils.derive_seed(1, 0) == 6882986155843456424
+
+
+def prompt(label="1", ids=(1, 2), verifier="gsm8k", index=0):
+    return utils.Prompt(index, ids, "text", (label,), (verifier,))
+
+
+def test_data_hash_sees_tokens_labels_verifiers_and_order():
+    a, b = prompt("1"), prompt("2", index=1)
+    same = utils.data_hash([a, b])
+    assert utils.data_hash([prompt("1"), prompt("2", index=1)]) == same
+    others = [
+        [b, a],
+        [a],
+        [a, b, b],
+        [a, prompt("3")],
+        [a, prompt("2", ids=(1, 3))],
+        [a, prompt("2", verifier="math")],
+        [a, prompt(2)],
+    ]
+    assert len({same, *map(utils.data_hash, others)}) == len(others) + 1
+
+
+def test_seeds_differ_over_a_grid():
+    seeds = {
+        utils.derive_seed(run, position, sample, e)
+        for run in range(5)
+        for position in range(50)
+        for sample in range(8)
+        for e in (0, 1)
+    }
+    assert len(seeds) == 5 * 50 * 8 * 2
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert utils.derive_seed(1, 23) != utils.derive_seed(12, 3) != utils.derive_seed(123)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+ROLLOUTS = [
+    grpo.Rollout(prompt(ids=(5, 6, 7)), 0, 0, [8, 9], [-0.1, -0.2], [True, False], [0, 0], advantage=1.5),
+    grpo.Rollout(prompt(ids=(1,)), 0, 1, [2, 3, 4], [-0.3, -0.4, -0.5], [True] * 3, [0] * 3, advantage=-1.0),
+]
+
+
+def test_batches_align_every_tensor_to_the_targets():
+    batch = grpo.make_batch(ROLLOUTS, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8], [1, 2, 3, 0]]
+    assert batch.targets.tolist() == [[6, 7, 8, 9], [2, 3, 4, 0]]
+    # token 9 was put in by a tool: not the policy's choice; the last position of row 2 is padding
+    assert batch.response_mask.tolist() == [[False, False, True, False], [True, True, True, False]]
+    assert batch.seq_ids.tolist() == [[0] * 4, [1] * 4]
+    assert batch.advantages[batch.response_mask].tolist() == [1.5, -1.0, -1.0, -1.0]
+    assert batch.advantages[0, :2].tolist() == [0.0, 0.0] and batch.advantages[1, 3] == 0
+    torch.testing.assert_close(batch.vllm_logprobs[batch.response_mask], torch.tensor([-0.1, -0.3, -0.4, -0.5]))
+    assert batch.vllm_logprobs[0, :2].tolist() == [0.0, 0.0] and batch.vllm_logprobs[1, 3] == 0
+    assert batch.position_ids is None and batch.old_logprobs is None and batch.ref_logprobs is None
+    assert grpo.count_responses(batch) == 2
+
+
+@pytest.mark.parametrize("size, shapes", [(1, [(1, 3), (1, 4)]), (2, [(2, 4)]), (5, [(2, 4)])])
+def test_micro_batches_hold_every_rollout_once(size, shapes):
+    batches = grpo.micro_batches(ROLLOUTS, size, torch.device("cpu"))
+    assert [tuple(b.input_ids.shape) for b in batches] == shapes
+    chosen = [t for b in batches for t in b.targets[b.response_mask].tolist()]
+    assert sorted(chosen) == [2, 3, 4, 8]
+    assert sum(map(grpo.count_responses, batches)) == 2
+
+
+def test_groups_with_a_gradient():
+    def group(*scores):
+        return [replace(ROLLOUTS[0], score=s) for s in scores]
+
+    assert grpo.has_gradient(group(0.0, 1.0)) and grpo.has_gradient(group(math.nan, 0.0, 1.0))
+    assert not grpo.has_gradient(group(1.0, 1.0)) and not grpo.has_gradient(group(math.nan, 1.0))
+    assert not grpo.has_gradient(group(math.nan, math.nan))

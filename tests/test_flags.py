@@ -1,0 +1,444 @@
+"""Flags: names and defaults of open-instruct's table, the forms they take, and every refusal with its fix."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import grpo
+import utils
+
+ROOT = Path(__file__).resolve().parent.parent
+
+KEY_FLAGS = {  # the Key Flags table of open-instruct's GRPO page, which both of its scripts share
+    "learning_rate": 2e-5,
+    "lr_scheduler_type": "linear",
+    "per_device_train_batch_size": 1,
+    "total_episodes": 100000,
+    "num_epochs": 1,
+    "num_mini_batches": 1,
+    "seed": 1,
+    "beta": 0.05,
+    "clip_lower": 0.2,
+    "clip_higher": 0.2,
+    "loss_fn": "dapo",
+    "load_ref_policy": True,
+    "num_unique_prompts_rollout": 16,
+    "num_samples_per_prompt_rollout": 4,
+    "temperature": 0.7,
+    "max_prompt_token_length": 256,
+    "response_length": 256,
+    "pack_length": 512,
+    "async_steps": 1,
+    "active_sampling": False,
+    "apply_verifiable_reward": True,
+    "verification_reward": 10.0,
+    "apply_r1_style_format_reward": False,
+    "deepspeed_stage": 0,
+    "sequence_parallel_size": 1,
+    "num_learners_per_node": [1],
+    "single_gpu_mode": False,
+    "vllm_num_engines": 1,
+    "vllm_tensor_parallel_size": 1,
+    "vllm_gpu_memory_utilization": 0.9,
+    "gradient_checkpointing": False,
+    "chat_template_name": None,
+    "output_dir": "output",
+    "save_freq": 200,
+    "with_tracking": False,
+}
+ROOM = ["--vllm_gpu_memory_utilization", "0.5"]  # with a GPU the default 0.9 is refused: the learner is there too
+
+
+def parse(*argv):
+    return utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *argv])
+
+
+def check(*argv, world_size=1):
+    grpo.check_args(parse(*ROOM, *argv), world_size)
+
+
+def run_script(*argv):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "grpo.py", *ROOM, *argv]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names, defaults, help
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_key_flags_have_the_documented_defaults():
+    args = parse()
+    assert {name: getattr(args, name) for name in KEY_FLAGS} == KEY_FLAGS
+    assert args.model_name_or_path == "x"
+
+
+def test_the_model_is_the_only_required_flag():
+    check()
+    with pytest.raises(utils.UserError, match="--model_name_or_path is required: a hub name or a directory"):
+        grpo.check_args(utils.parse_args(grpo.Args, ROOM), 1)
+
+
+def test_every_field_has_a_help_text_of_its_own():
+    tree = ast.parse((ROOT / "grpo.py").read_text())
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    texts = {}
+    for node, following in zip(body, body[1:] + [None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            assert isinstance(following, ast.Expr) and isinstance(following.value.value, str), node.target.id
+            texts[node.target.id] = following.value.value.strip()
+    assert list(texts) == [f.name for f in fields(grpo.Args)]
+    assert all(len(text) > 5 for text in texts.values())
+    assert len(set(texts.values())) == len(texts)
+
+
+def test_help_shows_every_flag_and_its_text(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        utils.parse_args(grpo.Args, ["--help"])
+    assert exit_info.value.code == 0
+    shown = capsys.readouterr().out
+    for f in fields(grpo.Args):
+        assert f"--{f.name.replace('_', '-')}" in shown or f"--{f.name}" in shown, f.name
+    flat = re.sub(r"[\s│]+", " ", shown)
+    for text in ("KL coefficient, per token", "Rollouts of the whole run", "Name of the run"):
+        assert text in flat
+
+
+def test_fields_are_immutable_and_defaults_not_shared():
+    assert all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(grpo.Args))
+    assert grpo.Args().dataset_mixer_list is not grpo.Args().dataset_mixer_list
+    with pytest.raises(AttributeError):
+        grpo.Args().beta = 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, want",
+    [
+        (["--active_sampling"], True),
+        (["--active_sampling", "true"], True),
+        (["--active_sampling", "True"], True),
+        (["--active_sampling=true"], True),
+        (["--active-sampling"], True),
+        (["--active_sampling", "--no_active_sampling"], False),
+        (["--active_sampling", "false"], False),
+        (["--active_sampling=False"], False),
+        ([], False),
+    ],
+)
+def test_forms_of_a_flag_that_is_off(argv, want):
+    assert parse(*argv).active_sampling is want
+
+
+@pytest.mark.parametrize(
+    "argv, want",
+    [
+        (["--no_load_ref_policy"], False),
+        (["--no-load-ref-policy"], False),
+        (["--load_ref_policy", "False"], False),
+        (["--load_ref_policy", "false", "--beta", "0"], False),
+        (["--load_ref_policy=false"], False),
+        (["--load_ref_policy"], True),
+        ([], True),
+    ],
+)
+def test_forms_of_a_flag_that_is_on(argv, want):
+    assert parse(*argv).load_ref_policy is want
+
+
+def test_a_yes_no_flag_does_not_swallow_what_follows():
+    args = parse("--active_sampling", "--exp_name", "true", "--resume", "false", "--stop_strings", "true", "False")
+    assert (args.active_sampling, args.exp_name, args.resume) == (True, "true", False)
+    assert args.stop_strings == ["true", "False"]
+
+
+@pytest.mark.parametrize("argv", [["--resume=maybe"], ["--resume=1"], ["--resume", "maybe"], ["--no_resume=true"]])
+def test_other_values_of_a_yes_no_flag_are_refused(argv, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(*argv)
+    assert exit_info.value.code not in (0, None)
+    assert re.search("resume|maybe|true", str(exit_info.value.code) + capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "argv, name, want",
+    [
+        (["--total_episodes", "10_000"], "total_episodes", 10000),
+        (["--learning_rate", "1e-6"], "learning_rate", 1e-6),
+        (["--learning_rate=1e-6"], "learning_rate", 1e-6),
+        (["--save_freq", "-1"], "save_freq", -1),
+        (["--ref_policy_update_freq", "5"], "ref_policy_update_freq", 5),
+        (["--loss_denominator", "4096"], "loss_denominator", "4096"),
+        (["--kl_estimator", "kl3"], "kl_estimator", "kl3"),
+        (["--deepspeed_stage", "3"], "deepspeed_stage", 3),
+        (["--num_learners_per_node", "4", "4"], "num_learners_per_node", [4, 4]),
+        (["--stop_strings", "</answer>", "\n\n"], "stop_strings", ["</answer>", "\n\n"]),
+        (["--dataset_mixer_list", "a", "1.0", "b", "20"], "dataset_mixer_list", ["a", "1.0", "b", "20"]),
+    ],
+)
+def test_values_and_lists(argv, name, want):
+    assert getattr(parse(*argv), name) == want
+
+
+@pytest.mark.parametrize("argv", [["--loss_fn", "ppo"], ["--deepspeed_stage", "1"], ["--seed", "x"], ["--betta", "1"]])
+def test_unknown_flags_and_choices_are_refused(argv, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(*argv)
+    assert exit_info.value.code == 2
+    assert argv[0].removeprefix("--")[:4] in capsys.readouterr().err.replace("-", "_")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------------------------------
+
+POSITIVE = (
+    "num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length temperature "
+    "num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k"
+).split()
+NOT_NEGATIVE = (
+    "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps "
+    "rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound eval_temperature verification_reward"
+).split()
+
+
+@pytest.mark.parametrize("flag", POSITIVE)
+@pytest.mark.parametrize("value", [0, -1])
+def test_zero_and_less_are_refused(flag, value):
+    with pytest.raises(utils.UserError, match=rf"--{flag} {value}(\.0)?: must be positive"):
+        check(f"--{flag}", str(value))
+
+
+@pytest.mark.parametrize("flag", NOT_NEGATIVE)
+def test_negative_values_are_refused(flag):
+    with pytest.raises(utils.UserError, match=rf"--{flag} -1(\.0)?: must not be negative"):
+        check(f"--{flag}", "-1")
+
+
+REFUSALS = [  # flags, what the message must hold in this order: the flags that clash, and the fix
+    ("--pack_length 300", r"--pack_length 300 .*--max_prompt_token_length 256 .*--response_length 256.*raise .* 512"),
+    (
+        "--num_samples_per_prompt_rollout 1 --no_filter_zero_std_samples",
+        r"--num_samples_per_prompt_rollout 1 .*standard.*raise it, or .*--advantage_normalization_type none",
+    ),
+    (
+        "--num_samples_per_prompt_rollout 1 --advantage_normalization_type centered --no_filter_zero_std_samples",
+        r"--num_samples_per_prompt_rollout 1 .*centered",
+    ),
+    (
+        "--num_samples_per_prompt_rollout 1 --advantage_normalization_type none",
+        r"--num_samples_per_prompt_rollout 1 .*--filter_zero_std_samples.*add --no_filter_zero_std_samples",
+    ),
+    ("--beta 0.1 --no_load_ref_policy", r"--beta 0\.1 .*drop --no_load_ref_policy or set --beta 0"),
+    (
+        "--beta 0 --no_load_ref_policy --ref_policy_update_freq 5",
+        r"--ref_policy_update_freq needs .*drop --no_load_ref_policy",
+    ),
+    ("--ref_policy_update_freq 0", r"--ref_policy_update_freq 0: must be positive; leave it out"),
+    ("--ref_policy_update_freq -3", r"--ref_policy_update_freq -3: must be positive"),
+    ("--alpha 0", r"--alpha 0\.0: must be in \(0, 1\]"),
+    ("--alpha 1.5", r"--alpha 1\.5: must be in"),
+    ("--num_mini_batches 3", r"--num_unique_prompts_rollout 16 on 1 ranks.*--num_mini_batches 3"),
+    ("--total_episodes 63", r"--total_episodes 63 .*--num_unique_prompts_rollout 16 x .*_rollout 4 = 64"),
+    ("--clip_lower -0.1", r"--clip_lower -0\.1: must be in \[0, 1\]"),
+    ("--clip_lower 1.1", r"--clip_lower 1\.1: must be in \[0, 1\]"),
+    ("--clip_dual 1", r"--clip_dual 1\.0: must be above 1"),
+    ("--clip_dual -2", r"--clip_dual -2\.0: must be above 1"),
+    ("--clip_dual 3 --loss_fn gspo", r"--clip_dual 3\.0: .*--loss_fn dapo; 0 is off"),
+    ("--clip_dual 3 --loss_fn cispo", r"--clip_dual 3\.0: .*--loss_fn dapo"),
+    ("--loss_denominator tokens", r"--loss_denominator tokens: token, sequence or a positive number"),
+    ("--loss_denominator 0", r"--loss_denominator 0: token, sequence or a positive number"),
+    ("--loss_denominator -5", r"--loss_denominator -5: "),
+    ("--loss_denominator inf", r"--loss_denominator inf: "),
+    ("--loss_denominator nan", r"--loss_denominator nan: "),
+    ("--vllm_top_p 0 --no_use_rho_correction", r"--vllm_top_p 0\.0: must be in \(0, 1\]"),
+    ("--vllm_top_p 1.1", r"--vllm_top_p 1\.1: must be in \(0, 1\]"),
+    ("--vllm_top_p 0.9", r"--vllm_top_p 0\.9 .*--use_rho_correction: set --vllm_top_p 1\.0 or --no_use_rho_correction"),
+    ("--rho_clamp_upper_bound 0.5", r"--rho_clamp_upper_bound 0\.5 .*at least 1, or 0 for off"),
+    ("--rho_mask_lower_bound 1", r"--rho_mask_lower_bound 1\.0 must be below 1 .*--rho_mask_upper_bound .*0 is off"),
+    ("--rho_mask_upper_bound 1", r"--rho_mask_lower_bound .*--rho_mask_upper_bound 1\.0 above 1"),
+    ("--no_apply_verifiable_reward", r"--no_apply_verifiable_reward without --apply_r1_style_format_reward"),
+    ("--additive_format_reward", r"--additive_format_reward needs --apply_r1_style_format_reward"),
+    ("--active_sampling --no_filter_zero_std_samples", r"--active_sampling .*--filter_zero_std_samples.*needs"),
+    ("--eval_pass_at_k 4", r"--eval_pass_at_k 4 .*set --eval_temperature"),
+    ("--eval_on_step_0", r"--eval_on_step_0 needs --dataset_mixer_eval_list"),
+    ("--resume --overwrite", r"--resume .*--overwrite .*give one"),
+    ("--warmup_ratio 1", r"--warmup_ratio 1\.0: must be in \[0, 1\)"),
+    ("--warmup_ratio -0.1", r"--warmup_ratio -0\.1: must be in"),
+    ("--vllm_gpu_memory_utilization 0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
+    ("--vllm_gpu_memory_utilization 1.0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
+    ("--sequence_parallel_size 2", r"--sequence_parallel_size .*grpo_fast\.py"),
+    ("--vllm_tensor_parallel_size 2", r"--vllm_tensor_parallel_size .*grpo_fast\.py"),
+    ("--num_learners_per_node 2", r"--num_learners_per_node \[2\] but 1 ranks .*torchrun --nproc_per_node=2"),
+    ("--chat_template_name tulo", r"--chat_template_name tulo: .*nearest is tulu .*simple_chat"),
+    ("--chat_template_name simple", r"--chat_template_name simple: .*nearest is simple_chat "),
+    ("--lr_scheduler_type cosin", r"--lr_scheduler_type cosin: .*nearest is cosine .*linear"),
+    ("--dataset_mixer_list a 1.0 b", r"--dataset_mixer_list takes NAME AMOUNT pairs, got 3 values: a 1\.0 b"),
+    ("--dataset_mixer_eval_list a many", r"--dataset_mixer_eval_list a many: .*fraction \(1\.0\) or a count \(500\)"),
+    ("--dataset_mixer_list a 0", r"--dataset_mixer_list a 0: the amount must be positive"),
+    ("--dataset_mixer_list no_such.jsonl 1.0", r"--dataset_mixer_list no_such\.jsonl: no such file"),
+    ("--dataset_mixer_eval_list no_such.parquet 9", r"--dataset_mixer_eval_list no_such\.parquet: no such file"),
+    (
+        "--dataset_mixer_list a 1.0 b 1.0 c 1.0 --dataset_mixer_list_splits train test",
+        r"--dataset_mixer_list_splits: give one split or one per dataset \(3\), got 2",
+    ),
+    ("--system_prompt_override_file no_such.txt", r"--system_prompt_override_file no_such\.txt: no such file"),
+]
+
+
+@pytest.mark.parametrize("flags, message", REFUSALS, ids=[flags for flags, _ in REFUSALS])
+def test_refusals_name_the_flags_and_the_fix(flags, message):
+    with pytest.raises(utils.UserError) as error:
+        check(*flags.split())
+    assert re.search(message, str(error.value)), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, world_size, message",
+    [
+        ("", 3, r"--num_unique_prompts_rollout 16 is not a multiple of the 3 ranks: take 18"),
+        ("--num_unique_prompts_rollout 4", 8, r"--num_unique_prompts_rollout 4 .* 8 ranks: take 8"),
+        ("--num_mini_batches 8", 4, r"--num_unique_prompts_rollout 16 on 4 ranks is 4 .*--num_mini_batches 8"),
+        ("--num_learners_per_node 4", 8, r"--num_learners_per_node \[4\] but 8 ranks run: .*--nproc_per_node=4"),
+    ],
+)
+def test_refusals_that_depend_on_the_ranks(flags, world_size, message):
+    with pytest.raises(utils.UserError, match=message):
+        check(*flags.split(), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    "flags, world_size",
+    [  # just inside the bounds that the refusals above are just outside of
+        ("--pack_length 512", 1),
+        ("--num_samples_per_prompt_rollout 1 --advantage_normalization_type none --no_filter_zero_std_samples", 1),
+        ("--beta 0 --no_load_ref_policy", 1),
+        ("--ref_policy_update_freq 1 --alpha 1", 1),
+        ("--num_mini_batches 4", 4),
+        ("", 16),
+        ("--num_learners_per_node 4 4", 8),
+        ("--total_episodes 64", 1),
+        ("--clip_lower 0", 1),
+        ("--clip_lower 1", 1),
+        ("--clip_dual 3", 1),
+        ("--loss_denominator sequence", 1),
+        ("--loss_denominator 1e3", 1),
+        ("--vllm_top_p 0.9 --no_use_rho_correction", 1),
+        ("--rho_clamp_upper_bound 1", 1),
+        ("--rho_clamp_upper_bound 0 --rho_mask_lower_bound 0.5 --rho_mask_upper_bound 5", 1),
+        ("--no_apply_verifiable_reward --apply_r1_style_format_reward --additive_format_reward", 1),
+        ("--active_sampling", 1),
+        ("--eval_pass_at_k 4 --eval_temperature 1", 1),
+        ("--eval_on_step_0 --dataset_mixer_eval_list some/set 1.0", 1),
+        ("--chat_template_name tulu", 1),
+        ("--lr_scheduler_type cosine", 1),
+        ("--dataset_mixer_list a 1.0 b 1.0 --dataset_mixer_list_splits train test", 1),
+        ("--temperature 0.01 --learning_rate 0 --max_grad_norm 0 --max_logprob_gap 0", 1),
+    ],
+)
+def test_what_is_allowed(flags, world_size):
+    check(*flags.split(), world_size=world_size)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the learner shares the engine's device only on a GPU")
+def test_an_engine_that_leaves_the_learner_no_room_is_refused():
+    with pytest.raises(utils.UserError, match=r"--vllm_gpu_memory_utilization 0\.9 .*0\.3 to 0\.6"):
+        check("--vllm_gpu_memory_utilization", "0.9")
+    check("--vllm_gpu_memory_utilization", "0.9", "--rollout_backend", "transformers")
+
+
+@pytest.mark.parametrize("flags", ["--num_learners_per_node", "--dataset_mixer_list"])
+def test_empty_lists_are_refused(flags):  # no ranks; nothing to train on
+    with pytest.raises(utils.UserError, match=flags):
+        check(flags)
+
+
+def test_a_refusal_is_a_value_error():
+    assert issubclass(utils.UserError, ValueError)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("episodes, steps", [(64, 1), (127, 1), (128, 2), (100_000, 1562)])
+def test_steps_are_whole_batches(episodes, steps):  # 16 x 4 = 64 a step; 1562 x 64 = 99 968
+    assert grpo.num_training_steps(grpo.Args(total_episodes=episodes)) == steps
+
+
+def test_describe_by_hand():
+    args = replace(
+        parse(),
+        num_unique_prompts_rollout=24,
+        num_samples_per_prompt_rollout=8,
+        max_prompt_token_length=100,
+        response_length=400,
+        num_mini_batches=3,
+        num_epochs=2,
+        per_device_train_batch_size=5,
+        total_episodes=2000,
+    )
+    text = grpo.describe(args, 4)
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
+    assert numbers == [
+        *(24, 8, 192, 96_000),  # 24 x 8 rollouts; x 500 tokens
+        *(4, 6, 48),  # ranks; 24 / 4 prompts; x 8 rollouts
+        *(2, 3, 6, 64, 16, 5),  # epochs x mini-batches = optimizer steps; of 192 / 3 rollouts, 64 / 4 on a rank
+        *(2000, 192, 10, 60),  # 2000 // 192 steps, x 6
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The script
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path):
+    data = tmp_path / "mine.jsonl"
+    data.write_text("this is not even JSON\n")
+    done = run_script(
+        *("--dry_run", "--model_name_or_path", "nobody/no-such-model", "--output_dir", str(tmp_path / "out")),
+        *("--dataset_mixer_list", str(data), "1.0", "nobody/no-such-data", "10", "reasoning_gym:chain_sum", "5"),
+        *("--dataset_mixer_eval_list", str(data), "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert grpo.describe(grpo.Args(model_name_or_path="x"), 1) in done.stdout
+    for source in (
+        r"nobody/no-such-model: hub",
+        rf"--dataset_mixer_list {data} 1\.0: local",
+        r"--dataset_mixer_list nobody/no-such-data 10: hub",
+        r"--dataset_mixer_list reasoning_gym:chain_sum 5: generated",
+        rf"--dataset_mixer_eval_list {data} 3: local",
+    ):
+        assert re.search(source, done.stdout), source
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_flag_is_one_line_without_traceback():
+    done = run_script("--beta", "0.1", "--no_load_ref_policy", "--model_name_or_path", "x")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert re.fullmatch(r"grpo\.py: --beta 0\.1 needs .*--no_load_ref_policy.*\n", done.stderr)
+
+
+def test_ranks_of_torchrun_are_checked():
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", "RANK": "1"}
+    command = [sys.executable, "grpo.py", *ROOM, "--model_name_or_path", "x"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "--num_unique_prompts_rollout 16 is not a multiple of the 3 ranks" in done.stderr
+    assert "Traceback" not in done.stderr

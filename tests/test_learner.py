@@ -1,0 +1,371 @@
+"""The learner's update: the same whatever the split of the rollouts, and equal to a plain implementation."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import grpo
+import utils
+from tests.conftest import REPO
+
+VOCAB = 512
+
+
+def make_args(model, *flags):
+    # logits of size 10 carry 1e-6 of float32 rounding: the temperature brings them down, so that 1e-6 can be asked for
+    base = "--beta 0 --no_load_ref_policy --model_dtype float32 --learning_rate 1e-2 --max_grad_norm 0 --temperature 3"
+    base += " --lr_scheduler_type constant --max_logprob_gap 0 --total_episodes 640 --per_device_train_batch_size 4"
+    return utils.parse_args(grpo.Args, ["--model_name_or_path", str(model), *base.split(), *map(str, flags)])
+
+
+def make_rollouts(groups=4, size=3, seed=0):
+    """Groups of random rollouts of unequal lengths; engine logprobs are a little off, as a real engine's are."""
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = []
+    for i in range(groups):
+        prompt_ids = torch.randint(0, VOCAB, (3 + 2 * i,), generator=generator).tolist()
+        prompt = utils.Prompt(i, tuple(prompt_ids), "", ("1",), ("gsm8k",))
+        for j in range(size):
+            n = int(torch.randint(1, 14, (1,), generator=generator))
+            ids = torch.randint(0, VOCAB, (n,), generator=generator).tolist()
+            logprobs = (-6.2 + 0.3 * torch.randn(n, generator=generator)).tolist()
+            advantage = (1.5, -0.5, 1.0)[j % 3]  # not summing to 0: a sum that cancels has no relative precision
+            row = grpo.Rollout(prompt, i, j, ids, logprobs, [True] * n, [0] * n, "stop", advantage=advantage)
+            rollouts.append(dataclasses.replace(row, score=float(j == 0)))
+    return rollouts
+
+
+def run_update(args, world, mini_batches, optimizer="sgd", ref=False, row_tokens=64):
+    """Weights after one update of a fresh policy with plain SGD (so that weights show the gradient), and metrics."""
+    policy = grpo.load_policy(args, world)
+    ref_policy = grpo.load_policy(args, world).requires_grad_(False) if ref else None
+    adam, scheduler = grpo.make_optimizer(policy, args)
+    sgd = torch.optim.SGD(policy.parameters(), lr=1024.0)  # the update swamps the weights, whose rounding would show
+    metrics = utils.Metrics()
+    chosen = adam if optimizer == "adam" else sgd
+    batches = [grpo.micro_batches(rows, args.per_device_train_batch_size, row_tokens, world.device) for rows in mini_batches]
+    with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
+        gap, bad = grpo.update(policy, ref_policy, chosen, scheduler, batches, args, world, metrics)
+    weights = {k: v.clone() for k, v in utils.full_weights(policy.model, torch.float32)}
+    return weights, grpo.finish_metrics(metrics.reduce(world), args) | gap | {"bad": bad}
+
+
+def start_weights(args, world):
+    return {k: v.clone() for k, v in utils.full_weights(grpo.load_policy(args, world).model, torch.float32)}
+
+
+def assert_same_update(a, b, start, tolerance=1e-6):
+    """The two updates (not just the weights) agree relative to their size, and every tensor moved."""
+    assert all((a[name] - start[name]).norm() > 0 for name in a)
+    difference = math.sqrt(sum((a[name] - b[name]).norm() ** 2 for name in a))
+    size = math.sqrt(sum((a[name] - start[name]).norm() ** 2 for name in a))
+    assert difference <= tolerance * size, f"relative difference {difference / size:.2e}"
+
+
+@pytest.mark.parametrize("arch, tied", [("llama", True), ("qwen2", False), ("qwen3", True)])
+def test_logprobs_and_entropy_are_those_of_the_plain_model(tiny_models, world, arch, tied):
+    args = make_args(tiny_models(arch, tied))
+    policy, rollouts = grpo.load_policy(args, world), make_rollouts()
+    plain = utils.load_causal_lm(args).float()
+    batch = grpo.make_batch([[r] for r in rollouts], world.device)
+    with torch.no_grad():
+        logprobs, entropy = policy(batch, 0.9)
+    for i, r in enumerate(rollouts):
+        ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
+        with torch.no_grad():
+            logp = torch.log_softmax(plain(ids).logits[0].float() / 0.9, -1)
+        start = len(r.prompt.token_ids) - 1
+        want = torch.stack([logp[start + k, token] for k, token in enumerate(r.token_ids)])
+        got = logprobs[i, start : start + len(want)]
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        want_entropy = -(logp.exp() * logp).sum(-1)[start : start + len(want)]
+        torch.testing.assert_close(entropy[i, start : start + len(want)], want_entropy, rtol=1e-5, atol=1e-5)
+        assert logprobs[i, :start].abs().sum() == 0 and logprobs[i, start + len(want) :].abs().sum() == 0
+
+
+LOSSES = [
+    [],
+    ["--loss_denominator", "sequence", "--loss_fn", "gspo"],
+    ["--loss_denominator", "50", "--loss_fn", "cispo", "--entropy_coef", "0.01"],
+]
+
+
+@pytest.mark.parametrize("flags", LOSSES, ids=["dapo-token", "gspo-sequence", "cispo-constant-entropy"])
+def test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, flags):
+    rollouts = make_rollouts()
+    args = make_args(tiny_models(), *flags)
+    start = start_weights(args, world)
+    whole, _ = run_update(dataclasses.replace(args, per_device_train_batch_size=100), world, [rollouts])
+    for size in (1, 5):
+        other, _ = run_update(dataclasses.replace(args, per_device_train_batch_size=size), world, [rollouts])
+        assert_same_update(whole, other, start)
+    reversed_rows, _ = run_update(args, world, [rollouts[::-1]])
+    assert_same_update(whole, reversed_rows, start)
+    checkpointed, _ = run_update(dataclasses.replace(args, gradient_checkpointing=True), world, [rollouts])
+    assert_same_update(whole, checkpointed, start)
+    alone, _ = run_update(args, world, [rollouts], row_tokens=0)  # the prompt computed for every response
+    assert_same_update(whole, alone, start)
+    monkeypatch.setattr(grpo, "LOGPROB_CHUNK", 3)
+    chunked, _ = run_update(args, world, [rollouts])
+    assert_same_update(whole, chunked, start)
+
+
+def test_a_local_denominator_would_show(tiny_models, world):
+    """Negative control of the test above: averaging micro-batches of unequal token counts changes the update."""
+    rollouts, args = make_rollouts(), make_args(tiny_models())
+    start = start_weights(args, world)
+    whole, _ = run_update(dataclasses.replace(args, per_device_train_batch_size=100), world, [rollouts])
+    halves = [run_update(args, world, [part])[0] for part in (rollouts[:6], rollouts[6:])]
+    mean = {k: (halves[0][k] + halves[1][k]) / 2 for k in whole}
+    with pytest.raises(AssertionError):
+        assert_same_update(whole, mean, start, 1e-3)
+
+
+def test_padding_does_not_matter(tiny_models, world):
+    """A batch padded to three times its width gives the same loss and gradient."""
+    rollouts, args = make_rollouts(), make_args(tiny_models())
+    policy = grpo.load_policy(args, world)
+
+    def gradient(batch):
+        policy.zero_grad()
+        logprobs, entropy = policy(batch, args.temperature)
+        loss = grpo.grpo_loss(logprobs, entropy, batch, 10.0, 2.0, args, utils.Metrics())
+        loss.backward()
+        return loss.item(), torch.cat([utils.local(p.grad).flatten() for p in policy.parameters()])
+
+    batch = grpo.make_batch([[r] for r in rollouts], world.device)
+    width = 2 * batch.input_ids.shape[1]
+
+    def pad(t, value):
+        return torch.nn.functional.pad(t, (0, width), value=value)
+
+    garbage = grpo.Batch(
+        pad(batch.input_ids, 7),
+        pad(batch.targets, 3),
+        pad(batch.response_mask, False),
+        pad(batch.seq_ids, 1),
+        pad(batch.advantages, math.nan),
+        pad(batch.vllm_logprobs, -math.inf),
+    )
+    loss, grad = gradient(batch)
+    padded_loss, padded_grad = gradient(garbage)
+    assert padded_loss == pytest.approx(loss, rel=1e-6)
+    assert (grad - padded_grad).norm() <= 1e-6 * grad.norm()
+
+
+def test_first_on_policy_step_has_ratio_one_and_no_clipping(tiny_models, world):
+    args = make_args(tiny_models(), "--no_use_rho_correction")
+    _, metrics = run_update(args, world, [make_rollouts()])
+    assert metrics["val/ratio"] == 1.0
+    assert metrics["val/ratio_var"] == 0.0
+    assert metrics["policy/clipfrac_avg"] == 0.0
+    assert metrics["policy/approxkl_avg"] == 0.0
+
+
+def test_a_group_of_equal_scores_gives_no_gradient(tiny_models, world):
+    """Exactly: 2.7 three times has no exact float mean, and the update must still be zero."""
+    rollouts = make_rollouts(groups=1)
+    scores = torch.tensor([2.7] * 3)
+    for kind in ("standard", "standard_unbiased", "centered"):
+        for r, advantage in zip(rollouts, grpo.compute_advantages(scores, 3, kind).tolist(), strict=True):
+            r.advantage = advantage
+        args = make_args(tiny_models())
+        weights, metrics = run_update(args, world, [rollouts])
+        assert metrics["optim/grad_norm"] == 0.0
+        assert all(torch.equal(weights[k], v) for k, v in start_weights(args, world).items())
+
+
+def test_update_equals_a_plain_implementation(tiny_models, world):
+    """2 epochs x 2 mini-batches of DAPO with KL, rho and Adam, against a loop over single rows without our code."""
+    flags = ["--num_epochs", "2", "--num_mini_batches", "2", "--entropy_coef", "0.02", "--max_grad_norm", "0.5"]
+    args = dataclasses.replace(make_args(tiny_models(), *flags), beta=0.1, load_ref_policy=True, weight_decay=0.01)
+    rollouts = make_rollouts()
+    halves = [rollouts[:6], rollouts[6:]]
+    ours, metrics = run_update(args, world, halves, optimizer="adam", ref=True)
+    assert metrics["val/ratio_var"] > 0  # later mini-batches are off-policy: the test exercises clipping
+
+    model, ref = utils.load_causal_lm(args).float(), utils.load_causal_lm(args).float()
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (True, False))
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
+    )
+
+    def logp(m, r):
+        ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
+        rows = torch.log_softmax(m(ids).logits[0, len(r.prompt.token_ids) - 1 : -1] / args.temperature, -1)
+        return rows.gather(1, torch.tensor(r.token_ids)[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
+
+    with torch.no_grad():
+        old, reference = [logp(model, r)[0] for r in rollouts], [logp(ref, r)[0] for r in rollouts]
+    for _ in range(2):
+        for part in (range(6), range(6, 12)):
+            tokens, loss = sum(len(rollouts[i].token_ids) for i in part), 0.0
+            for i in part:
+                new, entropy = logp(model, rollouts[i])
+                a, rho = rollouts[i].advantage, (old[i] - torch.tensor(rollouts[i].logprobs)).exp().clamp(max=2.0)
+                ratio = (new - old[i]).exp()
+                policy = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+                kl = (reference[i] - new).exp() - 1 - (reference[i] - new)
+                loss = loss + (rho * policy + 0.1 * kl - 0.02 * entropy).sum() / tokens
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    start = start_weights(args, world)
+    for name, weight in model.named_parameters():
+        moved = (weight - start[name]).norm()
+        assert (ours[name] - weight).norm() < 1e-3 * moved, name  # Adam divides by small gradients
+
+
+def test_non_finite_gradient_skips_the_update(tiny_models, world):
+    rollouts, args = make_rollouts(), make_args(tiny_models())
+    rollouts[0].advantage = math.inf
+    weights, metrics = run_update(args, world, [rollouts])
+    assert metrics["bad"] == 1
+    assert all(torch.equal(weights[k], v) for k, v in start_weights(args, world).items())
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_gap_stops_before_any_weight_changes(tiny_models, world, mini_batches):
+    args = dataclasses.replace(make_args(tiny_models()), max_logprob_gap=0.01)
+    policy, rollouts = grpo.load_policy(args, world), make_rollouts()
+    optimizer, scheduler = grpo.make_optimizer(policy, args)
+    rows = [rollouts[:6], rollouts[6:]] if mini_batches == 2 else [rollouts]
+    batches = [grpo.micro_batches(r, 4, 0, world.device) for r in rows]
+    with pytest.raises(utils.GapError, match="exceeds --max_logprob_gap 0.01.*lm_head"):
+        grpo.update(policy, None, optimizer, scheduler, batches, args, world, utils.Metrics())
+    after = dict(utils.full_weights(policy.model, torch.float32))
+    assert all(torch.equal(after[k], v) for k, v in start_weights(args, world).items())
+
+
+class VocabularyTensors(TorchDispatchMode):
+    """Row counts of all tensors whose last dimension is the vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim and out.shape[-1] == VOCAB:
+            self.rows.add(out.numel() // VOCAB)
+        return out
+
+
+def test_logits_of_all_tokens_never_exist(tiny_models, world, monkeypatch):
+    """The largest (rows, vocabulary) tensor of forward and backward is a chunk, however many tokens train."""
+    monkeypatch.setattr(grpo, "LOGPROB_CHUNK", 8)
+    args, rollouts = make_args(tiny_models()), make_rollouts(groups=8)
+    tokens = sum(len(r.token_ids) for r in rollouts)
+    assert tokens > 100
+    policy, batch = grpo.load_policy(args, world), grpo.make_batch(grpo.fill_rows(rollouts, 64), world.device)
+    with VocabularyTensors() as seen:
+        logprobs, entropy = policy(batch, 1.0)
+        (logprobs.sum() + entropy.sum()).backward()
+    weight = {policy.model.config.hidden_size}  # its transpose is (hidden, vocabulary)
+    assert max(seen.rows - weight) == 8 and tokens not in seen.rows
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_responses_in_one_row_do_not_see_each_other(tiny_models, world, arch):
+    """Logprobs of a row of three responses equal those of three rows, and change if the mask is taken away."""
+    args, rollouts = make_args(tiny_models(arch)), make_rollouts()
+    policy = grpo.load_policy(args, world)
+    rows = grpo.fill_rows(rollouts, 64)
+    assert [len(row) for row in rows] == [3, 3, 3, 3]
+    together, apart = grpo.make_batch(rows, world.device), grpo.make_batch([[r] for r in rollouts], world.device)
+    with torch.no_grad():
+        logprobs = policy(together, 1.0)[0][together.response_mask]
+        torch.testing.assert_close(logprobs, policy(apart, 1.0)[0][apart.response_mask], rtol=1e-5, atol=1e-5)
+        leaking = policy(dataclasses.replace(together, attention_mask=None), 1.0)[0][together.response_mask]
+    assert (leaking - logprobs).abs().max() > 1e-2
+    assert grpo.shares_prompts(policy, rollouts[0].prompt, args, world)
+
+
+def test_a_model_with_a_short_window_does_not_share_rows(tiny_models, world):
+    args = make_args(tiny_models("qwen3"))
+    policy = grpo.load_policy(args, world)
+    policy.model.config.sliding_window = 64
+    assert not grpo.shares_prompts(policy, make_rollouts()[0].prompt, args, world)
+
+
+def test_rows_hold_at_most_row_tokens(tiny_models):
+    rollouts = make_rollouts(groups=5, size=6)
+    rows = grpo.fill_rows(rollouts, 30)
+    assert [r for row in rows for r in row] == rollouts
+    assert all(grpo.row_length(row) <= 30 and len({r.position for r in row}) == 1 for row in rows)
+    assert max(len(row) for row in rows) > 1
+    assert all(len(row) == 1 for row in grpo.fill_rows(rollouts, 0))
+
+
+def test_trainable_leaves_out_what_has_no_gradient(tiny_models):
+    rollouts = make_rollouts()
+    for r in rollouts[:3]:
+        r.score = 0.0  # a constant group
+    rollouts[4].score = math.nan  # a missing reward
+    rollouts[7].finish_reason = "length"
+    groups = [rollouts[i : i + 3] for i in range(0, 12, 3)]
+    args = make_args(tiny_models())
+    assert grpo.trainable(groups, args) == [r for i, r in enumerate(rollouts) if i not in (0, 1, 2, 4)]
+    masked = dataclasses.replace(args, mask_truncated_completions=True)
+    assert grpo.trainable(groups, masked) == [r for i, r in enumerate(rollouts) if i not in (0, 1, 2, 4, 7)]
+    everything = dataclasses.replace(args, filter_zero_std_samples=False)
+    assert grpo.trainable(groups, everything) == [r for i, r in enumerate(rollouts) if i != 4]
+
+
+def test_reference_refresh(tiny_models, world):
+    args = make_args(tiny_models())
+    policy, ref = grpo.load_policy(args, world), grpo.load_policy(args, world)
+    with torch.no_grad():
+        for p in policy.parameters():
+            utils.local(p).add_(1.0)
+    before = start_weights(args, world)
+    grpo.refresh_reference(ref, policy, 0.25)
+    for name, weight in utils.full_weights(ref.model, torch.float32):
+        torch.testing.assert_close(weight, before[name] + 0.25)
+
+
+TWO_RANKS = """
+    import sys, torch
+    sys.path.insert(0, {repo!r})
+    import utils, grpo
+    from tests.test_learner import make_args, make_rollouts, run_update
+    world = utils.init_distributed()
+    groups = [make_rollouts()[i:i + 3] for i in range(0, 12, 3)]
+    mine = [r for i, group in enumerate(groups) if i % world.size == world.rank for r in group]
+    if {uneven} and world.size == 2:  # all rollouts on rank 1
+        mine = [r for group in groups for r in group] if world.rank else []
+    for stage in (0, 2, 3):
+        args = make_args({model!r}, "--deepspeed_stage", stage, "--max_grad_norm", "0.3")
+        weights, metrics = run_update(args, world, [mine], optimizer="sgd")
+        if world.is_main:
+            torch.save((weights, metrics), f"{out}/{{world.size}}_{{stage}}.pt")
+    utils.leave_distributed()
+"""
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "all-on-one-rank"])
+def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, world, uneven):
+    model = tiny_models()
+    script = tmp_path / "two_ranks.py"
+    script.write_text(textwrap.dedent(TWO_RANKS.format(repo=str(REPO), model=str(model), out=tmp_path, uneven=uneven)))
+    for ranks in (1, 2):
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+        done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    args = make_args(model)
+    start = start_weights(args, world)
+    one, one_metrics = torch.load(tmp_path / "1_0.pt")
+    for stage in (0, 2, 3):
+        two, metrics = torch.load(tmp_path / f"2_{stage}.pt")
+        assert_same_update(one, two, start)
+        for name in ("optim/grad_norm", "loss/policy_avg", "val/rho_weight", "objective/entropy"):
+            assert metrics[name] == pytest.approx(one_metrics[name], rel=1e-5), json.dumps(metrics)

@@ -1,0 +1,697 @@
+"""The maths of grpo.py: numbers worked out by hand from the papers' formulas, and verl's own (verl_cases.json)."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import grpo
+import utils
+
+CASES = json.loads((Path(__file__).parent / "verl_cases.json").read_text())["cases"]
+TOLERANCE = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.float64: dict(rtol=1e-9, atol=1e-9)}
+TWIN = {torch.float32: "", torch.float64: "64"}  # suffix of verl's result in this precision
+both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
+KL_KINDS = {"k1": 0, "kl": 0, "k2": 1, "mse": 1, "k3": 2, "low_var_kl": 2}
+NAN, INF = math.nan, math.inf
+
+
+def log(*values):
+    """(1, T) tensor of log probabilities, given as probabilities"""
+    return torch.tensor([values], dtype=torch.float64).log()
+
+
+def verl(fn, *kinds):
+    return [pytest.param(c, id=c["id"]) for c in CASES if c["fn"] == fn and (not kinds or c["kind"] in kinds)]
+
+
+def rows(mask):
+    """seq_ids of padded rows: one response in each row"""
+    return torch.arange(len(mask))[:, None].expand(mask.shape)
+
+
+def loss_of(new, old, advantage, loss_fn="dapo", lower=0.2, higher=0.2, dual=0.0, mask=None, seq_ids=None):
+    """policy_loss on (1, T) rows with one advantage; returns (loss, ratio, clipped, gradient of the summed loss)"""
+    new = new.clone().requires_grad_()
+    mask = torch.ones_like(new, dtype=torch.bool) if mask is None else mask
+    advantages = torch.as_tensor(advantage, dtype=new.dtype).expand(new.shape)
+    loss, ratio, clipped = grpo.policy_loss(
+        new,
+        old,
+        advantages,
+        mask,
+        rows(mask) if seq_ids is None else seq_ids,
+        loss_fn=loss_fn,
+        clip_lower=lower,
+        clip_higher=higher,
+        clip_dual=dual,
+    )
+    return loss.detach(), ratio, clipped, torch.autograd.grad(loss.sum(), new)[0]
+
+
+def per_token(*values):
+    return torch.tensor([values], dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, want",
+    [
+        ("none", [1.0, 2.0, 3.0, 6.0]),
+        ("centered", [-2.0, -1.0, 0.0, 3.0]),  # mean 3
+        ("standard", [x / math.sqrt(14 / 4) for x in (-2.0, -1.0, 0.0, 3.0)]),  # squares 4 + 1 + 0 + 9
+        ("standard_unbiased", [x / (math.sqrt(14 / 3) + 1e-6) for x in (-2.0, -1.0, 0.0, 3.0)]),
+    ],
+)
+def test_advantages_by_hand(kind, want):
+    scores = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert_close(grpo.compute_advantages(scores, 4, kind), torch.tensor(want), rtol=1e-6, atol=0)
+
+
+def test_advantages_compare_within_a_group_in_order():  # group 1: mean 0.5, population std 0.5; group 2: 2 and 1
+    scores = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 3.0, 1.0])
+    want = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0, 1.0, -1.0])
+    assert_close(grpo.compute_advantages(scores, 4, "standard"), want)
+
+
+@pytest.mark.parametrize("kind", ["standard", "standard_unbiased", "centered"])
+def test_equal_scores_give_exact_zeros(kind):
+    """0.1, 1.3 and 2.7 are no binary fractions: their float32 mean is not themselves, and a tiny std blows that up."""
+    for value, size in itertools.product((0.1, 1.3, 2.7, 1e6 + 0.1), (3, 5, 11, 17)):
+        assert grpo.compute_advantages(torch.full((2 * size,), value), size, kind).tolist() == [0.0] * 2 * size
+
+
+@pytest.mark.parametrize(
+    "kind, want",
+    [
+        ("none", [4.0, 0.0, 8.0, 0.0]),
+        ("centered", [-2.0, 0.0, 2.0, 0.0]),  # mean of 4 and 8
+        ("standard", [-1.0, 0.0, 1.0, 0.0]),
+        ("standard_unbiased", [-2 / (math.sqrt(8) + 1e-6), 0.0, 2 / (math.sqrt(8) + 1e-6), 0.0]),  # (4 + 4) / (2 - 1)
+    ],
+)
+def test_missing_scores_do_not_count(kind, want):
+    scores = torch.tensor([4.0, NAN, 8.0, NAN])
+    assert_close(grpo.compute_advantages(scores, 4, kind), torch.tensor(want), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["standard", "standard_unbiased", "centered"])
+def test_nothing_to_compare_with_is_zero(kind):
+    scores = torch.tensor([NAN, NAN, NAN, 5.0, NAN, NAN])  # nobody there; one alone
+    assert grpo.compute_advantages(scores, 3, kind).tolist() == [0.0] * 6
+
+
+def test_advantages_refuse_partial_groups():
+    with pytest.raises(ValueError, match="7 scores are not groups of 4"):
+        grpo.compute_advantages(torch.zeros(7), 4, "standard")
+
+
+def test_scores_closer_than_float32_noise_still_compare():
+    scores = torch.tensor([1e6, 1e6 + 1, 1e6 + 2], dtype=torch.float64)  # E[x^2] - E[x]^2 in float32 would be 0
+    want = torch.tensor([-1.0, 0.0, 1.0]) * math.sqrt(3 / 2)
+    assert_close(grpo.compute_advantages(scores, 3, "standard"), want)
+
+
+@pytest.mark.parametrize("case", verl("grpo_advantages"))
+def test_verl_advantages(case):
+    """norm_std is our standard_unbiased, without it centered; groups of unequal sizes are computed one by one.
+
+    Two kinds of groups where verl's numbers are not what is wanted, because there is nothing to compare: equal inexact
+    rewards (tag float-residual: verl divides the rounding error of a float32 mean by std + 1e-6), and groups of one
+    (verl: r, or r / (1 + 1e-6), as if the mean were 0 and the std 1). Ours are exactly 0.
+    """
+    kind = "standard_unbiased" if case["params"]["norm_std"] else "centered"
+    scores, verls, verls64 = (torch.tensor(case[k], dtype=torch.float32) for k in ("rewards", "adv", "adv64"))
+    members: dict = {}
+    for i, group in enumerate(case["group_ids"]):
+        members.setdefault(group, []).append(i)
+    residuals = []
+    for index in members.values():
+        got = grpo.compute_advantages(scores[index], len(index), kind)
+        if len(set(scores[index].tolist())) == 1:
+            assert got.tolist() == [0.0] * len(index)
+            residuals.append(verls[index].abs().max().item())
+            if len(index) == 1:
+                assert_close(verls[index], scores[index] / (1 + 1e-6 * case["params"]["norm_std"]))
+        else:
+            assert_close(got, verls[index], **TOLERANCE[torch.float32])
+            assert_close(got, verls64[index], **TOLERANCE[torch.float32])
+    if "float-residual" in case["tags"]:
+        assert max(residuals) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, want, gradient",
+    [  # the loss is the larger of -A r and -A clip(r, 0.9, 1.3); d r / d logp = r
+        (1.2, 1.0, -1.2, -1.2),  # inside
+        (1.5, 1.0, -1.3, 0.0),  # above, good: clipped
+        (1.5, -1.0, 1.5, 1.5),  # above, bad: pushed down with all its weight
+        (0.5, 1.0, -0.5, -0.5),  # below, good: pulled up
+        (0.5, -1.0, 0.9, 0.0),  # below, bad: clipped
+        (0.5, -2.0, 1.8, 0.0),
+    ],
+)
+def test_dapo_clips_each_side_by_sign(ratio, advantage, want, gradient):
+    loss, got, clipped, grad = loss_of(log(ratio / 4), log(1 / 4), advantage, lower=0.1, higher=0.3)
+    assert_close(loss, per_token(want))
+    assert_close(got, per_token(ratio))
+    assert_close(grad, per_token(gradient))
+    assert clipped.item() == (gradient == 0)
+
+
+def test_dual_clip_bounds_bad_tokens_only():  # ratio 5, c = 3
+    new, old = log(0.5, 0.5), log(0.1, 0.1)
+    advantages = per_token(-2.0, 2.0)
+    loss, _, _, grad = loss_of(new, old, advantages, dual=3.0)
+    assert_close(loss, per_token(6.0, -2.4))  # min(2 x 5, 2 x 3), and -2 x 1.2 as without
+    assert_close(grad, per_token(0.0, 0.0))
+    assert_close(loss_of(new, old, advantages, dual=0.0)[0], per_token(10.0, -2.4))
+    assert_close(loss_of(new, old, advantages, dual=6.0)[0], per_token(10.0, -2.4))  # 5 < 6
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_cispo_keeps_the_gradient_of_clipped_tokens(advantage):
+    new, old = log(0.5, 0.2, 0.1), log(0.1, 0.2, 0.5)  # ratios 5, 1, 0.2, clipped above at 1.3
+    loss, _, clipped, grad = loss_of(new, old, advantage, "cispo", lower=INF, higher=0.3)
+    weights = per_token(1.3, 1.0, 0.2)
+    assert_close(grad, -advantage * weights)  # d log p = 1
+    assert_close(loss, -advantage * weights * new)
+    assert clipped.tolist() == [[True, False, False]]
+
+
+def test_cispo_with_a_lower_bound():
+    grad = loss_of(log(0.1), log(0.5), 1.0, "cispo", lower=0.4, higher=0.3)[3]  # ratio 0.2, clipped to 0.6
+    assert_close(grad, per_token(-0.6))
+
+
+def test_gspo_ratio_is_the_geometric_mean_of_the_response():
+    new, old = log(0.4, 0.1, 0.8), log(0.2, 0.2, 0.1)  # ratios 2, 1/2, 8: product 8, cube root 2
+    loss, ratio, _, grad = loss_of(new, old, 1.0, "gspo", higher=3.0)
+    assert_close(ratio, per_token(2.0, 2.0, 2.0))
+    assert_close(loss, per_token(-2.0, -2.0, -2.0))
+    # mean loss is -s with s = exp(mean_t log ratio_t): d s / d logp_t = s / 3 for every token, summed over 3 tokens
+    assert_close(grad, per_token(-2.0, -2.0, -2.0))
+
+
+def test_gspo_clips_whole_responses():
+    new, old = log(0.4, 0.1, 0.8), log(0.2, 0.2, 0.1)
+    loss, _, clipped, grad = loss_of(new, old, 1.0, "gspo", higher=0.3)
+    assert_close(loss, per_token(-1.3, -1.3, -1.3))
+    assert_close(grad, per_token(0.0, 0.0, 0.0))
+    assert clipped.all()
+
+
+def test_gspo_responses_in_one_row_do_not_mix():
+    new, old = log(0.4, 0.1, 0.3, 0.9), log(0.1, 0.1, 0.3, 0.1)  # responses: 4, 1 -> 2; 1, 9 -> 3
+    _, ratio, _, _ = loss_of(new, old, 1.0, "gspo", higher=9.0, seq_ids=torch.tensor([[0, 0, 1, 1]]))
+    assert_close(ratio, per_token(2.0, 2.0, 3.0, 3.0))
+
+
+def test_gspo_mean_is_over_masked_tokens():
+    mask = torch.tensor([[True, False, True, False]])
+    loss, ratio, clipped, grad = loss_of(log(0.4, 0.9, 0.1, 0.9), log(0.1, 0.1, 0.1, 0.1), 1.0, "gspo", mask=mask)
+    assert_close(ratio[mask], torch.full((2,), 2.0).double())  # 4 and 1
+    assert_close(loss, per_token(-1.2, 0.0, -1.2, 0.0))
+    assert not grad.any() and clipped.tolist() == mask.tolist()
+
+
+@pytest.mark.parametrize("loss_fn", ["dapo", "cispo", "gspo"])
+def test_on_policy_every_loss_has_the_policy_gradient(loss_fn):  # -A grad log p, the REINFORCE estimator
+    new = log(0.3, 0.6, 0.1)
+    advantages = per_token(2.0, 2.0, 2.0)
+    _, ratio, clipped, grad = loss_of(new, new, advantages, loss_fn)
+    assert_close(ratio, torch.ones_like(new), rtol=0, atol=0)
+    assert_close(grad, -advantages)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("loss_fn", ["dapo", "cispo", "gspo"])
+@pytest.mark.parametrize("gap", [500.0, -500.0, INF, -INF])
+def test_huge_log_ratios_stay_finite(loss_fn, gap):
+    old = torch.tensor([[-1.0, -1.0]])
+    loss, ratio, _, grad = loss_of(old + torch.tensor([[gap, 0.0]]).clamp(-1e6, 1e6), old, -1.0, loss_fn)
+    assert loss.isfinite().all() and ratio.isfinite().all() and grad.isfinite().all()
+
+
+VERL_LOSSES = {"vanilla": ("dapo", 3.0), "gspo": ("gspo", 0.0), "cispo": ("cispo", 0.0)}
+
+
+def aggregate_as_verl(values, mask, case):
+    """aggregate() called to mean verl's mode. verl's dp_size is our global counts and the trainer's x world size."""
+    params, responses = case["params"], int(mask.any(1).sum())
+    tokens = params.get("batch_num_tokens", int(mask.sum()))
+    sequences = params.get("global_batch_size", responses)
+    kind = {
+        "token-mean": "token",
+        "seq-mean-token-mean": "sequence",
+        "seq-mean-token-sum": str(sequences),
+        "seq-mean-token-sum-norm": str(sequences * mask.shape[1]),  # verl 0.9.1: by the mask's width and by sequences
+        "token-sum": "1",
+    }[params.get("agg", case["kind"])]
+    return grpo.aggregate(values, mask, rows(mask), kind, tokens, sequences) * params.get("dp_size", 1)
+
+
+def verl_loss(case, dtype, padding=None):
+    """(loss, gradient with respect to logp_new); `padding` replaces new logprobs outside the mask"""
+    mask = torch.tensor(case["mask"]).bool()
+    # verl's inputs are float32, also of its float64 results
+    new, old, advantages = (torch.tensor(case[k]).to(dtype) for k in ("logp_new", "logp_old", "adv"))
+    if padding is not None:
+        new = torch.where(mask, new, padding)
+    new.requires_grad_()
+    loss_fn, dual = VERL_LOSSES[case["kind"]]
+    low, high = case["params"]["clip_low"], case["params"]["clip_high"]
+    values, _, _ = grpo.policy_loss(
+        new,
+        old,
+        advantages,
+        mask,
+        rows(mask),
+        loss_fn=loss_fn,
+        clip_lower=low,
+        clip_higher=high,
+        clip_dual=dual,
+    )
+    if not mask.any():  # counts are those of the whole optimizer step: this part of it has no tokens, others have
+        case = case | {"params": case["params"] | {"batch_num_tokens": 5, "global_batch_size": 1}}
+    loss = aggregate_as_verl(values, mask, case)
+    return loss.detach(), torch.autograd.grad(loss, new)[0]
+
+
+@both_dtypes
+@pytest.mark.parametrize("case", verl("policy_loss"))
+def test_verl_policy_loss(case, dtype):
+    """Loss and gradient. verl's NaN losses (tag degenerate) are not copied: the two tests below say what ours are."""
+    if "degenerate" in case["tags"]:
+        assert math.isnan(case["loss"])
+        return
+    loss, grad = verl_loss(case, dtype)
+    tolerance = TOLERANCE[dtype]
+    if dtype == torch.float64 and case["params"]["agg"] == "seq-mean-token-mean":
+        tolerance = dict(rtol=1e-8, atol=1e-9)  # verl divides by the length + 1e-8
+    assert_close(loss, torch.tensor(case["loss" + TWIN[dtype]], dtype=dtype), **tolerance)
+    assert_close(grad, torch.tensor(case["grad" + TWIN[dtype]], dtype=dtype), **tolerance)
+
+
+@both_dtypes
+def test_rows_without_tokens_have_no_loss_where_verl_has_nan(dtype):
+    case = next(c for c in CASES if c["id"] == "loss/vanilla/seq-mean-token-mean/everything_masked")
+    loss, grad = verl_loss(case, dtype)
+    assert loss == 0 and not grad.any()
+
+
+@both_dtypes
+def test_minus_inf_in_padding_changes_nothing_where_verl_has_nan(dtype):
+    case = next(c for c in CASES if c["id"] == "loss/vanilla/seq-mean-token-mean/minus_inf_in_padding")
+    (loss, grad), (clean_loss, clean_grad) = verl_loss(case, dtype), verl_loss(case, dtype, padding=-1.0)
+    assert loss.isfinite() and loss == clean_loss
+    assert torch.equal(grad, clean_grad)
+    assert grad[torch.tensor(case["mask"]).bool()].any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KL
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_kl_estimates_by_hand():  # p = 0.5, ref = 0.25: d = ln 2, exp(-d) = 1/2; ratio 3
+    d = math.log(2)
+    got = [e.item() for e in grpo.kl_estimates(log(0.5), log(0.25), per_token(3.0))]
+    assert got == pytest.approx([d, d * d / 2, 0.5 - 1 + d, 3 * d])
+
+
+def test_expectations_under_the_policy_by_enumeration():
+    """k1 and k3 average to KL(policy || reference); k2 does not; k1 with the ratio does under an older policy."""
+    policy, ref, older = (torch.tensor(p).double() for p in ([0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.2, 0.5, 0.3]))
+    kl = 0.7 * math.log(7) + 0.2 * math.log(2 / 3) + 0.1 * math.log(1 / 6)
+    k1, k2, k3, k4 = grpo.kl_estimates(policy.log(), ref.log(), policy / older)
+    assert (policy * k1).sum().item() == pytest.approx(kl)
+    assert (policy * k3).sum().item() == pytest.approx(kl)
+    assert abs((policy * k2).sum().item() - kl) > 0.1
+    assert (older * k4).sum().item() == pytest.approx(kl)
+    assert (older * k1).sum().item() != pytest.approx(kl, rel=0.1)
+
+
+def test_k2_is_biased_by_hand():  # policy (1/2, 1/2), ref (1/4, 3/4): d = ln 2 and ln 2/3
+    k2 = grpo.kl_estimates(log(0.5, 0.5), log(0.25, 0.75), per_token(1.0, 1.0))[1]
+    assert_close(k2, per_token(math.log(2) ** 2 / 2, math.log(2 / 3) ** 2 / 2))
+    assert 0.5 * k2.sum().item() == pytest.approx(0.16121, abs=1e-5)
+    assert 0.5 * math.log(2) + 0.5 * math.log(2 / 3) == pytest.approx(0.14384, abs=1e-5)  # the KL
+
+
+def test_k3_is_never_negative_and_zero_only_at_agreement():
+    ref = -torch.arange(1, 60, dtype=torch.float64)[None] / 10
+    k3 = grpo.kl_estimates(torch.full_like(ref, -3.0), ref, torch.ones_like(ref))[2]
+    assert (k3 >= 0).all() and (k3 == 0).tolist() == (ref == -3.0).tolist()
+
+
+def test_gradients_of_the_estimators():  # d = ln 2: 1, d, 1 - exp(-d), ratio (a constant)
+    new = log(0.5).requires_grad_()
+    estimates = grpo.kl_estimates(new, log(0.25), per_token(3.0))
+    grads = [torch.autograd.grad(e.sum(), new, retain_graph=True)[0].item() for e in estimates]
+    assert grads == pytest.approx([1.0, math.log(2), 0.5, 3.0])
+
+
+def test_kl_estimator_names():
+    for number, name in (("0", "kl1"), ("1", "kl2"), ("2", "kl3"), ("3", "kl4")):
+        assert grpo.KL_ESTIMATORS[number] == grpo.KL_ESTIMATORS[name] == int(number)
+
+
+@both_dtypes
+@pytest.mark.parametrize("case", verl("kl"))
+def test_verl_kl(case, dtype):
+    """verl clamps the log-ratio of k3 to +-20 and its value to 10, where its gradient vanishes: a token that strayed
+    that far is never pulled back. Ours is compared where verl's clamps are inactive, and grows on beyond."""
+    new, ref = (torch.tensor(case[k]).to(dtype) for k in ("logp", "ref_logp"))
+    new.requires_grad_()
+    got = grpo.kl_estimates(new, ref, torch.ones_like(new))[KL_KINDS[case["kind"]]]
+    grad = torch.autograd.grad(got.sum(), new)[0]
+    want, d = torch.tensor(case["value" + TWIN[dtype]], dtype=dtype), (new - ref).detach()
+    same = torch.ones_like(want, dtype=torch.bool)
+    if case["kind"] == "low_var_kl":
+        same = (d.abs() < 20) & (want < 10)
+        assert not same.all() and same.any()
+    elif case["id"] == "kl/k2/extreme" or case["id"] == "kl/kl/extreme":
+        same = d.abs() < 40  # our clamp
+    assert_close(got.detach()[same], want[same], **TOLERANCE[dtype])
+    assert_close(grad[same], torch.tensor(case["grad"]).to(dtype)[same], **TOLERANCE[torch.float32])
+    assert got.isfinite().all() and grad.isfinite().all()
+    beyond = (got.detach()[~same] >= want[~same]) if case["kind"] == "low_var_kl" else torch.tensor(True)
+    assert beyond.all()
+
+
+def test_k3_grows_with_the_log_ratio_on_either_side():  # up to our clamp at 40, where it stays finite
+    for sign in (1.0, -1.0):
+        d = sign * torch.tensor([[0.1, 1.0, 5.0, 10.0, 19.0, 21.0, 39.0]])
+        values = grpo.kl_estimates(d, torch.zeros_like(d), torch.ones_like(d))[2][0]
+        assert (values.diff() > 0).all()
+        far = grpo.kl_estimates(sign * torch.tensor([[41.0, 1e4, INF]]), torch.zeros(1, 3), torch.ones(1, 3))
+        assert all(e.isfinite().all() for e in far)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Importance weights: learner over engine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def weights_of(old, engine, mask=None, seq_ids=None, upper=0.0, **options):
+    mask = torch.ones_like(old, dtype=torch.bool) if mask is None else mask
+    seq_ids = rows(mask) if seq_ids is None else seq_ids
+    return grpo.importance_weights(old, engine, mask, seq_ids, clamp_upper=upper, **options)
+
+
+OLD, ENGINE = log(0.8, 0.2, 0.3, 0.1), log(0.2, 0.2, 0.6, 0.4)  # rho 4, 1, 1/2, 1/4
+
+
+def test_weights_without_bounds_are_the_ratio():
+    assert_close(weights_of(OLD, ENGINE), per_token(4.0, 1.0, 0.5, 0.25))
+
+
+def test_weights_truncate_above():
+    assert_close(weights_of(OLD, ENGINE, upper=2.0), per_token(2.0, 1.0, 0.5, 0.25))
+
+
+def test_weights_mask_tokens_outside_the_bounds():
+    assert_close(weights_of(OLD, ENGINE, mask_lower=0.4, mask_upper=3.0), per_token(0.0, 1.0, 0.5, 0.0))
+    assert_close(weights_of(OLD, ENGINE, mask_lower=0.4), per_token(4.0, 1.0, 0.5, 0.0))
+    assert_close(weights_of(OLD, ENGINE, mask_upper=3.0), per_token(0.0, 1.0, 0.5, 0.25))
+
+
+def test_masking_looks_at_the_ratio_before_truncation():
+    assert_close(weights_of(OLD, ENGINE, upper=2.0, mask_upper=3.0), per_token(0.0, 1.0, 0.5, 0.25))
+
+
+@pytest.mark.parametrize(
+    "bounds, want",
+    [  # geometric means: sqrt(4 x 1) = 2 and sqrt(1/2 x 1/4) = 0.354
+        (dict(mask_upper=1.9), [0.0, 0.0, 0.5, 0.25]),
+        (dict(mask_upper=2.1), [4.0, 1.0, 0.5, 0.25]),
+        (dict(mask_lower=0.3), [4.0, 1.0, 0.5, 0.25]),
+        (dict(mask_lower=0.4), [4.0, 1.0, 0.0, 0.0]),
+        (dict(mask_lower=0.4, upper=2.0), [2.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_sequence_level_masking_drops_whole_responses(bounds, want):
+    in_one_row = weights_of(OLD, ENGINE, seq_ids=torch.tensor([[0, 0, 1, 1]]), sequence_level=True, **bounds)
+    assert_close(in_one_row, per_token(*want))
+    in_two = weights_of(OLD.view(2, 2), ENGINE.view(2, 2), sequence_level=True, **bounds)
+    assert_close(in_two, per_token(*want).view(2, 2))
+
+
+def test_weights_are_zero_and_silent_outside_the_mask():
+    mask = torch.tensor([[True, False, False, True]])
+    old, engine = OLD.clone().requires_grad_(), ENGINE.clone()
+    engine[0, 1:3] = torch.tensor([NAN, -INF])
+    got = weights_of(old, engine, mask=mask, mask_upper=1.5, sequence_level=True)  # geometric mean of 4 and 1/4 is 1
+    assert_close(got, per_token(4.0, 0.0, 0.0, 0.25))
+    assert not got.requires_grad
+
+
+def test_weights_stay_finite():
+    assert weights_of(torch.tensor([[500.0, -500.0]]), torch.zeros(1, 2)).isfinite().all()
+
+
+def test_verl_token_weights():
+    """verl's normalize divides by the mean over masked tokens, after truncation; done here, as grpo.py has no such."""
+    (case,) = (c for c in CASES if c["fn"] == "rollout_is")
+    mask = torch.tensor(case["mask"]).bool()
+    old, engine = torch.tensor(case["logp_train"]), torch.tensor(case["logp_rollout"])
+    got = weights_of(old, engine, mask=mask, upper=case["params"]["threshold"])
+    assert case["params"]["normalize"]
+    assert_close(got / got[mask].mean(), torch.tensor(case["weights"]), **TOLERANCE[torch.float32])
+
+
+def test_verl_token_rejection():
+    """verl's token_k1 bounds engine over learner; [0.8, 1.25] is its own inverse, so it bounds our ratio too."""
+    (case,) = (c for c in CASES if c["fn"] == "rollout_rs")
+    assert case["params"]["threshold"] == "0.8_1.25"
+    old, engine = torch.tensor(case["logp_train"]), torch.tensor(case["logp_rollout"])
+    got = weights_of(old, engine, mask=torch.tensor(case["mask"]).bool(), mask_lower=0.8, mask_upper=1.25)
+    assert torch.equal(got > 0, torch.tensor(case["kept"]).bool())
+    assert case["kept"] != case["mask"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Aggregation
+# ---------------------------------------------------------------------------------------------------------------------
+
+VALUES = torch.tensor([[1.0, 2.0, 3.0, 99.0], [10.0, 99.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()  # the third response has no tokens
+
+
+@both_dtypes
+@pytest.mark.parametrize("kind, want", [("token", 16 / 4), ("sequence", (2 + 10) / 2), ("8", 16 / 8), ("0.5", 32.0)])
+def test_aggregate_by_hand(kind, want, dtype):
+    values = VALUES.to(dtype)
+    for n in (2, 3):  # without and with the response that has no tokens
+        assert grpo.aggregate(values[:n], MASK[:n], rows(MASK)[:n], kind, 4, 2).item() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "7.5"])
+def test_parts_of_micro_batches_add_up(kind):
+    torch.manual_seed(0)
+    values, mask = torch.randn(5, 6), torch.arange(6) < torch.tensor([[1], [6], [3], [2], [5]])
+    whole = grpo.aggregate(values, mask, rows(mask), kind, 17, 5)
+    for cut in range(1, 5):
+        parts = [
+            grpo.aggregate(v, m, rows(m), kind, 17, 5)
+            for v, m in ((values[:cut], mask[:cut]), (values[cut:], mask[cut:]))
+        ]
+        assert_close(sum(parts), whole)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "7.5"])
+def test_packing_responses_into_one_row_changes_nothing(kind):
+    packed = torch.tensor([[1.0, 2.0, 3.0, 10.0, 99.0]]), torch.tensor([[1, 1, 1, 1, 0]]).bool()
+    got = grpo.aggregate(*packed, torch.tensor([[0, 0, 0, 1, 1]]), kind, 4, 2)
+    assert_close(got, grpo.aggregate(VALUES[:2], MASK[:2], rows(MASK)[:2], kind, 4, 2))
+
+
+def test_response_mean():
+    values = torch.tensor([[1.0, NAN, 3.0, 5.0], [7.0, 9.0, -INF, 4.0]])
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]]).bool()
+    seq_ids = torch.tensor([[0, 0, 0, 1], [2, 2, 2, 3]])
+    want = torch.tensor([[2.0, 2.0, 2.0, 5.0], [8.0, 8.0, 8.0, 0.0]])
+    assert_close(grpo.response_mean(values, mask, seq_ids), want)
+
+
+@pytest.mark.parametrize("case", verl("agg_loss"))
+def test_verl_aggregation(case):
+    mask = torch.tensor(case["mask"]).bool()
+    got = aggregate_as_verl(torch.tensor(case["loss_mat"]), mask, case)
+    assert_close(got, torch.tensor(case["value"]), **TOLERANCE[torch.float32])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logprobs and entropy
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def head(seed=0, n=7, width=5, vocab=11):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(k, width, generator=generator).requires_grad_() for k in (n, vocab))
+    return hidden, weight, torch.randint(vocab, (n,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_against_torch(temperature, chunk):
+    """Values and gradients of both outputs at once, with a different weight for each token."""
+    hidden, weight, targets = head()
+    logprobs, entropy = grpo.HeadLogprobs.apply(hidden, weight, targets, temperature, chunk)
+    logits = hidden @ weight.T / temperature
+    want = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    want_entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert_close(logprobs, want, rtol=1e-5, atol=1e-5)
+    assert_close(entropy, want_entropy, rtol=1e-5, atol=1e-5)
+    a, b = torch.linspace(-1, 2, 7), torch.linspace(3, -2, 7)
+    for g, h in ((a, b), (a, 0 * b), (0 * a, b)):
+        got = torch.autograd.grad((g * logprobs + h * entropy).sum(), (hidden, weight), retain_graph=True)
+        wanted = torch.autograd.grad((g * want + h * want_entropy).sum(), (hidden, weight), retain_graph=True)
+        assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_head_alone_for_logprobs():  # the entropy is not used: its gradient never arrives
+    hidden, weight, targets = head(seed=1)
+    got = torch.autograd.grad(grpo.HeadLogprobs.apply(hidden, weight, targets, 0.7, 3)[0].sum(), (hidden, weight))
+    want = torch.log_softmax(hidden @ weight.T / 0.7, -1).gather(1, targets[:, None]).sum()
+    assert_close(got, torch.autograd.grad(want, (hidden, weight)), rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_of_known_distributions():  # weight = identity: hidden is the logits
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3.0), 0.0, -1e4, -1e4], [1e4, 0.0, 0.0, 0.0]])
+    logprobs, entropy = grpo.HeadLogprobs.apply(logits, torch.eye(4), torch.tensor([2, 0, 0]), 1.0, 2)
+    third = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
+    assert_close(entropy, torch.tensor([math.log(4), third, 0.0]))
+    assert_close(logprobs, torch.tensor([-math.log(4), math.log(0.75), 0.0]))
+
+
+def test_verl_entropy():
+    (case,) = (c for c in CASES if c["fn"] == "entropy")
+    logits, want = torch.tensor(case["logits"]).flatten(0, 1), torch.tensor(case["value"]).flatten()
+    zeros = torch.zeros(len(logits), dtype=torch.long)
+    got = grpo.HeadLogprobs.apply(logits, torch.eye(logits.shape[1]), zeros, 1.0, 5)[1]
+    assert_close(got, want, **TOLERANCE[torch.float32])
+
+
+def test_verl_logprobs_of_bfloat16_logits():
+    """verl takes log_softmax in bfloat16, 8 bits; ours is float32 after the head: verl's number is only near."""
+    (case,) = (c for c in CASES if c["fn"] == "logprobs")
+    logits = torch.tensor(case["logits"]).bfloat16().flatten(0, 1)
+    labels, verls = torch.tensor(case["labels"]).flatten(), torch.tensor(case["value"]).flatten()
+    got = grpo.HeadLogprobs.apply(logits, torch.eye(logits.shape[1]).bfloat16(), labels, 1.0, 5)[0]
+    assert_close(got, torch.log_softmax(logits.float(), 1).gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    assert_close(got, verls, rtol=2**-7, atol=2**-7)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pass@k and the whole loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "n, correct, k", [(n, c, k) for n in (1, 2, 4, 6) for c in range(n + 1) for k in range(1, n + 1)]
+)
+def test_pass_at_k_by_enumeration(n, correct, k):
+    draws = list(itertools.combinations([i < correct for i in range(n)], k))
+    assert grpo.pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def two_rows(padding=0.0):
+    """A batch of two responses of 2 and 3 tokens after a prompt; `padding` fills floats outside the mask."""
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1]]).bool()
+
+    def fill(*values):
+        return torch.full(mask.shape, padding).masked_scatter(mask, torch.tensor(values))
+
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    return grpo.Batch(
+        input_ids=ids,
+        targets=ids,
+        response_mask=mask,
+        seq_ids=rows(mask),
+        advantages=fill(1.0, 1.0, -0.5, -0.5, -0.5),
+        vllm_logprobs=fill(-0.2, -1.1, -0.6, -0.3, -2.0),
+        old_logprobs=fill(-0.3, -1.0, -0.5, -0.4, -2.1),
+        ref_logprobs=fill(-0.6, -1.2, -0.1, -0.9, -1.8),
+    ), fill(-0.25, -1.3, -0.4, -0.4, -1.9)
+
+
+BASE = grpo.Args(model_name_or_path="x", beta=0.1, entropy_coef=0.01)
+
+
+def whole_loss(batch, new, entropy, args):
+    new, entropy = new.clone().requires_grad_(), entropy.clone().requires_grad_()
+    loss = grpo.grpo_loss(new, entropy, batch, 5.0, 2.0, args, utils.Metrics())
+    return loss.detach(), *torch.autograd.grad(loss, (new, entropy), allow_unused=True)
+
+
+@pytest.mark.parametrize("padding", [NAN, INF, -INF])
+@pytest.mark.parametrize("denominator", ["token", "sequence", "7"])
+@pytest.mark.parametrize("loss_fn", ["dapo", "cispo", "gspo"])
+@pytest.mark.parametrize("estimator", ["0", "1", "2", "3"])
+def test_padding_reaches_neither_loss_nor_gradient(padding, denominator, loss_fn, estimator):
+    options = dict(loss_denominator=denominator, loss_fn=loss_fn, kl_estimator=estimator, rho_mask_upper_bound=1.2)
+    for sequence_level in (False, True):
+        args = replace(BASE, **options, rho_mask_sequence_level=sequence_level)
+        (dirty, dirty_new), (clean, clean_new) = two_rows(padding), two_rows(0.0)
+        got = whole_loss(dirty, dirty_new, torch.where(dirty.response_mask, 0.7, padding), args)
+        want = whole_loss(clean, clean_new, torch.where(clean.response_mask, 0.7, 0.0), args)
+        assert got[0].isfinite() and want[1][clean.response_mask].all()
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b)
+
+
+def test_metrics_are_blind_to_padding():
+    read = []
+    for padding in (0.0, NAN, -INF):
+        (batch, new), metrics = two_rows(padding), utils.Metrics()
+        grpo.grpo_loss(new, torch.where(batch.response_mask, 0.7, padding), batch, 5.0, 2.0, BASE, metrics)
+        read.append({name: (float(total), float(count)) for name, (total, count) in metrics.sums.items()})
+    assert len(read[0]) > 10
+    assert read[0] == read[1] == read[2]
+
+
+def test_whole_loss_by_hand():
+    """One token: p 0.6, old 0.5, engine 0.4, reference 0.3, A = 2, H = 0.5; beta 0.1, entropy coefficient 0.01.
+
+    ratio 1.2, rho 0.5 / 0.4 = 1.25; k3: exp(-ln 2) - 1 + ln 2. loss = -2 x 1.2 x 1.25 + 0.1 k3 - 0.01 x 0.5
+    """
+    ids, mask = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
+    old, engine, ref, new = (log(p).float() for p in (0.5, 0.4, 0.3, 0.6))
+    batch = grpo.Batch(ids, ids, mask, ids, torch.tensor([[2.0]]), engine, old_logprobs=old, ref_logprobs=ref)
+
+    def loss(tokens=1.0, **changes):
+        return whole_loss(replace(batch), new, torch.tensor([[0.5]]), replace(BASE, **changes))[0].item() * tokens
+
+    k3 = 0.5 - 1 + math.log(2)
+    once = 1 / 5  # whole_loss counts 5 tokens in the step
+    assert loss() == pytest.approx(once * (-3.0 + 0.1 * k3 - 0.005), rel=1e-5)
+    assert loss(use_rho_correction=False) == pytest.approx(once * (-2.4 + 0.1 * k3 - 0.005), rel=1e-5)
+    assert loss(rho_clamp_upper_bound=1.1) == pytest.approx(once * (-2.64 + 0.1 * k3 - 0.005), rel=1e-5)
+    assert loss(clip_higher=0.1) == pytest.approx(once * (-2.75 + 0.1 * k3 - 0.005), rel=1e-5)
+    assert loss(kl_estimator="3") == pytest.approx(once * (-3.0 + 0.1 * 1.2 * math.log(2) - 0.005), rel=1e-5)
+    assert loss(loss_denominator="8") == pytest.approx((-3.0 + 0.1 * k3 - 0.005) / 8, rel=1e-5)
+    assert loss(beta=0.0, entropy_coef=0.0) == pytest.approx(once * -3.0, rel=1e-5)
+
+
+def test_without_old_logprobs_the_step_is_on_policy():
+    batch, new = two_rows()
+    got = whole_loss(replace(batch, old_logprobs=None), new, torch.zeros_like(new), BASE)
+    want = whole_loss(replace(batch, old_logprobs=new.clone()), new, torch.zeros_like(new), BASE)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, rtol=0, atol=0)
