@@ -79,7 +79,7 @@ def save_as(container, rows, tmp_path):
         made.to_parquet(tmp_path / "rows.parquet")
         return str(tmp_path / "rows.parquet")
     if container == "saved_splits":
-        made = datasets.DatasetDict({"train": made, "test": made.select([])})
+        made = datasets.DatasetDict({"train": made, "test": datasets.Dataset.from_list([{"not": "read"}])})
     made.save_to_disk(tmp_path / "saved")
     return str(tmp_path / "saved")
 
@@ -442,8 +442,9 @@ def test_a_position_is_all_the_state_there_is():
 
 
 def test_seeds_are_the_same_on_every_machine():
-    """Another seed would silently change the order of every resumed run. b2sum -l 64 of "(1, 0)", little-endian, halved"""
-    assert utils.derive_seed(1, 0) == 6882986155843456424
+    """Another seed would silently change the order of every resumed run."""
+    # printf '(1, 0)' | b2sum -l 64 is 501bf6d9e18e0abf: little-endian, halved
+    assert utils.derive_seed(1, 0) == 0xBF0A8EE1D9F61B50 // 2
 
 
 def prompt(label="1", ids=(1, 2), verifier="gsm8k", index=0):
@@ -483,39 +484,97 @@ def test_seeds_differ_over_a_grid():
 # Batches
 # ---------------------------------------------------------------------------------------------------------------------
 
-ROLLOUTS = [
-    grpo.Rollout(prompt(ids=(5, 6, 7)), 0, 0, [8, 9], [-0.1, -0.2], [True, False], [0, 0], advantage=1.5),
-    grpo.Rollout(prompt(ids=(1,)), 0, 1, [2, 3, 4], [-0.3, -0.4, -0.5], [True] * 3, [0] * 3, advantage=-1.0),
-]
+
+def rollout(prompt_ids, position, token_ids, advantage=0.0, mask=None):
+    """Token k of a response has logprob -k / 10"""
+    logprobs, mask = [-k / 10 for k in token_ids], mask or [True] * len(token_ids)
+    made = utils.Prompt(position, prompt_ids, "", ("1",), ("gsm8k",))
+    return grpo.Rollout(made, position, 0, token_ids, logprobs, mask, [0] * len(token_ids), advantage=advantage)
 
 
-def test_batches_align_every_tensor_to_the_targets():
-    batch = grpo.make_batch(ROLLOUTS, torch.device("cpu"))
+CPU = torch.device("cpu")
+TOOL = rollout((5, 6, 7), 0, [8, 9], advantage=1.5, mask=[True, False])  # 9 was put in by a tool, not by the policy
+TWIN = rollout((5, 6, 7), 0, [3], advantage=-0.5)
+OTHER = rollout((1,), 1, [2, 3, 4], advantage=-1.0)
+
+
+def assert_placed(batch, targets, response_ids, advantages):
+    """Per target (0: none): its logprob is -target / 10, its response, its advantage; all are 0 elsewhere"""
+    assert batch.targets.tolist() == targets
+    assert batch.seq_ids.tolist() == response_ids
+    assert batch.advantages.tolist() == advantages
+    torch.testing.assert_close(batch.vllm_logprobs, torch.tensor(targets) / -10)
+
+
+def test_a_row_for_each_response():
+    batch = grpo.make_batch([[TOOL], [OTHER]], CPU)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8], [1, 2, 3, 0]]
-    assert batch.targets.tolist() == [[6, 7, 8, 9], [2, 3, 4, 0]]
-    # token 9 was put in by a tool: not the policy's choice; the last position of row 2 is padding
     assert batch.response_mask.tolist() == [[False, False, True, False], [True, True, True, False]]
-    assert batch.seq_ids.tolist() == [[0] * 4, [1] * 4]
-    assert batch.advantages[batch.response_mask].tolist() == [1.5, -1.0, -1.0, -1.0]
-    assert batch.advantages[0, :2].tolist() == [0.0, 0.0] and batch.advantages[1, 3] == 0
-    torch.testing.assert_close(batch.vllm_logprobs[batch.response_mask], torch.tensor([-0.1, -0.3, -0.4, -0.5]))
-    assert batch.vllm_logprobs[0, :2].tolist() == [0.0, 0.0] and batch.vllm_logprobs[1, 3] == 0
-    assert batch.position_ids is None and batch.old_logprobs is None and batch.ref_logprobs is None
+    assert_placed(
+        batch,
+        targets=[[0, 0, 8, 9], [2, 3, 4, 0]],
+        response_ids=[[0, 0, 1, 1], [2, 2, 2, 0]],
+        advantages=[[0.0, 0.0, 1.5, 1.5], [-1.0, -1.0, -1.0, 0.0]],
+    )
+    others = (batch.position_ids, batch.attention_mask, batch.old_logprobs, batch.ref_logprobs)
+    assert others == (None, None, None, None)  # causal, on the right only padding
     assert grpo.count_responses(batch) == 2
 
 
-@pytest.mark.parametrize("size, shapes", [(1, [(1, 3), (1, 4)]), (2, [(2, 4)]), (5, [(2, 4)])])
-def test_micro_batches_hold_every_rollout_once(size, shapes):
-    batches = grpo.micro_batches(ROLLOUTS, size, torch.device("cpu"))
+def test_responses_share_a_row_with_their_prompt():
+    batch = grpo.make_batch([[TOOL, TWIN], [OTHER]], CPU)
+    # the prompt's last token opens each segment, for it predicts the response's first
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 7], [1, 2, 3, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2], [0, 1, 2, 0, 0]]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 1], [1, 1, 1, 0, 0]]
+    assert_placed(
+        batch,
+        targets=[[0, 0, 8, 9, 3], [2, 3, 4, 0, 0]],
+        response_ids=[[0, 0, 1, 1, 2], [3, 3, 3, 0, 0]],
+        advantages=[[0.0, 0.0, 1.5, 1.5, -0.5], [-1.0, -1.0, -1.0, 0.0, 0.0]],
+    )
+    sees = batch.attention_mask[:, 0].int().tolist()
+    assert sees[0] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert sees[1][:3] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+    assert all(map(any, sees[1]))  # softmax over nothing would be NaN, even at padding
+    assert grpo.count_responses(batch) == 3
+
+
+@pytest.mark.parametrize(
+    "row_tokens, rows",
+    [  # 2 prompt tokens before the segments of 2, 1 and 2 tokens
+        (0, [[0], [1], [2], [3]]),
+        (4, [[0], [1], [2], [3]]),
+        (5, [[0, 1], [2], [3]]),
+        (6, [[0, 1], [2], [3]]),
+        (7, [[0, 1, 2], [3]]),
+        (99, [[0, 1, 2], [3]]),  # never two prompts
+    ],
+)
+def test_rows_fill_up_to_their_length(row_tokens, rows):
+    rollouts = [TOOL, TWIN, replace(TOOL), OTHER]
+    got = grpo.fill_rows(rollouts, row_tokens)
+    assert [[next(i for i, x in enumerate(rollouts) if x is r) for r in row] for row in got] == rows
+    assert [grpo.row_length(row) for row in got] == [
+        sum(len(rollouts[i].token_ids) for i in row) + len(rollouts[row[0]].prompt.token_ids) - 1 for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "size, row_tokens, shapes",
+    [(1, 0, [(1, 3), (1, 3), (1, 4)]), (2, 0, [(2, 3), (1, 4)]), (5, 0, [(3, 4)]), (1, 512, [(1, 3), (1, 5)])],
+)
+def test_micro_batches_hold_every_response_once_short_rows_first(size, row_tokens, shapes):
+    batches = grpo.micro_batches([TOOL, TWIN, OTHER], size, row_tokens, CPU)
     assert [tuple(b.input_ids.shape) for b in batches] == shapes
     chosen = [t for b in batches for t in b.targets[b.response_mask].tolist()]
-    assert sorted(chosen) == [2, 3, 4, 8]
-    assert sum(map(grpo.count_responses, batches)) == 2
+    assert sorted(chosen) == [2, 3, 3, 4, 8]
+    assert sum(map(grpo.count_responses, batches)) == 3
 
 
 def test_groups_with_a_gradient():
     def group(*scores):
-        return [replace(ROLLOUTS[0], score=s) for s in scores]
+        return [replace(TOOL, score=s) for s in scores]
 
     assert grpo.has_gradient(group(0.0, 1.0)) and grpo.has_gradient(group(math.nan, 0.0, 1.0))
     assert not grpo.has_gradient(group(1.0, 1.0)) and not grpo.has_gradient(group(math.nan, 1.0))

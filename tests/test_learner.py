@@ -344,7 +344,7 @@ TWO_RANKS = """
     if {uneven} and world.size == 2:  # all rollouts on rank 1
         mine = [r for group in groups for r in group] if world.rank else []
     for stage in (0, 2, 3):
-        args = make_args({model!r}, "--deepspeed_stage", stage, "--max_grad_norm", "0.3")
+        args = make_args({model!r}, "--deepspeed_stage", stage)
         weights, metrics = run_update(args, world, [mine], optimizer="sgd")
         if world.is_main:
             torch.save((weights, metrics), f"{out}/{{world.size}}_{{stage}}.pt")
