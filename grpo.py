@@ -240,159 +240,9 @@ LOGPROB_CHUNK = 1024  # tokens whose logits exist at once
 SHOW_ROLLOUTS_EVERY = 10  # steps
 
 
-def check_args(args: Args, world_size: int) -> None:
-    """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError with flags and fix."""
-    p, g, m = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.num_mini_batches
-    length = args.max_prompt_token_length + args.response_length
-    denominator = args.loss_denominator
-    positive = "num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length"
-    positive += " temperature num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k"
-    not_negative = "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps"
-    not_negative += " rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound eval_temperature verification_reward"
-    refuse = [(getattr(args, k) <= 0, f"--{k} {getattr(args, k)}: must be positive") for k in positive.split()]
-    refuse += [(getattr(args, k) < 0, f"--{k} {getattr(args, k)}: must not be negative") for k in not_negative.split()]
-    refuse += [
-        (not args.model_name_or_path, "--model_name_or_path is required: a hub name or a directory"),
-        (
-            args.pack_length < length,
-            f"--pack_length {args.pack_length} < --max_prompt_token_length {args.max_prompt_token_length} + "
-            f"--response_length {args.response_length}: raise --pack_length to {length}",
-        ),
-        (
-            g == 1 and args.advantage_normalization_type != "none",
-            f"--num_samples_per_prompt_rollout 1 leaves every {args.advantage_normalization_type} advantage zero: "
-            "raise it, or take --advantage_normalization_type none",
-        ),
-        (
-            g == 1 and args.filter_zero_std_samples,
-            "--num_samples_per_prompt_rollout 1 with --filter_zero_std_samples drops every group: raise it, or add "
-            "--no_filter_zero_std_samples",
-        ),
-        (
-            args.beta > 0 and not args.load_ref_policy,
-            f"--beta {args.beta} needs a reference policy: drop --no_load_ref_policy or set --beta 0",
-        ),
-        (
-            args.ref_policy_update_freq is not None and not args.load_ref_policy,
-            "--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy",
-        ),
-        (
-            args.ref_policy_update_freq is not None and args.ref_policy_update_freq <= 0,
-            f"--ref_policy_update_freq {args.ref_policy_update_freq}: must be positive; leave it out for never",
-        ),
-        (not 0 < args.alpha <= 1, f"--alpha {args.alpha}: must be in (0, 1]"),
-        (
-            p % world_size != 0,
-            f"--num_unique_prompts_rollout {p} is not a multiple of the {world_size} ranks: take "
-            f"{math.ceil(p / world_size) * world_size}",
-        ),
-        (
-            p % world_size == 0 and (p // world_size) % m != 0,
-            f"--num_unique_prompts_rollout {p} on {world_size} ranks is {p // world_size} prompts a rank, which "
-            f"--num_mini_batches {m} does not divide",
-        ),
-        (
-            args.total_episodes < p * g,
-            f"--total_episodes {args.total_episodes} is less than one step of --num_unique_prompts_rollout {p} x "
-            f"--num_samples_per_prompt_rollout {g} = {p * g}",
-        ),
-        (not 0 <= args.clip_lower <= 1, f"--clip_lower {args.clip_lower}: must be in [0, 1]"),
-        (
-            args.clip_dual != 0 and (args.clip_dual <= 1 or args.loss_fn != "dapo"),
-            f"--clip_dual {args.clip_dual}: must be above 1, with --loss_fn dapo; 0 is off",
-        ),
-        (
-            denominator not in ("token", "sequence") and not _positive_number(denominator),
-            f"--loss_denominator {denominator}: token, sequence or a positive number",
-        ),
-        (not 0 < args.vllm_top_p <= 1, f"--vllm_top_p {args.vllm_top_p}: must be in (0, 1]"),
-        (
-            args.vllm_top_p < 1 and args.use_rho_correction,
-            f"--vllm_top_p {args.vllm_top_p} makes engine logprobs those of the cut distribution and biases "
-            "--use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction",
-        ),
-        (
-            0 < args.rho_clamp_upper_bound < 1,
-            f"--rho_clamp_upper_bound {args.rho_clamp_upper_bound} truncates exact agreement: at least 1, or 0 for off",
-        ),
-        (
-            args.rho_mask_lower_bound >= 1 or 0 < args.rho_mask_upper_bound <= 1,
-            f"--rho_mask_lower_bound {args.rho_mask_lower_bound} must be below 1 and --rho_mask_upper_bound "
-            f"{args.rho_mask_upper_bound} above 1, else exact agreement is dropped; 0 is off",
-        ),
-        (
-            not args.apply_verifiable_reward and not args.apply_r1_style_format_reward,
-            "--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward",
-        ),
-        (
-            args.additive_format_reward and not args.apply_r1_style_format_reward,
-            "--additive_format_reward needs --apply_r1_style_format_reward",
-        ),
-        (
-            args.active_sampling and not args.filter_zero_std_samples,
-            "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
-        ),
-        (
-            args.eval_pass_at_k > 1 and args.eval_temperature == 0,
-            f"--eval_pass_at_k {args.eval_pass_at_k} greedy responses would be equal: set --eval_temperature",
-        ),
-        (args.eval_on_step_0 and not args.dataset_mixer_eval_list, "--eval_on_step_0 needs --dataset_mixer_eval_list"),
-        (args.resume and args.overwrite, "--resume continues a run and --overwrite replaces it: give one of them"),
-        (not 0 <= args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be in [0, 1)"),
-        (not 0 < args.vllm_gpu_memory_utilization < 1, "--vllm_gpu_memory_utilization: must be in (0, 1)"),
-        (
-            torch.cuda.is_available() and args.vllm_gpu_memory_utilization > 0.8 and args.rollout_backend == "vllm",
-            f"--vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization} leaves the learner no room on the GPU "
-            "it shares with the engine: 0.3 to 0.6",
-        ),
-        (
-            args.sequence_parallel_size != 1 or args.vllm_tensor_parallel_size != 1,
-            "--sequence_parallel_size and --vllm_tensor_parallel_size above 1 need grpo_fast.py",
-        ),
-        (
-            args.num_learners_per_node != [1] and sum(args.num_learners_per_node) != world_size,
-            f"--num_learners_per_node {args.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
-            f"torchrun --nproc_per_node={args.num_learners_per_node[0]}",
-        ),
-    ]
-    for wrong, message in refuse:
-        if wrong:
-            raise utils.UserError(message)
-    utils.check_chat_template_name(args.chat_template_name)
-    utils.check_scheduler_name(args.lr_scheduler_type)
-    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
-        utils.check_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
-    if args.system_prompt_override_file and not Path(args.system_prompt_override_file).is_file():
-        raise utils.UserError(f"--system_prompt_override_file {args.system_prompt_override_file}: no such file")
-
-
-def _positive_number(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
-
-
 def num_training_steps(args: Args) -> int:
     """Steps of the run: total_episodes // (P * G)."""
     return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
-
-
-def describe(args: Args, world_size: int) -> str:
-    """The resolved batch arithmetic in a few lines."""
-    p, g = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
-    updates = args.num_epochs * args.num_mini_batches
-    rows = p * g // args.num_mini_batches // world_size
-    longest = args.max_prompt_token_length + args.response_length
-    return (
-        f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
-        f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts\n"
-        f"update   {args.num_epochs} epochs x {args.num_mini_batches} mini-batches = {updates} optimizer steps of "
-        f"{p * g // args.num_mini_batches} rollouts; at most {rows} rows a rank in micro-batches of "
-        f"{args.per_device_train_batch_size}\n"
-        f"run      {args.total_episodes:,} episodes // {p * g} = {num_training_steps(args)} steps, "
-        f"{num_training_steps(args) * updates} optimizer steps"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -486,7 +336,8 @@ def kl_estimates(new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: 
     0 (kl1, k1)  d             unbiased, high variance
     1 (kl2, k2)  d^2 / 2       biased, low variance
     2 (kl3, k3)  exp(-d) - 1 + d   unbiased, never negative; DeepSeekMath, arXiv:2402.03300, eq. 4
-    3 (kl4)      ratio * d     k1 corrected for tokens of an older policy
+    3 (kl4)      ratio * d     k1 for tokens of an older policy; the only one whose gradient is the KL's, by way of
+                               the gradient of ratio = exp(new - old)
     Source of the numbering: Schulman, "Approximating KL divergence"; open-instruct.
     """
     d = (new_logprobs - ref_logprobs).clamp(-40, 40)
@@ -534,9 +385,9 @@ def aggregate(
     """
     per_token = torch.where(mask, per_token, 0.0)
     if kind == "sequence":
-        lengths = response_mean(torch.ones_like(per_token), mask, seq_ids)  # 1 where a response has tokens
-        counts = per_token.new_zeros(int(seq_ids.max()) + 1).index_add(0, seq_ids.flatten(), mask.flatten().float())
-        return (per_token * lengths / counts.clamp(min=1)[seq_ids]).sum() / sequences
+        index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
+        counts = per_token.new_zeros(size).index_add(0, index, mask.flatten().to(per_token.dtype))  # tokens a response
+        return (per_token / counts.clamp(min=1)[seq_ids]).sum() / sequences
     return per_token.sum() / (tokens if kind == "token" else float(kind))
 
 
@@ -842,7 +693,7 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
 
 @torch.no_grad()
 def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: int, args: Args) -> None:
-    """Set `name` (old_logprobs or ref_logprobs) of each batch. All ranks run `rounds` forwards: FSDP gathers in step."""
+    """Set `name` (old_ or ref_logprobs) of each batch. All ranks run `rounds` forwards: FSDP gathers in step."""
     for i in range(rounds):
         batch = batches[i] if i < len(batches) else _idle_batch(next(policy.parameters()).device)
         setattr(batch, name, policy(batch, args.temperature)[0])
@@ -903,7 +754,8 @@ def grpo_loss(
         note("val/rho_clipfrac", (raw > (args.rho_clamp_upper_bound or math.inf)).float())
     parts = {"policy": aggregate(per_token, mask, seq_ids, args.loss_denominator, tokens, sequences)}
     if batch.ref_logprobs is not None:
-        estimates = kl_estimates(new_logprobs, batch.ref_logprobs, ratio)
+        token_ratio = (new_logprobs - old).clamp(-20, 20).exp()  # with its gradient, which estimator 3 is about
+        estimates = kl_estimates(new_logprobs, batch.ref_logprobs, token_ratio)
         kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
         parts["kl"] = args.beta * aggregate(kl, mask, seq_ids, args.loss_denominator, tokens, sequences)
         for i, (estimate, whole) in enumerate(zip(estimates, ("kl", "kl2", "kl3", None), strict=True)):
@@ -1017,7 +869,7 @@ def evaluate(
     rollouts = sample_rollouts(engine, mine, args.eval_pass_at_k, args, evaluation=True) if mine else []
     score_rollouts(rollouts, tokenizer, engine.eos_ids, args)
     metrics = utils.Metrics()
-    describe_rollouts(rollouts, args, metrics)
+    utils.describe_rollouts(rollouts, args, metrics)
     n = args.eval_pass_at_k
     for i in range(0, len(rollouts), n):
         group = rollouts[i : i + n]
@@ -1029,103 +881,18 @@ def evaluate(
     return out | {"time/eval": time.perf_counter() - start}, rollouts
 
 
-def describe_rollouts(rollouts: Sequence[Rollout], args: Args, metrics: utils.Metrics) -> None:
-    """Scores, verifier rates, lengths and stop rates over all the rollouts given, trained on or not."""
-    highest = args.verification_reward
-    for r in rollouts:
-        missing = math.isnan(r.score)
-        for status in r.statuses:
-            for kind in ("no_answer", "timeout", "crash", "infra_error"):
-                metrics.add(f"objective/reward_{kind}_rate", float(status == kind))
-        if missing:
-            continue
-        metrics.add("objective/scores", r.score)
-        if args.apply_verifiable_reward:
-            names = ["verifiable"] + (list(set(r.prompt.verifiers)) if len(r.prompt.verifiers) == 1 else [])
-            for name in names:
-                metrics.add(f"objective/{name}_reward", highest * r.verifiable)
-                metrics.add(f"objective/{name}_correct_rate", float(r.verifiable > 0))
-            metrics.add("objective/solve_rate", float(r.verifiable >= len(r.prompt.verifiers) - 1e-8))
-        if args.apply_r1_style_format_reward:
-            metrics.add("val/format_scores", r.format_score * args.r1_style_format_reward)
-    lengths = [len(r.token_ids) for r in rollouts]
-    metrics.add_all("val/sequence_lengths", lengths)
-    for name, right in (("solved", True), ("unsolved", False)):
-        chosen = [len(r.token_ids) for r in rollouts if (r.verifiable > 0) == right]
-        metrics.add(f"val/sequence_lengths_{name}", sum(chosen), len(chosen))
-    stopped = sum(r.finish_reason == "stop" for r in rollouts)
-    metrics.add("val/stop_rate", stopped, len(rollouts))
-    metrics.add("val/stop_token_rate", stopped, len(rollouts))
-    metrics.add("val/num_stop_token_ids", stopped, 1 / dist.get_world_size())
-
-
-def describe_step(
-    groups: Sequence[Sequence[Rollout]], sampled: Sequence[Rollout], trained: int, args: Args, metrics: utils.Metrics
-) -> None:
-    """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
-    describe_rollouts(sampled, args, metrics)
-    present = [r.score for r in sampled if not math.isnan(r.score)]
-    metrics.add("val/score_sq", sum(s * s for s in present), len(present))
-    metrics.add("other/real_batch_size_ratio", trained, len(sampled))
-    metrics.add("other/packed_ratio", trained, trained)  # one row a rollout here; grpo_fast.py packs
-    metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
-    share = 1 / dist.get_world_size()
-    size = args.num_samples_per_prompt_rollout
-    best = rewards.max_score(
-        args.verification_reward,
-        args.r1_style_format_reward,
-        args.additive_format_reward,
-        args.apply_verifiable_reward,
-        args.apply_r1_style_format_reward,
-    )
-    everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
-    constant = [{r.score for r in g if not math.isnan(r.score)} for g in everything if not has_gradient(g)]
-    metrics.add("batch/total_prompts", len(everything), share)
-    metrics.add("val/total_reward_groups", len(everything) - len(constant), share)
-    metrics.add("batch/filtered_prompts", len(constant), share)
-    metrics.add("batch/filtered_prompts_zero", sum(s == {0.0} for s in constant), share)
-    metrics.add("batch/filtered_prompts_solved", sum(s == {best} for s in constant), share)
-    metrics.add("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, {best}) for s in constant), share)
-    metrics.add("batch/missing_rewards", sum(math.isnan(r.score) for r in sampled), share)
-
-
-def finish_metrics(metrics: dict[str, float], args: Args) -> dict[str, float]:
-    """Derive the metrics that are functions of reduced ones, under the names of open-instruct's page."""
-    squares = {"val/ratio_sq": ("val/ratio", "val/ratio_var"), "val/score_sq": ("objective/scores", "var")}
-    for name, (mean, target) in squares.items():
-        if name in metrics:
-            variance = max(metrics.pop(name) - metrics[mean] ** 2, 0.0)
-            metrics["objective/reward_std" if target == "var" else target] = (
-                math.sqrt(variance) if target == "var" else variance
-            )
-    if "loss/policy_avg" in metrics:
-        metrics["loss/total_avg"] = sum(metrics.get(f"loss/{k}_avg", 0.0) for k in ("policy", "kl", "entropy"))
-        metrics["objective/loss"] = metrics["loss/total_avg"]
-    if "objective/scores" in metrics:
-        metrics["objective/scores_mean"] = metrics["objective/scores"]
-        if "objective/kl" in metrics:
-            metrics["objective/non_score_reward"] = args.beta * metrics["objective/kl"]
-            metrics["objective/rlhf_reward"] = metrics["objective/scores"] - metrics["objective/non_score_reward"]
-    return metrics
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def probe_gap(engine: Any, policy: Policy, prompts: list[utils.Prompt], args: Args, world: utils.World) -> dict:
-    """Sample one short response per rank and compare logprobs, before anything is trained. All ranks."""
-    prompt = prompts[world.rank % len(prompts)]
-    request = utils.Request(prompt.token_ids, args.seed, args.temperature, min(32, args.response_length))
-    made = engine.generate([request])[0]
-    mask = [True] * len(made.token_ids)
-    rollout = Rollout(prompt, 0, 0, made.token_ids, made.logprobs, mask, made.versions)
-    batch = make_batch([[rollout]], world.device)
+def measure_gap(policy: Policy, rollouts: Sequence[Rollout], when: str, args: Args, world: utils.World) -> dict:
+    """The logprob gap on a few fresh rollouts that are not being trained on. All ranks."""
+    batch = make_batch([[r] for r in rollouts[: args.per_device_train_batch_size]], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
     gap = utils.Gap()
     gap.add(batch.old_logprobs, batch)
-    return gap.check(args, world, "before the first rollout")
+    return gap.check(args, world, when)
 
 
 @torch.no_grad()
@@ -1148,11 +915,12 @@ def shares_prompts(policy: Policy, prompt: utils.Prompt, args: Args, world: util
 def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    check_args(args, world_size)
+    utils.check_args(args, world_size)
     if int(os.environ.get("RANK", 0)) == 0:
-        print(describe(args, world_size))
+        print(utils.batch_arithmetic(args, world_size, num_training_steps(args)))
+        if args.dry_run:
+            print(utils.describe_sources(args))
     if args.dry_run:
-        print(utils.describe_sources(args))
         return None
 
     # setup
@@ -1182,7 +950,8 @@ def main(args: Args) -> Path | None:
     dtype = utils.DTYPES[args.model_dtype]
     engine.load_weights(utils.full_weights(policy.model, dtype), version=state["step"])
     row_tokens = args.pack_length if shares_prompts(policy, train_prompts[0], args, world) else 0
-    gap_metrics = probe_gap(engine, policy, train_prompts, args, world)
+    probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
+    gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     logger.say(
         f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; ready after "
@@ -1207,6 +976,8 @@ def main(args: Args) -> Path | None:
             size = args.per_device_train_batch_size
             batches = [micro_batches(r, size, row_tokens, world.device) for r in rows]
             gap_metrics, bad = update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
+            if not gap_metrics:  # no group has a gradient
+                gap_metrics = measure_gap(policy, sampled, "on this step's rollouts", args, world)
         if bad:
             torch.save([vars(b) for m in batches for b in m], run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
             logger.say(f"step {step}: non-finite gradient, update skipped, batch dumped to {run_dir}")
@@ -1221,8 +992,9 @@ def main(args: Args) -> Path | None:
         # everything below reports or saves
         state["step"] = step
         trained = sum(map(len, rows))
-        describe_step(groups, sampled, trained, args, metrics)
-        out = finish_metrics(metrics.reduce(world), args) | gap_metrics
+        rows_used = sum(len(b.input_ids) for m in batches for b in m)
+        utils.describe_step(groups, sampled, trained, rows_used, args, metrics)
+        out = utils.finish_metrics(metrics.reduce(world), args) | gap_metrics
         counts = [len(sampled), sum(len(r.prompt.token_ids) + len(r.token_ids) for r in sampled)]
         counts += [sum(len(r.token_ids) for r in sampled), trained, bad / world.size]
         rollouts, tokens, response_tokens, trained, bad = utils.all_reduce(counts, world)
@@ -1253,7 +1025,7 @@ def main(args: Args) -> Path | None:
         }
         logger.log(out)
         if args.save_traces:
-            logger.trace(gather_traces(step, sampled, world))
+            logger.trace(step, sampled, world)
         if step % SHOW_ROLLOUTS_EVERY == 1:
             for r in (sampled[0], sampled[-1]):
                 answer = f"score {r.score:g}, {r.finish_reason}, label {r.prompt.ground_truths[0]!s:.60}"
@@ -1270,32 +1042,6 @@ def main(args: Args) -> Path | None:
     engine.close()
     utils.leave_distributed()
     return run_dir
-
-
-def gather_traces(step: int, sampled: Sequence[Rollout], world: utils.World) -> list[dict[str, Any]]:
-    """All ranks' rollouts as rows of rollouts.jsonl. All ranks."""
-    rows = [
-        {
-            "training_step": step,
-            "position": r.position,
-            "sample": r.sample,
-            "prompt": r.prompt.text,
-            "response": r.text,
-            "ground_truth": r.prompt.ground_truths,
-            "verifier": r.prompt.verifiers,
-            "status": r.statuses,
-            "score": None if math.isnan(r.score) else r.score,
-            "advantage": r.advantage,
-            "finish_reason": r.finish_reason,
-            "token_ids": r.token_ids,
-            "logprobs": r.logprobs,
-            "versions": r.versions,
-        }
-        for r in sampled
-    ]
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, rows)
-    return sorted((row for part in everyone for row in part), key=lambda row: (row["position"], row["sample"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plumbing shared by grpo.py and grpo_fast.py: nothing here is edited for a research idea.
 
-Sections: processes and flags · data · engines (vLLM, transformers) · sharding, weights, checkpoints · metrics and report.
+Sections: processes and flags · data · engines · sharding, weights, checkpoints · metrics and report.
 
 Import this module before torch: it pins thread counts and sets vLLM's switches, which both read at import time.
 """
@@ -8,6 +8,7 @@ Import this module before torch: it pins thread counts and sets vLLM's switches,
 import contextlib
 import ctypes
 import difflib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -165,16 +166,184 @@ def parse_args(cls: type, argv: Sequence[str] | None = None) -> Any:
     tokens = list(sys.argv[1:] if argv is None else argv)
     while tokens:
         token = tokens.pop(0)
-        name, _, value = token.partition("=")
+        name, equals, value = token.partition("=")
         name = name.removeprefix("--").replace("-", "_")
         if token.startswith("--") and name in booleans:
-            if not value and tokens and tokens[0].lower() in ("true", "false"):
-                value = tokens.pop(0)
-            if value and value.lower() not in ("true", "false"):
+            if not equals and tokens and tokens[0].lower() in ("true", "false"):
+                equals, value = "=", tokens.pop(0)
+            if equals and value.lower() not in ("true", "false"):
                 raise SystemExit(f"--{name} {value}: a yes/no flag takes true, false or nothing")
             token = f"--no_{name}" if value.lower() == "false" else f"--{name}"
         out.append(token)
     return tyro.cli(cls, args=out, use_underscores=True)
+
+
+def check_args(args: Any, world_size: int) -> None:
+    """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError with flags and fix."""
+
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise UserError(message)
+
+    for name, value in vars(args).items():
+        need(not (isinstance(value, float) and math.isnan(value)), f"--{name} nan: must be a number")
+        need(name not in POSITIVE or value > 0, f"--{name} {value}: must be positive")
+        need(name not in NOT_NEGATIVE or value >= 0, f"--{name} {value}: must not be negative")
+    p, g, m = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.num_mini_batches
+    length, ref = args.max_prompt_token_length + args.response_length, args.load_ref_policy
+    kind, low, high = args.advantage_normalization_type, args.rho_mask_lower_bound, args.rho_mask_upper_bound
+    share, refresh = args.vllm_gpu_memory_utilization, args.ref_policy_update_freq
+    need(args.model_name_or_path != "", "--model_name_or_path is required: a hub name or a directory")
+    need(not (args.resume and args.overwrite), "--resume continues a run and --overwrite replaces it: give one of them")
+    # batch arithmetic
+    need(
+        args.pack_length >= length,
+        f"--pack_length {args.pack_length} < --max_prompt_token_length {args.max_prompt_token_length} + "
+        f"--response_length {args.response_length}: raise --pack_length to {length}",
+    )
+    need(
+        g > 1 or kind == "none",
+        f"--num_samples_per_prompt_rollout 1 leaves every {kind} advantage zero: raise it, or take "
+        "--advantage_normalization_type none",
+    )
+    need(
+        g > 1 or not args.filter_zero_std_samples,
+        "--num_samples_per_prompt_rollout 1 with --filter_zero_std_samples drops every group: raise it, or add "
+        "--no_filter_zero_std_samples",
+    )
+    need(
+        p % world_size == 0,
+        f"--num_unique_prompts_rollout {p} is not a multiple of the {world_size} ranks: take "
+        f"{math.ceil(p / world_size) * world_size}",
+    )
+    need(
+        p // world_size % m == 0,
+        f"--num_unique_prompts_rollout {p} on {world_size} ranks is {p // world_size} prompts a rank, which "
+        f"--num_mini_batches {m} does not divide",
+    )
+    need(
+        args.total_episodes >= p * g,
+        f"--total_episodes {args.total_episodes} is less than one step of --num_unique_prompts_rollout {p} x "
+        f"--num_samples_per_prompt_rollout {g} = {p * g}",
+    )
+    need(
+        args.num_learners_per_node == [1] or sum(args.num_learners_per_node) == world_size,
+        f"--num_learners_per_node {args.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
+        f"torchrun --nproc_per_node={(args.num_learners_per_node or [1])[0]}",
+    )
+    need(
+        args.sequence_parallel_size == 1 and args.vllm_tensor_parallel_size == 1,
+        "--sequence_parallel_size and --vllm_tensor_parallel_size above 1 need grpo_fast.py",
+    )
+    need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
+    need(
+        share <= 0.8 or not torch.cuda.is_available() or args.rollout_backend != "vllm",
+        f"--vllm_gpu_memory_utilization {share} leaves the learner no room on the GPU it shares with the engine: "
+        "0.3 to 0.6",
+    )
+    # algorithm
+    need(
+        args.beta == 0 or ref,
+        f"--beta {args.beta} needs a reference policy: drop --no_load_ref_policy or set --beta 0",
+    )
+    need(refresh is None or ref, "--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
+    need(
+        refresh is None or refresh > 0, f"--ref_policy_update_freq {refresh}: must be positive; leave it out for never"
+    )
+    need(0 < args.alpha <= 1, f"--alpha {args.alpha}: must be in (0, 1]")
+    need(0 <= args.clip_lower <= 1, f"--clip_lower {args.clip_lower}: must be in [0, 1]")
+    need(
+        args.clip_dual == 0 or (args.clip_dual > 1 and args.loss_fn == "dapo"),
+        f"--clip_dual {args.clip_dual}: must be above 1, with --loss_fn dapo; 0 is off",
+    )
+    need(
+        args.loss_denominator in ("token", "sequence") or _positive_number(args.loss_denominator),
+        f"--loss_denominator {args.loss_denominator}: token, sequence or a positive number",
+    )
+    need(
+        args.use_rho_correction or not (low or high or args.rho_mask_sequence_level),
+        "--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds",
+    )
+    need(
+        args.rho_clamp_upper_bound == 0 or args.rho_clamp_upper_bound >= 1,
+        f"--rho_clamp_upper_bound {args.rho_clamp_upper_bound} truncates exact agreement: at least 1, or 0 for off",
+    )
+    need(
+        low < 1 and (high == 0 or high > 1),
+        f"--rho_mask_lower_bound {low} must be below 1 and --rho_mask_upper_bound {high} above 1, else exact agreement "
+        "is dropped; 0 is off",
+    )
+    need(0 < args.vllm_top_p <= 1, f"--vllm_top_p {args.vllm_top_p}: must be in (0, 1]")
+    need(
+        args.vllm_top_p == 1 or not args.use_rho_correction,
+        f"--vllm_top_p {args.vllm_top_p} makes engine logprobs those of the cut distribution and biases "
+        "--use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction",
+    )
+    need(
+        args.filter_zero_std_samples or not args.active_sampling,
+        "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
+    )
+    # reward, schedule, evaluation
+    need(
+        args.apply_verifiable_reward or args.apply_r1_style_format_reward,
+        "--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward",
+    )
+    need(
+        args.apply_r1_style_format_reward or not args.additive_format_reward,
+        "--additive_format_reward needs --apply_r1_style_format_reward",
+    )
+    need(0 <= args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be in [0, 1)")
+    need(
+        args.eval_pass_at_k == 1 or args.eval_temperature > 0,
+        f"--eval_pass_at_k {args.eval_pass_at_k} greedy responses would be equal: set --eval_temperature",
+    )
+    need(
+        args.eval_response_length is None or args.eval_response_length > 0,
+        f"--eval_response_length {args.eval_response_length}: must be positive; leave it out for --response_length",
+    )
+    need(
+        not args.eval_on_step_0 or args.dataset_mixer_eval_list != [],
+        "--eval_on_step_0 needs --dataset_mixer_eval_list",
+    )
+    # files and names
+    need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
+    system = args.system_prompt_override_file
+    need(system is None or Path(system).is_file(), f"--system_prompt_override_file {system}: no such file")
+    check_chat_template_name(args.chat_template_name)
+    check_scheduler_name(args.lr_scheduler_type)
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        check_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
+
+
+POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length
+    temperature
+    num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k""".split()
+NOT_NEGATIVE = """beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
+    rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound eval_temperature verification_reward""".split()
+
+
+def _positive_number(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def batch_arithmetic(args: Any, world_size: int, num_steps: int) -> str:
+    """The resolved batch arithmetic in a few lines."""
+    p, g = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
+    updates = args.num_epochs * args.num_mini_batches
+    rows = p * g // args.num_mini_batches // world_size
+    longest = args.max_prompt_token_length + args.response_length
+    return (
+        f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
+        f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts\n"
+        f"update   {args.num_epochs} epochs x {args.num_mini_batches} mini-batches = {updates} optimizer steps of "
+        f"{p * g // args.num_mini_batches} rollouts; at most {rows} rows a rank in micro-batches of "
+        f"{args.per_device_train_batch_size}\n"
+        f"run      {args.total_episodes:,} episodes // {p * g} = {num_steps} steps, "
+        f"{num_steps * updates} optimizer steps"
+    )
 
 
 def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
@@ -254,14 +423,15 @@ _THINK_SYSTEM = (
     "<think> reasoning </think> <answer> answer </answer>."
 )
 CHAT_TEMPLATES = {
-    "simple_chat": "{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m['role'].capitalize() + ': ' + m['content'] }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}",
+    "simple_chat": "{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m['role'].capitalize() + ': ' "
+    "+ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}",
     "tulu": _TURNS + "{{ eos_token if m['role'] == 'assistant' }}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
     "r1_simple_chat_postpend_think": _THINK_SYSTEM + "{% for m in messages %}{{ '\n\n' + m['role'].capitalize() + ': ' "
     "+ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant: <think>' }}{% endif %}",
-    "qwen_instruct_user_boxed_math": "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% for m in "
-    "messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{{ '\nReason step by step and put the final "
+    "qwen_instruct_user_boxed_math": "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' if "
+    "messages[0]['role'] != 'system' }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '\nReason step by step and put the final "
     "answer within \\\\boxed{}.' if m['role'] == 'user' }}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
 }
@@ -364,14 +534,14 @@ def load_rows(name: str, split: str, count: float | int, seed: int) -> Iterator[
     elif path.suffix == ".jsonl":
         if not path.exists():
             raise UserError(f"{name}: no such file")
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for i, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{name} row {i}: not JSON ({error})") from None
+                except ValueError as error:
+                    raise UserError(f"{name} row {i}: not JSON in UTF-8 ({error})") from None
                 yield f"{name} row {i}", row
     elif path.suffix == ".parquet":
         if not path.exists():
@@ -411,7 +581,9 @@ def parse_row(row: dict[str, Any]) -> tuple[list[dict[str, str]], list[Any], lis
     turns = next((row[k] for k in ("messages", "prompt", "question", "problem") if row.get(k)), None)
     if turns is None:
         raise UserError(f"no prompt: none of messages, prompt, question, problem in {sorted(row)}")
-    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else [dict(t) for t in turns]
+    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
+    if not isinstance(messages, list) or not all(isinstance(t, dict) for t in messages):
+        raise UserError("the prompt must be a text or a list of messages {role, content}")
     if messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages or not all(isinstance(t.get("content"), str) and t.get("role") for t in messages):
@@ -429,6 +601,8 @@ def parse_row(row: dict[str, Any]) -> tuple[list[dict[str, str]], list[Any], lis
         verifier, label = verifier or "gsm8k", label.rpartition("####")[2].strip()
     if verifier is None and row.get("solution") is not None:
         verifier = "math"
+    if verifier is not None and not isinstance(verifier, (str, list, tuple)):
+        raise UserError(f"dataset must be a verifier's name or a list of them, got {verifier!r}")
     if label is None or verifier is None:
         missing = "ground_truth" if label is None else "dataset (the verifier's name)"
         raise UserError(f"no {missing}: columns are {sorted(row)}")
@@ -456,6 +630,10 @@ def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
         if not rows:
             raise UserError(f"--{flag} {name}: no rows")
         count = round(amount * len(rows)) if isinstance(amount, float) else amount
+        if count == 0:
+            raise UserError(
+                f"--{flag} {name} {amount}: that is no row of {len(rows)}; give a larger fraction or a count"
+            )
         if isinstance(amount, int) and amount > len(rows):
             raise UserError(f"--{flag} {name} {amount}: only {len(rows)} rows; a fraction such as 2.0 repeats them")
         if count < len(rows):  # a fixed subset, in file order
@@ -479,9 +657,14 @@ def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
                 continue
             prompts.append(Prompt(len(prompts), tuple(token_ids), text, tuple(labels), tuple(verifiers)))
     if dropped and int(os.environ.get("RANK", 0)) == 0:
-        print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {args.max_prompt_token_length} dropped")
+        print(
+            f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than "
+            f"{args.max_prompt_token_length} dropped"
+        )
     if pairs and not prompts:
-        raise UserError(f"--{flag}: every prompt is longer than --max_prompt_token_length {args.max_prompt_token_length}")
+        raise UserError(
+            f"--{flag}: every prompt is longer than --max_prompt_token_length {args.max_prompt_token_length}"
+        )
     return prompts
 
 
@@ -502,15 +685,9 @@ def prompt_at(prompts: Sequence[Prompt], position: int, seed: int) -> Prompt:
     return prompts[_permutation(len(prompts), seed, epoch)[offset]]
 
 
-_permutations: dict[tuple[int, int, int], list[int]] = {}
-
-
+@functools.lru_cache(maxsize=4)
 def _permutation(n: int, seed: int, epoch: int) -> list[int]:
-    if (key := (n, seed, epoch)) not in _permutations:
-        if len(_permutations) > 4:
-            _permutations.clear()
-        _permutations[key] = random.Random(derive_seed(seed, epoch)).sample(range(n), n)
-    return _permutations[key]
+    return random.Random(derive_seed(seed, epoch)).sample(range(n), n)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -633,7 +810,6 @@ class VLLMEngine:
             raise RuntimeError(f"vLLM returned nothing for requests {lost[:10]} of {len(requests)}")
         return results  # type: ignore[return-value]
 
-
     def close(self) -> None:
         """Stop the engine. It also ends the process group it shares with the learner."""
         self.engine.engine_core.shutdown()
@@ -722,9 +898,7 @@ class TransformersEngine:
             tokenizer=self.tokenizer if self.stop_strings else None,
         )
         logprobs = torch.cat(sampled, dim=1).tolist()  # (B, T)
-        return [
-            self._cut(row[width:], logprobs[i], requests[i].max_tokens) for i, row in enumerate(sequences.tolist())
-        ]
+        return [self._cut(row[width:], logprobs[i], requests[i].max_tokens) for i, row in enumerate(sequences.tolist())]
 
     def _cut(self, ids: list[int], logprobs: list[float], max_tokens: int) -> Generation:
         """End a row where it stopped: generate pads finished rows up to the longest of the batch."""
@@ -739,7 +913,6 @@ class TransformersEngine:
         length = min(end or len(ids), max_tokens)
         reason = "stop" if end is not None and end <= max_tokens else "length"
         return Generation(ids[:length], logprobs[:length], reason, [self.version] * length)
-
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -1022,10 +1195,91 @@ class Gap:
                 "engine diverged numerically: try --model_dtype float32"
             )
             raise GapError(
-                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) over "
-                f"{n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. Likely cause: {cause}."
+                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) "
+                f"over {n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. Likely cause: {cause}."
             )
         return out
+
+
+def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> None:
+    """Scores, verifier rates, lengths and stop rates over all the rollouts given, trained on or not."""
+    highest = args.verification_reward
+    for r in rollouts:
+        missing = math.isnan(r.score)
+        for status in r.statuses:
+            for kind in ("no_answer", "timeout", "crash", "infra_error"):
+                metrics.add(f"objective/reward_{kind}_rate", float(status == kind))
+        if missing:
+            continue
+        metrics.add("objective/scores", r.score)
+        if args.apply_verifiable_reward:
+            names = ["verifiable"] + (list(set(r.prompt.verifiers)) if len(r.prompt.verifiers) == 1 else [])
+            for name in names:
+                metrics.add(f"objective/{name}_reward", highest * r.verifiable)
+                metrics.add(f"objective/{name}_correct_rate", float(r.verifiable > 0))
+            metrics.add("objective/solve_rate", float(r.verifiable >= len(r.prompt.verifiers) - 1e-8))
+        if args.apply_r1_style_format_reward:
+            metrics.add("val/format_scores", r.format_score * args.r1_style_format_reward)
+    lengths = [len(r.token_ids) for r in rollouts]
+    metrics.add_all("val/sequence_lengths", lengths)
+    for name, right in (("solved", True), ("unsolved", False)):
+        chosen = [len(r.token_ids) for r in rollouts if (r.verifiable > 0) == right]
+        metrics.add(f"val/sequence_lengths_{name}", sum(chosen), len(chosen))
+    stopped = sum(r.finish_reason == "stop" for r in rollouts)
+    metrics.add("val/stop_rate", stopped, len(rollouts))
+    metrics.add("val/stop_token_rate", stopped, len(rollouts))
+    metrics.add("val/num_stop_token_ids", stopped, 1 / dist.get_world_size())
+
+
+def describe_step(
+    groups: Sequence[Sequence[Any]], sampled: Sequence[Any], trained: int, rows: int, args: Any, metrics: Metrics
+) -> None:
+    """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
+    describe_rollouts(sampled, args, metrics)
+    present = [r.score for r in sampled if not math.isnan(r.score)]
+    metrics.add("val/score_sq", sum(s * s for s in present), len(present))
+    metrics.add("other/real_batch_size_ratio", trained, len(sampled))
+    metrics.add("other/packed_ratio", rows, trained)
+    metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
+    share = 1 / dist.get_world_size()
+    size = args.num_samples_per_prompt_rollout
+    best = rewards.max_score(
+        args.verification_reward,
+        args.r1_style_format_reward,
+        args.additive_format_reward,
+        args.apply_verifiable_reward,
+        args.apply_r1_style_format_reward,
+    )
+    everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
+    outcomes = [{r.score for r in group if not math.isnan(r.score)} for group in everything]
+    constant = [scores for scores in outcomes if len(scores) < 2]
+    metrics.add("batch/total_prompts", len(everything), share)
+    metrics.add("val/total_reward_groups", len(everything) - len(constant), share)
+    metrics.add("batch/filtered_prompts", len(constant), share)
+    metrics.add("batch/filtered_prompts_zero", sum(s == {0.0} for s in constant), share)
+    metrics.add("batch/filtered_prompts_solved", sum(s == {best} for s in constant), share)
+    metrics.add("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, {best}) for s in constant), share)
+    metrics.add("batch/missing_rewards", sum(math.isnan(r.score) for r in sampled), share)
+
+
+def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
+    """Derive the metrics that are functions of reduced ones, under the names of open-instruct's page."""
+    squares = {"val/ratio_sq": ("val/ratio", "val/ratio_var"), "val/score_sq": ("objective/scores", "var")}
+    for name, (mean, target) in squares.items():
+        if name in metrics:
+            variance = max(metrics.pop(name) - metrics[mean] ** 2, 0.0)
+            metrics["objective/reward_std" if target == "var" else target] = (
+                math.sqrt(variance) if target == "var" else variance
+            )
+    if "loss/policy_avg" in metrics:
+        metrics["loss/total_avg"] = sum(metrics.get(f"loss/{k}_avg", 0.0) for k in ("policy", "kl", "entropy"))
+        metrics["objective/loss"] = metrics["loss/total_avg"]
+    if "objective/scores" in metrics:
+        metrics["objective/scores_mean"] = metrics["objective/scores"]
+        if "objective/kl" in metrics:
+            metrics["objective/non_score_reward"] = args.beta * metrics["objective/kl"]
+            metrics["objective/rlhf_reward"] = metrics["objective/scores"] - metrics["objective/non_score_reward"]
+    return metrics
 
 
 class Timer:
@@ -1087,15 +1341,17 @@ class Logger:
         if args.with_tracking:
             import wandb
 
+            id_file = run_dir / "wandb_id.txt"
             self.run = wandb.init(
                 project=args.wandb_project,
                 entity=args.wandb_entity,
                 name=args.exp_name,
                 dir=str(run_dir),
                 config=asdict(args),
-                resume="allow" if args.resume else None,
-                id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12] if args.resume else None,
+                id=id_file.read_text() if id_file.exists() else None,
+                resume="allow",
             )
+            id_file.write_text(self.run.id)
             self.queue, self.dropped = queue.Queue(maxsize=256), 0
             self.thread = threading.Thread(target=self._feed_wandb, daemon=True)
             self.thread.start()
@@ -1108,6 +1364,7 @@ class Logger:
         """Write one step's metrics everywhere."""
         if not self.enabled:
             return
+        metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         if self.queue is not None:
@@ -1120,7 +1377,8 @@ class Logger:
             self.header_shown = True
         cells = [f"{metrics['training_step']}/{self.num_steps}".rjust(9)]
         for heading, name, fmt in self.COLUMNS:
-            cells.append((fmt.format(metrics[name]) if name in metrics else "").rjust(max(7, len(heading))))
+            value = metrics.get(name)
+            cells.append(("" if value is None else fmt.format(value)).rjust(max(7, len(heading))))
         self.console.print("  ".join(cells), highlight=False)
         if self.progress is not None:
             self.progress.update(self.task, completed=metrics["training_step"])
@@ -1130,11 +1388,24 @@ class Logger:
         if self.enabled:
             self.console.print(text, highlight=False, markup=False)
 
-    def trace(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append rollouts to rollouts.jsonl."""
+    def trace(self, step: int, rollouts: Sequence[Any], world: World) -> None:
+        """Append all ranks' rollouts to rollouts.jsonl, a row each, in stream order. All ranks."""
+        rows = [{"training_step": step} | asdict(r) for r in rollouts]
+        for row in rows:
+            prompt = row.pop("prompt")
+            row |= {
+                "prompt": prompt["text"],
+                "ground_truths": prompt["ground_truths"],
+                "verifiers": prompt["verifiers"],
+            }
+            row["score"] = None if math.isnan(row["score"]) else row["score"]
+            row["verifiable"] = None if math.isnan(row["verifiable"]) else row["verifiable"]
+        everyone: list[Any] = [None] * world.size
+        dist.all_gather_object(everyone, rows)
         if self.enabled:
+            ordered = sorted((row for part in everyone for row in part), key=lambda r: (r["position"], r["sample"]))
             with self.traces.open("a") as file:
-                file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+                file.writelines(json.dumps(row, default=str) + "\n" for row in ordered)
 
     def close(self) -> None:
         """Flush wandb (30 s at most) and stop the progress bar."""

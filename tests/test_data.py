@@ -121,6 +121,7 @@ def test_a_trailing_assistant_turn_is_dropped():
         ({"solution": "$\\frac{1}{2}$"}, ["$\\frac{1}{2}$"], ["math"]),
         ({"answer": "7", "verifier": "MATH"}, ["7"], ["math"]),
         ({"answer": "so\n#### 1,000", "dataset": "gsm8k_strict"}, ["1,000"], ["gsm8k_strict"]),
+        ({"answer": "#### 1\nno:\n#### 2"}, ["2"], ["gsm8k"]),
         ({"answer": "a #### b", "dataset": "string_matcher"}, ["a #### b"], ["string_matcher"]),
         ({"ground_truth": 5, "dataset": "gsm8k"}, [5], ["gsm8k"]),
         ({"data_source": "lighteval/MATH", "reward_model": {"ground_truth": "x"}}, ["x"], ["math"]),

@@ -61,7 +61,7 @@ def parse(*argv):
 
 
 def check(*argv, world_size=1):
-    grpo.check_args(parse(*ROOM, *argv), world_size)
+    utils.check_args(parse(*ROOM, *argv), world_size)
 
 
 def run_script(*argv):
@@ -84,7 +84,7 @@ def test_key_flags_have_the_documented_defaults():
 def test_the_model_is_the_only_required_flag():
     check()
     with pytest.raises(utils.UserError, match="--model_name_or_path is required: a hub name or a directory"):
-        grpo.check_args(utils.parse_args(grpo.Args, ROOM), 1)
+        utils.check_args(utils.parse_args(grpo.Args, ROOM), 1)
 
 
 def test_every_field_has_a_help_text_of_its_own():
@@ -392,7 +392,7 @@ def test_describe_by_hand():
         per_device_train_batch_size=5,
         total_episodes=2000,
     )
-    text = grpo.describe(args, 4)
+    text = utils.batch_arithmetic(args, 4, grpo.num_training_steps(args))
     numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
     assert numbers == [
         *(24, 8, 192, 96_000),  # 24 x 8 rollouts; x 500 tokens
@@ -416,7 +416,8 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path):
         *("--dataset_mixer_eval_list", str(data), "3"),
     )
     assert done.returncode == 0, done.stderr
-    assert grpo.describe(grpo.Args(model_name_or_path="x"), 1) in done.stdout
+    args = grpo.Args(model_name_or_path="x")
+    assert utils.batch_arithmetic(args, 1, grpo.num_training_steps(args)) in done.stdout
     for source in (
         r"nobody/no-such-model: hub",
         rf"--dataset_mixer_list {data} 1\.0: local",

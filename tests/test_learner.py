@@ -51,11 +51,13 @@ def run_update(args, world, mini_batches, optimizer="sgd", ref=False, row_tokens
     sgd = torch.optim.SGD(policy.parameters(), lr=1024.0)  # the update swamps the weights, whose rounding would show
     metrics = utils.Metrics()
     chosen = adam if optimizer == "adam" else sgd
-    batches = [grpo.micro_batches(rows, args.per_device_train_batch_size, row_tokens, world.device) for rows in mini_batches]
+    batches = [
+        grpo.micro_batches(rows, args.per_device_train_batch_size, row_tokens, world.device) for rows in mini_batches
+    ]
     with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
         gap, bad = grpo.update(policy, ref_policy, chosen, scheduler, batches, args, world, metrics)
     weights = {k: v.clone() for k, v in utils.full_weights(policy.model, torch.float32)}
-    return weights, grpo.finish_metrics(metrics.reduce(world), args) | gap | {"bad": bad}
+    return weights, utils.finish_metrics(metrics.reduce(world), args) | gap | {"bad": bad}
 
 
 def start_weights(args, world):
@@ -231,6 +233,18 @@ def test_non_finite_gradient_skips_the_update(tiny_models, world):
     weights, metrics = run_update(args, world, [rollouts])
     assert metrics["bad"] == 1
     assert all(torch.equal(weights[k], v) for k, v in start_weights(args, world).items())
+
+
+def test_estimator_3_reaches_the_loss_with_its_gradient(tiny_models):
+    """On-policy the ratio is 1, yet d(ratio * d)/d(new) = d + 1: beta / tokens * (d + 1) per token by hand."""
+    args = dataclasses.replace(make_args(tiny_models(), "--kl_estimator", "3"), beta=0.5, load_ref_policy=True)
+    batch = grpo.make_batch([[r] for r in make_rollouts(groups=1)], torch.device("cpu"))
+    batch.advantages.zero_()
+    batch.ref_logprobs = torch.full(batch.targets.shape, -2.0)
+    new = torch.full(batch.targets.shape, -1.5, requires_grad=True)
+    grpo.grpo_loss(new, torch.zeros_like(new), batch, 10.0, 3.0, args, utils.Metrics()).backward()
+    want = torch.where(batch.response_mask, 0.5 / 10 * (0.5 + 1), 0.0)
+    torch.testing.assert_close(new.grad, want)
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])

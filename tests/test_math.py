@@ -86,8 +86,9 @@ def test_advantages_compare_within_a_group_in_order():  # group 1: mean 0.5, pop
 @pytest.mark.parametrize("kind", ["standard", "standard_unbiased", "centered"])
 def test_equal_scores_give_exact_zeros(kind):
     """0.1, 1.3 and 2.7 are no binary fractions: their float32 mean is not themselves, and a tiny std blows that up."""
-    for value, size in itertools.product((0.1, 1.3, 2.7, 1e6 + 0.1), (3, 5, 11, 17)):
-        assert grpo.compute_advantages(torch.full((2 * size,), value), size, kind).tolist() == [0.0] * 2 * size
+    for value, size, dtype in itertools.product((0.1, 1.3, 2.7, 1e6 + 0.1), (3, 5, 11, 17), TOLERANCE):
+        scores = torch.full((2 * size,), value, dtype=dtype)
+        assert grpo.compute_advantages(scores, size, kind).tolist() == [0.0] * 2 * size
 
 
 @pytest.mark.parametrize(
@@ -116,9 +117,11 @@ def test_advantages_refuse_partial_groups():
 
 
 def test_scores_closer_than_float32_noise_still_compare():
-    scores = torch.tensor([1e6, 1e6 + 1, 1e6 + 2], dtype=torch.float64)  # E[x^2] - E[x]^2 in float32 would be 0
-    want = torch.tensor([-1.0, 0.0, 1.0]) * math.sqrt(3 / 2)
-    assert_close(grpo.compute_advantages(scores, 3, "standard"), want)
+    """16 equal scores and one a float32 step d above: mean + d / 17, variance 16 d^2 / 17^2, so -1/4 and 4."""
+    scores = torch.full((17,), 1000.1)
+    scores[16] = torch.nextafter(scores[16], torch.tensor(INF))
+    want = torch.tensor([-0.25] * 16 + [4.0])
+    assert_close(grpo.compute_advantages(scores, 17, "standard"), want, rtol=2e-3, atol=0)  # d is 6e-5, epsilon 1e-8
 
 
 @pytest.mark.parametrize("case", verl("grpo_advantages"))
@@ -205,6 +208,15 @@ def test_gspo_ratio_is_the_geometric_mean_of_the_response():
     assert_close(loss, per_token(-2.0, -2.0, -2.0))
     # mean loss is -s with s = exp(mean_t log ratio_t): d s / d logp_t = s / 3 for every token, summed over 3 tokens
     assert_close(grad, per_token(-2.0, -2.0, -2.0))
+
+
+def test_gspo_tokens_have_a_gradient_of_their_own():
+    """GSPO-token: s_t = sg(s) p_t / sg(p_t). Weighing tokens differently (rho) then weighs their gradients."""
+    new, old = log(0.4, 0.1, 0.8).requires_grad_(), log(0.2, 0.2, 0.1)  # s = 2
+    mask, advantages = torch.ones(1, 3, dtype=torch.bool), per_token(1.0, 1.0, 1.0)
+    options = dict(loss_fn="gspo", clip_lower=0.2, clip_higher=3.0)
+    loss = grpo.policy_loss(new, old, advantages, mask, rows(mask), **options)[0]
+    assert_close(torch.autograd.grad((loss * per_token(1.0, 0.0, 0.5)).sum(), new)[0], per_token(-2.0, 0.0, -1.0))
 
 
 def test_gspo_clips_whole_responses():
@@ -695,3 +707,17 @@ def test_without_old_logprobs_the_step_is_on_policy():
     want = whole_loss(replace(batch, old_logprobs=new.clone()), new, torch.zeros_like(new), BASE)
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, rtol=0, atol=0)
+
+
+def test_estimator_3_has_the_gradient_of_the_kl():
+    """Tokens of the policy itself: E[grad(ratio * d)] = grad KL by enumeration; k3 in the loss has another gradient."""
+    torch.manual_seed(0)
+    logits, ref = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6, dtype=torch.float64)
+    new, ref = torch.log_softmax(logits, -1), torch.log_softmax(ref, -1)
+    want = torch.autograd.grad((new.exp() * (new - ref)).sum(), logits, retain_graph=True)[0]
+    ratio = (new - new.detach()).exp()
+    estimates = grpo.kl_estimates(new, ref, ratio)
+    grads = [torch.autograd.grad((new.detach().exp() * e).sum(), logits, retain_graph=True)[0] for e in estimates]
+    torch.testing.assert_close(grads[3], want)
+    assert (grads[2] - want).abs().max() > 1e-2
+    assert grads[0].abs().max() < 1e-12  # k1's gradient has mean zero: it penalizes nothing

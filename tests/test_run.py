@@ -1,0 +1,274 @@
+"""Whole runs of grpo.py on a tiny random model: real engines, real processes, real files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import REPO
+
+SMALL = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
+    --max_prompt_token_length 48 --pack_length 128 --temperature 1.0 --learning_rate 3e-3 --lr_scheduler_type constant
+    --beta 0 --per_device_train_batch_size 8 --max_logprob_gap 1e-4 --save_freq -1"""
+VLLM = "--vllm_enforce_eager --vllm_enable_prefix_caching"
+TRANSFORMERS = "--rollout_backend transformers"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Prompts that all want a 7 as the last number: a random model says one now and then."""
+    directory = tmp_path_factory.mktemp("data")
+    for name, numbers in (("train", range(32)), ("test", range(32, 40))):
+        with (directory / f"{name}.jsonl").open("w") as file:
+            for i in numbers:
+                turns = [{"role": "user", "content": f"Say {i}, then 7."}]
+                file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
+    return directory
+
+
+def command(model, data, out, *flags, ranks=0):
+    """The command line a user would type; ranks > 0 is torchrun."""
+    start = [sys.executable, "grpo.py"]
+    if ranks:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "grpo.py"]
+    line = [*start, "--model_name_or_path", str(model), "--output_dir", str(out), "--dataset_mixer_list"]
+    return [*line, str(data / "train.jsonl"), "1.0", *SMALL.split(), *" ".join(map(str, flags)).split()]
+
+
+def run(*args, ok=True, **kwargs):
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(command(*args, **kwargs), cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
+    assert (done.returncode == 0) == ok, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout if ok else done.stderr
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(path):
+    return load_file(path / "model.safetensors")
+
+
+PAGE_METRICS = """episode lr epoch objective/kl objective/scores objective/rlhf_reward objective/non_score_reward
+    objective/entropy objective/loss objective/kl2 objective/kl3 objective/scores_mean objective/reward_std
+    objective/verifiable_correct_rate loss/policy_avg policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg
+    time/from_scratch time/training val/sequence_lengths val/num_stop_token_ids val/ratio val/ratio_var
+    val/stop_token_rate other/real_batch_size_ratio other/packed_ratio""".split()
+
+
+@pytest.fixture(scope="module")
+def learned(tiny_models, data, tmp_path_factory):
+    """One 25-step run with vLLM that several tests look at."""
+    out = tmp_path_factory.mktemp("runs")
+    flags = f"--exp_name learn --total_episodes 1600 {VLLM} --with_tracking --save_traces --eval_on_step_0"
+    flags += f" --local_eval_every 10 --save_freq 20 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
+    return run(tiny_models(), data, out, flags), out / "learn"
+
+
+def test_it_learns(learned):
+    """Reward of a random model: below 0.1 at first, above 0.8 in the last five of 25 steps."""
+    rows = [r for r in read(learned[1] / "metrics.jsonl") if r["training_step"] > 0]
+    rates = [r["objective/verifiable_correct_rate"] for r in rows]
+    assert len(rates) == 25
+    assert rates[0] < 0.1
+    assert sum(rates[-5:]) / 5 > 0.8
+
+
+def test_engine_follows_the_learner(learned):
+    """float32, tied embeddings, large steps: the mean gap stays below 1e-4 nats in every single step."""
+    rows = read(learned[1] / "metrics.jsonl")
+    gaps = [r["debug/vllm_vs_local_logprob_diff_max"] for r in rows]
+    assert len(gaps) == 26 and max(gaps) < 1e-4
+    assert all(abs(r["val/rho"] - 1) < 1e-4 for r in rows)
+
+
+def test_metrics_of_the_page_are_there(learned):
+    rows = read(learned[1] / "metrics.jsonl")
+    trained = [r for r in rows if r.get("other/real_batch_size_ratio")]
+    missing = [name for name in PAGE_METRICS if name not in trained[0]]
+    assert not missing
+    first = trained[0]
+    assert first["episode"] == 64 and first["epoch"] == 8 / 32 and first["lr"] == 3e-3
+    assert first["val/ratio"] == 1.0 and first["policy/clipfrac_avg"] == 0.0
+    assert first["objective/scores"] == pytest.approx(10 * first["objective/verifiable_correct_rate"])
+    assert first["batch/total_prompts"] == 8
+    assert first["val/total_reward_groups"] + first["batch/filtered_prompts"] == 8
+
+
+def test_evaluation_before_during_and_after(learned):
+    rows = {r["training_step"]: r for r in read(learned[1] / "metrics.jsonl")}
+    evaluated = [step for step, r in rows.items() if "eval/objective/verifiable_correct_rate" in r]
+    assert evaluated == [0, 10, 20, 25]
+    assert rows[0]["eval/pass_at_1"] < 0.2 and rows[25]["eval/pass_at_1"] > 0.8
+    assert rows[25]["eval/scores"] == pytest.approx(10 * rows[25]["eval/pass_at_1"])
+
+
+def test_what_a_run_leaves(learned):
+    stdout, run_dir = learned
+    assert "8 prompts x 8 samples = 64 rollouts" in stdout and "25/25" in stdout
+    assert (run_dir / "report.png").read_bytes()[:4] == b"\x89PNG"
+    environment = json.loads((run_dir / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__ and len(environment["data_hash"]) == 16
+    assert json.loads((run_dir / "args.json").read_text())["learning_rate"] == 3e-3
+    assert list(run_dir.glob("wandb/offline-run-*/run-*.wandb")), "wandb wrote nothing"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (c.from_pretrained(run_dir / "model") for c in (AutoModelForCausalLM, AutoTokenizer))
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Say 35, then 7."}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    answer = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
+    assert "7" in tokenizer.decode(answer)
+    assert not list(run_dir.glob("*.tmp")) and (run_dir / "step_20" / "model.safetensors").exists()
+
+
+def test_traces_hold_every_rollout(learned):
+    rows = read(learned[1] / "rollouts.jsonl")
+    assert len(rows) == 1600
+    assert {(r["position"], r["sample"]) for r in rows} == {(p, s) for p in range(200) for s in range(8)}
+    for r in rows[::97]:
+        assert len(r["token_ids"]) == len(r["logprobs"]) == len(r["versions"]) <= 6
+        assert set(r["versions"]) == {r["training_step"] - 1}, "a rollout older than the weights that train on it"
+        assert max(r["logprobs"]) <= 0
+    siblings = [tuple(r["token_ids"]) for r in rows if r["position"] == 0]
+    assert len(set(siblings)) > 1
+
+
+def test_a_run_is_never_overwritten_silently(learned, tiny_models, data):
+    out = learned[1].parent
+    before = (learned[1] / "metrics.jsonl").read_bytes()
+    error = run(tiny_models(), data, out, "--exp_name learn --seed 7", ok=False)
+    assert "--seed: 1 then, 7 now" in error and "--exp_name" in error and "Traceback" not in error
+    assert (learned[1] / "metrics.jsonl").read_bytes() == before
+
+
+def test_transformers_backend_learns_the_same_way(tiny_models, data, tmp_path):
+    run(tiny_models("qwen3", True), data, tmp_path, f"--exp_name hf --total_episodes 1280 {TRANSFORMERS}")
+    rows = read(tmp_path / "hf" / "metrics.jsonl")
+    assert max(r["debug/vllm_vs_local_logprob_diff_max"] for r in rows) < 1e-4
+    rates = [r["objective/verifiable_correct_rate"] for r in rows]
+    assert rates[0] < 0.1 and sum(rates[-5:]) / 5 > 0.8
+
+
+def test_both_backends_sample_the_same_distribution(tiny_models, world):
+    """2000 first tokens of one prompt: the frequency of each token is within 5 sigma of the other engine's."""
+    script = f"""
+import json, sys, torch
+sys.path.insert(0, {str(REPO)!r})
+import utils
+args = utils.parse_args(__import__("grpo").Args, ["--model_name_or_path", {str(tiny_models())!r}, "--model_dtype",
+    "float32", "--rollout_backend", sys.argv[1], "--vllm_enforce_eager", "--max_prompt_token_length", "16"])
+world = utils.init_distributed()
+engine = utils.make_engine(args, utils.load_tokenizer(args), world, 256)
+requests = [utils.Request((5, 6, 7), i, 0.8, 2) for i in range(2000)] + [utils.Request((5, 6, 7), 0, 0.0, 4)]
+made = engine.generate(requests)
+print(json.dumps([[g.token_ids, g.logprobs, g.finish_reason] for g in made]))
+engine.close()
+"""
+    sides = []
+    for backend in ("vllm", "transformers"):
+        done = subprocess.run([sys.executable, "-c", script, backend], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        sides.append(json.loads(done.stdout.splitlines()[-1]))
+    counts = [torch.bincount(torch.tensor([g[0][0] for g in side[:-1]]), minlength=512).double() for side in sides]
+    sigma = (counts[0] + counts[1]).clamp(min=1).sqrt()
+    assert ((counts[0] - counts[1]).abs() / sigma).max() < 5
+    logprobs = [{g[0][0]: g[1][0] for g in side[:-1]} for side in sides]
+    for token in set(logprobs[0]) & set(logprobs[1]):
+        assert logprobs[0][token] == pytest.approx(logprobs[1][token], abs=1e-4)
+    assert sides[0][-1][0] == sides[1][-1][0], "greedy tokens differ"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_ranks_make_the_first_update_of_one(tiny_models, data, tmp_path, stage):
+    """torchrun with 2 ranks, each with its own vLLM: the same rollouts and, to 1e-6, the same weights."""
+    flags = f"--total_episodes 128 --save_freq 1 --save_traces --deepspeed_stage {stage} --seed 3 {VLLM}"
+    for ranks in (1, 2):
+        run(tiny_models(), data, tmp_path, f"--exp_name ranks{ranks} {flags}", ranks=ranks)
+    one, two = (tmp_path / f"ranks{n}" for n in (1, 2))
+    keys = ("position", "sample", "token_ids", "score", "advantage")
+    first = [
+        [{k: r[k] for k in keys} for r in read(p / "rollouts.jsonl") if r["training_step"] == 1] for p in (one, two)
+    ]
+    assert first[0] == first[1] and len(first[0]) == 64
+    metrics = [read(p / "metrics.jsonl")[0] for p in (one, two)]
+    assert metrics[0]["other/real_batch_size_ratio"] > 0, "the first step trained on nothing"
+    for name in ("loss/policy_avg", "objective/scores", "val/sequence_lengths", "optim/grad_norm", "objective/kl"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-5, abs=1e-7), name
+    a, b = weights(one / "step_1"), weights(two / "step_1")
+    for name in a:
+        assert (a[name] - b[name]).norm() <= 1e-6 * a[name].norm(), name
+
+
+def test_resume_after_kill(tiny_models, data, tmp_path):
+    """kill -9 after a checkpoint, resume: every step is logged once and the weights are those of a whole run."""
+    flags = f"--total_episodes 768 --checkpoint_state_freq 2 --keep_last_n_checkpoints 1 --seed 3 {TRANSFORMERS}"
+    flags += " --ref_policy_update_freq 3 --lr_scheduler_type linear --num_mini_batches 2"
+    run(tiny_models(), data, tmp_path, f"--exp_name whole {flags}")
+    line = command(tiny_models(), data, tmp_path, f"--exp_name broken {flags}")
+    process = subprocess.Popen(line, cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    latest = tmp_path / "broken" / "checkpoints" / "latest"
+    deadline = time.monotonic() + 300
+    while not (latest.exists() and int(latest.read_text()[5:]) >= 4) and time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    run(tiny_models(), data, tmp_path, f"--exp_name broken {flags} --resume")
+    whole, broken = (read(tmp_path / name / "metrics.jsonl") for name in ("whole", "broken"))
+    assert [r["training_step"] for r in broken] == list(range(1, 13))
+    for a, b in zip(whole, broken, strict=True):
+        for name in ("objective/scores", "episode", "lr", "val/sequence_lengths"):
+            assert a[name] == pytest.approx(b[name]), (a["training_step"], name)
+    a, b = weights(tmp_path / "whole" / "model"), weights(tmp_path / "broken" / "model")
+    for name in a:
+        assert (a[name] - b[name]).norm() <= 1e-5 * a[name].norm(), name
+    assert len(list((tmp_path / "broken" / "checkpoints").glob("step_*"))) == 1
+    error = run(tiny_models(), data, tmp_path, f"--exp_name nothing {flags} --resume", ok=False)
+    assert "no run in" in error and "Traceback" not in error
+
+
+def test_active_sampling_fills_the_batch(tiny_models, data, tmp_path):
+    flags = f"--exp_name active --total_episodes 128 --active_sampling {TRANSFORMERS} --num_unique_prompts_rollout 4"
+    run(tiny_models(), data, tmp_path, flags)
+    rows = read(tmp_path / "active" / "metrics.jsonl")
+    assert rows[0]["batch/total_prompts"] > 4, "one round was enough: the test shows nothing"
+    trained = [r["other/real_batch_size_ratio"] * r["batch/total_prompts"] for r in rows]
+    assert all(count == pytest.approx(4) for count in trained if count)
+    assert rows[0]["episode"] == 8 * rows[0]["batch/total_prompts"]
+
+
+@pytest.mark.parametrize("flags", [
+    "--loss_fn gspo --loss_denominator sequence --beta 0.05 --kl_estimator kl3 --num_mini_batches 2 --num_epochs 2",
+    "--loss_fn cispo --loss_denominator 64 --advantage_normalization_type centered --entropy_coef 0.001",
+    "--clip_dual 3 --mask_truncated_completions --no_filter_zero_std_samples --gradient_checkpointing "
+    "--stop_strings 7 5",
+    "--rho_mask_lower_bound 0.5 --rho_mask_upper_bound 2 --rho_mask_sequence_level --apply_r1_style_format_reward "
+    "--additive_format_reward --non_stop_penalty --non_stop_penalty_value -1 --chat_template_name tulu "
+    "--max_prompt_token_length 90",
+])  # fmt: skip
+def test_every_branch_runs(tiny_models, data, tmp_path, flags):
+    run(tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 192 --model_dtype bfloat16 {TRANSFORMERS} "
+        f"--max_logprob_gap 0.1 {flags}")  # fmt: skip
+    rows = read(tmp_path / "x" / "metrics.jsonl")
+    assert len(rows) == 3
+    assert all(torch.tensor([v for v in r.values()]).isfinite().all() for r in rows)
+
+
+def test_generated_data(tiny_models, tmp_path):
+    flags = ["--exp_name rg --output_dir", tmp_path, "--total_episodes 64", TRANSFORMERS, SMALL]
+    line = [sys.executable, "grpo.py", "--model_name_or_path", str(tiny_models()), "--dataset_mixer_list"]
+    line += ["reasoning_gym:chain_sum", "20", "--dataset_mixer_eval_list", "reasoning_gym:chain_sum", "10"]
+    line += " ".join(map(str, flags)).split() + ["--max_prompt_token_length", "120", "--eval_on_step_0"]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read(tmp_path / "rg" / "metrics.jsonl")
+    assert "eval/objective/reasoning_gym_reward" in rows[0] and "objective/reasoning_gym_reward" in rows[1]
+    assert rows[1]["objective/reward_crash_rate"] == rows[1]["objective/reward_timeout_rate"] == 0
