@@ -1029,7 +1029,7 @@ def main(args: Args) -> Path | None:
         if step % SHOW_ROLLOUTS_EVERY == 1:
             for r in (sampled[0], sampled[-1]):
                 answer = f"score {r.score:g}, {r.finish_reason}, label {r.prompt.ground_truths[0]!s:.60}"
-                logger.say(f"  prompt   {r.prompt.text[-300:]!r}\n  response {r.text[:600]!r}\n  {answer}")
+                logger.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
         if args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0:
             extra = state | {"scheduler": scheduler.state_dict()}
             utils.save_checkpoint(run_dir, step, modules, optimizer, extra, args.keep_last_n_checkpoints, world)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -745,7 +746,8 @@ class VLLMEngine:
             options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
         if on_cpu and args.vllm_enable_prefix_caching:
             options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
-        with fenced_rng():
+        with fenced_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch
             self.llm = LLM(
                 model=args.model_name_or_path,
                 revision=args.model_revision,

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import REPO
+from tests.test_readme import undocumented
 
 SMALL = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
     --max_prompt_token_length 48 --pack_length 128 --temperature 1.0 --learning_rate 3e-3 --lr_scheduler_type constant
@@ -100,6 +101,10 @@ def test_metrics_of_the_page_are_there(learned):
     assert first["objective/scores"] == pytest.approx(10 * first["objective/verifiable_correct_rate"])
     assert first["batch/total_prompts"] == 8
     assert first["val/total_reward_groups"] + first["batch/filtered_prompts"] == 8
+
+
+def test_every_metric_is_in_the_readme(learned):
+    assert undocumented({key for row in read(learned[1] / "metrics.jsonl") for key in row}) == []
 
 
 def test_evaluation_before_during_and_after(learned):
