@@ -24,7 +24,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -770,6 +770,7 @@ class VLLMEngine:
         self.worker = self.engine.model_executor.driver_worker.worker
         self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         self.stop_strings = list(args.stop_strings)
+        self.running: dict[str, Generation] = {}
         self.version = -1
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -778,39 +779,58 @@ class VLLMEngine:
             self.worker.reload_weights(weights_iterator=named_tensors)
         self.version = version
 
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.running)
+
+    def add(self, request_id: str, request: Request) -> None:
+        """Start a request; `step` returns it once it is finished."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0,
+            stop=self.stop_strings or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=self.eos_ids,
+            detokenize=bool(self.stop_strings),
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        # The salt keeps prefix-cache blocks of older weights from being found.
+        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
+        self.engine.add_request(request_id, prompt, params)
+        self.running[request_id] = Generation([], [], "", [])
+
+    def step(self) -> list[tuple[str, Generation]]:
+        """One decoding step for all running requests; returns those it finished."""
+        finished = []
+        for output in self.engine.step():
+            made, new = self.running[output.request_id], output.outputs[0]
+            made.token_ids.extend(new.token_ids)
+            made.logprobs.extend(e[t].logprob for t, e in zip(new.token_ids, new.logprobs or (), strict=True))
+            made.versions.extend([self.version] * len(new.token_ids))
+            if output.finished:
+                if not made.token_ids:
+                    raise RuntimeError(f"vLLM finished request {output.request_id} without a token")
+                reason = "stop" if new.finish_reason == "stop" else "length"
+                finished.append((output.request_id, replace(self.running.pop(output.request_id), finish_reason=reason)))
+        return finished
+
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests to their end; the result has their order."""
-        from vllm import SamplingParams
-
-        results: list[Generation | None] = [None] * len(requests)
+        results: dict[str, Generation] = {}
         with fenced_rng():
             for i, request in enumerate(requests):
-                params = SamplingParams(
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    max_tokens=request.max_tokens,
-                    seed=request.seed,
-                    logprobs=0,
-                    stop=self.stop_strings or None,
-                    include_stop_str_in_output=True,
-                    stop_token_ids=self.eos_ids,
-                    detokenize=bool(self.stop_strings),
-                    skip_special_tokens=False,
-                )
-                # The salt keeps prefix-cache blocks of older weights from being found.
-                prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
-                self.engine.add_request(str(i), prompt, params)
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    if output.finished:
-                        done = output.outputs[0]
-                        ids = list(done.token_ids)
-                        logprobs = [entry[token].logprob for token, entry in zip(ids, done.logprobs, strict=True)]
-                        reason = "stop" if done.finish_reason == "stop" else "length"
-                        results[int(output.request_id)] = Generation(ids, logprobs, reason, [self.version] * len(ids))
-        if lost := [i for i, r in enumerate(results) if r is None or not r.token_ids]:
-            raise RuntimeError(f"vLLM returned nothing for requests {lost[:10]} of {len(requests)}")
-        return results  # type: ignore[return-value]
+                self.add(str(i), request)
+            while self.busy:
+                results |= self.step()
+        return [results[str(i)] for i in range(len(requests))]
 
     def close(self) -> None:
         """Stop the engine. It also ends the process group it shares with the learner."""
@@ -820,8 +840,9 @@ class VLLMEngine:
 class TransformersEngine:
     """The same interface through `model.generate`, for machines without vLLM. Slower: rows wait for the longest.
 
-    Sampling is exact and seeded per request by the Gumbel-max trick: argmax(logprobs + Gumbel noise from the request's
-    own generator) is a sample of softmax(logits / temperature), so greedy search over the noisy scores samples.
+    Sampling is exact and seeded per request by the Gumbel-max trick: argmax(logprobs - log of exponential noise from
+    the request's own generator) is a sample of softmax(logits / temperature), so a greedy search over such scores
+    samples.
     """
 
     def __init__(self, args: Any, tokenizer: Any, world: World, num_requests: int):
@@ -879,9 +900,8 @@ class TransformersEngine:
         def seeded_sample(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             scores = logits.float() / temperatures  # (B, V)
             logprobs = torch.log_softmax(warper(ids, scores) if warper else scores, -1)
-            uniform = torch.stack([torch.rand(logits.shape[1], generator=g) for g in generators]).to(self.device)
-            gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-20, max=1 - 1e-7)))
-            noisy = torch.where(greedy, logprobs, logprobs + gumbel)
+            noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators])
+            noisy = torch.where(greedy, logprobs, logprobs - noise.to(self.device).log())
             sampled.append(logprobs.gather(1, noisy.argmax(-1, keepdim=True)))
             return noisy
 
@@ -1115,7 +1135,12 @@ class Metrics:
 
     def __init__(self):
         self.sums: dict[str, list[Any]] = defaultdict(lambda: [0.0, 0.0])
+        self.totals: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}
+
+    def count(self, name: str, number: float) -> None:
+        """Add to a number that is summed over ranks, not averaged."""
+        self.totals[name] += number
 
     def add(self, name: str, total: Any, count: Any = 1.0) -> None:
         """Add `total` over `count` samples; tensors are read only in `reduce`, so this never waits for a GPU."""
@@ -1138,19 +1163,21 @@ class Metrics:
     def reduce(self, world: World) -> dict[str, float]:
         """Averages over all ranks, the same dict on each. All ranks must call it; their keys may differ."""
         sums = {k: (float(s), float(c)) for k, (s, c) in self.sums.items()}
-        mine = (sums, self.extremes)
+        mine = (sums, dict(self.totals), self.extremes)
         everyone: list[Any] = [mine]
         if world.size > 1:
             everyone = [None] * world.size
             dist.all_gather_object(everyone, mine)
         merged = Metrics()
-        for other_sums, other_extremes in everyone:
+        for other_sums, other_totals, other_extremes in everyone:
+            for name, number in other_totals.items():
+                merged.count(name, number)
             for name, (total, count) in other_sums.items():
                 merged.add(name, total, count)
             for name, value in other_extremes.items():
                 merged.extreme(name, value)
         out = {k: s / c for k, (s, c) in merged.sums.items() if c}
-        return out | merged.extremes
+        return out | merged.totals | merged.extremes
 
 
 class GapError(RuntimeError):
@@ -1230,7 +1257,7 @@ def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> N
     stopped = sum(r.finish_reason == "stop" for r in rollouts)
     metrics.add("val/stop_rate", stopped, len(rollouts))
     metrics.add("val/stop_token_rate", stopped, len(rollouts))
-    metrics.add("val/num_stop_token_ids", stopped, 1 / dist.get_world_size())
+    metrics.count("val/num_stop_token_ids", stopped)
 
 
 def describe_step(
@@ -1243,7 +1270,6 @@ def describe_step(
     metrics.add("other/real_batch_size_ratio", trained, len(sampled))
     metrics.add("other/packed_ratio", rows, trained)
     metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
-    share = 1 / dist.get_world_size()
     size = args.num_samples_per_prompt_rollout
     best = rewards.max_score(
         args.verification_reward,
@@ -1255,13 +1281,13 @@ def describe_step(
     everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
     outcomes = [{r.score for r in group if not math.isnan(r.score)} for group in everything]
     constant = [scores for scores in outcomes if len(scores) < 2]
-    metrics.add("batch/total_prompts", len(everything), share)
-    metrics.add("val/total_reward_groups", len(everything) - len(constant), share)
-    metrics.add("batch/filtered_prompts", len(constant), share)
-    metrics.add("batch/filtered_prompts_zero", sum(s == {0.0} for s in constant), share)
-    metrics.add("batch/filtered_prompts_solved", sum(s == {best} for s in constant), share)
-    metrics.add("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, {best}) for s in constant), share)
-    metrics.add("batch/missing_rewards", sum(math.isnan(r.score) for r in sampled), share)
+    metrics.count("batch/total_prompts", len(everything))
+    metrics.count("val/total_reward_groups", len(everything) - len(constant))
+    metrics.count("batch/filtered_prompts", len(constant))
+    metrics.count("batch/filtered_prompts_zero", sum(s == {0.0} for s in constant))
+    metrics.count("batch/filtered_prompts_solved", sum(s == {best} for s in constant))
+    metrics.count("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, {best}) for s in constant))
+    metrics.count("batch/missing_rewards", sum(math.isnan(r.score) for r in sampled))
 
 
 def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:

@@ -240,6 +240,65 @@ def test_resume_after_kill(tiny_models, data, tmp_path):
     assert "no run in" in error and "Traceback" not in error
 
 
+FAULTS = {
+    "stale lm_head": """
+full = utils.full_weights
+utils.full_weights = lambda *a: ((n, t) for n, t in full(*a) if n != "lm_head.weight")""",
+    "infinite advantages": """
+grpo.compute_advantages = lambda scores, *a: torch.full_like(scores, float("inf"))""",
+    "other temperature": """
+init = utils.Request.__init__
+utils.Request.__init__ = lambda self, *a, **k: init(self, a[0], a[1], 0.5, *a[3:], **k)""",
+}
+
+
+def run_with_fault(fault, model, data, out, *flags):
+    """grpo.main in a process of its own, after the fault's lines have broken something."""
+    script = f"import sys, torch, utils, grpo\n{FAULTS[fault]}\ngrpo.main(utils.parse_args(grpo.Args))"
+    line = command(model, data, out, *flags)
+    line[1:2] = ["-c", script]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0, done.stdout[-3000:]
+    return done.stderr
+
+
+def test_a_stale_lm_head_stops_the_run(tiny_models, data, tmp_path):
+    """Tied embeddings on vLLM's CPU backend: without its own lm_head.weight the engine keeps the old head."""
+    error = run_with_fault("stale lm_head", tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 640 {VLLM}")
+    assert "GapError: on this step's rollouts" in error and "tied lm_head" in error
+    assert len(read(tmp_path / "x" / "metrics.jsonl")) < 5
+
+
+def test_an_engine_that_samples_otherwise_stops_before_the_first_rollout(tiny_models, data, tmp_path):
+    flags = f"--exp_name x --total_episodes 640 {TRANSFORMERS}"
+    error = run_with_fault("other temperature", tiny_models(), data, tmp_path, flags)
+    assert "GapError: before the first rollout" in error and "never held the same weights" in error
+    assert not (tmp_path / "x" / "metrics.jsonl").exists()
+
+
+def test_three_non_finite_gradients_in_a_row_stop_the_run(tiny_models, data, tmp_path):
+    flags = f"--exp_name x --total_episodes 640 --no_filter_zero_std_samples {TRANSFORMERS}"
+    error = run_with_fault("infinite advantages", tiny_models(), data, tmp_path, flags)
+    assert "non-finite gradients in 3 steps in a row" in error
+    dumps = sorted(p.name for p in (tmp_path / "x").glob("nonfinite_*"))
+    assert dumps == [f"nonfinite_step_{i}_rank_0.pt" for i in (1, 2, 3)]
+    batch = torch.load(tmp_path / "x" / dumps[0], weights_only=True)[0]
+    assert batch["advantages"].isinf().any() and batch["input_ids"].shape == batch["targets"].shape
+    rows = read(tmp_path / "x" / "metrics.jsonl")
+    assert [r["optim/nonfinite_updates"] for r in rows] == [1.0, 1.0] and rows[0]["optim/grad_norm"] is None
+
+
+def test_seeded_prompts_beyond_one_batch_of_prefill(tiny_models, data, tmp_path):
+    """10,000 prompt tokens wait for the 8,192 of a scheduler step: vLLM's CPU build cannot split a seeded prompt."""
+    flags = "--exp_name x --total_episodes 512 --num_unique_prompts_rollout 32 --num_samples_per_prompt_rollout 16"
+    flags += f" --vllm_enforce_eager --system_prompt_override_file {tmp_path / 'system.txt'} --pack_length 256"
+    (tmp_path / "system.txt").write_text("Think. " * 8)
+    run(tiny_models(), data, tmp_path, flags + " --max_prompt_token_length 100 --save_traces")
+    assert len(read(tmp_path / "x" / "rollouts.jsonl")) == 512
+    assert read(tmp_path / "x" / "metrics.jsonl")[0]["val/num_step_tokens"] > 8192 + 512 * 6
+
+
 def test_active_sampling_fills_the_batch(tiny_models, data, tmp_path):
     flags = f"--exp_name active --total_episodes 128 --active_sampling {TRANSFORMERS} --num_unique_prompts_rollout 4"
     run(tiny_models(), data, tmp_path, flags)
@@ -272,8 +331,11 @@ def test_generated_data(tiny_models, tmp_path):
     line = [sys.executable, "grpo.py", "--model_name_or_path", str(tiny_models()), "--dataset_mixer_list"]
     line += ["reasoning_gym:chain_sum", "20", "--dataset_mixer_eval_list", "reasoning_gym:chain_sum", "10"]
     line += " ".join(map(str, flags)).split() + ["--max_prompt_token_length", "120", "--eval_on_step_0"]
+    line += ["--eval_pass_at_k", "4", "--eval_temperature", "1.0", "--eval_response_length", "8"]
     done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read(tmp_path / "rg" / "metrics.jsonl")
     assert "eval/objective/reasoning_gym_reward" in rows[0] and "objective/reasoning_gym_reward" in rows[1]
+    passed = [rows[0][f"eval/pass_at_{k}"] for k in ("1", "2_unbiased", "4_unbiased")]
+    assert passed == sorted(passed) and rows[0]["eval/sequence_lengths"] > 6
     assert rows[1]["objective/reward_crash_rate"] == rows[1]["objective/reward_timeout_rate"] == 0
