@@ -416,34 +416,32 @@ class Rollout:
     score: float = 0.0  # what GRPO maximizes
     advantage: float = 0.0
 
+    def append(self, made: utils.Generation) -> None:
+        """Add tokens the policy chose."""
+        self.token_ids += made.token_ids
+        self.logprobs += made.logprobs
+        self.versions += made.versions
+        self.mask += [True] * len(made.token_ids)
+        self.finish_reason = made.finish_reason
+
+
+def make_request(prompt: utils.Prompt, position: int, sample: int, args: Args, evaluation: bool) -> utils.Request:
+    """What the engine is asked for. The seed depends on (run seed, position, sample) only, so the same rollouts come
+    out of any number of ranks; evaluation has its own seeds, temperature and length."""
+    seed = utils.derive_seed(args.seed, position, sample, int(evaluation))
+    temperature = args.eval_temperature if evaluation else args.temperature
+    length = (args.eval_response_length or args.response_length) if evaluation else args.response_length
+    return utils.Request(prompt.token_ids, seed, temperature, length, args.vllm_top_p if temperature > 0 else 1.0)
+
 
 def sample_rollouts(
     engine: Any, prompts: Sequence[tuple[int, utils.Prompt]], samples: int, args: Args, evaluation: bool = False
 ) -> list[Rollout]:
-    """`samples` responses for each (position, prompt), a prompt's rollouts adjacent.
-
-    The seed of a response depends on (run seed, position, sample) only, so the same rollouts come out of any number of
-    ranks. Evaluation has its own seeds, temperature and length.
-    """
+    """`samples` responses for each (position, prompt), a prompt's rollouts adjacent."""
     rollouts = [Rollout(prompt, position, j) for position, prompt in prompts for j in range(samples)]
-    temperature = args.eval_temperature if evaluation else args.temperature
-    length = (args.eval_response_length or args.response_length) if evaluation else args.response_length
-    requests = [
-        utils.Request(
-            r.prompt.token_ids,
-            utils.derive_seed(args.seed, r.position, r.sample, int(evaluation)),
-            temperature,
-            length,
-            args.vllm_top_p if temperature > 0 else 1.0,
-        )
-        for r in rollouts
-    ]
-    for rollout, made in zip(rollouts, engine.generate(requests), strict=True):
-        rollout.token_ids += made.token_ids
-        rollout.logprobs += made.logprobs
-        rollout.versions += made.versions
-        rollout.mask += [True] * len(made.token_ids)
-        rollout.finish_reason = made.finish_reason
+    made = engine.generate([make_request(r.prompt, r.position, r.sample, args, evaluation) for r in rollouts])
+    for rollout, generation in zip(rollouts, made, strict=True):
+        rollout.append(generation)
     return rollouts
 
 
@@ -473,6 +471,14 @@ def score_rollouts(rollouts: Sequence[Rollout], tokenizer: Any, eos_ids: Sequenc
         )
 
 
+def set_advantages(rollouts: Sequence[Rollout], args: Args) -> None:
+    """Fill advantage from score; the rollouts of a prompt are adjacent."""
+    scores = torch.tensor([r.score for r in rollouts])  # (N,)
+    advantages = compute_advantages(scores, args.num_samples_per_prompt_rollout, args.advantage_normalization_type)
+    for r, advantage in zip(rollouts, advantages.tolist(), strict=True):
+        r.advantage = advantage
+
+
 def has_gradient(group: Sequence[Rollout]) -> bool:
     """True when the group's scores differ (missing ones apart): otherwise all its advantages are zero."""
     scores = {r.score for r in group if not math.isnan(r.score)}
@@ -498,11 +504,7 @@ def sample_groups(
             rollouts = sample_rollouts(engine, pairs, size, args)
         with timer("reward"):
             score_rollouts(rollouts, tokenizer, engine.eos_ids, args)
-        scores = torch.tensor([r.score for r in rollouts])  # (N / W,)
-        for r, advantage in zip(
-            rollouts, compute_advantages(scores, size, args.advantage_normalization_type).tolist(), strict=True
-        ):
-            r.advantage = advantage
+        set_advantages(rollouts, args)
         groups = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
         sampled += rollouts
         chosen += [group for group in groups if not args.active_sampling or has_gradient(group)]
