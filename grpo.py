@@ -914,6 +914,51 @@ def shares_prompts(policy: Policy, prompt: utils.Prompt, args: Args, world: util
     return float((next(difference) - next(difference)).abs().mean()) < 0.1
 
 
+def describe_update(
+    rows: Sequence[Sequence[Rollout]],
+    batches: Sequence[Sequence[Batch]],
+    bad: int,
+    world: utils.World,
+    metrics: utils.Metrics,
+) -> None:
+    """Metrics of what this rank trained on."""
+    trained = sum(map(len, rows))
+    metrics.count("trained", trained)
+    metrics.add("other/packed_ratio", sum(len(b.input_ids) for m in batches for b in m), trained)
+    metrics.count("optim/nonfinite_updates", bad / world.size)  # every rank saw the same
+
+
+def finish_step(
+    metrics: utils.Metrics,
+    gap_metrics: dict[str, float],
+    seconds: dict[str, float],
+    state: dict[str, Any],
+    num_prompts: int,
+    start_time: float,
+    args: Args,
+    world: utils.World,
+) -> dict[str, float]:
+    """The step's metrics over all ranks, with throughput and totals; updates the running totals in `state`."""
+    out = utils.finish_metrics(metrics.reduce(world), args) | gap_metrics | seconds
+    trained, sampled = out.pop("trained"), out.pop("sampled")
+    tokens, response_tokens = out["val/num_step_tokens"], out.pop("response_tokens")
+    state["episode"] += int(sampled)
+    state["tokens"] += tokens
+    state["seconds"] += seconds["time/total"]
+    return out | {
+        "training_step": state["step"],
+        "episode": state["episode"],
+        "epoch": state["cursor"] / num_prompts,
+        "other/real_batch_size_ratio": trained / sampled,
+        "optim/skipped_steps": float(trained == 0),
+        "val/num_total_tokens": state["tokens"],
+        "time/from_scratch": time.perf_counter() - start_time,
+        "learner_tokens_per_second_step": tokens / seconds["time/total"],
+        "learner_tokens_per_second_overall": state["tokens"] / state["seconds"],
+        "val/actor_tokens_per_second": response_tokens / seconds["time/generation"],
+    }
+
+
 def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -993,38 +1038,16 @@ def main(args: Args) -> Path | None:
 
         # everything below reports or saves
         state["step"] = step
-        trained = sum(map(len, rows))
-        rows_used = sum(len(b.input_ids) for m in batches for b in m)
-        utils.describe_step(groups, sampled, trained, rows_used, args, metrics)
-        out = utils.finish_metrics(metrics.reduce(world), args) | gap_metrics
-        counts = [len(sampled), sum(len(r.prompt.token_ids) + len(r.token_ids) for r in sampled)]
-        counts += [sum(len(r.token_ids) for r in sampled), trained, bad / world.size]
-        rollouts, tokens, response_tokens, trained, bad = utils.all_reduce(counts, world)
-        state["episode"] += int(rollouts)
+        seconds = timer.seconds | {"time/total": time.perf_counter() - step_start}
+        utils.describe_step(groups, sampled, args, metrics)
+        describe_update(rows, batches, bad, world, metrics)
+        out = finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
                 utils.save_model(policy.model, tokenizer, run_dir / f"step_{step}", dtype, world)
+            out["time/saving"] = timer.seconds["time/saving"]
         if eval_prompts and args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps):
-            eval_metrics, _ = evaluate(engine, eval_prompts, tokenizer, args, world)
-            out |= eval_metrics
-        total = time.perf_counter() - step_start - out.get("time/eval", 0.0) - timer.seconds.get("time/saving", 0.0)
-        state["tokens"] += tokens
-        state["seconds"] += total
-        out |= timer.seconds
-        out |= {
-            "training_step": step,
-            "episode": state["episode"],
-            "epoch": state["cursor"] / len(train_prompts),
-            "optim/nonfinite_updates": bad,
-            "optim/skipped_steps": float(trained == 0),
-            "val/num_step_tokens": tokens,
-            "val/num_total_tokens": state["tokens"],
-            "time/total": total,
-            "time/from_scratch": time.perf_counter() - start_time,
-            "learner_tokens_per_second_step": tokens / total,
-            "learner_tokens_per_second_overall": state["tokens"] / state["seconds"],
-            "val/actor_tokens_per_second": response_tokens / timer.seconds["time/generation"],
-        }
+            out |= evaluate(engine, eval_prompts, tokenizer, args, world)[0]
         logger.log(out)
         if args.save_traces:
             logger.trace(step, sampled, world)

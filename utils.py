@@ -1260,15 +1260,15 @@ def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> N
     metrics.count("val/num_stop_token_ids", stopped)
 
 
-def describe_step(
-    groups: Sequence[Sequence[Any]], sampled: Sequence[Any], trained: int, rows: int, args: Any, metrics: Metrics
-) -> None:
+def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args: Any, metrics: Metrics) -> None:
     """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
     describe_rollouts(sampled, args, metrics)
+    response_tokens = sum(len(r.token_ids) for r in sampled)
+    metrics.count("sampled", len(sampled))
+    metrics.count("response_tokens", response_tokens)
+    metrics.count("val/num_step_tokens", response_tokens + sum(len(r.prompt.token_ids) for r in sampled))
     present = [r.score for r in sampled if not math.isnan(r.score)]
     metrics.add("val/score_sq", sum(s * s for s in present), len(present))
-    metrics.add("other/real_batch_size_ratio", trained, len(sampled))
-    metrics.add("other/packed_ratio", rows, trained)
     metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
     size = args.num_samples_per_prompt_rollout
     best = rewards.max_score(
