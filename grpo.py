@@ -228,6 +228,8 @@ class Args:
     """GPUs that share one sequence in grpo_fast.py; grpo.py: 1."""
     single_gpu_mode: bool = False
     """Learner and engine share a device in grpo_fast.py; grpo.py always does so."""
+    inflight_updates: bool = False
+    """grpo_fast.py: engines take new weights between two decoding steps; off, running responses end first."""
     vllm_num_engines: int = 1
     """Engines of grpo_fast.py; grpo.py has one per rank."""
     vllm_tensor_parallel_size: int = 1
@@ -914,6 +916,19 @@ def shares_prompts(policy: Policy, prompt: utils.Prompt, args: Args, world: util
     return float((next(difference) - next(difference)).abs().mean()) < 0.1
 
 
+def handle_nonfinite(
+    bad: int, in_a_row: int, batches: Sequence[Sequence[Batch]], step: int, run_dir: Path, world: Any, logger: Any
+) -> int:
+    """Dump the batch of a skipped update; returns how many steps in a row were bad, raises RuntimeError at three."""
+    if not bad:
+        return 0
+    torch.save([vars(b) for m in batches for b in m], run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
+    logger.say(f"step {step}: non-finite gradient, update skipped, batch dumped to {run_dir}")
+    if in_a_row == 2:
+        raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run_dir}/nonfinite_step_*.pt")
+    return in_a_row + 1
+
+
 def describe_update(
     rows: Sequence[Sequence[Rollout]],
     batches: Sequence[Sequence[Batch]],
@@ -1025,12 +1040,8 @@ def main(args: Args) -> Path | None:
             gap_metrics, bad = update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
             if not gap_metrics:  # no group has a gradient
                 gap_metrics = measure_gap(policy, sampled, "on this step's rollouts", args, world)
-        if bad:
-            torch.save([vars(b) for m in batches for b in m], run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
-            logger.say(f"step {step}: non-finite gradient, update skipped, batch dumped to {run_dir}")
-        state["nonfinite_in_a_row"] = state["nonfinite_in_a_row"] + 1 if bad else 0
-        if state["nonfinite_in_a_row"] >= 3:
-            raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run_dir}/nonfinite_step_*.pt")
+        bad_in_a_row = handle_nonfinite(bad, state["nonfinite_in_a_row"], batches, step, run_dir, world, logger)
+        state["nonfinite_in_a_row"] = bad_in_a_row
         if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
             refresh_reference(ref_policy, policy, args.alpha)
         with timer("weight_sync"):

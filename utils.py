@@ -179,7 +179,7 @@ def parse_args(cls: type, argv: Sequence[str] | None = None) -> Any:
     return tyro.cli(cls, args=out, use_underscores=True)
 
 
-def check_args(args: Any, world_size: int) -> None:
+def check_args(args: Any, world_size: int, fast: bool = False) -> None:
     """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError with flags and fix."""
 
     def need(condition: bool, message: str) -> None:
@@ -228,7 +228,7 @@ def check_args(args: Any, world_size: int) -> None:
         f"--num_samples_per_prompt_rollout {g} = {p * g}",
     )
     need(
-        args.num_learners_per_node == [1] or sum(args.num_learners_per_node) == world_size,
+        fast or args.num_learners_per_node == [1] or sum(args.num_learners_per_node) == world_size,
         f"--num_learners_per_node {args.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
         f"torchrun --nproc_per_node={(args.num_learners_per_node or [1])[0]}",
     )
@@ -238,7 +238,7 @@ def check_args(args: Any, world_size: int) -> None:
     )
     need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
     need(
-        share <= 0.8 or not torch.cuda.is_available() or args.rollout_backend != "vllm",
+        fast or share <= 0.8 or not torch.cuda.is_available() or args.rollout_backend != "vllm",
         f"--vllm_gpu_memory_utilization {share} leaves the learner no room on the GPU it shares with the engine: "
         "0.3 to 0.6",
     )
