@@ -219,13 +219,13 @@ class Args:
 
     # read by grpo_fast.py; accepted here so that both scripts take one command line
     pack_length: int = 512
-    """Tokens per row: responses share a row with their prompt (grpo_fast.py: any responses); >= prompt + response."""
+    """Most tokens of a row, which holds a prompt and as many of its responses as fit; >= prompt + response."""
     async_steps: int = 1
     """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
     num_learners_per_node: list[int] = field(default_factory=lambda: [1])
     """Learner ranks of each node in grpo_fast.py; grpo.py has the ranks torchrun started."""
     sequence_parallel_size: int = 1
-    """GPUs that share one sequence in grpo_fast.py; grpo.py: 1."""
+    """GPUs that share one sequence; only 1 so far."""
     single_gpu_mode: bool = False
     """Learner and engine share a device in grpo_fast.py; grpo.py always does so."""
     inflight_updates: bool = False
@@ -233,7 +233,7 @@ class Args:
     vllm_num_engines: int = 1
     """Engines of grpo_fast.py; grpo.py has one per rank."""
     vllm_tensor_parallel_size: int = 1
-    """GPUs per engine in grpo_fast.py; grpo.py: 1."""
+    """GPUs per engine; only 1 so far."""
 
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}

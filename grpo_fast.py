@@ -88,6 +88,8 @@ def check_fast_args(args: Args, world_size: int | None) -> None:
             f"--num_mini_batches {args.num_mini_batches} does not divide --num_unique_prompts_rollout "
             f"{args.num_unique_prompts_rollout}"
         )
+    if args.resume or args.checkpoint_state_freq > 0:
+        raise utils.UserError("--resume and --checkpoint_state_freq work in grpo.py only so far")
     gpus = torch.cuda.device_count()
     if gpus and learners + engines > gpus and not args.single_gpu_mode:
         raise utils.UserError(

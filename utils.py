@@ -234,7 +234,7 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
     )
     need(
         args.sequence_parallel_size == 1 and args.vllm_tensor_parallel_size == 1,
-        "--sequence_parallel_size and --vllm_tensor_parallel_size above 1 need grpo_fast.py",
+        "--sequence_parallel_size and --vllm_tensor_parallel_size above 1 are not supported yet",
     )
     need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
     need(
@@ -856,6 +856,7 @@ class TransformersEngine:
         self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         self.stop_strings = list(args.stop_strings)
         self.batch_size = min(num_requests, 256)
+        self.waiting: dict[str, Request] = {}
         self.version = -1
 
     @torch.no_grad()
@@ -870,17 +871,30 @@ class TransformersEngine:
             raise RuntimeError(f"weights not sent to the engine: {sorted(missing)[:5]}")
         self.version = version
 
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting)
+
+    def add(self, request_id: str, request: Request) -> None:
+        """Take a request; `step` returns it once it is finished."""
+        self.waiting[request_id] = request
+
     @torch.no_grad()
+    def step(self) -> list[tuple[str, Generation]]:
+        """Sample a batch of waiting requests, the shortest prompts, to their end."""
+        ids = sorted(self.waiting, key=lambda i: len(self.waiting[i].prompt_ids))[: self.batch_size]
+        return list(zip(ids, self._generate_batch([self.waiting.pop(i) for i in ids]), strict=True))
+
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests to their end; the result has their order."""
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
-        results: list[Generation | None] = [None] * len(requests)
+        results: dict[str, Generation] = {}
         with fenced_rng():
-            for start in range(0, len(order), self.batch_size):
-                rows = order[start : start + self.batch_size]
-                for i, generation in zip(rows, self._generate_batch([requests[i] for i in rows]), strict=True):
-                    results[i] = generation
-        return results  # type: ignore[return-value]
+            for i, request in enumerate(requests):
+                self.add(str(i), request)
+            while self.busy:
+                results |= self.step()
+        return [results[str(i)] for i in range(len(requests))]
 
     def _generate_batch(self, requests: list[Request]) -> list[Generation]:
         from transformers import GenerationConfig, LogitsProcessorList
