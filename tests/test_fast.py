@@ -14,6 +14,7 @@ import grpo
 import grpo_fast
 import utils
 from tests.conftest import REPO
+from tests.test_readme import undocumented
 from tests.test_run import SMALL, TRANSFORMERS, VLLM, data, read, weights  # noqa: F401 (data is a fixture)
 
 
@@ -71,6 +72,7 @@ def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path): 
         assert 0 <= min(lags) and max(lags) <= 2, "a rollout is older than async_steps updates"
         assert lags == sorted(lags, reverse=True) and len(lags) == len(r["token_ids"])
     assert {v for r in rows for v in r["versions"]} > {0, 1, 2}
+    assert undocumented({key for row in metrics for key in row}) == []
     rates = [r["objective/verifiable_correct_rate"] for r in metrics]
     assert rates[0] < 0.3 and sum(rates[-5:]) / 5 > 0.6
     assert all(r["batch/prompts_in_flight"] <= 8 * 3 for r in metrics)

@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 import grpo
+import grpo_fast
 import utils
 from tests.conftest import REPO
 
@@ -14,15 +15,18 @@ README = (REPO / "README.md").read_text()
 
 def commands():
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-    return [line for line in blocks.splitlines() if " grpo.py --" in line]
+    return [line for line in blocks.splitlines() if re.search(r" grpo(_fast)?\.py --", line)]
 
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_pass_every_check(line):
     words = shlex.split(line, comments=True)
     ranks = next((int(w.partition("=")[2]) for w in words if w.startswith("--nproc_per_node=")), 1)
-    args = utils.parse_args(grpo.Args, words[words.index("grpo.py") + 1 :])
-    utils.check_args(args, ranks)
+    script = next(w for w in words if w.startswith("grpo"))
+    args = utils.parse_args(grpo.Args, words[words.index(script) + 1 :])
+    utils.check_args(args, ranks, fast=script == "grpo_fast.py")
+    if script == "grpo_fast.py":
+        grpo_fast.check_fast_args(args, None)
 
 
 def test_the_8_gpu_command_is_veRLs_105_steps():
