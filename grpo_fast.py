@@ -616,7 +616,8 @@ def main(args: Args) -> None:
     check_fast_args(args, world_size)
     utils.check_args(args, 1, fast=True)
     if args.dry_run or world_size is None:
-        print(utils.batch_arithmetic(args, 1, grpo.num_training_steps(args)))
+        lines = utils.batch_arithmetic(args, 1, grpo.num_training_steps(args)).splitlines()
+        print("\n".join(line for line in lines if not line.startswith("ranks")))  # rows, not prompts, are shared out
         print(f"roles    {learners} learners, {args.vllm_num_engines} engines, async_steps {args.async_steps}")
         if args.dry_run:
             print(utils.describe_sources(args))
