@@ -1016,7 +1016,8 @@ def main(args: Args) -> Path | None:
     gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     logger.say(
-        f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; ready after "
+        f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; "
+        f"{f'rows of {row_tokens} tokens share a prompt' if row_tokens else 'one response a row'}; ready after "
         f"{time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout "
         f"mean {gap_metrics['debug/vllm_vs_local_logprob_diff_mean']:.1e}"
     )

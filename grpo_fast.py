@@ -533,9 +533,7 @@ def run_learner(args: Args, roles: Roles, store: Any) -> Path:
         with timer("training"):
             size = args.per_device_train_batch_size
             batches = [grpo.micro_batches(r, size, row_tokens, world.device) for r in rows]
-            gap_metrics, bad = grpo.update(
-                policy, ref_policy, optimizer, scheduler, batches, args, world, metrics
-            )  # fmt: skip
+            gap_metrics, bad = grpo.update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
             if not gap_metrics:  # no group has a gradient
                 gap_metrics = grpo.measure_gap(policy, fallback, "on this step's rollouts", args, world)
         bad_in_a_row = grpo.handle_nonfinite(bad, bad_in_a_row, batches, step, run_dir, world, logger)

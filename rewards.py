@@ -660,6 +660,13 @@ def main() -> None:
     args = parser.parse_args()
     with open(args.cases, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()]
+    for i, row in enumerate(rows, start=1):
+        if missing := {"response", "ground_truth", "dataset"} - row.keys():
+            raise SystemExit(f"{args.cases} row {i}: no {', '.join(sorted(missing))}")
+        try:
+            check_verifier(row["dataset"])
+        except ValueError as error:
+            raise SystemExit(f"{args.cases} row {i}: {error}") from None
     start = time.monotonic()
     records = [RewardRecord(row["response"], row["ground_truth"], row["dataset"]) for row in rows]
     results = score(records, args.timeout_s)

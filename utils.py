@@ -728,7 +728,21 @@ def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any)
     return sorted(ids - {None})
 
 
-class VLLMEngine:
+class Engine:
+    """What both engines are: `add` requests, `step` until not `busy`, `load_weights` in between."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests to their end; the result has their order."""
+        results: dict[str, Generation] = {}
+        with fenced_rng():
+            for i, request in enumerate(requests):
+                self.add(str(i), request)
+            while self.busy:
+                results |= self.step()
+        return [results[str(i)] for i in range(len(requests))]
+
+
+class VLLMEngine(Engine):
     """vLLM in this process, driven step by step, on this rank's device.
 
     With several ranks every rank must construct and load its engine at the same time: vLLM builds its one-rank groups
@@ -822,22 +836,12 @@ class VLLMEngine:
                 finished.append((output.request_id, replace(self.running.pop(output.request_id), finish_reason=reason)))
         return finished
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests to their end; the result has their order."""
-        results: dict[str, Generation] = {}
-        with fenced_rng():
-            for i, request in enumerate(requests):
-                self.add(str(i), request)
-            while self.busy:
-                results |= self.step()
-        return [results[str(i)] for i in range(len(requests))]
-
     def close(self) -> None:
         """Stop the engine. It also ends the process group it shares with the learner."""
         self.engine.engine_core.shutdown()
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """The same interface through `model.generate`, for machines without vLLM. Slower: rows wait for the longest.
 
     Sampling is exact and seeded per request by the Gumbel-max trick: argmax(logprobs - log of exponential noise from
@@ -885,16 +889,6 @@ class TransformersEngine:
         """Sample a batch of waiting requests, the shortest prompts, to their end."""
         ids = sorted(self.waiting, key=lambda i: len(self.waiting[i].prompt_ids))[: self.batch_size]
         return list(zip(ids, self._generate_batch([self.waiting.pop(i) for i in ids]), strict=True))
-
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests to their end; the result has their order."""
-        results: dict[str, Generation] = {}
-        with fenced_rng():
-            for i, request in enumerate(requests):
-                self.add(str(i), request)
-            while self.busy:
-                results |= self.step()
-        return [results[str(i)] for i in range(len(requests))]
 
     def _generate_batch(self, requests: list[Request]) -> list[Generation]:
         from transformers import GenerationConfig, LogitsProcessorList
@@ -954,7 +948,7 @@ class TransformersEngine:
         """Nothing to stop."""
 
 
-def make_engine(args: Any, tokenizer: Any, world: World, num_requests: int) -> VLLMEngine | TransformersEngine:
+def make_engine(args: Any, tokenizer: Any, world: World, num_requests: int) -> Engine:
     """The engine `--rollout_backend` names; `num_requests` is how many responses are wanted at once. All ranks."""
     backends = {"vllm": VLLMEngine, "transformers": TransformersEngine}
     return backends[args.rollout_backend](args, tokenizer, world, num_requests)

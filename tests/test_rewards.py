@@ -412,3 +412,19 @@ def test_combine_rewards(verifiable, format_score, flags, want):
 )  # fmt: skip
 def test_max_score(additive, verifiable, use_format, want):
     assert max_score(10.0, 2.0, additive, verifiable, use_format) == want
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"ground_truth": "72", "dataset": "gsm8k"}, "row 2: no response"),
+        ({"response": "72", "ground_truth": "72", "dataset": "gsm8kk"}, "row 2: unknown verifier 'gsm8kk'.*'gsm8k'"),
+    ],
+)
+def test_cli_names_the_broken_row(tmp_path, row, message):
+    good = {"response": "72", "ground_truth": "72", "dataset": "gsm8k"}
+    path = tmp_path / "cases.jsonl"
+    path.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
+    done = subprocess.run([sys.executable, rewards.__file__, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr
+    assert re.search(message, done.stderr), done.stderr
