@@ -609,7 +609,7 @@ def describe_staleness(rows: Sequence[Sequence[Rollout]], step: int, metrics: ut
 
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
-    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
     learners = sum(args.num_learners_per_node)
     check_fast_args(args, world_size)
     utils.check_args(args, 1, fast=True)
@@ -625,7 +625,7 @@ def main(args: Args) -> None:
     die_with_parent()
     pin_cores(args)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
-    store = dist.PrefixStore(f"grpo/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    store = dist.PrefixStore(f"grpo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     roles = Roles(learners, args.vllm_num_engines, int(os.environ["RANK"]))
     (run_learner if roles.is_learner else run_engine)(args, roles, store)
 

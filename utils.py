@@ -1185,7 +1185,7 @@ class Metrics:
             for name, value in other_extremes.items():
                 merged.extreme(name, value)
         out = {k: s / c for k, (s, c) in merged.sums.items() if c}
-        return out | merged.totals | merged.extremes
+        return out | dict(merged.totals) | merged.extremes  # a defaultdict would infect the result
 
 
 class GapError(RuntimeError):
