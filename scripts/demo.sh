@@ -36,4 +36,5 @@ python grpo.py \
     --save_freq -1 \
     --vllm_enforce_eager \
     --vllm_enable_prefix_caching \
+    --vllm_gpu_memory_utilization 0.4 \
     "$@"

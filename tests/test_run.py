@@ -16,7 +16,7 @@ from tests.test_readme import undocumented
 
 SMALL = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
     --max_prompt_token_length 48 --pack_length 128 --temperature 1.0 --learning_rate 3e-3 --lr_scheduler_type constant
-    --beta 0 --per_device_train_batch_size 8 --max_logprob_gap 1e-4 --save_freq -1"""
+    --beta 0 --per_device_train_batch_size 8 --max_logprob_gap 1e-4 --save_freq -1 --vllm_gpu_memory_utilization 0.3"""
 VLLM = "--vllm_enforce_eager --vllm_enable_prefix_caching"
 TRANSFORMERS = "--rollout_backend transformers"
 
