@@ -1076,6 +1076,7 @@ def main(args: Args) -> Path | None:
     if world.is_main:
         print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
     rewards.close()
+    dist.barrier()  # no rank leaves while another still writes
     engine.close()
     utils.leave_distributed()
     return run_dir
@@ -1086,3 +1087,4 @@ if __name__ == "__main__":
         main(utils.parse_args(Args))
     except utils.UserError as error:
         raise SystemExit(f"grpo.py: {error}") from None
+    utils.exit_process()

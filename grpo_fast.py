@@ -571,6 +571,7 @@ def run_learner(args: Args, roles: Roles, store: Any) -> Path:
         engines.stop()
         print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
     rewards.close()
+    dist.barrier()  # no rank leaves while another still writes
     utils.leave_distributed()
     return run_dir
 
@@ -635,3 +636,4 @@ if __name__ == "__main__":
         main(utils.parse_args(Args))
     except utils.UserError as error:
         raise SystemExit(f"grpo_fast.py: {error}") from None
+    utils.exit_process()

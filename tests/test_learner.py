@@ -362,7 +362,8 @@ TWO_RANKS = """
         weights, metrics = run_update(args, world, [mine], optimizer="sgd")
         if world.is_main:
             torch.save((weights, metrics), f"{out}/{{world.size}}_{{stage}}.pt")
-    utils.leave_distributed()
+    torch.distributed.barrier()
+    utils.exit_process()
 """
 
 
