@@ -117,8 +117,8 @@ def leave_distributed() -> None:
 def exit_process() -> None:
     """End a process whose work is done and whose files are closed.
 
-    Destructors of gloo's and vLLM's threads abort now and then at the interpreter's exit (seen in 1 of 38 two-rank runs),
-    which would turn a finished run into a failed one: skip them.
+    Destructors of gloo's and vLLM's threads abort now and then at the interpreter's exit (seen in 1 of 38 two-rank
+    runs), which would turn a finished run into a failed one: skip them.
     """
     sys.stdout.flush()
     sys.stderr.flush()
