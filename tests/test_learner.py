@@ -185,6 +185,17 @@ def test_a_group_of_equal_scores_gives_no_gradient(tiny_models, world):
         assert all(torch.equal(weights[k], v) for k, v in start_weights(args, world).items())
 
 
+@pytest.mark.parametrize("kind", ["token", "sequence", "50"])
+def test_size_of_the_loss_by_hand(tiny_models, world, kind):
+    """Ratio 1 and no other term: the loss is -sum(A_i n_i) / tokens, -mean(A_i) or -sum(A_i n_i) / 50."""
+    args, rollouts = make_args(tiny_models(), "--no_use_rho_correction", "--loss_denominator", kind), make_rollouts()
+    _, metrics = run_update(args, world, [rollouts])
+    total = sum(r.advantage * len(r.token_ids) for r in rollouts)
+    tokens, mean = sum(len(r.token_ids) for r in rollouts), sum(r.advantage for r in rollouts) / len(rollouts)
+    want = {"token": total / tokens, "sequence": mean, "50": total / 50}[kind]
+    assert metrics["loss/policy_avg"] == pytest.approx(-want, rel=1e-5)
+
+
 def test_update_equals_a_plain_implementation(tiny_models, world):
     """2 epochs x 2 mini-batches of DAPO with KL, rho and Adam, against a loop over single rows without our code."""
     flags = ["--num_epochs", "2", "--num_mini_batches", "2", "--entropy_coef", "0.02", "--max_grad_norm", "0.5"]
