@@ -171,7 +171,11 @@ class Args:
     max_grad_norm: float = 1.0
     """Global gradient norm is clipped here; 0 is off."""
     per_device_train_batch_size: int = 1
-    """Rows per forward and backward on one rank; changes memory and speed, not the update."""
+    """Responses per forward and backward where they cannot be packed, and of a gap measurement; else a pack is one."""
+    pack_length: int = 512
+    """Most tokens of a pack, that is of a forward and backward; at least prompt + response."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its responses in a pack, where the model's attention allows it."""
     total_episodes: int = 100_000
     """Rollouts of the whole run; steps = total_episodes // (P * G)."""
     num_epochs: int = 1
@@ -218,8 +222,6 @@ class Args:
     """Entity of --with_tracking; None is the account's default."""
 
     # read by grpo_fast.py; accepted here so that both scripts take one command line
-    pack_length: int = 512
-    """Most tokens of a row, which holds a prompt and as many of its responses as fit; >= prompt + response."""
     async_steps: int = 1
     """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
     num_learners_per_node: list[int] = field(default_factory=lambda: [1])
@@ -238,6 +240,11 @@ class Args:
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
 MAX_SAMPLING_ROUNDS = 10  # of active_sampling: a data set without any gradient must not sample for ever
+PACKING = {
+    "shared": "packs of {} tokens, a prompt computed once for all its responses",
+    "plain": "packs of {} tokens, each response with its own prompt",
+    "rows": "WARNING: this model's layers see across the responses of a pack, so each response has a row of its own",
+}
 LOGPROB_CHUNK = 1024  # tokens whose logits exist at once
 SHOW_ROLLOUTS_EVERY = 10  # steps
 
@@ -530,6 +537,10 @@ def trainable(groups: Sequence[Sequence[Rollout]], args: Args) -> list[Rollout]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+Piece = list[Rollout]  # responses to one prompt that share a copy of it
+Pack = list[Piece]  # what one row of a batch holds
+
+
 @dataclass
 class Batch:
     """Rows for one forward. Every per-token tensor is (B, T), aligned to `targets`; the shift happens here only."""
@@ -541,66 +552,101 @@ class Batch:
     advantages: torch.Tensor
     vllm_logprobs: torch.Tensor
     position_ids: torch.Tensor | None = None  # None: 0, 1, 2, ...
-    attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool; None: causal
+    layout: utils.Layout | None = None  # who attends to whom in a pack; None: causal
     old_logprobs: torch.Tensor | None = None  # None: the policy itself, detached
     ref_logprobs: torch.Tensor | None = None
 
 
-def fill_rows(rollouts: Sequence[Rollout], row_tokens: int) -> list[list[Rollout]]:
-    """Rollouts as rows of at most `row_tokens` tokens: responses of one prompt share a row, so that the prompt is
-    computed once and not G times. 0: one response a row."""
-    rows: list[list[Rollout]] = []
-    room = 0
-    for r in rollouts:
-        if not rows or rows[-1][0].position != r.position or len(r.token_ids) > room:
-            rows.append([])
-            room = row_tokens - len(r.prompt.token_ids) + 1
-        rows[-1].append(r)
-        room -= len(r.token_ids)
-    return rows
+def pack_rollouts(
+    rollouts: Sequence[Rollout], how: str, pack_length: int, learners: int = 1, pair_cost: float = 0.0
+) -> list[list[Pack]]:
+    """Each learner's packs of at most `pack_length` tokens; every rollout is in exactly one.
 
-
-def row_length(row: Sequence[Rollout]) -> int:
-    """Tokens of a row: the prompt but its last token once, then a segment for each response."""
-    return len(row[0].prompt.token_ids) - 1 + sum(len(r.token_ids) for r in row)
-
-
-def make_batch(rows: Sequence[Sequence[Rollout]], device: torch.device) -> Batch:
-    """Rows of responses to one prompt each, padded on the right.
-
-    A row is p_1 .. p_{n-1}, then for each response (y_1 .. y_m) the segment p_n y_1 .. y_{m-1} with targets y_1 .. y_m.
-    A segment continues the prompt's positions and attends to the prompt and itself. Rows of one response need no
-    mask: causal attention never looks right, at the padding.
+    how    shared: responses of a prompt share one copy of it; plain: each response has its own; rows: one a pack.
+    Pieces go to learners so that tokens and costs (tokens + pair_cost * attended pairs) are even, then into as few
+    packs as first-fit-decreasing needs, evenly filled. Groups are cut smaller until tokens are within 2 %.
     """
-    shape = (len(rows), max(map(row_length, rows)))
+    if not rollouts:
+        return [[] for _ in range(learners)]
+    limit = pack_length
+    while True:
+        pieces = make_pieces(rollouts, limit if how == "shared" else 0)
+        tokens = [piece_length(p) for p in pieces]
+        costs = [n + pair_cost * attended_pairs(p) for n, p in zip(tokens, pieces, strict=True)]
+        shares = utils.balance(tokens, costs, learners)
+        loads = [sum(tokens[i] for i in share) for share in shares]
+        if how != "shared" or max(loads) <= 1.02 * sum(loads) / learners or limit < min(tokens):
+            break
+        limit //= 2
+    budget = 0 if how == "rows" else pack_length
+    bins = [utils.pack_bins([tokens[i] for i in share], [costs[i] for i in share], budget) for share in shares]
+    return [[[pieces[share[i]] for i in pack] for pack in b] for share, b in zip(shares, bins, strict=True)]
+
+
+def make_pieces(rollouts: Sequence[Rollout], most: int) -> list[Piece]:
+    """Neighbouring rollouts of one prompt in pieces of at most `most` tokens, one rollout where that is too few."""
+    pieces: list[Piece] = []
+    for r in rollouts:
+        if pieces and pieces[-1][0].position == r.position and piece_length([*pieces[-1], r]) <= most:
+            pieces[-1].append(r)
+        else:
+            pieces.append([r])
+    return pieces
+
+
+def piece_length(piece: Piece) -> int:
+    """Tokens of a piece: the prompt but its last token once, then a segment for each response."""
+    return len(piece[0].prompt.token_ids) - 1 + sum(len(r.token_ids) for r in piece)
+
+
+def attended_pairs(piece: Piece) -> float:
+    """(query, key) pairs of a piece: what attention costs."""
+    n = len(piece[0].prompt.token_ids) - 1
+    return n * n / 2 + sum(len(r.token_ids) * (n + len(r.token_ids) / 2) for r in piece)
+
+
+def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
+    """Packs as rows, padded on the right. Several rows must have one response each.
+
+    A piece is p_1 .. p_{n-1}, then for each response (y_1 .. y_m) the segment p_n y_1 .. y_{m-1} with targets
+    y_1 .. y_m. A segment continues the prompt's positions and attends to the prompt and itself: see utils.Layout. A row
+    of one response needs no layout: causal attention never looks right, at the padding.
+    """
+    lengths = [sum(map(piece_length, pack)) for pack in packs]
+    shape = (len(packs), max(lengths))
     input_ids, targets, position_ids, seq_ids = torch.zeros(4, *shape, dtype=torch.long)
     mask = torch.zeros(shape, dtype=torch.bool)
     advantages, vllm_logprobs = torch.zeros(2, *shape)
-    responses = 0
-    for i, row in enumerate(rows):
-        prompt = torch.tensor(row[0].prompt.token_ids)
-        end = len(prompt) - 1
-        input_ids[i, :end], position_ids[i, :end] = prompt[:-1], torch.arange(end)
-        for r in row:
-            part = slice(end, end := end + len(r.token_ids))
-            responses += 1
-            targets[i, part] = ids = torch.tensor(r.token_ids)
-            input_ids[i, part] = torch.cat([prompt[-1:], ids[:-1]])
-            position_ids[i, part] = torch.arange(len(ids)) + len(prompt) - 1
-            seq_ids[i, part], mask[i, part] = responses, torch.tensor(r.mask)
-            advantages[i, part], vllm_logprobs[i, part] = r.advantage, torch.tensor(r.logprobs)
+    responses, several = 0, False
+    for i, pack in enumerate(packs):
+        end = 0
+        several = several or sum(map(len, pack)) > 1
+        for piece in pack:
+            prompt = torch.tensor(piece[0].prompt.token_ids)
+            part = slice(end, end := end + len(prompt) - 1)
+            input_ids[i, part], position_ids[i, part] = prompt[:-1], torch.arange(len(prompt) - 1)
+            for r in piece:
+                part = slice(end, end := end + len(r.token_ids))
+                responses += 1
+                targets[i, part] = ids = torch.tensor(r.token_ids)
+                input_ids[i, part] = torch.cat([prompt[-1:], ids[:-1]])
+                position_ids[i, part] = torch.arange(len(ids)) + len(prompt) - 1
+                seq_ids[i, part], mask[i, part] = responses, torch.tensor(r.mask)
+                advantages[i, part], vllm_logprobs[i, part] = r.advantage, torch.tensor(r.logprobs)
     batch = Batch(*(t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs)))
-    if any(len(row) > 1 for row in rows):
-        keys, queries = seq_ids[:, None, None, :], seq_ids[:, None, :, None]
-        batch.attention_mask = (((keys == 0) | (keys == queries)).tril()).to(device)
+    if several:
+        if len(packs) > 1:
+            raise ValueError("a pack of several responses is a batch of its own")
         batch.position_ids = position_ids.to(device)
+        parts = [(len(p[0].prompt.token_ids) - 1, [len(r.token_ids) for r in p]) for p in packs[0]]
+        batch.layout = utils.Layout(parts, device)
     return batch
 
 
-def micro_batches(rollouts: Sequence[Rollout], size: int, row_tokens: int, device: torch.device) -> list[Batch]:
-    """Rollouts as batches of `size` rows, sorted by length so that little is padding."""
-    rows = sorted(fill_rows(rollouts, row_tokens), key=row_length)
-    return [make_batch(rows[i : i + size], device) for i in range(0, len(rows), size)]
+def micro_batches(packs: Sequence[Pack], how: str, args: Args, device: torch.device) -> list[Batch]:
+    """A batch for each pack; for `how` rows one for each per_device_train_batch_size of them."""
+    size = args.per_device_train_batch_size if how == "rows" else 1
+    return [make_batch(packs[i : i + size], device) for i in range(0, len(packs), size)]
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -655,17 +701,24 @@ class Policy(torch.nn.Module):
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model = model
+        matrices, head = utils.matmul_parameters(model)
+        self.matrices, self.head, self.width = matrices, head, utils.attention_width(model.config)
+        self.pair_cost = 2 * self.width / matrices  # of attending to one more token, in tokens
+
+    def flops(self, tokens: float, pairs: float, responses: float) -> float:
+        """Floating-point operations of a forward: 2 per matrix weight and token, 4 per pair, head and layer width."""
+        return 2 * self.matrices * tokens + 4 * self.width * pairs + 2 * self.head * responses
 
     def forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside the response mask.
 
         The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist.
         """
+        # attention of another name than ours finds the sequences of a pack where positions start again
+        ours = self.model.config._attn_implementation == utils.PACK_ATTENTION
+        layout = {"layout": batch.layout} if ours and batch.layout is not None else {}
         hidden = self.model.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **layout
         ).last_hidden_state  # (B, T, H)
         mask = batch.response_mask
         weight = self.model.get_output_embeddings().weight
@@ -892,7 +945,7 @@ def evaluate(
 
 def measure_gap(policy: Policy, rollouts: Sequence[Rollout], when: str, args: Args, world: utils.World) -> dict:
     """The logprob gap on a few fresh rollouts that are not being trained on. All ranks."""
-    batch = make_batch([[r] for r in rollouts[: args.per_device_train_batch_size]], world.device)
+    batch = make_batch([[[r]] for r in rollouts[: args.per_device_train_batch_size]], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
     gap = utils.Gap()
     gap.add(batch.old_logprobs, batch)
@@ -900,20 +953,26 @@ def measure_gap(policy: Policy, rollouts: Sequence[Rollout], when: str, args: Ar
 
 
 @torch.no_grad()
-def shares_prompts(policy: Policy, prompt: utils.Prompt, args: Args, world: utils.World) -> bool:
-    """Whether several responses in a row give this model the logprobs of one response a row; tried, not assumed.
-
-    Recurrent layers leak from one response into the next, and a sliding window shorter than prompt + response is not
-    in our attention mask. All ranks, with the same prompt.
+def choose_packing(policy: Policy, prompt: utils.Prompt, args: Args, world: utils.World) -> str:
+    """How responses are packed: the first of shared, plain, rows that gives this model the logprobs of one response a
+    row. Tried on a probe, not assumed: recurrent and convolutional layers leak from one response into the next, and a
+    sliding window is not in our masks. All ranks, with the same prompt.
     """
     window = getattr(policy.model.config, "sliding_window", None) or math.inf
-    if args.attn_implementation != "sdpa" or args.max_prompt_token_length + args.response_length > window:
-        return False
-    ids = [token for token in prompt.token_ids for _ in range(2)][:16]
-    rows = [Rollout(prompt, 0, j, x, [0.0] * len(x), [True] * len(x)) for j, x in enumerate((ids, ids[::-1]))]
-    together, apart = (make_batch(b, world.device) for b in ([rows], [[r] for r in rows]))
-    difference = (policy(b, 1.0)[0][b.response_mask] for b in (together, apart))
-    return float((next(difference) - next(difference)).abs().mean()) < 0.1
+    if args.max_prompt_token_length + args.response_length > window:
+        return "rows"
+    ours = policy.model.config._attn_implementation == utils.PACK_ATTENTION
+    noise = 1e-3 if args.model_dtype == "float32" else 0.1
+    ids = [token for token in prompt.token_ids for _ in range(2)][:4]  # short: a leak shows at the start of a response
+    parts = [(i // 2, x) for i, x in enumerate((ids, ids[::-1], ids[::-1], ids))]
+    rollouts = [Rollout(prompt, i, 0, x, [0.0] * len(x), [True] * len(x)) for i, x in parts]
+    alone = make_batch([[[r]] for r in rollouts], world.device)
+    want = policy(alone, 1.0)[0][alone.response_mask]
+    for how in ("shared", "plain") if ours and args.share_prompts else ("plain",):
+        together = make_batch([make_pieces(rollouts, 2**62 if how == "shared" else 0)], world.device)
+        if float((policy(together, 1.0)[0][together.response_mask] - want).abs().mean()) < noise:
+            return how
+    return "rows"
 
 
 def handle_nonfinite(
@@ -930,16 +989,15 @@ def handle_nonfinite(
 
 
 def describe_update(
-    rows: Sequence[Sequence[Rollout]],
-    batches: Sequence[Sequence[Batch]],
+    packs: Sequence[Sequence[Pack]],
     bad: int,
     world: utils.World,
     metrics: utils.Metrics,
 ) -> None:
     """Metrics of what this rank trained on."""
-    trained = sum(map(len, rows))
+    trained = sum(len(piece) for mini_batch in packs for pack in mini_batch for piece in pack)
     metrics.count("trained", trained)
-    metrics.add("other/packed_ratio", sum(len(b.input_ids) for m in batches for b in m), trained)
+    metrics.add("other/packed_ratio", sum(map(len, packs)), trained)
     metrics.count("optim/nonfinite_updates", bad / world.size)  # every rank saw the same
 
 
@@ -1011,14 +1069,13 @@ def main(args: Args) -> Path | None:
     engine = utils.make_engine(args, tokenizer, world, concurrency)
     dtype = utils.DTYPES[args.model_dtype]
     engine.load_weights(utils.full_weights(policy.model, dtype), version=state["step"])
-    row_tokens = args.pack_length if shares_prompts(policy, train_prompts[0], args, world) else 0
+    how = choose_packing(policy, train_prompts[0], args, world)
     probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
     gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     logger.say(
         f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; "
-        f"{f'rows of {row_tokens} tokens share a prompt' if row_tokens else 'one response a row'}; ready after "
-        f"{time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout "
+        f"{PACKING[how].format(args.pack_length)}; ready after {time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout "
         f"mean {gap_metrics['debug/vllm_vs_local_logprob_diff_mean']:.1e}"
     )
     if args.eval_on_step_0 and state["step"] == 0:
@@ -1032,12 +1089,12 @@ def main(args: Args) -> Path | None:
             engine, train_prompts, state["cursor"], tokenizer, args, world, timer
         )
         per_mini_batch = len(groups) // args.num_mini_batches or 1
-        rows = [
-            trainable(groups[i * per_mini_batch : (i + 1) * per_mini_batch], args) for i in range(args.num_mini_batches)
-        ]
         with timer("training"):
-            size = args.per_device_train_batch_size
-            batches = [micro_batches(r, size, row_tokens, world.device) for r in rows]
+            packs = []
+            for i in range(args.num_mini_batches):
+                rollouts = trainable(groups[i * per_mini_batch : (i + 1) * per_mini_batch], args)
+                packs += pack_rollouts(rollouts, how, args.pack_length, 1, policy.pair_cost)
+            batches = [micro_batches(p, how, args, world.device) for p in packs]
             gap_metrics, bad = update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
             if not gap_metrics:  # no group has a gradient
                 gap_metrics = measure_gap(policy, sampled, "on this step's rollouts", args, world)
@@ -1052,7 +1109,7 @@ def main(args: Args) -> Path | None:
         state["step"] = step
         seconds = timer.seconds | {"time/total": time.perf_counter() - step_start}
         utils.describe_step(groups, sampled, args, metrics)
-        describe_update(rows, batches, bad, world, metrics)
+        describe_update(packs, bad, world, metrics)
         out = finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):

@@ -1,6 +1,6 @@
 """Plumbing shared by grpo.py and grpo_fast.py: nothing here is edited for a research idea.
 
-Sections: processes and flags · data · engines · sharding, weights, checkpoints · metrics and report.
+Sections: processes and flags · data · engines · packs · sharding, weights, checkpoints · metrics and report.
 
 Import this module before torch: it pins thread counts and sets vLLM's switches, which both read at import time.
 """
@@ -966,6 +966,185 @@ def make_engine(args: Any, tokenizer: Any, world: World, num_requests: int) -> E
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Packs: which sequences go together, and attention inside them
+# ---------------------------------------------------------------------------------------------------------------------
+
+PACK_ATTENTION = "packs"
+SHORT_PIECE = 256  # tokens up to which one masked product is faster than one per response (CPU)
+
+
+class Layout:
+    """Who attends to whom in a pack: `pieces` of (shared tokens, tokens of each segment), one after the other. Every
+    segment attends to its piece's shared tokens and causally to itself."""
+
+    def __init__(self, pieces: Sequence[tuple[int, Sequence[int]]], device: torch.device):
+        self.pieces = [(0, [shared + own[0]]) if len(own) == 1 else (shared, list(own)) for shared, own in pieces]
+        self.device = device
+
+    @functools.cached_property
+    def parts(self) -> list[tuple[int, list[int], list[int]]]:
+        """(shared tokens, tokens of each segment, the parts to attend one by one) of each piece."""
+        out = []
+        for shared, own in self.pieces:
+            whole = shared + sum(own)
+            out.append((shared, own, [whole] if whole <= SHORT_PIECE or len(own) == 1 else [shared, *own]))
+        return out
+
+    @functools.cached_property
+    def masks(self) -> dict[tuple[int, ...], torch.Tensor]:
+        """(key tokens, query tokens, ...) -> bool mask, for what is_causal cannot say."""
+        masks = {}
+        for shared, own, parts in self.parts:
+            if len(own) > 1 and len(parts) == 1:
+                ids = torch.tensor([0] * shared + [i for i, n in enumerate(own, 1) for _ in range(n)])
+                masks[shared, *own] = ((ids == 0) | (ids == ids[:, None])).tril()
+            elif len(own) > 1:
+                masks |= {(shared, n): torch.ones(n, shared + n, dtype=torch.bool).tril(shared) for n in own}
+        return masks
+
+    @functools.cached_property
+    def block_mask(self) -> Any:
+        """The same for flex attention."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        piece, segment = [], []
+        for i, (shared, own) in enumerate(self.pieces):
+            piece += [i] * (shared + sum(own))
+            segment += [0] * shared + [j for j, n in enumerate(own, 1) for _ in range(n)]
+        pieces, segments = torch.tensor(piece, device=self.device), torch.tensor(segment, device=self.device)
+
+        def attends(_batch, _head, q, k):
+            same = (segments[k] == 0) | (segments[k] == segments[q])
+            return (q >= k) & (pieces[q] == pieces[k]) & same
+
+        return create_block_mask(attends, None, None, len(piece), len(piece), device=self.device)
+
+
+@functools.cache
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if torch.cuda.is_available() else flex_attention
+
+
+def pack_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    flex: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
+
+    On a GPU one flex attention over the pack. On a CPU piece by piece, exactly the products that are needed: a mask
+    over the whole pack would cost a multiple (`scripts/bench.py learner`). Returns (1, T, heads, D), as transformers
+    wants it.
+    """
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if query.is_cuda if flex is None else flex:
+        mixed = _flex_attention()(
+            query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return mixed.transpose(1, 2).contiguous(), None
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling)
+    sizes = [n for _, _, parts in layout.parts for n in parts]
+    qs, ks, vs = (iter(x.split(sizes, dim=2)) for x in (query, key, value))
+    mixed = []
+    for shared, own, parts in layout.parts:
+        q, k, v = next(qs), next(ks), next(vs)
+        if len(parts) == 1:
+            mask = layout.masks[shared, *own] if len(own) > 1 else None
+            mixed.append(attend(q, k, v, attn_mask=mask, is_causal=mask is None))
+            continue
+        mixed.append(attend(q, k, v, is_causal=True))
+        for n in own:
+            both = (torch.cat([k, next(ks)], dim=2), torch.cat([v, next(vs)], dim=2))
+            mixed.append(attend(next(qs), *both, attn_mask=layout.masks[shared, n]))
+    return torch.cat([x.transpose(1, 2) for x in mixed], dim=1), None
+
+
+def balance(tokens: Sequence[float], costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Items (indices) into `bins` with even sums of tokens and of costs; each bin in ascending order.
+
+    Longest processing time first (Graham 1969), then exchanges between the fullest bin and the others while they help.
+    """
+    if bins == 1:
+        return [list(range(len(tokens)))]
+    sizes = np.array([tokens, costs], dtype=np.float64)  # (2, items)
+    sizes /= np.maximum(sizes.sum(1, keepdims=True), 1e-9) / bins  # 1.0 is an even share
+    sizes[1] = sizes.mean(0)  # few long items cannot be even in both: a cost may be off by a bit more than tokens
+    owner, loads = np.zeros(len(tokens), dtype=np.int64), np.zeros((2, bins))
+    for i in np.argsort(-sizes.sum(0), kind="stable"):
+        owner[i] = np.argmin((loads + sizes[:, i : i + 1]).max(0))
+        loads[:, owner[i]] += sizes[:, i]
+    for _ in range(20 * bins):
+        worst = int(loads.max(0).argmax())
+        if loads.max() <= 1.002:
+            break
+        mine, others = np.flatnonzero(owner == worst)[:256], np.flatnonzero(owner != worst)
+        # give item i and take item j (or nothing): the new loads of both bins
+        taken = np.concatenate([sizes[:, others], np.zeros((2, bins))], axis=1)
+        to = np.concatenate([owner[others], np.arange(bins)])
+        delta = sizes[:, mine, None] - taken[:, None, :]  # (2, mine, others)
+        after = np.maximum(loads[:, worst, None, None] - delta, loads[:, to][:, None, :] + delta).max(0)
+        after[:, to == worst] = np.inf
+        i, j = np.unravel_index(after.argmin(), after.shape)
+        if after[i, j] >= loads.max() - 1e-9:
+            break
+        loads[:, worst] -= delta[:, i, j]
+        loads[:, to[j]] += delta[:, i, j]
+        owner[mine[i]] = to[j]
+        if j < len(others):
+            owner[others[j]] = worst
+    return [np.flatnonzero(owner == b).tolist() for b in range(bins)]
+
+
+def pack_bins(tokens: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
+    """Items (indices) into as few bins of at most `budget` tokens as first-fit-decreasing needs, then evened out where
+    that keeps the budget; costly bins first. An item above the budget, or budget 0, is a bin of its own."""
+    order = sorted(range(len(tokens)), key=lambda i: -tokens[i])
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        fits = next((b for b, left in enumerate(room) if tokens[i] <= left), None)
+        if fits is None:
+            fits = len(bins)
+            bins.append([])
+            room.append(budget)
+        bins[fits].append(i)
+        room[fits] -= tokens[i]
+    if len(bins) > 1 and budget:
+        even = balance(tokens, costs, len(bins))
+        if all(sum(tokens[i] for i in b) <= budget for b in even):
+            bins = even
+    return sorted((sorted(b) for b in bins), key=lambda b: -sum(costs[i] for i in b))
+
+
+def attention_width(config: Any) -> int:
+    """Layers x heads x head dimension: a (query, key) pair costs 4 times as many operations in a forward."""
+    heads = config.num_attention_heads
+    return config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def matmul_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Weights of matrices every token is multiplied with, and of the head, which only response tokens meet."""
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    head = model.get_output_embeddings().weight
+    skip = embedded | {id(head)}
+    return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in skip), head.numel()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Sharding, weights, checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -1000,14 +1179,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def load_causal_lm(args: Any) -> torch.nn.Module:
     """The Hugging Face causal LM with dropout off and no cache, still unsharded, in its checkpoint's dtype."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
+    AttentionInterface.register(PACK_ATTENTION, pack_attention)
     model = AutoModelForCausalLM.from_pretrained(
         args.model_name_or_path,
         revision=args.model_revision,
         dtype="auto",
         attn_implementation=args.attn_implementation,
     )
+    if args.attn_implementation == "sdpa" and model._supports_attention_backend:
+        model.set_attn_implementation(PACK_ATTENTION)
     for module in model.modules():  # old and new logprobs must agree; eval() would also switch checkpointing off
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -508,7 +508,7 @@ def assert_placed(batch, targets, response_ids, advantages):
 
 
 def test_a_row_for_each_response():
-    batch = grpo.make_batch([[TOOL], [OTHER]], CPU)
+    batch = grpo.make_batch([[[TOOL]], [[OTHER]]], CPU)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8], [1, 2, 3, 0]]
     assert batch.response_mask.tolist() == [[False, False, True, False], [True, True, True, False]]
     assert_placed(
@@ -517,32 +517,41 @@ def test_a_row_for_each_response():
         response_ids=[[0, 0, 1, 1], [2, 2, 2, 0]],
         advantages=[[0.0, 0.0, 1.5, 1.5], [-1.0, -1.0, -1.0, 0.0]],
     )
-    others = (batch.position_ids, batch.attention_mask, batch.old_logprobs, batch.ref_logprobs)
+    others = (batch.position_ids, batch.layout, batch.old_logprobs, batch.ref_logprobs)
     assert others == (None, None, None, None)  # causal, on the right only padding
     assert grpo.count_responses(batch) == 2
 
 
-def test_responses_share_a_row_with_their_prompt():
-    batch = grpo.make_batch([[TOOL, TWIN], [OTHER]], CPU)
+def seen(layout, tokens):
+    """Which positions each position of a pack attends to, read off the attention itself: values are one-hot."""
+    query = torch.zeros(1, 1, tokens, 16)
+    value = torch.eye(tokens, 16)[None, None]
+    out, _ = utils.pack_attention(torch.nn.Module(), query, query, value, None, layout=layout)
+    return (out[0, :, 0, :tokens] > 0).int().tolist()
+
+
+def test_responses_share_a_pack_with_their_prompt():
+    batch = grpo.make_batch([[[TOOL, TWIN], [OTHER]]], CPU)
     # the prompt's last token opens each segment, for it predicts the response's first
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 7], [1, 2, 3, 0, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2], [0, 1, 2, 0, 0]]
-    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 1], [1, 1, 1, 0, 0]]
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 7, 1, 2, 3]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 1, 1, 1, 1]]
     assert_placed(
         batch,
-        targets=[[0, 0, 8, 9, 3], [2, 3, 4, 0, 0]],
-        response_ids=[[0, 0, 1, 1, 2], [3, 3, 3, 0, 0]],
-        advantages=[[0.0, 0.0, 1.5, 1.5, -0.5], [-1.0, -1.0, -1.0, 0.0, 0.0]],
+        targets=[[0, 0, 8, 9, 3, 2, 3, 4]],
+        response_ids=[[0, 0, 1, 1, 2, 3, 3, 3]],
+        advantages=[[0.0, 0.0, 1.5, 1.5, -0.5, -1.0, -1.0, -1.0]],
     )
-    sees = batch.attention_mask[:, 0].int().tolist()
-    assert sees[0] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
-    assert sees[1][:3] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
-    assert all(map(any, sees[1]))  # softmax over nothing would be NaN, even at padding
+    first = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    second = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert seen(batch.layout, 8) == [row + [0] * 3 for row in first] + [[0] * 5 + row for row in second]
     assert grpo.count_responses(batch) == 3
+    with pytest.raises(ValueError, match="a batch of its own"):
+        grpo.make_batch([[[TOOL, TWIN]], [[OTHER]]], CPU)
 
 
 @pytest.mark.parametrize(
-    "row_tokens, rows",
+    "most, pieces",
     [  # 2 prompt tokens before the segments of 2, 1 and 2 tokens
         (0, [[0], [1], [2], [3]]),
         (4, [[0], [1], [2], [3]]),
@@ -552,21 +561,31 @@ def test_responses_share_a_row_with_their_prompt():
         (99, [[0, 1, 2], [3]]),  # never two prompts
     ],
 )
-def test_rows_fill_up_to_their_length(row_tokens, rows):
+def test_pieces_fill_up_to_their_length(most, pieces):
     rollouts = [TOOL, TWIN, replace(TOOL), OTHER]
-    got = grpo.fill_rows(rollouts, row_tokens)
-    assert [[next(i for i, x in enumerate(rollouts) if x is r) for r in row] for row in got] == rows
-    assert [grpo.row_length(row) for row in got] == [
-        sum(len(rollouts[i].token_ids) for i in row) + len(rollouts[row[0]].prompt.token_ids) - 1 for row in rows
+    got = grpo.make_pieces(rollouts, most)
+    assert [[next(i for i, x in enumerate(rollouts) if x is r) for r in piece] for piece in got] == pieces
+    assert [grpo.piece_length(piece) for piece in got] == [
+        sum(len(rollouts[i].token_ids) for i in p) + len(rollouts[p[0]].prompt.token_ids) - 1 for p in pieces
     ]
 
 
 @pytest.mark.parametrize(
-    "size, row_tokens, shapes",
-    [(1, 0, [(1, 3), (1, 3), (1, 4)]), (2, 0, [(2, 3), (1, 4)]), (5, 0, [(3, 4)]), (1, 512, [(1, 3), (1, 5)])],
+    "how, size, length, shapes",
+    [
+        ("rows", 1, 99, [(1, 4), (1, 3), (1, 3)]),
+        ("rows", 2, 99, [(2, 4), (1, 3)]),
+        ("rows", 5, 99, [(3, 4)]),
+        ("plain", 5, 99, [(1, 10)]),
+        ("plain", 1, 7, [(1, 6), (1, 4)]),
+        ("shared", 1, 99, [(1, 8)]),
+        ("shared", 1, 5, [(1, 5), (1, 3)]),
+    ],
 )
-def test_micro_batches_hold_every_response_once_short_rows_first(size, row_tokens, shapes):
-    batches = grpo.micro_batches([TOOL, TWIN, OTHER], size, row_tokens, CPU)
+def test_micro_batches_hold_every_response_once(how, size, length, shapes):
+    args = grpo.Args(per_device_train_batch_size=size)
+    (packs,) = grpo.pack_rollouts([TOOL, TWIN, OTHER], how, length)
+    batches = grpo.micro_batches(packs, how, args, CPU)
     assert [tuple(b.input_ids.shape) for b in batches] == shapes
     chosen = [t for b in batches for t in b.targets[b.response_mask].tolist()]
     assert sorted(chosen) == [2, 3, 3, 4, 8]

@@ -43,7 +43,7 @@ def make_rollouts(groups=4, size=3, seed=0):
     return rollouts
 
 
-def run_update(args, world, mini_batches, optimizer="sgd", ref=False, row_tokens=64):
+def run_update(args, world, mini_batches, optimizer="sgd", ref=False, how="shared"):
     """Weights after one update of a fresh policy with plain SGD (so that weights show the gradient), and metrics."""
     policy = grpo.load_policy(args, world)
     ref_policy = grpo.load_policy(args, world).requires_grad_(False) if ref else None
@@ -51,9 +51,8 @@ def run_update(args, world, mini_batches, optimizer="sgd", ref=False, row_tokens
     sgd = torch.optim.SGD(policy.parameters(), lr=1024.0)  # the update swamps the weights, whose rounding would show
     metrics = utils.Metrics()
     chosen = adam if optimizer == "adam" else sgd
-    batches = [
-        grpo.micro_batches(rows, args.per_device_train_batch_size, row_tokens, world.device) for rows in mini_batches
-    ]
+    packs = [grpo.pack_rollouts(rollouts, how, args.pack_length)[0] for rollouts in mini_batches]
+    batches = [grpo.micro_batches(p, how, args, world.device) for p in packs]
     with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
         gap, bad = grpo.update(policy, ref_policy, chosen, scheduler, batches, args, world, metrics)
     weights = {k: v.clone() for k, v in utils.full_weights(policy.model, torch.float32)}
@@ -77,7 +76,7 @@ def test_logprobs_and_entropy_are_those_of_the_plain_model(tiny_models, world, a
     args = make_args(tiny_models(arch, tied))
     policy, rollouts = grpo.load_policy(args, world), make_rollouts()
     plain = utils.load_causal_lm(args).float()
-    batch = grpo.make_batch([[r] for r in rollouts], world.device)
+    batch = grpo.make_batch([[[r]] for r in rollouts], world.device)
     with torch.no_grad():
         logprobs, entropy = policy(batch, 0.9)
     for i, r in enumerate(rollouts):
@@ -105,16 +104,18 @@ def test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, fl
     rollouts = make_rollouts()
     args = make_args(tiny_models(), *flags)
     start = start_weights(args, world)
-    whole, _ = run_update(dataclasses.replace(args, per_device_train_batch_size=100), world, [rollouts])
-    for size in (1, 5):
-        other, _ = run_update(dataclasses.replace(args, per_device_train_batch_size=size), world, [rollouts])
-        assert_same_update(whole, other, start)
+    whole, _ = run_update(dataclasses.replace(args, pack_length=1000), world, [rollouts])
+    for how in ("shared", "plain"):
+        for most in (30, 60, 1000):
+            other, _ = run_update(dataclasses.replace(args, pack_length=most), world, [rollouts], how=how)
+            assert_same_update(whole, other, start)
+    for size in (1, 5, 100):
+        rows = dataclasses.replace(args, per_device_train_batch_size=size)
+        assert_same_update(whole, run_update(rows, world, [rollouts], how="rows")[0], start)
     reversed_rows, _ = run_update(args, world, [rollouts[::-1]])
     assert_same_update(whole, reversed_rows, start)
     checkpointed, _ = run_update(dataclasses.replace(args, gradient_checkpointing=True), world, [rollouts])
     assert_same_update(whole, checkpointed, start)
-    alone, _ = run_update(args, world, [rollouts], row_tokens=0)  # the prompt computed for every response
-    assert_same_update(whole, alone, start)
     monkeypatch.setattr(grpo, "LOGPROB_CHUNK", 3)
     chunked, _ = run_update(args, world, [rollouts])
     assert_same_update(whole, chunked, start)
@@ -124,7 +125,7 @@ def test_a_local_denominator_would_show(tiny_models, world):
     """Negative control of the test above: averaging micro-batches of unequal token counts changes the update."""
     rollouts, args = make_rollouts(), make_args(tiny_models())
     start = start_weights(args, world)
-    whole, _ = run_update(dataclasses.replace(args, per_device_train_batch_size=100), world, [rollouts])
+    whole, _ = run_update(args, world, [rollouts])
     halves = [run_update(args, world, [part])[0] for part in (rollouts[:6], rollouts[6:])]
     mean = {k: (halves[0][k] + halves[1][k]) / 2 for k in whole}
     with pytest.raises(AssertionError):
@@ -143,7 +144,7 @@ def test_padding_does_not_matter(tiny_models, world):
         loss.backward()
         return loss.item(), torch.cat([utils.local(p.grad).flatten() for p in policy.parameters()])
 
-    batch = grpo.make_batch([[r] for r in rollouts], world.device)
+    batch = grpo.make_batch([[[r]] for r in rollouts], world.device)
     width = 2 * batch.input_ids.shape[1]
 
     def pad(t, value):
@@ -249,7 +250,7 @@ def test_non_finite_gradient_skips_the_update(tiny_models, world):
 def test_estimator_3_reaches_the_loss_with_its_gradient(tiny_models):
     """On-policy the ratio is 1, yet d(ratio * d)/d(new) = d + 1: beta / tokens * (d + 1) per token by hand."""
     args = dataclasses.replace(make_args(tiny_models(), "--kl_estimator", "3"), beta=0.5, load_ref_policy=True)
-    batch = grpo.make_batch([[r] for r in make_rollouts(groups=1)], torch.device("cpu"))
+    batch = grpo.make_batch([[[r]] for r in make_rollouts(groups=1)], torch.device("cpu"))
     batch.advantages.zero_()
     batch.ref_logprobs = torch.full(batch.targets.shape, -2.0)
     new = torch.full(batch.targets.shape, -1.5, requires_grad=True)
@@ -264,7 +265,7 @@ def test_a_gap_stops_before_any_weight_changes(tiny_models, world, mini_batches)
     policy, rollouts = grpo.load_policy(args, world), make_rollouts()
     optimizer, scheduler = grpo.make_optimizer(policy, args)
     rows = [rollouts[:6], rollouts[6:]] if mini_batches == 2 else [rollouts]
-    batches = [grpo.micro_batches(r, 4, 0, world.device) for r in rows]
+    batches = [[grpo.make_batch([[[x]] for x in r], world.device)] for r in rows]
     with pytest.raises(utils.GapError, match="exceeds --max_logprob_gap 0.01.*lm_head"):
         grpo.update(policy, None, optimizer, scheduler, batches, args, world, utils.Metrics())
     after = dict(utils.full_weights(policy.model, torch.float32))
@@ -291,7 +292,7 @@ def test_logits_of_all_tokens_never_exist(tiny_models, world, monkeypatch):
     args, rollouts = make_args(tiny_models()), make_rollouts(groups=8)
     tokens = sum(len(r.token_ids) for r in rollouts)
     assert tokens > 100
-    policy, batch = grpo.load_policy(args, world), grpo.make_batch(grpo.fill_rows(rollouts, 64), world.device)
+    policy, batch = grpo.load_policy(args, world), grpo.make_batch([grpo.make_pieces(rollouts, 64)], world.device)
     with VocabularyTensors() as seen:
         logprobs, entropy = policy(batch, 1.0)
         (logprobs.sum() + entropy.sum()).backward()
@@ -299,36 +300,74 @@ def test_logits_of_all_tokens_never_exist(tiny_models, world, monkeypatch):
     assert max(seen.rows - weight) == 8 and tokens not in seen.rows
 
 
+def long_rollouts():
+    """A group whose piece is longer than utils.SHORT_PIECE, so that its responses attend one by one."""
+    rollouts = make_rollouts(groups=2)
+    for r in rollouts[:3]:
+        r.token_ids, r.logprobs = r.token_ids[:1] * 100, r.logprobs[:1] * 100
+        r.token_ids = [(token + k) % VOCAB for k, token in enumerate(r.token_ids)]
+        r.mask, r.versions = [True] * 100, [0] * 100
+    assert grpo.piece_length(rollouts[:3]) > utils.SHORT_PIECE
+    return rollouts
+
+
+@pytest.mark.parametrize("make", [make_rollouts, long_rollouts])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_responses_in_one_row_do_not_see_each_other(tiny_models, world, arch):
-    """Logprobs of a row of three responses equal those of three rows, and change if the mask is taken away."""
-    args, rollouts = make_args(tiny_models(arch)), make_rollouts()
+def test_a_pack_is_its_sequences_alone(tiny_models, world, arch, share, make):
+    """Logprobs, loss and gradient of one pack equal those of one response a row; without the layout they do not."""
+    args, rollouts = make_args(tiny_models(arch), "--pack_length", "1000"), make()
     policy = grpo.load_policy(args, world)
-    rows = grpo.fill_rows(rollouts, 64)
-    assert [len(row) for row in rows] == [3, 3, 3, 3]
-    together, apart = grpo.make_batch(rows, world.device), grpo.make_batch([[r] for r in rollouts], world.device)
-    with torch.no_grad():
+    pack = grpo.make_pieces(rollouts, 1000 if share else 0)
+    assert [len(piece) for piece in pack] == ([3] * (len(rollouts) // 3) if share else [1] * len(rollouts))
+    together, apart = grpo.make_batch([pack], world.device), grpo.make_batch([[[r]] for r in rollouts], world.device)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         logprobs = policy(together, 1.0)[0][together.response_mask]
-        torch.testing.assert_close(logprobs, policy(apart, 1.0)[0][apart.response_mask], rtol=1e-5, atol=1e-5)
-        leaking = policy(dataclasses.replace(together, attention_mask=None), 1.0)[0][together.response_mask]
+        torch.testing.assert_close(logprobs, policy(apart, 1.0)[0][apart.response_mask], rtol=1e-6, atol=1e-6)
+        leaking = policy(dataclasses.replace(together, layout=None), 1.0)[0][together.response_mask]
     assert (leaking - logprobs).abs().max() > 1e-2
-    assert grpo.shares_prompts(policy, rollouts[0].prompt, args, world)
+    how = "shared" if share else "plain"
+    (a, one), (b, other) = (run_update(args, world, [rollouts], how=x) for x in (how, "rows"))
+    assert one["loss/policy_avg"] == pytest.approx(other["loss/policy_avg"], rel=1e-6)
+    assert_same_update(a, b, start_weights(args, world))
+    assert grpo.choose_packing(policy, rollouts[0].prompt, dataclasses.replace(args, share_prompts=share), world) == how
 
 
-def test_a_model_with_a_short_window_does_not_share_rows(tiny_models, world):
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+def test_flex_attention_has_the_same_layout(share):
+    """What GPUs run, here in its uncompiled form, which has no backward on a CPU."""
+    rollouts = long_rollouts()
+    pack = grpo.make_pieces(rollouts, 1000 if share else 0)
+    layout = grpo.make_batch([pack], torch.device("cpu")).layout
+    tokens = sum(map(grpo.piece_length, pack))
+    inputs = [torch.randn(1, heads, tokens, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
+    module = torch.nn.Module()
+    by_piece, flex = (utils.pack_attention(module, *inputs, None, 0.25, layout=layout, flex=f)[0] for f in (False, True))
+    assert by_piece.shape == (1, tokens, 4, 16)
+    torch.testing.assert_close(by_piece, flex, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention, how", [("sdpa", "shared"), ("eager", "plain")])
+def test_other_attentions_find_the_sequences_of_a_pack_by_position(tiny_models, world, attention, how):
+    args = make_args(tiny_models("qwen3"), "--attn_implementation", attention)
+    policy = grpo.load_policy(args, world)
+    assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == how
+
+
+def test_a_model_with_a_short_window_has_one_response_a_row(tiny_models, world):
     args = make_args(tiny_models("qwen3"))
     policy = grpo.load_policy(args, world)
     policy.model.config.sliding_window = 64
-    assert not grpo.shares_prompts(policy, make_rollouts()[0].prompt, args, world)
+    assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == "rows"
 
 
-def test_rows_hold_at_most_row_tokens(tiny_models):
-    rollouts = make_rollouts(groups=5, size=6)
-    rows = grpo.fill_rows(rollouts, 30)
-    assert [r for row in rows for r in row] == rollouts
-    assert all(grpo.row_length(row) <= 30 and len({r.position for r in row}) == 1 for row in rows)
-    assert max(len(row) for row in rows) > 1
-    assert all(len(row) == 1 for row in grpo.fill_rows(rollouts, 0))
+def test_a_leaking_model_has_one_response_a_row(tiny_models, world):
+    """A layer that mixes neighbouring tokens, as convolutions and recurrences do, is found by the probe."""
+    args = make_args(tiny_models("llama"))
+    policy = grpo.load_policy(args, world)
+    first = policy.model.base_model.layers[0]
+    first.register_forward_hook(lambda _module, _inputs, out: out + 3 * torch.roll(out, 1, dims=1))
+    assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == "rows"
 
 
 def test_trainable_leaves_out_what_has_no_gradient(tiny_models):
