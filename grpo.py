@@ -102,6 +102,8 @@ class Args:
     """Texts that end a response and stay in it; empty is none."""
     active_sampling: bool = False
     """Sample further prompts until P groups have a gradient (10 rounds at most); surplus groups are dropped."""
+    no_resampling_pass_rate: float | None = None
+    """Do not sample a prompt again whose mean score reached this share of the highest; None is off."""
     filter_zero_std_samples: bool = True
     """Leave groups of equal scores out of the update: their advantages are zero. Loss denominators count the rest."""
     mask_truncated_completions: bool = False
@@ -222,10 +224,12 @@ class Args:
     """Entity of --with_tracking; None is the account's default."""
 
     # read by grpo_fast.py; accepted here so that both scripts take one command line
+    stall_timeout_s: float = 1800.0
+    """grpo_fast.py ends, with stacks and outstanding requests, when nothing moved for this many seconds; 0 is off."""
     async_steps: int = 1
     """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
     num_learners_per_node: list[int] = field(default_factory=lambda: [1])
-    """Learner ranks of each node in grpo_fast.py; grpo.py has the ranks torchrun started."""
+    """Learner ranks of each node in grpo_fast.py, its other ranks are engines; grpo.py has torchrun's ranks."""
     sequence_parallel_size: int = 1
     """GPUs that share one sequence; only 1 so far."""
     single_gpu_mode: bool = False
@@ -235,7 +239,7 @@ class Args:
     vllm_num_engines: int = 1
     """Engines of grpo_fast.py; grpo.py has one per rank."""
     vllm_tensor_parallel_size: int = 1
-    """GPUs per engine; only 1 so far."""
+    """GPUs per engine in grpo_fast.py; grpo.py has one."""
 
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
@@ -495,9 +499,16 @@ def has_gradient(group: Sequence[Rollout]) -> bool:
 
 
 def sample_groups(
-    engine: Any, prompts: list[utils.Prompt], cursor: int, tokenizer: Any, args: Args, world: utils.World, timer: Any
-) -> tuple[list[list[Rollout]], list[Rollout], int]:
-    """This rank's groups of a step (P / W of them, scored, with advantages), all rollouts sampled, the new cursor.
+    engine: Any,
+    prompts: list[utils.Prompt],
+    state: dict[str, Any],
+    tokenizer: Any,
+    args: Args,
+    world: utils.World,
+    timer: Any,
+) -> tuple[list[list[Rollout]], list[Rollout]]:
+    """This rank's groups of a step (P / W of them, scored, with advantages) and all rollouts sampled; moves the state's
+    cursor and exclusions.
 
     Rank r takes positions cursor + r, cursor + r + W, ... With active_sampling rounds of P prompts go on until every
     rank has its P / W groups with a gradient.
@@ -505,11 +516,13 @@ def sample_groups(
     wanted, size = args.num_unique_prompts_rollout // world.size, args.num_samples_per_prompt_rollout
     chosen: list[list[Rollout]] = []
     sampled: list[Rollout] = []
+    excluded = frozenset(state["excluded"])
     for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
+        cursor = state["cursor"]
         positions = range(cursor + world.rank, cursor + args.num_unique_prompts_rollout, world.size)
-        cursor += args.num_unique_prompts_rollout
+        state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
-            pairs = [(position, utils.prompt_at(prompts, position, args.seed)) for position in positions]
+            pairs = [(position, utils.prompt_at(prompts, position, args.seed, excluded)) for position in positions]
             rollouts = sample_rollouts(engine, pairs, size, args)
         with timer("reward"):
             score_rollouts(rollouts, tokenizer, engine.eos_ids, args)
@@ -519,7 +532,19 @@ def sample_groups(
         chosen += [group for group in groups if not args.active_sampling or has_gradient(group)]
         if utils.all_reduce([float(len(chosen) < wanted)], world)[0] == 0:  # all ranks
             break
-    return chosen[:wanted], sampled, cursor
+    everyone = utils.all_gather(exclude_solved(excluded, sampled, args), world)
+    state["excluded"] = sorted(frozenset().union(*everyone))
+    return chosen[:wanted], sampled
+
+
+def exclude_solved(excluded: frozenset[int], sampled: Sequence[Rollout], args: Args) -> frozenset[int]:
+    """`excluded` and the prompts whose mean score reached no_resampling_pass_rate of the highest score."""
+    if args.no_resampling_pass_rate is None:
+        return excluded
+    size, best = args.num_samples_per_prompt_rollout, utils.best_score(args)
+    groups = [sampled[i : i + size] for i in range(0, len(sampled), size)]
+    means = [(g[0].prompt.index, sum(r.score for r in g) / size) for g in groups]  # NaN is not solved
+    return excluded | {index for index, mean in means if mean >= args.no_resampling_pass_rate * best}
 
 
 def trainable(groups: Sequence[Sequence[Rollout]], args: Args) -> list[Rollout]:
@@ -989,16 +1014,52 @@ def handle_nonfinite(
 
 
 def describe_update(
+    policy: Policy,
     packs: Sequence[Sequence[Pack]],
+    args: Args,
     bad: int,
     world: utils.World,
     metrics: utils.Metrics,
 ) -> None:
     """Metrics of what this rank trained on."""
-    trained = sum(len(piece) for mini_batch in packs for pack in mini_batch for piece in pack)
+    pieces = [piece for mini_batch in packs for pack in mini_batch for piece in pack]
+    trained = sum(map(len, pieces))
     metrics.count("trained", trained)
+    tokens, pairs = sum(map(piece_length, pieces)), sum(map(attended_pairs, pieces))
+    passes = 3 * args.num_epochs + args.load_ref_policy + (args.num_epochs * args.num_mini_batches > 1)
+    responses = sum(len(r.token_ids) for piece in pieces for r in piece)
+    metrics.count("learner_flops", passes * policy.flops(tokens, pairs, responses))
+    metrics.count("val/num_learner_tokens", tokens)
     metrics.add("other/packed_ratio", sum(map(len, packs)), trained)
     metrics.count("optim/nonfinite_updates", bad / world.size)  # every rank saw the same
+
+
+def start_state() -> dict[str, Any]:
+    """What changes from step to step beside weights and optimizer: plain data that a checkpoint holds."""
+    return {
+        "step": 0,
+        "cursor": 0,  # prompts consumed
+        "excluded": [],  # indices of prompts not to sample again
+        "episode": 0,
+        "nonfinite_in_a_row": 0,
+        "tokens": 0.0,
+        "seconds": 0.0,
+    }
+
+
+def save_state(
+    run_dir: Path, modules: dict, optimizer: Any, scheduler: Any, state: dict, args: Args, world: utils.World
+) -> None:
+    """A resumable checkpoint after this step. All ranks."""
+    extra = {name: state[name] for name in start_state()} | {"scheduler": scheduler.state_dict()}
+    utils.save_checkpoint(run_dir, state["step"], modules, optimizer, extra, args.keep_last_n_checkpoints, world)
+
+
+def load_state(run_dir: Path, modules: dict, optimizer: Any, scheduler: Any, world: utils.World) -> dict[str, Any]:
+    """Go back to the newest checkpoint; returns its state. All ranks."""
+    state = utils.load_checkpoint(run_dir, modules, optimizer, world)
+    scheduler.load_state_dict(state.pop("scheduler"))
+    return state
 
 
 def finish_step(
@@ -1013,7 +1074,7 @@ def finish_step(
 ) -> dict[str, float]:
     """The step's metrics over all ranks, with throughput and totals; updates the running totals in `state`."""
     out = utils.finish_metrics(metrics.reduce(world), args) | gap_metrics | seconds
-    trained, sampled = out.pop("trained"), out.pop("sampled")
+    trained, sampled, flops = out.pop("trained"), out.pop("sampled"), out.pop("learner_flops")
     tokens, response_tokens = out["val/num_step_tokens"], out.pop("response_tokens")
     state["episode"] += int(sampled)
     state["tokens"] += tokens
@@ -1025,6 +1086,8 @@ def finish_step(
         "other/real_batch_size_ratio": trained / sampled,
         "optim/skipped_steps": float(trained == 0),
         "val/num_total_tokens": state["tokens"],
+        "val/num_excluded_prompts": float(len(state["excluded"])),
+        "learner_mfu": flops / (seconds["time/training"] * world.size * state["flops_per_second"]),
         "time/from_scratch": time.perf_counter() - start_time,
         "learner_tokens_per_second_step": tokens / seconds["time/total"],
         "learner_tokens_per_second_overall": state["tokens"] / state["seconds"],
@@ -1036,6 +1099,7 @@ def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     utils.check_args(args, world_size)
+    args = utils.after_restart(args)
     if int(os.environ.get("RANK", 0)) == 0:
         print(utils.batch_arithmetic(args, world_size, num_training_steps(args)))
         if args.dry_run:
@@ -1056,27 +1120,25 @@ def main(args: Args) -> Path | None:
     ref_policy = load_policy(args, world).requires_grad_(False) if args.load_ref_policy else None
     optimizer, scheduler = make_optimizer(policy, args)
     num_steps = num_training_steps(args)
-    state = {"step": 0, "cursor": 0, "episode": 0, "nonfinite_in_a_row": 0, "tokens": 0.0, "seconds": 0.0}
     modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
+    dtype = utils.DTYPES[args.model_dtype]
+    state = start_state() | utils.device_speed(world.device, dtype)
     if args.resume:
-        loaded = utils.load_checkpoint(run_dir, modules, optimizer, world)
-        scheduler.load_state_dict(loaded.pop("scheduler"))
-        state |= loaded
+        state |= load_state(run_dir, modules, optimizer, scheduler, world)
     concurrency = max(
         args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size,
         math.ceil(len(eval_prompts) / world.size) * args.eval_pass_at_k,
     )
     engine = utils.make_engine(args, tokenizer, world, concurrency)
-    dtype = utils.DTYPES[args.model_dtype]
     engine.load_weights(utils.full_weights(policy.model, dtype), version=state["step"])
     how = choose_packing(policy, train_prompts[0], args, world)
     probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
     gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
+    gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
     logger.say(
-        f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; "
-        f"{PACKING[how].format(args.pack_length)}; ready after {time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout "
-        f"mean {gap_metrics['debug/vllm_vs_local_logprob_diff_mean']:.1e}"
+        f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; {PACKING[how].format(args.pack_length)}; "
+        f"ready after {time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout mean {gap:.1e}"
     )
     if args.eval_on_step_0 and state["step"] == 0:
         eval_metrics, _ = evaluate(engine, eval_prompts, tokenizer, args, world)
@@ -1085,9 +1147,7 @@ def main(args: Args) -> Path | None:
     # the loop
     for step in range(state["step"] + 1, num_steps + 1):
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
-        groups, sampled, state["cursor"] = sample_groups(
-            engine, train_prompts, state["cursor"], tokenizer, args, world, timer
-        )
+        groups, sampled = sample_groups(engine, train_prompts, state, tokenizer, args, world, timer)
         per_mini_batch = len(groups) // args.num_mini_batches or 1
         with timer("training"):
             packs = []
@@ -1109,7 +1169,7 @@ def main(args: Args) -> Path | None:
         state["step"] = step
         seconds = timer.seconds | {"time/total": time.perf_counter() - step_start}
         utils.describe_step(groups, sampled, args, metrics)
-        describe_update(packs, bad, world, metrics)
+        describe_update(policy, packs, args, bad, world, metrics)
         out = finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
@@ -1125,8 +1185,7 @@ def main(args: Args) -> Path | None:
                 answer = f"score {r.score:g}, {r.finish_reason}, label {r.prompt.ground_truths[0]!s:.60}"
                 logger.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
         if args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0:
-            extra = state | {"scheduler": scheduler.state_dict()}
-            utils.save_checkpoint(run_dir, step, modules, optimizer, extra, args.keep_last_n_checkpoints, world)
+            save_state(run_dir, modules, optimizer, scheduler, state, args, world)
 
     utils.save_model(policy.model, tokenizer, run_dir / "model", dtype, world)
     logger.close()

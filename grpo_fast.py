@@ -3,24 +3,27 @@
     python grpo_fast.py --flags                       one learner and one engine, started by this script
     torchrun --nproc_per_node=8 grpo_fast.py --num_learners_per_node 6 --vllm_num_engines 2 --flags
 
-The first sum(num_learners_per_node) ranks learn, the others are vLLM engines. All of the maths is imported from
-grpo.py; this file is about who does what when:
+On each node the first num_learners_per_node ranks learn, the others are vLLM engines. All of the maths is imported
+from grpo.py; this file is about who does what when:
 
-    collector (a thread of learner 0)   admits prompts, gathers groups in stream order, scores them, one step ahead
-    learners                            the update of grpo.py on their share of the rows; gather new weights
+    collector (a thread of learner 0)   admits prompts, gathers groups in stream order, scores and packs, one step ahead
+    learners                            the update of grpo.py on their share of the packs; gather new weights
     sender (a thread of learner 0)      broadcasts weights to the engines while the next update runs
     engines                             decode; take new weights between two decoding steps
+    watchdog (a thread of every rank)   ends a run in which nothing moves, with all stacks and what is outstanding
 
 Staleness is kept by admission: with c(v) prompts consumed when the engines got version v, position i of the prompt
 stream is admitted once i < c(v) + P * (async_steps + 1). Batches are taken in stream order, so a rollout is at most
 async_steps updates old when it trains, nothing is dropped for its age, and long responses are as likely to be trained
-on as short ones. async_steps 0 is strictly on-policy and makes the updates of grpo.py.
+on as short ones. async_steps 0 is strictly on-policy and makes the updates of grpo.py. At every step
+started = trained + filtered + in flight groups, or the run stops.
 
 Learners have their own world (FSDP2), every engine its own; they meet in a bare process group for the weights and talk
 over local sockets whose addresses travel through torchrun's store: no port number stands in any flag.
 """
 
 import ctypes
+import faulthandler
 import math
 import os
 import queue
@@ -29,8 +32,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -43,10 +46,10 @@ import torch.distributed as dist
 
 import grpo
 import rewards
-from grpo import Args, Rollout
+from grpo import Args, Pack, Rollout
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(days=1)  # of waiting for another rank: the watchdog ends stalls, the launcher deaths
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,45 +59,71 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Roles:
-    """Who this process is: learner `index` of `learners`, or engine `index` of `engines`."""
+    """Who this process is among `learners` learners and `engines` engines of `tp` ranks each."""
 
     learners: int
     engines: int
-    rank: int
+    tp: int
+    is_learner: bool
+    index: int  # of this learner, or of this engine
+    tp_rank: int = 0  # in its engine
 
     @property
-    def is_learner(self) -> bool:
-        return self.rank < self.learners
-
-    @property
-    def index(self) -> int:
-        return self.rank if self.is_learner else self.rank - self.learners
+    def name(self) -> str:
+        return f"{'learner' if self.is_learner else 'engine'} {self.index}"
 
 
-def check_fast_args(args: Args, world_size: int | None) -> None:
-    """grpo_fast.py's own refusals; world_size is None when this script starts the processes itself."""
-    learners, engines = sum(args.num_learners_per_node), args.vllm_num_engines
-    if min(args.num_learners_per_node, default=0) < 1 or engines < 1:
+def roles_of(args: Args, rank: int, ranks_per_node: int) -> Roles:
+    """The role of a rank: on node i the first num_learners_per_node[i] ranks learn, the others are engines' ranks."""
+
+    def learns(r: int) -> bool:
+        node, place = divmod(r, ranks_per_node)
+        return node < len(args.num_learners_per_node) and place < args.num_learners_per_node[node]
+
+    before = sum(learns(r) for r in range(rank))
+    learners, engines, tp = sum(args.num_learners_per_node), args.vllm_num_engines, args.vllm_tensor_parallel_size
+    if learns(rank):
+        return Roles(learners, engines, tp, True, before)
+    return Roles(learners, engines, tp, False, *divmod(rank - before, tp))
+
+
+def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> None:
+    """grpo_fast.py's own refusals; world_size is None when this script starts the processes itself, on one node."""
+    per_node, engines, tp = args.num_learners_per_node, args.vllm_num_engines, args.vllm_tensor_parallel_size
+    learners = sum(per_node)
+    given = f"--num_learners_per_node {' '.join(map(str, per_node))} --vllm_num_engines {engines}"
+    if min(per_node, default=-1) < 0 or learners < 1 or engines < 1 or tp < 1:
+        raise utils.UserError(f"{given} --vllm_tensor_parallel_size {tp}: a run needs a learner and an engine")
+    ranks = learners + engines * tp
+    if world_size is not None and world_size != ranks:
         raise utils.UserError(
-            f"--num_learners_per_node {args.num_learners_per_node} --vllm_num_engines {engines}: both must be positive"
+            f"{given} x --vllm_tensor_parallel_size {tp} = {ranks} processes, but {world_size} ranks run: "
+            f"start torchrun with {ranks} in all"
         )
-    if world_size is not None and world_size != learners + engines:
+    nodes = 1 if world_size is None else world_size // ranks_per_node
+    if len(per_node) > nodes:
         raise utils.UserError(
-            f"--num_learners_per_node {args.num_learners_per_node} + --vllm_num_engines {engines} = "
-            f"{learners + engines} processes, but {world_size} ranks run"
+            f"{given}: the first flag is for {len(per_node)} nodes, but {nodes} run: give one number for each node"
         )
+    homes: dict[int, set[int]] = {}  # the nodes of each engine
+    for rank in range(ranks if world_size is not None else 0):
+        role = roles_of(args, rank, ranks_per_node)
+        if not role.is_learner:
+            homes.setdefault(role.index, set()).add(rank // ranks_per_node)
+    if any(len(nodes_of_one) > 1 for nodes_of_one in homes.values()):
+        raise utils.UserError(f"{given}: an engine of --vllm_tensor_parallel_size {tp} would span two nodes")
+    if args.rollout_backend != "vllm" and tp > 1:
+        raise utils.UserError(f"--vllm_tensor_parallel_size {tp} needs --rollout_backend vllm")
     if args.num_unique_prompts_rollout % args.num_mini_batches:
         raise utils.UserError(
             f"--num_mini_batches {args.num_mini_batches} does not divide --num_unique_prompts_rollout "
             f"{args.num_unique_prompts_rollout}"
         )
-    if args.resume or args.checkpoint_state_freq > 0:
-        raise utils.UserError("--resume and --checkpoint_state_freq work in grpo.py only so far")
-    gpus = torch.cuda.device_count()
-    if gpus and learners + engines > gpus and not args.single_gpu_mode:
+    gpus, here = torch.cuda.device_count(), ranks if world_size is None else ranks_per_node
+    if gpus and here > gpus and not args.single_gpu_mode:
         raise utils.UserError(
-            f"{learners} learners + {engines} engines need {learners + engines} GPUs, {gpus} are visible: lower "
-            "--num_learners_per_node or --vllm_num_engines, or share one GPU with --single_gpu_mode"
+            f"{given} x --vllm_tensor_parallel_size {tp} need {here} GPUs on a node, {gpus} are visible: "
+            "lower them, or share one GPU with --single_gpu_mode"
         )
 
 
@@ -103,7 +132,7 @@ def launch(args: Args) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    ranks = sum(args.num_learners_per_node) + args.vllm_num_engines
+    ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
     cores = len(os.sched_getaffinity(0))
     together = args.async_steps > 0  # learners and engines compute at the same time
     if not torch.cuda.is_available():
@@ -122,8 +151,7 @@ def launch(args: Args) -> None:
         elastic_launch(config, sys.executable)(os.path.abspath(__file__), *sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        who = Roles(sum(args.num_learners_per_node), args.vllm_num_engines, rank)
-        name = f"{'learner' if who.is_learner else 'engine'} {who.index}"
+        name = roles_of(args, rank, ranks).name
         raise SystemExit(f"grpo_fast.py: {name} (pid {failure.pid}) died with {_reason(failure.exitcode)}") from None
 
 
@@ -163,11 +191,56 @@ def join(store: Any, name: str, index: int, size: int) -> utils.World:
 
 def weights_group(store: Any, roles: Roles) -> Any:
     """A bare process group of learner 0 and all engines. A shared default group would hang inside vLLM."""
-    rank = 0 if roles.is_learner else roles.index + 1
+    rank = 0 if roles.is_learner else 1 + roles.index * roles.tp + roles.tp_rank
     prefix = dist.PrefixStore("weights", store)
     if torch.cuda.is_available():
-        return dist.ProcessGroupNCCL(prefix, rank, roles.engines + 1, TIMEOUT)
-    return dist.ProcessGroupGloo(prefix, rank, roles.engines + 1, TIMEOUT)
+        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT)
+    return dist.ProcessGroupGloo(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT)
+
+
+class Watchdog:
+    """A thread that ends this process with all its stacks when learner 0 sees nothing move for --stall_timeout_s.
+
+    Learner 0 calls `beat` whenever anything arrives or a step ends, and on a stall tells the others by the store.
+    """
+
+    def __init__(self, roles: Roles, timeout_s: float, outstanding: Any = None):
+        self.roles, self.timeout_s, self.outstanding = roles, timeout_s, outstanding
+        self.last = time.monotonic()
+        self.leads = roles.is_learner and roles.index == 0
+        if timeout_s > 0:
+            self.store = connect()  # its own connection: the others may be blocked in theirs
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def beat(self) -> None:
+        """Something moved."""
+        self.last = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._stalled():
+            time.sleep(min(1.0, self.timeout_s / 10))
+        message = f"grpo_fast.py: {self.roles.name} (pid {os.getpid()}): stalled"
+        if self.leads:
+            message += f": nothing moved for {time.monotonic() - self.last:.0f} s. Outstanding: {self.outstanding()}"
+        print(message, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        if self.leads:
+            time.sleep(3.0)  # the others dump too before the launcher ends them
+        os._exit(1)
+
+    def _stalled(self) -> bool:
+        if not self.leads:
+            return self.store.check(["stalled"])
+        if time.monotonic() - self.last > self.timeout_s:
+            self.store.set("stalled", "1")
+            return True
+        return False
+
+
+def connect() -> Any:
+    """A connection to the store of this run's launcher; a restarted run has keys of its own."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
+    return dist.PrefixStore(f"grpo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,30 +250,34 @@ def weights_group(store: Any, roles: Roles) -> Any:
 Manifest = list[list[tuple[str, tuple[int, ...]]]]  # buckets of (name, shape)
 
 
-def gather_weights(policy: grpo.Policy, dtype: torch.dtype, keep: bool) -> tuple[Manifest, list[torch.Tensor]]:
-    """All weights in `dtype` as flat buckets and what is in them. All learners; only those that `keep` get buckets."""
+def plan_weights(policy: grpo.Policy, dtype: torch.dtype) -> Manifest:
+    """Which tensor travels in which bucket, in the order of utils.full_weights."""
     manifest: Manifest = []
-    buckets: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
     size = BUCKET_BYTES
-    for name, tensor in utils.full_weights(policy.model, dtype):  # all learners
-        if not keep:
-            continue
+    for name, shape in utils.weight_shapes(policy.model):
         if size >= BUCKET_BYTES:
-            buckets += [torch.cat(parts)] if parts else []
-            manifest, parts, size = manifest + [[]], [], 0
-        manifest[-1].append((name, tuple(tensor.shape)))
-        parts.append(tensor.flatten())
-        size += tensor.numel() * tensor.element_size()
-    return manifest, buckets + ([torch.cat(parts)] if parts else [])
+            manifest.append([])
+            size = 0
+        manifest[-1].append((name, shape))
+        size += math.prod(shape) * dtype.itemsize
+    return manifest
 
 
-def receive_weights(group: Any, manifest: Manifest, dtype: torch.dtype, device: torch.device):
-    """Yield (name, tensor) of a broadcast, bucket by bucket, on an engine."""
+def gather_weights(policy: grpo.Policy, manifest: Manifest, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield the whole weights in `dtype`, a flat bucket at a time. All learners must exhaust it in lock-step."""
+    tensors = utils.full_weights(policy.model, dtype)
+    for bucket in manifest:
+        yield torch.cat([tensor.flatten() for _, (_, tensor) in zip(bucket, tensors, strict=False)])
+
+
+def receive_weights(group: Any, manifest: Manifest, dtype: torch.dtype, device: torch.device, seconds: list[float]):
+    """Yield (name, tensor) of a broadcast, bucket by bucket, on an engine; appends the seconds spent on the wire."""
     for bucket in manifest:
         sizes = [math.prod(shape) for _, shape in bucket]
+        start = time.perf_counter()
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         group.broadcast([flat.view(torch.uint8)], dist.BroadcastOptions()).wait()
+        seconds.append(time.perf_counter() - start)
         for (name, shape), part in zip(bucket, flat.split(sizes), strict=True):
             yield name, part.view(shape)
 
@@ -210,59 +287,113 @@ def receive_weights(group: Any, manifest: Manifest, dtype: torch.dtype, device: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Clock:
+    """What an engine did with its time since the run began: seconds, decoding steps, tokens."""
+
+    busy: float = 0.0
+    idle: float = 0.0  # nothing to decode
+    pause: float = 0.0  # taking weights
+    wire: float = 0.0  # the part of pause that waited for the network
+    steps: int = 0
+    tokens: int = 0
+
+    def since(self, other: "Clock") -> "Clock":
+        return Clock(*(getattr(self, f) - getattr(other, f) for f in self.__dataclass_fields__))
+
+
 def run_engine(args: Args, roles: Roles, store: Any) -> None:
-    """Serve requests and weights from learner 0 until it says stop or is gone."""
-    world = join(store, f"engine{roles.index}", 0, 1)
+    """Serve requests and weights from learner 0 until it says stop or is gone.
+
+    With tensor parallelism the engine's first rank has the connection and tells the others what to do next.
+    """
+    world = join(store, f"engine{roles.index}", roles.tp_rank, roles.tp)
+    Watchdog(roles, args.stall_timeout_s)
     group = weights_group(store, roles)
     tokenizer = utils.load_tokenizer(args)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (args.async_steps + 1)
     engine = utils.make_engine(args, tokenizer, world, math.ceil(rollouts / roles.engines))
-    host, port, key = store.get("address").decode().split()
-    connection = Client((host, int(port)), authkey=key.encode())
-    connection.send(roles.index)
-    dtype = utils.DTYPES[args.model_dtype]
-    waiting: list[Any] = []  # a message that has to wait until running sequences end
+    connection = None
+    if world.is_main:
+        host, port, key = store.get("address").decode().split()
+        connection = Client((host, int(port)), authkey=key.encode())
+        connection.send(roles.index)
+    dtype, clock = utils.DTYPES[args.model_dtype], Clock()
     while True:
-        while waiting or connection.poll(0 if engine.busy else None):
-            kind, *content = waiting.pop() if waiting else connection.recv()
-            if kind == "stop":
-                engine.close()
-                return
-            if kind == "generate":
-                for request_id, request in content[0]:
-                    engine.add(request_id, request)
-            elif engine.busy and not args.inflight_updates:
-                waiting.append((kind, *content))
-                break
-            else:
-                version, manifest = content
-                start = time.perf_counter()
-                engine.load_weights(receive_weights(group, manifest, dtype, world.device), version)
-                connection.send(("loaded", version, time.perf_counter() - start))
-        if engine.busy and (finished := engine.step()):
-            connection.send(("done", finished))
+        start = time.perf_counter()
+        message = next_message(connection, engine.busy, args.inflight_updates, world)
+        clock.idle += 0.0 if engine.busy else time.perf_counter() - start
+        start = time.perf_counter()
+        if message is None and not engine.busy:
+            continue
+        if message is None:
+            finished = engine.step()
+            clock.busy += time.perf_counter() - start
+            clock.steps += 1
+            clock.tokens += sum(len(made.token_ids) for _, made in finished)
+            if finished and world.is_main:
+                connection.send(("done", finished, clock))
+        elif message[0] == "generate":
+            for request_id, request in message[1]:
+                engine.add(request_id, request)
+        elif message[0] == "weights":
+            _, version, manifest = message
+            wire: list[float] = []
+            engine.load_weights(receive_weights(group, manifest, dtype, world.device, wire), version)
+            clock.pause += time.perf_counter() - start
+            clock.wire += sum(wire)
+            if world.is_main:
+                connection.send(("loaded", version, clock))
+        else:
+            engine.close()
+            return
+
+
+def next_message(connection: Connection | None, busy: bool, inflight: bool, world: utils.World) -> Any:
+    """What an engine does next, the same on all its ranks: a message from learner 0, or None for a decoding step.
+
+    Messages keep their order. Without `inflight` updates, weights wait until the running responses have ended.
+    """
+    message = None
+    if connection is not None:
+        if WAITING and not busy:
+            message = WAITING.pop()
+        elif not WAITING and connection.poll(0 if busy else 60.0):
+            message = connection.recv()
+            if message[0] == "weights" and busy and not inflight:
+                WAITING.append(message)
+                message = None
+    if world.size > 1:
+        box = [message]
+        dist.broadcast_object_list(box)
+        message = box[0]
+    return message
+
+
+WAITING: list[Any] = []  # an engine's weights message, until its running responses have ended
 
 
 class Engines:
     """Learner 0's side of all engines. `generate` makes it an engine like those of utils, for evaluation."""
 
-    def __init__(self, store: Any, roles: Roles, eos_ids: list[int], log: Any = None):
+    def __init__(self, store: Any, roles: Roles, eos_ids: list[int], args: Args):
         self.eos_ids = eos_ids
         self.changed = threading.Condition()
         self.finished: dict[str, utils.Generation] = {}
-        self.loaded: dict[int, list[float]] = {}  # version -> seconds of each engine that has it
+        self.loaded: dict[int, int] = {}  # version -> engines that have it
+        self.clocks = [Clock() for _ in range(roles.engines)]
         self.dead: str | None = None
-        self.group = weights_group(store, roles)
         self.connections: list[Connection] = [None] * roles.engines
-        self.outstanding = [0] * roles.engines
-        self.owner: dict[str, int] = {}
+        self.owner: dict[str, int] = {}  # outstanding request -> engine
         self.locks = [threading.Lock() for _ in range(roles.engines)]
+        self.watchdog = Watchdog(roles, args.stall_timeout_s, self.outstanding)
+        self.group = weights_group(store, roles)
         key = uuid.uuid4().hex
-        with Listener(("127.0.0.1" if roles.learners + roles.engines == int(os.environ["LOCAL_WORLD_SIZE"]) else "", 0),
-                      authkey=key.encode()) as listener:  # fmt: skip
-            host, port = listener.address
-            host = os.environ["MASTER_ADDR"] if host in ("", "0.0.0.0") else host
-            store.set("address", f"{host} {port} {key}")
+        ranks = roles.learners + roles.engines * roles.tp
+        one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
+        with Listener(("127.0.0.1" if one_node else "", 0), authkey=key.encode()) as listener:
+            host = "127.0.0.1" if one_node else os.environ["MASTER_ADDR"]
+            store.set("address", f"{host} {listener.address[1]} {key}")
             for _ in range(roles.engines):
                 connection = listener.accept()
                 self.connections[connection.recv()] = connection
@@ -272,27 +403,36 @@ class Engines:
     def _receive(self, index: int) -> None:
         while True:
             try:
-                kind, *content = self.connections[index].recv()
+                kind, content, clock = self.connections[index].recv()
             except (EOFError, OSError):
                 with self.changed:
                     self.dead = f"engine {index} is gone"
                     self.changed.notify_all()
                 return
+            self.watchdog.beat()
             with self.changed:
+                self.clocks[index] = clock
                 if kind == "done":
-                    for request_id, generation in content[0]:
+                    for request_id, generation in content:
                         self.finished[request_id] = generation
-                        self.outstanding[self.owner.pop(request_id)] -= 1
+                        del self.owner[request_id]
                 else:
-                    version, seconds = content
-                    self.loaded.setdefault(version, []).append(seconds)
+                    self.loaded[content] = self.loaded.get(content, 0) + 1
                 self.changed.notify_all()
+
+    def outstanding(self) -> str:
+        """The requests no engine has answered yet, for a person."""
+        ids = sorted(self.owner)
+        shown = ", ".join(f"{i} (engine {self.owner[i]})" for i in ids[:64])
+        return f"{len(ids)} requests: {shown}{', ...' if len(ids) > 64 else ''}" if ids else "no request"
 
     def submit(self, requests: Sequence[tuple[str, utils.Request]]) -> None:
         """Give requests (a group's stay together) to the engine with the least to do."""
         with self.changed:
-            index = min(range(len(self.outstanding)), key=self.outstanding.__getitem__)
-            self.outstanding[index] += len(requests)
+            loads = [0] * len(self.connections)
+            for engine in self.owner.values():
+                loads[engine] += 1
+            index = loads.index(min(loads))
             self.owner |= {request_id: index for request_id, _ in requests}
         with self.locks[index]:
             self.connections[index].send(("generate", list(requests)))
@@ -318,25 +458,15 @@ class Engines:
             self.submit(named[start : start + 8])
         return self.take([request_id for request_id, _ in named])
 
-    def send_weights(self, manifest: Manifest, buckets: Sequence[torch.Tensor], version: int) -> float:
-        """Broadcast to all engines; returns the seconds until the last byte was taken."""
-        start = time.perf_counter()
+    def tell_all(self, message: tuple) -> None:
+        """Send a message to every engine."""
         for lock, connection in zip(self.locks, self.connections, strict=True):
             with lock:
-                connection.send(("weights", version, manifest))
-        for bucket in buckets:
-            self.group.broadcast([bucket.view(torch.uint8)], dist.BroadcastOptions()).wait()
-        return time.perf_counter() - start
+                connection.send(message)
 
     def wait_loaded(self, version: int) -> None:
         """Block until every engine computes with `version`."""
-        self.wait_for(lambda: len(self.loaded.get(version, ())) == len(self.connections), f"version {version}")
-
-    def stop(self) -> None:
-        """Tell all engines to end."""
-        for lock, connection in zip(self.locks, self.connections, strict=True):
-            with lock:
-                connection.send(("stop",))
+        self.wait_for(lambda: self.loaded.get(version) == len(self.connections), f"version {version} in the engines")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,79 +478,98 @@ class Engines:
 class StepData:
     """What the collector hands to the learners for a step."""
 
-    groups: list[list[Rollout]]
-    sampled: list[Rollout]
-    cursor: int  # prompts consumed so far
-    reward_s: float
+    groups: list[list[Rollout]] = field(default_factory=list)  # those of the batch
+    sampled: list[Rollout] = field(default_factory=list)  # all that were sampled for it
+    packs: list[list[list[Pack]]] = field(default_factory=list)  # of each mini-batch, for each learner
+    cursor: int = 0  # prompts consumed so far
+    excluded: frozenset[int] = frozenset()  # prompts too easy to sample again
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Collector:
-    """A thread that admits prompts, gathers groups in stream order, scores them and stays one step ahead."""
+    """A thread that admits prompts, gathers groups in stream order, scores and packs them, one step ahead."""
 
-    def __init__(self, engines: Engines, prompts: list[utils.Prompt], tokenizer: Any, args: Args, num_steps: int):
-        self.engines, self.prompts, self.tokenizer, self.args = engines, prompts, tokenizer, args
-        self.num_steps = num_steps
-        self.admitted = self.consumed = 0
+    def __init__(
+        self,
+        engines: Engines,
+        prompts: list[utils.Prompt],
+        tokenizer: Any,
+        args: Args,
+        state: dict[str, Any],
+        pack: Any,  # rollouts -> packs of each learner
+    ):
+        self.engines, self.prompts, self.tokenizer, self.args, self.pack = engines, prompts, tokenizer, args, pack
+        self.steps = range(state["step"], grpo.num_training_steps(args))
+        self.first = self.admitted = self.consumed = state["cursor"]
+        self.excluded = frozenset(state["excluded"])
+        self.in_flight: dict[int, utils.Prompt] = {}  # groups that were started and have not reached a learner
+        self.counts = {"started": 0, "trained": 0, "filtered": 0}
         self.ready: queue.Queue = queue.Queue(maxsize=1)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        self.admit(self.args.num_unique_prompts_rollout * (self.args.async_steps + 1))
+        self.engines_have(self.consumed)
         self.thread.start()
-
-    def admit(self, limit: int) -> None:
-        """Start all groups at stream positions below `limit` that have not been started."""
-        limit = (
-            limit if self.args.active_sampling else min(limit, self.num_steps * self.args.num_unique_prompts_rollout)
-        )
-        with self.engines.changed:
-            first, self.admitted = self.admitted, max(self.admitted, limit)
-            self.engines.changed.notify_all()
-        for position in range(first, limit):
-            prompt = utils.prompt_at(self.prompts, position, self.args.seed)
-            self.engines.submit([
-                (f"{position}/{j}", grpo.make_request(prompt, position, j, self.args, evaluation=False))
-                for j in range(self.args.num_samples_per_prompt_rollout)
-            ])  # fmt: skip
 
     def engines_have(self, cursor: int) -> None:
         """Weights trained on the first `cursor` prompts are in the engines: admit what they allow."""
         self.admit(cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1))
 
+    def admit(self, limit: int) -> None:
+        """Start all groups at stream positions below `limit` that have not been started."""
+        if not self.args.active_sampling:  # then the run's end is known
+            limit = min(limit, self.first + len(self.steps) * self.args.num_unique_prompts_rollout)
+        with self.engines.changed:
+            positions = range(self.admitted, limit)
+            self.admitted = max(self.admitted, limit)
+            for position in positions:
+                prompt = utils.prompt_at(self.prompts, position, self.args.seed, self.excluded)
+                self.in_flight[position] = prompt
+            self.counts["started"] += len(positions)
+            self.engines.changed.notify_all()
+        for position in positions:
+            prompt, samples = self.in_flight[position], range(self.args.num_samples_per_prompt_rollout)
+            requests = [grpo.make_request(prompt, position, j, self.args, evaluation=False) for j in samples]
+            self.engines.submit([(f"{position}/{j}", request) for j, request in zip(samples, requests, strict=True)])
+
     def _run(self) -> None:
         try:
-            for _ in range(self.num_steps):
+            for _ in self.steps:
                 self.ready.put(self._collect())
         except BaseException as error:  # handed to the learner, which raises it
             self.error = error
             self.ready.put(None)
 
     def _collect(self) -> StepData:
-        args, wanted = self.args, self.args.num_unique_prompts_rollout
-        chosen: list[list[Rollout]] = []
-        sampled: list[Rollout] = []
-        reward_s, most = 0.0, wanted * (grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1)
+        args, wanted, timer = self.args, self.args.num_unique_prompts_rollout, utils.Timer()
+        data = StepData()
+        most = wanted * (grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1)
         taken = 0
-        while taken < most and len(chosen) < wanted:
+        while taken < most and len(data.groups) < wanted:
             if self.consumed == self.admitted and taken:  # active_sampling ran dry: go on from the newest weights
                 self.admit(self.consumed + wanted)
             self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
             group = self._take(self.consumed)
             self.consumed, taken = self.consumed + 1, taken + 1
-            start = time.perf_counter()
-            grpo.score_rollouts(group, self.tokenizer, self.engines.eos_ids, args)
+            with timer("reward"):
+                grpo.score_rollouts(group, self.tokenizer, self.engines.eos_ids, args)
             grpo.set_advantages(group, args)
-            reward_s += time.perf_counter() - start
-            sampled += group
+            data.sampled += group
+            self.engines.watchdog.beat()
             if not args.active_sampling or grpo.has_gradient(group):
-                chosen.append(group)
-        return StepData(chosen, sampled, self.consumed, reward_s)
+                data.groups.append(group)
+        self.excluded = grpo.exclude_solved(self.excluded, data.sampled, args)
+        with timer("packing"):
+            per = len(data.groups) // args.num_mini_batches or 1
+            for i in range(args.num_mini_batches):
+                data.packs.append(self.pack(grpo.trainable(data.groups[i * per : (i + 1) * per], args)))
+        data.cursor, data.excluded, data.seconds = self.consumed, self.excluded, timer.seconds
+        return data
 
     def _take(self, position: int) -> list[Rollout]:
-        prompt = utils.prompt_at(self.prompts, position, self.args.seed)
         samples = range(self.args.num_samples_per_prompt_rollout)
-        group = [Rollout(prompt, position, j) for j in samples]
+        group = [Rollout(self.in_flight[position], position, j) for j in samples]
         for rollout, made in zip(group, self.engines.take([f"{position}/{j}" for j in samples]), strict=True):
             rollout.append(made)
         return group
@@ -432,18 +581,17 @@ class Collector:
             raise self.error
         return data
 
-
-def share_rollouts(rollouts: Sequence[Rollout], row_tokens: int, learners: int) -> list[list[Rollout]]:
-    """Split a mini-batch over the learners by rows, longest first to the learner with the least tokens; no row is
-    dropped. One learner gets all rollouts in their order, as in grpo.py."""
-    shares: list[list[list[Rollout]]] = [[] for _ in range(learners)]
-    loads = [0] * learners
-    for row in sorted(grpo.fill_rows(rollouts, row_tokens), key=grpo.row_length, reverse=True):
-        least = loads.index(min(loads))
-        shares[least].append(row)
-        loads[least] += grpo.row_length(row)
-    order = {id(r): i for i, r in enumerate(rollouts)}
-    return [sorted((r for row in share for r in row), key=lambda r: order[id(r)]) for share in shares]
+    def account(self, data: StepData) -> dict[str, float]:
+        """Groups after a step, counted where they are: started = trained + filtered + in flight, or RuntimeError."""
+        trained = {piece[0].position for m in data.packs for packs in m for pack in packs for piece in pack}
+        for position in {r.position for r in data.sampled}:
+            del self.in_flight[position]
+            self.counts["trained" if position in trained else "filtered"] += 1
+        with self.engines.changed:
+            now = self.counts | {"in_flight": len(self.in_flight)}
+        if now["started"] != now["trained"] + now["filtered"] + now["in_flight"]:
+            raise RuntimeError(f"groups got lost: {now}")
+        return {f"batch/groups_{name}": float(number) for name, number in now.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -454,38 +602,68 @@ def share_rollouts(rollouts: Sequence[Rollout], row_tokens: int, learners: int) 
 class Sender:
     """A thread of learner 0 that broadcasts weights while the next update runs, then admits what they allow."""
 
-    def __init__(self, engines: Engines):
-        self.engines = engines
+    def __init__(self, engines: Engines, bytes_per_second: float):
+        self.engines, self.bytes_per_second = engines, bytes_per_second
         self.collector: Collector | None = None
-        self.work: queue.Queue = queue.Queue(maxsize=1)
-        self.seconds: dict[str, float] = {}
+        self.work: queue.Queue = queue.Queue()
+        self.idle = threading.Semaphore(1)  # one broadcast at a time; buckets of the next would pile up
+        self.metrics: dict[str, float] = {}
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            manifest, buckets, version, cursor = self.work.get()
+            manifest, version, cursor = self.work.get()
+            start, before, num_bytes = time.perf_counter(), list(self.engines.clocks), 0
             try:
-                wire_s = self.engines.send_weights(manifest, buckets, version)
+                self.engines.tell_all(("weights", version, manifest))
+                for _ in manifest:
+                    bucket = self.work.get()
+                    num_bytes += bucket.numel() * bucket.element_size()
+                    self.engines.group.broadcast([bucket.view(torch.uint8)], dist.BroadcastOptions()).wait()
                 self.engines.wait_loaded(version)
             except (RuntimeError, OSError) as error:
                 with self.engines.changed:
                     self.engines.dead = self.engines.dead or f"weight broadcast failed ({error})"
                     self.engines.changed.notify_all()
                 return
-            num_bytes = sum(bucket.numel() * bucket.element_size() for bucket in buckets)
-            self.seconds = {
-                "time/weight_sync": wire_s,
-                "time/weight_load": max(self.engines.loaded[version]),
-                "val/weight_sync_gb_per_second": num_bytes / wire_s / 1e9,
+            spent = [now.since(then) for now, then in zip(self.engines.clocks, before, strict=True)]
+            pause, wire = max(c.pause for c in spent), max(c.wire for c in spent)
+            self.metrics = {
+                "time/weight_sync": time.perf_counter() - start,
+                "time/weight_sync_wire": wire,
+                "time/weight_sync_load": max(c.pause - c.wire for c in spent),
+                "time/weight_sync_pause": pause,
+                "time/weight_sync_floor": num_bytes / self.bytes_per_second,
+                "val/weight_sync_bytes": float(num_bytes),
+                "val/weight_sync_gb_per_second": num_bytes / wire / 1e9,
+                "val/weight_sync_version": float(version),
             }
+            self.idle.release()
             if self.collector is not None:
                 self.collector.engines_have(cursor)
+
+
+def send_weights(
+    policy: grpo.Policy, manifest: Manifest, sender: Sender | None, dtype: torch.dtype, version: int, cursor: int
+) -> None:
+    """Gather the weights bucket by bucket; learner 0 hands each to the sender, which broadcasts it while the next one
+    is gathered. Waits only while the broadcast before is still under way. All learners."""
+    if sender is not None:
+        while not sender.idle.acquire(timeout=1.0):
+            if sender.engines.dead:
+                raise RuntimeError(f"{sender.engines.dead} while weights were sent")
+        sender.work.put((manifest, version, cursor))
+    for bucket in gather_weights(policy, manifest, dtype):
+        if sender is not None:
+            sender.work.put(bucket)
 
 
 def run_learner(args: Args, roles: Roles, store: Any) -> Path:
     """The training loop of every learner; learner 0 also owns collector, sender and all files."""
     start_time = time.perf_counter()
     world = join(store, "learners", roles.index, roles.learners)
+    if not world.is_main:
+        Watchdog(roles, args.stall_timeout_s)
     torch.manual_seed(args.seed)
     tokenizer = utils.load_tokenizer(args)
     train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
@@ -496,79 +674,101 @@ def run_learner(args: Args, roles: Roles, store: Any) -> Path:
     ref_policy = grpo.load_policy(args, world).requires_grad_(False) if args.load_ref_policy else None
     optimizer, scheduler = grpo.make_optimizer(policy, args)
     num_steps, dtype = grpo.num_training_steps(args), utils.DTYPES[args.model_dtype]
-    state = {"step": 0, "cursor": 0, "episode": 0, "tokens": 0.0, "seconds": 0.0}
+    modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
+    state = grpo.start_state() | utils.device_speed(world.device, dtype)
+    if args.resume:
+        state |= grpo.load_state(run_dir, modules, optimizer, scheduler, world)
     alone = utils.World(0, world.local_rank, 1, world.device)  # evaluation and its metrics: learner 0 only
+    manifest = plan_weights(policy, dtype)
     engines = sender = collector = None
     if world.is_main:
         eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
-        engines = Engines(store, roles, eos_ids)
-        sender = Sender(engines)
-    send_weights(policy, sender, dtype, 0, 0)
-    row_tokens = args.pack_length if grpo.shares_prompts(policy, train_prompts[0], args, world) else 0
-    probe = [None]
-    if world.is_main:
-        engines.wait_loaded(0)
-        probe = [grpo.sample_rollouts(engines, [(0, train_prompts[0])], 1, args)]
-    dist.broadcast_object_list(probe)
-    gap_metrics = grpo.measure_gap(policy, probe[0], "before the first rollout", args, world)
-    logger = utils.Logger(args, run_dir, num_steps, 0, world)
+        engines = Engines(store, roles, eos_ids, args)
+        sender = Sender(engines, state["bytes_per_second"])
+    send_weights(policy, manifest, sender, dtype, state["step"], state["cursor"])
+    how = grpo.choose_packing(policy, train_prompts[0], args, world)
+    probe_prompt = (0, train_prompts[0])
+    gap_metrics = check_engines(engines, policy, probe_prompt, state["step"], "before the first rollout", args, world)
+    logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
+    gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
     logger.say(
         f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; {roles.learners} learners, {roles.engines} "
-        f"engines, async_steps {args.async_steps}; ready after {time.perf_counter() - start_time:.0f} s; logprob gap "
-        f"before the first rollout mean {gap_metrics['debug/vllm_vs_local_logprob_diff_mean']:.1e}"
+        f"engines, async_steps {args.async_steps}; {grpo.PACKING[how].format(args.pack_length)}; ready after "
+        f"{time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout mean {gap:.1e}"
     )
     if world.is_main:
-        if args.eval_on_step_0:
+        if args.eval_on_step_0 and state["step"] == 0:
             found = grpo.evaluate(engines, eval_prompts, tokenizer, args, alone)[0]
             logger.log({"training_step": 0, "episode": 0} | gap_metrics | found)
-        sender.collector = collector = Collector(engines, train_prompts, tokenizer, args, num_steps)
-        collector.start()
 
-    bad_in_a_row = 0
-    for step in range(1, num_steps + 1):
+        def pack(rollouts: list[Rollout]) -> list[list[Pack]]:
+            return grpo.pack_rollouts(rollouts, how, args.pack_length, world.size, policy.pair_cost)
+
+        sender.collector = collector = Collector(engines, train_prompts, tokenizer, args, state, pack)
+        collector.start()
+        clocks = list(engines.clocks)
+
+    # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
+    update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
+    first_step = state["step"] + 1
+    for step in range(first_step, num_steps + 1):
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
         with timer("trainer_waiting_for_data"):
-            data = collector.next() if world.is_main else StepData([], [], 0, 0.0)
-            rows, fallback, state["cursor"] = scatter(data, row_tokens, args, world)
+            data = collector.next() if world.is_main else StepData()
+            packs, fallback, state["cursor"], excluded = scatter(data, args, world)
+            state["excluded"] = sorted(excluded)
         with timer("training"):
-            size = args.per_device_train_batch_size
-            batches = [grpo.micro_batches(r, size, row_tokens, world.device) for r in rows]
-            gap_metrics, bad = grpo.update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
+            batches = [grpo.micro_batches(p, how, args, world.device) for p in packs]
+            gap_metrics, bad = grpo.update(
+                policy, ref_policy, optimizer, scheduler, batches, update_args, world, metrics
+            )
             if not gap_metrics:  # no group has a gradient
-                gap_metrics = grpo.measure_gap(policy, fallback, "on this step's rollouts", args, world)
-        bad_in_a_row = grpo.handle_nonfinite(bad, bad_in_a_row, batches, step, run_dir, world, logger)
+                gap_metrics = grpo.measure_gap(policy, fallback, "on this step's rollouts", update_args, world)
+        state["nonfinite_in_a_row"] = grpo.handle_nonfinite(
+            bad, state["nonfinite_in_a_row"], batches, step, run_dir, world, logger
+        )
         if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
             grpo.refresh_reference(ref_policy, policy, args.alpha)
         with timer("gather"):
-            send_weights(policy, sender, dtype, step, state["cursor"])
+            send_weights(policy, manifest, sender, dtype, step, state["cursor"])
 
+        # everything below reports or saves
         state["step"] = step
-        seconds = timer.seconds | {"time/total": time.perf_counter() - step_start, "time/reward": data.reward_s}
+        seconds = timer.seconds | data.seconds | {"time/total": time.perf_counter() - step_start}
         seconds["time/generation"] = seconds["time/total"]  # engines decode all the time: tokens / wall seconds
-        describe_staleness(rows, step, metrics)
-        grpo.describe_update(rows, batches, bad, world, metrics)
+        describe_staleness(packs, step, metrics)
+        grpo.describe_update(policy, packs, args, bad, world, metrics)
         utils.describe_step(data.groups, data.sampled, args, metrics)
         out = grpo.finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
+        if world.is_main:
+            engines.watchdog.beat()
+            out |= collector.account(data) | sender.metrics
+            now = list(engines.clocks)
+            spent, clocks = [a.since(b) for a, b in zip(now, clocks, strict=True)], now
+            out |= describe_engines(spent, policy, out, state)
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
                 utils.save_model(policy.model, tokenizer, run_dir / f"step_{step}", dtype, world)
             out["time/saving"] = timer.seconds["time/saving"]
         evaluated = args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps)
-        if world.is_main:
-            if eval_prompts and evaluated:
-                engines.wait_loaded(step)
-                out |= grpo.evaluate(engines, eval_prompts, tokenizer, args, alone)[0]
-            in_flight = collector.admitted - collector.consumed
-            out |= sender.seconds | {"batch/prompts_in_flight": in_flight}
+        if args.async_steps and (evaluated or step == first_step):
+            check_engines(engines, policy, probe_prompt, step, f"after the weights of step {step}", args, world)
+        if world.is_main and eval_prompts and evaluated:
+            engines.wait_loaded(step)
+            out |= grpo.evaluate(engines, eval_prompts, tokenizer, args, alone)[0]
         logger.log(out)
+        if world.is_main:
+            logger.say(step_line(out))
         if args.save_traces:
             logger.trace(step, data.sampled, world)
+        if args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0:
+            grpo.save_state(run_dir, modules, optimizer, scheduler, state, args, world)
 
     utils.save_model(policy.model, tokenizer, run_dir / "model", dtype, world)
     logger.close()
     if world.is_main:
         engines.wait_loaded(num_steps)
-        engines.stop()
+        engines.tell_all(("stop",))
         print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
     rewards.close()
     dist.barrier()  # no rank leaves while another still writes
@@ -576,48 +776,99 @@ def run_learner(args: Args, roles: Roles, store: Any) -> Path:
     return run_dir
 
 
-def send_weights(policy: grpo.Policy, sender: Sender | None, dtype: torch.dtype, version: int, cursor: int) -> None:
-    """Gather the weights and hand them to the sender; waits only while the one before is still on its way. All."""
-    manifest, buckets = gather_weights(policy, dtype, keep=sender is not None)
-    if sender is not None:
-        sender.work.put((manifest, buckets, version, cursor))
+def check_engines(
+    engines: Engines | None,
+    policy: grpo.Policy,
+    prompt: tuple[int, utils.Prompt],
+    version: int,
+    when: str,
+    args: Args,
+    world: utils.World,
+) -> dict[str, float]:
+    """The logprob gap on a short response sampled with the learners' present weights, `version`. All learners."""
+    probe = [None]
+    if world.is_main:
+        engines.wait_loaded(version)
+        short = replace(args, response_length=min(args.response_length, 32))
+        probe = [grpo.sample_rollouts(engines, [prompt], 1, short)]
+    dist.broadcast_object_list(probe)
+    return grpo.measure_gap(policy, probe[0], when, args, world)
 
 
 def scatter(
-    data: StepData, row_tokens: int, args: Args, world: utils.World
-) -> tuple[list[list[Rollout]], list[Rollout], int]:
-    """Every learner's share of each mini-batch, a few rollouts to measure the gap on, and the cursor. All learners."""
+    data: StepData, args: Args, world: utils.World
+) -> tuple[list[list[Pack]], list[Rollout], int, frozenset[int]]:
+    """This learner's packs of each mini-batch, rollouts to measure the gap on, cursor, exclusions. All learners."""
     parts: list[Any] = [None] * world.size
     if world.is_main:
-        per = len(data.groups) // args.num_mini_batches or 1
-        mini_batches = [
-            grpo.trainable(data.groups[i * per : (i + 1) * per], args) for i in range(args.num_mini_batches)
-        ]
-        shares = [share_rollouts(rollouts, row_tokens, world.size) for rollouts in mini_batches]
         some = data.sampled[: args.per_device_train_batch_size]
-        parts = [([share[i] for share in shares], some, data.cursor) for i in range(world.size)]
+        parts = [([m[i] for m in data.packs], some, data.cursor, data.excluded) for i in range(world.size)]
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parts)
     return mine[0]
 
 
-def describe_staleness(rows: Sequence[Sequence[Rollout]], step: int, metrics: utils.Metrics) -> None:
+def describe_staleness(packs: Sequence[Sequence[Pack]], step: int, metrics: utils.Metrics) -> None:
     """How many updates old the weights behind the trained tokens are."""
-    versions = [version for mini_batch in rows for r in mini_batch for version in r.versions]
+    versions = [v for m in packs for pack in m for piece in pack for r in piece for v in r.versions]
     metrics.add("val/num_steps_off_policy", sum(step - 1 - v for v in versions), len(versions))
     metrics.add_all("val/model_step", versions)
+
+
+def describe_engines(
+    spent: Sequence[Clock], policy: grpo.Policy, out: dict[str, float], state: dict[str, Any]
+) -> dict[str, float]:
+    """What the engines did during a step, and which side the other waited for."""
+    total, n = out["time/total"], len(spent)
+    mean = {f: sum(getattr(c, f) for c in spent) / n for f in Clock.__dataclass_fields__}
+    weights = (policy.matrices + policy.head) * state["itemsize"]  # bytes that each decoding step reads
+    return {
+        "time/generation_waiting_for_trainer": mean["idle"],
+        "val/engine_busy_seconds": mean["busy"],
+        "val/engine_pause_seconds": mean["pause"],
+        "val/engine_idle_share": mean["idle"] / total,
+        "val/learner_idle_share": out["time/trainer_waiting_for_data"] / total,
+        "val/engine_bandwidth_share": weights * mean["steps"] / max(mean["busy"], 1e-9) / state["bytes_per_second"],
+        "val/engine_tokens_per_second": sum(c.tokens for c in spent) / max(sum(c.busy for c in spent), 1e-9),
+    }
+
+
+def step_line(out: dict[str, float]) -> str:
+    """The step's account, weight sync and bottleneck in one line."""
+    learner, engine = out["val/learner_idle_share"], out["val/engine_idle_share"]
+    name = "generation" if learner > max(engine, 0.05) else "training" if engine > 0.05 else "none, both sides are busy"
+    line = (
+        f"          groups {out['batch/groups_started']:.0f} started = {out['batch/groups_trained']:.0f} trained + "
+        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_in_flight']:.0f} in flight · idle: learner "
+        f"{learner:.0%}, engines {engine:.0%}; bottleneck: {name}"
+    )
+    if "time/weight_sync" in out:
+        line += (
+            f" · weights v{out['val/weight_sync_version']:.0f}: {out['val/weight_sync_bytes'] / 1e6:.0f} MB, wire "
+            f"{out['time/weight_sync_wire']:.2f} s, load {out['time/weight_sync_load']:.2f} s, pause "
+            f"{out['time/weight_sync_pause']:.2f} s, {out['val/weight_sync_gb_per_second']:.1f} GB/s, copy floor "
+            f"{out['time/weight_sync_floor']:.2f} s"
+        )
+    return line
 
 
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
     world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
-    learners = sum(args.num_learners_per_node)
-    check_fast_args(args, world_size)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    check_fast_args(args, world_size, ranks_per_node)
     utils.check_args(args, 1, fast=True)
+    args = utils.after_restart(args)
     if args.dry_run or world_size is None:
         lines = utils.batch_arithmetic(args, 1, grpo.num_training_steps(args)).splitlines()
-        print("\n".join(line for line in lines if not line.startswith("ranks")))  # rows, not prompts, are shared out
-        print(f"roles    {learners} learners, {args.vllm_num_engines} engines, async_steps {args.async_steps}")
+        print("\n".join(line for line in lines if not line.startswith("ranks")))  # packs, not prompts, are shared out
+        tp = args.vllm_tensor_parallel_size
+        print(
+            f"roles    {sum(args.num_learners_per_node)} learners + {args.vllm_num_engines} engines x {tp} = "
+            f"{sum(args.num_learners_per_node) + args.vllm_num_engines * tp} processes, "
+            f"{torch.cuda.device_count()} GPUs visible; async_steps {args.async_steps}: at most "
+            f"{args.num_unique_prompts_rollout * (args.async_steps + 1)} groups in flight"
+        )
         if args.dry_run:
             print(utils.describe_sources(args))
         else:
@@ -625,10 +876,8 @@ def main(args: Args) -> None:
         return
     die_with_parent()
     pin_cores(args)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
-    store = dist.PrefixStore(f"grpo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    roles = Roles(learners, args.vllm_num_engines, int(os.environ["RANK"]))
-    (run_learner if roles.is_learner else run_engine)(args, roles, store)
+    roles = roles_of(args, int(os.environ["RANK"]), ranks_per_node)
+    (run_learner if roles.is_learner else run_engine)(args, roles, connect())
 
 
 if __name__ == "__main__":

@@ -108,6 +108,45 @@ def all_reduce(values: Sequence[float], world: World, op: Any = dist.ReduceOp.SU
     return tensor.tolist()
 
 
+def all_gather(thing: Any, world: World) -> list[Any]:
+    """Every rank's object. All ranks must call it."""
+    everyone = [thing] * world.size
+    if world.size > 1:
+        dist.all_gather_object(everyone, thing)
+    return everyone
+
+
+def after_restart(args: Any) -> Any:
+    """The flags after torchrun --max-restarts started the ranks again: go on from the newest checkpoint, or afresh."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return args
+    saved = (Path(args.output_dir) / args.exp_name / "checkpoints" / "latest").exists()
+    return replace(args, resume=saved, overwrite=not saved)
+
+
+def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measured ceilings of this device: operations a second of a square matrix product, bytes a second of a copy."""
+    n = 8192 if device.type == "cuda" else 1024
+    x = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device))
+    large = torch.empty(2**28 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
+
+    def best(work: Any) -> float:
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    return {
+        "flops_per_second": 2 * n**3 / best(lambda: x @ x),
+        "bytes_per_second": large.numel() / best(large.clone),
+        "itemsize": dtype.itemsize,
+    }
+
+
 def leave_distributed() -> None:
     """Leave the ranks' world, if an engine that shared it has not closed it already."""
     if dist.is_initialized():
@@ -243,10 +282,10 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
         f"--num_learners_per_node {args.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
         f"torchrun --nproc_per_node={(args.num_learners_per_node or [1])[0]}",
     )
-    need(
-        args.sequence_parallel_size == 1 and args.vllm_tensor_parallel_size == 1,
-        "--sequence_parallel_size and --vllm_tensor_parallel_size above 1 are not supported yet",
-    )
+    rate, tp = args.no_resampling_pass_rate, args.vllm_tensor_parallel_size
+    need(args.sequence_parallel_size == 1, "--sequence_parallel_size above 1 is not supported yet")
+    need(fast or tp == 1, f"--vllm_tensor_parallel_size {tp}: grpo.py has one GPU per engine; use grpo_fast.py")
+    need(rate is None or 0 < rate <= 1, f"--no_resampling_pass_rate {rate}: must be in (0, 1]; leave it out for off")
     need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
     need(
         fast or share <= 0.8 or not torch.cuda.is_available() or args.rollout_backend != "vllm",
@@ -331,7 +370,8 @@ POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response
     temperature
     num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k""".split()
 NOT_NEGATIVE = """beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
-    rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound eval_temperature verification_reward""".split()
+    stall_timeout_s rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound
+    eval_temperature verification_reward""".split()
 
 
 def _positive_number(text: str) -> bool:
@@ -688,13 +728,16 @@ def data_hash(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def prompt_at(prompts: Sequence[Prompt], position: int, seed: int) -> Prompt:
+def prompt_at(prompts: Sequence[Prompt], position: int, seed: int, excluded: frozenset[int] = frozenset()) -> Prompt:
     """The prompt at a position of the endless stream: epoch e is a permutation drawn from (seed, e).
 
-    A position is all the state a data cursor needs.
+    In place of an `excluded` one comes the next in the permutation that is not (itself, when all are). Position and
+    exclusions are all the state a data cursor needs.
     """
     epoch, offset = divmod(position, len(prompts))
-    return prompts[_permutation(len(prompts), seed, epoch)[offset]]
+    order = _permutation(len(prompts), seed, epoch)
+    candidates = (order[(offset + i) % len(order)] for i in range(len(order)))
+    return prompts[next((i for i in candidates if prompts[i].index not in excluded), order[offset])]
 
 
 @functools.lru_cache(maxsize=4)
@@ -769,6 +812,11 @@ class VLLMEngine(Engine):
         if on_cpu:
             # The CPU build cannot rewind a seeded generator, which chunked prefill needs: schedule prompts whole.
             options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
+        if on_cpu and args.vllm_tensor_parallel_size > 1:
+            # CPU ranks would talk through shared memory of one name for all runs on the host: let them use gloo.
+            from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
         if on_cpu and args.vllm_enable_prefix_caching:
             options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
         with fenced_rng(), warnings.catch_warnings():
@@ -780,7 +828,7 @@ class VLLMEngine(Engine):
                 seed=args.seed,
                 max_model_len=max_model_len,
                 max_num_seqs=min(num_requests, 1024),
-                tensor_parallel_size=1,
+                tensor_parallel_size=args.vllm_tensor_parallel_size,
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=args.vllm_gpu_memory_utilization,
                 enforce_eager=args.vllm_enforce_eager,
@@ -1230,6 +1278,16 @@ def gradient_sync(module: torch.nn.Module, args: Any, last: bool) -> None:
         module.set_reshard_after_backward(last)
 
 
+def weight_shapes(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(checkpoint name, shape) of what `full_weights` yields, in its order."""
+    names = set()
+    for name, parameter in model.named_parameters():
+        names.add(name)
+        yield name, tuple(parameter.shape)
+    if "lm_head.weight" not in names and model.get_output_embeddings() is not None:
+        yield "lm_head.weight", tuple(model.get_input_embeddings().weight.shape)
+
+
 @torch.no_grad()
 def full_weights(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (checkpoint name, whole tensor in `dtype`), one at a time. All ranks must exhaust it in lock-step.
@@ -1461,6 +1519,17 @@ def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> N
     metrics.count("val/num_stop_token_ids", stopped)
 
 
+def best_score(args: Any) -> float:
+    """The highest score a response can get."""
+    return rewards.max_score(
+        args.verification_reward,
+        args.r1_style_format_reward,
+        args.additive_format_reward,
+        args.apply_verifiable_reward,
+        args.apply_r1_style_format_reward,
+    )
+
+
 def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args: Any, metrics: Metrics) -> None:
     """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
     describe_rollouts(sampled, args, metrics)
@@ -1472,13 +1541,7 @@ def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args:
     metrics.add("val/score_sq", sum(s * s for s in present), len(present))
     metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
     size = args.num_samples_per_prompt_rollout
-    best = rewards.max_score(
-        args.verification_reward,
-        args.r1_style_format_reward,
-        args.additive_format_reward,
-        args.apply_verifiable_reward,
-        args.apply_r1_style_format_reward,
-    )
+    best = best_score(args)
     everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
     outcomes = [{r.score for r in group if not math.isnan(r.score)} for group in everything]
     constant = [scores for scores in outcomes if len(scores) < 2]

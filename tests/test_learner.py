@@ -342,7 +342,9 @@ def test_flex_attention_has_the_same_layout(share):
     tokens = sum(map(grpo.piece_length, pack))
     inputs = [torch.randn(1, heads, tokens, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
     module = torch.nn.Module()
-    by_piece, flex = (utils.pack_attention(module, *inputs, None, 0.25, layout=layout, flex=f)[0] for f in (False, True))
+    by_piece, flex = (
+        utils.pack_attention(module, *inputs, None, 0.25, layout=layout, flex=f)[0] for f in (False, True)
+    )
     assert by_piece.shape == (1, tokens, 4, 16)
     torch.testing.assert_close(by_piece, flex, rtol=1e-4, atol=1e-5)
 

@@ -1,5 +1,6 @@
 """The scripts around the training: data, tiny model, installation."""
 
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ def read_addition(directory: Path) -> dict[str, list[tuple[int, int, dict]]]:
     out = {}
     for split in ("train", "eval"):
         rows = [json.loads(line) for line in (directory / f"{split}.jsonl").read_text().splitlines()]
-        pattern = r"What is (\d) \+ (\d)\? Give only the number\."
+        pattern = r"What is (\d+) \+ (\d+)\? Give only the number\."
         matches = [re.fullmatch(pattern, row["messages"][0]["content"]) for row in rows]
         out[split] = [(int(m[1]), int(m[2]), row) for m, row in zip(matches, rows, strict=True)]
     return out
@@ -48,9 +49,31 @@ def test_addition_keeps_swapped_pairs_together(tmp_path, seed):
     assert not train & held_out
 
 
-def test_addition_depends_on_the_seed_alone(tmp_path):
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_addition_of_two_digits(tmp_path, seed):
+    data = read_addition(make_addition(tmp_path, seed, digits=2))
+    assert (len(data["train"]), len(data["eval"])) == (2000, 100)
+    pairs = [(a, b) for rows in data.values() for a, b, _ in rows]
+    assert len(set(pairs)) == 2100
+    assert {n for pair in pairs for n in pair} == set(range(1, 100))
+    train, held_out = ({frozenset((a, b)) for a, b, _ in data[split]} for split in ("train", "eval"))
+    assert not train & held_out
+    for a, b, row in data["train"] + data["eval"]:
+        assert (row["ground_truth"], row["dataset"]) == (str(a + b), "gsm8k")
+
+
+def test_addition_of_one_digit_stays_what_it_was(tmp_path):
+    out = make_addition(tmp_path)  # the demo's numbers in README.md are of these rows
+    found = {
+        split: hashlib.sha256((out / f"{split}.jsonl").read_bytes()).hexdigest()[:16] for split in ("train", "eval")
+    }
+    assert found == {"train": "0353b90423c18e7f", "eval": "f77063e4fd4c618d"}
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_addition_depends_on_the_seed_alone(tmp_path, digits):
     def read(name, seed):
-        out = make_addition(tmp_path / name, seed)
+        out = make_addition(tmp_path / name, seed, digits)
         return [(out / f"{split}.jsonl").read_bytes() for split in ("train", "eval")]
 
     assert read("a", 1) == read("b", 1)
