@@ -462,7 +462,7 @@ def score_rollouts(rollouts: Sequence[Rollout], tokenizer: Any, eos_ids: Sequenc
     """Fill text, verifiable, format_score and score of each rollout."""
     records = []
     for r in rollouts:
-        ids = r.token_ids[:-1] if r.token_ids[-1] in eos_ids else r.token_ids
+        ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
         r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
         pairs = zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True)
         records += [rewards.RewardRecord(r.text, label, verifier) for label, verifier in pairs]
@@ -548,12 +548,13 @@ def exclude_solved(excluded: frozenset[int], sampled: Sequence[Rollout], args: A
 
 
 def trainable(groups: Sequence[Sequence[Rollout]], args: Args) -> list[Rollout]:
-    """The rollouts of `groups` that enter the update: no constant groups, no missing scores, no masked truncations.
+    """The rollouts of `groups` that enter the update: no constant groups, no missing scores, no masked truncations, no
+    empty responses.
 
     Advantages were computed before, on whole groups.
     """
     kept = [r for group in groups if has_gradient(group) or not args.filter_zero_std_samples for r in group]
-    kept = [r for r in kept if not math.isnan(r.score)]
+    kept = [r for r in kept if r.token_ids and not math.isnan(r.score)]
     return [r for r in kept if r.finish_reason == "stop" or not args.mask_truncated_completions]
 
 
@@ -987,7 +988,7 @@ def choose_packing(policy: Policy, prompt: utils.Prompt, args: Args, world: util
     if args.max_prompt_token_length + args.response_length > window:
         return "rows"
     ours = policy.model.config._attn_implementation == utils.PACK_ATTENTION
-    noise = 1e-3 if args.model_dtype == "float32" else 0.1
+    noise = 1e-4 if args.model_dtype == "float32" else 0.03  # of the logprobs' size
     ids = [token for token in prompt.token_ids for _ in range(2)][:4]  # short: a leak shows at the start of a response
     parts = [(i // 2, x) for i, x in enumerate((ids, ids[::-1], ids[::-1], ids))]
     rollouts = [Rollout(prompt, i, 0, x, [0.0] * len(x), [True] * len(x)) for i, x in parts]
@@ -995,7 +996,8 @@ def choose_packing(policy: Policy, prompt: utils.Prompt, args: Args, world: util
     want = policy(alone, 1.0)[0][alone.response_mask]
     for how in ("shared", "plain") if ours and args.share_prompts else ("plain",):
         together = make_batch([make_pieces(rollouts, 2**62 if how == "shared" else 0)], world.device)
-        if float((policy(together, 1.0)[0][together.response_mask] - want).abs().mean()) < noise:
+        difference = policy(together, 1.0)[0][together.response_mask] - want
+        if float(difference.abs().mean() / want.abs().mean()) < noise:
             return how
     return "rows"
 
@@ -1099,7 +1101,8 @@ def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     utils.check_args(args, world_size)
-    args = utils.after_restart(args)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        args = utils.after_restart(args)
     if int(os.environ.get("RANK", 0)) == 0:
         print(utils.batch_arithmetic(args, world_size, num_training_steps(args)))
         if args.dry_run:
@@ -1122,7 +1125,7 @@ def main(args: Args) -> Path | None:
     num_steps = num_training_steps(args)
     modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
     dtype = utils.DTYPES[args.model_dtype]
-    state = start_state() | utils.device_speed(world.device, dtype)
+    state = start_state()
     if args.resume:
         state |= load_state(run_dir, modules, optimizer, scheduler, world)
     concurrency = max(
@@ -1134,6 +1137,7 @@ def main(args: Args) -> Path | None:
     how = choose_packing(policy, train_prompts[0], args, world)
     probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
     gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
+    state |= utils.device_speed(world.device, dtype)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
     logger.say(

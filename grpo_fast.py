@@ -204,12 +204,12 @@ class Watchdog:
     Learner 0 calls `beat` whenever anything arrives or a step ends, and on a stall tells the others by the store.
     """
 
-    def __init__(self, roles: Roles, timeout_s: float, outstanding: Any = None):
+    def __init__(self, meeting: "Meeting", roles: Roles, timeout_s: float, outstanding: Any = None):
         self.roles, self.timeout_s, self.outstanding = roles, timeout_s, outstanding
         self.last = time.monotonic()
         self.leads = roles.is_learner and roles.index == 0
         if timeout_s > 0:
-            self.store = connect()  # its own connection: the others may be blocked in theirs
+            self.store = meeting.connect()
             threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self) -> None:
@@ -237,10 +237,37 @@ class Watchdog:
         return False
 
 
-def connect() -> Any:
-    """A connection to the store of this run's launcher; a restarted run has keys of its own."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
-    return dist.PrefixStore(f"grpo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+class Meeting:
+    """Where all ranks of this start of the run meet: a store that rank 0 hosts.
+
+    Its address lies in the store of torchrun's agents, which outlives restarts: a rank that finds the address of a rank
+    0 that is gone looks again. No port number is chosen by anybody.
+    """
+
+    def __init__(self):
+        self.host = os.environ["MASTER_ADDR"]
+        agents = dist.TCPStore(self.host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
+        if os.environ["RANK"] == "0":
+            key = uuid.uuid4().hex
+            self.server = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+            self.server.set("key", key)
+            self.server.set("starts", str(agents.add("grpo/starts", 1)))
+            agents.set("grpo/meeting", f"{self.server.port} {key}")
+        while True:
+            port, key = agents.get("grpo/meeting").decode().split()
+            self.port = int(port)
+            try:
+                self.store = self.connect(timedelta(seconds=5))
+                if self.store.get("key").decode() == key:
+                    break
+            except dist.DistError:
+                time.sleep(0.5)
+        self.store.set_timeout(TIMEOUT)
+        self.restarted = int(self.store.get("starts")) > 1
+
+    def connect(self, timeout: timedelta = TIMEOUT) -> Any:
+        """A further connection, for a thread: a client that waits blocks every other user of it."""
+        return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,20 +329,20 @@ class Clock:
         return Clock(*(getattr(self, f) - getattr(other, f) for f in self.__dataclass_fields__))
 
 
-def run_engine(args: Args, roles: Roles, store: Any) -> None:
+def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
     """Serve requests and weights from learner 0 until it says stop or is gone.
 
     With tensor parallelism the engine's first rank has the connection and tells the others what to do next.
     """
-    world = join(store, f"engine{roles.index}", roles.tp_rank, roles.tp)
-    Watchdog(roles, args.stall_timeout_s)
-    group = weights_group(store, roles)
+    world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
+    Watchdog(meeting, roles, args.stall_timeout_s)
+    group = weights_group(meeting.store, roles)
     tokenizer = utils.load_tokenizer(args)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (args.async_steps + 1)
     engine = utils.make_engine(args, tokenizer, world, math.ceil(rollouts / roles.engines))
     connection = None
     if world.is_main:
-        host, port, key = store.get("address").decode().split()
+        host, port, key = meeting.store.get("address").decode().split()
         connection = Client((host, int(port)), authkey=key.encode())
         connection.send(roles.index)
     dtype, clock = utils.DTYPES[args.model_dtype], Clock()
@@ -376,7 +403,7 @@ WAITING: list[Any] = []  # an engine's weights message, until its running respon
 class Engines:
     """Learner 0's side of all engines. `generate` makes it an engine like those of utils, for evaluation."""
 
-    def __init__(self, store: Any, roles: Roles, eos_ids: list[int], args: Args):
+    def __init__(self, meeting: Meeting, roles: Roles, eos_ids: list[int], args: Args):
         self.eos_ids = eos_ids
         self.changed = threading.Condition()
         self.finished: dict[str, utils.Generation] = {}
@@ -386,14 +413,14 @@ class Engines:
         self.connections: list[Connection] = [None] * roles.engines
         self.owner: dict[str, int] = {}  # outstanding request -> engine
         self.locks = [threading.Lock() for _ in range(roles.engines)]
-        self.watchdog = Watchdog(roles, args.stall_timeout_s, self.outstanding)
-        self.group = weights_group(store, roles)
+        self.watchdog = Watchdog(meeting, roles, args.stall_timeout_s, self.outstanding)
+        self.group = weights_group(meeting.store, roles)
         key = uuid.uuid4().hex
         ranks = roles.learners + roles.engines * roles.tp
         one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
         with Listener(("127.0.0.1" if one_node else "", 0), authkey=key.encode()) as listener:
-            host = "127.0.0.1" if one_node else os.environ["MASTER_ADDR"]
-            store.set("address", f"{host} {listener.address[1]} {key}")
+            host = "127.0.0.1" if one_node else meeting.host
+            meeting.store.set("address", f"{host} {listener.address[1]} {key}")
             for _ in range(roles.engines):
                 connection = listener.accept()
                 self.connections[connection.recv()] = connection
@@ -602,8 +629,8 @@ class Collector:
 class Sender:
     """A thread of learner 0 that broadcasts weights while the next update runs, then admits what they allow."""
 
-    def __init__(self, engines: Engines, bytes_per_second: float):
-        self.engines, self.bytes_per_second = engines, bytes_per_second
+    def __init__(self, engines: Engines):
+        self.engines = engines
         self.collector: Collector | None = None
         self.work: queue.Queue = queue.Queue()
         self.idle = threading.Semaphore(1)  # one broadcast at a time; buckets of the next would pile up
@@ -633,7 +660,6 @@ class Sender:
                 "time/weight_sync_wire": wire,
                 "time/weight_sync_load": max(c.pause - c.wire for c in spent),
                 "time/weight_sync_pause": pause,
-                "time/weight_sync_floor": num_bytes / self.bytes_per_second,
                 "val/weight_sync_bytes": float(num_bytes),
                 "val/weight_sync_gb_per_second": num_bytes / wire / 1e9,
                 "val/weight_sync_version": float(version),
@@ -658,12 +684,12 @@ def send_weights(
             sender.work.put(bucket)
 
 
-def run_learner(args: Args, roles: Roles, store: Any) -> Path:
+def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     """The training loop of every learner; learner 0 also owns collector, sender and all files."""
     start_time = time.perf_counter()
-    world = join(store, "learners", roles.index, roles.learners)
+    world = join(meeting.store, "learners", roles.index, roles.learners)
     if not world.is_main:
-        Watchdog(roles, args.stall_timeout_s)
+        Watchdog(meeting, roles, args.stall_timeout_s)
     torch.manual_seed(args.seed)
     tokenizer = utils.load_tokenizer(args)
     train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
@@ -675,7 +701,7 @@ def run_learner(args: Args, roles: Roles, store: Any) -> Path:
     optimizer, scheduler = grpo.make_optimizer(policy, args)
     num_steps, dtype = grpo.num_training_steps(args), utils.DTYPES[args.model_dtype]
     modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
-    state = grpo.start_state() | utils.device_speed(world.device, dtype)
+    state = grpo.start_state()
     if args.resume:
         state |= grpo.load_state(run_dir, modules, optimizer, scheduler, world)
     alone = utils.World(0, world.local_rank, 1, world.device)  # evaluation and its metrics: learner 0 only
@@ -683,12 +709,13 @@ def run_learner(args: Args, roles: Roles, store: Any) -> Path:
     engines = sender = collector = None
     if world.is_main:
         eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
-        engines = Engines(store, roles, eos_ids, args)
-        sender = Sender(engines, state["bytes_per_second"])
+        engines = Engines(meeting, roles, eos_ids, args)
+        sender = Sender(engines)
     send_weights(policy, manifest, sender, dtype, state["step"], state["cursor"])
     how = grpo.choose_packing(policy, train_prompts[0], args, world)
     probe_prompt = (0, train_prompts[0])
     gap_metrics = check_engines(engines, policy, probe_prompt, state["step"], "before the first rollout", args, world)
+    state |= utils.device_speed(world.device, dtype)  # now that the engines are quiet
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
     logger.say(
@@ -824,6 +851,7 @@ def describe_engines(
     weights = (policy.matrices + policy.head) * state["itemsize"]  # bytes that each decoding step reads
     return {
         "time/generation_waiting_for_trainer": mean["idle"],
+        "time/weight_sync_floor": out.get("val/weight_sync_bytes", 0.0) / state["bytes_per_second"],
         "val/engine_busy_seconds": mean["busy"],
         "val/engine_pause_seconds": mean["pause"],
         "val/engine_idle_share": mean["idle"] / total,
@@ -839,15 +867,15 @@ def step_line(out: dict[str, float]) -> str:
     name = "generation" if learner > max(engine, 0.05) else "training" if engine > 0.05 else "none, both sides are busy"
     line = (
         f"          groups {out['batch/groups_started']:.0f} started = {out['batch/groups_trained']:.0f} trained + "
-        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_in_flight']:.0f} in flight · idle: learner "
+        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_in_flight']:.0f} in flight | idle: learner "
         f"{learner:.0%}, engines {engine:.0%}; bottleneck: {name}"
     )
     if "time/weight_sync" in out:
         line += (
-            f" · weights v{out['val/weight_sync_version']:.0f}: {out['val/weight_sync_bytes'] / 1e6:.0f} MB, wire "
+            f" | weights v{out['val/weight_sync_version']:.0f}: {out['val/weight_sync_bytes'] / 1e6:.0f} MB, wire "
             f"{out['time/weight_sync_wire']:.2f} s, load {out['time/weight_sync_load']:.2f} s, pause "
-            f"{out['time/weight_sync_pause']:.2f} s, {out['val/weight_sync_gb_per_second']:.1f} GB/s, copy floor "
-            f"{out['time/weight_sync_floor']:.2f} s"
+            f"{out['time/weight_sync_pause']:.2f} s, {out['val/weight_sync_gb_per_second']:.1f} GB/s (a copy takes "
+            f"{out['time/weight_sync_floor']:.2f} s)"
         )
     return line
 
@@ -858,7 +886,6 @@ def main(args: Args) -> None:
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_fast_args(args, world_size, ranks_per_node)
     utils.check_args(args, 1, fast=True)
-    args = utils.after_restart(args)
     if args.dry_run or world_size is None:
         lines = utils.batch_arithmetic(args, 1, grpo.num_training_steps(args)).splitlines()
         print("\n".join(line for line in lines if not line.startswith("ranks")))  # packs, not prompts, are shared out
@@ -877,7 +904,10 @@ def main(args: Args) -> None:
     die_with_parent()
     pin_cores(args)
     roles = roles_of(args, int(os.environ["RANK"]), ranks_per_node)
-    (run_learner if roles.is_learner else run_engine)(args, roles, connect())
+    meeting = Meeting()
+    if meeting.restarted:
+        args = utils.after_restart(args)
+    (run_learner if roles.is_learner else run_engine)(args, roles, meeting)
 
 
 if __name__ == "__main__":

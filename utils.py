@@ -118,8 +118,6 @@ def all_gather(thing: Any, world: World) -> list[Any]:
 
 def after_restart(args: Any) -> Any:
     """The flags after torchrun --max-restarts started the ranks again: go on from the newest checkpoint, or afresh."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        return args
     saved = (Path(args.output_dir) / args.exp_name / "checkpoints" / "latest").exists()
     return replace(args, resume=saved, overwrite=not saved)
 
@@ -1679,7 +1677,7 @@ class Logger:
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         if self.enabled:
-            self.console.print(text, highlight=False, markup=False)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def trace(self, step: int, rollouts: Sequence[Any], world: World) -> None:
         """Append all ranks' rollouts to rollouts.jsonl, a row each, in stream order. All ranks."""

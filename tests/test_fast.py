@@ -1,11 +1,15 @@
 """Whole runs of grpo_fast.py: real engines in their own processes, real weight broadcasts, real kills."""
 
+import dataclasses
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import pytest
 import torch
@@ -47,7 +51,7 @@ def test_async_steps_0_is_grpo_py_bit_for_bit(synchronous, tiny_models, data, tm
     rows = [read(d / "metrics.jsonl") for d in (synchronous, tmp_path / "fast")]
     assert sum(r["optim/skipped_steps"] for r in rows[0]) < 3, "nothing was trained: the test shows nothing"
     for a, b in zip(*rows, strict=True):
-        same = [k for k in a if not k.startswith(("time/", "learner_tokens", "val/actor"))]
+        same = [k for k in a if not k.startswith(("time/", "learner_", "val/actor"))]
         assert {k: a[k] for k in same} == {k: b[k] for k in same}
 
 
@@ -55,14 +59,14 @@ def test_two_learners_make_the_same_first_update(synchronous, tiny_models, data,
     flags = "--exp_name two --total_episodes 64 --seed 3 --async_steps 0 --save_freq 1 --per_device_train_batch_size 1 "
     run("grpo_fast.py", tiny_models(), data, tmp_path, flags + f"--num_learners_per_node 2 --deepspeed_stage 3 {VLLM}")
     a, b = weights(synchronous / "step_1"), weights(tmp_path / "two" / "step_1")
-    for name in a:
-        assert (a[name] - b[name]).norm() <= 1e-6 * a[name].norm(), name
+    for name in a:  # Adam's first step is the gradient's sign: rounding shows where a gradient is nearly zero
+        assert (a[name] - b[name]).norm() <= 3e-6 * a[name].norm(), name
 
 
 def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path):  # noqa: F811
     """Two engines, async_steps 2, weights taken between decoding steps: each token knows its version."""
     flags = "--exp_name x --total_episodes 1600 --async_steps 2 --inflight_updates --vllm_num_engines 2 --save_traces "
-    flags += f"--max_logprob_gap 0 --response_length 24 --learning_rate 1e-3 --save_freq 5 {VLLM}"
+    flags += f"--response_length 24 --learning_rate 1e-3 --save_freq 5 {VLLM}"
     run("grpo_fast.py", tiny_models(), data, tmp_path, flags)
     rows, metrics = read(tmp_path / "x" / "rollouts.jsonl"), read(tmp_path / "x" / "metrics.jsonl")
     names = [(r["position"], r["sample"]) for r in rows]
@@ -140,36 +144,249 @@ def is_alive(pid):
         return False
 
 
-def test_shares_lose_nothing_and_are_even():
-    """Property: any rollouts, any number of learners; every rollout once, in order, loads within the longest row."""
+def wait_until(condition, process, log, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def ranks_below(pid):
+    """Pids of the ranks a launcher started, learners first."""
+    return sorted(child for child in descendants(pid) if is_alive(child) and is_rank(child))
+
+
+def test_two_nodes_survive_a_kill(synchronous, tiny_models, data, tmp_path):  # noqa: F811
+    """Two torchrun agents stand for two nodes; a learner killed with -9 is started again from the last checkpoint, and
+    the run ends with the weights of a run that nobody killed."""
+    flags = "--exp_name x --total_episodes 192 --seed 3 --async_steps 0 --save_freq 1 --checkpoint_state_freq 1"
+    line = command("grpo_fast.py", tiny_models(), data, tmp_path, f"{flags} --num_learners_per_node 1 {VLLM}")
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--max-restarts",
+    ]
+    port = random.randrange(20_000, 60_000)
+    torchrun += ["2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "x", *line[1:]]
+    env, agents = os.environ | {"OMP_NUM_THREADS": "1"}, []
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    for log in logs:
+        agents.append(subprocess.Popen(torchrun, cwd=REPO, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT))
+    try:
+        latest = tmp_path / "x" / "checkpoints" / "latest"
+        wait_until(latest.exists, agents[0], logs[0])
+        ranks = [pid for agent in agents for pid in ranks_below(agent.pid)]
+        learner = next(pid for pid in ranks if b"RANK=0\0" in open(f"/proc/{pid}/environ", "rb").read())
+        os.kill(learner, signal.SIGKILL)
+        assert [agent.wait(timeout=200) for agent in agents] == [0, 0], logs[0].read_text()[-3000:]
+    finally:
+        for agent in agents:
+            agent.kill()
+    a, b = weights(synchronous / "step_3"), weights(tmp_path / "x" / "step_3")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2, 3]
+    assert sum(log.read_text().count("ready after") for log in logs) == 2, "nobody was started again"
+
+
+def test_an_engine_of_two_ranks_agrees_with_the_learner(tiny_models, data, tmp_path):  # noqa: F811
+    """Tensor parallelism: the gap stays that of float32, after several broadcasts, with a tied head."""
+    flags = f"--exp_name x --total_episodes 192 --seed 3 --async_steps 0 --vllm_tensor_parallel_size 2 {VLLM}"
+    out = run("grpo_fast.py", tiny_models(), data, tmp_path, flags)
+    assert "1 engines x 2 = 3 processes" in out
+    rows = read(tmp_path / "x" / "metrics.jsonl")
+    assert sum(r["optim/skipped_steps"] for r in rows) < 3
+    assert all(r["debug/vllm_vs_local_logprob_diff_max"] < 1e-4 for r in rows)
+
+
+def test_responses_are_as_long_as_in_a_synchronous_run(tiny_models, data, tmp_path):  # noqa: F811
+    """With a learning rate of 0 asynchrony may change nothing: every rollout of the synchronous run is there, of the
+    same length, at the same step. Finishing early is no advantage."""
+    flags = "--total_episodes 512 --learning_rate 0 --stop_strings a e --response_length 24 --save_traces --seed 5 "
+    found = []
+    for script, more in (("grpo.py", ""), ("grpo_fast.py", "--async_steps 2 --inflight_updates --vllm_num_engines 2")):
+        run(script, tiny_models(), data, tmp_path, f"--exp_name {script[:-3]} {flags} {more} {VLLM}")
+        rows = read(tmp_path / script[:-3] / "rollouts.jsonl")
+        found.append({(r["position"], r["sample"]): (r["training_step"], len(r["token_ids"])) for r in rows})
+    assert len(found[0]) == 512 and len({n for _, n in found[0].values()}) > 10, "all of one length show nothing"
+    assert found[0].keys() == found[1].keys()
+    same = sum(found[0][key] == found[1][key] for key in found[0])
+    assert same >= 0.99 * 512  # float32 sums differ with the batch, and now and then a sample with them
+
+
+def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, data, tmp_path):  # noqa: F811
+    flags = f"--exp_name x --total_episodes 6400000 --max_logprob_gap 0 --stall_timeout_s 5 {TRANSFORMERS}"
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        line = command("grpo_fast.py", tiny_models(), data, tmp_path, flags)
+        process = subprocess.Popen(line, cwd=REPO, stdout=file, stderr=file)
+    metrics = tmp_path / "x" / "metrics.jsonl"
+    wait_until(metrics.exists, process, log)
+    engine = ranks_below(process.pid)[-1]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_until(lambda: "stalled: nothing moved for" in log.read_text(), process, log, 60)
+        time.sleep(1)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert process.wait(timeout=60) != 0
+    text = log.read_text()
+    assert "Outstanding: 64 requests: " in text and "/7 (engine 0)" in text
+    assert "in run_learner" in text and "in _collect" in text, "no stacks"
+    assert "learner 0 (pid" in text and "died with exit code 1" in text
+
+
+class Finished:
+    """Engines that have answered everything: each group's responses as given."""
+
+    def __init__(self, groups):
+        self.changed, self.eos_ids, self.groups = threading.Condition(), [0], groups
+        self.watchdog = self
+        self.submitted = []
+
+    def beat(self):
+        pass
+
+    def submit(self, requests):
+        self.submitted += [name for name, _ in requests]
+
+    def wait_for(self, condition, what):
+        assert condition(), f"would wait for {what}"
+
+    def take(self, names):
+        texts = self.groups[int(names[0].split("/")[0])]
+        return [utils.Generation(list(t), [-1.0] * len(t), "stop", [0] * len(t)) for t in texts]
+
+
+def collect(groups, flags=""):
+    """What a real collector makes of the groups, each a list of responses; tokens are code points, 7 is right."""
+    line = "--model_name_or_path x --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 2 --async_steps 0 "
+    line += f"--response_length 64 --max_prompt_token_length 8 --pack_length 72 --total_episodes 4 {flags}"
+    args = utils.parse_args(grpo.Args, line.split())
+    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+    prompts = [utils.Prompt(i, (1, 2, 3), "", ("7",), ("gsm8k",)) for i in range(4)]
+    engines = Finished([[[ord(c) for c in text] for text in group] for group in groups])
+
+    def pack(rollouts):
+        return grpo.pack_rollouts(rollouts, "shared", args.pack_length, 3)
+
+    collector = grpo_fast.Collector(engines, prompts, tokenizer, args, grpo.start_state(), pack)
+    collector.engines_have(0)
+    return collector, collector._collect()
+
+
+@pytest.mark.parametrize("groups, trained, lengths", [
+    ([["1", "2"], ["7", "7"]], 0, []),  # nothing survives
+    ([["1", "7"], ["7", "7"]], 1, [4]),  # one group does
+    ([["1", "7"], ["is 7", "x" * 64]], 2, [4, 70]),  # one response as long as may be
+    ([["", "7"], ["1", "1"]], 1, [3]),  # an empty response is no row, yet it counted in the mean
+])  # fmt: skip
+def test_collector(groups, trained, lengths):
+    collector, step = collect(groups)
+    assert len(step.groups) == 2 and len(step.sampled) == 4
+    (learners,) = step.packs
+    assert len(learners) == 3
+    pieces = [piece for packs in learners for pack in packs for piece in pack]
+    assert sorted(map(grpo.piece_length, pieces)) == sorted(lengths) or sum(map(len, pieces)) == sum(
+        bool(text) for group in groups[:trained] for text in group
+    )
+    counts = collector.account(step)
+    assert (counts["batch/groups_trained"], counts["batch/groups_filtered"]) == (trained, 2 - trained)
+    assert counts["batch/groups_started"] == 2 and counts["batch/groups_in_flight"] == 0
+
+
+def test_active_sampling_goes_on_until_enough_groups_have_a_gradient():
+    collector, step = collect([["1", "7"], ["7", "7"], ["1", "1"], ["1", "7"]], "--active_sampling")
+    assert [g[0].position for g in step.groups] == [0, 3] and step.cursor == 4
+    counts = collector.account(step)
+    assert counts == {f"batch/groups_{k}": v for k, v in zip(("started", "trained", "filtered", "in_flight"), (4, 2, 2, 0), strict=True)}  # fmt: skip # noqa: E501
+
+
+def test_a_lost_group_is_noticed():
+    collector, step = collect([["1", "7"], ["1", "7"]])
+    collector.counts["started"] += 1
+    with pytest.raises(RuntimeError, match="groups got lost"):
+        collector.account(step)
+
+
+RECIPES = {  # P, G, pack_length, learners, mini-batches, packs a step: open-instruct's recipes, lengths made up
+    "large_test": (32, 16, 20480, 4, 1, 27),
+    "tulu3": (64, 16, 4096, 6, 2, 157),
+    "qwen2.5_7b_zero": (48, 16, 6144, 4, 1, 132),
+    "qwen3_4b_dapo": (8, 16, 10240, 4, 1, 44),
+    "olmo3_instruct": (64, 8, 11264, 8, 4, 116),
+    "olmo3_think": (64, 8, 35840, 16, 1, 156),
+    "rlzero_math": (32, 8, 18432, 16, 1, 68),
+    "olmo3_32b_think": (64, 8, 35840, 96, 1, 186),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_packs_of_the_recipes_lose_nothing_and_are_even(name):
+    """Log-normal lengths: no token lost, no pack above its budget, learners' tokens within 2 % of their mean."""
+    prompts, samples, pack_length, learners, mini_batches, packs = RECIPES[name]
     rng = random.Random(0)
-    for _ in range(200):
-        learners, row_tokens = rng.randint(1, 5), rng.choice([0, 40, 200])
+    mean = packs * pack_length / (prompts * samples)
+    for _ in range(2 * mini_batches):
+        rollouts = []
+        for p in range(prompts // mini_batches):
+            prompt = utils.Prompt(p, tuple(range(rng.randint(50, 300))), "", (), ())
+            for j in range(samples):
+                n = int(rng.lognormvariate(math.log(mean) - 0.32, 0.8))
+                rollouts.append(grpo.Rollout(prompt, p, j, range(max(1, min(n, pack_length - 300)))))
+        shares = grpo.pack_rollouts(rollouts, "shared", pack_length, learners, pair_cost=5e-5)
+        pieces = [piece for packs in shares for pack in packs for piece in pack]
+        assert sorted(id(r) for piece in pieces for r in piece) == sorted(map(id, rollouts))
+        assert all(sum(map(grpo.piece_length, pack)) <= pack_length for packs in shares for pack in packs)
+        loads = [sum(grpo.piece_length(piece) for pack in packs for piece in pack) for packs in shares]
+        assert max(loads) <= 1.02 * sum(loads) / learners, max(loads) * learners / sum(loads)
+
+
+def test_packs_hold_every_rollout_whatever_the_lengths():
+    """Property: any rollouts, learners and way of packing; every rollout once, budgets kept, prompts shared."""
+    rng = random.Random(0)
+    for _ in range(300):
+        learners, how, pack_length = rng.randint(1, 5), rng.choice(["shared", "plain", "rows"]), rng.choice([130, 400])
         rollouts = []
         for position in range(rng.randint(0, 12)):
             prompt = utils.Prompt(position, tuple(range(rng.randint(1, 30))), "", (), ())
             for j in range(rng.randint(1, 6)):
                 rollouts.append(grpo.Rollout(prompt, position, j, [0] * rng.randint(1, 100)))
-        shares = grpo_fast.share_rollouts(rollouts, row_tokens, learners)
+        shares = grpo.pack_rollouts(rollouts, how, pack_length, learners, rng.choice([0.0, 1e-2]))
         assert len(shares) == learners
-        assert sorted(id(r) for share in shares for r in share) == sorted(map(id, rollouts))
-        order = {id(r): i for i, r in enumerate(rollouts)}
-        assert all([order[id(r)] for r in share] == sorted(order[id(r)] for r in share) for share in shares)
-        if learners == 1:
-            assert shares[0] == rollouts
-        rows = grpo.fill_rows(rollouts, row_tokens)
-        if rows and row_tokens == 0:
-            loads = [sum(grpo.row_length([r]) for r in share) for share in shares]
-            assert max(loads) - min(loads) <= max(map(grpo.row_length, rows))
+        packs = [pack for share in shares for pack in share]
+        assert sorted(id(r) for pack in packs for piece in pack for r in piece) == sorted(map(id, rollouts))
+        assert all(pack and sum(map(grpo.piece_length, pack)) <= pack_length for pack in packs)
+        assert all(len({r.position for r in piece}) == 1 for pack in packs for piece in pack)
+        if how == "rows":
+            assert all(sum(map(len, pack)) == 1 for pack in packs)
+
+
+def test_roles():
+    """Learners are the first ranks of each node; an engine of two ranks is two neighbours."""
+    line = "--model_name_or_path x --num_learners_per_node 2 1 --vllm_num_engines 2 --vllm_tensor_parallel_size 2"
+    args = utils.parse_args(grpo.Args, line.split())
+    roles = [grpo_fast.roles_of(args, rank, 4) for rank in range(7)]
+    assert [r.name for r in roles] == [
+        "learner 0", "learner 1", "engine 0", "engine 0", "learner 2", "engine 1", "engine 1"
+    ]  # fmt: skip
+    assert [r.tp_rank for r in roles] == [0, 0, 0, 1, 0, 0, 1]
+    with pytest.raises(utils.UserError, match="would span two nodes"):
+        grpo_fast.check_fast_args(dataclasses.replace(args, num_learners_per_node=[3, 1]), 8, 4)
 
 
 @pytest.mark.parametrize("flags, world, message", [
     ("--num_learners_per_node 2 --vllm_num_engines 1", 4, "3 processes, but 4 ranks run"),
-    ("--resume", None, "--resume and --checkpoint_state_freq work in grpo.py only"),
-    ("--vllm_num_engines 0", None, "both must be positive"),
+    ("--vllm_num_engines 0", None, "a run needs a learner and an engine"),
+    ("--num_learners_per_node 1 1", 3, "is for 2 nodes, but 1 run"),
+    ("--vllm_tensor_parallel_size 2", 2, "x --vllm_tensor_parallel_size 2 = 3 processes, but 2 ranks run"),
     ("--num_mini_batches 3", None, "--num_mini_batches 3 does not divide --num_unique_prompts_rollout 16"),
 ])  # fmt: skip
 def test_refusals(flags, world, message):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags.split()])
     with pytest.raises(utils.UserError, match=message):
-        grpo_fast.check_fast_args(args, world)
+        grpo_fast.check_fast_args(args, world, world or 1)

@@ -1,0 +1,108 @@
+"""scripts/bench.py through its command line: what it prints, never how fast anything is."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scripts import bench
+from tests.conftest import REPO
+
+
+def run(name, model, *flags, env=None):
+    """The JSON a benchmark prints, which is all that stands on stdout, and its stderr."""
+    line = [sys.executable, "scripts/bench.py", name, "--model", str(model), "--json", *" ".join(flags).split()]
+    done = subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    result = json.loads(done.stdout)
+    assert result["bench"] == name
+    assert {"cores", "torch", "threads", "peak_gflops", "OMP_NUM_THREADS", "LD_PRELOAD"} <= set(result["machine"])
+    assert result["machine"]["peak_gflops"] > 0
+    for found in result["ratios"].values():
+        assert set(found) == {"value", "min", "max", "target", "met"}
+        assert all(math.isfinite(found[k]) and found[k] > 0 for k in ("value", "min", "max"))
+        assert found["met"] == (None if found["target"] is None else found["value"] >= found["target"])
+    for side in result["sides"].values():
+        assert 0 < side["min"] <= side["seconds"] <= side["max"]
+        assert all(math.isfinite(value) for value in side.values())
+    return result, done.stderr
+
+
+def test_packing(tiny_models):
+    flags = "--sequences 512 --learners 1 3 16 --pack_length 512 --repeat 2"
+    result, _ = run("packing", tiny_models(), flags)
+    assert result["settings"]["sequences"] == 512
+    assert set(result["sides"]) == {f"{how}, {n}" for how in ("shared", "plain", "next-fit") for n in (1, 3, 16)}
+    for name, side in result["sides"].items():
+        assert side["packs"] >= side["fewest_packs"] > 0 and side["token_imbalance"] >= 1 <= side["cost_imbalance"]
+        assert name.startswith("next-fit") or side["response_tokens_lost"] == 0
+    kept = [found["value"] for name, found in result["ratios"].items() if name.endswith("tokens kept")]
+    assert kept == [1.0] * 6
+
+
+def test_lengths_of_a_file(tiny_models, tmp_path):
+    """Four groups of two, the file's three rows again and again: 7 + 8, 9 + 7, 8 + 9, 7 + 8 response tokens."""
+    rows = [{"prompt_tokens": 5, "response_tokens": n} for n in (7, 8, 9)]
+    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--sequences 8 --samples 2 --learners 2 --repeat 1 --lengths {tmp_path / 'lengths.jsonl'}"
+    env = {name: value for name, value in os.environ.items() if name not in bench.THREAD_SETTINGS}
+    result, stderr = run("packing", tiny_models(), flags, env=env)
+    if not torch.cuda.is_available():  # a run without the settings of scripts/setup.sh says so
+        assert "WARNING: OMP_NUM_THREADS, KMP_BLOCKTIME, LD_PRELOAD not set" in stderr
+    assert result["settings"]["response_tokens"] == 63
+    # a prompt without its last token for each response, or once for both
+    assert result["sides"]["plain, 2"]["tokens"] == 63 + 8 * 4
+    assert result["sides"]["shared, 2"]["tokens"] == 63 + 4 * 4
+
+
+def test_drawn_lengths_are_those_of_gsm8k():
+    """Medians of the fit: exp(4.04) = 56.8 tokens of question and 30 of template, exp(4.45) = 85.6 of answer."""
+    options = bench.argparse.Namespace(samples=8, pack_length=2048, lengths=None, seed=1)
+    lengths = bench.draw_lengths(100, options)
+    prompts, responses = sorted(n for n, _ in lengths), sorted(m for _, own in lengths for m in own)
+    assert len(prompts) == 100 and len(responses) == 800
+    assert prompts[50] == pytest.approx(87, abs=2) and responses[400] == pytest.approx(86, abs=2)
+    assert responses[760] == pytest.approx(math.exp(4.45 + 1.645 * 0.434), rel=0.03)
+
+
+def test_next_fit_by_hand():
+    """[60] [50 40] [70 30]: two learners get one pack each, the third is dropped."""
+    assert bench.next_fit([60, 50, 40, 70, 30], 100, 2) == ([[[0]], [[1, 2]]], [[3, 4]])
+    # fewer packs than learners (the limit is 10300 // 4): everything is dropped
+    assert bench.next_fit([100, 100, 100, 10000], 20480, 4) == ([[], [], [], []], [[0, 1, 2], [3]])
+
+
+def test_ratio_by_hand():
+    """Medians 2 and 3; the rounds' ratios are 3/1, 2/2, 6/3."""
+    found = bench.ratio([1.0, 2.0, 3.0], [3.0, 2.0, 6.0], target=1.6)
+    assert found == {"value": 1.5, "min": 1.0, "max": 3.0, "target": 1.6, "met": False}
+
+
+def test_learner_sides_compute_the_same_gradient(tiny_models):
+    """Packs, one by one, padded rows, a dense mask, ours and bare: one gradient norm, to float32."""
+    result, _ = run("learner", tiny_models(), "--dtype float32 --prompts 3 --samples 4 --rows 5 --repeat 2")
+    sides = "packs_shared bare_packs packs_plain one_by_one padded bare_dense".split()
+    assert [*sides, "matrix_product"] == list(result["sides"])
+    norms = [result["sides"][name]["grad_norm"] for name in sides]
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-4) and norms[0] > 0.1
+    settings = result["settings"]
+    assert settings["tokens_in_packs"] < settings["real_tokens"] < settings["tokens_in_padded_rows"]
+    assert all(0 < result["sides"][name]["peak_share"] for name in ("packs_shared", "bare_packs"))
+    assert [found["target"] for found in result["ratios"].values()] == [0.9, 2.0, 1.0, 1.0, None, None]
+
+
+def test_rollout_sides_make_the_same_responses(tiny_models):
+    result, _ = run("rollout", tiny_models(), "--repeat 1 --num_samples_per_prompt_rollout 4")
+    assert result["settings"]["requests"] == 8 * 4
+    assert result["settings"]["share_of_same_responses"] == 1.0
+    assert all(side["tokens_per_second"] > 0 for side in result["sides"].values())
+
+
+def test_sync(tiny_models):
+    result, _ = run("sync", tiny_models(), "--repeat 2 --dtype float32")
+    assert list(result["sides"]) == ["engine.load_weights", "memory copy", "vLLM's reload", "full_weights alone"]
+    assert result["settings"]["bytes"] > 4 * 512 * 128  # the embedding alone
