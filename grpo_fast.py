@@ -406,7 +406,7 @@ class Engines:
     def __init__(self, meeting: Meeting, roles: Roles, eos_ids: list[int], args: Args):
         self.eos_ids = eos_ids
         self.changed = threading.Condition()
-        self.finished: dict[str, utils.Generation] = {}
+        self.finished: dict[str, tuple[utils.Generation, float]] = {}  # and when
         self.loaded: dict[int, int] = {}  # version -> engines that have it
         self.clocks = [Clock() for _ in range(roles.engines)]
         self.dead: str | None = None
@@ -441,7 +441,7 @@ class Engines:
                 self.clocks[index] = clock
                 if kind == "done":
                     for request_id, generation in content:
-                        self.finished[request_id] = generation
+                        self.finished[request_id] = generation, time.perf_counter()
                         del self.owner[request_id]
                 else:
                     self.loaded[content] = self.loaded.get(content, 0) + 1
@@ -472,18 +472,19 @@ class Engines:
                     raise RuntimeError(f"{self.dead} while waiting for {what}")
                 self.changed.wait(timeout=1.0)
 
-    def take(self, request_ids: Sequence[str]) -> list[utils.Generation]:
-        """Wait for requests and hand over their results."""
+    def take(self, request_ids: Sequence[str]) -> tuple[list[utils.Generation], float]:
+        """Wait for requests and hand over their results, and when the last one came."""
         self.wait_for(lambda: all(i in self.finished for i in request_ids), f"request {request_ids[0]}")
         with self.changed:
-            return [self.finished.pop(i) for i in request_ids]
+            made, when = zip(*[self.finished.pop(i) for i in request_ids], strict=True)
+        return list(made), max(when)
 
     def generate(self, requests: Sequence[utils.Request]) -> list[utils.Generation]:
         """Sample all requests to their end; the result has their order."""
         named = [(f"now/{uuid.uuid4().hex}", request) for request in requests]
         for start in range(0, len(named), 8):
             self.submit(named[start : start + 8])
-        return self.take([request_id for request_id, _ in named])
+        return self.take([request_id for request_id, _ in named])[0]
 
     def tell_all(self, message: tuple) -> None:
         """Send a message to every engine."""
@@ -530,6 +531,7 @@ class Collector:
         self.first = self.admitted = self.consumed = state["cursor"]
         self.excluded = frozenset(state["excluded"])
         self.in_flight: dict[int, utils.Prompt] = {}  # groups that were started and have not reached a learner
+        self.started_at: dict[int, float] = {}
         self.counts = {"started": 0, "trained": 0, "filtered": 0}
         self.ready: queue.Queue = queue.Queue(maxsize=1)
         self.error: BaseException | None = None
@@ -552,7 +554,7 @@ class Collector:
             self.admitted = max(self.admitted, limit)
             for position in positions:
                 prompt = utils.prompt_at(self.prompts, position, self.args.seed, self.excluded)
-                self.in_flight[position] = prompt
+                self.in_flight[position], self.started_at[position] = prompt, time.perf_counter()
             self.counts["started"] += len(positions)
             self.engines.changed.notify_all()
         for position in positions:
@@ -570,14 +572,15 @@ class Collector:
 
     def _collect(self) -> StepData:
         args, wanted, timer = self.args, self.args.num_unique_prompts_rollout, utils.Timer()
-        data = StepData()
+        data, group_seconds = StepData(), []
         most = wanted * (grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1)
         taken = 0
         while taken < most and len(data.groups) < wanted:
             if self.consumed == self.admitted and taken:  # active_sampling ran dry: go on from the newest weights
                 self.admit(self.consumed + wanted)
             self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
-            group = self._take(self.consumed)
+            group, seconds = self._take(self.consumed)
+            group_seconds.append(seconds)
             self.consumed, taken = self.consumed + 1, taken + 1
             with timer("reward"):
                 grpo.score_rollouts(group, self.tokenizer, self.engines.eos_ids, args)
@@ -587,19 +590,22 @@ class Collector:
             if not args.active_sampling or grpo.has_gradient(group):
                 data.groups.append(group)
         self.excluded = grpo.exclude_solved(self.excluded, data.sampled, args)
+        longest = utils.summary("time/group_generation", group_seconds)
         with timer("packing"):
             per = len(data.groups) // args.num_mini_batches or 1
             for i in range(args.num_mini_batches):
                 data.packs.append(self.pack(grpo.trainable(data.groups[i * per : (i + 1) * per], args)))
-        data.cursor, data.excluded, data.seconds = self.consumed, self.excluded, timer.seconds
+        data.cursor, data.excluded, data.seconds = self.consumed, self.excluded, timer.seconds | longest
         return data
 
-    def _take(self, position: int) -> list[Rollout]:
+    def _take(self, position: int) -> tuple[list[Rollout], float]:
+        """The group at a stream position, and the seconds from its start to its last token."""
         samples = range(self.args.num_samples_per_prompt_rollout)
         group = [Rollout(self.in_flight[position], position, j) for j in samples]
-        for rollout, made in zip(group, self.engines.take([f"{position}/{j}" for j in samples]), strict=True):
+        generations, when = self.engines.take([f"{position}/{j}" for j in samples])
+        for rollout, made in zip(group, generations, strict=True):
             rollout.append(made)
-        return group
+        return group, when - self.started_at.pop(position)
 
     def next(self) -> StepData:
         """The next step's data; raises what the thread raised."""
@@ -773,6 +779,9 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             now = list(engines.clocks)
             spent, clocks = [a.since(b) for a, b in zip(now, clocks, strict=True)], now
             out |= describe_engines(spent, policy, out, state)
+            longest = max(out["time/group_generation_max"], 1e-9)
+            tokens = sum(len(r.token_ids) for r in data.sampled)
+            out["val/actor_tokens_per_second_longest_group"] = tokens / longest  # open-instruct's throughput
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
                 utils.save_model(policy.model, tokenizer, run_dir / f"step_{step}", dtype, world)

@@ -1572,6 +1572,13 @@ def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
     return metrics
 
 
+def summary(name: str, values: Sequence[float]) -> dict[str, float]:
+    """`name`_mean, _min and _max of a list."""
+    if not values:
+        return {}
+    return {f"{name}_mean": sum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+
+
 class Timer:
     """Wall seconds per named phase of a step."""
 

@@ -79,7 +79,7 @@ def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path): 
     assert undocumented({key for row in metrics for key in row}) == []
     rates = [r["objective/verifiable_correct_rate"] for r in metrics]
     assert rates[0] < 0.3 and sum(rates[-5:]) / 5 > 0.6
-    assert all(r["batch/prompts_in_flight"] <= 8 * 3 for r in metrics)
+    assert all(r["batch/groups_in_flight"] <= 8 * 3 for r in metrics)
 
     # the tokens before the first update in flight have the logprobs of the learner of that version
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -259,7 +259,7 @@ class Finished:
 
     def take(self, names):
         texts = self.groups[int(names[0].split("/")[0])]
-        return [utils.Generation(list(t), [-1.0] * len(t), "stop", [0] * len(t)) for t in texts]
+        return [utils.Generation(list(t), [-1.0] * len(t), "stop", [0] * len(t)) for t in texts], 0.0
 
 
 def collect(groups, flags=""):

@@ -280,7 +280,7 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ("--vllm_gpu_memory_utilization 0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
     ("--vllm_gpu_memory_utilization 1.0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
     ("--sequence_parallel_size 2", r"--sequence_parallel_size .*not supported yet"),
-    ("--vllm_tensor_parallel_size 2", r"--vllm_tensor_parallel_size .*not supported yet"),
+    ("--vllm_tensor_parallel_size 2", r"--vllm_tensor_parallel_size 2: .*use grpo_fast\.py"),
     ("--num_learners_per_node 2", r"--num_learners_per_node \[2\] but 1 ranks .*torchrun --nproc_per_node=2"),
     ("--chat_template_name tulo", r"--chat_template_name tulo: .*nearest is tulu .*simple_chat"),
     ("--chat_template_name simple", r"--chat_template_name simple: .*nearest is simple_chat "),

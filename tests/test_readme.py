@@ -26,7 +26,7 @@ def test_commands_pass_every_check(line):
     args = utils.parse_args(grpo.Args, words[words.index(script) + 1 :])
     utils.check_args(args, ranks, fast=script == "grpo_fast.py")
     if script == "grpo_fast.py":
-        grpo_fast.check_fast_args(args, None)
+        grpo_fast.check_fast_args(args, None, 1)
     else:  # what check_args asks for where there is a GPU: learner and engine share it
         assert args.vllm_gpu_memory_utilization <= 0.8 or args.rollout_backend != "vllm"
 
