@@ -590,7 +590,7 @@ def pack_rollouts(
 
     how    shared: responses of a prompt share one copy of it; plain: each response has its own; rows: one a pack.
     Pieces go to learners so that tokens and costs (tokens + pair_cost * attended pairs) are even, then into as few
-    packs as first-fit-decreasing needs, evenly filled. Groups are cut smaller until tokens are within 2 %.
+    packs as best-fit-decreasing needs, evenly filled. Groups are cut smaller until tokens are within 2 %.
     """
     if not rollouts:
         return [[] for _ in range(learners)]
@@ -685,37 +685,40 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature: float, chunk: int):  # (n, H), (V, H), (n,)
-        logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
+        logprobs, entropy, normalizers = torch.empty(3, len(targets), device=hidden.device)
         for i in range(0, len(targets), chunk):
             part = slice(i, i + chunk)
-            logp = HeadLogprobs.log_softmax(hidden[part], weight, temperature)
+            logits = HeadLogprobs.logits(hidden[part], weight, temperature)
+            normalizers[part] = logits.logsumexp(1)
+            logp = logits.sub_(normalizers[part, None])
             logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
-            entropy[part] = -(logp.exp().mul_(logp)).sum(1)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
+            entropy[part] = -torch.linalg.vecdot(logp.exp(), logp)
+        ctx.save_for_backward(hidden, weight, targets, entropy, normalizers)
         ctx.options = temperature, chunk
         return logprobs, entropy
 
     @staticmethod
-    def log_softmax(hidden, weight, temperature: float):
-        logits = (hidden @ weight.T).float().div_(temperature)  # (chunk, V)
-        return logits.sub_(logits.logsumexp(1, keepdim=True))
+    def logits(hidden, weight, temperature: float):
+        logits = (hidden @ weight.T).float()  # (chunk, V)
+        return logits if temperature == 1 else logits.div_(temperature)
 
     @staticmethod
     def backward(ctx, g, h):
-        hidden, weight, targets, entropy = ctx.saved_tensors
+        hidden, weight, targets, entropy, normalizers = ctx.saved_tensors
         temperature, chunk = ctx.options
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        g, h = g / temperature, h / temperature
         use_entropy = bool(h.any())
         for i in range(0, len(targets), chunk):
             part = slice(i, i + chunk)
-            logp = HeadLogprobs.log_softmax(hidden[part], weight, temperature)
-            grad = logp.exp()
+            logp = HeadLogprobs.logits(hidden[part], weight, temperature).sub_(normalizers[part, None])
             if use_entropy:
+                grad = logp.exp()
                 grad.mul_(logp.add_(entropy[part, None]).mul_(h[part, None]).add_(g[part, None])).neg_()
             else:
-                grad.mul_(-g[part, None])
+                grad = logp.exp_().mul_(-g[part, None])
             grad.scatter_add_(1, targets[part, None], g[part, None])
-            grad = grad.div_(temperature).to(weight.dtype)
+            grad = grad.to(weight.dtype)
             hidden_grad[part] = grad @ weight
             weight_grad += grad.T @ hidden[part]
         return hidden_grad, weight_grad.to(weight.dtype), None, None, None

@@ -863,7 +863,7 @@ def describe_engines(
         "time/weight_sync_floor": out.get("val/weight_sync_bytes", 0.0) / state["bytes_per_second"],
         "val/engine_busy_seconds": mean["busy"],
         "val/engine_pause_seconds": mean["pause"],
-        "val/engine_idle_share": mean["idle"] / total,
+        "val/engine_idle_share": min(mean["idle"] / total, 1.0),  # engines report when something ends
         "val/learner_idle_share": out["time/trainer_waiting_for_data"] / total,
         "val/engine_bandwidth_share": weights * mean["steps"] / max(mean["busy"], 1e-9) / state["bytes_per_second"],
         "val/engine_tokens_per_second": sum(c.tokens for c in spent) / max(sum(c.busy for c in spent), 1e-9),

@@ -5,6 +5,7 @@ Sections: processes and flags · data · engines · packs · sharding, weights, 
 Import this module before torch: it pins thread counts and sets vLLM's switches, which both read at import time.
 """
 
+import bisect
 import contextlib
 import ctypes
 import difflib
@@ -31,6 +32,8 @@ from typing import Any
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # Two OpenMP pools that together want more threads than there are cores run 10-20x slower.
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _LOCAL_WORLD_SIZE)))
+# oneDNN compiles a bfloat16 product for each shape and keeps 1024; packs have hundreds of lengths
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -729,13 +732,13 @@ def data_hash(prompts: Iterable[Prompt]) -> str:
 def prompt_at(prompts: Sequence[Prompt], position: int, seed: int, excluded: frozenset[int] = frozenset()) -> Prompt:
     """The prompt at a position of the endless stream: epoch e is a permutation drawn from (seed, e).
 
-    In place of an `excluded` one comes the next in the permutation that is not (itself, when all are). Position and
+    In place of an `excluded` one (by index) comes the next in the permutation that is not (itself, when all are). Position and
     exclusions are all the state a data cursor needs.
     """
     epoch, offset = divmod(position, len(prompts))
     order = _permutation(len(prompts), seed, epoch)
     candidates = (order[(offset + i) % len(order)] for i in range(len(order)))
-    return prompts[next((i for i in candidates if prompts[i].index not in excluded), order[offset])]
+    return prompts[next((i for i in candidates if i not in excluded), order[offset])]
 
 
 @functools.lru_cache(maxsize=4)
@@ -1119,7 +1122,7 @@ def pack_attention(
     return torch.cat([x.transpose(1, 2) for x in mixed], dim=1), None
 
 
-def balance(tokens: Sequence[float], costs: Sequence[float], bins: int) -> list[list[int]]:
+def balance(tokens: Sequence[float], costs: Sequence[float], bins: int, exchanges: int = 1000) -> list[list[int]]:
     """Items (indices) into `bins` with even sums of tokens and of costs; each bin in ascending order.
 
     Longest processing time first (Graham 1969), then exchanges between the fullest bin and the others while they help.
@@ -1133,7 +1136,7 @@ def balance(tokens: Sequence[float], costs: Sequence[float], bins: int) -> list[
     for i in np.argsort(-sizes.sum(0), kind="stable"):
         owner[i] = np.argmin((loads + sizes[:, i : i + 1]).max(0))
         loads[:, owner[i]] += sizes[:, i]
-    for _ in range(20 * bins):
+    for _ in range(exchanges):
         worst = int(loads.max(0).argmax())
         if loads.max() <= 1.002:
             break
@@ -1156,21 +1159,19 @@ def balance(tokens: Sequence[float], costs: Sequence[float], bins: int) -> list[
 
 
 def pack_bins(tokens: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
-    """Items (indices) into as few bins of at most `budget` tokens as first-fit-decreasing needs, then evened out where
+    """Items (indices) into as few bins of at most `budget` tokens as best-fit-decreasing needs, then evened out where
     that keeps the budget; costly bins first. An item above the budget, or budget 0, is a bin of its own."""
-    order = sorted(range(len(tokens)), key=lambda i: -tokens[i])
     bins: list[list[int]] = []
-    room: list[int] = []
-    for i in order:
-        fits = next((b for b, left in enumerate(room) if tokens[i] <= left), None)
-        if fits is None:
-            fits = len(bins)
+    rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        at = bisect.bisect_left(rooms, (tokens[i], 0))
+        left, b = rooms.pop(at) if at < len(rooms) else (budget, len(bins))
+        if b == len(bins):
             bins.append([])
-            room.append(budget)
-        bins[fits].append(i)
-        room[fits] -= tokens[i]
+        bins[b].append(i)
+        bisect.insort(rooms, (left - tokens[i], b))
     if len(bins) > 1 and budget:
-        even = balance(tokens, costs, len(bins))
+        even = balance(tokens, costs, len(bins), exchanges=0)
         if all(sum(tokens[i] for i in b) <= budget for b in even):
             bins = even
     return sorted((sorted(b) for b in bins), key=lambda b: -sum(costs[i] for i in b))

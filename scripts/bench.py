@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -138,7 +139,8 @@ def demo_flags(options: argparse.Namespace) -> list[str]:
 
     if not (ROOT / "data" / "addition" / "train.jsonl").exists():
         make_addition(ROOT / "data" / "addition")
-    command = (ROOT / "scripts" / "demo.sh").read_text().replace("\\\n", " ").split("python grpo.py", 1)[1]
+    script = (ROOT / "scripts" / "demo.sh").read_text().replace("\\\n", " ")
+    command = re.search(r"^python grpo(_fast)?\.py(.*)$", script, re.MULTILINE)[2]
     flags = [str(ROOT / flag) if flag.startswith("data/") else flag for flag in shlex.split(command) if flag != "$@"]
     return [*flags, "--model_name_or_path", options.model, "--model_dtype", options.dtype, *options.more]
 
