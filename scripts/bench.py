@@ -5,6 +5,7 @@
     python scripts/bench.py sync        learner's weights into the engine: us, a memory copy, vLLM's own reload
     python scripts/bench.py pipeline    grpo.py and grpo_fast.py on the demo's task, and the ideal of their phases
     python scripts/bench.py packing     pack_rollouts on 100k sequences, and next-fit in arrival order
+    python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
     --model DIR    scripts/make_tiny_model.py makes one in a second    --json    one line of JSON in place of tables
     --repeat N     rounds of A B A B                                   --help    everything else
@@ -394,6 +395,68 @@ def bench_pipeline(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# task: response length, and how many times faster than each of TRL's settings a step should be
+TASKS = {"addition2": (64, {"stock": 5.0, "vllm": 2.5, "fastest": 2.0}), "addition": (24, {"vllm": 1.8})}
+TRL = {
+    "stock": "--mode stock",  # float32 master weights, as its users can run it
+    "vllm": "--mode vllm",  # the same with vLLM, patched by us
+    "fastest": "--mode vllm --dtype bfloat16 --torch_compile",  # bare bfloat16 weights, compiled learner
+}
+
+
+def run_trl(setting: str, task: str, options: argparse.Namespace) -> dict[str, Any]:
+    """TRL's side in its own environment, with its own preloads; seconds without the first step."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trl.json"
+        line = f"source scripts/peers/setup_trl.sh && exec python scripts/peers/trl_side.py {TRL[setting]}"
+        line += f" --data data/{task}/train.jsonl --max_new_tokens {TASKS[task][0]} --steps {options.trl_steps + 1}"
+        line += f" --model {shlex.quote(options.model)} --json {path}"
+        env = {name: value for name, value in os.environ.items() if name not in THREAD_SETTINGS}
+        done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"bench.py: {line}\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
+        return json.loads(path.read_text())
+
+
+def bench_trl(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds per step: grpo_fast.py and TRL, 8 prompts x 8 samples, the same model, data and settings, one sitting.
+
+    Both without a reference policy. Two-operand addition leaves most groups without a gradient, which we skip and TRL
+    trains on; of single digits nearly all groups have one. The steps of TRL are alike (median); ours differ with the
+    number of groups trained (mean).
+    """
+    from scripts.make_addition import make_addition
+
+    table: dict[str, dict[str, float]] = {}
+    ratios: dict[str, Any] = {}
+    for task in options.tasks:
+        length, targets = TASKS[task]
+        make_addition(ROOT / "data" / task, digits=2 if task == "addition2" else 1)
+        flags = ["--async_steps", "0", "--no_load_ref_policy", "--response_length", str(length)]
+        flags += ["--dataset_mixer_list", str(ROOT / "data" / task / "train.jsonl"), "1.0"]
+        ours = run_script("grpo_fast.py", flags, options)
+        table[f"{task}: us"] = {
+            "seconds": ours["time/total"],
+            "generation": ours["val/engine_busy_seconds"],
+            "training": ours["time/training"],
+            "rollouts trained on": ours["other/real_batch_size_ratio"],
+            "response tokens": ours["val/sequence_lengths"] * 64,
+        }
+        for setting, target in targets.items():
+            found = run_trl(setting, task, options)
+            median, steps = found["median"], found["steps"][1:]
+            table[f"{task}: TRL {setting}"] = {
+                "seconds": median["total_s"],
+                "generation": median["generation_s"],
+                "training": median["learner_s"],
+                "rollouts trained on": 1.0,
+                "response tokens": statistics.mean(step["completion_tokens"] for step in steps),
+            }
+            every = [step["total_s"] for step in steps]
+            ratios[f"{task}: us over TRL {setting}"] = ratio([ours["time/total"]] * len(every), every, target)
+    return {"settings": {"TRL": "; ".join(f"{k}: {v}" for k, v in TRL.items())}, "sides": table, "ratios": ratios}
+
+
 def next_fit(lengths: Sequence[int], pack_length: int, learners: int) -> tuple[list[list[list[int]]], list[list[int]]]:
     """open-instruct's packs (indices) of each learner, and those it drops: fill a pack until the next sequence does not
     fit, give every learner the same number of packs, in order, and leave out the rest."""
@@ -500,8 +563,10 @@ def parse_options() -> argparse.Namespace:
     add("--optimizer", action="store_true", help="learner: AdamW's step too; ours is on float32 weights")
     add("--sequences", type=int, default=100_000, help="packing: responses (100000)")
     add("--learners", type=int, nargs="+", default=[8, 64], help="packing: counts of learners (8 64)")
-    add("--steps", type=int, default=6, help="pipeline: measured steps of each run (6)")
-    add("--warmup_steps", type=int, default=2, help="pipeline: steps before them (2)")
+    add("--steps", type=int, default=6, help="pipeline, trl: measured steps of each of our runs (6)")
+    add("--warmup_steps", type=int, default=2, help="pipeline, trl: steps before them (2)")
+    add("--trl_steps", type=int, default=3, help="trl: measured steps of each of its runs, after one (3)")
+    add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="trl: what to learn (both)")
     options, options.more = parser.parse_known_args()
     if options.bench == "packing" and options.more:
         parser.error(f"unknown: {' '.join(options.more)}")
@@ -511,7 +576,9 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-BENCHES = {f.__name__[6:]: f for f in (bench_learner, bench_rollout, bench_sync, bench_pipeline, bench_packing)}
+BENCHES = {
+    f.__name__[6:]: f for f in (bench_learner, bench_rollout, bench_sync, bench_pipeline, bench_packing, bench_trl)
+}
 
 
 def main() -> None:
