@@ -1096,7 +1096,7 @@ def finish_step(
         "time/from_scratch": time.perf_counter() - start_time,
         "learner_tokens_per_second_step": tokens / seconds["time/total"],
         "learner_tokens_per_second_overall": state["tokens"] / state["seconds"],
-        "val/actor_tokens_per_second": response_tokens / seconds["time/generation"],
+        "val/actor_tokens_per_second": response_tokens / seconds.get("time/generation", seconds["time/total"]),
     }
 
 

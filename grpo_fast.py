@@ -768,7 +768,6 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         # everything below reports or saves
         state["step"] = step
         seconds = timer.seconds | data.seconds | {"time/total": time.perf_counter() - step_start}
-        seconds["time/generation"] = seconds["time/total"]  # engines decode all the time: tokens / wall seconds
         describe_staleness(packs, step, metrics)
         grpo.describe_update(policy, packs, args, bad, world, metrics)
         utils.describe_step(data.groups, data.sampled, args, metrics)
@@ -861,7 +860,7 @@ def describe_engines(
     return {
         "time/generation_waiting_for_trainer": mean["idle"],
         "time/weight_sync_floor": out.get("val/weight_sync_bytes", 0.0) / state["bytes_per_second"],
-        "val/engine_busy_seconds": mean["busy"],
+        "time/generation": mean["busy"],
         "val/engine_pause_seconds": mean["pause"],
         "val/engine_idle_share": min(mean["idle"] / total, 1.0),  # engines report when something ends
         "val/learner_idle_share": out["time/trainer_waiting_for_data"] / total,

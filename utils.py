@@ -1762,6 +1762,8 @@ def write_report(run_dir: Path) -> Path:
         axes.flat[4].set_yscale("log")
     axes.flat[0].set_ylim(-0.02, 1.02)
     phases = ("generation", "reward", "training", "weight_sync", "eval", "saving")
+    if any("time/trainer_waiting_for_data" in r for r in rows):  # grpo_fast.py: generation runs beside the rest
+        phases = ("trainer_waiting_for_data", "training", "gather", "eval", "saving")
     heights = {p: dict(zip(*series(f"time/{p}"), strict=True)) for p in phases}
     steps = sorted({s for h in heights.values() for s in h if s > 0})
     bottom = np.zeros(len(steps))

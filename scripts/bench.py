@@ -50,7 +50,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 import grpo  # noqa: E402
 
 QUESTION, TEMPLATE_TOKENS, ANSWER = (4.04, 0.345), 30, (4.45, 0.434)  # see Lengths above
-SHOWN = """time/training time/generation time/weight_sync time/trainer_waiting_for_data val/engine_busy_seconds
+SHOWN = """time/training time/generation time/weight_sync time/trainer_waiting_for_data
     val/engine_pause_seconds val/engine_idle_share val/learner_idle_share""".split()
 
 
@@ -363,8 +363,8 @@ def run_script(script: str, flags: Sequence[str], options: argparse.Namespace) -
 def bench_pipeline(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds per step of whole runs, against max(generation, training): a step whose halves overlap entirely.
 
-    Generation is val/engine_busy_seconds where the script writes it, else time/generation. Where learner and engines
-    share the cores of one CPU, either half is slower when both run, and there is little to win.
+    Where learner and engines share the cores of one CPU, either half is slower when both run, and there is little to
+    win.
     """
     scripts = {
         "grpo.py": ("grpo.py", []),
@@ -378,7 +378,7 @@ def bench_pipeline(options: argparse.Namespace) -> dict[str, Any]:
     seconds, ideal, table = {}, {}, {}
     for name, own in runs.items():
         seconds[name] = [r["time/total"] for r in own]
-        generate = [r.get("val/engine_busy_seconds", r["time/generation"]) for r in own]
+        generate = [r["time/generation"] for r in own]
         ideal[name] = [max(g, r["time/training"]) for g, r in zip(generate, own, strict=True)]
         metrics = [metric for metric in SHOWN if all(metric in r for r in own)]
         found = {metric: statistics.median(r[metric] for r in own) for metric in metrics}
@@ -437,7 +437,7 @@ def bench_trl(options: argparse.Namespace) -> dict[str, Any]:
         ours = run_script("grpo_fast.py", flags, options)
         table[f"{task}: us"] = {
             "seconds": ours["time/total"],
-            "generation": ours["val/engine_busy_seconds"],
+            "generation": ours["time/generation"],
             "training": ours["time/training"],
             "rollouts trained on": ours["other/real_batch_size_ratio"],
             "response tokens": ours["val/sequence_lengths"] * 64,

@@ -592,6 +592,29 @@ def test_micro_batches_hold_every_response_once(how, size, length, shapes):
     assert sum(map(grpo.count_responses, batches)) == 3
 
 
+def test_excluded_prompts_are_replaced_by_their_neighbours():
+    """Every epoch stays as long; others keep their place; when all are excluded nothing is."""
+    prompts = [utils.Prompt(i, (i,), "", (), ()) for i in range(7)]
+    plain = [utils.prompt_at(prompts, k, 3).index for k in range(21)]
+    some = [utils.prompt_at(prompts, k, 3, frozenset({2, 5})).index for k in range(21)]
+    assert not {2, 5} & set(some) and set(some) == {0, 1, 3, 4, 6}
+    assert all(a == b for a, b in zip(plain, some, strict=True) if a not in (2, 5))
+    assert [utils.prompt_at(prompts, k, 3, frozenset(range(7))).index for k in range(21)] == plain
+
+
+def test_solved_prompts_are_excluded():
+    """Mean score / highest score against the rate; a missing score is not solved; off by default."""
+
+    def group(index, *scores):
+        return [grpo.Rollout(utils.Prompt(index, (1,), "", ("7",), ("gsm8k",)), index, 0, score=s) for s in scores]
+
+    sampled = group(0, 10.0, 10.0) + group(1, 10.0, 0.0) + group(2, 0.0, 0.0) + group(3, 10.0, math.nan)
+    args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.5)
+    assert grpo.exclude_solved(frozenset({9}), sampled, args) == {0, 1, 9}
+    assert grpo.exclude_solved(frozenset(), sampled, replace(args, no_resampling_pass_rate=0.6)) == {0}
+    assert grpo.exclude_solved(frozenset({9}), sampled, replace(args, no_resampling_pass_rate=None)) == {9}
+
+
 def test_groups_with_a_gradient():
     def group(*scores):
         return [replace(TOOL, score=s) for s in scores]
