@@ -732,8 +732,8 @@ def data_hash(prompts: Iterable[Prompt]) -> str:
 def prompt_at(prompts: Sequence[Prompt], position: int, seed: int, excluded: frozenset[int] = frozenset()) -> Prompt:
     """The prompt at a position of the endless stream: epoch e is a permutation drawn from (seed, e).
 
-    In place of an `excluded` one (by index) comes the next in the permutation that is not (itself, when all are). Position and
-    exclusions are all the state a data cursor needs.
+    In place of an `excluded` one (by index) comes the next in the permutation that is not (itself, when all are).
+    Position and exclusions are all the state a data cursor needs.
     """
     epoch, offset = divmod(position, len(prompts))
     order = _permutation(len(prompts), seed, epoch)
