@@ -1011,7 +1011,8 @@ def handle_nonfinite(
     """Dump the batch of a skipped update; returns how many steps in a row were bad, raises RuntimeError at three."""
     if not bad:
         return 0
-    torch.save([vars(b) for m in batches for b in m], run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
+    plain = [vars(b) | {"layout": b.layout and b.layout.pieces} for m in batches for b in m]
+    torch.save(plain, run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
     logger.say(f"step {step}: non-finite gradient, update skipped, batch dumped to {run_dir}")
     if in_a_row == 2:
         raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run_dir}/nonfinite_step_*.pt")

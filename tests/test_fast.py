@@ -60,7 +60,7 @@ def test_two_learners_make_the_same_first_update(synchronous, tiny_models, data,
     run("grpo_fast.py", tiny_models(), data, tmp_path, flags + f"--num_learners_per_node 2 --deepspeed_stage 3 {VLLM}")
     a, b = weights(synchronous / "step_1"), weights(tmp_path / "two" / "step_1")
     for name in a:  # Adam's first step is the gradient's sign: rounding shows where a gradient is nearly zero
-        assert (a[name] - b[name]).norm() <= 3e-6 * a[name].norm(), name
+        assert (a[name] - b[name]).norm() <= 1e-5 * a[name].norm(), name
 
 
 def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path):  # noqa: F811
