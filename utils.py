@@ -358,6 +358,10 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
         "--eval_on_step_0 needs --dataset_mixer_eval_list",
     )
     # files and names
+    try:
+        rewards.configure(args.reward_file, args.remap_verifier, args.max_length_verifier_max_length)
+    except ValueError as error:
+        raise UserError(f"--reward_file {args.reward_file!r} --remap_verifier {args.remap_verifier}: {error}") from None
     need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
     system = args.system_prompt_override_file
     need(system is None or Path(system).is_file(), f"--system_prompt_override_file {system}: no such file")
@@ -369,7 +373,8 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
 
 POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length
     temperature
-    num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k""".split()
+    num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k
+    max_length_verifier_max_length""".split()
 NOT_NEGATIVE = """beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
     stall_timeout_s rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound
     eval_temperature verification_reward""".split()
@@ -646,6 +651,8 @@ def parse_row(row: dict[str, Any]) -> tuple[list[dict[str, str]], list[Any], lis
     nested = row.get("reward_model") or {}
     label = row.get("ground_truth", nested.get("ground_truth", answer))
     verifier = row.get("dataset") or row.get("verifier")
+    if verifier is None and row.get("instruction_id_list"):
+        verifier, label = "ifeval", {"instruction_id_list": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if verifier is None and (source := row.get("data_source")):
         if source not in VERL_SOURCES:
             raise UserError(f"data_source {source!r} names no verifier; known: {sorted(VERL_SOURCES)}")
@@ -695,8 +702,8 @@ def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
             where, row = rows[j % len(rows)]
             try:
                 messages, labels, verifiers = parse_row(row)
+                verifiers = [rewards.check_verifier(verifier) for verifier in verifiers]
                 for verifier, label in zip(verifiers, labels, strict=True):
-                    rewards.check_verifier(verifier)
                     if reason := rewards.check_ground_truth(verifier, label):
                         raise UserError(f"{verifier}: {reason}")
             except ValueError as error:

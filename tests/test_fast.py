@@ -191,6 +191,7 @@ def test_two_nodes_survive_a_kill(synchronous, tiny_models, data, tmp_path):  # 
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2, 3]
     assert sum(log.read_text().count("ready after") for log in logs) == 2, "nobody was started again"
+    assert sum(log.read_text().count("      1/3 ") for log in logs) == 1, "it did not go on from the checkpoint"
 
 
 def test_an_engine_of_two_ranks_agrees_with_the_learner(tiny_models, data, tmp_path):  # noqa: F811

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -164,22 +165,201 @@ STRING_CASES = [
 ]
 
 
-@pytest.mark.parametrize("rows", [GSM8K_CASES, MATH_CASES, STRING_CASES], ids=["gsm8k", "math", "string_matcher"])
+MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
+STRICT_MATH_CASES = [
+    ("strict_math", "\\frac12", MINERVA.format("$0.5$"), 1.0),
+    ("strict_math", "42", MINERVA.format("41") + "\n" + MINERVA.format("$42$"), 1.0),  # the last one
+    ("strict_math", "12_5", "\\boxed{41} " + MINERVA.format("\\boxed{12_5}"), 1.0),
+    ("strict_math", "42", "Final Answer: The final answer is 42.\n", 0.0),  # the sentence is not complete
+    ("strict_math", "42", "I hope it is correct. Final Answer: The final answer is 42", 0.0),
+    ("strict_math", "42", "\\boxed{42}", 0.0),
+    ("strict_math", "42", "42", 0.0),
+    ("strict_math", "42", f"<think>{MINERVA.format(42)}</think> 42", 0.0),
+]
+# F1 by hand, over words without a, an, the: 2 * common / (words of the answer + words of the label)
+TEXT_CASES = [
+    ("string_f1", "the cat sat", "A cat sat!", 1.0),
+    ("string_f1", "cat sat", "cat cat cat", 0.4),  # 2 * 1 / (3 + 2): a word counts as often as it is in both
+    ("string_f1", ["dog", "cat sat down"], "cat sat", 0.8),  # the better label: 2 * 2 / (2 + 3)
+    ("string_f1", "cat", "no <answer>cat</answer>", 1.0),
+    ("string_f1", "cat", "<think>cat</think> dog", 0.0),
+    ("string_f1", "cat", "", 0.0),
+    ("string_f1", "the", "a the", 0.0),
+    ("puzzle", "A: red, B: blue", "<think>hm</think>\na red b blue", 1.0),
+    ("puzzle", "red", "red or blue", 0.0),
+    ("puzzle", "[1, 2]", "1", 0.0),  # a bracket is no list of alternatives here
+    ("puzzle", "red", "<answer>Red.</answer>", 1.0),
+    ("flan", "yes", "Well. The answer is: no. The answer is: Yes.", 1.0),
+    ("flan", "yes", "The answer is yes", 1.0),
+    ("flan", "yes", "yes", 1.0),
+    ("flan", "yes", "The answer is: yes or no", 0.0),
+    ("re_search", '["Paris", "City of Light"]', "<finish>city of light</finish>", 1.0),
+    ("re_search", '"Paris"', "<finish>Paris</finish> <finish>London</finish>", 1.0),  # the first ends the search
+    ("re_search", ["Paris"], "<think><finish>Paris</finish></think> <finish>London</finish>", 0.0),
+    ("re_search", "Paris", "<finish>Paris, France</finish>", 0.0),
+    ("re_search", "Paris", "Paris", 0.0),
+    ("re_search", "Paris", "<finish>Paris", 0.0),
+    ("re_search_f1", "Paris", "<finish>Paris, France</finish>", 2 / 3),
+    ("re_search_f1", "Paris", "<finish>London</finish>", 0.1),
+    ("re_search_f1", "Paris", "<finish> </finish>", 0.0),
+    ("re_search_f1", "Paris", "Paris", 0.0),
+    ("passthrough", None, "anything", 0.0),
+]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [GSM8K_CASES, MATH_CASES, STRING_CASES, STRICT_MATH_CASES, TEXT_CASES],
+    ids=["gsm8k", "math", "string_matcher", "strict_math", "text"],
+)
 def test_cases(rows):
     assert_scores(rows)
 
 
+@pytest.mark.parametrize(
+    "name, num_tokens, label, want",
+    [
+        ("max_length", 100, "100", 1.0), ("max_length", 60, 100, 0.8), ("max_length", 140, 100, 0.8),
+        ("max_length", 1000, 100, 0.0),  # 1 - 900/200 would be negative
+        ("up_to_max_length", 100, 100, 1.0), ("up_to_max_length", 3, 100, 1.0), ("up_to_max_length", 150, 100, 0.75),
+        ("up_to_max_length", 301, 100, 0.0),
+    ],
+)  # fmt: skip
+def test_length_verifiers(name, num_tokens, label, want, configured):
+    configured(max_length=200)
+    (result,) = score([RewardRecord("x", label, name, num_tokens)])
+    assert (result.status, result.extracted) == ("ok", str(num_tokens)) and result.score == pytest.approx(want)
+
+
+def test_length_verifier_without_the_length_is_missing():
+    rewards.WARNED.clear()
+    with pytest.warns(UserWarning, match="num_tokens"):
+        (result,) = score([RewardRecord("x", 100, "max_length")])
+    assert result.status == "infra_error" and math.isnan(result.score)
+
+
 def test_shared_acceptance_rows():
+    """All rows whose verifier exists, the debatable ones included: our rules decide all of them alike."""
     if not SHARED_CASES.exists():
-        pytest.skip(f"{SHARED_CASES} is not on this machine; test_cases holds a selection")
+        pytest.skip("shared/reward_cases.jsonl is not beside the repository; test_cases holds a selection")
+    rewards.WARNED.clear()
     rows = []
     for line in SHARED_CASES.read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
-        if case["dataset"] in ("gsm8k", "gsm8k_strict", "math") and not case["ambiguous"]:
+        if case["dataset"] in rewards.VERIFIERS:
             response = case.get("response") or "".join(text * n for text, n in case["response_parts"])
             rows.append((case["dataset"], case["ground_truth"], response, case["expected"]))
-    assert len(rows) >= 90
-    assert_scores(rows)
+    assert len(rows) >= 131
+    with pytest.warns(UserWarning, match="no:such_constraint"):
+        assert_scores(rows)
+
+
+def ifeval(*constraints):
+    """A label in open-instruct's form."""
+    return [{"instruction_id": [name for name, _ in constraints], "kwargs": [kwargs for _, kwargs in constraints]}]
+
+
+TWO_SENTENCES = ifeval(("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}))
+CAPITALS = ifeval(("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}))
+GERMAN = ifeval(("language:response_language", {"language": "de"}))
+NO_COMMA = ("punctuation:no_comma", None)
+MOON = ("keywords:existence", {"keywords": ["moon"], "relation": None})
+IFEVAL_CASES = [
+    ("ifeval", TWO_SENTENCES, "Dr. Smith went home. He was tired.", 1.0),
+    ("ifeval", TWO_SENTENCES, "Dr. Smith went home. He was tired. He slept.", 0.0),
+    ("ifeval", CAPITALS, "This is VERY, VERY good.", 1.0),
+    ("ifeval", CAPITALS, "This is VERY good.", 0.0),
+    ("ifeval", GERMAN, "Der Mond ist heute Nacht sehr hell und rund.", 1.0),
+    ("ifeval", GERMAN, "The moon is very bright and round tonight.", 0.0),
+    ("ifeval", json.dumps(ifeval(MOON)), "<answer>The moon.</answer> bye, bye", 1.0),
+    ("ifeval", {"instruction_id_list": ["keywords:existence"], "kwargs": [MOON[1]]}, "The moon.", 1.0),
+    ("ifeval", GERMAN, "1 + 1", 0.0),  # the library lets a text without letters pass for any language
+    ("ifeval", ifeval(NO_COMMA), "   ", 0.0),
+    ("ifeval", ifeval(NO_COMMA), "<think>", 0.0),
+    ("ifeval_mean", ifeval(NO_COMMA, MOON), "The moon, bright.", 0.5),
+    ("ifeval_mean", ifeval(NO_COMMA, MOON), "The moon.", 1.0),
+    ("ifeval", ifeval(("format:no_whitespace", {})), "a_b", 1.0),  # IFBench from here on
+    ("ifeval", ifeval(("format:no_whitespace", {})), "a b", 0.0),
+    ("ifeval", ifeval(("sentence:keyword", {"N": 2, "word": "moon"})), "It is late. The moon is up.", 1.0),
+    ("ifeval", ifeval(("sentence:keyword", {"N": 2, "word": "moon"})), "The moon is up. It is late.", 0.0),
+    ("ifeval", ifeval(("words:palindrome", {})), "no idea", 0.0),
+]
+
+
+def test_ifeval():
+    assert_scores(IFEVAL_CASES)
+
+
+def drawn_labels():
+    """(constraint id, label) of all 83, with arguments as the library draws them."""
+    given = {"prompt_to_repeat": "Say hi to the cat.", "reference_text": "A text."}  # these it does not draw
+    for name, constraint in rewards.ifeval_constraints().items():
+        made = constraint(name)
+        kwargs = {key: given[key] for key in given.keys() & set(made.get_instruction_args_keys())}
+        made.build_description(**kwargs)
+        yield name, ifeval((name, kwargs | (made.get_instruction_args() or {})))
+
+
+OFFLINE = """
+import socket
+def connect(self, address):
+    with open({log!r}, "a") as file:
+        print(address, file=file)
+    raise OSError("no network")
+socket.socket.connect = connect
+socket.getaddrinfo = lambda *args, **kwargs: connect(None, args)
+"""
+
+
+def test_every_constraint_judges_without_network(tmp_path):
+    """The arguments are the library's own draw; each of the 81 gives a verdict on an ordinary text."""
+    log = tmp_path / "network.log"
+    (tmp_path / "sitecustomize.py").write_text(OFFLINE.format(log=str(log)))
+    rows, needs_data = [], []
+    for name, label in drawn_labels():
+        if reason := check_ground_truth("ifeval", label):
+            assert "python -m nltk.downloader" in reason
+            needs_data.append(name)
+        else:
+            text = "This is a text. It has two sentences, and a comma."
+            rows.append({"response": text, "dataset": "ifeval", "ground_truth": label})
+    assert len(rows) + len(needs_data) == 25 + 58 and set(needs_data) <= {"ratio:stop_words", "words:start_verb"}
+    env = {"PYTHONPATH": str(tmp_path), "NLTK_DATA": str(tmp_path)}
+    lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, **env)
+    assert {line["status"] for line in lines} == {"ok"}, stderr
+    assert {line["score"] for line in lines} == {0.0, 1.0}
+    assert not log.exists(), log.read_text()
+
+
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "<finish>", "</finish>", "\\boxed{", "}", "{", "$", "##",
+          "\n", "-", "\u2212", "1", "9", ".", ",", "e9", "/", "!", "^", "(", ")", "\\frac", "\0", "\udcff", "٣",
+          " ", "####", "The answer is: ", MINERVA, "a", "the", "'", '"', "[", "]", "<<", ">>", "x="]  # fmt: skip
+WORKER_ONLY = {"reasoning_gym", "ifeval", "ifeval_mean"}
+
+
+def random_strings(n):
+    rng = random.Random(0)
+    return ["".join(rng.choices(PIECES, k=rng.randrange(25))) for _ in range(n)]
+
+
+@pytest.mark.parametrize("name", sorted(rewards.VERIFIERS.keys() - WORKER_ONLY))
+def test_no_string_raises_or_takes_long_in_the_trainer(name):
+    start = time.monotonic()
+    for text in random_strings(10_000) + [piece * 100_000 for piece in PIECES]:
+        verdict = rewards.VERIFIERS[name](len(text) if name in rewards.LENGTH_VERIFIERS else text, "1")
+        assert isinstance(verdict.outcome, dict) or 0.0 <= verdict.outcome <= 1.0
+    assert time.monotonic() - start < 15.0  # 1 s; one quadratic pattern makes minutes
+
+
+def test_no_string_is_missing_in_the_workers():
+    labels = [label for _, label in drawn_labels() if not check_ground_truth("ifeval", label)]
+    rows = []
+    for i, text in enumerate(random_strings(1000)):
+        rows += [("ifeval", labels[i % len(labels)], text), ("math", "x^2+1", f"\\boxed{{{text}}}")]
+        rows += [("reasoning_gym", gym("chain_sum", CHAIN_SUM), text)]
+    results = score_rows(rows)
+    missing = [(*row, result) for row, result in zip(rows, results, strict=True) if result.status in rewards.MISSING]
+    assert not missing
 
 
 def test_status_and_extracted():
@@ -247,6 +427,13 @@ def test_broken_reasoning_gym_entry_is_a_crash_not_a_zero():
         ("reasoning_gym", gym("chain_sum", CHAIN_SUM), None), ("reasoning_gym", "not json", "Expecting value"),
         ("reasoning_gym", gym("chain_summ", CHAIN_SUM), "chain_summ"), ("reasoning_gym", gym("chain_sum", {}), "needs"),
         ("reasoning_gym", {"task": {1, 2}}, "JSON"), ("reasoning_gym", None, "needs"),
+        ("strict_math", " ", "empty"), ("flan", "a", "words"), ("re_search", "[]", "words"), ("string_f1", [], "words"),
+        ("re_search", '["Paris"]', None), ("max_length", "many", "many"), ("max_length", -1, "tokens"),
+        ("up_to_max_length", "1000", None), ("passthrough", None, None), ("ifeval", ifeval(NO_COMMA), None),
+        ("ifeval", "not a literal", "literal"), ("ifeval", [], "needs"), ("ifeval", '{"func_name": "x"}', "needs"),
+        ("ifeval", ifeval(("keywords:existance", {})), "keywords:existence"),
+        ("ifeval", ifeval(("keywords:existence", {"keywords": None})), "lacks"),
+        ("ifeval_mean", ifeval(NO_COMMA, ("keywords:existence", {"words": ["x"]})), "lacks"),
     ],
 )  # fmt: skip
 def test_check_ground_truth(name, label, reason):
@@ -260,6 +447,99 @@ def test_unknown_verifier_names_the_nearest():
         check_verifier("gms8k")
     with pytest.raises(ValueError, match="string_matcher"):
         score([RewardRecord("1", "1", "gsm8k"), RewardRecord("1", "1", "string_match")])
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """rewards.configure, undone after the test."""
+    monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
+    monkeypatch.setattr(rewards, "REMAP", {})
+    return rewards.configure
+
+
+def test_remap_verifier(configured):
+    rows = [("math_dapo", "\\frac12", "\\boxed{0.5}", 1.0), ("GSM8K", "18", "\\boxed{18}", 0.0)]
+    with pytest.raises(ValueError, match="math_dapo"):
+        score_rows(rows)
+    configured(remap_verifier="Math_DAPO=math, gsm8k=gsm8k_strict")
+    assert_scores(rows)
+    assert check_verifier("math_dapo") == "math" and "empty" in check_ground_truth("math_dapo", "")
+    configured()
+    assert check_verifier("gsm8k") == "gsm8k"
+
+
+@pytest.mark.parametrize(
+    "remap, message", [("math", "OLD=NEW"), ("=math", "OLD=NEW"), ("a=mth", "did you mean 'math'"), ("a=", "OLD=NEW")]
+)
+def test_remap_verifier_refuses(remap, message, configured):
+    with pytest.raises(ValueError, match=message):
+        configured(remap_verifier=remap)
+
+
+MY_REWARD = """
+import mmap, os, sys, time
+from sibling import FULL, imported
+SPACE = mmap.mmap(-1, 3 * 2**30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # like torch, more than math may have
+
+def brevity(response: str, ground_truth) -> float:
+    print("dropped")
+    return max(0.0, FULL - len(response) / ground_truth["limit"])
+
+def faults(response, ground_truth):
+    if response == "raise":
+        return {}["key"]
+    if response == "die":
+        os._exit(0)
+    if response == "exit":
+        sys.exit(0)
+    if response == "sleep":
+        time.sleep(600)
+    return float("nan") if response == "nan" else None if response == "none" else -2
+
+def helper(text):
+    return 1.0
+"""
+
+
+def test_reward_file(tmp_path):
+    (tmp_path / "sibling.py").write_text("FULL = 1.0\ndef imported(response, ground_truth):\n    return 1.0\n")
+    (tmp_path / "my_reward.py").write_text(MY_REWARD)
+    limits = [("four", 8, 0.5), ("four", 2, 0.0), ("<think>", 14, 0.5)]
+    rows = [{"response": r, "ground_truth": {"limit": n}, "dataset": "brevity"} for r, n, _ in limits]
+    faults = ["raise", "die", "exit", "sleep", "nan", "none", "fine"]
+    rows += [{"response": r, "ground_truth": None, "dataset": "Faults"} for r in faults]
+    args = ["--reward_file", str(tmp_path / "my_reward.py"), "--timeout_s", "2"]
+    lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, *args)
+    assert [(line["score"], line["status"]) for line in lines] == [
+        (0.5, "ok"), (0.0, "ok"), (0.5, "ok"), (None, "crash"), (None, "crash"), (None, "crash"), (None, "timeout"),
+        (None, "crash"), (None, "crash"), (-2.0, "ok"),
+    ]  # fmt: skip
+    number = MY_REWARD.splitlines().index('        return {}["key"]') + 1
+    assert f"KeyError: 'key' (my_reward.py, line {number})" in stderr
+    for other in ("helper", "imported"):
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            run_cli(tmp_path / "cases.jsonl", [rows[0] | {"dataset": other}], *args)
+        assert f"unknown verifier '{other}'" in error.value.stderr and "brevity" in error.value.stderr
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "does not exist"),
+        ("def f(response, ground_truth)\n    return 1", r"SyntaxError.*reward.py, line 1"),
+        ("x = 1\nimport no_such_module", r"No module named 'no_such_module' \(reward.py, line 2\)"),
+        ("import os\nos._exit(0)", "cannot be loaded"),
+        ("def f(completion, solution):\n    return 1.0", r"whose parameters are \(response, ground_truth\)"),
+        ("def math(response, ground_truth):\n    return 1.0", "math is a verifier already"),
+    ],
+)
+def test_reward_file_refuses(text, message, tmp_path, configured):
+    path = tmp_path / "reward.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        configured(reward_file=str(path))
+    assert str(path) in str(error.value)
 
 
 def boxed_fraction(a, b):
@@ -328,9 +608,9 @@ def test_score_from_two_threads():
     assert results == {3: [1.0] * 10, 7: [1.0] * 10}
 
 
-def run_cli(path, rows, **env):
+def run_cli(path, rows, *args, **env):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    command = [sys.executable, str(ROOT / "rewards.py"), str(path)]
+    command = [sys.executable, str(ROOT / "rewards.py"), str(path), *args]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | env, check=True)
     return [json.loads(line) for line in run.stdout.splitlines()], run.stderr
 
@@ -345,6 +625,19 @@ def test_cli(tmp_path):
     assert [(line["score"], line["status"]) for line in lines] == [(1.0, "ok"), (0.0, "ok"), (0.0, "no_answer")]
     assert all(line.keys() == {"score", "status", "extracted", "seconds"} for line in lines)
     assert "3 rows" in stderr and "ok 2" in stderr and "mean score 0.3333" in stderr
+
+
+def test_cli_flags_and_a_missing_library(tmp_path):
+    (tmp_path / "if_verifiable.py").write_text("raise ImportError('no such library')")
+    rows = [GSM8K_ROW | {"dataset": "mine"}, GSM8K_ROW | {"dataset": "up_to_max_length", "num_tokens": 82}]
+    rows += [GSM8K_ROW | {"dataset": "ifeval", "ground_truth": ifeval(NO_COMMA)}]
+    args = ["--remap_verifier", "mine=gsm8k", "--max_length_verifier_max_length", "20"]
+    lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, *args, PYTHONPATH=str(tmp_path))
+    assert [(line["score"], line["status"]) for line in lines] == [(1.0, "ok"), (0.5, "ok"), (None, "infra_error")]
+    assert "no such library" in stderr
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_cli(tmp_path / "cases.jsonl", rows, "--remap_verifier", "mine=gsm8")
+    assert "did you mean 'gsm8k'" in error.value.stderr and "Traceback" not in error.value.stderr
 
 
 @pytest.mark.parametrize(
@@ -419,6 +712,7 @@ def test_max_score(additive, verifiable, use_format, want):
     [
         ({"ground_truth": "72", "dataset": "gsm8k"}, "row 2: no response"),
         ({"response": "72", "ground_truth": "72", "dataset": "gsm8kk"}, "row 2: unknown verifier 'gsm8kk'.*'gsm8k'"),
+        ({"response": "72", "ground_truth": "72", "dataset": ["gsm8k"]}, "row 2: .* must be strings"),
     ],
 )
 def test_cli_names_the_broken_row(tmp_path, row, message):
