@@ -189,13 +189,14 @@ def join(store: Any, name: str, index: int, size: int) -> utils.World:
     return utils.World(index, local, size, device)
 
 
-def weights_group(store: Any, roles: Roles) -> Any:
-    """A bare process group of learner 0 and all engines. A shared default group would hang inside vLLM."""
+def weights_group(store: Any, roles: Roles, args: Args) -> tuple[Any, torch.device | None]:
+    """A bare process group of learner 0 and all engines, and where its tensors live (None: on the rank's GPU). A shared
+    default group would hang inside vLLM; NCCL refuses two ranks on one GPU."""
     rank = 0 if roles.is_learner else 1 + roles.index * roles.tp + roles.tp_rank
     prefix = dist.PrefixStore("weights", store)
-    if torch.cuda.is_available():
-        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT)
-    return dist.ProcessGroupGloo(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT)
+    if torch.cuda.is_available() and not args.single_gpu_mode:
+        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), None
+    return dist.ProcessGroupGloo(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), torch.device("cpu")
 
 
 class Watchdog:
@@ -336,7 +337,8 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
     """
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
     Watchdog(meeting, roles, args.stall_timeout_s)
-    group = weights_group(meeting.store, roles)
+    group, device = weights_group(meeting.store, roles, args)
+    device = device or world.device
     tokenizer = utils.load_tokenizer(args)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (args.async_steps + 1)
     engine = utils.make_engine(args, tokenizer, world, math.ceil(rollouts / roles.engines))
@@ -366,7 +368,7 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
         elif message[0] == "weights":
             _, version, manifest = message
             wire: list[float] = []
-            engine.load_weights(receive_weights(group, manifest, dtype, world.device, wire), version)
+            engine.load_weights(receive_weights(group, manifest, dtype, device, wire), version)
             clock.pause += time.perf_counter() - start
             clock.wire += sum(wire)
             if world.is_main:
@@ -414,7 +416,7 @@ class Engines:
         self.owner: dict[str, int] = {}  # outstanding request -> engine
         self.locks = [threading.Lock() for _ in range(roles.engines)]
         self.watchdog = Watchdog(meeting, roles, args.stall_timeout_s, self.outstanding)
-        self.group = weights_group(meeting.store, roles)
+        self.group, self.device = weights_group(meeting.store, roles, args)
         key = uuid.uuid4().hex
         ranks = roles.learners + roles.engines * roles.tp
         one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
@@ -641,6 +643,7 @@ class Sender:
         self.work: queue.Queue = queue.Queue()
         self.idle = threading.Semaphore(1)  # one broadcast at a time; buckets of the next would pile up
         self.metrics: dict[str, float] = {}
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -650,9 +653,9 @@ class Sender:
             try:
                 self.engines.tell_all(("weights", version, manifest))
                 for _ in manifest:
-                    bucket = self.work.get()
+                    bucket, gathered = self.work.get()
                     num_bytes += bucket.numel() * bucket.element_size()
-                    self.engines.group.broadcast([bucket.view(torch.uint8)], dist.BroadcastOptions()).wait()
+                    self._broadcast(bucket, gathered)
                 self.engines.wait_loaded(version)
             except (RuntimeError, OSError) as error:
                 with self.engines.changed:
@@ -674,6 +677,14 @@ class Sender:
             if self.collector is not None:
                 self.collector.engines_have(cursor)
 
+    def _broadcast(self, bucket: torch.Tensor, gathered: Any) -> None:
+        with torch.cuda.stream(self.stream):  # does nothing where there is none
+            if gathered is not None:  # wait for the gather, not for the update that was queued after it
+                self.stream.wait_event(gathered)
+                bucket.record_stream(self.stream)
+            data = bucket.view(torch.uint8).to(self.engines.device or bucket.device)
+            self.engines.group.broadcast([data], dist.BroadcastOptions()).wait()
+
 
 def send_weights(
     policy: grpo.Policy, manifest: Manifest, sender: Sender | None, dtype: torch.dtype, version: int, cursor: int
@@ -687,7 +698,7 @@ def send_weights(
         sender.work.put((manifest, version, cursor))
     for bucket in gather_weights(policy, manifest, dtype):
         if sender is not None:
-            sender.work.put(bucket)
+            sender.work.put((bucket, torch.cuda.current_stream().record_event() if bucket.is_cuda else None))
 
 
 def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:

