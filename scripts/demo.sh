@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO end to end on a CPU: SmolLM2-135M-Instruct learns to add two digits and answer with the number only.
 #
-# Hardware: 2 CPU cores, 9 GiB of memory. About 2 minutes of installing the first time, 5 to 9 of training.
+# Hardware: 2 CPU cores, 9 GiB of memory. About 2 minutes of installing the first time, then 5 of training.
 # Result: share of correct answers from 0.2 to above 0.9 in 40 steps, held-out sums too; runs/demo/report.png.
 #
 # Makes the environment, the model and the data if they are not there. More flags for grpo_fast.py can follow:
