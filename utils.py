@@ -391,14 +391,12 @@ def batch_arithmetic(args: Any, world_size: int, num_steps: int) -> str:
     """The resolved batch arithmetic in a few lines."""
     p, g = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
     updates = args.num_epochs * args.num_mini_batches
-    rows = p * g // args.num_mini_batches // world_size
     longest = args.max_prompt_token_length + args.response_length
     return (
         f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
         f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts\n"
         f"update   {args.num_epochs} epochs x {args.num_mini_batches} mini-batches = {updates} optimizer steps of "
-        f"{p * g // args.num_mini_batches} rollouts; at most {rows} rows a rank in micro-batches of "
-        f"{args.per_device_train_batch_size}\n"
+        f"{p * g // args.num_mini_batches} rollouts, in packs of at most {args.pack_length:,} tokens\n"
         f"run      {args.total_episodes:,} episodes // {p * g} = {num_steps} steps, "
         f"{num_steps * updates} optimizer steps"
     )

@@ -392,7 +392,7 @@ def test_describe_by_hand():
         response_length=400,
         num_mini_batches=3,
         num_epochs=2,
-        per_device_train_batch_size=5,
+        pack_length=700,
         total_episodes=2000,
     )
     text = utils.batch_arithmetic(args, 4, grpo.num_training_steps(args))
@@ -400,7 +400,7 @@ def test_describe_by_hand():
     assert numbers == [
         *(24, 8, 192, 96_000),  # 24 x 8 rollouts; x 500 tokens
         *(4, 6, 48),  # ranks; 24 / 4 prompts; x 8 rollouts
-        *(2, 3, 6, 64, 16, 5),  # epochs x mini-batches = optimizer steps; of 192 / 3 rollouts, 64 / 4 on a rank
+        *(2, 3, 6, 64, 700),  # epochs x mini-batches = optimizer steps; of 192 / 3 rollouts; tokens of a pack
         *(2000, 192, 10, 60),  # 2000 // 192 steps, x 6
     ]
 
