@@ -36,12 +36,13 @@ import string
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -64,13 +65,15 @@ REASONING_GYM_UNSAFE = frozenset(
 class RewardRecord:
     """One response to judge. `dataset` is the verifier's name in any case, `ground_truth` its label.
 
-    num_tokens is the length of the response, which only max_length and up_to_max_length need.
+    num_tokens is the length of the response, which only max_length and up_to_max_length need. prompt is what the
+    policy was asked, as lines "role: content", which judges and the solver need.
     """
 
     response: str
     ground_truth: Any
     dataset: str
     num_tokens: int | None = None
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,20 +85,31 @@ class RewardResult:
     timeout      the worker was killed at the item's deadline
     crash        the worker died or the verifier raised
     infra_error  the verifier could not be run at all
-    seconds is the wall time of judging, without the wait for a free worker and its start.
+    seconds is the wall time of judging, without the wait for a free worker and its start. details is plain data that
+    the verifier wants kept: results of single tests, texts of a solver or judge.
     """
 
     score: float
     status: str
     extracted: str | None
     seconds: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Judged(NamedTuple):
+    """What a judgment that takes time gives: see RewardResult."""
+
+    score: float
+    status: str
+    details: dict[str, Any] = {}
 
 
 class Verdict(NamedTuple):
-    """What was found in the response (None: no answer) and its score, or the job that will tell the score."""
+    """What was found in the response (None: no answer) and its score, or what will tell it: the job of a worker
+    process, or a function to be called in a thread."""
 
     extracted: str | None
-    outcome: float | dict
+    outcome: float | dict | Callable[[], Judged]
 
 
 NO_ANSWER = Verdict(None, 0.0)
@@ -379,11 +393,12 @@ def verify_re_search(response: str, ground_truth: Any, f1: bool) -> Verdict:
     return best_match(answer, label_texts(ground_truth, as_json=True), f1, floor=0.1 if f1 else 0.0)
 
 
-def verify_length(num_tokens: int | None, ground_truth: Any, shorter_is_fine: bool, scale: int = 32768) -> Verdict:
+def verify_length(record: RewardRecord, ground_truth: Any, shorter_is_fine: bool, scale: int = 32768) -> Verdict:
     """1 - |num_tokens - label| / scale, not below 0; with shorter_is_fine only tokens beyond the label cost.
 
     All tokens of the response count, the thinking included. open-instruct goes below 0.
     """
+    num_tokens = record.num_tokens
     if num_tokens is None:
         raise ValueError("the length verifiers need num_tokens, the number of tokens of the response")
     excess = num_tokens - float(ground_truth)
@@ -552,7 +567,8 @@ VERIFIERS: dict[str, Callable[[str, Any], Verdict]] = {
     "up_to_max_length": functools.partial(verify_length, shorter_is_fine=True),
     "passthrough": verify_passthrough,
 }
-LENGTH_VERIFIERS = ("max_length", "up_to_max_length")  # these get the number of tokens in place of the response
+LENGTH_VERIFIERS = ("max_length", "up_to_max_length")
+TAKES_RECORD = set(LENGTH_VERIFIERS)  # these get the whole record in place of the response
 BUILT_IN = frozenset(VERIFIERS)
 REMAP: dict[str, str] = {}  # --remap_verifier
 
@@ -885,42 +901,106 @@ def check_ground_truth(name: str, ground_truth: Any) -> str | None:
     return None
 
 
-def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
-    """Judges the records; results in the same order. timeout_s is the wall-clock deadline of each item, in seconds.
+class Threads:
+    """At most `most` daemon threads, started as they are needed. Daemons: an exit never waits for a call in flight,
+    which those of ThreadPoolExecutor would make it do."""
 
-    An item that ends its worker (timeout, crash) costs no other item. Thread-safe: callers share NUM_WORKERS
-    processes. Trouble of a verifier is a status and one warning per kind, not an exception. Raises ValueError for an
-    unknown verifier, before anything is judged.
+    def __init__(self, most: int):
+        self.most, self.idle, self.started = most, 0, 0
+        self.lock, self.work = threading.Lock(), queue.SimpleQueue()
+
+    def submit(self, call: Callable[[], Any]) -> Future:
+        """The future result of call()."""
+        future: Future = Future()
+        with self.lock:
+            self.work.put((future, call))
+            self.idle -= 1
+            if self.idle < 0 and self.started < self.most:
+                self.started += 1
+                self.idle += 1
+                threading.Thread(target=self._run, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, call = self.work.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # for the caller of result()
+                    future.set_exception(error)
+            del future, call
+            with self.lock:
+                self.idle += 1
+
+
+JOB_THREADS = Threads(NUM_WORKERS)  # each drives a worker
+CALL_THREADS = Threads(512)  # each waits for a sandbox or a server
+
+
+def submit(record: RewardRecord, timeout_s: float = 10.0) -> Future[RewardResult]:
+    """Starts to judge a record; the future's result is its RewardResult. timeout_s is the wall-clock deadline of a
+    worker's job, in seconds.
+
+    What needs no worker, sandbox or server is judged at once. Trouble of a verifier is a status and one warning per
+    kind, not an exception. Raises ValueError for an unknown verifier.
+    """
+    name, start = check_verifier(record.dataset), time.monotonic()
+    try:
+        verdict = VERIFIERS[name](record if name in TAKES_RECORD else record.response, record.ground_truth)
+    except (ValueError, TypeError, ImportError) as error:  # what check_ground_truth would have refused
+        warn_once(name, "infra_error", str(error))
+        return finished(RewardResult(math.nan, "infra_error", None, time.monotonic() - start))
+    extracted, outcome = verdict
+    if isinstance(outcome, dict):
+        return JOB_THREADS.submit(functools.partial(judge_by_job, name, extracted, outcome | {"timeout_s": timeout_s}))
+    if callable(outcome):
+        return CALL_THREADS.submit(functools.partial(judge_by_call, name, extracted, outcome))
+    status = "no_answer" if extracted is None else "ok"
+    return finished(RewardResult(outcome, status, extracted, time.monotonic() - start))
+
+
+def finished(result: RewardResult) -> Future[RewardResult]:
+    """A future that is over."""
+    future: Future = Future()
+    future.set_result(result)
+    return future
+
+
+def judge_by_job(name: str, extracted: str | None, job: dict) -> RewardResult:
+    """The result of a worker's job; waits for a free worker."""
+    value, status, seconds, problem = run_in_worker(job)
+    if problem:
+        warn_once(name, status, problem)
+    return RewardResult(value, status, extracted, seconds)
+
+
+def judge_by_call(name: str, extracted: str | None, call: Callable[[], Judged]) -> RewardResult:
+    """The result of a call; one that raises is a crash of the verifier."""
+    start = time.monotonic()
+    try:
+        judged = call()
+    except Exception as error:
+        judged = Judged(math.nan, "crash", {"problem": f"{type(error).__name__}: {error}"})
+    if judged.status in MISSING:
+        warn_once(name, judged.status, str(judged.details.get("problem", "")))
+    return RewardResult(judged.score, judged.status, extracted, time.monotonic() - start, judged.details)
+
+
+def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
+    """Judges the records, all at once; results in the same order. See submit.
+
+    An item that ends its worker (timeout, crash) costs no other item. Thread-safe: callers share workers. Raises
+    ValueError for an unknown verifier, before anything is judged.
     """
     for name in {record.dataset for record in records}:
         check_verifier(name)
-    results: list[RewardResult | None] = [None] * len(records)
-    jobs = []
-    for i, record in enumerate(records):
-        name, start = check_verifier(record.dataset), time.monotonic()
-        judged = record.num_tokens if name in LENGTH_VERIFIERS else record.response
-        try:
-            extracted, outcome = VERIFIERS[name](judged, record.ground_truth)
-        except (ValueError, TypeError, ImportError) as error:  # what check_ground_truth would have refused
-            warn_once(name, "infra_error", str(error))
-            results[i] = RewardResult(math.nan, "infra_error", None, time.monotonic() - start)
-            continue
-        if isinstance(outcome, dict):
-            jobs.append((i, name, extracted, outcome | {"timeout_s": timeout_s}))
-        else:
-            status = "no_answer" if extracted is None else "ok"
-            results[i] = RewardResult(outcome, status, extracted, time.monotonic() - start)
-    if jobs:
-        threads = ThreadPoolExecutor(min(NUM_WORKERS, len(jobs)))
-        try:
-            outcomes = threads.map(run_in_worker, [job for *_, job in jobs])
-            for (i, name, extracted, _), (value, status, seconds, problem) in zip(jobs, outcomes, strict=True):
-                results[i] = RewardResult(value, status, extracted, seconds)
-                if problem:
-                    warn_once(name, status, problem)
-        finally:
-            threads.shutdown(cancel_futures=True)
-    return results
+    futures = [submit(record, timeout_s) for record in records]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:  # an interrupt: what has not begun need not
+            future.cancel()
 
 
 FORMAT_START = re.compile(r"</think>\s*<answer>")
@@ -1010,13 +1090,13 @@ def main() -> None:
         except ValueError as error:
             raise SystemExit(f"{args.cases} row {i}: {error}") from None
     start = time.monotonic()
-    columns = ("response", "ground_truth", "dataset", "num_tokens")  # the last only for the length verifiers
-    records = [RewardRecord(*map(row.get, columns)) for row in rows]
+    columns = ("response", "ground_truth", "dataset", "num_tokens", "prompt")  # the last two for verifiers that ask
+    records = [RewardRecord(**{column: row[column] for column in columns if column in row}) for row in rows]
     results = score(records, args.timeout_s)
     for result in results:
         value = None if math.isnan(result.score) else result.score  # JSON has no nan
-        fields = {"score": value, "status": result.status, "extracted": result.extracted, "seconds": result.seconds}
-        print(json.dumps(fields))
+        fields = vars(result) | {"score": value}
+        print(json.dumps({k: v for k, v in fields.items() if k != "details" or v}))
     scores = [result.score for result in results if result.status not in MISSING]
     counts = ", ".join(f"{status} {n}" for status, n in collections.Counter(r.status for r in results).items())
     mean = sum(scores) / len(scores) if scores else math.nan

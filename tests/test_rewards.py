@@ -346,7 +346,8 @@ def random_strings(n):
 def test_no_string_raises_or_takes_long_in_the_trainer(name):
     start = time.monotonic()
     for text in random_strings(10_000) + [piece * 100_000 for piece in PIECES]:
-        verdict = rewards.VERIFIERS[name](len(text) if name in rewards.LENGTH_VERIFIERS else text, "1")
+        record = rewards.RewardRecord(text, "1", name, num_tokens=len(text))
+        verdict = rewards.VERIFIERS[name](record if name in rewards.TAKES_RECORD else text, "1")
         assert isinstance(verdict.outcome, dict) or 0.0 <= verdict.outcome <= 1.0
     assert time.monotonic() - start < 15.0  # 1 s; one quadratic pattern makes minutes
 
@@ -360,6 +361,24 @@ def test_no_string_is_missing_in_the_workers():
     results = score_rows(rows)
     missing = [(*row, result) for row, result in zip(rows, results, strict=True) if result.status in rewards.MISSING]
     assert not missing
+
+
+def test_a_call_that_raises_is_a_crash_and_all_calls_are_in_flight_together(monkeypatch):
+    both = threading.Barrier(2, timeout=20)
+
+    def verify(record, ground_truth):
+        def call():
+            both.wait()  # a second call must run meanwhile
+            return rewards.Judged(1.0, "ok", {"asked": record.prompt}) if ground_truth else 1 / 0
+
+        return rewards.Verdict(record.response, call)
+
+    monkeypatch.setitem(rewards.VERIFIERS, "slow", verify)
+    monkeypatch.setattr(rewards, "TAKES_RECORD", rewards.TAKES_RECORD | {"slow"})
+    with pytest.warns(UserWarning, match="slow: crash.*ZeroDivisionError"):
+        good, bad = score([RewardRecord("a", 1, "slow", prompt="user: hello"), RewardRecord("b", 0, "slow")])
+    assert (good.score, good.status, good.extracted, good.details) == (1.0, "ok", "a", {"asked": "user: hello"})
+    assert math.isnan(bad.score) and bad.status == "crash"
 
 
 def test_status_and_extracted():
