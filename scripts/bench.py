@@ -5,6 +5,7 @@
     python scripts/bench.py sync        learner's weights into the engine: us, a memory copy, vLLM's own reload
     python scripts/bench.py pipeline    grpo.py and grpo_fast.py on the demo's task, and the ideal of their phases
     python scripts/bench.py packing     pack_rollouts on 100k sequences, and next-fit in arrival order
+    python scripts/bench.py rewards     scores per second; a solver model asked all at once and one by one
     python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
     --model DIR    scripts/make_tiny_model.py makes one in a second    --json    one line of JSON in place of tables
@@ -22,6 +23,7 @@ then costs more than here.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -48,6 +50,7 @@ import torch  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 import grpo  # noqa: E402
+import rewards  # noqa: E402
 
 QUESTION, TEMPLATE_TOKENS, ANSWER = (4.04, 0.345), 30, (4.45, 0.434)  # see Lengths above
 SHOWN = """time/training time/generation time/weight_sync time/trainer_waiting_for_data
@@ -326,13 +329,13 @@ def bench_sync(options: argparse.Namespace) -> dict[str, Any]:
     """The learner's weights into the engine of the same process, against three memory copies and vLLM's own reload."""
     args, world, _, engine = start_engine(options)
     policy, dtype = grpo.load_policy(args, world), utils.DTYPES[args.model_dtype]
-    weights = [(name, tensor.clone()) for name, tensor in utils.full_weights(policy.model, dtype)]
+    weights = [(name, tensor.clone()) for name, tensor in utils.full_weights(policy, dtype)]
     buffers = [torch.empty_like(tensor) for _, tensor in weights]
     sides = {
-        "engine.load_weights": lambda: engine.load_weights(utils.full_weights(policy.model, dtype), version=1),
+        "engine.load_weights": lambda: engine.load_weights(utils.full_weights(policy, dtype), version=1),
         "memory copy": lambda: [b.copy_(tensor) for (_, tensor), b in zip(weights, buffers, strict=True)],
         "vLLM's reload": lambda: engine.worker.reload_weights(weights_iterator=iter(weights)),
-        "full_weights alone": lambda: sum(1 for _ in utils.full_weights(policy.model, dtype)),
+        "full_weights alone": lambda: sum(1 for _ in utils.full_weights(policy, dtype)),
     }
     seconds = side_by_side(sides, options.repeat)
     size = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
@@ -526,6 +529,109 @@ def bench_packing(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": settings, "sides": table, "ratios": ratios}
 
 
+def gsm8k_records(rng: np.random.Generator, count: int) -> list[rewards.RewardRecord]:
+    """Solutions of some 300 characters, two of three right."""
+    records = []
+    for i in range(count):
+        a, b = rng.integers(0, 100, 2).tolist()
+        text = f"Anna has {a} apples and buys {b} more of them at the market.\n" * 4
+        text += f"So she has {a} + {b} = {a + b} apples.\n#### {a + b + (i % 3 == 0)}"
+        records.append(rewards.RewardRecord(text, str(a + b), "gsm8k"))
+    return records
+
+
+# label, and a right answer of another form
+MATH_FORMS = (
+    (r"\frac{%d}{%d}", r"%d/%d"),
+    (r"%d\sqrt{2}+%d", r"\sqrt{2}\cdot %d+%d"),
+    (r"x^2+%dx+%d", r"x(x+%d)+%d"),
+    (r"(%d,%d)", r"\left(%d, %d\right)"),
+    (r"[%d,%d)", r"\left[ %d, %d \right)"),
+    (r"%d+%d\pi", r"%d+\pi\cdot %d"),
+)
+
+
+def math_records(rng: np.random.Generator, count: int, samples: int) -> list[rewards.RewardRecord]:
+    """`samples` solutions of some 800 characters for each label, as in training: 3 of 5 labels are integers and the
+    others of MATH_FORMS; of 8 answers 3 are spelled as the label, 2 are right in another form, 3 are wrong."""
+    records = []
+    for i in range(count):
+        group, j = divmod(i, samples)
+        if j == 0:
+            a, b = sorted(rng.integers(2, 500, 2).tolist())
+        form, other = MATH_FORMS[group % len(MATH_FORMS)] if group % 5 > 2 else ("%d%d", "%d%d.0")
+        label = form % (a, b)
+        answer = label if j % 8 < 3 else other % (a, b) if j % 8 < 5 else form % (a, b + j)
+        text = "We put both conditions together and solve for what is asked. " * 12 + f"So it is $\\boxed{{{answer}}}$."
+        records.append(rewards.RewardRecord(text, label, "math"))
+    return records
+
+
+def code_records(rng: np.random.Generator, count: int) -> list[rewards.RewardRecord]:
+    """Programs that add two numbers, one test each."""
+    program = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+    tests = [{"input": f"{a} {b}\n", "output": f"{a + b}\n"} for a, b in rng.integers(0, 100, (count, 2)).tolist()]
+    return [rewards.RewardRecord(program, [test], "code_stdio") for test in tests]
+
+
+def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
+    """Scores per second of the verifiers through rewards.score, and a solver's calls in flight together or in turn.
+
+    The solver is --model in a vLLM server, greedy, at most --solver_tokens for each of --calls guidelines to different
+    questions; neither side has anything cached. The servers and the workers run before the clock does.
+    """
+    rng, samples, solver = np.random.default_rng(options.seed), options.samples, "solver, all at once"
+    verifiers = {
+        "gsm8k": (gsm8k_records(rng, options.records), 10_000),
+        "math": (math_records(rng, options.records // 5, samples), 1_000),
+        "code_stdio": (code_records(rng, options.records // 20), 300),
+    }
+    results: dict[str, list[rewards.RewardResult]] = {}
+
+    def judge(name: str, records: Sequence[rewards.RewardRecord]) -> None:
+        results[name] = rewards.score(records)
+
+    sides = {name: functools.partial(judge, name, records) for name, (records, _) in verifiers.items()}
+    seconds = side_by_side(sides, options.repeat)
+    guidelines = [
+        rewards.RewardRecord(
+            "Add the tens, then the ones.", {"question": f"What is {a}+{b}?", "answer": a + b}, "solver"
+        )
+        for a, b in zip(range(10, 10 + options.calls), rng.integers(10, 100, options.calls).tolist(), strict=True)
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        servers = utils.start_servers(options.model, 1, Path(directory), max_model_len=1024, dtype=options.dtype)
+
+        def solve(name: str, batches: Sequence[Sequence[rewards.RewardRecord]]) -> None:
+            rewards.configure_solver(options.model, response_length=options.solver_tokens, baseline=False)
+            rewards.connect_solver([server.base_url for server in servers], servers[0].api_key)
+            results[name] = [result for batch in batches for result in rewards.score(batch)]
+
+        solve("warm-up", [guidelines])
+        sides = {
+            solver: lambda: solve(solver, [guidelines]),
+            "solver, one by one": lambda: solve("solver, one by one", [[record] for record in guidelines]),
+        }
+        seconds |= side_by_side(sides, options.repeat, warm_up=False)
+        utils.stop_servers(servers)
+    missing = {name: sum(result.status in rewards.MISSING for result in found) for name, found in results.items()}
+    table, ratios = {}, {}
+    for name, found in seconds.items():
+        table[name] = spread(found, scores=len(results[name])) | {"missing": missing[name]}
+        table[name]["mean score"] = statistics.mean([r.score for r in results[name] if r.status not in rewards.MISSING])
+        if name in verifiers:
+            count, target = len(results[name]), verifiers[name][1]
+            ratios[f"{name}: scores/s over {target}"] = ratio(
+                [t / count for t in found], [1 / target] * len(found), 1.0
+            )
+        else:
+            tokens = sum(result.details.get("solver_tokens", 0) for result in results[name])
+            table[name] |= {"tokens": tokens, "tokens_per_second": tokens / table[name]["seconds"]}
+    name = f"solver, {options.calls} calls: all at once over one by one"
+    ratios[name] = ratio(seconds[solver], seconds["solver, one by one"], 8.0)
+    return {"settings": {"workers": rewards.NUM_WORKERS}, "sides": table, "ratios": ratios}
+
+
 def show(result: dict[str, Any]) -> None:
     """The machine, a table of what was measured of each side, a table of ratios."""
     from rich.console import Console
@@ -554,10 +660,10 @@ def parse_options() -> argparse.Namespace:
     add("--dtype", choices=sorted(utils.DTYPES), default="bfloat16", help="compute dtype (bfloat16)")
     add("--repeat", type=int, default=3, help="rounds (3)")
     add("--json", action="store_true", help="one line of JSON on stdout")
-    add("--samples", type=int, default=8, help="learner, packing: responses per prompt (8)")
+    add("--samples", type=int, default=8, help="learner, packing, rewards: responses per prompt (8)")
     add("--lengths", help="learner, packing: .jsonl of {prompt_tokens, response_tokens}, a prompt's rows adjacent")
     add("--pack_length", type=int, default=2048, help="learner, packing: tokens (2048)")
-    add("--seed", type=int, default=1, help="learner, packing: of lengths and tokens (1)")
+    add("--seed", type=int, default=1, help="learner, packing, rewards: of lengths, tokens, records (1)")
     add("--prompts", type=int, default=4, help="learner: prompts (4)")
     add("--rows", type=int, default=16, help="learner: of a padded micro-batch (16)")
     add("--optimizer", action="store_true", help="learner: AdamW's step too; ours is on float32 weights")
@@ -565,10 +671,13 @@ def parse_options() -> argparse.Namespace:
     add("--learners", type=int, nargs="+", default=[8, 64], help="packing: counts of learners (8 64)")
     add("--steps", type=int, default=6, help="pipeline, trl: measured steps of each of our runs (6)")
     add("--warmup_steps", type=int, default=2, help="pipeline, trl: steps before them (2)")
+    add("--records", type=int, default=20_000, help="rewards: gsm8k scores; a fifth as many math, a 20th code (20000)")
+    add("--calls", type=int, default=64, help="rewards: guidelines for the solver (64)")
+    add("--solver_tokens", type=int, default=64, help="rewards: longest text of the solver (64)")
     add("--trl_steps", type=int, default=3, help="trl: measured steps of each of its runs, after one (3)")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="trl: what to learn (both)")
     options, options.more = parser.parse_known_args()
-    if options.bench == "packing" and options.more:
+    if options.bench in ("packing", "rewards") and options.more:
         parser.error(f"unknown: {' '.join(options.more)}")
     if not (Path(options.model) / "config.json").exists():
         parser.error(f"no model in {options.model}: python scripts/get_smollm2.py or scripts/make_tiny_model.py")
@@ -577,7 +686,16 @@ def parse_options() -> argparse.Namespace:
 
 
 BENCHES = {
-    f.__name__[6:]: f for f in (bench_learner, bench_rollout, bench_sync, bench_pipeline, bench_packing, bench_trl)
+    f.__name__[6:]: f
+    for f in (
+        bench_learner,
+        bench_rollout,
+        bench_sync,
+        bench_pipeline,
+        bench_packing,
+        bench_rewards,
+        bench_trl,
+    )
 }
 
 

@@ -106,3 +106,14 @@ def test_sync(tiny_models):
     result, _ = run("sync", tiny_models(), "--repeat 2 --dtype float32")
     assert list(result["sides"]) == ["engine.load_weights", "memory copy", "vLLM's reload", "full_weights alone"]
     assert result["settings"]["bytes"] > 4 * 512 * 128  # the embedding alone
+
+
+def test_rewards(tiny_models):
+    result, _ = run("rewards", tiny_models(), "--repeat 1 --records 400 --calls 4 --solver_tokens 8")
+    sides = result["sides"]
+    assert list(sides) == ["gsm8k", "math", "code_stdio", "solver, all at once", "solver, one by one"]
+    assert [side["missing"] for side in sides.values()] == [0] * 5
+    assert sides["gsm8k"]["mean score"] == pytest.approx(2 / 3, abs=0.01) and sides["code_stdio"]["mean score"] == 1.0
+    assert sides["math"]["mean score"] == 5 / 8  # of eight answers to a label three are spelled as it, two otherwise
+    assert 4 <= sides["solver, one by one"]["tokens"] <= 4 * 8
+    assert [found["target"] for found in result["ratios"].values()] == [1.0, 1.0, 1.0, 8.0]

@@ -89,7 +89,7 @@ def save_as(container, rows, tmp_path):
 def test_every_shape_and_container_gives_the_same_prompt(tokenizer, tmp_path, shape, container):
     text = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    want = [utils.Prompt(0, token_ids, text, (LABEL,), ("gsm8k",))]
+    want = [utils.Prompt(0, token_ids, text, (LABEL,), ("gsm8k",), f"user: {QUESTION}")]
     assert load(tokenizer, save_as(container, [SHAPES[shape]], tmp_path), "1.0") == want
 
 
@@ -230,7 +230,6 @@ def test_mixer_pairs(values, want):
         ("a all", "a all: the amount must be a fraction"),
         ("a nan", "a nan: the amount must be a fraction"),
         ("reasoning_gym:chain_sum 1.0", "generated data has no end, give a count such as 2000"),
-        ("reasoning_gym:countdown 5", "executes the response text; refused"),
     ],
 )
 def test_mixer_refusals(values, reason):
@@ -606,7 +605,7 @@ def test_solved_prompts_are_excluded():
     """Mean score / highest score against the rate; a missing score is not solved; off by default."""
 
     def group(index, *scores):
-        return [grpo.Rollout(utils.Prompt(index, (1,), "", ("7",), ("gsm8k",)), index, 0, score=s) for s in scores]
+        return [grpo.Rollout(utils.Prompt(index, (1,), "", ("7",), ("gsm8k",)), index, 0, outcome=s) for s in scores]
 
     sampled = group(0, 10.0, 10.0) + group(1, 10.0, 0.0) + group(2, 0.0, 0.0) + group(3, 10.0, math.nan)
     args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.5)
@@ -617,7 +616,7 @@ def test_solved_prompts_are_excluded():
 
 def test_groups_with_a_gradient():
     def group(*scores):
-        return [replace(TOOL, score=s) for s in scores]
+        return [replace(TOOL, outcome=s, score=s - 0.1 * i) for i, s in enumerate(scores)]  # penalties do not matter
 
     assert grpo.has_gradient(group(0.0, 1.0)) and grpo.has_gradient(group(math.nan, 0.0, 1.0))
     assert not grpo.has_gradient(group(1.0, 1.0)) and not grpo.has_gradient(group(math.nan, 1.0))

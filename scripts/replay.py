@@ -1,0 +1,112 @@
+"""Make the updates of a run again from its dumps, and compare loss, gradient norm and weights with what the run had.
+
+    python grpo.py ... --dump_steps all            a run that writes RUN/dumps
+    python scripts/replay.py RUN --step 7          step 7, from the newest checkpoint before it or from the start
+    python scripts/replay.py RUN --step 7 --from_start --save model_7
+
+Nothing is sampled: from the start model and the dumps alone any later state is made again. A run with several learners
+is replayed under torchrun with as many ranks; with fewer the weights agree up to the order of sums. The exit status is
+0 if everything is equal to the last bit, or within --tolerance where one is given.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolerance: float) -> bool:
+    """Steps up to `last` again; prints a line for each. Whether they are the run's."""
+    import torch
+
+    import grpo
+    import utils
+
+    flags = json.loads((run_dir / "args.json").read_text())
+    args = replace(grpo.Args(**flags), max_logprob_gap=0.0)  # the gap was the run's business
+    world = utils.init_distributed()
+    torch.manual_seed(args.seed)
+    utils.make_deterministic(args)
+    policy = grpo.load_policy(args, world)
+    ref_policy = grpo.load_policy(args, world).requires_grad_(False) if args.load_ref_policy else None
+    optimizer, scheduler = grpo.make_optimizer(policy, args)
+    modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
+    first = 1
+    if not from_start and (path := utils.newest_checkpoint(run_dir, world, before=last)) is not None:
+        first = grpo.load_state(path, modules, optimizer, scheduler, world)["step"] + 1
+    same = True
+    for step in range(first, last + 1):
+        dump = utils.read_dump(run_dir / "dumps", step)
+        rollouts, how = grpo.rollouts_of(dump), dump.info["how"]
+        if step == first:
+            same &= report(world, f"before step {step}", {}, {}, dump.info["weights_before"], policy, tolerance)
+        batches = []
+        for learners in dump.packs:
+            mine = learners[world.rank] if len(learners) == world.size else sum(learners[world.rank :: world.size], [])
+            packs = [[[rollouts[i] for i in piece] for piece in pack] for pack in mine]
+            batches.append(grpo.micro_batches(packs, how, args, world.device))
+        metrics = utils.Metrics()
+        gap, _ = grpo.update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
+        if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
+            grpo.refresh_reference(ref_policy, policy, args.alpha)
+        made = utils.finish_metrics(metrics.reduce(world), args) | gap
+        theirs = dump.info["metrics"]
+        same &= report(world, f"step {step}", made, theirs, dump.info["weights_after"], policy, tolerance)
+    if save is not None:
+        dtype = utils.DTYPES[args.model_dtype]
+        utils.save_model(policy, utils.load_tokenizer(args), save, dtype, world)
+    if world.is_main:
+        print("equal: replayed weights and metrics are the run's" if same else "NOT equal: see the lines above")
+    utils.leave_distributed()
+    return same
+
+
+def report(world, what: str, made: dict, theirs: dict, weights_hash: str, policy, tolerance: float) -> bool:
+    """Print how metrics and weights compare; whether they are equal. All ranks."""
+    import utils
+
+    mine = utils.weights_hash(policy, world)
+    if not world.is_main:
+        return True
+    shared = sorted(made.keys() & theirs.keys())
+    gaps = {name: abs(made[name] - theirs[name]) / max(abs(theirs[name]), 1e-30) for name in shared}
+    # equal also when both are NaN
+    gaps = {k: 0.0 if math.isnan(made[k]) and math.isnan(theirs[k]) else gap for k, gap in gaps.items()}
+    worst = max(gaps, key=gaps.get, default=None)
+    equal = mine == weights_hash or tolerance > 0
+    equal = equal and all(gap <= tolerance for gap in gaps.values())
+    parts = [f"{what}: weights {mine[:12]} {'equal' if mine == weights_hash else f'differ from {weights_hash[:12]}'}"]
+    parts += [f"{name} {made[name]:.9g}" for name in ("loss/total_avg", "optim/grad_norm") if name in made]
+    if worst is not None:
+        parts.append(f"{len(shared)} metrics, largest relative difference {gaps[worst]:.2g} ({worst})")
+    print(" | ".join(parts), flush=True)
+    return equal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("run", type=Path, help="directory of the run, with args.json and dumps/")
+    parser.add_argument("--step", type=int, required=True, help="the step to end with")
+    parser.add_argument("--from_start", action="store_true", help="use no checkpoint: the start model and all dumps")
+    parser.add_argument("--save", type=Path, help="write the model after the step there, in Hugging Face format")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="largest relative difference of a metric; 0: bits")
+    options = parser.parse_args()
+    environment = json.loads((options.run / "environment.json").read_text())
+    os.environ["OMP_NUM_THREADS"] = environment["omp_num_threads"]  # sums depend on how threads share them
+    import utils
+
+    try:
+        same = replay(options.run, options.step, options.from_start, options.save, options.tolerance)
+    except utils.UserError as error:
+        raise SystemExit(f"replay.py: {error}") from None
+    sys.stdout.flush()
+    os._exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""What a run did can be proved: checkpoints survive anything, resumes and replays give the same bits."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import utils
+from tests.conftest import REPO
+from tests.test_run import TRANSFORMERS, VLLM, command, data, read, run, untimed, weights  # noqa: F401
+
+
+class Small:
+    """A model, its optimizer and what a run would save of them."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.modules = {"policy": torch.nn.Linear(64, 64)}
+        self.optimizer = torch.optim.AdamW(self.modules["policy"].parameters(), lr=0.1)
+        self.step()
+
+    def step(self):
+        self.modules["policy"](torch.ones(2, 64)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def numbers(self):
+        state = self.optimizer.state_dict()["state"]
+        return [*self.modules["policy"].parameters(), *(v for s in state.values() for v in s.values())]
+
+
+def save(checkpoints, small, number, **extra):
+    checkpoints.save(number, small.modules, small.optimizer, extra)
+
+
+def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
+    """The write goes on in the background while training changes weights and random numbers are drawn."""
+    small, checkpoints = Small(), utils.Checkpoints(tmp_path, 3, world)
+    want = [t.clone() for t in small.numbers()]
+    rollouts = {3: (7, {0: {"token_ids": [1, 2], "logprobs": [-0.5, -1e-3], "finish_reason": "stop"}})}
+    save(checkpoints, small, 4, step=4, excluded=[1, 2], rollouts=rollouts)
+    after = random.random(), float(np.random.rand()), float(torch.rand(1))
+    small.step()
+    checkpoints.wait()
+    assert [p.name for p in utils._steps(tmp_path / "checkpoints")] == ["step_4"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_4"
+    other = Small(seed=1)
+    path = utils.newest_checkpoint(tmp_path, world)
+    extra = utils.load_checkpoint(path, other.modules, other.optimizer, world)
+    assert extra == {"step": 4, "excluded": [1, 2], "rollouts": rollouts}
+    assert all(torch.equal(a, b) for a, b in zip(other.numbers(), want, strict=True))
+    assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == after
+
+
+def test_old_checkpoints_go(tmp_path, world):
+    checkpoints, small = utils.Checkpoints(tmp_path, 2, world), Small()
+    (tmp_path / "checkpoints" / "step_9.tmp").mkdir(parents=True)  # of a run that was killed
+    for step in (2, 4, 10):
+        save(checkpoints, small, step)
+    checkpoints.wait()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_10", "step_4"]
+    everything = utils.Checkpoints(tmp_path / "all", -1, world)
+    for step in (1, 2, 3, 4):
+        save(everything, small, step)
+    everything.wait()
+    assert len(utils._steps(tmp_path / "all" / "checkpoints")) == 4
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit": lambda p: flip(next((p / "state").glob("*.distcp"))),
+    "a cut file": lambda p: os.truncate(next((p / "state").glob("*.distcp")), 1000),
+    "a lost file": lambda p: (p / "state" / ".metadata").unlink(),
+    "another rank file": lambda p: flip(p / "rank_0.pt"),
+    "no manifest": lambda p: (p / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, world, capsys, damage):
+    checkpoints, small = utils.Checkpoints(tmp_path, -1, world), Small()
+    for step in (1, 2):
+        save(checkpoints, small, step)
+    checkpoints.wait()
+    assert utils.newest_checkpoint(tmp_path, world).name == "step_2"
+    assert utils.newest_checkpoint(tmp_path, world, before=2).name == "step_1"
+    DAMAGE[damage](tmp_path / "checkpoints" / "step_2")
+    capsys.readouterr()
+    assert utils.newest_checkpoint(tmp_path, world).name == "step_1"
+    assert re.search(r"WARNING: checkpoint .*step_2 is damaged and skipped: \S+", capsys.readouterr().out)
+    DAMAGE[damage](tmp_path / "checkpoints" / "step_1")
+    assert utils.newest_checkpoint(tmp_path, world) is None
+
+
+def test_a_full_disk_costs_only_the_new_checkpoint(tmp_path):
+    """A limit on the size of files stands for the full disk: the write fails half way."""
+    script = """
+        import resource, signal, sys, pathlib, torch, utils
+        from tests.test_exact import Small, save
+        world, path = utils.init_distributed(), pathlib.Path(sys.argv[1])
+        checkpoints, small = utils.Checkpoints(path, 3, world), Small()
+        save(checkpoints, small, 1)
+        checkpoints.wait()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for size in (100, 20_000):  # rank_0.pt does not fit, the state does not fit
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            save(checkpoints, small, 2)
+            checkpoints.wait()
+        print(sorted(p.name for p in (path / "checkpoints").iterdir()), utils.newest_checkpoint(path, world).name)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        save(checkpoints, small, 3)
+        checkpoints.wait()
+        print(utils.newest_checkpoint(path, world).name)
+    """
+    line = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    out = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    warning, again, listing, newest = out.stdout.splitlines()
+    for text in (warning, again):
+        assert re.match(r"WARNING: checkpoint step_2 was not written, the one before stays: .+", text)
+    assert listing == "['latest', 'step_1'] step_1" and newest == "step_3"
+
+
+def row(i, j, n=3, **more):
+    """A row of a dump."""
+    values = {"prompt_ids": [5 + i, 6], "response_ids": [7 + j] * n, "response_mask": [True] * n}
+    values |= {"vllm_logprobs": [-1 / 3] * n, "versions": [2] * n, "position": 2**40 + i, "sample": j, "text": "é\n"}
+    values |= {"advantage": 0.1 * j, "outcome": 1.0, "score": 0.9, "trained": bool(j), "finish_reason": "stop"}
+    return values | more
+
+
+def as_float32(value):
+    return torch.tensor(value, dtype=torch.float32).tolist()
+
+
+def test_a_dump_comes_back_and_damage_is_noticed(tmp_path):
+    rows = [row(0, 0, old_logprobs=[-0.1, -0.2, -0.3]), row(0, 1, n=1), row(1, 0, n=5)]
+    packs = [[[[[0, 1]], [[2]]], []], [[], []]]
+    utils.write_dump(tmp_path, 7, rows, packs, {"how": "shared", "weights_after": "ab"})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000007.json", "step_000007.safetensors"]
+    dump = utils.read_dump(tmp_path, 7)
+    assert dump.packs == packs and dump.info["how"] == "shared" and dump.info["schema_version"] == 1
+    for made, want in zip(dump.rows, rows, strict=True):
+        assert {k: made[k] for k in ("prompt_ids", "response_ids", "position", "sample", "text", "trained")} == {
+            k: want[k] for k in ("prompt_ids", "response_ids", "position", "sample", "text", "trained")
+        }
+        for name in ("vllm_logprobs", "advantage", "score", "outcome"):
+            assert made[name] == as_float32(want[name])
+    assert dump.rows[0]["old_logprobs"] == as_float32([-0.1, -0.2, -0.3])
+    assert all(np.isnan(dump.rows[2]["old_logprobs"]))
+    with pytest.raises(utils.UserError, match="no dump of step 8"):
+        utils.read_dump(tmp_path, 8)
+    info = json.loads((tmp_path / "step_000007.json").read_text())
+    (tmp_path / "step_000007.json").write_text(json.dumps(info | {"schema_version": 99}))
+    with pytest.raises(utils.UserError, match="schema 99, this version reads 1"):
+        utils.read_dump(tmp_path, 7)
+    (tmp_path / "step_000007.json").write_text(json.dumps(info))
+    flip(tmp_path / "step_000007.safetensors")
+    with pytest.raises(utils.UserError, match="is damaged: its sha256"):
+        utils.read_dump(tmp_path, 7)
+
+
+def replay(run_dir, *flags, ranks=0):
+    start = [sys.executable] + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] * (
+        ranks > 0
+    )
+    line = [*start, "scripts/replay.py", str(run_dir), *map(str, flags)]
+    env = os.environ | {"OMP_NUM_THREADS": "2"}  # not the run's: replay.py takes that one
+    return subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+
+
+REPLAYED = f"--total_episodes 320 --seed 3 --dump_steps all --checkpoint_state_freq 2 --num_mini_batches 2 {VLLM}"
+REPLAYED += " --num_epochs 2 --lr_scheduler_type linear --ref_policy_update_freq 2 --load_ref_policy --beta 0.01"
+
+
+@pytest.fixture(scope="module")
+def dumped(tiny_models, data, tmp_path_factory):  # noqa: F811
+    """Five steps with two mini-batches, two epochs and a moving reference, all dumped."""
+    out = tmp_path_factory.mktemp("dumped")
+    run(tiny_models(), data, out, f"--exp_name it {REPLAYED}")
+    return out / "it"
+
+
+def test_a_replay_gives_the_same_bits(dumped, tmp_path):
+    rows = read(dumped / "metrics.jsonl")
+    assert sum(r["optim/skipped_steps"] for r in rows) < 3, "nothing was trained: the test shows nothing"
+    done = replay(dumped, "--step", 5)
+    assert done.returncode == 0 and done.stdout.count("weights") == 3, done.stdout + done.stderr  # after step_4
+    done = replay(dumped, "--step", 5, "--from_start", "--save", tmp_path / "model")
+    assert done.returncode == 0 and done.stdout.count("weights") == 7, done.stdout + done.stderr
+    assert "equal: replayed weights and metrics are the run's" in done.stdout
+    a, b = weights(dumped / "model"), weights(tmp_path / "model")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", dumped, copy], check=True)
+    path = copy / "dumps" / "step_000002.safetensors"
+    tensors = load_file(path)
+    tensors["advantages"][tensors["trained"].bool()] *= 1 + 1e-6
+    save_file(tensors, path)
+    info = json.loads(path.with_suffix(".json").read_text())
+    path.with_suffix(".json").write_text(json.dumps(info | {"sha256": utils._stamp(path)[1]}))
+    done = replay(copy, "--step", 2, "--from_start")
+    assert done.returncode == 1 and "step 2: weights" in done.stdout and "differ from" in done.stdout
+    assert replay(copy, "--step", 1, "--from_start").returncode == 0
+    (copy / "dumps" / "step_000001.json").unlink()
+    done = replay(copy, "--step", 2, "--from_start")
+    assert done.returncode == 1 and "replay.py: " in done.stderr and "no dump of step 1" in done.stderr
+
+
+def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, tmp_path):  # noqa: F811
+    flags = REPLAYED.replace("--dump_steps all --checkpoint_state_freq 2", f"--load_batches {dumped / 'dumps'}")
+    run(tiny_models(), data, tmp_path, f"--exp_name again {flags}")
+    a, b = weights(dumped / "model"), weights(tmp_path / "again" / "model")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    for x, y in zip(read(dumped / "metrics.jsonl"), read(tmp_path / "again" / "metrics.jsonl"), strict=True):
+        for name in ("loss/total_avg", "optim/grad_norm", "objective/scores", "val/sequence_lengths"):
+            assert x.get(name) == y.get(name)
+    error = run(tiny_models(), data, tmp_path, f"--exp_name other {flags} --num_samples_per_prompt_rollout 4", ok=False)
+    assert "has 8 groups of [8] rollouts" in error and "Traceback" not in error
+
+
+def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_path):  # noqa: F811
+    subprocess.run(["cp", "-r", dumped, tmp_path / "it"], check=True)
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-r", tiny_models(), model], check=True)
+    again = f"--exp_name it {REPLAYED} --resume"
+    error = run(tiny_models(), data, tmp_path, f"{again} --learning_rate 1e-3", ok=False)
+    assert "--learning_rate: 0.003 then, 0.001 now" in error and "--resume_anyway" in error
+    other = tmp_path / "data"
+    subprocess.run(["cp", "-r", data, other], check=True)
+    with (other / "train.jsonl").open("a") as file:
+        turns = [{"role": "user", "content": "Say 99, then 7."}]
+        file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
+    error = run(tiny_models(), other, tmp_path, again, ok=False)
+    assert re.search(r"data hash: \w+ then, \w+ now", error)
+    weights_file = model / "model.safetensors"
+    tensors = load_file(weights_file)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, weights_file, metadata={"format": "pt"})
+    error = run(model, data, tmp_path, again, ok=False)
+    assert re.search(r"model hash: \w+ then, \w+ now", error)
+    for step in (2, 4):  # then all five steps would be done
+        assert (tmp_path / "it" / "checkpoints" / f"step_{step}").is_dir()
+    subprocess.run(["rm", "-r", tmp_path / "it" / "checkpoints" / "step_4"], check=True)
+    text = run(tiny_models(), data, tmp_path, f"{again} --resume_anyway --learning_rate 1e-3")
+    assert "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
+    rows = read(tmp_path / "it" / "metrics.jsonl")
+    before = [r["lr"] for r in read(dumped / "metrics.jsonl")]
+    assert [r["training_step"] for r in rows] == [1, 2, 3, 4, 5]
+    assert [r["lr"] for r in rows] == pytest.approx([*before[:2], *(lr / 3 for lr in before[2:])])
+    assert json.loads((tmp_path / "it" / "args.json").read_text())["learning_rate"] == 1e-3
+
+
+def test_resume_on_another_number_of_ranks(tiny_models, data, tmp_path):  # noqa: F811
+    """Two ranks with sharded weights write step 2; one rank makes step 3 of it."""
+    flags = f"--exp_name it --total_episodes 192 --checkpoint_state_freq 2 --seed 3 --deepspeed_stage 3 {TRANSFORMERS}"
+    run(tiny_models(), data, tmp_path, flags, ranks=2)
+    assert (tmp_path / "it" / "checkpoints" / "step_2" / "rank_1.pt").is_file()
+    want = weights(tmp_path / "it" / "model")
+    subprocess.run(["rm", "-r", tmp_path / "it" / "model"], check=True)
+    run(tiny_models(), data, tmp_path, f"{flags} --resume")
+    got = weights(tmp_path / "it" / "model")
+    assert read(tmp_path / "it" / "metrics.jsonl")[2]["other/real_batch_size_ratio"] > 0
+    for name in want:
+        assert (want[name] - got[name]).norm() <= 1e-6 * want[name].norm(), name
+
+
+BROKEN = f"--total_episodes 512 --seed 3 --checkpoint_state_freq 2 --lr_scheduler_type linear {VLLM} --async_steps 1"
+BROKEN += " --deterministic --max_logprob_gap 0.01"
+
+
+def start(script, model, directory, out, flags):
+    line = command(model, directory, out, flags)
+    line[1] = script
+    log = (out / "log").open("a")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(line, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, "it ended, or nothing happened"
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module", params=["grpo.py", "grpo_fast.py"])
+def unbroken(request, tiny_models, data, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("unbroken")
+    process = start(request.param, tiny_models(), data, out, f"--exp_name it {BROKEN}")
+    assert process.wait(timeout=300) == 0, (out / "log").read_text()[-3000:]
+    return request.param, out / "it"
+
+
+@pytest.mark.parametrize("how", ["killed while a checkpoint is written", "killed while training", "asked to stop"])
+def test_a_broken_run_ends_as_the_unbroken_one(unbroken, tiny_models, data, tmp_path, how):  # noqa: F811
+    """kill -9 or SIGTERM, then --resume: all weights bit-equal, all metrics but times equal. With grpo_fast.py the
+    rollouts of older weights that were under way come from the checkpoint."""
+    script, whole = unbroken
+    flags = BROKEN.replace("_freq 2", "_freq -1") if how == "asked to stop" else BROKEN
+    process = start(script, tiny_models(), data, tmp_path, f"--exp_name it {flags}")
+    run_dir, checkpoints = tmp_path / "it", tmp_path / "it" / "checkpoints"
+    metrics = run_dir / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, process)
+    if how != "asked to stop":
+        wait_for((checkpoints / "latest").exists, process)
+    if how == "killed while a checkpoint is written":
+        wait_for(lambda: any(checkpoints.glob("*.tmp")), process)
+    process.send_signal(signal.SIGTERM if how == "asked to stop" else signal.SIGKILL)
+    assert (process.wait(timeout=60) == 0) == (how == "asked to stop"), (tmp_path / "log").read_text()[-3000:]
+    steps = len(metrics.read_text().splitlines())
+    assert 3 <= steps < 8 and not (run_dir / "model").exists()
+    if how == "asked to stop":
+        assert f"SIGTERM: stopped after step {steps}; --resume goes on" in (tmp_path / "log").read_text()
+        assert (checkpoints / "latest").read_text() == f"step_{steps}"
+    again = start(script, tiny_models(), data, tmp_path, f"--exp_name it {flags} --resume")
+    assert again.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+    a, b = weights(whole / "model"), weights(run_dir / "model")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    for x, y in zip(read(whole / "metrics.jsonl"), read(metrics), strict=True):
+        timed = re.compile(r"_share$|per_second|seconds|utilization|groups_started|groups_in_flight|weight_sync")
+        assert {k: v for k, v in untimed(x).items() if not timed.search(k)} == {
+            k: v for k, v in untimed(y).items() if not timed.search(k)
+        }

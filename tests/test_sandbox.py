@@ -1,0 +1,841 @@
+"""Code rewards and the sandbox: hostile programs as root and as an ordinary user, with and without namespaces."""
+
+import errno
+import json
+import math
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import rewards
+from rewards import RewardRecord, check_ground_truth, score
+from scripts import sandbox
+
+ROOT = Path(__file__).resolve().parent.parent
+USER = 54321  # nobody's number, in the hope that nobody uses it
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox rests on Linux")
+
+RIGHT = ("code_stdio", [{"input": "1 2 3\n", "output": "6\n"}], "print(sum(map(int, input().split())))")
+
+# What a program must not reach. An attempt that raises nothing and does not return False has. None would do much harm
+# if it did: signals are SIGCONT or 0, files to be changed are those of the test.
+ATTEMPT = """
+import ctypes, mmap, os, resource, signal, socket, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+VICTIM, PORT, TRAINER, SECRET = {victim!r}, {port}, {trainer}, {secret!r}
+def attempt(action, *args, **keywords):
+    try:
+        reached = action(*args, **keywords)
+    except BaseException:
+        return
+    if reached is not False:
+        print("REACHED", action, args, repr(reached)[:50])
+"""
+KEPT_OUT = {
+    "fork bomb": """
+def fork():
+    if os.fork() == 0: time.sleep(1000)
+for _ in range(200): attempt(fork)
+""",
+    "daemon": """
+def daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(1000)
+        os._exit(0)
+attempt(daemon)
+attempt(os.setsid)
+attempt(lambda: libc.fork() != -1)
+attempt(lambda: libc.syscall(435, bytes(88), 88) != -1)
+""",
+    "memory bomb": """
+def grow():
+    blocks = []
+    for _ in range(99): blocks.append(mmap.mmap(-1, 1 << 26))
+attempt(bytearray, 3 << 30)
+attempt(grow)
+attempt(resource.setrlimit, resource.RLIMIT_AS, (-1, -1))
+attempt(resource.prlimit, 0, resource.RLIMIT_CPU, (1000, 1000))
+""",
+    "network": """
+attempt(socket.create_connection, ("127.0.0.1", PORT), 1)
+attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", PORT)))
+attempt(lambda: socket.socket(socket.AF_UNIX).connect("\\0" + SECRET))
+attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", "\\0d" + SECRET))
+attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendmsg([b"x"], [], 0, "\\0d" + SECRET))
+""",
+    "signals": """
+for pid in (os.getppid(), TRAINER, 1, -1):
+    attempt(os.kill, pid, signal.SIGCONT if pid > 1 else 0)
+attempt(os.killpg, os.getpgid(os.getppid()) or TRAINER, 0)
+attempt(os.kill, os.getpid(), signal.SIGSTOP)
+attempt(lambda: libc.syscall(424, 0, 0, 0, 0) != -1)
+""",
+    "environment of others": """
+for pid in [TRAINER, os.getppid(), 1, *range(max(1, TRAINER - 50), TRAINER + 50)]:
+    try: found = SECRET in open(f"/proc/{pid}/environ").read()
+    except OSError: found = False
+    if found: print("REACHED", pid)
+attempt(lambda: any(SECRET in value for value in os.environ.values()))
+attempt(open, f"/proc/{TRAINER}/environ")
+attempt(open, f"/proc/{TRAINER}/cmdline")
+attempt(open, f"/proc/{os.getppid()}/environ")
+""",
+    "memory of others": """
+for pid in (TRAINER, os.getppid()):
+    attempt(open, f"/proc/{pid}/mem", "rb")
+    attempt(lambda: libc.ptrace(0x4206, pid, 0, 0) != -1)
+    attempt(lambda: libc.ptrace(16, pid, 0, 0) != -1)
+    attempt(lambda: libc.process_vm_readv(pid, None, 0, None, 0, 0) != -1)
+""",
+    "files": """
+attempt(open, VICTIM)
+attempt(open, VICTIM, "w")
+attempt(open, VICTIM, "a")
+attempt(os.open, VICTIM, os.O_RDWR)
+attempt(os.truncate, VICTIM, 0)
+attempt(os.chmod, VICTIM, 0)
+attempt(os.utime, VICTIM, (1, 1))
+attempt(os.setxattr, VICTIM, "user.x", b"1")
+attempt(os.mkdir, VICTIM + "-directory")
+attempt(os.mkfifo, VICTIM + "-fifo")
+for place in (os.path.dirname(VICTIM), "/tmp", "/dev/shm", "/var/tmp", ".", "/", "/root", sys.prefix, os.__file__):
+    attempt(open, os.path.join(place, "sandbox-test"), "w")
+    attempt(os.symlink, VICTIM, os.path.join(place, "sandbox-test"))
+    attempt(os.link, VICTIM, os.path.join(place, "sandbox-test"))
+    attempt(os.open, place, os.O_RDWR | getattr(os, "O_TMPFILE", 0))
+attempt(os.listdir, os.path.dirname(VICTIM))
+attempt(os.chroot, "/tmp")
+attempt(open, "/etc/passwd")
+attempt(open, "/proc/self/fd/1", "w")
+attempt(os.memfd_create, "x")
+attempt(os.rename, VICTIM, VICTIM + "2")
+attempt(os.remove, VICTIM)
+""",
+    "programs": """
+attempt(os.execv, "/bin/sh", ["sh", "-c", "echo REACHED"])
+attempt(os.execv, sys.executable, [sys.executable, "-c", "print('REACHED')"])
+attempt(subprocess.run, ["/bin/echo", "REACHED"])
+attempt(lambda: os.system("echo REACHED") == 0)
+attempt(os.posix_spawn, "/bin/echo", ["echo", "REACHED"], {})
+attempt(lambda: libc.system(b"echo REACHED") == 0)
+attempt(lambda: libc.unshare(0x10000000) != -1)
+attempt(lambda: libc.setns(0, 0) != -1)
+attempt(lambda: libc.mount(b"none", VICTIM.encode(), b"tmpfs", 0, None) != -1)
+attempt(lambda: libc.syscall(425, 8, bytes(120)) != -1)
+attempt(lambda: libc.syscall(321, 0, bytes(120), 120) != -1)
+attempt(lambda: libc.prctl(1, 0, 0, 0, 0) != -1)
+attempt(lambda: libc.prctl(4, 1, 0, 0, 0) != -1)
+attempt(os.setuid, 0 if os.getuid() else 1)
+attempt(os.nice, -1)
+""",
+    "descriptors": """
+for fd in range(3, 200): attempt(os.write, fd, b"1")
+""",
+}  # fmt: skip
+# Programs that fail: (program, how long it may take)
+FAIL = [
+    "while True: print('6' * 1000)",  # ends at the limit of the output
+    "import os\nwhile True: os.write(2, b'x' * 100000)",
+    "def f(): f()\nimport sys; sys.setrecursionlimit(10**9)\nf()",
+    "import ctypes; ctypes.string_at(0)",
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "print('[1]'); print({'passed': [1]}); print('ok')",
+    "import os\nfor fd in range(64):\n    try: os.write(fd, b'[1, 1, 1]\\n"
+    "{\"exit\": 0, \"late\": false}\\n')\n    except OSError: pass",
+    "import builtins, json, sys\njson.loads = json.dumps = builtins.eval = builtins.len = lambda *a, **k: 1\nprint(1)",
+    "import signal, os; signal.raise_signal(signal.SIGABRT)",
+    "class E(str):\n    def __eq__(s, o): return True\nprint(E())",
+    "import sys; sys.modules['__main__'].same_output = lambda *a: True",
+    "x = " + "[" * 100000,
+    "",
+]  # fmt: skip
+HANG = ["while True: pass", "import time; time.sleep(1000)", "import signal; signal.pause()",
+        "import threading, time; [threading.Thread(target=time.sleep, args=(99,)).start() for _ in '12']"]  # fmt: skip
+# Looks for the expected output, here the token 8173645201, everywhere in reach.
+THIEF = """
+import gc, os, re, sys
+TOKEN = re.compile("81736452" + r"\\d\\d")
+seen = []
+for fd in range(64):
+    try: seen.append(os.pread(fd, 10**6, 0).decode(errors="replace"))
+    except OSError: pass
+for path in ["/proc/self/environ", "/proc/self/cmdline", "/proc/self/maps"]:
+    try: seen.append(open(path).read())
+    except OSError: pass
+frame = sys._getframe()
+while frame:
+    seen += [repr({**frame.f_locals, **frame.f_globals})]
+    frame = frame.f_back
+seen += [repr(thing) for thing in gc.get_objects() if isinstance(thing, (str, bytes, list, dict, tuple))]
+found = [token for text in seen for token in TOKEN.findall(text)]
+print(found[0] if found else "nothing")
+"""
+# Each defines add, or fails to. None may pass add(1, 2) == 3, add([1], [2]) == [1, 2].
+FORGE = [
+    "class E:\n    def __eq__(s, o): return True\n    __hash__ = None\ndef add(a, b): return E()",
+    "class E:\n    def __getattr__(s, n): return lambda *a: True\ndef add(a, b): return E()",
+    "class I(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
+    "    __hash__ = int.__hash__\ndef add(a, b): return I(99)",
+    "class L(list):\n    def __eq__(s, o): return True\ndef add(a, b): return L()",
+    "from unittest.mock import ANY\ndef add(a, b): return ANY",
+    "from unittest.mock import MagicMock\nadd = MagicMock()",
+    "import os; os._exit(0)",
+    "import sys; sys.exit(0)",
+    "import os\ndef add(a, b): os._exit(0)",
+    "def add(a, b): raise SystemExit(0)",
+    "class AssertionError(Exception): pass\ndef add(a, b): raise AssertionError()",
+    "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'{\"ok\": 3}')\n"
+    "    except OSError: pass\ndef add(a, b): return 0",
+    "import os, struct\n"
+    "f = b'{\"loaded\": null}', b'{\"ok\": {\"dict\": []}, \"changed\": []}', b'{\"ok\": true, \"changed\": []}'\n"
+    "for m in f * 99: os.write(4, struct.pack('<I', len(m)) + m)\ndef add(a, b): return 0",
+    "import os\nos.write(4, b'\\xff' * 1000)",
+    "import os\nfor fd in range(64):\n    try: os.close(fd)\n    except OSError: pass\ndef add(a, b): return 3",
+    "import builtins, json, operator, sys\n"
+    "operator.eq = builtins.isinstance = builtins.repr = json.dumps = lambda *a, **k: True\n"
+    "def add(a, b): return 0",
+    "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
+    "def add(a, b): return 'x' * 40_000_000",
+    "def add(a, b): return add(a, b)",
+    "import gc, sys\ndef add(a, b):\n    for t in gc.get_objects():\n"
+    "        if isinstance(t, (list, str, dict)) and 'assert' + ' add' in repr(t): return 3\n"
+    "    f = sys._getframe()\n    while f:\n        if 'assert' + ' add' in repr(f.f_locals): return 3\n"
+    "        f = f.f_back\n    return 0",
+    "import os, signal\ndef add(a, b): os.kill(os.getppid(), signal.SIGCONT); return 3",
+    "def exec(*a): pass\ndef compile(*a): pass\nimport builtins\nbuiltins.exec = exec\ndef add(a, b): return 0",
+    "add = type('add', (), {'__call__': lambda s, *a: s, '__eq__': lambda s, o: True, '__hash__': None})()",
+    "class E:\n    __sub__ = __rsub__ = __abs__ = __float__ = lambda *a: 0.0\n"
+    "    __lt__ = __contains__ = lambda *a: True\n"
+    "def add(a, b): return E()",
+    "import sys\nmain = sys.modules['__main__']\nanswer = main.Program.answer\n"  # the program's side of the link lies
+    "def lie(link, message):\n    if message['do'] != 'names': return answer(link, message)\n"
+    "    names = {'add': add, 'abs': lambda *a: 0, '__builtins__': {}, 'AssertionError': 0}\n"
+    "    return {'ok': link.encode(names), 'changed': []}\nmain.Program.answer = lie\ndef add(a, b): return 0",
+    "add = True",
+    "add = 3 / 0",
+    "not python",
+]  # fmt: skip
+ADD_TESTS = [
+    "assert add(1, 2) == 3",
+    "assert not add(1, 2) != 3",
+    "r = add([1], [2])\nassert [1, 2] == r",
+    "assert abs(add(1, 2) - 3) < 1e-9",
+    "assert 4 in add([3], [4])",
+]
+
+DRIVER = """
+import json, sys, threading
+sys.path.insert(0, {copy!r})
+import rewards
+rewards.CODE_SLOTS = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
+rewards.configure_code(**json.loads(sys.argv[1]))
+layers, leaks = rewards.sandbox_level()
+records = [rewards.RewardRecord("```python\\n" + p + "\\n```", label, name) for name, label, p in json.load(sys.stdin)]
+box = rewards.IDLE_SANDBOXES[(), rewards.CODE.without][0]
+server, results = box.process.pid, []
+for record in records:
+    result, = rewards.score([record])
+    results.append([result.score, result.status, result.details])
+same = box.process.pid == server and box.process.poll() is None
+json.dump({{"layers": layers, "leaks": leaks, "results": results, "same_server": same}}, sys.stdout)
+"""  # fmt: skip
+
+
+def processes_of(marker):
+    """Processes whose command line has the marker: a fork server, whatever it forked, and the trainer."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (directory / "cmdline").read_bytes():
+                found.append(int(directory.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(marker):
+    deadline = time.monotonic() + 20
+    while (left := processes_of(marker)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def interpreter(uid):
+    """A Python that this user may run, or a skip."""
+    if uid is None:
+        return sys.executable
+    for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin"), "/usr/bin/python3.11"):
+        check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        try:
+            if python and subprocess.run(check, user=uid, group=uid, extra_groups=[], cwd="/").returncode == 0:
+                return python
+        except OSError:
+            continue
+    pytest.skip("no Python >= 3.11 that an ordinary user may run")
+
+
+@pytest.fixture
+def copy():
+    """A copy of the two files that every user may read; its path marks the processes of this test."""
+    directory = Path(tempfile.mkdtemp(prefix="sandbox-test-"))
+    directory.chmod(0o755)
+    (directory / "scripts").mkdir(mode=0o755)
+    for name in ("rewards.py", "scripts/sandbox.py"):
+        shutil.copy(ROOT / name, directory / name)
+        (directory / name).chmod(0o644)
+    yield directory
+    for pid in processes_of(str(directory)):
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(directory)
+
+
+USERS = [
+    pytest.param(None, id="as_this_user"),
+    pytest.param(USER, id="as_another_user", marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root")),
+]
+TIERS = [pytest.param((), id="all_layers"), pytest.param(("namespaces",), id="no_namespaces")]
+
+
+@pytest.mark.parametrize("without", TIERS)
+@pytest.mark.parametrize("uid", USERS)
+def test_hostile_programs(uid, without, copy):
+    """One after the other in one fork server, each followed by an ordinary program."""
+    python = interpreter(uid)
+    secret = secrets.token_hex(8)
+    stream, datagram = (socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM))
+    with socket.create_server(("127.0.0.1", 0)) as listener, stream, datagram:
+        stream.bind("\0" + secret)
+        stream.listen()
+        datagram.bind("\0d" + secret)
+        for one in (listener, stream, datagram):
+            one.settimeout(0)
+        victim = copy / "victims" / "victim"
+        victim.parent.mkdir()
+        victim.write_text("precious")
+        victim.parent.chmod(0o777)
+        victim.chmod(0o666)
+        # The trainer of the attacks is this process; the driver's own number is not known yet.
+        known = {"victim": str(victim), "port": listener.getsockname()[1], "trainer": os.getpid(), "secret": secret}
+        attacks = [ATTEMPT.format(**known) + body + "\nprint('end')" for body in KEPT_OUT.values()]
+        rows = [("code_stdio", [{"input": "", "output": "end"}], program) for program in attacks]
+        rows += [("code_stdio", [{"input": "", "output": "6"}], program) for program in FAIL + HANG]
+        rows += [("code_stdio", [{"input": "1", "output": "8173645201"}], THIEF)]
+        rows += [("code", ADD_TESTS, program) for program in FORGE]
+        right = ("code", ADD_TESTS, "def add(a, b): return a + b")
+        interleaved = [row for attack in rows for row in (attack, right if attack[0] == "code" else RIGHT)]
+        environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
+        settings = json.dumps({"max_execution_time": 1.0, "without": without})
+        command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
+        user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
+        run = subprocess.run(
+            command,
+            input=json.dumps(interleaved),
+            env=environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            **user,
+        )
+        assert run.returncode == 0, run.stderr
+        reply = json.loads(run.stdout)
+        for receive in (listener.accept, stream.accept, lambda: datagram.recv(1)):
+            with pytest.raises(BlockingIOError):
+                receive()
+    assert ("namespaces" in " ".join(reply["layers"])) <= (without == ()) and not reply["leaks"]
+    results, ordinary = reply["results"][::2], reply["results"][1::2]
+    wrong = [
+        (row[2][-300:], *result) for row, result in zip(interleaved[1::2], ordinary, strict=True) if result[0] != 1
+    ]
+    assert not wrong, "an ordinary program after an attack"
+    want = [float(row[1] == [{"input": "", "output": "end"}]) for row in rows]
+    wrong = [(row[2][-300:], *got) for row, got, score in zip(rows, results, want, strict=True) if got[0] != score]
+    assert not wrong
+    assert {status for _, status, _ in results} <= {"ok", "no_answer"}
+    assert reply["same_server"], "an attack ended the fork server"
+    assert [path.name for path in victim.parent.iterdir()] == ["victim"] and victim.read_text() == "precious"
+    assert wait_until_gone(str(copy)) == []
+
+
+@pytest.fixture
+def configured():
+    """Function with configure_code's parameters; the default settings come back afterwards."""
+    yield rewards.configure_code
+    rewards.configure_code()
+
+
+def one(name, label, program):
+    (result,) = score([RewardRecord(f"```python\n{program}\n```", label, name)])
+    return result
+
+
+@pytest.mark.parametrize("without", TIERS)
+def test_nothing_survives_a_killed_trainer(without, copy):
+    program = "while True: pass"
+    rows = json.dumps([("code_stdio", [{"input": "", "output": ""}], program)] * 2)
+    settings = json.dumps({"max_execution_time": 100, "without": without})
+    command = [sys.executable, "-c", DRIVER.format(copy=str(copy)), settings]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd="/") as trainer:
+        trainer.stdin.write(rows)
+        trainer.stdin.close()
+        deadline = time.monotonic() + 30
+        while len(processes_of(str(copy))) < (4 if not without else 3) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the trainer, the server (with namespaces two processes) and the program
+        assert len(processes_of(str(copy))) >= (4 if not without else 3)
+        trainer.kill()
+    assert wait_until_gone(str(copy)) == []
+
+
+def only_sandbox():
+    """The idle fork server that the next program gets."""
+    return rewards.IDLE_SANDBOXES[(), rewards.CODE.without][-1]
+
+
+def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monkeypatch):
+    configured(max_execution_time=5)
+    rewards.WARNED.clear()
+    assert one(*RIGHT).score == 1.0
+    box = only_sandbox()
+    threading.Timer(0.5, lambda: box.process.kill()).start()
+    result = one("code_stdio", [{"input": "", "output": "6"}], "import time; time.sleep(1.5); print(6)")
+    assert (result.score, result.status) == (1.0, "ok") and box.process.poll() is None
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    box.stop()
+    with pytest.warns(UserWarning, match="cannot start"):
+        result = one(*RIGHT)
+    assert math.isnan(result.score) and result.status == "infra_error" and "start" in result.details["problem"]
+    monkeypatch.undo()
+    assert one(*RIGHT).score == 1.0
+
+
+@pytest.mark.parametrize(
+    "without, leak, lacks",
+    [
+        (["seccomp"], "new processes", "seccomp"),
+        (["namespaces", "Landlock"], "reading files", "namespaces, Landlock"),
+        (["namespaces", "seccomp"], "the network", "namespaces, seccomp"),
+        (["Landlock"], None, None),
+        (["namespaces"], None, None),
+    ],
+)
+def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
+    configured(without=without)
+    rewards.sandbox_level_without.cache_clear()
+    try:
+        layers, leaks = rewards.sandbox_level()
+    except ValueError as error:
+        pytest.skip(str(error))
+    missing = {"namespaces", "Landlock", "seccomp"} - {word for layer in layers for word in layer.split()}
+    if missing != set(without):
+        pytest.skip(f"this machine itself lacks {missing - set(without)}")
+    assert (leak in leaks) if leak else not leaks
+    problem = check_ground_truth("code_stdio", RIGHT[1])
+    assert capsys.readouterr().err.startswith("code sandbox: ")  # once
+    if not leak:
+        assert problem is None and one(*RIGHT).score == 1.0
+        return
+    assert leak in problem and f"lacks {lacks}" in problem and "--allow_unsafe_code" in problem
+    rewards.WARNED.clear()
+    with pytest.warns(UserWarning, match="allow_unsafe_code"):
+        assert one(*RIGHT).status == "infra_error"
+    configured(without=without, allow_unsafe=True)
+    assert check_ground_truth("code", ADD_TESTS) is None and one(*RIGHT).score == 1.0
+
+
+def test_processes_that_a_leaky_sandbox_lets_through_are_swept(configured):
+    configured(without=("namespaces", "seccomp"), allow_unsafe=True)
+    daemon = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(1000)
+    os._exit(0)
+print(6)
+"""
+    assert one("code_stdio", [{"input": "", "output": "6"}], daemon).score == 1.0
+    server = only_sandbox().process.pid
+    assert Path(f"/proc/{server}/task/{server}/children").read_text() == ""
+    assert one(*RIGHT).score == 1.0
+
+
+def run_filter(program, nr, args, arch):
+    """What the kernel would do with the BPF program: 8 bytes an instruction, as struct sock_filter."""
+    data = struct.pack("<IIQ6Q", nr, arch, 0, *args)
+    i = accumulator = 0
+    while True:
+        code, if_true, if_false, k = struct.unpack_from("<HBBI", program, 8 * i)
+        if code == 0x06:
+            return k
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("<I", data, k)
+        elif code == 0x54:
+            accumulator &= k
+        else:
+            i += if_true if {0x15: accumulator == k, 0x35: accumulator >= k}[code] else if_false
+        i += 1
+
+
+EPERM, EACCES, ENOSYS, ALLOW = (0x50000 | errno.EPERM), (0x50000 | errno.EACCES), (0x50000 | errno.ENOSYS), 0x7FFF0000
+# From the kernel's tables: execve, socket, fork (x86_64 only), kill, ptrace, unlinkat, connect, setns, unshare, mount,
+# bpf, io_uring_setup, memfd_create, the last number of any table of today, 2**31
+REFUSED = {
+    "x86_64": [59, 41, 57, 62, 101, 263, 42, 308, 272, 165, 321, 425, 319, 999, 2**31, 0x40000000],
+    "aarch64": [221, 198, 129, 117, 35, 203, 268, 97, 40, 280, 425, 279, 999, 2**31],
+}
+# (number of openat, clone, prlimit64, sendto, ioctl, fcntl), arguments, answer
+CONDITIONAL = [
+    ("openat", (0, 0, os.O_RDONLY | os.O_CLOEXEC), ALLOW),
+    ("openat", (0, 0, os.O_WRONLY), EACCES),
+    ("openat", (0, 0, os.O_RDWR), EACCES),
+    ("openat", (0, 0, os.O_CREAT), EACCES),
+    ("openat", (0, 0, os.O_TRUNC | 2**40), EACCES),
+    ("clone", (0x3D0F00,), ALLOW),
+    ("clone", (signal.SIGCHLD,), EPERM),
+    ("prlimit64", (0, 9, 0, 1), ALLOW),
+    ("prlimit64", (0, 9, 2**40, 1), EPERM),
+    ("prlimit64", (0, 9, 8, 1), EPERM),
+    ("sendto", (4, 1, 1, 0, 0, 0), ALLOW),
+    ("sendto", (4, 1, 1, 0, 2**33, 16), EPERM),
+    ("ioctl", (0, 0x5401), ALLOW),
+    ("ioctl", (0, 0x5412), EPERM),  # TIOCSTI
+    ("fcntl", (0, 3), ALLOW),
+    ("fcntl", (0, 8), EPERM),  # F_SETOWN
+    ("read", (), ALLOW),
+    ("futex", (), ALLOW),
+    ("clone3", (), ENOSYS),
+]
+NUMBERS = {
+    "x86_64": dict(openat=257, clone=56, prlimit64=302, sendto=44, ioctl=16, fcntl=72, read=0, futex=202, clone3=435),
+    "aarch64": dict(openat=56, clone=220, prlimit64=261, sendto=206, ioctl=29, fcntl=25, read=63, futex=98, clone3=435),
+}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_seccomp_program(machine, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    program, arch = sandbox.seccomp_program(), {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    for nr in REFUSED[machine]:
+        assert run_filter(program, nr, [0] * 6, arch) == EPERM, nr
+    for call, args, want in CONDITIONAL:
+        args = [*args, *[0] * (6 - len(args))]
+        assert run_filter(program, NUMBERS[machine][call], args, arch) == want, (call, args)
+    assert run_filter(program, NUMBERS[machine]["read"], [0] * 6, 0x40000003) == 0x80000000  # i386
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(OSError, match="riscv64"):
+        sandbox.seccomp_program()
+
+
+def test_thief_finds_what_is_in_reach(configured):
+    configured(max_execution_time=5)
+    assert one("code_stdio", [{"input": "8173645201", "output": "8173645201"}], THIEF).score == 1.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an honest program may rely on
+
+
+HONEST = [
+    ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", 1.0),
+    ("print(int(open(0).read().split()[0]) + 5)", 1.0),
+    ("a, b, c = map(int, input().split())\nif __name__ == '__main__': print(a + b + c)", 1.0),
+    ("import threading, sys\nthreading.stack_size(2**27)\nsys.setrecursionlimit(10**6)\n"
+     "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
+     "t = threading.Thread(target=lambda: print(f(50000) - 49994))\nt.start()", 1.0),
+    ("import atexit, io, os, sys\nout = io.StringIO()\natexit.register(lambda: os.write(1, out.getvalue().encode()))\n"
+     "out.write('6')", 1.0),
+    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nimport pickle\n"
+     "print(pickle.loads(pickle.dumps(P(6))).x)", 1.0),
+    ("import asyncio\nasync def f():\n    await asyncio.sleep(0.001)\n    return 6\nprint(asyncio.run(f()))", 1.0),
+    ("import collections, heapq, itertools, decimal, zoneinfo, sqlite3, hashlib, lzma\nprint(6)", 1.0),
+    ("import random, time; random.seed(1); time.time(); print(6)", 1.0),
+    ("print(6)\nraise SystemExit(1)", 1.0),  # the exit status does not matter
+    ("print(6); print()", 1.0),
+    ("print(' 6 ')", 1.0),
+    ("print('6.0')", 1.0),
+    ("print(6); print(7)", 0.0),
+    ("print('six')", 0.0),
+    ("print('\\udcff6')", 0.0),
+]  # fmt: skip
+
+
+def test_honest_programs(configured):
+    configured(max_execution_time=5)
+    for program, want in HONEST:
+        result = one("code_stdio", RIGHT[1], program)
+        assert (result.score, result.status) == (want, "ok"), (program, result)
+
+
+def test_installed_packages_can_be_imported(configured):
+    pytest.importorskip("numpy")
+    configured(max_execution_time=20)
+    assert one("code_stdio", RIGHT[1], "import numpy as np\nprint(int(np.array([1, 2, 3]).sum()))").score == 1.0
+    pytest.importorskip("sympy")
+    assert one("code_stdio", RIGHT[1], "import sympy\nprint(sympy.sqrt(36))").score == 1.0
+
+
+SOLUTION = """
+import math
+from collections import Counter, deque, namedtuple
+class Mine(ValueError): pass
+class Point:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __eq__(self, other): return isinstance(other, Point) and (self.x, self.y) == (other.x, other.y)
+    def __add__(self, other): return Point(self.x + other.x, self.y + other.y)
+    def __repr__(self): return f"P({self.x},{self.y})"
+    def __len__(self): return 2
+    def __getitem__(self, i): return (self.x, self.y)[i]
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self):
+        if not self.items: raise IndexError("empty")
+        return self.items.pop()
+    @classmethod
+    def two(cls):
+        stack = cls(); stack.push(1); stack.push(2)
+        return stack
+class Solution:
+    def double(self, n): return 2 * n
+def same(x): return x
+def ordered(items): items.sort(); return items
+def put(table, key, value): table[key] = value
+def apply(f, *args): return f(*args)
+def compose(f, g): return lambda x: f(g(x))
+def count(n):
+    for i in range(n): yield i
+def fail(kind):
+    if kind == "mine": raise Mine("bad")
+    raise KeyError(kind)
+def keywords(a, *, b=2): return (a, b)
+pair = namedtuple("pair", "a b")
+LIMIT = 5
+def letters(text): return Counter(text)
+def say(): print("hello")
+"""
+PLAIN = (
+    '[1, (2, 3), {4}, frozenset({5}), {"a": None, (1,): 2}, b"x", bytearray(b"y"), 1j, 2**100, -2**70, 1.5, True, "é"]'
+)
+PASSING = [
+    f"assert same({PLAIN}) == {PLAIN}",
+    "assert type(same(True)) is bool and isinstance(same((1,)), tuple) and same(None) is None and same(int) is int",
+    "assert same(float('inf')) == float('inf') and same(float('nan')) != same(float('nan'))",
+    "x = [3, 1, 2]\ny = ordered(x)\nassert x == [1, 2, 3] and y is x",
+    "d = {}\nput(d, (1, 2), {3})\nassert d == {(1, 2): {3}}",
+    "a = [[1], [2]]\nput(a, 0, 7)\nassert a == [7, [2]]",
+    "assert apply(lambda v: v * 2, 4) == 8 and apply(len, [1, 2]) == 2 and apply(same, 3) == 3",
+    "assert compose(lambda v: v + 1, lambda v: v * 2)(5) == 11",
+    "assert list(count(3)) == [0, 1, 2] and next(count(3)) == 0 and 1 in count(3) and sum(count(4)) == 6",
+    "try:\n    fail('mine')\n    assert False\nexcept Mine as error:\n    assert str(error) == 'bad'",
+    "try:\n    fail('mine')\n    assert False\nexcept ValueError as error:\n    assert 'bad' in str(error)",
+    "try:\n    fail('q')\n    assert False\nexcept KeyError as error:\n    assert error.args == ('q',)",
+    "assert same(2)**20000 == 2**20000 and same(2**20000) == 2**20000",
+    "assert pair(1, 2) == (1, 2) and LIMIT == 5 and keywords(1, b=3) == (1, 3) and letters('aab') == {'a': 2, 'b': 1}",
+    "assert Point(1, 2) + Point(1, 1) == Point(2, 3) and Point(1, 2) != Point(2, 2)",
+    "p = Point(1, 2)\np.x = 9\nassert p.x == 9 and len(p) == 2 and p[1] == 2 and str(p) == 'P(9,2)'",
+    "s = Stack()\ns.push(3)\nassert s.items == [3] and s.pop() == 3\ntry:\n    s.pop()\n    assert 0\n"
+    "except IndexError: pass",
+    "assert isinstance(Stack.two(), Stack) and not isinstance(3, Stack) and not isinstance(Point(1, 1), Stack)",
+    "assert Solution().double(4) == 8\ncandidate = Solution().double\nassert candidate(3) == 6",
+    "def check(candidate):\n    assert candidate(3) == 3\ncheck(same)",
+    "assert math.isclose(same(0.1) + 0.2, 0.3) and Counter('ab') == letters('ba')",  # names that the program imported
+    "from fractions import Fraction\nassert same(Fraction(1, 3)) == Fraction(1, 3) and same(range(3)) == range(3)",
+    "assert same('\\ud800') == '\\ud800'",
+    "say()\nassert True",
+]
+FAILING = [
+    "assert same(1) == 2", "assert missing(1) == 1", "assert Point(1, 2) == (1, 2)", "assert Point(0, 0) < 3", "same(",
+    "fail('q')", "import os\nos._exit(0)", "raise SystemExit(0)", "assert same(1) == 1\nopen('/tmp/x', 'w')",
+    "try:\n    import os\n    os._exit(0)\nexcept BaseException: pass",
+]  # fmt: skip
+
+
+def test_asserts(configured):
+    configured(max_execution_time=10)
+    result = one("code", PASSING, SOLUTION)
+    failed = [(test, ok) for test, ok in zip(PASSING, result.details["passed"], strict=True) if not ok]
+    assert not failed, result
+    tests = [test for test in FAILING if test != "same("]  # a label with this one is refused
+    result = one("code", tests + PASSING[:1], SOLUTION)
+    assert result.details["passed"] == [0] * len(tests) + [1], result
+    assert len(result.details["seconds"]) == len(tests) + 1
+
+
+def test_names_of_builtins_in_asserts(configured):
+    """The program's sum counts where it is the only function asked for, and never as a judge of another one."""
+    configured(max_execution_time=10)
+    assert one("code", ["assert sum(10, 15) == 6"], "def sum(a, b): return 6").score == 1.0
+    forger = "class E: pass\ndef sorted(*a): return [1, 2]\ndef abs(x): return 0\ndef f(x): return E()"
+    assert one("code", ["assert sorted(f([2, 1])) == [1, 2]", "assert abs(f(1) - 5) < 1e-9"], forger).score == 0.0
+    assert one("code", ["assert isclose(f(1), 2.0)"], "def isclose(a, b): return True\ndef f(x): return 9").score == 0.0
+
+
+def test_asserts_that_hang_or_end_the_program_cost_only_themselves(configured):
+    configured(max_execution_time=0.6)
+    program = "import os, time\ndef f(x):\n    if x == 1: time.sleep(100)\n    if x == 2: os._exit(0)\n    return x"
+    result = one("code", [f"assert f({i}) == {i}" for i in range(5)], program)
+    assert result.details["passed"] == [1, 0, 0, 1, 1] and result.score == 0.6
+    assert result.details["problem"] == "time limit (0.6 s)" and 0.6 <= result.details["seconds"][1] < 10
+    result = one("code", ["assert f(1)"] * 9, "def f(x):\n    while True: pass")
+    assert result.score == 0.0 and result.details["passed"] == [0] * 9
+    assert sum(seconds > 0 for seconds in result.details["seconds"]) == sandbox.MAX_TIME_LIMITS
+    assert one("code", ["try:\n    f(2)\nexcept:\n    pass"], program).score == 0.0  # caught, and yet no success
+    result = one("code", ["assert f(1)"] * 9, "while True: pass")
+    assert result.score == 0.0 and "loading" in result.details["problem"]
+
+
+def test_settings(configured):
+    label = [{"input": f"{i}\n", "output": f"{i}\n"} for i in range(4)]
+    three_of_four = "n = int(input())\nprint(n if n else 9)"
+    assert one("code_stdio", label, three_of_four).score == 0.75
+    configured(pass_rate_threshold=0.75)
+    assert one("code_stdio", label, three_of_four).score == 0.75
+    configured(pass_rate_threshold=0.8)
+    assert one("code_stdio", label, three_of_four).score == 0.0
+    configured(max_execution_time=2.0, perf_penalty=True)
+    result = one("code_stdio", label, "import time; time.sleep(0.5); print(input())")
+    seconds = result.details["seconds"]
+    assert min(seconds) >= 0.5 and result.score == pytest.approx(sum(max(0, 1 - s / 2) for s in seconds) / 4)
+    configured(max_execution_time=0.3, perf_penalty=True)
+    result = one("code_stdio", label, "while True: pass")
+    assert result.score == 0.0 and result.status == "ok" and "time limit" in result.details["problem"]
+    for bad in ({"max_execution_time": 0}, {"max_execution_time": math.inf}, {"pass_rate_threshold": 1.1}):
+        with pytest.raises(ValueError, match="code_"):
+            configured(**bad)
+
+
+@pytest.mark.parametrize(
+    "response, want",
+    [
+        ("```python\na\n```\n```\n6\n```", "a"), ("```\na\n```\n```text\nb\n```", "b"), ("```py\na", "a"),
+        ("a\nb", "a\nb"),
+        ("```python\na\n```\nor\n```Python\nb\n```\n", "b"), ("``` python3 title=x\n  a\n```", "  a"),
+        ("<think>```python\na\n```</think>\n```python\nb\n```", "b"), ("<think>```python\na\n```", ""),
+        ("```python\n```", ""), ("text ```python\na\n``` text", "a"), ("```python\ns = '```'\n```", "s = '```'"),
+    ],
+)  # fmt: skip
+def test_program_text(response, want):
+    assert rewards.program_text(response).strip("\n") == want
+
+
+def test_response_without_a_program_is_no_answer():
+    for response in ("", "<think>print(6)", "```python\n\n```"):
+        (result,) = score([RewardRecord(response, RIGHT[1], "code_stdio")])
+        assert (result.score, result.status) == (0.0, "no_answer")
+
+
+@pytest.mark.parametrize(
+    "output, expected, want",
+    [
+        ("1 2\n3", "1 2 \n3\n", True), ("1.0 2", "1 2.00", True), ("1e2", "100", True), ("1\n\n2", "1\n2", False),
+        ("yes", "YES", False), ("0.3333", "0.33333", False), ("nan", "nan", True), ("sNaN 1", "1 1", False),
+        ("", "", True),
+        ("1 2", "12", False), ("inf", "Infinity", True), ("1", "", False), ("9" * 50000, "9" * 50000 + ".0", True),
+    ],
+)  # fmt: skip
+def test_same_output(output, expected, want):
+    assert rewards.same_output(output, expected) is want
+
+
+@pytest.mark.parametrize(
+    "name, label, problem",
+    [
+        ("code", ADD_TESTS, None), ("code", json.dumps(ADD_TESTS), None), ("code", {"assert_case": ADD_TESTS}, None),
+        ("code_stdio", RIGHT[1], None), ("code_stdio", json.dumps(RIGHT[1]), None),
+        ("code_stdio", {"inputs": ["1"], "outputs": ["1"]}, None),
+        ("code_stdio", {"inputs": ["1"], "outputs": []}, "as many"),
+        ("code", [], "no tests"), ("code", None, "no tests"), ("code", "[]", "no tests"),
+        ("code", {"inputs": []}, "no tests"),
+        ("code", ["assert f(1"], "not Python"), ("code", [1], "not a text"), ("code", [" "], "not a text"),
+        ("code", "eJyLVkosLk4tKlFSiAUAGXkEJg==", "not JSON"), ("code_stdio", [{"input": "1"}], "output"),
+        ("code_stdio", ["assert f(1)"], "input"), ("code_stdio", [{"input": 1, "output": "1"}], "text"),
+    ],
+)  # fmt: skip
+def test_labels(name, label, problem):
+    found = check_ground_truth(name, label)
+    assert found is None if problem is None else problem in found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The scorers of reasoning_gym that run expressions
+
+
+@pytest.fixture
+def gym():
+    """Function task -> an entry of it; the deadline of an expression is short."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    return lambda task: reasoning_gym.create_dataset(task, size=1, seed=1)[0]
+
+
+GYM = [
+    ("binary_matrix", "[[1, 0], [0, 1]]", 0.0), ("n_queens", "[['_']]", 0.0),
+    ("spiral_matrix", "4 6 7 3 9 1 9 7 0 6 7 0 7 6 1", 0.0), ("string_insertion", "EACAD", 0.0),
+    ("countdown", "94*4 - 6 - 61", 1.0), ("countdown", "309", 0.05), ("countdown", "94*4 - 61", 0.05),
+    ("puzzle24", "(8 - 5)*10 - 6", 1.0), ("puzzle24", "8", 0.01),
+    ("polynomial_multiplication", "0 + {answer}", 1.0), ("polynomial_multiplication", "{answer} + 1", 0.0),
+    ("simple_integration", "-17*x**8*2/15 - 5*x/4", 1.0), ("simple_integration", "x**2", 0.0),
+    ("intermediate_integration", "-4*sqrt(-2*x - 8)**3/3 + 7", 1.0), ("intermediate_integration", "sin(x)", 0.0),
+]  # fmt: skip
+GYM_ATTACKS = [
+    "__import__('os').system('true')", "oracle_answer", "[entry['answer']]", "entry", "[c for c in oracle_answer]",
+    "(lambda: 24)()", "24 .__class__", "S('24')", "exec", "x.func", "Integral(x, x)", "print(1)",
+    "eval", "𝐱", "²", "1" * 5000,
+]  # fmt: skip
+
+
+def test_scorers_that_run_expressions(gym):
+    for task in sorted(rewards.REASONING_GYM_UNSAFE):
+        entry = gym(task)
+        label = {"task": task, "entry": entry}
+        assert check_ground_truth("reasoning_gym", label) is None
+        composite = {"task": "composite", "entry": entry}  # its entries say where they are from
+        records = [RewardRecord(entry["answer"], one, "reasoning_gym") for one in (label, composite)]
+        records += [
+            RewardRecord(answer.format_map(entry), label, "reasoning_gym") for name, answer, _ in GYM if name == task
+        ]
+        want = [1.0, 1.0] + [value for name, _, value in GYM if name == task]
+        assert [(r.score, r.status) for r in score(records)] == [(value, "ok") for value in want], task
+        # the question as its own answer, spelled in letters: sympy's S("Integral(x**2, x)")
+        echo = f"Integral({entry['metadata'].get('integrand')}, x)"
+        attacks = [*GYM_ATTACKS, echo, f"S({'+'.join(map(repr, echo))})"]
+        results = score([RewardRecord(answer, label, "reasoning_gym") for answer in attacks])
+        wrong = [(task, a, r) for a, r in zip(attacks, results, strict=True) if r.score > 0.01 or r.status != "ok"]
+        assert not wrong
+
+
+def test_literal_of_a_list_still_gets_the_scorers_tenth(gym):
+    entry = gym("spiral_matrix")
+    answer = str([int(number) for number in entry["answer"].split()])
+    (result,) = score([RewardRecord(answer, {"task": "spiral_matrix", "entry": entry}, "reasoning_gym")])
+    assert result.score == 0.1
+
+
+def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
+    monkeypatch.setattr(rewards, "REASONING_GYM_TIMEOUT_S", 1.0)
+    label = {"task": "countdown", "entry": gym("countdown")}
+    results = score(
+        [RewardRecord("9**9**9", label, "reasoning_gym"), RewardRecord("94*4 - 6 - 61", label, "reasoning_gym")]
+    )
+    assert [(result.score, result.status) for result in results] == [(0.0, "ok"), (1.0, "ok")]
+    assert "time limit" in results[0].details["problem"] or "memory" in results[0].details["problem"]
+
+
+def test_broken_entry_is_a_crash(gym):
+    label = {"task": "n_queens", "entry": gym("n_queens") | {"metadata": None}}
+    rewards.WARNED.clear()
+    with pytest.warns(UserWarning, match="crash"):
+        (result,) = score([RewardRecord("Q", label, "reasoning_gym")])
+    assert math.isnan(result.score) and result.status == "crash"
