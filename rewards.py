@@ -50,6 +50,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from scripts import sandbox
@@ -276,6 +277,18 @@ def canonical_tex(text: str) -> str:
     return re.sub(r"([_^])\{(\w|\d+)\}", r"\1\2", text)
 
 
+PLAIN_RATIONAL = re.compile(r"(-?)(?:\\frac\{(\d{1,9})\}\{(\d{1,9})\}|(\d{1,9})/(\d{1,9})|(\d{1,9}(?:\.\d{1,9})?))")
+RATIONALS_MAY_AGREE = 1e-4  # math-verify lets 1/3 and 0.333333 agree; what is further apart need not be asked
+
+
+def plain_rational(key: str) -> Fraction | None:
+    r"""The value of -\frac{1}{2}, 1/2 or 0.5 as canonical_tex spells them; None for everything else."""
+    if (match := PLAIN_RATIONAL.fullmatch(key)) is None:
+        return None
+    numerator, denominator = match[2] or match[4] or match[6], int(match[3] or match[5] or 1)
+    return Fraction(f"{match[1]}{numerator}") / denominator if denominator else None
+
+
 def log10_lower_bound(text: str, depth: int = 0) -> float:
     """A lower bound of log10 of an integer > 0 written with digits, n! and towers of powers; -inf if not one."""
     if depth > 16 or len(text) > 200:
@@ -317,9 +330,10 @@ def verify_math(response: str, ground_truth: Any, strict: bool = False) -> Verdi
     One candidate is judged: math_answer's or, with strict, only minerva_answer's. open-instruct accepts any of its
     candidates, the whole text among them, and its symbolic comparison never runs off the main thread.
 
-    Numbers with a base are compared as strings only, because math-verify drops the base. Two plain numbers, the
-    label an integer, are settled as Decimals. math-verify's own timeouts are off: they rest on SIGALRM, which fails
-    off the main thread and inside C calls; the worker's deadline counts. github.com/huggingface/Math-Verify 0.9.0.
+    Numbers with a base are compared as strings only, because math-verify drops the base. Plain fractions and decimals
+    that are equal or clearly apart, and two plain numbers of which the label is an integer, are settled here.
+    math-verify's own timeouts are off: they rest on SIGALRM, which fails off the main thread and inside C calls; the
+    worker's deadline counts. github.com/huggingface/Math-Verify 0.9.0.
     """
     answer = (minerva_answer if strict else math_answer)(final_text(response))
     if answer is None:
@@ -330,6 +344,11 @@ def verify_math(response: str, ground_truth: Any, strict: bool = False) -> Verdi
         return Verdict(answer, float(bool(gold_key)))
     if NUMBER_IN_BASE.fullmatch(gold_key):
         return Verdict(answer, 0.0)
+    rationals = plain_rational(gold_key), plain_rational(answer_key)
+    if None not in rationals:
+        apart = abs(rationals[0] - rationals[1])
+        if apart == 0 or apart > RATIONALS_MAY_AGREE:
+            return Verdict(answer, float(apart == 0))
     if re.search(r"\d", gold_key) and PLAIN_NUMBER.fullmatch(gold_key):
         gold_number = Decimal(gold_key.replace(",", ""))
         if re.search(r"\d", answer_key) and PLAIN_NUMBER.fullmatch(answer_key):
@@ -819,10 +838,10 @@ def judge(settings: Judge, question: Question, rubric: str, texts: dict[str, str
         try:
             [(reply, cut)], more, _ = settings.model.ask(prompt, **settings.sampling)
         except NoReply as error:
-            return Judged(math.nan, error.args[0], {"problem": error.args[1], "judge_tokens": tokens})
+            return Judged(math.nan, error.args[0], {"problem": error.args[1], "tokens": tokens})
         tokens += more
         value = None if cut else read_score(reply, *question.scale)
-        details = {"judge_text": reply, "judge_tokens": tokens, "tries": tries}
+        details = {"judge_text": reply, "tokens": tokens, "tries": tries}
         if value is not None:
             return Judged(value / question.scale[1], "ok", details)
     problem = f"{settings.model.model} gave no verdict in {JUDGE_TRIES} replies, the last: {reply[-200:]!r}"
@@ -1056,7 +1075,7 @@ def verify_solver(record: RewardRecord, ground_truth: Any) -> Verdict:
         except NoReply as error:
             return Judged(math.nan, error.args[0], {"problem": error.args[1]})
         graded = grade(replies, answer)
-        details = {"solver_texts": [text for text, _ in replies], "solver_tokens": tokens, "guideline_share": share}
+        details = {"solver_texts": [text for text, _ in replies], "tokens": tokens, "guideline_share": share}
         details["solver_correct"] = [None if status in MISSING else value for value, status in graded]
         details["truncated"] = sum(cut for _, cut in replies)
         if baseline is not None:

@@ -625,7 +625,7 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
                 [t / count for t in found], [1 / target] * len(found), 1.0
             )
         else:
-            tokens = sum(result.details.get("solver_tokens", 0) for result in results[name])
+            tokens = sum(result.details.get("tokens", 0) for result in results[name])
             table[name] |= {"tokens": tokens, "tokens_per_second": tokens / table[name]["seconds"]}
     name = f"solver, {options.calls} calls: all at once over one by one"
     ratios[name] = ratio(seconds[solver], seconds["solver, one by one"], 8.0)

@@ -1,6 +1,7 @@
 """Language models as rewards: judges and the solver against a local server that does what a test tells it, and a real
 vLLM server. What fails on the way to a score must never become a 0."""
 
+import itertools
 import json
 import math
 import os
@@ -145,7 +146,7 @@ def test_verdict_over_the_highest_of_its_scale(serve, verifier, given, expected)
     judge_with(server)
     result = judged(verifier=verifier, label="THE LABEL")
     assert (result.status, result.score) == ("ok", pytest.approx(expected))
-    assert result.details == {"judge_text": server.answer("", {}), "judge_tokens": 7, "tries": 1}
+    assert result.details == {"judge_text": server.answer("", {}), "tokens": 7, "tries": 1}
     [message] = server.messages
     assert "user: Why?" in message and "A fine response." in message
     unlabelled = ("general-quality", "general-creative_writing", "general-safety", "general-refusal")
@@ -184,7 +185,7 @@ def test_garbage_is_asked_for_again(serve):
     server = serve(lambda message, request: next(replies))
     judge_with(server)
     result = judged()
-    assert (result.score, result.status, result.details["tries"], result.details["judge_tokens"]) == (0.4, "ok", 3, 21)
+    assert (result.score, result.status, result.details["tries"], result.details["tokens"]) == (0.4, "ok", 3, 21)
 
 
 def test_nothing_but_garbage_is_missing(serve):
@@ -406,7 +407,7 @@ def test_solver_is_graded_and_kept(serve):
     assert (wrong.extracted, right.extracted) == ("Guess.", "Just multiply.")
     assert right.details == {
         "solver_texts": ["So \\boxed{42}."],
-        "solver_tokens": 7,
+        "tokens": 7,
         "guideline_share": 1.0,
         "solver_correct": [1.0],
         "truncated": 0,
@@ -615,7 +616,7 @@ def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
             trainer.send_signal(signal.SIGKILL)
     assert short[1] == long[1] == "ok"
     assert short[2]["guideline_share"] == 1.0 and long[2]["guideline_share"] < 1.0
-    assert short[2]["solver_texts"][0] and 0 < short[2]["solver_tokens"] <= 128
+    assert short[2]["solver_texts"][0] and 0 < short[2]["tokens"] <= 128
     assert {type(result[2]["baseline"]) for result in (short, long)} == {float}
     if model == SMOLLM2:
         assert short[0] == 1.0
@@ -641,3 +642,53 @@ def test_server_devices(monkeypatch):
     assert utils.server_devices(2, devices_in_use=1) == ["5", "7"]
     assert utils.server_devices(3, devices_in_use=2) == ["7", "7", "7"]
     assert utils.server_devices(1, devices_in_use=8) == ["7"]
+
+
+def test_code_solver_and_judge_in_a_run(serve, tiny_models, tmp_path):
+    """Whole runs of grpo.py: rows of three kinds, a judge that fails half of the time, and the solver's texts kept."""
+    turn = [{"role": "user", "content": "Say 4, then 7."}]
+    rows = [
+        {"messages": turn, "ground_truth": ["assert 1 + 1 == 2", "assert nothing_like_it() == 2"], "dataset": "code"},
+        {"messages": turn, "ground_truth": {"question": "What is 3 + 4?", "answer": "7"}, "dataset": "solver"},
+        {"messages": turn, "ground_truth": "7", "dataset": ["general-quality"]},
+        {"messages": turn, "ground_truth": ["7", {"question": "What?", "answer": "7"}], "dataset": ["gsm8k", "solver"]},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parity = itertools.count()
+    judge = serve(lambda message, request: "SCORE: 5" if next(parity) % 2 else (401, {}))
+    solver = serve(lambda message, request: "So \\boxed{7}." if "uideline" in message else "I do not know.")
+    flags = f"""--model_dtype float32 --rollout_backend transformers --num_unique_prompts_rollout 4 --beta 0
+        --num_samples_per_prompt_rollout 4 --response_length 6 --max_prompt_token_length 48 --pack_length 128
+        --total_episodes 16 --save_freq -1 --save_traces --temperature 1.0 --vllm_gpu_memory_utilization 0.3
+        --llm_judge_model m --llm_judge_base_url {judge.url} --solver_model_name_or_path m
+        --solver_base_url {solver.url} --exp_name it""".split()
+    line = [sys.executable, "grpo.py", "--model_name_or_path", str(tiny_models()), "--output_dir", str(tmp_path)]
+    line += ["--dataset_mixer_list", str(data), "1.0", *flags]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "code sandbox: " in done.stderr
+    (metrics,) = map(json.loads, (tmp_path / "it" / "metrics.jsonl").read_text().splitlines())
+    traces = [json.loads(line) for line in (tmp_path / "it" / "rollouts.jsonl").read_text().splitlines()]
+    results = {name: [] for name in ("code", "solver", "general-quality", "gsm8k")}
+    for r in traces:
+        for name, result in zip(r["verifiers"], r["results"], strict=True):
+            results[name].append((r, result))
+    assert len(results["code"]) == 4 and len(results["solver"]) == 8
+    for _, result in results["code"]:  # noise is no program, so that nothing passes
+        assert result["status"] in ("ok", "no_answer") and result["details"].get("passed", [0, 0])[1] == 0
+    for _, result in results["solver"]:
+        if result["status"] == "ok":  # else the response was empty
+            assert result["score"] == 1.0 and result["details"]["solver_texts"] == ["So \\boxed{7}."]
+            assert result["details"]["baseline"] == 0.0
+    judged = [(r["score"], result["score"], result["status"]) for r, result in results["general-quality"]]
+    assert {status for *_, status in judged} <= {"ok", "no_answer", "infra_error"} and (5.0, 0.5, "ok") in judged
+    missing = [score for score, _, status in judged if status == "infra_error"]
+    assert missing and not any(missing) and None in missing  # null, not 0
+    assert metrics["batch/missing_rewards"] == metrics["reward/general-quality_infra_error"] == len(missing)
+    assert metrics["reward/solver_baseline"] == 0.0 and metrics["objective/solver_solve_rate"] > 0
+    assert metrics["time/reward_code_p99"] >= metrics["time/reward_code_p50"] > 0
+    from tests.test_readme import undocumented
+
+    assert undocumented(metrics) == []

@@ -7,6 +7,7 @@ import pytest
 
 import grpo
 import grpo_fast
+import rewards
 import utils
 from tests.conftest import REPO
 
@@ -52,7 +53,7 @@ def undocumented(keys):
     tokens = set(re.findall(r"`([^`]+)`", table))
     found = []
     for key in keys:
-        plain = re.sub(r"(gsm8k|math|reasoning_gym|reward_file)_", "NAME_", key.removeprefix("eval/"))
+        plain = re.sub(rf"({'|'.join(map(re.escape, rewards.VERIFIERS))})_", "NAME_", key.removeprefix("eval/"))
         plain = plain.replace("objective_kept/", "objective/")
         plain = re.sub(r"pass_at_\d+_unbiased", "pass_at_K_unbiased", re.sub(r"kl[1-3]_avg", "kl0_avg", plain))
         names = {plain, f"eval/{plain}", f"val/{plain}", f"objective/{plain}", plain.rpartition("/")[2]}

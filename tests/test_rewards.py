@@ -384,6 +384,18 @@ def test_a_call_that_raises_is_a_crash_and_all_calls_are_in_flight_together(monk
     assert math.isnan(bad.score) and bad.status == "crash"
 
 
+@pytest.mark.parametrize(
+    "gold, answer, want, at_once",
+    [("\\frac{1}{2}", "0.5", 1.0, True), ("-\\frac{3}{4}", "-0.75", 1.0, True), ("3", "6/2", 1.0, True),
+     ("1/3", "\\dfrac{2}{6}", 1.0, True), ("1/3", "0.333333", 1.0, False), ("1/3", "0.3333", 0.0, False),
+     ("1/3", "0.33", 0.0, True), ("1/2", "-1/2", 0.0, True), ("1/0", "2", 0.0, False), ("9", "9\\%", 1.0, False)],
+)  # fmt: skip
+def test_plain_fractions_are_settled_without_a_worker(gold, answer, want, at_once):
+    outcome = rewards.verify_math(f"\\boxed{{{answer}}}", gold).outcome
+    assert isinstance(outcome, float) == at_once
+    assert score_rows([("math", gold, f"\\boxed{{{answer}}}")])[0].score == want
+
+
 def test_status_and_extracted():
     rows = [
         ("gsm8k", "72", "\\boxed{71}"), ("gsm8k", "72", "I do not know."), ("gsm8k", "72", "#### "),
