@@ -1196,54 +1196,6 @@ def load_state(path: Path | None, modules: dict, optimizer: Any, scheduler: Any,
     return state
 
 
-def dump_now(step: int, args: Args) -> bool:
-    """Whether this step's batch is to be written."""
-    return args.dump_steps == "all" or (args.dump_steps != "" and step % int(args.dump_steps) == 0)
-
-
-def dump_step(
-    run_dir: Path,
-    groups: Sequence[Sequence[Rollout]],
-    packs: Sequence[Sequence[Pack]],
-    batches: Sequence[Sequence[Batch]],
-    info: dict[str, Any],
-    args: Args,
-    world: utils.World,
-) -> None:
-    """Write the step's rollouts, with the learners' logprobs, and how they were packed. All ranks."""
-    logprobs: dict[tuple[int, int], dict[str, list[float]]] = {}
-    for batch in (b for mini_batch in batches for b in mini_batch):
-        for name in ("old_logprobs", "ref_logprobs"):
-            values = getattr(batch, name)
-            for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
-                logprobs.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
-    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in packs]
-    everyone = utils.all_gather(([r for group in groups for r in group], names, logprobs), world)
-    if not world.is_main:
-        return
-    rollouts = sorted((r for part, _, _ in everyone for r in part), key=lambda r: (r.position, r.sample))
-    index = {(r.position, r.sample): i for i, r in enumerate(rollouts)}
-    rows = []
-    for r in rollouts:
-        row = {"prompt_ids": r.prompt.token_ids, "response_ids": r.token_ids, "response_mask": r.mask}
-        row |= {"vllm_logprobs": r.logprobs, "versions": r.versions}
-        row |= {name: getattr(r, name) for name in "position sample advantage outcome score text finish_reason".split()}
-        mine = {k: v for _, _, part in everyone for k, v in part.get((r.position, r.sample), {}).items()}
-        rows.append(row | mine | {"trained": bool(mine)})
-    by_learner = [
-        [[[[index[name] for name in piece] for piece in pack] for pack in m] for m in part] for _, part, _ in everyone
-    ]
-    utils.write_dump(run_dir / "dumps", info["step"], rows, list(zip(*by_learner, strict=True)), info)
-
-
-def describe_dump(step: int, how: str, before: str, after: str, metrics: dict, args: Args) -> dict[str, Any]:
-    """What a dump says beside its rollouts. Metrics are those a replay can reproduce."""
-    replayed = ("loss/", "objective/kl", "objective/entropy", "policy/", "optim/", "val/ratio", "val/rho", "lr")
-    kept = {name: value for name, value in metrics.items() if name.startswith(replayed)}
-    hashes = {"weights_before": before, "weights_after": after}
-    return {"step": step, "how": how, "metrics": kept, "flags": vars(args)} | hashes
-
-
 def rollouts_of(dump: utils.Dump) -> list[Rollout]:
     """The rollouts of a dump, with their scores and advantages but without labels."""
     prompts: dict[int, utils.Prompt] = {}
@@ -1373,7 +1325,7 @@ def main(args: Args) -> Path | None:
     utils.catch_sigterm()
     weights_hash: str | None = None
     for step in range(state["step"] + 1, num_steps + 1):
-        if dump_now(step, args) and weights_hash is None:
+        if utils.dump_now(step, args) and weights_hash is None:
             weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
         if args.load_batches:
@@ -1420,10 +1372,10 @@ def main(args: Args) -> Path | None:
                 answer = f"score {r.score:g}, {r.finish_reason}, label {str(*r.prompt.ground_truths[:1]):.60}"
                 logger.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
         before, weights_hash = weights_hash, None
-        if dump_now(step, args):
+        if utils.dump_now(step, args):
             weights_hash = utils.weights_hash(policy, world)
-            info = describe_dump(step, how, before, weights_hash, out, args)
-            dump_step(run_dir, groups, packs, batches, info, args, world)
+            info = utils.describe_dump(step, how, before, weights_hash, out, args)
+            utils.dump_step(run_dir, groups, packs, batches, info, world)
         stopping = utils.stop_asked(world)
         if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
             save_state(checkpoints, modules, optimizer, scheduler, state)

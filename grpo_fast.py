@@ -842,7 +842,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     utils.catch_sigterm()
     weights_hash: str | None = None
     for step in range(first_step, num_steps + 1):
-        if grpo.dump_now(step, args) and weights_hash is None:
+        if utils.dump_now(step, args) and weights_hash is None:
             weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
         with timer("trainer_waiting_for_data"):
@@ -897,10 +897,10 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         if args.save_traces:
             logger.trace(step, data.sampled, world)
         before, weights_hash = weights_hash, None
-        if grpo.dump_now(step, args):
+        if utils.dump_now(step, args):
             weights_hash = utils.weights_hash(policy, world)
-            info = grpo.describe_dump(step, how, before, weights_hash, out, args)
-            grpo.dump_step(run_dir, data.groups, packs, batches, info, args, world)
+            info = utils.describe_dump(step, how, before, weights_hash, out, args)
+            utils.dump_step(run_dir, data.groups, packs, batches, info, world)
         stopping = utils.stop_asked(world)
         if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
             more = collector.checkpoint(state["cursor"]) if world.is_main else {}

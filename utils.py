@@ -1688,6 +1688,53 @@ def write_dump(directory: Path, step: int, rows: Sequence[dict[str, Any]], packs
     os.replace(path.with_suffix(".tmp"), path.with_suffix(".json"))
 
 
+def dump_now(step: int, args: Any) -> bool:
+    """Whether this step's batch is to be written."""
+    return args.dump_steps == "all" or (args.dump_steps != "" and step % int(args.dump_steps) == 0)
+
+
+def dump_step(
+    run_dir: Path,
+    groups: Sequence[Sequence[Any]],
+    packs: Sequence[Sequence[Any]],
+    batches: Sequence[Sequence[Any]],
+    info: dict[str, Any],
+    world: World,
+) -> None:
+    """Write the step's rollouts, with the learners' logprobs, and how they were packed. All ranks."""
+    logprobs: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for batch in (b for mini_batch in batches for b in mini_batch):
+        for name in ("old_logprobs", "ref_logprobs"):
+            values = getattr(batch, name)
+            for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
+                logprobs.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
+    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in packs]
+    everyone = all_gather(([r for group in groups for r in group], names, logprobs), world)
+    if not world.is_main:
+        return
+    rollouts = sorted((r for part, _, _ in everyone for r in part), key=lambda r: (r.position, r.sample))
+    index = {(r.position, r.sample): i for i, r in enumerate(rollouts)}
+    rows = []
+    for r in rollouts:
+        row = {"prompt_ids": r.prompt.token_ids, "response_ids": r.token_ids, "response_mask": r.mask}
+        row |= {"vllm_logprobs": r.logprobs, "versions": r.versions}
+        row |= {name: getattr(r, name) for name in "position sample advantage outcome score text finish_reason".split()}
+        mine = {k: v for _, _, part in everyone for k, v in part.get((r.position, r.sample), {}).items()}
+        rows.append(row | mine | {"trained": bool(mine)})
+    by_learner = [
+        [[[[index[name] for name in piece] for piece in pack] for pack in m] for m in part] for _, part, _ in everyone
+    ]
+    write_dump(run_dir / "dumps", info["step"], rows, list(zip(*by_learner, strict=True)), info)
+
+
+def describe_dump(step: int, how: str, before: str, after: str, metrics: dict, args: Any) -> dict[str, Any]:
+    """What a dump says beside its rollouts. Metrics are those a replay can reproduce."""
+    replayed = ("loss/", "objective/kl", "objective/entropy", "policy/", "optim/", "val/ratio", "val/rho", "lr")
+    kept = {name: value for name, value in metrics.items() if name.startswith(replayed)}
+    hashes = {"weights_before": before, "weights_after": after}
+    return {"step": step, "how": how, "metrics": kept, "flags": vars(args)} | hashes
+
+
 def read_dump(directory: Path, step: int) -> Dump:
     """Inverse of write_dump. Raises UserError if the files are missing, damaged or of another schema."""
     from safetensors.torch import load_file
@@ -1989,8 +2036,10 @@ class Logger:
         self.path, self.traces = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
         for path in (self.path, self.traces):  # a resumed run drops what it is about to do again
             if path.exists():
-                kept = [x for x in path.read_text().splitlines() if json.loads(x)["training_step"] <= start_step]
-                path.write_text("".join(x + "\n" for x in kept))
+                whole = path.read_text().split("\n")[:-1]  # kill -9 may have cut the last line short
+                kept = [x for x in whole if json.loads(x)["training_step"] <= start_step]
+                _write_synced(path.with_suffix(".tmp"), "".join(x + "\n" for x in kept))
+                os.replace(path.with_suffix(".tmp"), path)
         self.progress = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -2021,6 +2070,8 @@ class Logger:
     def _feed_wandb(self) -> None:
         while (item := self.queue.get()) is not None:
             self.run.log(item, step=item["training_step"])
+        self.run.finish()  # waits for wandb's service process, for ever if that hangs
+        self.teardown()  # of that process, which an exit without destructors would leave
 
     def log(self, metrics: dict[str, float]) -> None:
         """Write one step's metrics everywhere."""
@@ -2071,18 +2122,20 @@ class Logger:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in ordered)
 
     def close(self) -> None:
-        """Flush wandb (30 s at most) and stop the progress bar."""
+        """End wandb (waits 30 s at most) and stop the progress bar."""
         if not self.enabled:
             return
         if self.progress is not None:
             self.progress.stop()
         if self.queue is not None:
-            self.queue.put(None)
-            self.thread.join(timeout=30)
-            if self.dropped or self.thread.is_alive():
+            end = time.monotonic() + 30
+            with contextlib.suppress(queue.Full):
+                self.queue.put(None, timeout=30)
+            self.thread.join(timeout=max(end - time.monotonic(), 0.0))
+            if self.thread.is_alive():
+                self.say("WARNING: wandb has not ended within 30 s and may lack rows; metrics.jsonl has all of them")
+            elif self.dropped:
                 self.say(f"wandb: {self.dropped} rows dropped; metrics.jsonl has all of them")
-            self.run.finish()
-            self.teardown()  # its service process, which an exit without destructors would leave
 
 
 def write_report(run_dir: Path) -> Path:

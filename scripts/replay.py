@@ -61,7 +61,10 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
         dtype = utils.DTYPES[args.model_dtype]
         utils.save_model(policy, utils.load_tokenizer(args), save, dtype, world)
     if world.is_main:
-        print("equal: replayed weights and metrics are the run's" if same else "NOT equal: see the lines above")
+        how = (
+            f"metrics within {tolerance:g} of the run's" if tolerance else "replayed weights and metrics are the run's"
+        )
+        print(f"equal: {how}" if same else "NOT equal: see the lines above")
     utils.leave_distributed()
     return same
 
@@ -74,7 +77,7 @@ def report(world, what: str, made: dict, theirs: dict, weights_hash: str, policy
     if not world.is_main:
         return True
     shared = sorted(made.keys() & theirs.keys())
-    gaps = {name: abs(made[name] - theirs[name]) / max(abs(theirs[name]), 1e-30) for name in shared}
+    gaps = {name: abs(made[name] - theirs[name]) / max(abs(theirs[name]), 0.01) for name in shared}
     # equal also when both are NaN
     gaps = {k: 0.0 if math.isnan(made[k]) and math.isnan(theirs[k]) else gap for k, gap in gaps.items()}
     worst = max(gaps, key=gaps.get, default=None)
@@ -94,7 +97,8 @@ def main() -> None:
     parser.add_argument("--step", type=int, required=True, help="the step to end with")
     parser.add_argument("--from_start", action="store_true", help="use no checkpoint: the start model and all dumps")
     parser.add_argument("--save", type=Path, help="write the model after the step there, in Hugging Face format")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="largest relative difference of a metric; 0: bits")
+    help_text = "largest relative difference of a metric (of those below 0.01: 100 times the difference); 0: bits"
+    parser.add_argument("--tolerance", type=float, default=0.0, help=help_text)
     options = parser.parse_args()
     environment = json.loads((options.run / "environment.json").read_text())
     os.environ["OMP_NUM_THREADS"] = environment["omp_num_threads"]  # sums depend on how threads share them

@@ -225,6 +225,16 @@ def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
     assert done.returncode == 1 and "replay.py: " in done.stderr and "no dump of step 1" in done.stderr
 
 
+def test_two_learners_are_replayed_on_two_ranks(tiny_models, data, tmp_path):  # noqa: F811
+    flags = f"--exp_name it --total_episodes 128 --seed 3 --dump_steps all --deepspeed_stage 2 {VLLM} --async_steps 0"
+    process = start("grpo_fast.py", tiny_models(), data, tmp_path, f"{flags} --num_learners_per_node 2")
+    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert not all(r["optim/skipped_steps"] for r in read(tmp_path / "it" / "metrics.jsonl"))
+    done = replay(tmp_path / "it", "--step", 2, ranks=2)
+    assert done.returncode == 0 and "equal: replayed weights and" in done.stdout, done.stdout + done.stderr
+    assert replay(tmp_path / "it", "--step", 2, "--tolerance", 1e-4).returncode == 0
+
+
 def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, tmp_path):  # noqa: F811
     flags = REPLAYED.replace("--dump_steps all --checkpoint_state_freq 2", f"--load_batches {dumped / 'dumps'}")
     run(tiny_models(), data, tmp_path, f"--exp_name again {flags}")
