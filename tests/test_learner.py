@@ -43,7 +43,7 @@ def make_rollouts(groups=4, size=3, seed=0):
             logprobs = (-6.2 + 0.3 * torch.randn(n, generator=generator)).tolist()
             advantage = (1.5, -0.5, 1.0)[j % 3]  # not summing to 0: a sum that cancels has no relative precision
             row = grpo.Rollout(prompt, i, j, ids, logprobs, [True] * n, [0] * n, "stop", advantage=advantage)
-            rollouts.append(dataclasses.replace(row, score=float(j == 0)))
+            rollouts.append(dataclasses.replace(row, outcome=float(j == 0), score=float(j == 0)))
     return rollouts
 
 
@@ -458,7 +458,7 @@ def test_a_leaking_model_has_one_response_a_row(tiny_models, world):
 def test_trainable_leaves_out_what_has_no_gradient(tiny_models):
     rollouts = make_rollouts()
     for r in rollouts[:3]:
-        r.score = 0.0  # a constant group
+        r.outcome, r.score = 0.0, r.sample / 10  # a constant group, but for penalties
     rollouts[4].score = math.nan  # a missing reward
     rollouts[7].finish_reason = "length"
     groups = [rollouts[i : i + 3] for i in range(0, 12, 3)]
