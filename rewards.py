@@ -1094,7 +1094,14 @@ def verify_solver(record: RewardRecord, ground_truth: Any) -> Verdict:
 
 @dataclass(frozen=True)
 class CodeSettings:
-    """See configure_code. without: layers of the sandbox to leave out, for tests."""
+    """Settings of code, code_stdio and the scorers of reasoning_gym that run expressions.
+
+    max_execution_time   seconds of wall time for each test (open-instruct's code_max_execution_time)
+    pass_rate_threshold  a pass rate below it scores 0 (code_pass_rate_reward_threshold)
+    perf_penalty         a passed test counts 1 - seconds / max_execution_time (code_apply_perf_penalty)
+    allow_unsafe         run programs even where the sandbox leaks
+    without              layers of the sandbox to leave out, for tests
+    """
 
     max_execution_time: float = 1.0
     pass_rate_threshold: float = 0.0
@@ -1109,41 +1116,26 @@ IDLE_SANDBOXES: dict[tuple, list[sandbox.Sandbox]] = collections.defaultdict(lis
 REASONING_GYM_TIMEOUT_S = 10.0
 
 
-def configure_code(
-    max_execution_time: float = 1.0,
-    pass_rate_threshold: float = 0.0,
-    perf_penalty: bool = False,
-    allow_unsafe: bool = False,
-    without: tuple[str, ...] = (),
-) -> None:
-    """Settings of code, code_stdio and the scorers of reasoning_gym that run expressions. Raises ValueError.
-
-    max_execution_time   seconds of wall time for each test (open-instruct's code_max_execution_time)
-    pass_rate_threshold  a pass rate below it scores 0 (code_pass_rate_reward_threshold)
-    perf_penalty         a passed test counts 1 - seconds / max_execution_time (code_apply_perf_penalty)
-    allow_unsafe         run programs even where the sandbox leaks
-    """
+def configure_code(*settings: Any, **named: Any) -> None:
+    """Sets CODE; parameters as CodeSettings. Raises ValueError."""
     global CODE
-    if not 0 < max_execution_time < math.inf:
-        raise ValueError(f"code_max_execution_time {max_execution_time} must be above 0")
-    if not 0 <= pass_rate_threshold <= 1:
-        raise ValueError(f"code_pass_rate_reward_threshold {pass_rate_threshold} must be from 0 to 1")
-    CODE = CodeSettings(max_execution_time, pass_rate_threshold, perf_penalty, allow_unsafe, tuple(without))
-
-
-def sandbox_level() -> tuple[list[str], list[str]]:
-    """(layers in force, leaks found by trying from inside); printed once. Raises ValueError if it cannot start."""
-    return sandbox_level_without(CODE.without)
+    code = CodeSettings(*settings, **named)
+    if not 0 < code.max_execution_time < math.inf:
+        raise ValueError(f"code_max_execution_time {code.max_execution_time} must be above 0")
+    if not 0 <= code.pass_rate_threshold <= 1:
+        raise ValueError(f"code_pass_rate_reward_threshold {code.pass_rate_threshold} must be from 0 to 1")
+    CODE = code
 
 
 @functools.cache
-def sandbox_level_without(layers: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    box = sandbox.Sandbox(without=layers)
+def sandbox_level(without: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """(layers in force, leaks found by trying from inside); printed once. Raises ValueError if it cannot start."""
+    box = sandbox.Sandbox(without=without)
     try:
         box.start()
     except sandbox.SandboxError as error:
         raise ValueError(str(error)) from None
-    IDLE_SANDBOXES[(), layers].append(box)
+    IDLE_SANDBOXES[(), without].append(box)
     leaks = f"; NOT kept out: {', '.join(box.leaks)}" if box.leaks else ""
     print(f"code sandbox: {', '.join(box.layers)}{leaks}", file=sys.stderr)
     return box.layers, box.leaks
@@ -1151,7 +1143,7 @@ def sandbox_level_without(layers: tuple[str, ...]) -> tuple[list[str], list[str]
 
 def require_sandbox() -> None:
     """Raises ValueError where a program in the sandbox could do what it must not, unless allow_unsafe_code is set."""
-    layers, leaks = sandbox_level()
+    layers, leaks = sandbox_level(CODE.without)
     if leaks and not CODE.allow_unsafe:
         missing = [layer for layer in ("namespaces", "Landlock", "seccomp") if layer not in " ".join(layers)]
         raise ValueError(
@@ -1160,7 +1152,7 @@ def require_sandbox() -> None:
         )
 
 
-def in_sandbox(preload: tuple[str, ...], judge: Callable[[sandbox.Sandbox], Judged]) -> Judged:
+def in_sandbox(judge: Callable[[sandbox.Sandbox], Judged], *preload: str) -> Judged:
     """judge(a sandbox), when one is free; once more with a new one if the sandbox itself fails, then infra_error."""
     with CODE_SLOTS:
         idle = IDLE_SANDBOXES[preload, CODE.without]
@@ -1169,10 +1161,9 @@ def in_sandbox(preload: tuple[str, ...], judge: Callable[[sandbox.Sandbox], Judg
         except IndexError:
             box = sandbox.Sandbox(preload, CODE.without)
         try:
-            try:
+            with contextlib.suppress(sandbox.SandboxError):
                 return judge(box)
-            except sandbox.SandboxError:
-                return judge(box)
+            return judge(box)
         except sandbox.SandboxError as error:
             return Judged(math.nan, "infra_error", {"problem": str(error)})
         finally:
@@ -1203,60 +1194,53 @@ def code_label(name: str, ground_truth: Any) -> list:
     and verl's {"inputs": [...], "outputs": [...]}. Raises ValueError for anything else, for no test, and for a test
     that is not Python. open-instruct also unpickles labels, which lets data run code in the trainer.
     """
-    label = ground_truth
-    if isinstance(label, str):
-        try:
-            label = json.loads(label)
-        except ValueError as error:
-            raise ValueError(f"{name} label is not JSON ({error}): {ground_truth[:80]!r}") from None
-    if isinstance(label, dict):
-        if name == "code":
-            label = label.get("assert_case")
-        else:
-            inputs, outputs = label.get("inputs"), label.get("outputs")
-            if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-                raise ValueError(f"{name} label needs as many inputs as outputs, got the keys {sorted(label)}")
-            label = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+    try:
+        label = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    except ValueError as error:
+        raise ValueError(f"{name} label is not JSON ({error}): {ground_truth[:80]!r}") from None
+    if isinstance(label, dict) and name == "code":
+        label = label.get("assert_case")
+    elif isinstance(label, dict):
+        inputs, outputs = label.get("inputs"), label.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError(f"{name} label needs as many inputs as outputs, got the keys {sorted(label)}")
+        label = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
     if not isinstance(label, (list, tuple)) or not label:
         raise ValueError(f"{name} label has no tests: {str(ground_truth)[:80]!r}")
     for number, test in enumerate(label, start=1):
+        where = f"{name} label, test {number}:"
         if name == "code":
             if not isinstance(test, str) or not test.strip():
-                raise ValueError(f"{name} label, test {number}: not a text: {str(test)[:80]!r}")
+                raise ValueError(f"{where} not a text: {str(test)[:80]!r}")
             try:
                 ast.parse(test)
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-                raise ValueError(f"{name} label, test {number}: not Python ({error}): {test[:80]!r}") from None
+                raise ValueError(f"{where} not Python ({error}): {test[:80]!r}") from None
         elif not isinstance(test, dict) or not all(isinstance(test.get(key), str) for key in ("input", "output")):
-            raise ValueError(f'{name} label, test {number}: not {{"input": text, "output": text}}: {str(test)[:80]!r}')
+            raise ValueError(f'{where} not {{"input": text, "output": text}}: {str(test)[:80]!r}')
         elif len(test["output"].encode()) > sandbox.OUTPUT_BYTES:
-            raise ValueError(f"{name} label, test {number}: the output exceeds {sandbox.OUTPUT_BYTES} bytes")
+            raise ValueError(f"{where} the output exceeds {sandbox.OUTPUT_BYTES} bytes")
     return list(label) if name == "code" else [(test["input"], test["output"]) for test in label]
 
 
 def same_output(output: str, expected: str) -> bool:
     """Whether all lines are equal, blanks at the ends apart, as text or word by word as numbers (LiveCodeBench)."""
-    lines, wanted = output.strip().split("\n"), expected.strip().split("\n")
-    return len(lines) == len(wanted) and all(map(same_line, lines, wanted))
 
+    def same(line: str, wanted: str) -> bool:
+        words, wanted_words = line.split(), wanted.split()
+        try:
+            return line.rstrip() == wanted.rstrip() or [*map(Decimal, words)] == [*map(Decimal, wanted_words)]
+        except ArithmeticError:
+            return False  # not numbers
 
-def same_line(line: str, wanted: str) -> bool:
-    if line.rstrip() == wanted.rstrip():
-        return True
-    words, wanted_words = line.split(), wanted.split()
-    try:
-        return len(words) == len(wanted_words) and all(
-            Decimal(word) == Decimal(wanted_word) for word, wanted_word in zip(words, wanted_words, strict=True)
-        )
-    except ArithmeticError:
-        return False  # not numbers
+    lines, wanted_lines = output.strip().split("\n"), expected.strip().split("\n")
+    return len(lines) == len(wanted_lines) and all(map(same, lines, wanted_lines))
 
 
 def judge_code(runs: list[sandbox.Run]) -> Judged:
     """The pass rate of the tests' runs, with CODE's time penalty and threshold."""
-    limit_s = CODE.max_execution_time
     passed = [run.problem is None for run in runs]
-    worth = [max(0.0, 1 - run.seconds / limit_s) if CODE.perf_penalty else 1.0 for run in runs]
+    worth = [max(0.0, 1 - run.seconds / CODE.max_execution_time) if CODE.perf_penalty else 1.0 for run in runs]
     rate = sum(w for w, ok in zip(worth, passed, strict=True) if ok) / len(runs)
     details = {"passed": [int(ok) for ok in passed], "seconds": [run.seconds for run in runs]}
     if problem := next((run.problem for run in runs if run.problem), None):
@@ -1264,22 +1248,21 @@ def judge_code(runs: list[sandbox.Run]) -> Judged:
     return Judged(rate if sum(passed) / len(runs) >= CODE.pass_rate_threshold else 0.0, "ok", details)
 
 
-def run_stdio(box: sandbox.Sandbox, program: str, tests: list[tuple[str, str]]) -> Judged:
+def run_stdio(box: sandbox.Sandbox, program: str, tests: list[tuple[str, str]]) -> list[sandbox.Run]:
     runs: list[sandbox.Run] = []
     for stdin, expected in tests:
         if sum(run.late for run in runs) == sandbox.MAX_TIME_LIMITS:
-            runs += [sandbox.not_run(runs)] * (len(tests) - len(runs))
-            break
-        run = sandbox.run_program(box, program, stdin, CODE.max_execution_time)
+            return runs + [sandbox.not_run(runs)] * (len(tests) - len(runs))
+        run = box.run("program", [stdin, None, None, program], CODE.max_execution_time)
         if run.problem is None and not same_output(run.output, expected):
             last_line = (run.error.strip().splitlines() or ["wrong output"])[-1]
             run = run._replace(problem=last_line[:200])
         runs.append(run._replace(output="", error=""))
-    return judge_code(runs)
+    return runs
 
 
 def verify_code(response: str, ground_truth: Any, stdio: bool) -> Verdict:
-    """The pass rate of program_text in the sandbox; see configure_code, code_label.
+    """The pass rate of program_text in the sandbox; see CodeSettings, code_label.
 
     stdio: the program reads a test's input and its output is compared here, by same_output; its exit status does not
     matter. Else the tests call the program's functions, from a process of their own: see sandbox.Ref. Too long, too
@@ -1291,13 +1274,13 @@ def verify_code(response: str, ground_truth: Any, stdio: bool) -> Verdict:
     if not program.strip():
         return NO_ANSWER
     require_sandbox()
-    if stdio:
-        return Verdict(program, lambda: in_sandbox((), lambda box: run_stdio(box, program, tests)))
 
-    def run(box: sandbox.Sandbox) -> Judged:
+    def judge(box: sandbox.Sandbox) -> Judged:
+        if stdio:
+            return judge_code(run_stdio(box, program, tests))
         return judge_code(sandbox.run_tests(box, program, tests, CODE.max_execution_time))
 
-    return Verdict(program, lambda: in_sandbox((), run))
+    return Verdict(program, lambda: in_sandbox(judge))
 
 
 # What the scorers in the sandbox may see of a response: an arithmetic expression of at most 1000 characters.
@@ -1308,7 +1291,7 @@ NUMBERS_ONLY = ("countdown", "puzzle24")
 
 def is_expression(task: str, answer: str) -> bool:
     """Whether an answer is arithmetic and so may be evaluated. Always for the tasks whose answers are literals."""
-    if task in sandbox.LITERAL_TASKS:
+    if task in LITERAL_TASKS:
         return True  # their scorers get ast.literal_eval in the sandbox
     if len(answer) > 1000 or not EXPRESSION.fullmatch(answer):
         return False
@@ -1326,17 +1309,36 @@ def verify_expression(task: str, entry: dict, answer: str) -> Verdict:
     if not is_expression(task, answer):
         return Verdict(answer, 0.0)
     job = json.dumps({"task": task, "entry": entry, "answer": answer})
-    return Verdict(answer, lambda: in_sandbox(("reasoning_gym",), lambda box: run_expression(box, job)))
+
+    def judge(box: sandbox.Sandbox) -> Judged:
+        run = box.run("program", [job, None, None, SCORE_EXPRESSION], REASONING_GYM_TIMEOUT_S)
+        if run.problem or not run.output:
+            return Judged(0.0, "ok", {"problem": run.problem or "out of memory"})
+        score, problem = json.loads(run.output.splitlines()[-1])
+        return Judged(math.nan, "crash", {"problem": problem}) if problem else Judged(score, "ok")
+
+    return Verdict(answer, lambda: in_sandbox(judge, "reasoning_gym"))
 
 
-def run_expression(box: sandbox.Sandbox, job: str) -> Judged:
-    run = sandbox.run_reasoning_gym(box, job, REASONING_GYM_TIMEOUT_S)
-    if run.problem:
-        return Judged(0.0, "ok", {"problem": run.problem})
-    reply = json.loads(run.output)
-    if "error" in reply:
-        return Judged(math.nan, "crash", {"problem": reply["error"]})
-    return Judged(reply["score"], "ok")
+# Of the tasks whose answers are literals the scorers get ast.literal_eval: eval("oracle_answer") would find the right
+# answer. A scorer that raises: if the entry's own answer can be scored, the response is to blame, else the entry.
+LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+SCORE_EXPRESSION = f"""
+import ast, json, sys, reasoning_gym
+job = json.load(sys.stdin)
+dataset, entry = reasoning_gym.create_dataset(job["task"], size=1, seed=0), job["entry"]
+if job["task"] in {LITERAL_TASKS}:
+    sys.modules[type(dataset).__module__].eval = ast.literal_eval
+try:
+    try:
+        reply = float(dataset.score_answer(answer=job["answer"], entry=entry)), None
+    except Exception:
+        dataset.score_answer(answer=entry["answer"], entry=entry)
+        reply = 0.0, None
+except Exception as error:
+    reply = None, f"{{type(error).__name__}}: {{error}}"
+print(json.dumps(reply))
+"""
 
 
 @atexit.register

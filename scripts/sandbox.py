@@ -1,13 +1,12 @@
 """Runs Python programs of unknown intent: no network, no files of others, no other programs, bounded in everything.
 
-    python scripts/sandbox.py                        # what this machine allows, layer by layer
-    python scripts/sandbox.py program.py < input     # runs a program in it
+    python scripts/sandbox.py     # what this machine allows, layer by layer
 
 `Sandbox` starts this file as a fork server, a small Python process of its own. Every run is a fork of it which locks
 itself down (rlimits, Landlock, seccomp; no_new_privs) and only then reads the program. The server itself sits in
 namespaces of its own where the machine allows that. It never reads what a run is about: programs, inputs, tests and
 results go through memory files (memfd) that it passes on unopened, so that no run finds them in its memory later. The
-trainer gets back the files, an exit status and times, and judges for itself: expected outputs never come here.
+trainer gets back the files, an exit status and a time, and judges for itself: expected outputs never come here.
 
 Three layers do the work, and each is enough against most attacks:
 
@@ -21,13 +20,16 @@ to refuse. Out of scope: kernel bugs, side channels such as timing. Standard lib
 Sources: kernel.org, userspace-api/landlock and seccomp_filter; man7.org, namespaces(7), pid_namespaces(7).
 """
 
-import argparse
+import ast
 import atexit
+import builtins
 import ctypes
 import errno
+import functools
 import gc
 import json
 import math
+import operator
 import os
 import platform
 import resource
@@ -35,13 +37,13 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import traceback
 import types
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
 from typing import NamedTuple
 
 MEMORY_BYTES = 2**30  # address space of a run beyond the server's own
@@ -53,10 +55,11 @@ MAX_TIME_LIMITS = 3  # of a program's tests; further ones are not run, or 100 te
 START_TIMEOUT_S = 120.0
 GRACE_S = 20.0  # for a reply, on a machine busy with other things
 NOBODY = 65534
-LAYERS = ("namespaces", "uid", "Landlock", "seccomp")  # what `without` may name; rlimits are always there
-PRELOAD = (  # the server imports them once
-    "array ast bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions functools heapq "
-    "io itertools json math numbers operator random re statistics string time typing"
+# The server imports these once. Not random and threading, nor what imports them: they hook into every fork, and most
+# programs have no use for that. The trainer's side below imports subprocess and the like where it needs them.
+PRELOAD = (
+    "array bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions functools heapq io "
+    "itertools json math numbers operator re string time typing"
 ).split()
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,7 +70,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_SECCOMP, PR_SET_CHILD_SUB
 PR_SET_NO_NEW_PRIVS = 38
 
 
-def libc(function: str, *args: int | bytes | None) -> int:
+def libc(function: str, *args: int | bytes | ctypes.Array | None) -> int:
     """Calls the C function with whole registers. Raises OSError where it returns -1."""
     result = getattr(LIBC, function)(*[ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args])
     if result == -1:
@@ -106,12 +109,8 @@ RULES = {
     "prlimit64 302 261": (2, 0, [0], errno.EPERM),  # a pointer to new limits
     "sendto 44 206": (4, 0, [0], errno.EPERM),  # a pointer to an address
     "socketpair 53 199": (0, 0, [socket.AF_UNIX], errno.EPERM),  # asyncio has one
-    "ioctl 16 29": (
-        1,
-        0,
-        [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451],
-        errno.EPERM,
-    ),  # isatty, sizes, close-on-exec
+    # isatty, sizes, close-on-exec
+    "ioctl 16 29": (1, 0, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451], errno.EPERM),
     "fcntl 72 25": (1, 0, [0, 1, 2, 3, 4, 1030], errno.EPERM),  # dup and flags; no signals by F_SETOWN
     "prctl 157 167": (0, 0, [PR_SET_NAME], errno.EPERM),
 }
@@ -151,12 +150,6 @@ def seccomp_program() -> bytes:
             program += [(at_least, 1, 0, nr + 1), (answer, 0, 0, ALLOW if nr in allowed else ERROR | errno.EPERM)]
     program.append((answer, 0, 0, ERROR | errno.EPERM))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
-
-
-def install_seccomp(program: bytes) -> None:
-    buffer = ctypes.create_string_buffer(program)
-    filter_ = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    libc("prctl", PR_SET_SECCOMP, 2, filter_, 0, 0)
 
 
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # on every machine
@@ -228,25 +221,17 @@ def build_root(readable: list[str]) -> None:
     libc("mount", None, b"/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None)
 
 
-def become_nobody() -> None:
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
-
-
 def drop_privileges(readable: list[str]) -> str:
     """As root: user nobody, if that user can read the installation; else root without any capability."""
-    if (child := os.fork()) == 0:
-        try:
-            become_nobody()
-            os._exit(0 if all(os.access(path, os.R_OK) for path in readable) else 1)
-        finally:
-            os._exit(1)
-    if os.waitpid(child, 0)[1] == 0:
-        become_nobody()
-        return "user nobody"
-    drop_capabilities()
-    return "root without capabilities"
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, 0)
+    os.setresuid(NOBODY, NOBODY, 0)  # the saved user is the way back
+    user = NOBODY if all(os.access(path, os.R_OK) for path in readable) else 0
+    os.setresuid(user, user, user)
+    os.setresgid(user, user, user)
+    if user == 0:
+        drop_capabilities()
+    return "user nobody" if user else "root without capabilities"
 
 
 def drop_capabilities() -> None:
@@ -258,31 +243,34 @@ def drop_capabilities() -> None:
 
 
 class Server:
-    """State of the fork server process; see serve."""
+    """The fork server process: locks itself down, then answers requests one by one.
 
-    def __init__(self, control: socket.socket, options: dict) -> None:
-        for path in options["site"]:
-            sys.path.append(path)
-        sys.path[:] = [os.path.realpath(path) for path in sys.path if os.path.exists(path)]
-        self.script, self.trainer_pid = os.path.abspath(__file__), os.getppid()
-        self.control = control
+    Its own descriptors 0 and 1 are /dev/null. Python's streams on 0, 1 and 2, unused so far, are those of the runs.
+    """
+
+    def __init__(self, options: dict) -> None:
+        while os.dup(0) < 16:  # low numbers stay free for the runs' descriptors
+            pass
+        self.control = socket.socket(fileno=os.dup(options["control"]))
+        os.close(options["control"])
+        sys.path[:] = [os.path.realpath(path) for path in sys.path + options["site"] if os.path.exists(path)]
+        self.trainer_pid = os.getppid()
         # The end of the whole trainer. PR_SET_PDEATHSIG would fire at the end of the thread that started us.
         self.trainer = os.pidfd_open(self.trainer_pid)
         for module in [*PRELOAD, *options["preload"]]:
             __import__(module)
-        if "reasoning_gym" in options["preload"]:
-            prepare_reasoning_gym()
         self.layers: list[str] = []
-        self.ruleset, self.filter = -1, b""
-        self.lock_down(options["without"])
-        self.poller = select.poll()
-        for fd in (self.control.fileno(), self.trainer):
-            self.poller.register(fd, select.POLLIN)
+        try:
+            self.lock_down(options["without"])
+        except OSError as error:
+            self.control.send(json.dumps({"failed": str(error)}).encode())
+            raise
+        self.control.send(json.dumps({"layers": self.layers}).encode())
 
     def lock_down(self, without: list[str]) -> None:
         """All layers that hold for the server as well, and what the runs need for theirs."""
         with open("/proc/self/statm") as file:
-            self.memory = int(file.read().split()[0]) * resource.getpagesize()
+            memory = int(file.read().split()[0]) * resource.getpagesize()
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # if the machine runs out of memory, rather a run than the trainer
         readable, in_user_namespace = readable_paths(), False
@@ -291,26 +279,35 @@ class Server:
         if "namespaces" not in without:
             self.layers.append(enter_namespaces(readable))
             in_user_namespace = self.layers[0].startswith("user")
+        self.ruleset = -1
         if "Landlock" not in without:
             try:
                 self.ruleset, abi = landlock_ruleset(readable)
                 self.layers.append(f"Landlock ABI {abi}")
             except OSError:
                 pass  # the kernel lacks it or has it off: `do_probe` finds what is open then
-        if os.getuid() == 0 and "uid" not in without:
+        if os.getuid() == 0:
             self.layers.append(drop_privileges(readable))
         elif in_user_namespace:
             drop_capabilities()
-        release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-        counted_apart = in_user_namespace and release >= (5, 14) or os.getuid() == NOBODY
-        self.num_threads = MAX_THREADS if counted_apart and os.getuid() else None
         libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace and no /proc/PID/mem among runs of one user
         if os.getpid() == 1:
             libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        self.filter = None
         if "seccomp" not in without and platform.machine() in MACHINES:
-            self.filter = seccomp_program()
+            program = seccomp_program()
+            self.instructions = ctypes.create_string_buffer(program)
+            self.filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self.instructions))
             self.layers.append("seccomp")
+        release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+        counted_apart = in_user_namespace and release >= (5, 14) or os.getuid() == NOBODY
+        self.num_threads = MAX_THREADS if counted_apart and os.getuid() else None
+        limit(resource.RLIMIT_AS, memory + MEMORY_BYTES)
+        limit(resource.RLIMIT_FSIZE, OUTPUT_BYTES)
+        limit(resource.RLIMIT_STACK, STACK_BYTES)
+        limit(resource.RLIMIT_NOFILE, 64)
+        limit(resource.RLIMIT_CORE, 0)
         self.layers.append("rlimits")
         self.pid = os.getpid()
         gc.collect()
@@ -321,7 +318,20 @@ class Server:
         if child := os.fork():
             return child
         try:
-            self.enter(fds, seconds)
+            os.setsid()
+            libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != self.pid:  # it has ended before the line above
+                os._exit(1)
+            for target, fd in enumerate(fds):
+                os.dup2(fd, target)
+            limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
+            if self.num_threads:
+                limit(resource.RLIMIT_NPROC, self.num_threads)
+            if self.ruleset >= 0:
+                libc("syscall", LANDLOCK_RESTRICT_SELF, self.ruleset, 0)
+            os.closerange(len(fds), 1 << 16)
+            if self.filter:
+                libc("prctl", PR_SET_SECCOMP, 2, self.filter, 0, 0)
         except BaseException:
             os.kill(os.getpid(), signal.SIGUSR2)  # not the program's fault: it has not been read yet
         try:
@@ -329,86 +339,31 @@ class Server:
         finally:
             os._exit(1)
 
-    def enter(self, fds: list[int], seconds: float) -> None:
-        """Locks this process down."""
-        os.setsid()
-        libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self.pid:  # it has ended before the line above
-            os._exit(1)
-        for target, fd in enumerate(fds):
-            os.dup2(fd, target)
-        for kind, amount in (
-            (resource.RLIMIT_AS, self.memory + MEMORY_BYTES),
-            (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
-            (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
-            (resource.RLIMIT_STACK, STACK_BYTES),
-            (resource.RLIMIT_NOFILE, 64),
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_NPROC, self.num_threads),
-        ):
-            hard = resource.getrlimit(kind)[1]
-            if amount is not None:
-                amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
-                resource.setrlimit(kind, (amount, amount))
-        if self.ruleset >= 0:
-            libc("syscall", LANDLOCK_RESTRICT_SELF, self.ruleset, 0)
-        os.closerange(len(fds), 1 << 16)
-        if self.filter:
-            install_seccomp(self.filter)
-
-    def run(self, request: dict, fds: list[int]) -> dict:
-        """One run: {"exit": status or -signal, "late": whether it was killed at a deadline, "laps": seconds of each}.
-
-        Every byte that the run writes to its progress pipe ends a lap and gives it `seconds` more.
-        """
-        seconds, num_laps = request["seconds"], request["laps"]
-        progress, report = os.pipe()
-        os.set_blocking(progress, False)
-        null, children = 0, []
+    def run(self, role: str, fds: list[int], seconds: float) -> dict:
+        """One run: {"exit": status or -signal, None if it was killed at the deadline, "seconds": of wall time}."""
         start = time.monotonic()
-        if request["role"] == "tests":
+        if role == "tests":
             source, tests, results = fds
             ours, theirs = socket.socketpair()
             with ours, theirs:
-                children.append(self.fork("calls", [null, 1, 1, source, ours.fileno()], seconds * num_laps))
-                own = [null, 1, 1, tests, theirs.fileno(), results, report]
-                children.append(self.fork("tests", own, seconds * num_laps))
+                children = [self.fork("calls", [1, 1, 1, source, ours.fileno()], seconds)]
+                children.append(self.fork("tests", [1, 1, 1, tests, theirs.fileno(), results], seconds))
         else:
-            children.append(self.fork(request["role"], fds, seconds))
-        os.close(report)
+            children = [self.fork(role, fds, seconds)]
         main = os.pidfd_open(children[-1])
-        for fd in (main, progress):
-            self.poller.register(fd, select.POLLIN)
-        laps: list[float] = []
-        exited = False
-        while not exited and len(laps) <= num_laps:
-            events = dict(self.poller.poll(max(0.0, start + seconds - time.monotonic()) * 1000 + 1))
-            if self.trainer in events or self.control.fileno() in events:
-                os._exit(0)  # the trainer is gone, or has closed us: PDEATHSIG ends the runs
-            if not events and time.monotonic() >= start + seconds:
-                break
-            if progress in events and (ticks := read_some(progress)):
-                now = time.monotonic()
-                laps += [now - start] + [0.0] * (len(ticks) - 1)
-                start = now
-            elif progress in events:
-                self.poller.unregister(progress)
-            exited = main in events
-        laps += [time.monotonic() - start]
+        ready, _, _ = select.select([main, self.trainer, self.control], [], [], seconds)
+        elapsed = time.monotonic() - start
+        if self.trainer in ready or self.control in ready:
+            os._exit(0)  # the trainer is gone, or has closed us: PDEATHSIG ends the runs
+        for fd in (main, *fds):
+            os.close(fd)
         for child in children:
             os.kill(child, signal.SIGKILL)
         ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if -signal.SIGUSR2 in ended:
             raise OSError("a run could not be locked down")
         self.sweep()
-        for fd in (main, progress):
-            try:
-                self.poller.unregister(fd)
-            except KeyError:
-                pass  # closed by the run
-            os.close(fd)
-        laps = [round(lap, 5) for lap in laps[: num_laps + 1]]
-        return {"exit": ended[-1] if exited else None, "late": not exited, "laps": laps}
+        return {"exit": ended[-1] if ready else None, "seconds": round(elapsed, 5)}
 
     def sweep(self) -> None:
         """Kills whatever a run has left. With seccomp that is nothing: it could not fork."""
@@ -427,53 +382,35 @@ class Server:
             time.sleep(0.001)
 
     def serve(self) -> None:
-        """Answers requests (a JSON packet with descriptors) one by one until the trainer closes the socket or ends."""
-        while self.trainer not in dict(self.poller.poll()):
+        """Answers requests, [role, seconds] with descriptors, until the trainer closes the socket or ends."""
+        while self.trainer not in select.select([self.control, self.trainer], [], [])[0]:
             packet, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
             if not packet:
                 return
-            reply = self.run(json.loads(packet), fds)
-            for fd in fds:
-                os.close(fd)
-            self.control.send(json.dumps(reply).encode())
+            role, seconds = json.loads(packet)
+            self.control.send(json.dumps(self.run(role, fds, seconds)).encode())
+
+
+def limit(kind: int, amount: int) -> None:
+    """Sets a resource limit for good, no higher than it is."""
+    hard = resource.getrlimit(kind)[1]
+    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    resource.setrlimit(kind, (amount, amount))
 
 
 def readable_paths() -> list[str]:
     """The Python installation and the system's libraries: what a run may read. No path beneath another one."""
     wanted = [os.path.join(sys.base_prefix, "lib"), *sys.path, "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64"]
-    wanted += [
-        "/usr/local/lib",
-        "/usr/share/zoneinfo",
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-        "/dev/null",
-        "/dev/urandom",
-    ]
+    wanted += ["/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/null"]
     found: list[str] = []
-    for path in sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)}):
+    for path in sorted({os.path.realpath(path) for path in [*wanted, "/dev/urandom"] if os.path.exists(path)}):
         if not any(path.startswith(above + "/") for above in found):
             found.append(path)
     return found
 
 
-def read_some(fd: int) -> bytes:
-    try:
-        return os.read(fd, 4096)
-    except BlockingIOError:
-        return b""
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What a run does, in a process that is locked down already. Each returns the exit status.
-
-
-def read_all(fd: int) -> bytes:
-    """The whole content of a memory file, which is closed."""
-    content = b""
-    while chunk := os.pread(fd, 1 << 24, len(content)):
-        content += chunk
-    os.close(fd)
-    return content
 
 
 def execute(source: bytes, name: str) -> types.ModuleType:
@@ -486,236 +423,201 @@ def execute(source: bytes, name: str) -> types.ModuleType:
 
 def do_program(server: Server) -> int:
     """Descriptors: standard input, output, error; program. Ends like a main program does: threads, atexit, flush."""
-    sys.stdin = open(0, encoding="utf-8")
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)
     stdout, status = sys.stdout, 0
     try:
-        execute(read_all(3), "__main__")
+        execute(open(3, "rb").read(), "__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         status = 1
         traceback.print_exc(limit=-3)
-    threading._shutdown()
+    if threading := sys.modules.get("threading"):
+        threading._shutdown()
     atexit._run_exitfuncs()
     for stream in {id(s): s for s in (stdout, sys.stdout)}.values():
         stream.flush()
     return status & 0xFF
 
 
-class Gone(BaseException):
-    """The other side of a link has ended, or does not keep to the protocol."""
+# What plain data is besides JSON's own: name -> (type, value to items, items to value). A subclass travels as its base.
+PLAIN = {
+    "dict": (dict, dict.items, dict),
+    "tuple": (tuple, tuple.__iter__, tuple),
+    "set": (set, set.__iter__, set),
+    "frozenset": (frozenset, frozenset.__iter__, frozenset),
+    "deque": (deque, deque.__iter__, deque),
+    "bytes": (bytes, lambda value: [bytes.hex(value)], lambda items: bytes.fromhex(*items)),
+    "bytearray": (bytearray, lambda value: [bytearray.hex(value)], lambda items: bytearray.fromhex(*items)),
+    "int": (int, lambda value: [hex(value)], lambda items: int(*items, 16)),  # a long one: JSON's digits are limited
+    "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda items: range(*items)),
+    "Decimal": (Decimal, lambda value: [str(value)], lambda items: Decimal(*items)),
+    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda items: Fraction(*items)),
+}
 
 
 class Link:
-    """Messages between a test and the program: plain data, in frames of 4 bytes length and JSON.
+    """One end of the socket between the tests and the program: requests and replies, as lines of JSON.
 
-    Whatever is not plain data (numbers, text, bytes, and containers of these) stays where it is and is named by a
-    reference. So == in a test is that of the test's own process, whatever the program does to its own.
+    Plain data (numbers, text, bytes, and containers of these) is copied. Whatever else stays where it is, and the other
+    side gets a Ref. So == in a test is that of the test's own process, whatever the program does to its own.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, names: dict[str, object] | None = None) -> None:
         self.socket = socket.socket(fileno=fd)
-        self.kept: list[object] = []  # what the other side has references to
-        self.numbers: dict[int, int] = {}  # id -> index in kept
+        self.lines = self.socket.makefile("rb")
+        self.names = names  # the program's, which may ask nothing of the tests but to call functions it was given: None
+        self.kept: dict[int, object] = {}  # what the other side has references to, by id
+        self.refs: dict[int, Ref] = {}
+        self.exceptions: dict[str, type] = {}
+        self.broken = False  # the other side has ended or broken the protocol: no test passes any more
 
     def send(self, message: dict) -> None:
-        frame = json.dumps(message).encode()
-        self.socket.sendall(struct.pack("<I", len(frame)) + frame)
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict:
-        frame, wanted = b"", 4
-        while len(frame) < wanted:
-            chunk = self.socket.recv(min(wanted - len(frame), 1 << 20))
-            if not chunk:
-                raise Gone("the program ended")
-            frame += chunk
-            if len(frame) == wanted == 4:
-                wanted += struct.unpack("<I", frame)[0]
-                if wanted > FRAME_BYTES:
-                    raise Gone("too long a reply")
-        message = json.loads(frame[4:])
-        if not isinstance(message, dict):
-            raise Gone("not a reply")
-        return message
-
-    def ask(self, message: dict) -> dict:
-        """The reply to a request. Requests of the other side that come before it are answered."""
-        self.send(message)
-        while "ok" not in (reply := self.receive()) and "error" not in reply:
-            self.send(self.answer(reply))
-        return reply
-
-    def keep(self, value: object) -> int:
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.kept)
-            self.kept.append(value)
-        return self.numbers[id(value)]
+        line = self.lines.readline(FRAME_BYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("too long a reply" if line else "the program ended")
+        return json.loads(line)
 
     def encode(self, value: object) -> object:
-        if value is None or isinstance(value, (bool, str)):
+        if value is None or isinstance(value, (bool, str, float)) or isinstance(value, int) and abs(value) < 2**63:
             return value
-        if isinstance(value, int):
-            value = int.__int__(value)
-            return value if value.bit_length() < 64 else {"int": hex(value)}
-        if isinstance(value, float):
-            return float.__float__(value)
-        if value is NotImplemented:
-            return {"NotImplemented": 0}
-        if isinstance(value, dict):
-            return {"dict": [[self.encode(key), self.encode(item)] for key, item in dict.items(value)]}
-        for kind in (list, tuple, set, frozenset):
+        if isinstance(value, list):
+            return [self.encode(item) for item in list.__iter__(value)]
+        for name, (kind, to_items, _) in PLAIN.items():
             if isinstance(value, kind):
-                return {kind.__name__: [self.encode(item) for item in kind.__iter__(value)]}
-        for kind in (bytes, bytearray):
-            if isinstance(value, kind):
-                return {kind.__name__: kind.hex(value)}
+                return {name: [self.encode(item) for item in to_items(value)]}
         kind = type(value)
-        if kind is complex:
-            return {"complex": [value.real, value.imag]}
-        if kind is range:
-            return {"range": [value.start, value.stop, value.step]}
-        if kind.__module__ in ("decimal", "fractions") and kind.__name__ in ("Decimal", "Fraction"):
-            return {kind.__name__: str(value)}
-        if kind is sys.modules["collections"].deque:
-            return {"deque": [self.encode(item) for item in value]}
         if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufcU":
-            return (
-                {"numpy": [value.dtype.str, value.tolist()]}
-                if kind.__name__ == "ndarray"
-                else self.encode(value.item())
-            )
-        if isinstance(value, type) and getattr(sys.modules["builtins"], value.__name__, None) is value:
+            data = self.encode(value.tolist())
+            return {"ndarray": [data, value.dtype.str]} if kind.__name__ == "ndarray" else data
+        if isinstance(value, Ref):
+            return {"back": vars(value)["_number"]}
+        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
             return {"type": value.__name__}
-        return self.encode_other(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"exception": [kind.__name__ for kind in value.__mro__]}
+        if self.names is None and not callable(value):
+            raise TypeError(f"a {kind.__name__} of the test cannot be passed to the program")
+        self.kept[id(value)] = value
+        return {"ref": id(value)}
 
     def decode(self, data: object) -> object:
+        if isinstance(data, list):
+            return [self.decode(item) for item in data]
         if not isinstance(data, dict):
-            if isinstance(data, list):
-                raise Gone("not a value")
             return data
-        ((tag, body),) = data.items()
-        if tag == "dict":
-            return {self.decode(key): self.decode(item) for key, item in body}
-        if tag in ("list", "tuple", "set", "frozenset"):
-            return getattr(sys.modules["builtins"], tag)([self.decode(item) for item in body])
-        if tag in ("bytes", "bytearray"):
-            return getattr(sys.modules["builtins"], tag).fromhex(body)
-        if tag == "int":
-            return int(body, 16)
-        if tag in ("complex", "range"):
-            return (complex if tag == "complex" else range)(*body)
-        if tag in ("Decimal", "Fraction"):
-            return getattr(sys.modules["decimal" if tag == "Decimal" else "fractions"], tag)(body)
-        if tag == "deque":
-            return sys.modules["collections"].deque([self.decode(item) for item in body])
-        if tag == "numpy":
-            import numpy
-
-            return numpy.array(body[1], numpy.dtype(body[0]))
-        if tag == "type" and isinstance(kind := getattr(sys.modules["builtins"], body, None), type):
+        ((name, body),) = data.items()
+        if name in PLAIN:
+            return PLAIN[name][2](self.decode(list(body)))
+        if name == "ndarray":
+            return __import__("numpy").array(self.decode(body[0]), body[1])
+        if name == "back":
+            return self.kept[body]
+        if name == "ref" and isinstance(body, int):
+            ref = self.refs.setdefault(body, Ref(self, body))
+            return ref if self.names is None else lambda *args, **keywords: ref(*args, **keywords)  # true, hashable
+        if name == "type" and isinstance(kind := getattr(builtins, body, None), type):
             return kind
-        if tag == "NotImplemented":
-            return NotImplemented
-        return self.decode_other(tag, body)
+        if name == "exception":
+            return self.exception_class(body)
+        raise ConnectionError("not a value")
+
+    def exception_class(self, names: list[str]) -> type:
+        """The builtin of this name, else one that is made up. names: of the class and of those that it inherits."""
+        kind = getattr(builtins, names[0], None)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            return kind
+        if names[0] not in self.exceptions:
+            self.exceptions[names[0]] = type(names[0], (self.exception_class(names[1:]),), {})
+        return self.exceptions[names[0]]
+
+    def do(self, name: str, *args: object, **keywords: object) -> object:
+        """Asks the other side. Arguments that it changed are changed here as well; its exceptions are raised here."""
+        values = [*args, *keywords.values()]
+        request = {"do": name, "args": self.encode(values), "names": list(keywords)}
+        try:
+            self.send(request)
+            while "do" in (reply := self.receive()):
+                self.send(self.answer(reply))
+            for i, data in reply["changed"]:
+                replace_content(values[i], self.decode(data))
+            if "error" not in reply:
+                return values[reply["same"]] if "same" in reply else self.decode(reply["ok"])
+            kind, arguments = self.exception_class(reply["error"]), self.decode(reply["args"])
+        except BaseException as error:
+            self.broken = True
+            raise error if isinstance(error, ConnectionError) else ConnectionError(describe(error)) from None
+        try:
+            error = kind(*arguments)
+        except Exception:
+            error = kind.__new__(kind)
+        raise error
+
+    def answer(self, request: dict) -> dict:
+        values: list[object] = []
+        try:
+            if self.names is None and not (request["do"] == "call" and "back" in request["args"][0]):
+                raise PermissionError("the program may not ask that")
+            values = self.decode(request["args"])
+            num_positional = len(values) - len(request["names"])
+            keywords = dict(zip(request["names"], values[num_positional:], strict=True))
+            result = self.perform(request["do"], *values[:num_positional], **keywords)
+            same = [i for i, value in enumerate(values) if value is result and isinstance(value, (list, dict, set))]
+            reply = {"same": same[0]} if same else {"ok": self.encode(result)}
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            reply = {"error": names, "args": self.encode(list(error.args))}
+        return reply | {"changed": [[i, d] for i, d in enumerate(self.encode(values)) if d != request["args"][i]]}
+
+    def perform(self, name: str, *args: object, **keywords: object) -> object:
+        if name == "load":
+            self.names = vars(execute(open(3, "rb").read(), "program"))
+            return None
+        if name == "names":
+            return {name: self.names[name] for name in args if name in self.names}
+        if name == "call":
+            return args[0](*args[1:], **keywords)
+        # operator's __getitem__, else len for __len__, getattr
+        return (vars(operator).get(name) or getattr(builtins, name.strip("_")))(*args)
+
+
+def replace_content(old: object, new: object) -> None:
+    if isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, (dict, set, deque)):
+        old.clear()
+        (old.extend if isinstance(old, deque) else old.update)(new)
+    elif type(old).__name__ == "ndarray":
+        old[...] = new
 
 
 def describe(error: BaseException) -> str:
     return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)[:200]
 
 
-def error_reply(link: Link, error: BaseException) -> dict:
-    try:
-        arguments = [link.encode(argument) for argument in error.args]
-    except Exception:
-        arguments = []
-    return {"error": [kind.__name__ for kind in type(error).__mro__], "args": arguments}
-
-
-# What a test may do with something of the program that is not plain data: unary, and between two such things. `in` goes
-# through __iter__.
-UNARY = "getitem setitem delitem index neg pos abs invert".split()
-BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
-BUILTINS = "len iter next str repr bool float int round hash reversed".split()
-
-
-def special_functions() -> dict:
-    """Special method -> the function that has its effect, such as __add__ -> operator.add."""
-    import builtins
-    import operator
-
-    found = {f"__{name.strip('_')}__": getattr(operator, name) for name in UNARY + BINARY}
-    return found | {f"__{name}__": getattr(builtins, name) for name in BUILTINS}
-
-
-class Program(Link):
-    """The program's side of a link."""
-
-    def encode_other(self, value: object) -> object:
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return {"exception": [self.keep(value), [kind.__name__ for kind in value.__mro__]]}
-        return {"ref": self.keep(value)}
-
-    def decode_other(self, tag: str, body: object) -> object:
-        if tag == "ref":
-            return self.kept[body]
-
-        def callback(*args: object) -> object:
-            reply = self.ask({"callback": body, "args": [self.encode(argument) for argument in args]})
-            if "error" in reply:
-                raise RuntimeError(f"a function of the test raised {reply['error'][0]}")
-            return self.decode(reply["ok"])
-
-        return callback
-
-    def answer(self, message: dict) -> dict:
-        values: list[object] = []
-        try:
-            values = [self.decode(data) for data in message["args"]]
-            num_positional = len(values) - len(message["names"])
-            keywords = dict(zip(message["names"], values[num_positional:], strict=True))
-            result = self.functions[message["do"]](*values[:num_positional], **keywords)
-            same = [i for i, value in enumerate(values) if value is result and isinstance(value, (list, dict, set))]
-            reply = {"ok": {"arg": same[0]} if same else self.encode(result)}
-        except BaseException as error:
-            reply = error_reply(self, error)
-        after = [self.encode(value) for value in values]
-        return reply | {"changed": [[i, data] for i, data in enumerate(after) if data != message["args"][i]]}
-
-
-def do_calls(server: Server) -> int:
-    """Descriptors: 3 program, 4 link. Runs the program, then does what the tests ask of it."""
-    link = Program(4)
-    try:
-        module = execute(read_all(3), "program")
-    except BaseException as error:
-        link.send({"loaded": describe(error)})
-        return 1
-    link.functions = special_functions() | {
-        "call": lambda function, *args, **keywords: function(*args, **keywords),
-        "getattr": getattr,
-        "setattr": setattr,
-        "isinstance": isinstance,
-        "names": lambda *names: {name: vars(module)[name] for name in names if name in vars(module)},
-    }
-    link.send({"loaded": None})
-    while True:
-        link.send(link.answer(link.receive()))
-
-
 class Ref:
-    """Something of the program, in the process of the tests.
+    """Something of the other side, most often of the program in the process of the tests.
 
     What a test asks of it (attributes, calls, its truth, its length, == with another one) the program answers. With
     plain data it is never equal, and neither ordered nor computed: a function which returns an object that claims to
     be equal to everything, or whose difference to everything is 0, passes no test that compares with a value.
     """
 
-    def __init__(self, link: "Checker", number: int) -> None:
+    def __init__(self, link: Link, number: int) -> None:
         vars(self).update(_link=link, _number=number)
 
+    def _ask(self, name: str, *args: object) -> object:
+        return self._link.do(name, self, *args)
+
+    def _ask_about_two(self, name: str, other: object) -> object:
+        return self._link.do(name, self, other) if isinstance(other, Ref) else NotImplemented
+
     def __getattr__(self, name: str) -> object:
+        if name.startswith("__array"):  # numpy would follow pointers that the program gives it
+            raise AttributeError(name)
         return self._link.do("getattr", self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -728,245 +630,102 @@ class Ref:
         return self._link.do("isinstance", value, self) is True
 
 
-def forward(name: str) -> None:
-    """Gives Ref a special method."""
-    is_binary = name in [f"__{operator.strip('_')}__" for operator in BINARY]
-
-    def method(self: Ref, *args: object) -> object:
-        if is_binary and not isinstance(args[0], Ref):
-            return NotImplemented
-        return self._link.do(name, self, *args)
-
-    setattr(Ref, name, method)
+for _name in "getitem setitem delitem len iter next str repr bool int float index round hash neg pos abs".split():
+    setattr(Ref, f"__{_name}__", functools.partialmethod(Ref._ask, f"__{_name}__"))  # `in` goes through __iter__
+for _name in "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor".split():
+    setattr(Ref, f"__{_name}__", functools.partialmethod(Ref._ask_about_two, f"__{_name}__"))
 
 
-class Checker(Link):
-    """The tests' side of a link. `broken` once the program has ended or broken the protocol: no test passes then."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd)
-        self.broken = False
-        self.refs: dict[int, Ref] = {}
-        self.exceptions: dict[str, type] = {}
-
-    def encode_other(self, value: object) -> object:
-        if isinstance(value, Ref):
-            return {"ref": value._number}
-        if callable(value):
-            return {"callback": self.keep(value)}
-        raise TypeError(f"a {type(value).__name__} of the test cannot be passed to the program")
-
-    def decode_other(self, tag: str, body: object) -> object:
-        if tag == "exception":
-            name, kinds = body[1][0], body[1]
-            if name not in self.exceptions:
-                self.exceptions[name] = type(name, (self.exception_class(kinds[1:]),), {})
-            return self.exceptions[name]
-        if tag != "ref" or not isinstance(body, int):
-            raise Gone("not a value")
-        return self.refs.setdefault(body, Ref(self, body))
-
-    def exception_class(self, names: list[str]) -> type:
-        for name in names:
-            kind = self.exceptions.get(name) or getattr(sys.modules["builtins"], name, None)
-            if isinstance(kind, type) and issubclass(kind, BaseException):
-                return kind
-        return Exception
-
-    def answer(self, message: dict) -> dict:
-        try:
-            values = [self.decode(data) for data in message["args"]]
-            return {"ok": self.encode(self.kept[message["callback"]](*values))}
-        except Exception as error:
-            return error_reply(self, error)
-
-    def do(self, name: str, *args: object, **keywords: object) -> object:
-        """Asks the program. Arguments that it changed are changed here as well; its exceptions are raised here."""
-        values = [*args, *keywords.values()]
-        message = {"do": name, "args": [self.encode(value) for value in values], "names": list(keywords)}
-        try:
-            reply = self.ask(message)
-            for i, data in reply["changed"]:
-                replace_content(values[i], self.decode(data))
-            if "error" in reply:
-                arguments, kind = [self.decode(data) for data in reply["args"]], self.exception_class(reply["error"])
-            elif isinstance(reply["ok"], dict) and "arg" in reply["ok"]:
-                result = values[reply["ok"]["arg"]]
-            else:
-                result = self.decode(reply["ok"])
-        except BaseException as error:
-            self.broken = True
-            raise error if isinstance(error, Gone) else Gone(describe(error)) from None
-        if "error" not in reply:
-            return result
-        try:
-            error = kind(*arguments)
-        except Exception:
-            error = kind.__new__(kind)
-        raise error
+def do_calls(server: Server) -> int:
+    """Descriptors: 3 program, 4 link. Does what the tests ask; the first thing is to load the program."""
+    link = Link(4, {})
+    while True:
+        link.send(link.answer(link.receive()))
 
 
-def replace_content(old: object, new: object) -> None:
-    if isinstance(old, (list, bytearray)) and type(new) in (list, bytearray):
-        old[:] = new
-    elif isinstance(old, (dict, set)) and type(new) is (dict if isinstance(old, dict) else set):
-        old.clear()
-        old.update(new)
-    elif type(old).__name__ == "deque":
-        old.clear()
-        old.extend(new)
-    elif type(old).__name__ == "ndarray":
-        old[...] = new
-
-
+# What tests use without importing it, relying on the program's imports.
 STANDARD = """
-collections copy datetime decimal fractions functools heapq itertools json math operator random re statistics string sys
-time typing numpy:np math.isclose math.sqrt math.pi math.inf collections.Counter collections.OrderedDict
-collections.defaultdict collections.deque decimal.Decimal fractions.Fraction typing.Any typing.Dict typing.List
-typing.Optional typing.Set typing.Tuple typing.Union
+import collections, copy, datetime, decimal, fractions, functools, heapq, itertools, json, math, operator, re, string
+import sys, time, typing
+from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
+from fractions import Fraction
+from math import inf, isclose, pi, sqrt
+from typing import Any, Dict, List, Optional, Set, Tuple, Union
 """
+SLOW_STANDARD = {"np": "numpy", "numpy": "numpy", "random": "random", "statistics": "statistics"}
 
 
-def standard_names() -> dict[str, tuple[str, str]]:
-    """Name -> (module, attribute): what tests use without importing it, relying on the program's imports."""
-    found = {}
-    for entry in STANDARD.split():
-        entry, _, alias = entry.partition(":")
-        module, _, attribute = entry.partition(".")
-        for name in filter(None, (attribute or module, alias)):
-            found[name] = (module, attribute)
-    return found
-
-
-def names_in(tree: object) -> tuple[set[str], set[str]]:
-    """The names that a test uses, and those that it binds itself."""
-    import ast
-
+def names_in(tree: ast.AST) -> set[str]:
+    """The names that a test uses and does not bind itself."""
     nodes = list(ast.walk(tree))
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | {
-        node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
-    }
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    bound |= {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
-    return {node.id for node in names if isinstance(node.ctx, ast.Load)}, bound
+    return used - bound - {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
 
 
 def do_tests(server: Server) -> int:
-    """Descriptors: 3 tests, 4 link, 5 results, 6 progress. One line of results for the loading and for each test.
+    """Descriptors: 3 {"tests", "seconds"}, 4 link, 5 results. Runs the tests; SIGALRM ends it where one takes longer.
 
-    A line is null for success, else what went wrong. The tests get the program's names; those of builtins and of the
-    standard library are this process's own, lest a program's `sum` or `isclose` judge its own results, unless the
-    tests use no other name: then the program was to define, say, `sum`.
+    A line of results, [problem or null, seconds], for the loading and for each test. The tests get the program's names;
+    those of builtins and of the standard library are this process's own, lest a program's `sum` or `isclose` judge its
+    own results, unless the tests use no other name: then the program was to define, say, `sum`.
     """
-    import ast
-
-    for name in special_functions():
-        forward(name)
-    tests = [ast.parse(test) for test in json.loads(read_all(3))]
-    names = [names_in(tree) for tree in tests]
-    standard = standard_names()
-    own = set(dir(sys.modules["builtins"])) | set(standard)
-    if not any(used - bound - own for used, bound in names):
-        own = set()
-    link = Checker(4)
-
-    def report(problem: str | None) -> None:
-        os.write(5, json.dumps(problem).encode() + b"\n")
-        os.write(6, b".")
-
-    try:
-        loaded = link.receive().get("loaded")
-    except (Gone, OSError, ValueError, RecursionError, MemoryError) as error:
-        loaded = describe(error)
-    report(loaded if loaded is None else str(loaded)[:200])
-    for tree, (used, bound) in zip(tests, names, strict=True):
-        if loaded is not None or link.broken:
-            break
-        scope: dict[str, object] = {"__name__": "test"}
-        problem = None
+    job = json.loads(open(3, "rb").read())
+    tests = [ast.parse(test) for test in job["tests"]]
+    used = set().union(*map(names_in, tests))
+    standard = dict(vars(builtins))
+    exec(STANDARD, standard)
+    standard |= {name: __import__(module) for name, module in SLOW_STANDARD.items() if name in used}
+    own = set(standard) if used - set(standard) else set()
+    link = Link(4)
+    for test in (None, *tests):
+        start, problem = time.monotonic(), None
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"])  # the kernel ends this process, whatever it is at
         try:
-            for name in used & own & set(standard) - bound:
-                module, attribute = standard[name]
-                value = __import__(module)
-                scope[name] = getattr(value, attribute) if attribute else value
-            found = link.do("names", *sorted(used - own))
-            scope |= {name: found[name] for name in used - own if name in found}  # and no other ones: not `abs`
-            exec(compile(tree, "test", "exec"), scope)
+            if test is None:
+                link.do("load")
+            else:
+                names = names_in(test)
+                found = link.do("names", *sorted(names - own))
+                scope = {"__name__": "test"} | {name: standard[name] for name in names & set(standard)}
+                scope |= {name: found[name] for name in names - own if name in found}  # and no other ones: not `abs`
+                exec(compile(test, "test", "exec"), scope)
         except BaseException as error:
             problem = "the assertion failed" if isinstance(error, AssertionError) else describe(error)
-        report("the program broke the protocol" if link.broken and problem is None else problem)
-    return 0
-
-
-LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
-
-
-def prepare_reasoning_gym() -> None:
-    """The four scorers that call eval get ast.literal_eval: eval("oracle_answer") would find the right answer."""
-    import ast
-
-    from reasoning_gym.factory import DATASETS
-
-    for task in LITERAL_TASKS:
-        sys.modules[DATASETS[task][0].__module__].eval = ast.literal_eval
-
-
-def do_reasoning_gym(server: Server) -> int:
-    """Descriptors: job, result, error. Scores an answer; the result is {"score": number} or {"error": text}."""
-    import reasoning_gym
-
-    job = json.loads(read_all(0))
-    dataset = reasoning_gym.create_dataset(job["task"], size=1, seed=0)
-    try:
-        reply = {"score": float(dataset.score_answer(answer=job["answer"], entry=job["entry"]))}
-    except Exception as error:
-        try:  # is the response to blame, or the entry?
-            dataset.score_answer(answer=job["entry"]["answer"], entry=job["entry"])
-            reply = {"score": 0.0}
-        except Exception:
-            reply = {"error": describe(error)}
-    os.write(1, json.dumps(reply).encode())
+        if link.broken and problem is None:
+            problem = "the program broke the protocol"
+        os.write(5, json.dumps([problem, round(time.monotonic() - start, 5)]).encode() + b"\n")
+        if link.broken or test is None and problem:
+            break
     return 0
 
 
 def do_probe(server: Server) -> int:
     """Descriptors: 0, result, error. Tries what must not be possible; the result is the list of what was."""
 
-    def connect() -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-            udp.connect(("127.0.0.1", 9))
-
-    def fork() -> None:
-        if os.fork() == 0:
-            os._exit(0)
-
     def write(directory: str) -> None:
         path = os.path.join(directory, f"sandbox-probe-{os.getpid()}")
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
         os.unlink(path)
 
-    def seize() -> None:
-        libc("ptrace", 0x4206, server.trainer_pid, 0, 0)
-
     def proceed() -> None:
         os.pwrite(1, json.dumps([*leaks, "running other programs"]).encode(), 0)
         os.execv("/proc/self/exe" if os.path.exists("/proc/self/exe") else sys.executable, [sys.executable, "-c", ""])
 
-    leaks = []
+    leaks, script, trainer = [], os.path.abspath(__file__), server.trainer_pid
     for leak, attempt, *args in (
-        ("the network", connect),
-        ("new processes", fork),
-        *[
-            ("changing files", write, directory)
-            for directory in ("/", "/tmp", "/dev/shm", os.path.dirname(server.script))
-        ],
+        ("the network", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("127.0.0.1", 9))),
+        ("new processes", lambda: os.fork() or os._exit(0)),
+        *[("changing files", write, directory) for directory in ("/", "/tmp", "/dev/shm", os.path.dirname(script))],
         ("signals to other processes", os.kill, os.getppid(), 0),
-        ("signals to other processes", os.kill, server.trainer_pid, 0),
-        ("reading files", open, server.script),
+        ("signals to other processes", os.kill, trainer, 0),
+        ("reading files", open, script),
         ("reading files", open, "/etc/passwd"),
-        ("reading the trainer's environment", open, f"/proc/{server.trainer_pid}/environ"),
-        ("tracing other processes", seize),
+        ("reading the trainer's environment", open, f"/proc/{trainer}/environ"),
+        ("tracing other processes", libc, "ptrace", 0x4206, trainer, 0, 0),  # PTRACE_SEIZE
         ("running other programs", proceed),
     ):
         try:
@@ -978,29 +737,7 @@ def do_probe(server: Server) -> int:
     return 0
 
 
-ROLES = {
-    "program": do_program,
-    "calls": do_calls,
-    "tests": do_tests,
-    "reasoning_gym": do_reasoning_gym,
-    "probe": do_probe,
-}
-
-
-def server_main(options: dict) -> None:
-    """The process that Sandbox.start starts: socket on descriptor 0."""
-    while (fd := os.open(os.devnull, os.O_RDONLY)) < 16:  # low numbers stay free for the runs' descriptors
-        pass
-    control = socket.socket(fileno=os.dup(0))
-    os.dup2(fd, 0)
-    os.close(fd)
-    try:
-        server = Server(control, options)
-    except OSError as error:
-        control.send(json.dumps({"failed": str(error)}).encode())
-        raise
-    server.control.send(json.dumps({"layers": server.layers}).encode())
-    server.serve()
+ROLES = {"program": do_program, "calls": do_calls, "tests": do_tests, "probe": do_probe}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1011,16 +748,30 @@ class SandboxError(RuntimeError):
     """The sandbox failed, not the program in it."""
 
 
+class Run(NamedTuple):
+    """How a program or a test ended: problem is None for one that came to its end, or passed. late: at a deadline.
+
+    exit: status, or -signal. output and error: what it wrote to its first and second memory file.
+    """
+
+    problem: str | None
+    seconds: float
+    late: bool = False
+    exit: int | None = None
+    output: str = ""
+    error: str = ""
+
+
 class Sandbox:
     """A fork server, started when it is needed and again when it has died. Used by one thread at a time.
 
-    preload: modules that the server imports before it locks itself down. without: layers of LAYERS to leave out, for
-    tests. layers and leaks (see do_probe) are known once it has started.
+    preload: modules that the server imports before it locks itself down. without: "namespaces", "Landlock" or "seccomp"
+    to leave out, for tests. layers and leaks (see do_probe) are known once it has started.
     """
 
     def __init__(self, preload: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> None:
         self.preload, self.without = preload, without
-        self.process: subprocess.Popen | None = None
+        self.process = None
         self.layers: list[str] = []
         self.leaks: list[str] = []
 
@@ -1029,45 +780,36 @@ class Sandbox:
         if sys.platform != "linux":
             raise SandboxError("the code sandbox needs Linux")
         try:
-            hello = self.launch(self.without)
+            hello = self.launch()
             if "failed" in hello:  # namespaces that may be entered and then not be set up: AppArmor does that
                 self.stop()
                 self.without = (*self.without, "namespaces")
-                hello = self.launch(self.without)
+                hello = self.launch()
             if "failed" in hello:
                 raise SandboxError(hello["failed"])
             self.layers = hello["layers"]
-            fds = [memfd(), memfd(), memfd()]
-            try:
-                self.exchange({"role": "probe", "seconds": 10.0, "laps": 0}, fds)
-                self.leaks = sorted(set(json.loads(content(fds[1]))))
-            finally:
-                close(fds)
+            self.leaks = sorted(set(json.loads(self.exchange("probe", ["", None, None], 10.0).output)))
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the code sandbox cannot start: {error} {self.stop()}".strip()) from None
 
-    def launch(self, without: tuple[str, ...]) -> dict:
-        options = {"site": site_directories(), "preload": self.preload, "without": without}
+    def launch(self) -> dict:
+        """Starts the server; returns its first message."""
+        import subprocess
+        import tempfile
+
         # PYTHONHASHSEED: sets in the same order every time. None of the trainer's own variables.
         env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
         env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.socket, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        site = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+        self.socket, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.stderr = tempfile.TemporaryFile()
+        options = {"control": control.fileno(), "site": site, "preload": self.preload, "without": self.without}
         # -S, -s, -P: no code of the trainer's environment (.pth files, the working directory) on the way to the locks
-        command = [
-            sys.executable,
-            "-S",
-            "-s",
-            "-P",
-            "-X",
-            "utf8",
-            os.path.abspath(__file__),
-            "--serve",
-            json.dumps(options),
-        ]
-        with child:
-            streams = {"stdin": child, "stdout": subprocess.DEVNULL, "stderr": self.stderr}
-            self.process = subprocess.Popen(command, **streams, env=env, cwd="/", start_new_session=True)
+        command = [sys.executable, "-S", "-s", "-P", "-X", "utf8", os.path.abspath(__file__)]
+        with control:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self.stderr}
+            own = {"pass_fds": [control.fileno()], "env": env, "cwd": "/", "start_new_session": True}
+            self.process = subprocess.Popen([*command, "--serve", json.dumps(options)], **streams, **own)
         return self.receive(START_TIMEOUT_S)
 
     def receive(self, seconds: float) -> dict:
@@ -1077,17 +819,35 @@ class Sandbox:
             raise SandboxError("the fork server ended")
         return json.loads(packet)
 
-    def exchange(self, request: dict, fds: list[int]) -> dict:
-        socket.send_fds(self.socket, [json.dumps(request).encode()], fds)
-        return self.receive(request["seconds"] * (request["laps"] + 1) + GRACE_S)
+    def exchange(self, role: str, files: list[str | None], seconds: float) -> Run:
+        fds: list[int] = []
+        try:
+            for text in files:
+                fds.append(os.memfd_create("sandbox"))
+                os.pwrite(fds[-1], (text or "").encode(errors="replace"), 0)
+            socket.send_fds(self.socket, [json.dumps([role, seconds]).encode()], fds)
+            reply = self.receive(seconds + GRACE_S)
+            written = [os.pread(fd, OUTPUT_BYTES, 0) for fd, text in zip(fds, files, strict=True) if text is None]
+        finally:
+            for fd in fds:
+                os.close(fd)
+        exit_, texts = reply["exit"], [data.decode(errors="replace") for data in written]
+        if exit_ is None:
+            problem = f"time limit ({seconds:g} s)"
+        else:
+            problem = f"killed by {signal.Signals(-exit_).name}" if exit_ < 0 else None
+        return Run(problem, reply["seconds"], exit_ is None, exit_, *texts)
 
-    def run(self, role: str, fds: list[int], seconds: float, laps: int = 0) -> dict:
-        """See Server.run. Raises SandboxError; the next run starts the server again."""
+    def run(self, role: str, files: list[str | None], seconds: float) -> Run:
+        """What ROLES[role] does in at most `seconds` of wall time, with memory files as its descriptors 0, 1, ...
+
+        files: their contents, None for one that it writes. Raises SandboxError; the next run starts the server again.
+        """
         if self.process is None or self.process.poll() is not None:
             self.stop()
             self.start()
         try:
-            return self.exchange({"role": role, "seconds": seconds, "laps": laps}, fds)
+            return self.exchange(role, files, seconds)
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the code sandbox failed: {error} {self.stop()}".strip()) from None
 
@@ -1104,69 +864,6 @@ class Sandbox:
             return self.stderr.read()[-1000:].decode(errors="replace").strip()
 
 
-def site_directories() -> list[str]:
-    """Where installed packages lie: a program may import numpy."""
-    return [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-
-
-def memfd(data: bytes = b"") -> int:
-    """A file in memory."""
-    fd = os.memfd_create("sandbox")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def content(fd: int) -> str:
-    return os.pread(fd, OUTPUT_BYTES, 0).decode(errors="replace")
-
-
-def close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def ending(reply: dict, seconds: float) -> str | None:
-    """Why a run that was killed or crashed ended; None for one that came to its end."""
-    if reply["late"]:
-        return f"time limit ({seconds:g} s)"
-    return f"killed by {signal.Signals(-reply['exit']).name}" if reply["exit"] < 0 else None
-
-
-class Run(NamedTuple):
-    """How a program or a test ended: problem is None for one that came to its end, or passed. late: at a deadline."""
-
-    problem: str | None
-    seconds: float
-    late: bool = False
-    exit: int | None = None
-    output: str = ""
-    error: str = ""
-
-
-def run_program(sandbox: Sandbox, program: str, stdin: str, seconds: float) -> Run:
-    """Runs a program with this input for at most `seconds` of wall time. Raises SandboxError."""
-    return run_files(sandbox, "program", [stdin, "", "", program], seconds)
-
-
-def run_reasoning_gym(sandbox: Sandbox, job: str, seconds: float) -> Run:
-    """Scores an answer, see do_reasoning_gym, in a sandbox that has preloaded reasoning_gym. Raises SandboxError."""
-    run = run_files(sandbox, "reasoning_gym", [job, "", ""], seconds)
-    return run._replace(problem=run.problem or (None if run.output else "out of memory"))
-
-
-def run_files(sandbox: Sandbox, role: str, files: list[str], seconds: float) -> Run:
-    """files: the contents that descriptors 0, 1, ... have at first; 1 is the output, 2 the error."""
-    fds = [memfd(text.encode(errors="replace")) for text in files]
-    try:
-        reply = sandbox.run(role, fds, seconds)
-        output, error = content(fds[1]), content(fds[2])
-    finally:
-        close(fds)
-    return Run(ending(reply, seconds), reply["laps"][0], reply["late"], reply["exit"], output, error)
-
-
 def not_run(runs: list[Run]) -> Run:
     return Run(f"not run: {sum(run.late for run in runs)} tests exceeded the time limit", 0.0)
 
@@ -1179,50 +876,29 @@ def run_tests(sandbox: Sandbox, program: str, tests: list[str], seconds: float) 
     """
     runs: list[Run] = []
     while (rest := tests[len(runs) :]) and sum(run.late for run in runs) < MAX_TIME_LIMITS:
-        fds = [memfd(program.encode(errors="replace")), memfd(json.dumps(rest).encode()), memfd()]
-        try:
-            reply = sandbox.run("tests", fds, seconds, laps=len(rest) + 1)
-            lines = content(fds[2]).splitlines()[: len(rest) + 1]
-        finally:
-            close(fds)
-        why = ending(reply, seconds) or "the tests' process ended"
-        loading = json.loads(lines[0]) if lines else why
+        job = json.dumps({"tests": rest, "seconds": seconds})
+        run = sandbox.run("tests", [program, job, None], seconds * (len(rest) + 1) + 1)
+        late = run.exit in (None, -signal.SIGALRM)
+        why = f"time limit ({seconds:g} s)" if late else run.problem or "the tests' process ended"
+        (loading, _), *done = [json.loads(line) for line in run.output.splitlines()] or [(why, 0.0)]
         if loading is not None:
             return runs + [Run(f"loading the program: {loading}", 0.0)] * len(rest)
-        done = [Run(json.loads(line), lap) for line, lap in zip(lines[1:], reply["laps"][1:], strict=False)]
-        if len(done) < len(rest) and not (
-            done and reply["exit"] == 0
-        ):  # else the last one broke the link, and knows it
-            done.append(Run(why, reply["laps"][-1], reply["late"]))
-        runs += done
-    return runs + [not_run(runs)] * len(rest)
+        runs += [Run(problem, elapsed) for problem, elapsed in done]
+        if len(done) < len(rest) and (run.exit != 0 or not done):  # else the last one broke the link, and knows it
+            runs.append(Run(why, seconds if late else 0.0, late))
+    return runs + [not_run(runs)] * (len(tests) - len(runs))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs a Python program in the sandbox, or says what the sandbox is.")
-    parser.add_argument("program", nargs="?", help="the program; it reads this command's standard input")
-    parser.add_argument("--seconds", type=float, default=10.0, help="its time limit, wall clock")
-    parser.add_argument(
-        "--without", nargs="*", default=[], choices=LAYERS, help="layers to leave out, to see the others"
-    )
-    args = parser.parse_args()
-    sandbox = Sandbox(without=tuple(args.without))
+    sandbox = Sandbox()
     try:
-        if args.program is None:
-            sandbox.start()
-            print("in force: " + "\n          ".join(sandbox.layers))
-            print("open:     " + ("\n          ".join(sandbox.leaks) or "nothing that was tried"))
-            return
-        with open(args.program, encoding="utf-8") as file:
-            run = run_program(sandbox, file.read(), sys.stdin.read(), args.seconds)
+        sandbox.start()
     except SandboxError as error:
         sys.exit(str(error))
-    finally:
-        sandbox.stop()
-    sys.stdout.write(run.output)
-    sys.stderr.write(run.error + (f"sandbox: {run.problem}\n" if run.problem else ""))
-    sys.exit(1 if run.problem else run.exit)
+    print("in force: " + "\n          ".join(sandbox.layers))
+    print("open:     " + ("\n          ".join(sandbox.leaks) or "nothing that was tried"))
+    sandbox.stop()
 
 
 if __name__ == "__main__":
-    server_main(json.loads(sys.argv[2])) if sys.argv[1:2] == ["--serve"] else main()
+    Server(json.loads(sys.argv[2])).serve() if sys.argv[1:2] == ["--serve"] else main()

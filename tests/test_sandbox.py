@@ -200,9 +200,9 @@ FORGE = [
     "class AssertionError(Exception): pass\ndef add(a, b): raise AssertionError()",
     "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'{\"ok\": 3}')\n"
     "    except OSError: pass\ndef add(a, b): return 0",
-    "import os, struct\n"
-    "f = b'{\"loaded\": null}', b'{\"ok\": {\"dict\": []}, \"changed\": []}', b'{\"ok\": true, \"changed\": []}'\n"
-    "for m in f * 99: os.write(4, struct.pack('<I', len(m)) + m)\ndef add(a, b): return 0",
+    "import os\n"
+    "f = b'{\"ok\": {\"dict\": []}, \"changed\": []}', b'{\"ok\": true, \"changed\": []}'\n"
+    "for m in f * 99: os.write(4, m + b'\\n')\ndef add(a, b): return 0",
     "import os\nos.write(4, b'\\xff' * 1000)",
     "import os\nfor fd in range(64):\n    try: os.close(fd)\n    except OSError: pass\ndef add(a, b): return 3",
     "import builtins, json, operator, sys\n"
@@ -221,10 +221,14 @@ FORGE = [
     "class E:\n    __sub__ = __rsub__ = __abs__ = __float__ = lambda *a: 0.0\n"
     "    __lt__ = __contains__ = lambda *a: True\n"
     "def add(a, b): return E()",
-    "import sys\nmain = sys.modules['__main__']\nanswer = main.Program.answer\n"  # the program's side of the link lies
-    "def lie(link, message):\n    if message['do'] != 'names': return answer(link, message)\n"
-    "    names = {'add': add, 'abs': lambda *a: 0, '__builtins__': {}, 'AssertionError': 0}\n"
-    "    return {'ok': link.encode(names), 'changed': []}\nmain.Program.answer = lie\ndef add(a, b): return 0",
+    "import sys\nLink = sys.modules['__main__'].Link\nperform = Link.perform\n"  # the program's side of the link lies
+    "def lie(link, name, *args, **keywords):\n    if name != 'names': return perform(link, name, *args, **keywords)\n"
+    "    return {'add': add, 'abs': lambda *a: 0, '__builtins__': {}, 'AssertionError': 0}\n"
+    "Link.perform = lie\ndef add(a, b): return 0",
+    "import gc, sys\nLink = sys.modules['__main__'].Link\n"  # asks the tests' side to run code
+    "def add(a, b):\n    link, = [one for one in gc.get_objects() if isinstance(one, Link)]\n"
+    "    code = 'import os; os.write(5, b\"[null, 0.1]\\\\n\" * 9); os._exit(0)'\n"
+    "    link.send({'do': 'exec', 'args': [code], 'names': []})\n    link.receive()",
     "add = True",
     "add = 3 / 0",
     "not python",
@@ -242,8 +246,9 @@ import json, sys, threading
 sys.path.insert(0, {copy!r})
 import rewards
 rewards.CODE_SLOTS = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
-rewards.configure_code(**json.loads(sys.argv[1]))
-layers, leaks = rewards.sandbox_level()
+settings = json.loads(sys.argv[1])
+rewards.configure_code(**settings | {{"without": tuple(settings["without"])}})
+layers, leaks = rewards.sandbox_level(rewards.CODE.without)
 records = [rewards.RewardRecord("```python\\n" + p + "\\n```", label, name) for name, label, p in json.load(sys.stdin)]
 box = rewards.IDLE_SANDBOXES[(), rewards.CODE.without][0]
 server, results = box.process.pid, []
@@ -425,18 +430,18 @@ def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monk
 @pytest.mark.parametrize(
     "without, leak, lacks",
     [
-        (["seccomp"], "new processes", "seccomp"),
-        (["namespaces", "Landlock"], "reading files", "namespaces, Landlock"),
-        (["namespaces", "seccomp"], "the network", "namespaces, seccomp"),
-        (["Landlock"], None, None),
-        (["namespaces"], None, None),
+        (("seccomp",), "new processes", "seccomp"),
+        (("namespaces", "Landlock"), "reading files", "namespaces, Landlock"),
+        (("namespaces", "seccomp"), "the network", "namespaces, seccomp"),
+        (("Landlock",), None, None),
+        (("namespaces",), None, None),
     ],
 )
 def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
     configured(without=without)
-    rewards.sandbox_level_without.cache_clear()
+    rewards.sandbox_level.cache_clear()
     try:
-        layers, leaks = rewards.sandbox_level()
+        layers, leaks = rewards.sandbox_level(without)
     except ValueError as error:
         pytest.skip(str(error))
     missing = {"namespaces", "Landlock", "seccomp"} - {word for layer in layers for word in layer.split()}
@@ -614,6 +619,7 @@ def same(x): return x
 def ordered(items): items.sort(); return items
 def put(table, key, value): table[key] = value
 def apply(f, *args): return f(*args)
+def maybe(f, x): return {f: f}[f](x) if f else x
 def compose(f, g): return lambda x: f(g(x))
 def count(n):
     for i in range(n): yield i
@@ -638,6 +644,7 @@ PASSING = [
     "a = [[1], [2]]\nput(a, 0, 7)\nassert a == [7, [2]]",
     "assert apply(lambda v: v * 2, 4) == 8 and apply(len, [1, 2]) == 2 and apply(same, 3) == 3",
     "assert compose(lambda v: v + 1, lambda v: v * 2)(5) == 11",
+    "assert maybe(lambda v: v + 1, 5) == 6 and maybe(None, 5) == 5",
     "assert list(count(3)) == [0, 1, 2] and next(count(3)) == 0 and 1 in count(3) and sum(count(4)) == 6",
     "try:\n    fail('mine')\n    assert False\nexcept Mine as error:\n    assert str(error) == 'bad'",
     "try:\n    fail('mine')\n    assert False\nexcept ValueError as error:\n    assert 'bad' in str(error)",
@@ -674,6 +681,20 @@ def test_asserts(configured):
     assert len(result.details["seconds"]) == len(tests) + 1
 
 
+def test_numpy_follows_no_pointer_of_the_program(configured):
+    pytest.importorskip("numpy")
+    configured(max_execution_time=10)
+    forger = """
+import math
+class Pointer:
+    __array_interface__ = {"version": 3, "shape": (), "typestr": "<f8", "data": (id(math.pi) + 16, True)}
+def f(x): return Pointer()
+"""
+    assert one("code", ["import numpy\nassert numpy.allclose(f(1), math.pi)"], forger).score == 0.0
+    honest = "import numpy\ndef f(x): return numpy.array([x, 2.0])"
+    assert one("code", ["assert f(1.5).tolist() == [1.5, 2.0] and np.allclose(f(1), [1, 2])"], honest).score == 1.0
+
+
 def test_names_of_builtins_in_asserts(configured):
     """The program's sum counts where it is the only function asked for, and never as a judge of another one."""
     configured(max_execution_time=10)
@@ -692,6 +713,9 @@ def test_asserts_that_hang_or_end_the_program_cost_only_themselves(configured):
     result = one("code", ["assert f(1)"] * 9, "def f(x):\n    while True: pass")
     assert result.score == 0.0 and result.details["passed"] == [0] * 9
     assert sum(seconds > 0 for seconds in result.details["seconds"]) == sandbox.MAX_TIME_LIMITS
+    start = time.monotonic()
+    result = one("code", ["assert f(1)"] + ["assert f(3) == 3"] * 99, program)
+    assert result.score == 0.99 and time.monotonic() - start < 30  # not the time of 100 tests
     assert one("code", ["try:\n    f(2)\nexcept:\n    pass"], program).score == 0.0  # caught, and yet no success
     result = one("code", ["assert f(1)"] * 9, "while True: pass")
     assert result.score == 0.0 and "loading" in result.details["problem"]
