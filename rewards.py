@@ -106,11 +106,12 @@ class RewardResult:
 
 
 class Judged(NamedTuple):
-    """What a judgment that takes time gives: see RewardResult."""
+    """What a judgment that takes time gives: see RewardResult. waited: seconds of it for a free sandbox."""
 
     score: float
     status: str
     details: dict[str, Any] = {}
+    waited: float = 0.0
 
 
 class Verdict(NamedTuple):
@@ -1154,7 +1155,9 @@ def require_sandbox() -> None:
 
 def in_sandbox(judge: Callable[[sandbox.Sandbox], Judged], *preload: str) -> Judged:
     """judge(a sandbox), when one is free; once more with a new one if the sandbox itself fails, then infra_error."""
+    start = time.monotonic()
     with CODE_SLOTS:
+        waited = time.monotonic() - start
         idle = IDLE_SANDBOXES[preload, CODE.without]
         try:
             box = idle.pop()
@@ -1162,8 +1165,8 @@ def in_sandbox(judge: Callable[[sandbox.Sandbox], Judged], *preload: str) -> Jud
             box = sandbox.Sandbox(preload, CODE.without)
         try:
             with contextlib.suppress(sandbox.SandboxError):
-                return judge(box)
-            return judge(box)
+                return judge(box)._replace(waited=waited)
+            return judge(box)._replace(waited=waited)
         except sandbox.SandboxError as error:
             return Judged(math.nan, "infra_error", {"problem": str(error)})
         finally:
@@ -1807,7 +1810,8 @@ def judge_by_call(name: str, extracted: str | None, call: Callable[[], Judged]) 
         judged = Judged(math.nan, "crash", {"problem": f"{type(error).__name__}: {error}"})
     if judged.status in MISSING:
         warn_once(name, judged.status, str(judged.details.get("problem", "")))
-    return RewardResult(judged.score, judged.status, extracted, time.monotonic() - start, judged.details)
+    seconds = time.monotonic() - start - judged.waited
+    return RewardResult(judged.score, judged.status, extracted, seconds, judged.details)
 
 
 def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
