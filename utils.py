@@ -2005,6 +2005,9 @@ class Timer:
         self.seconds[f"time/{name}"] += time.perf_counter() - start
 
 
+WANDB_WAIT_S = 30.0  # at the end of a run, for what is not sent yet
+
+
 class Logger:
     """Console table, progress bar, metrics.jsonl and wandb, all on rank 0; other ranks get a silent one.
 
@@ -2122,18 +2125,20 @@ class Logger:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in ordered)
 
     def close(self) -> None:
-        """End wandb (waits 30 s at most) and stop the progress bar."""
+        """End wandb (waits WANDB_WAIT_S at most) and stop the progress bar."""
         if not self.enabled:
             return
         if self.progress is not None:
             self.progress.stop()
         if self.queue is not None:
-            end = time.monotonic() + 30
+            end = time.monotonic() + WANDB_WAIT_S
             with contextlib.suppress(queue.Full):
-                self.queue.put(None, timeout=30)
+                self.queue.put(None, timeout=WANDB_WAIT_S)
             self.thread.join(timeout=max(end - time.monotonic(), 0.0))
             if self.thread.is_alive():
-                self.say("WARNING: wandb has not ended within 30 s and may lack rows; metrics.jsonl has all of them")
+                self.say(
+                    f"WARNING: wandb has not ended within {WANDB_WAIT_S:.0f} s and may lack rows; metrics.jsonl has all"
+                )
             elif self.dropped:
                 self.say(f"wandb: {self.dropped} rows dropped; metrics.jsonl has all of them")
 
