@@ -1,0 +1,397 @@
+"""Every recipe under scripts/: its flags through the real parser, its GPUs and batches against a table, and smoke runs.
+
+The data that recipes train on: scripts/data/.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import grpo
+import grpo_fast
+import rewards
+import utils
+from scripts.data import competition_math, gsm8k, rlvr, rows
+from scripts.debug import smoke
+from tests.conftest import REPO
+
+FOLDERS = "debug tulu3 qwen olmo2 olmo3 gsm8k solver hybrid".split()
+RECIPES = sorted(
+    str(path.relative_to(REPO))
+    for folder in FOLDERS
+    for path in (REPO / "scripts" / folder).glob("*.sh")
+    if path.name != "smoke.sh"
+)
+# GPUs, learners, engines, GPUs of each, prompts, samples, mini-batches, steps, response and pack length: the documents'
+TABLE = {
+    "tulu3/grpo_fast_8b_single_node": (8, 6, 2, 1, 64, 16, 2, 1953, 2048, 4096),
+    "tulu3/grpo_fast_8b": (16, 6, 10, 1, 48, 16, 2, 2604, 2048, 4096),
+    "qwen/grpo_fast_7b": (16, 4, 12, 1, 48, 16, 1, 6510, 4096, 6144),
+    "qwen/grpo_fast_3b_single_node": (8, 4, 4, 1, 48, 16, 1, 1302, 4096, 6144),
+    "qwen/qwen3_4b_dapo_math": (8, 4, 4, 1, 8, 16, 1, 1000, 8192, 10240),
+    "qwen/qwen3_4b_dapo_math_32k": (16, 8, 8, 1, 8, 16, 1, 1000, 30720, 32768),
+    "olmo2/grpo_fast_7b_zero": (16, 4, 12, 1, 48, 16, 1, 1302, 2048, 4096),
+    "olmo2/grpo_fast_13b_zero": (16, 8, 8, 1, 48, 16, 1, 1302, 2048, 4096),
+    "olmo3/7b_instruct_rl": (64, 8, 56, 1, 64, 8, 4, 2000, 8192, 11264),
+    "olmo3/7b_think_rl": (32, 16, 16, 1, 64, 8, 1, 19531, 32768, 35840),
+    "olmo3/7b_think_rl_no_pipeline": (72, 16, 56, 1, 64, 8, 1, 19531, 32768, 35840),
+    "olmo3/32b_instruct_rl": (96, 32, 16, 4, 64, 8, 1, 19531, 16384, 19456),
+    "olmo3/32b_think_rl": (144, 96, 6, 8, 64, 8, 1, 19531, 32768, 35840),  # 28 nodes reserved, 18 used
+    "olmo3/7b_rlzero_math": (72, 16, 56, 1, 32, 8, 1, 3000, 16384, 18432),
+    "olmo3/7b_rlzero_code": (40, 8, 32, 1, 32, 8, 1, 39062, 16384, 18432),
+    "olmo3/7b_rlzero_instruction_following": (40, 8, 32, 1, 32, 8, 1, 39062, 16384, 18432),
+    "olmo3/7b_rlzero_general": (40, 8, 32, 1, 32, 8, 1, 39062, 16384, 18432),
+    "olmo3/7b_rlzero_mix": (40, 8, 32, 1, 32, 8, 1, 39062, 16384, 18432),  # 32 in the source
+    "hybrid/large_test_hybrid": (16, 8, 4, 2, 32, 16, 1, 19, 4096, 20480),
+    "hybrid/large_test_non_hybrid": (16, 8, 4, 2, 32, 16, 1, 19, 4096, 20480),
+    "hybrid/7b_instruct_hybrid_rl": (16, 8, 8, 1, 64, 8, 4, 2000, 8192, 11264),
+    "gsm8k/qwen2.5_7b_verl": (8, 8, 8, 1, 1024, 5, 4, 105, 1024, 16384),  # the same 8 GPUs take turns
+    "solver/planner_3b_300steps": (4, 2, 1, 1, 30, 4, 1, 300, 3072, 12288),  # and one for the solver
+    "debug/grpo_fast": (1, 1, 1, 1, 8, 4, 1, 4, 64, 1024),
+    "debug/grpo_fast_3_gpu": (3, 2, 1, 1, 8, 4, 1, 6, 64, 1024),
+    "debug/single_gpu_grpo": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
+    "debug/grpo_integration_test": (1, 1, 1, 1, 8, 4, 1, 10, 64, 1024),
+    "debug/multi_node_grpo": (16, 8, 4, 2, 64, 8, 1, 200, 1024, 8192),
+    "debug/full_integration_test": (16, 8, 8, 1, 32, 8, 4, 39, 8192, 12384),
+}
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A directory with what recipes expect at the root of the repository; afterwards no judge and no solver is set."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:9/v1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # else this machine's GPUs are too few
+    (tmp_path / "scripts").symlink_to(REPO / "scripts")
+    yield tmp_path
+    rewards.configure()
+    rewards.configure_code()
+    rewards.configure_judge()
+    rewards.configure_solver()
+
+
+def read_flags(recipe):
+    """(command, script, Args) of a recipe, by the real parser."""
+    command = smoke.capture(REPO / recipe)
+    script, flags = smoke.training_flags(command)
+    return command, script, utils.parse_args(grpo.Args, flags)
+
+
+def check(command, script, args, nodes):
+    """What the scripts' own main functions check before they start."""
+    for name in [*args.dataset_mixer_list, *args.dataset_mixer_eval_list]:
+        if name.endswith(".jsonl"):  # made by the recipe before it starts
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).touch()
+    if script == "grpo.py":
+        ranks = int(command[command.index("--nproc_per_node") + 1]) if command[0] == "torchrun" else 1
+        utils.check_args(args, ranks)
+        return ranks
+    if command[0] == "python":
+        grpo_fast.check_fast_args(args, None, 1)
+        ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
+    else:
+        ranks = 8 * nodes
+        grpo_fast.check_fast_args(args, ranks, 8)
+    utils.check_args(args, 1, fast=True)
+    return 1 if args.single_gpu_mode else ranks
+
+
+def test_every_recipe_is_in_the_table():
+    assert [f"scripts/{name}.sh" for name in sorted(TABLE)] == RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe(recipe, elsewhere):
+    text = (REPO / recipe).read_text()
+    subprocess.run(["bash", "-n", REPO / recipe], check=True)
+    nodes = int(re.search(r"^#SBATCH --nodes=(\d+)$", text, re.M)[1]) if "#SBATCH" in text else 1
+    command, script, args = read_flags(recipe)
+    gpus = check(command, script, args, nodes) + (args.solver_num_engines if args.solver_model_name_or_path else 0)
+    learners = gpus if script == "grpo.py" else sum(args.num_learners_per_node)
+    engines = learners if script == "grpo.py" else args.vllm_num_engines
+    steps = grpo.num_training_steps(args)
+    found = (gpus, learners, engines, args.vllm_tensor_parallel_size, args.num_unique_prompts_rollout)
+    found += (args.num_samples_per_prompt_rollout, args.num_mini_batches, steps, args.response_length, args.pack_length)
+    assert found == TABLE[recipe.removeprefix("scripts/").removesuffix(".sh")]
+    if nodes > 1:
+        assert gpus == 8 * nodes
+        assert len(args.num_learners_per_node) <= nodes and max(args.num_learners_per_node) <= 8
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_has_the_common_form(recipe):
+    text = (REPO / recipe).read_text()
+    lines = text.splitlines()
+    assert lines[0] == "#!/usr/bin/env bash" and "\nset -euo pipefail\ncd " in text
+    assert "# Hardware:" in text or "sbatch scripts/" in text
+    assert lines[-1] == '    "$@"' and max(map(len, lines)) <= 120
+    start = next(i for i, line in enumerate(lines) if re.match(r"(python|torchrun|srun) .*\\$", line))
+    for line in lines[start + 1 : -1]:
+        assert re.fullmatch(r" {4,8}(--\w|\w).* \\", line) and line.count(" --") <= 1, line
+
+
+def test_the_last_value_of_a_flag_wins():
+    """The smoke runs append their flags to the recipe's, lists and switches among them."""
+    flags = "--seed 1 --single_gpu_mode --dataset_mixer_list a 1.0 b 2 --num_learners_per_node 8 8 --stop_strings x"
+    flags += " --seed 2 --single_gpu_mode false --dataset_mixer_list c 3 --num_learners_per_node 1 --stop_strings"
+    args = utils.parse_args(grpo.Args, flags.split())
+    assert (args.seed, args.single_gpu_mode, args.dataset_mixer_list) == (2, False, ["c", "3"])
+    assert (args.num_learners_per_node, args.stop_strings) == ([1], [])
+
+
+def test_a_broken_recipe_is_refused(elsewhere):
+    """One flag of each kind that made the sources fail."""
+    recipe = "scripts/olmo3/7b_rlzero_mix.sh"
+    command, script, args = read_flags(recipe)
+    with pytest.raises(utils.UserError, match="40 processes, but 32 ranks run"):
+        check(command, script, args, 4)
+    with pytest.raises(SystemExit):  # an unknown flag
+        utils.parse_args(grpo.Args, [*smoke.training_flags(command)[1], "--max_token_length", "2048"])
+    with pytest.raises(utils.UserError, match="num_mini_batches 5"):
+        check(command, script, replace(args, num_mini_batches=5), 5)
+
+
+def test_the_solver_run_of_another_grader_is_refused(monkeypatch):
+    monkeypatch.setenv("VERL_GUIDELINES_USE_MATH_VERIFY", "0")
+    with pytest.raises(subprocess.CalledProcessError):
+        smoke.capture(REPO / "scripts/solver/planner_3b_300steps.sh")
+    monkeypatch.delenv("VERL_GUIDELINES_USE_MATH_VERIFY")
+    args = read_flags("scripts/solver/planner_3b_300steps.sh")[2]
+    run_dir = Path(args.output_dir) / args.exp_name
+    assert str(run_dir) == "checkpoints/query-conditioned-guidelines/numinamath30k-3b-300steps-mathverify"
+
+
+# gsm8k: grpo.py behind torchrun; olmo2: grpo_fast.py behind srun and torchrun
+@pytest.mark.parametrize("recipe", ["gsm8k/qwen2.5_7b_verl", "olmo2/grpo_fast_7b_zero"])
+def test_smoke(recipe, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(REPO), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [sys.executable, "scripts/debug/smoke.py", f"scripts/{recipe}.sh", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run_dir = tmp_path / f"smoke_{recipe.partition('/')[2]}"
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if step["training_step"] > 0]
+    assert [step["training_step"] for step in steps] == [1, 2]
+    assert max(step.get("optim/grad_norm", 0) for step in steps) > 0, "nothing was trained"
+    assert {"objective/math_reward", "objective/ifeval_reward"} <= steps[0].keys(), "a verifier did not occur"
+    ours = json.loads((run_dir / "args.json").read_text())
+    theirs = vars(read_flags(f"scripts/{recipe}.sh")[2])
+    for name in "learning_rate beta deepspeed_stage gradient_checkpointing chat_template_name num_mini_batches".split():
+        assert ours[name] == theirs[name], name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scripts/data
+# ---------------------------------------------------------------------------------------------------------------------
+
+LONG = "A baker fills 12 trays with 9 rolls each, sells all but 14 rolls before noon, and wonders how many were sold."
+GSM8K = {
+    "train": [
+        {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
+        {"question": LONG, "answer": "12*9 = 108, 108-14 = 94\n#### 94"},
+        {"question": "A house costs 1,000 times $1,200. How much is it?", "answer": "It is that.\n#### 1,200,000"},
+    ],
+    "test": [
+        {"question": "ann has 3 pens, and buys 4: how many", "answer": "#### 7"},
+        {"question": "It is Monday. " + LONG.replace("wonders", "asks"), "answer": "#### 94"},
+    ],
+}
+
+
+SCRIPTS = {"gsm8k": gsm8k, "competition_math": competition_math, "rlvr": rlvr}
+
+
+def run_data(script, *flags):
+    """What a script prints, run in this process: torch's import is most of such a script's time."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(sys, "argv", [script, *map(str, flags)])
+        SCRIPTS[script].main()
+    return out.getvalue()
+
+
+def write_rows(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    return path
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def source(tmp_path):
+    for split, data in GSM8K.items():
+        write_rows(tmp_path / "source" / f"{split}.jsonl", data)
+    return tmp_path / "source"
+
+
+def test_gsm8k_rows_and_their_hash(source, tmp_path, tiny_models):
+    flags = ["--source", str(source), "--prompt", "verl", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "scripts/data/gsm8k.py", *flags]
+    said = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    train = read_rows(tmp_path / "out/train.jsonl")
+    assert [row["ground_truth"] for row in train] == ["7", "94", "1200000"]
+    text = 'Ann has 3 pens and buys 4. How many? Let\'s think step by step and output the final answer after "####".'
+    assert train[0]["messages"] == train[0]["prompt"] == [{"role": "user", "content": text}]
+    for name in ("train.jsonl", "test.jsonl"):
+        digest = hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest()
+        assert (tmp_path / "out" / f"{name}.sha256").read_text() == f"{digest}  {name}\n"
+        assert digest in said
+    mixer = [str(tmp_path / "out/train.jsonl"), "1.0"]
+    args = grpo.Args(model_name_or_path=str(tiny_models()), max_prompt_token_length=512, dataset_mixer_list=mixer)
+    prompts = utils.load_prompts("dataset_mixer_list", args, utils.load_tokenizer(args))
+    assert [(p.ground_truths, p.verifiers) for p in prompts][2] == (("1200000",), ("gsm8k",))
+
+
+def test_rows_load_with_the_columns_that_open_instruct_and_trl_read(source, tmp_path):
+    import datasets
+
+    run_data("gsm8k", "--source", source, "--out", tmp_path / "out")
+    files = str(tmp_path / "out/train.jsonl")
+    loaded = datasets.load_dataset("json", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    types = {name: str(loaded.features[name]) for name in ("ground_truth", "dataset")}
+    assert types == dict.fromkeys(types, "Value('string')")
+    assert set(loaded.column_names) == {"messages", "ground_truth", "dataset", "prompt"}
+    assert loaded[0]["prompt"] == loaded[0]["messages"] == [{"role": "user", "content": GSM8K["train"][0]["question"]}]
+
+
+def test_decontamination_drops_equal_and_overlapping_questions(source, tmp_path):
+    flags = ["--source", source, "--prompt", "verl", "--out", tmp_path / "out"]
+    said = run_data("gsm8k", *flags, "--decontaminate", source / "test.jsonl")
+    assert "1 equal, 1 share 13 words in a row; 1 of 3 rows kept" in said
+    assert [row["ground_truth"] for row in read_rows(tmp_path / "out/train.jsonl")] == ["1200000"]
+    said = run_data("gsm8k", *flags, "--decontaminate", source / "test.jsonl", "--ngram", "18")
+    assert "1 equal, 0 share 18 words in a row; 2 of 3 rows kept" in said
+
+
+@pytest.mark.parametrize("shared, found", [(12, None), (13, "n-gram"), (14, "n-gram")])
+def test_thirteen_words_in_a_row_are_too_many(shared, found):
+    words = [f"w{i}" for i in range(shared)]
+    known = rows.Contamination([" ".join(["before", *words, "after"])])
+    assert known.kind(" ".join(["other", *words, "end"])) == found
+    assert known.kind(" ".join(["BEFORE,", *words, "after."])) == "exact"
+    known = rows.Contamination([" ".join(["before", *words])])
+    assert known.kind(" ".join(["other", *words])) == found
+
+
+def test_what_all_evaluation_questions_share_is_not_contamination():
+    order = "Think about it step by step and give the final answer on a line of its own."
+    known = rows.Contamination([f"Question {i} about {i} apples. {order}" for i in range(20)])
+    assert known.kind(f"Something else. {order}") is None
+    assert rows.Contamination([f"One question. {order}"]).kind(f"Something else. {order}") == "n-gram"
+
+
+def test_competition_math(tmp_path):
+    data = [
+        {"problem": f"Find {i}.", "solution": f"So \\boxed{{1}} no, \\boxed{{\\frac{{{i}}}{{2}}}}."} for i in range(6)
+    ]
+    write_rows(tmp_path / "in/train.jsonl", [*data, {"problem": "Prove it.", "solution": "Done."}])
+    write_rows(tmp_path / "in/test.jsonl", data[:2])
+    said = run_data("competition_math", "--dataset", tmp_path / "in", "--out", tmp_path / "out")
+    assert "train: 1 rows without an answer dropped" in said
+    train = read_rows(tmp_path / "out/train.jsonl")
+    assert [row["ground_truth"] for row in train] == [f"\\frac{{{i}}}{{2}}" for i in range(6)]
+    assert {row["dataset"] for row in train} == {"math"} and len(read_rows(tmp_path / "out/test.jsonl")) == 2
+
+    prompt = REPO / "scripts/solver/planner_prompt.txt"
+    flags = ["--rows", 5, "--eval_rows", 2, "--verifier", "solver", "--prompt_file", prompt]
+    run_data("competition_math", "--dataset", tmp_path / "in", "--out", tmp_path / "solver", *flags)
+    train, held_out = (read_rows(tmp_path / "solver" / f"{split}.jsonl") for split in ("train", "eval"))
+    labels = [json.loads(row["ground_truth"]) for row in train + held_out]
+    assert (len(train), len(held_out), len({label["question"] for label in labels})) == (3, 2, 5)
+    for row, label in zip(train + held_out, labels, strict=True):
+        assert row["messages"][0]["content"].endswith(label["question"]) and row["dataset"] == "solver"
+        assert rewards.solver_label(row["ground_truth"], "user: ?") == (label["question"], label["answer"])
+    with pytest.raises(SystemExit, match="only 6 rows with an answer"):
+        run_data("competition_math", "--dataset", tmp_path / "in", "--rows", 7, "--out", tmp_path / "x")
+
+
+OLD_VALUES = {"keyword_list": ["sun"], "word": "sun", "N": 3, "quantifier": "at most", "forbidden_words": ["moon"]}
+OLD_VALUES |= {"letter": "a", "language": "en", "i": 1, "first_word": "sun", "postscript_marker": "P.S."}
+OLD_VALUES |= {"section_splitter": "Section", "original_prompt": "Do it.", "end_phrase": "The end."}
+
+
+@pytest.mark.parametrize("function", rlvr.FUNCTIONS)
+def test_older_instruction_labels_become_ifeval_s(function):
+    label = rlvr.ifeval_label(json.dumps({"func_name": function, **OLD_VALUES}))
+    assert rewards.check_ground_truth("ifeval", label) is None
+    ((_, kwargs),) = rewards.ifeval_label(label)
+    assert set(kwargs) == set(
+        rewards.ifeval_constraints()[rlvr.FUNCTIONS[function][0]]("x").get_instruction_args_keys()
+    )
+
+
+@pytest.mark.parametrize(
+    "old, text, score",
+    [
+        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most"}, "one two three", 1.0),
+        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most"}, "one two three four", 0.0),
+        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "at least"}, "one two", 0.0),
+        ({"func_name": "verify_letter_frequency", "letter": "o", "N": 2, "quantifier": "less than"}, "oo", 0.0),
+        ({"func_name": "validate_lowercase"}, "small letters of an english sentence", 1.0),
+        ({"func_name": "validate_end", "end_phrase": "Bye."}, "So long. Bye.", 1.0),
+        ({"func_name": "validate_paragraphs", "N": 2, "i": 2, "first_word": "two"}, "One.\n\nTwo.", 1.0),
+    ],
+)
+def test_older_instruction_labels_mean_the_same(old, text, score):
+    row = rlvr.rlvr_row(
+        {"messages": [{"role": "user", "content": "?"}], "ground_truth": json.dumps(old), "dataset": "ifeval"}
+    )
+    (result,) = rewards.score([rewards.RewardRecord(text, row["ground_truth"], "ifeval")])
+    assert result.score == score
+
+
+def test_rlvr_mix(tmp_path):
+    user = [{"role": "user", "content": "Write 3 words."}]
+    old = {"func_name": "validate_word_constraint", "N": 3, "quantifier": "around"}
+    mixed = [
+        {"messages": user, "ground_truth": json.dumps(old), "dataset": "ifeval"},
+        {"messages": user, "ground_truth": json.dumps(old | {"quantifier": "at least"}), "dataset": "ifeval"},
+        {"messages": [*user, {"role": "assistant", "content": "no"}], "ground_truth": "3", "dataset": "MATH"},
+        {"messages": user, "ground_truth": ["3", "[]"], "dataset": ["gsm8k", "code"]},
+        {"messages": [], "ground_truth": "3", "dataset": "math"},
+    ]
+    write_rows(tmp_path / "a.jsonl", mixed)
+    write_rows(tmp_path / "b.jsonl", [{"messages": user, "ground_truth": str(i), "dataset": "math"} for i in range(8)])
+    pairs = ["--dataset_mixer_list", tmp_path / "a.jsonl", "1.0", tmp_path / "b.jsonl", 4]
+    said = run_data("rlvr", *pairs, "--out", tmp_path / "out")
+    assert "1 rows dropped: no relation of IFEval is 'around'" in said and "1 rows dropped: no prompt" in said
+    train = read_rows(tmp_path / "out/train.jsonl")
+    assert sorted(str(row["dataset"]) for row in train) == sorted([*["math"] * 5, "ifeval", "['gsm8k', 'code']"])
+    assert all(row["messages"] == user for row in train)
+    first = (tmp_path / "out/train.jsonl").read_bytes()
+    run_data("rlvr", *pairs, "--out", tmp_path / "out")
+    assert (tmp_path / "out/train.jsonl").read_bytes() == first
+    with pytest.raises(SystemExit, match="only 8 rows"):
+        run_data("rlvr", "--dataset_mixer_list", tmp_path / "b.jsonl", 9, "--out", tmp_path / "x")
+
+
+@pytest.mark.parametrize("amount, count", [(0.5, 4), (2.5, 20), (3, 3)])
+def test_draw(amount, count):
+    drawn = rlvr.draw(list(range(8)), amount, random.Random(0))
+    assert len(drawn) == count and set(drawn) <= set(range(8))
+    assert max(drawn.count(i) for i in range(8)) - min(drawn.count(i) for i in range(8)) <= 1
+
+
+def test_all_of_gsm8k(tmp_path):
+    source = REPO.parent / "shared/data/gsm8k"
+    if not (source / "train.jsonl").exists():
+        pytest.skip(f"no {source}")
+    made = [gsm8k.gsm8k_row(row, "plain") for _, row in rows.read_rows(str(source), "train")]
+    assert len(made) == 7473
+    assert all(rewards.check_ground_truth("gsm8k", row["ground_truth"]) is None for row in made)
+    assert competition_math.math_row({"question": "?", "answer": "3"}, "math", "{question}")["ground_truth"] == "3"
