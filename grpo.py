@@ -289,6 +289,8 @@ class Args:
     """Write every rollout to rollouts.jsonl."""
     with_tracking: bool = False
     """Log to Weights & Biases (WANDB_MODE=offline works)."""
+    with_tensorboard: bool = False
+    """Write TensorBoard's event files to RUN/tensorboard; needs pip install tensorboard."""
     wandb_project: str = "grpo"
     """Project of --with_tracking."""
     wandb_entity: str | None = None
@@ -1368,9 +1370,7 @@ def main(args: Args) -> Path | None:
         if args.save_traces:
             logger.trace(step, sampled, world)
         if step % SHOW_ROLLOUTS_EVERY == 1:
-            for r in (sampled[0], sampled[-1]):
-                answer = f"score {r.score:g}, {r.finish_reason}, label {str(*r.prompt.ground_truths[:1]):.60}"
-                logger.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
+            logger.show(step, sampled)
         before, weights_hash = weights_hash, None
         if utils.dump_now(step, args):
             weights_hash = utils.weights_hash(policy, world)

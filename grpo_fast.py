@@ -894,6 +894,8 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         logger.log(out)
         if world.is_main:
             logger.say(step_line(out))
+            if step % grpo.SHOW_ROLLOUTS_EVERY == 1:
+                logger.show(step, data.sampled)
         if args.save_traces:
             logger.trace(step, data.sampled, world)
         before, weights_hash = weights_hash, None

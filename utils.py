@@ -12,6 +12,7 @@ import difflib
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -24,9 +25,10 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +411,10 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
         "--load_batches samples and scores nothing: drop --dataset_mixer_eval_list, --active_sampling, --reward_file",
     )
     # files and names
+    need(
+        not args.with_tensorboard or importlib.util.find_spec("tensorboard") is not None,
+        "--with_tensorboard needs a package that is not installed: pip install tensorboard",
+    )
     try:
         rewards.configure_code(
             args.code_max_execution_time,
@@ -2005,14 +2011,112 @@ class Timer:
         self.seconds[f"time/{name}"] += time.perf_counter() - start
 
 
-WANDB_WAIT_S = 30.0  # at the end of a run, for what is not sent yet
+TRACKER_WAIT_S = 30.0  # at the end of a run, for what is not sent yet
+TABLE_ROLLOUTS = 8  # samples that a tracker gets at a time
+
+
+class Feed:
+    """Rows for a tracker that may hang (wandb's network, TensorBoard's disk), through a bounded queue and a thread:
+    training never waits for it. Rows that do not fit are dropped and counted."""
+
+    def __init__(self, name: str, write: Callable[[dict[str, Any]], None], end: Callable[[], None]):
+        self.name, self.dropped, self.problem = name, 0, ""
+        self.queue: queue.Queue = queue.Queue(maxsize=256)
+        self.thread = threading.Thread(target=self._run, args=(write, end), daemon=True)
+        self.thread.start()
+
+    def _run(self, write: Callable[[dict[str, Any]], None], end: Callable[[], None]) -> None:
+        while (row := self.queue.get()) is not None:
+            try:
+                write(row)
+            except Exception as error:  # whatever a tracker raises, the run goes on and says so at its end
+                self.dropped, self.problem = self.dropped + 1, repr(error)
+        end()
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Hand over a row, or drop it."""
+        try:
+            self.queue.put_nowait(row)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self) -> str:
+        """Wait TRACKER_WAIT_S at most for what is queued; what is missing, or ""."""
+        end = time.monotonic() + TRACKER_WAIT_S
+        with contextlib.suppress(queue.Full):
+            self.queue.put(None, timeout=TRACKER_WAIT_S)
+        self.thread.join(timeout=max(end - time.monotonic(), 0.0))
+        if self.thread.is_alive():
+            problem = f" has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows"
+        else:
+            problem = f": {self.dropped} rows dropped" if self.dropped else ""
+            problem += f" ({self.problem})" if self.problem else ""
+        return problem and f"WARNING: {self.name}{problem}; metrics.jsonl has all"
+
+
+def feed_wandb(args: Any, run_dir: Path) -> Feed:
+    """Metrics over training_step and samples as tables `rollouts`, in one wandb run across resumes."""
+    import wandb
+
+    id_file = run_dir / "wandb_id.txt"
+    run = wandb.init(
+        project=args.wandb_project,
+        entity=args.wandb_entity,
+        name=args.exp_name,
+        dir=str(run_dir),
+        config=asdict(args),
+        id=id_file.read_text() if id_file.exists() else None,
+        resume="allow",
+    )
+    id_file.write_text(run.id)
+    for name in ("training_step", "episode"):
+        run.define_metric(name)
+    run.define_metric("*", step_metric="training_step")
+    run.define_metric("eval/*", step_metric="training_step", summary="last,max")
+
+    def write(row: dict[str, Any]) -> None:
+        if "rollouts" in row:
+            columns = list(row["rollouts"][0])
+            row = row | {"rollouts": wandb.Table(columns, [list(r.values()) for r in row["rollouts"]])}
+        run.log(row, step=row["training_step"])
+
+    def end() -> None:
+        run.finish()  # waits for wandb's service process, for ever if that hangs
+        wandb.teardown()  # of that process, which an exit without destructors would leave
+
+    return Feed("wandb", write, end)
+
+
+def feed_tensorboard(args: Any, run_dir: Path, start_step: int) -> Feed:
+    """The same metrics and samples as event files in RUN/tensorboard, by torch's writer."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)  # what a resume does again
+    writer.add_text("flags", "\n".join(f"    --{name} {value}" for name, value in asdict(args).items()), start_step)
+
+    def write(row: dict[str, Any]) -> None:
+        step = row["training_step"]
+        if "rollouts" in row:
+            texts = ("\n".join(f"{k}: {v}" for k, v in r.items()) for r in row["rollouts"])
+            writer.add_text("rollouts", "\n\n".join("    " + t.replace("\n", "\n    ") for t in texts), step)
+        else:
+            for name, value in row.items():
+                if value is not None:
+                    writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Feed("TensorBoard", write, writer.close)
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The last `width` values as bars of eight heights between their lowest and highest."""
+    values = list(values)[-width:]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - low) / (high - low)) if high > low else 0] for v in values)
 
 
 class Logger:
-    """Console table, progress bar, metrics.jsonl and wandb, all on rank 0; other ranks get a silent one.
-
-    wandb is fed by a thread through a bounded queue: a stuck network never stops training, it drops (and counts) rows.
-    """
+    """Console, metrics.jsonl, wandb and TensorBoard, all on rank 0; other ranks get a silent one."""
 
     COLUMNS = (  # (heading, metric, format)
         ("score", "objective/scores", "{:.3f}"),
@@ -2033,7 +2137,7 @@ class Logger:
         if not self.enabled:
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self.console = Console(width=None if sys.stdout.isatty() else 160)
         self.path, self.traces = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
@@ -2045,36 +2149,15 @@ class Logger:
                 os.replace(path.with_suffix(".tmp"), path)
         self.progress = None
         if sys.stdout.isatty():
-            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
             self.progress = Progress(*columns, console=self.console)
-            self.task = self.progress.add_task("train", total=num_steps, completed=start_step)
+            self.task = self.progress.add_task("", total=num_steps, completed=start_step)
             self.progress.start()
         self.num_steps, self.header_shown = num_steps, False
-        self.queue: queue.Queue | None = None
-        if args.with_tracking:
-            import wandb
-
-            id_file = run_dir / "wandb_id.txt"
-            self.run = wandb.init(
-                project=args.wandb_project,
-                entity=args.wandb_entity,
-                name=args.exp_name,
-                dir=str(run_dir),
-                config=asdict(args),
-                id=id_file.read_text() if id_file.exists() else None,
-                resume="allow",
-            )
-            id_file.write_text(self.run.id)
-            self.teardown = wandb.teardown
-            self.queue, self.dropped = queue.Queue(maxsize=256), 0
-            self.thread = threading.Thread(target=self._feed_wandb, daemon=True)
-            self.thread.start()
-
-    def _feed_wandb(self) -> None:
-        while (item := self.queue.get()) is not None:
-            self.run.log(item, step=item["training_step"])
-        self.run.finish()  # waits for wandb's service process, for ever if that hangs
-        self.teardown()  # of that process, which an exit without destructors would leave
+        self.scores: list[float] = []
+        self.ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
+        self.feeds = [feed_wandb(args, run_dir)] if args.with_tracking else []
+        self.feeds += [feed_tensorboard(args, run_dir, start_step)] if args.with_tensorboard else []
 
     def log(self, metrics: dict[str, float]) -> None:
         """Write one step's metrics everywhere."""
@@ -2083,21 +2166,47 @@ class Logger:
         metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
-        if self.queue is not None:
-            try:
-                self.queue.put_nowait(metrics)
-            except queue.Full:
-                self.dropped += 1
+        for feed in self.feeds:
+            feed.put(metrics)
         if not self.header_shown:
-            self.console.print("  ".join(["step".rjust(9)] + [h.rjust(max(7, len(h))) for h, _, _ in self.COLUMNS]))
+            headings = [h.rjust(max(7, len(h))) for h, _, _ in self.COLUMNS]
+            self.console.print("  ".join(["step".rjust(9), *headings, "left".rjust(8)]))
             self.header_shown = True
-        cells = [f"{metrics['training_step']}/{self.num_steps}".rjust(9)]
+        step = metrics["training_step"]
+        cells = [f"{step}/{self.num_steps}".rjust(9)]
         for heading, name, fmt in self.COLUMNS:
             value = metrics.get(name)
             cells.append(("" if value is None else fmt.format(value)).rjust(max(7, len(heading))))
-        self.console.print("  ".join(cells), highlight=False)
+        left = self._time_left(step)
+        self.console.print("  ".join([*cells, left.rjust(8)]), highlight=False)
+        self.scores += [metrics["objective/scores"]] if metrics.get("objective/scores") is not None else []
         if self.progress is not None:
-            self.progress.update(self.task, completed=metrics["training_step"])
+            told = f"{left} left  score {sparkline(self.scores)} {self.scores[-1] if self.scores else math.nan:.3g}"
+            self.progress.update(self.task, completed=step, description=told)
+
+    def _time_left(self, step: int) -> str:
+        """Hours:minutes:seconds of the steps to come at the mean pace of the last ones, eval and saving included."""
+        if step == 0:
+            self.ends[-1] = time.monotonic()  # the evaluation before the first step
+            return ""
+        self.ends.append(time.monotonic())
+        pace = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        return str(timedelta(seconds=round(pace * (self.num_steps - step))))
+
+    def show(self, step: int, rollouts: Sequence[Any]) -> None:
+        """Print the first and the last rollout; some of them also go to the trackers, as a table."""
+        if not self.enabled or not rollouts:
+            return
+        for r in (rollouts[0], rollouts[-1]):
+            answer = f"score {r.score:g}, {r.finish_reason}, label {str(*r.prompt.ground_truths[:1]):.60}"
+            self.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
+        rows = []
+        for r in rollouts[:TABLE_ROLLOUTS]:
+            row = {name: getattr(r, name) for name in ("score", "advantage", "finish_reason", "text")}
+            labels = {"prompt": r.prompt.text, "ground_truths": str(r.prompt.ground_truths)}
+            rows.append({"training_step": step} | labels | row)
+        for feed in self.feeds:
+            feed.put({"training_step": step, "rollouts": rows})
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -2125,22 +2234,13 @@ class Logger:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in ordered)
 
     def close(self) -> None:
-        """End wandb (waits WANDB_WAIT_S at most) and stop the progress bar."""
+        """End the trackers (waits TRACKER_WAIT_S at most for each) and stop the progress bar."""
         if not self.enabled:
             return
         if self.progress is not None:
             self.progress.stop()
-        if self.queue is not None:
-            end = time.monotonic() + WANDB_WAIT_S
-            with contextlib.suppress(queue.Full):
-                self.queue.put(None, timeout=WANDB_WAIT_S)
-            self.thread.join(timeout=max(end - time.monotonic(), 0.0))
-            if self.thread.is_alive():
-                self.say(
-                    f"WARNING: wandb has not ended within {WANDB_WAIT_S:.0f} s and may lack rows; metrics.jsonl has all"
-                )
-            elif self.dropped:
-                self.say(f"wandb: {self.dropped} rows dropped; metrics.jsonl has all of them")
+        for problem in filter(None, [feed.close() for feed in self.feeds]):
+            self.say(problem)
 
 
 def write_report(run_dir: Path) -> Path:

@@ -73,8 +73,10 @@ PAGE_METRICS = """episode lr epoch objective/kl objective/scores objective/rlhf_
 def learned(tiny_models, data, tmp_path_factory):
     """One 25-step run with vLLM that several tests look at."""
     out = tmp_path_factory.mktemp("runs")
-    flags = f"--exp_name learn --total_episodes 1600 {VLLM} --with_tracking --save_traces --eval_on_step_0"
-    flags += f" --local_eval_every 10 --save_freq 20 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
+    flags = f"--exp_name learn --total_episodes 1600 {VLLM} --with_tracking --with_tensorboard --save_traces"
+    flags += (
+        f" --eval_on_step_0 --local_eval_every 10 --save_freq 20 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
+    )
     return run(tiny_models(), data, out, flags), out / "learn"
 
 
@@ -128,6 +130,8 @@ def test_what_a_run_leaves(learned):
     assert environment["packages"]["torch"] == torch.__version__ and len(environment["data_hash"]) == 16
     assert json.loads((run_dir / "args.json").read_text())["learning_rate"] == 3e-3
     assert list(run_dir.glob("wandb/offline-run-*/run-*.wandb")), "wandb wrote nothing"
+    assert list(run_dir.glob("wandb/offline-run-*/files/media/table/rollouts_*")), "wandb got no samples"
+    assert list(run_dir.glob("tensorboard/events.*")) and "dropped" not in stdout
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = (c.from_pretrained(run_dir / "model") for c in (AutoModelForCausalLM, AutoTokenizer))
