@@ -1015,6 +1015,8 @@ def update(
                 gap.add(batch.old_logprobs, batch)
         if args.kl_in_reward:
             put_kl_in_reward(batches, args, world, metrics)
+    if ref_policy is not None:
+        utils.shard_again(ref_policy)  # its gathered copy is not needed any more
     if several:
         gap_metrics = gap.check(args, world, "on this step's rollouts")
     for _ in range(args.num_epochs):
@@ -1271,6 +1273,7 @@ def main(args: Args) -> Path | None:
     if int(os.environ.get("RANK", 0)) == 0:
         print(utils.batch_arithmetic(args, world_size, num_training_steps(args)))
         if args.dry_run:
+            print(utils.describe_memory(args, world_size, True, LOGPROB_CHUNK))
             print(utils.describe_sources(args))
     if args.dry_run:
         return None

@@ -1020,6 +1020,8 @@ def main(args: Args) -> None:
             f"{args.num_unique_prompts_rollout * (args.async_steps + 1)} groups in flight"
         )
         if args.dry_run:
+            learners, shared = sum(args.num_learners_per_node), args.single_gpu_mode
+            print(utils.describe_memory(args, learners, shared, grpo.LOGPROB_CHUNK))
             print(utils.describe_sources(args))
         else:
             launch(args)

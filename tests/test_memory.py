@@ -1,0 +1,146 @@
+"""The memory estimate of --dry_run against the bytes that an update really holds."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import grpo
+import utils
+from scripts import memory_table
+from tests.conftest import REPO
+
+# Rank 0 of several, alone: torch's fake process group exchanges nothing, and shards and buffers have their real sizes.
+MEASURE = """
+    import gc, json, os, sys, tempfile, weakref
+    import utils, grpo, torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    class Peak(TorchDispatchMode):
+        # peak: most bytes of storages that live at the same time, but for those that lived before
+        def __init__(self):
+            super().__init__()
+            self.live, self.peak, self.before = {}, 0, {}
+            self.watch(gc.get_objects())
+            self.live, self.before = {}, self.live
+
+        def watch(self, things):
+            tensors = [x for x in things if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+            storages = [getattr(x, "_local_tensor", x).untyped_storage() for x in tensors]
+            for storage in storages:
+                key = storage._cdata
+                if not any(key in known and known[key]() is not None for known in (self.before, self.live)):
+                    self.live[key] = weakref.ref(storage)
+            return sum(storage.nbytes() for storage in storages)
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if self.watch(tree_leaves((out,))) > 2**16:
+                self.live = {key: ref for key, ref in self.live.items() if ref() is not None}
+                self.peak = max(self.peak, sum(ref().nbytes() for ref in self.live.values()))
+            return out
+
+    def measure(directory, ranks, vocabulary, hidden, **flags):
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        world = utils.World(0, 0, ranks, torch.device("cpu"))
+        config = AutoConfig.for_model(
+            "llama", hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=6, num_attention_heads=8,
+            num_key_value_heads=2, vocab_size=vocabulary, tie_word_embeddings=False,
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        found = Peak()
+        args = grpo.Args(model_name_or_path=directory, max_logprob_gap=0.0, use_rho_correction=False, **flags)
+        policy, ref_policy = (grpo.load_policy(args, world) for _ in range(2))
+        ref_policy.requires_grad_(False)
+        optimizer, scheduler = grpo.make_optimizer(policy, args)
+        tokens = args.pack_length - 31
+        prompt = utils.Prompt(0, tuple(range(32)), "", ("7",), ("gsm8k",))
+        r = grpo.Rollout(prompt, 0, 0, [5] * tokens, [-1.0] * tokens, [True] * tokens, [0] * tokens, "stop")
+        r.advantage = 1.0
+
+        def step():
+            batches = [[grpo.make_batch([[[r]]], world.device) for _ in range(2)]]
+            grpo.update(policy, ref_policy, optimizer, scheduler, batches, args, world, utils.Metrics())
+
+        step()  # Adam's state comes into being
+        gc.collect()
+        found.watch(gc.get_objects())
+        with found:
+            step()
+        dist.destroy_process_group()
+        return found.peak, utils.memory_estimate(args, config, ranks, grpo.LOGPROB_CHUNK)
+
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps([measure(directory, **setting) for setting in json.loads(sys.argv[1])]), flush=True)
+    os._exit(0)
+"""
+BASE = {"ranks": 4, "vocabulary": 2000, "hidden": 256, "pack_length": 512}
+SETTINGS = [
+    BASE | {"deepspeed_stage": 0, "model_dtype": "float32"},
+    BASE | {"deepspeed_stage": 3, "gradient_checkpointing": True, "model_dtype": "float32"},
+    BASE | {"deepspeed_stage": 3, "vocabulary": 8000, "pack_length": 1200},  # logits
+    BASE | {"deepspeed_stage": 2, "pack_length": 64, "vocabulary": 16000},  # weights, embeddings
+]
+
+
+def test_estimate_against_an_update():
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), json.dumps(SETTINGS)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for setting, (peak, parts) in zip(SETTINGS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        estimate = sum(size for name, size in parts.items() if not name.startswith("engine"))
+        print(f"estimate / peak {estimate / peak:.2f}, {peak / 2**20:.0f} MiB, {setting}")
+        assert 0.95 < estimate / peak < 1.2, (setting, peak, parts)
+
+
+def test_a_7b_model_by_hand():
+    """Qwen2.5-7B: 7,615,616,512 weights, 28 layers, 4 key-value heads of 128."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
+    )  # fmt: skip
+    args = grpo.Args(model_name_or_path="x", deepspeed_stage=3, gradient_checkpointing=True, pack_length=4096)
+    parts = utils.memory_estimate(args, config, 8, grpo.LOGPROB_CHUNK)
+    assert parts["weights"] == parts["gradients"] == parts["reference"] == 7_615_616_512 * 4 / 8
+    assert parts["engine_weights"] == 2 * 7_615_616_512 and parts["engine_token"] == 2 * 28 * 4 * 128 * 2
+    # 152064 x 3584 head: its gradient in float32 and bfloat16, 1024 x 152064 logits; 28 layer inputs; one layer
+    head = 152064 * 3584 * 6 + 12 * 1024 * 152064
+    assert parts["activations and head"] > head + 28 * 4096 * 3584 * 2
+    assert parts["activations and head"] < head + 28 * 4096 * 3584 * 2 + 4096 * 3584 * 80
+    assert utils.memory_estimate(args, config, 16, grpo.LOGPROB_CHUNK)["Adam"] == parts["Adam"] / 2
+
+
+def test_dry_run_prints_it_and_warns(tiny_models, capsys):
+    flags = ["--model_name_or_path", str(tiny_models()), "--dry_run", "--vllm_gpu_memory_utilization", "0.5"]
+    grpo.main(utils.parse_args(grpo.Args, flags))
+    out = capsys.readouterr().out
+    assert "memory   learner, GiB a GPU: weights 0.0" in out and "engine, 0.5 of" in out and "WARNING" not in out
+    long = ["--response_length", "500_000_000", "--pack_length", "500_000_256"]
+    grpo.main(utils.parse_args(grpo.Args, flags + long))
+    out = capsys.readouterr().out
+    assert "a token, 0 responses" in out and "WARNING: that is" in out
+    grpo.main(utils.parse_args(grpo.Args, ["--model_name_or_path", "no/such-model", "--dry_run"]))
+    assert "memory   not estimated: no config.json of no/such-model" in capsys.readouterr().out
+
+
+def test_the_readmes_table():
+    readme = (REPO / "README.md").read_text()
+    assert memory_table.row("Qwen2.5-0.5B", memory_table.qwen(*memory_table.SHAPES["Qwen2.5-0.5B"])) in readme
+    assert all(f"| {name} |" in readme for name in memory_table.SHAPES)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
+def test_any_architecture(tiny_models, arch):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny_models(arch))
+    parts = utils.memory_estimate(grpo.Args(model_name_or_path="x"), config, 1, grpo.LOGPROB_CHUNK)
+    assert all(size > 0 for size in parts.values())
