@@ -2250,7 +2250,9 @@ class Logger:
         self.progress = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self.progress = Progress(*columns, console=self.console)
+            # painted once a step only: a bar that repaints itself wipes out the prompt of a debugger
+            quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+            self.progress = Progress(*columns, console=self.console, **quiet)
             self.task = self.progress.add_task("", total=num_steps, completed=start_step)
             self.progress.start()
         self.num_steps, self.header_shown = num_steps, False
@@ -2282,7 +2284,7 @@ class Logger:
         self.scores += [metrics["objective/scores"]] if metrics.get("objective/scores") is not None else []
         if self.progress is not None:
             told = f"{left} left  score {sparkline(self.scores)} {self.scores[-1] if self.scores else math.nan:.3g}"
-            self.progress.update(self.task, completed=step, description=told)
+            self.progress.update(self.task, completed=step, description=told, refresh=True)
 
     def _time_left(self, step: int) -> str:
         """Hours:minutes:seconds of the steps to come at the mean pace of the last ones, eval and saving included."""

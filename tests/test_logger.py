@@ -47,28 +47,50 @@ def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "0:32:02"  # 961 x 2 s
 
 
-def test_a_terminal_has_a_bar_with_time_left_and_a_curve(tmp_path):
-    script = """
-        import sys
-        from pathlib import Path
-        import grpo, utils
-
-        args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
-        logger = utils.Logger(args, Path(sys.argv[1]), 8, 0, utils.World(0, 0, 1, None))
-        for step in range(1, 5):
-            logger.log({"training_step": step, "objective/scores": step / 4})
-        logger.close()
-    """
+def in_a_terminal(script, directory, typed=b""):
+    """What a Python program writes to a terminal in which `typed` is typed when a debugger asks."""
     master, slave = pty.openpty()
     env = os.environ | {"COLUMNS": "180", "TERM": "xterm-256color"}
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(script), str(directory)]
     process = subprocess.Popen(command, cwd=REPO, env=env, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
+    timer = threading.Timer(60, process.kill)
+    timer.start()
     out = b""
     while chunk := read(master):
         out += chunk
-    assert process.wait(timeout=60) == 0, out.decode()
-    assert "score ▁▃▆█ 1" in out.decode() and "4/8" in out.decode() and "left" in out.decode()
+        if typed and b"(Pdb) " in out:
+            os.write(master, typed)
+            typed = b""
+    timer.cancel()
+    assert process.wait() == 0, out.decode()[-2000:]
+    return out.decode()
+
+
+TERMINAL = """
+    import sys
+    from pathlib import Path
+    import grpo, utils
+
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
+    logger = utils.Logger(args, Path(sys.argv[1]), 8, 0, utils.World(0, 0, 1, None))
+    for step in range(1, 5):
+        logger.log({"training_step": step, "objective/scores": step / 4})
+"""
+
+
+def test_a_terminal_has_a_bar_with_time_left_and_a_curve(tmp_path):
+    out = in_a_terminal(TERMINAL + "    logger.close()", tmp_path)
+    assert "score ▁▃▆█ 1" in out and "4/8" in out and "left" in out
+
+
+def test_the_bar_leaves_the_prompt_of_a_debugger_alone(tmp_path):
+    """A bar that repaints itself, or takes stdout, hides it: then nothing is typed here."""
+    more = "        if step == 2: secret = 6; breakpoint()\n    logger.close()"
+    out = in_a_terminal(TERMINAL + more, tmp_path, b"p secret * 7\nimport time; time.sleep(0.5)\nc\n")
+    assert "\n42" in out.replace("\r", "") and "4/8" in out
+    asked = out[out.index("(Pdb)") : out.rindex("(Pdb)")]
+    assert "━" not in asked  # nothing was painted over
 
 
 def read(terminal):
