@@ -19,6 +19,7 @@ import grpo
 import rewards
 import utils
 from tests.conftest import REPO
+from tests.test_math import LOSS_FNS
 
 VOCAB = 512
 
@@ -104,9 +105,10 @@ LOSSES = [
     ["--loss_denominator", "sequence", "--loss_fn", "gspo"],
     ["--loss_denominator", "50", "--loss_fn", "cispo", "--entropy_coef", "0.01"],
 ]
+LOSSES += [["--loss_fn", name] for name in LOSS_FNS if name not in ("dapo", "gspo", "cispo")]  # of a fork
 
 
-@pytest.mark.parametrize("flags", LOSSES, ids=["dapo-token", "gspo-sequence", "cispo-constant-entropy"])
+@pytest.mark.parametrize("flags", LOSSES, ids=lambda flags: "-".join(flags[1::2]) or "default")
 def test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, flags):
     rollouts = make_rollouts()
     args = make_args(tiny_models(), *flags)

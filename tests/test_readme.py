@@ -1,7 +1,11 @@
 """The README says what the code does: its commands parse, its metrics table is complete."""
 
+import inspect
 import re
 import shlex
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -14,27 +18,69 @@ from tests.conftest import REPO
 README = (REPO / "README.md").read_text()
 
 
-def commands():
+def lines():
+    """Every line of the README's bash blocks, continued lines joined."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-    return [line for line in blocks.splitlines() if re.search(r" grpo(_fast)?\.py --", line)]
+    return [line for line in blocks.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def commands():
+    return [line for line in lines() if re.search(r" grpo(_fast)?\.py +--", line)]
 
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_pass_every_check(line):
-    words = shlex.split(line, comments=True)
-    ranks = next((int(w.partition("=")[2]) for w in words if w.startswith("--nproc_per_node=")), 1)
+    words = shlex.split(line.replace("=", " "), comments=True)
+
+    def number(flag):
+        return int(words[words.index(flag) + 1]) if flag in words else 1
+
     script = next(w for w in words if w.startswith("grpo"))
     args = utils.parse_args(grpo.Args, words[words.index(script) + 1 :])
-    utils.check_args(args, ranks, fast=script == "grpo_fast.py")
+    ranks, a_node = number("--nnodes") * number("--nproc_per_node"), number("--nproc_per_node")
+    utils.check_args(args, ranks if script == "grpo.py" else 1, fast=script == "grpo_fast.py")
     if script == "grpo_fast.py":
-        grpo_fast.check_fast_args(args, None, 1)
+        grpo_fast.check_fast_args(args, ranks if words[0] == "torchrun" else None, a_node)
     else:  # what check_args asks for where there is a GPU: learner and engine share it
         assert args.vllm_gpu_memory_utilization <= 0.8 or args.rollout_backend != "vllm"
 
 
+OTHERS = (
+    r"source scripts/setup\.sh|git switch -c \w+|cp grpo\.py my_grpo\.py|(?:python|torchrun) grpo(?:_fast)?\.py \.\.\. "
+)
+
+
+@pytest.mark.parametrize("line", [line for line in lines() if line not in commands()])
+def test_every_other_line_names_a_script_and_flags_that_exist(line):
+    words = shlex.split(line, comments=True)
+    if re.match(OTHERS, line):
+        flags, source = [w for w in words if w.startswith("--")], inspect.getsource(grpo.Args)
+    else:
+        path = REPO / next(w for w in words[1:] if not w.startswith("-"))
+        assert path.exists() and words[0] == {".sh": "bash", ".py": "python"}[path.suffix], line
+        flags = [w for w in words[2:] if w.startswith("--")]
+        source = path.read_text() + (inspect.getsource(grpo.Args) if '"$@"' in path.read_text() else "")
+    for flag in flags:
+        assert flag in source or f" {flag.removeprefix('--')}:" in source or flag == "--pdb", flag
+
+
+def test_commands_of_the_claims_select_tests():
+    """pytest -k takes any of its words that is in the name of a test, of its file or of a parameter."""
+    claims = re.findall(r"`pytest (tests/[^`]*)`", README)
+    assert len(claims) > 10
+    for claim in claims:
+        words = shlex.split(claim)
+        files = [w for w in words if w.endswith(".py")]
+        text = "".join((REPO / f).read_text() for f in files)
+        names = " ".join([*re.findall(r"def (test_\w+)", text), *files]).lower()
+        chosen = words[words.index("-k") + 1].split(" or ") if "-k" in words else ["test"]
+        assert all(word.lower() in names for word in chosen), claim
+
+
 def test_the_8_gpu_command_is_veRLs_105_steps():
     line = next(c for c in commands() if "Qwen2.5-7B" in c)
-    args = utils.parse_args(grpo.Args, shlex.split(line)[3:])
+    words = shlex.split(line)
+    args = utils.parse_args(grpo.Args, words[words.index("grpo.py") + 1 :])
     assert grpo.num_training_steps(args) == 105
     assert "1024 prompts x 5 samples = 5120 rollouts" in utils.batch_arithmetic(args, 8, 105)
 
@@ -64,3 +110,37 @@ def undocumented(keys):
 
 def test_undocumented_can_fail():
     assert undocumented(["objective/scores", "val/made_up"]) == ["val/made_up"]
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A copy of the repository's Python with the README's example of a fork applied."""
+    directory = tmp_path_factory.mktemp("fork")
+    for file in (*REPO.glob("*.py"), *REPO.glob("tests/*.*"), *REPO.glob("scripts/*.py"), REPO / "pyproject.toml"):
+        (directory / file.relative_to(REPO)).parent.mkdir(exist_ok=True)
+        (directory / file.relative_to(REPO)).write_bytes(file.read_bytes())
+    (directory / "README.md").write_text(README)
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    (directory / "fork.diff").write_text(diff)
+    subprocess.run(["git", "apply", "--recount", "--unidiff-zero", "-C1", "fork.diff"], cwd=directory, check=True)
+    return directory
+
+
+def test_the_fork_of_the_readme_is_the_paper_s_loss_and_passes_its_tests(fork):
+    """tau = 1.0 and 1.05; at ratio 1 sigmoid(0) 4 / tau, with the policy gradient."""
+    script = """
+        import math, torch, grpo
+        new = torch.tensor([[math.log(1.5), math.log(0.4)]], requires_grad=True)
+        options = dict(loss_fn="sapo", clip_lower=0.2, clip_higher=0.2)
+        ones = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2, dtype=torch.long)
+        loss, _, _ = grpo.policy_loss(new, torch.zeros(1, 2), torch.tensor([[2.0, -3.0]]), *ones, **options)
+        gate = lambda ratio, tau: 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+        want = torch.tensor([[-2 * gate(1.5, 1.0), 3 * gate(0.4, 1.05)]])
+        torch.testing.assert_close(loss.detach(), want)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=fork, check=True, timeout=120)
+    tests = ["tests/test_math.py", "tests/test_learner.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", "sapo"]
+    done = subprocess.run(command, cwd=fork, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "test_update_does_not_depend_on_the_split[sapo]" in done.stdout  # among the slowest
