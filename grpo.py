@@ -295,6 +295,12 @@ class Args:
     """Project of --with_tracking."""
     wandb_entity: str | None = None
     """Entity of --with_tracking; None is the account's default."""
+    push_to_hub: bool = False
+    """Upload the final model and a card with the command line to the Hugging Face hub. Off: nothing leaves."""
+    hf_repo_id: str | None = None
+    """Repository of --push_to_hub, made private if new: NAME or ORGANIZATION/NAME; None is exp_name."""
+    hf_repo_revision: str | None = None
+    """Its branch, made if new; None is the default one."""
 
     # read by grpo_fast.py; accepted here so that both scripts take one command line
     stall_timeout_s: float = 1800.0
@@ -1365,7 +1371,7 @@ def main(args: Args) -> Path | None:
         out = finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
-                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", dtype, world)
+                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", args, world)
             out["time/saving"] = timer.seconds["time/saving"]
         if eval_prompts and args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps):
             out |= evaluate(engine, eval_prompts, tokenizer, args, world)[0]
@@ -1388,7 +1394,7 @@ def main(args: Args) -> Path | None:
 
     checkpoints.wait()
     if state["step"] == num_steps:
-        utils.save_model(policy, tokenizer, run_dir / "model", dtype, world)
+        utils.save_model(policy, tokenizer, run_dir / "model", args, world)
     logger.close()
     if world.is_main:
         print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
@@ -1398,6 +1404,8 @@ def main(args: Args) -> Path | None:
     if engine is not None:
         engine.close()
     utils.leave_distributed()
+    if args.push_to_hub and world.is_main and state["step"] == num_steps:  # the other ranks wait for nothing
+        utils.push_model(run_dir, args)
     return run_dir
 
 

@@ -883,7 +883,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             out["val/actor_tokens_per_second_longest_group"] = tokens / longest  # open-instruct's throughput
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
-                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", dtype, world)
+                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", args, world)
             out["time/saving"] = timer.seconds["time/saving"]
         evaluated = args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps)
         if args.async_steps and (evaluated or step == first_step):
@@ -913,7 +913,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
 
     checkpoints.wait()
     if state["step"] == num_steps:
-        utils.save_model(policy, tokenizer, run_dir / "model", dtype, world)
+        utils.save_model(policy, tokenizer, run_dir / "model", args, world)
     logger.close()
     if world.is_main:
         engines.wait_loaded(state["step"])
@@ -923,6 +923,9 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     utils.stop_servers(servers)
     dist.barrier()  # no rank leaves while another still writes
     utils.leave_distributed()
+    if args.push_to_hub and world.is_main and state["step"] == num_steps:  # the other ranks wait for nothing
+        engines.watchdog.timeout_s = math.inf
+        utils.push_model(run_dir, args)
     return run_dir
 
 

@@ -18,6 +18,7 @@ import math
 import os
 import queue
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -432,6 +433,11 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
     need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
     system = args.system_prompt_override_file
     need(system is None or Path(system).is_file(), f"--system_prompt_override_file {system}: no such file")
+    need(
+        args.push_to_hub or not (args.hf_repo_id or args.hf_repo_revision),
+        f"--hf_repo_id {args.hf_repo_id} --hf_repo_revision {args.hf_repo_revision}: nothing is uploaded without "
+        "--push_to_hub, which is off by default",
+    )
     check_chat_template_name(args.chat_template_name)
     check_scheduler_name(args.lr_scheduler_type)
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
@@ -579,6 +585,8 @@ def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
     outcome = [None]
     if world.is_main:
         try:
+            if args.push_to_hub:
+                hub_repo(args)
             _claim_run_dir(args, data_hash)
         except ValueError as error:
             outcome = [str(error)]
@@ -1534,21 +1542,174 @@ def replacing(path: Path) -> Iterator[Path]:
     os.replace(temporary, path)
 
 
-def save_model(policy: Any, tokenizer: Any, path: Path, dtype: torch.dtype, world: World) -> None:
-    """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed)."""
-    model, state = policy.model, {}
+def start_file(name: str, args: Any, model: torch.nn.Module) -> Path | None:
+    """A file of the start model, at the commit it was loaded from; None where it has none."""
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    revision = getattr(model.config, "_commit_hash", None) or args.model_revision
+    with contextlib.suppress(OSError):  # a hub that is gone at the end of a run must not cost the model
+        found = cached_file(args.model_name_or_path, name, revision=revision, **quiet)
+        return Path(found) if found else None
+    return None
+
+
+def save_model(policy: Any, tokenizer: Any, path: Path, args: Any, world: World) -> None:
+    """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed).
+
+    What training does not change is the start model's own, byte for byte: what transformers would write anew has names
+    that older versions of it and of vLLM misread, some (rope_parameters) without a word.
+    """
+    from transformers import GenerationConfig
+
+    model, state, dtype = policy.model, {}, DTYPES[args.model_dtype]
     tied = model.config.tie_word_embeddings
     for name, tensor in full_weights(policy, dtype):  # all ranks
         if world.is_main and not (tied and name == "lm_head.weight"):
-            state[name] = tensor.cpu().clone()
+            state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
         with replacing(path) as temporary:
-            model.save_pretrained(temporary, state_dict=state)
-            config = json.loads((temporary / "config.json").read_text())
-            config["dtype"] = str(dtype).removeprefix("torch.")
-            (temporary / "config.json").write_text(json.dumps(config, indent=2))
+            persistent = model.state_dict().keys()
+            state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+            # A start model's own sampling defaults stay: who compares it with its trained self wants one difference.
+            # Where it has none, they are those that were trained: softmax(logits / temperature).
+            model.generation_config = GenerationConfig(
+                do_sample=True,
+                **{"temperature": args.temperature, "top_p": args.vllm_top_p},
+                **{"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id},
+            )
+            model.save_pretrained(temporary, state_dict=state, max_shard_size="5GB")
             tokenizer.save_pretrained(temporary)
+            _keep_start_files(model, tokenizer, temporary, args)
+            for file in temporary.iterdir():  # safetensors writes files that only their owner may read
+                if file.is_file():
+                    shutil.copymode(temporary / "config.json", file)
     dist.barrier()
+
+
+TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt vocab.txt tokenizer.model spiece.model""".split()
+
+
+def _keep_start_files(model: Any, tokenizer: Any, path: Path, args: Any) -> None:
+    """In a saved model put the start model's files in place of transformers' versions of them."""
+
+    def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+        if (path / name).exists():
+            content = json.loads((path / name).read_text())
+            change(content)
+            (path / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    for name in (*TOKENIZER_FILES, "generation_config.json", "config.json"):
+        source = start_file(name, args, model)
+        if name == "config.json" and source is not None:  # that of a model of which only a part was loaded is not ours
+            architectures = json.loads(source.read_text()).get("architectures")
+            source = source if architectures == [type(model).__name__] else None
+        if source is not None:
+            shutil.copyfile(source, path / name)
+
+    def fit_config(config: dict[str, Any]) -> None:
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = args.model_dtype
+        config["tie_word_embeddings"] = model.config.tie_word_embeddings
+
+    def fit_tokenizer(config: dict[str, Any]) -> None:  # older versions do not know chat_template.jinja
+        if isinstance(tokenizer.chat_template, str) and "chat_template" in config:
+            config["chat_template"] = tokenizer.chat_template
+
+    # args.stop_strings are not written: generate() would refuse to run without a tokenizer
+    ids = eos_token_ids(args.model_name_or_path, getattr(model.config, "_commit_hash", None), tokenizer)
+    edit("config.json", fit_config)
+    edit("tokenizer_config.json", fit_tokenizer)
+    edit("generation_config.json", lambda config: config.update(eos_token_id=ids[0] if len(ids) == 1 else ids))
+
+
+def hub_repo(args: Any) -> str:
+    """Full name of the hub repository of --push_to_hub, made if need be, with its branch.
+
+    Raises UserError: without a token, or where it may not be written.
+    """
+    import huggingface_hub
+
+    flags = f"--push_to_hub --hf_repo_id {args.hf_repo_id or args.exp_name}"
+    flags += f" --hf_repo_revision {args.hf_repo_revision}" if args.hf_repo_revision else ""
+    if huggingface_hub.get_token() is None:
+        raise UserError(f"{flags}: no token: run `hf auth login`, or set HF_TOKEN, or drop --push_to_hub")
+    api = huggingface_hub.HfApi()
+    try:
+        # private: what was meant for all is published in a click, what was not cannot be called back
+        repo = api.create_repo(args.hf_repo_id or args.exp_name, private=True, exist_ok=True).repo_id
+        api.auth_check(repo, write=True)  # create_repo is content with a repository that it may read
+        if args.hf_repo_revision:
+            api.create_branch(repo, branch=args.hf_repo_revision, exist_ok=True)
+    except Exception as error:  # of the name, of the network, of http
+        raise UserError(
+            f"{flags}: {type(error).__name__}: {error}\nIs $HF_TOKEN (or `hf auth login`) of an account that may write "
+            "there? Choose another --hf_repo_id, or drop --push_to_hub"
+        ) from None
+    return repo
+
+
+def push_model(run_dir: Path, args: Any) -> None:
+    """Upload run_dir/model with a model card. Call it on rank 0, after all else.
+
+    A failure is told with the command that tries again, and is no failure of the run: torchrun and job queues answer
+    that by training once more, where the model is on the disk.
+    """
+    import huggingface_hub
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: it may end an upload
+    model, revision = run_dir / "model", args.hf_repo_revision
+    again = ["hf", "upload", args.hf_repo_id or args.exp_name, str(model), ".", "--private"]
+    again += ["--revision", revision] if revision else []
+    try:
+        (model / "README.md").write_text(model_card(run_dir, args))
+        repo = hub_repo(args)
+        print(f"uploading {model} to {repo}", flush=True)
+        done = huggingface_hub.HfApi().upload_folder(
+            repo_id=repo, folder_path=model, revision=revision, commit_message=f"Model of {args.exp_name}"
+        )
+        print(f"uploaded: {done.commit_url}")
+    except Exception as error:  # of http, of hf_xet, of the disk
+        print(
+            f"WARNING: --push_to_hub: {model} is complete, but was NOT uploaded: {type(error).__name__}: {error}\n"
+            f"WARNING: to upload it: {shlex.join(again)}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def model_card(run_dir: Path, args: Any) -> str:
+    """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
+    from huggingface_hub import ModelCardData
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    command = json.loads((run_dir / "environment.json").read_text())["command"]
+    names = [name for name, _ in parse_mixer("dataset_mixer_list", args.dataset_mixer_list)]
+    hub_names = {name.partition(":")[0] for name in names if name.count("/") == 1 and not Path(name).exists()}
+    start = Path(args.model_name_or_path)
+    base = start.name if start.is_dir() else args.model_name_or_path
+    data = ModelCardData(
+        base_model=None if start.is_dir() else base,
+        datasets=sorted(hub_names) or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["grpo", "reinforcement-learning"],
+    )
+    last = next((row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {})
+    shown = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature learning_rate beta
+        loss_fn advantage_normalization_type chat_template_name stop_strings seed""".split()
+    results = ["eval/pass_at_1", "eval/objective/verifiable_correct_rate", "eval/scores", "eval/sequence_lengths"]
+    flags = "\n".join(f"| {name} | {getattr(args, name)} |" for name in shown if getattr(args, name) not in (None, []))
+    metrics = "\n".join(f"| {name} | {last[name]:.4g} |" for name in results if last.get(name) is not None)
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n# {args.exp_name}\n\n"
+        f"{base} after {rows[-1]['training_step']} steps and {rows[-1]['episode']} sampled responses of GRPO on "
+        f"{', '.join(names)}.\n\n"
+        f"| flag | value |\n|---|---|\n{flags}\n\n"
+        + (f"| evaluation after step {last['training_step']} | |\n|---|---|\n{metrics}\n\n" if metrics else "")
+        + f"```bash\n{shlex.join(['python', *command[1:]])}\n```\n"
+    )
 
 
 class Checkpoints:

@@ -58,8 +58,7 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
         theirs = dump.info["metrics"]
         same &= report(world, f"step {step}", made, theirs, dump.info["weights_after"], policy, tolerance)
     if save is not None:
-        dtype = utils.DTYPES[args.model_dtype]
-        utils.save_model(policy, utils.load_tokenizer(args), save, dtype, world)
+        utils.save_model(policy, utils.load_tokenizer(args), save, args, world)
     if world.is_main:
         how = (
             f"metrics within {tolerance:g} of the run's" if tolerance else "replayed weights and metrics are the run's"
