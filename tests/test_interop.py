@@ -103,7 +103,7 @@ class Hub:
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             self.commits.append(path)
             return {"commitUrl": f"{self.url}/me/x/commit/{'0' * 40}", "commitOid": "0" * 40}
-        return {}
+        return {"id": "me/x"}
 
 
 @pytest.fixture
@@ -264,15 +264,23 @@ def test_upload_of_a_run(trained):
 
 
 def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
-    """grpo_fast.py: the hub refuses the model when it comes; the run ends well and tells how to try again."""
+    """grpo_fast.py: the hub refuses the model when it comes; the run ends well, its last line uploads the model."""
     hub = Hub()
     hub.faults = {"/preupload/": 403}
-    done = run("grpo_fast.py", start[0], data, tmp_path, "--exp_name", "f", "--push_to_hub", env=hub.env)
+    flags = "--exp_name f --push_to_hub --hf_repo_revision b".split()
+    done = run("grpo_fast.py", start[0], data, tmp_path, *flags, env=hub.env)
     assert hub.calls[0][0] == "/api/repos/create" and not hub.commits
     model = tmp_path / "f" / "model"
     assert f"WARNING: --push_to_hub: {model} is complete, but was NOT uploaded: " in done.stderr
-    assert f"WARNING: to upload it: hf upload f {model} . --private\n" in done.stderr
     load(model)
+    again = done.stderr.splitlines()[-1].removeprefix("WARNING: to upload it: ")
+    assert again == f"hf upload f {model} . --private --revision b"
+    hub.faults = {}
+    bin_dir = os.path.dirname(sys.executable)
+    env = os.environ | hub.env | {"PATH": f"{bin_dir}:{os.environ['PATH']}", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    subprocess.run(again.split(), env=env, check=True, capture_output=True, timeout=120)
+    assert hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
+    assert hub.commits == ["/api/models/me/f/commit/b"]
 
 
 def make_args(path, **flags):
@@ -298,7 +306,7 @@ def test_start_files_stay_as_they_are(tiny_models, tmp_path, world, monkeypatch)
     config = json.loads((path / "config.json").read_text())
     config |= {"torch_dtype": config.pop("dtype"), "rope_theta": config.pop("rope_parameters")["rope_theta"]}
     (path / "config.json").write_text(json.dumps(config))
-    (path / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}')
+    (path / "generation_config.json").write_text('{"eos_token_id": 5, "temperature": 0.9, "top_p": 0.6}')
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
     tokenizer |= {"chat_template": (path / "chat_template.jinja").read_text(), "note": "kept"}
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
@@ -313,7 +321,9 @@ def test_start_files_stay_as_they_are(tiny_models, tmp_path, world, monkeypatch)
     save("org/old", tmp_path / "tulu", world, chat_template_name="tulu")
     want = config | {"torch_dtype": "bfloat16", "tie_word_embeddings": False}
     assert json.loads((tmp_path / "own" / "config.json").read_text()) == want
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model"):
+    generation = json.loads((tmp_path / "own" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [2, 5], "temperature": 0.9, "top_p": 0.6}  # both ended responses
+    for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model"):
         a, b = ((p / name).read_bytes() for p in (path, tmp_path / "own"))
         assert a == b or json.loads(a) == json.loads(b), name
     tulu = utils.CHAT_TEMPLATES["tulu"]
@@ -339,8 +349,11 @@ def test_start_model_without_generation_config(tiny_models, tmp_path, world):
     model.model.layers[1].mlp.gate.e_score_correction_bias += 0.5
     model.save_pretrained(path)
     (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["Glm4MoeAndEyes"]}))  # it has more parts
     save(path, tmp_path / "saved", world)
     again, tokenizer, config = load(tmp_path / "saved")
+    assert again.config.architectures == ["Glm4MoeForCausalLM"]
     assert (again.model.layers[1].mlp.gate.e_score_correction_bias == 0.5).all()
     assert load_file(path / "model.safetensors").keys() == load_file(tmp_path / "saved" / "model.safetensors").keys()
     assert (config.do_sample, config.temperature, config.top_p) == (True, 0.6, 0.9)
