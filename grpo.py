@@ -677,6 +677,7 @@ class Batch:
     layout: utils.Layout | None = None  # who attends to whom in a pack; None: causal
     old_logprobs: torch.Tensor | None = None  # None: the policy itself, detached
     ref_logprobs: torch.Tensor | None = None
+    new_logprobs: torch.Tensor | None = None  # of the last pass over it, before that pass's optimizer step
     rollouts: list[Rollout] = field(default_factory=list)  # in the order of seq_ids
 
 
@@ -1038,9 +1039,10 @@ def update(
                     loss = 0.0 * new_logprobs.sum()
                 else:
                     loss = grpo_loss(new_logprobs, entropy, batch, tokens, sequences, args, metrics)
+                    batch.new_logprobs = new_logprobs.detach()
                     if not several:
                         gap.add(new_logprobs, batch)
-                        batch.old_logprobs = new_logprobs.detach()
+                        batch.old_logprobs = batch.new_logprobs
                 (loss * world.size).backward()  # FSDP averages over ranks; our denominators are global already
             if not several:
                 gap_metrics = gap.check(args, world, "on this step's rollouts")

@@ -1897,6 +1897,7 @@ TOKEN_COLUMNS = {  # of a rollout, a value per response token
     "vllm_logprobs": torch.float32,
     "versions": torch.int32,
 }
+LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")
 
 
 @dataclass
@@ -1922,9 +1923,10 @@ def weights_hash(policy: Any, world: World) -> str:
 def write_dump(directory: Path, step: int, rows: Sequence[dict[str, Any]], packs: Any, info: dict[str, Any]) -> None:
     """Write step_NNNNNN.safetensors and .json: what a learner trained on, to the last bit.
 
-    A row has prompt_ids, the TOKEN_COLUMNS, optional old_logprobs and ref_logprobs (of the learner, one per response
-    token), and position, sample, advantage, outcome, score, trained, text, finish_reason. Lists of all rows are
-    concatenated, with prompt_lengths and response_lengths. The json comes last and has the sha256 of the other.
+    A row has prompt_ids, the TOKEN_COLUMNS, optional LEARNER_COLUMNS (logprobs, one per response token; the new ones
+    of the last pass over it, before its optimizer step), and position, sample, advantage, outcome, score, trained,
+    text, finish_reason. Lists of all rows are concatenated, with prompt_lengths and response_lengths. The json comes
+    last and has the sha256 of the other.
     """
     from safetensors.torch import save_file
 
@@ -1938,7 +1940,7 @@ def write_dump(directory: Path, step: int, rows: Sequence[dict[str, Any]], packs
     tensors["prompt_ids"] = flat("prompt_ids", torch.int32)
     for kind in ("prompt", "response"):
         tensors[f"{kind}_lengths"] = torch.tensor([len(row[f"{kind}_ids"]) for row in rows], dtype=torch.int32)
-    for name in ("old_logprobs", "ref_logprobs"):
+    for name in LEARNER_COLUMNS:
         if any(name in row for row in rows):  # NaN where the learner computed none
             padded = [row | {name: row.get(name) or [math.nan] * len(row["response_ids"])} for row in rows]
             tensors[name] = torch.tensor([x for row in padded for x in row[name]], dtype=torch.float32)
@@ -1971,7 +1973,7 @@ def dump_step(
     """Write the step's rollouts, with the learners' logprobs, and how they were packed. All ranks."""
     logprobs: dict[tuple[int, int], dict[str, list[float]]] = {}
     for batch in (b for mini_batch in batches for b in mini_batch):
-        for name in ("old_logprobs", "ref_logprobs"):
+        for name in LEARNER_COLUMNS:
             values = getattr(batch, name)
             for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
                 logprobs.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
@@ -2017,7 +2019,7 @@ def read_dump(directory: Path, step: int) -> Dump:
     tensors = load_file(path)
     lengths = {kind: tensors.pop(f"{kind}_lengths").tolist() for kind in ("prompt", "response")}
     columns = {"prompt_ids": tensors.pop("prompt_ids").split(lengths["prompt"])}
-    for name in (*TOKEN_COLUMNS, "old_logprobs", "ref_logprobs"):
+    for name in (*TOKEN_COLUMNS, *LEARNER_COLUMNS):
         if name in tensors:
             columns[name] = tensors.pop(name).split(lengths["response"])
     columns |= {name.removesuffix("s"): values for name, values in tensors.items() if name != "trained"}
