@@ -7,8 +7,8 @@ lets nothing else run, so that the text of a hostile response stays text. It has
 
 checks      what a practitioner would look at first, each with its numbers and its threshold
 curves      of metrics.jsonl, with the README's definition of the metric under the pointer
-histograms  response length and score over time (rollouts.jsonl, else means and extremes), and the learner/engine
-            probability ratio of single tokens (dumps)
+histograms  response length and score over time (rollouts.jsonl, else means and extremes) and, of single tokens
+            (dumps), the policy ratio new/old with the clip bounds, and the learner/engine probability ratio
 time        seconds per phase, and throughput against the floors that were measured
 rollouts    (--save_traces or --dump_steps) by step, score and text; tokens coloured by |learner - engine| logprob where
             a dump has the learner's, else by the engine's logprob
@@ -54,7 +54,7 @@ PANELS = (  # title, unit, metrics
     ("Learning rate", "", ("lr",)),
     ("Clipped tokens", "share", ("policy/clipfrac_avg", "val/rho_clipfrac")),
     ("Logprob gap, engine to learner", "nats", (f"{GAP}_mean", f"{GAP}_max")),
-    ("Learner/engine ratio", "", ("val/rho", "val/ratio")),
+    ("Ratios", "learner/engine, new/old", ("val/rho", "val/ratio")),
     ("Seconds per step", "s", ("time/total", "time/training", "time/generation")),
     ("Tokens per second", "", ("learner_tokens_per_second_step", "val/actor_tokens_per_second")),
 )  # fmt: skip
@@ -239,9 +239,13 @@ def floors(rows: list[dict[str, Any]]) -> list[list[str]]:
     for name in ("val/learner_idle_share", "val/engine_idle_share"):
         if (value := mean(name)) is not None:
             table.append([name, f"{value:.3f}", "0", f"{value:.1%} of the step"])
+    share = mean("val/engine_bandwidth_share")
     for name in ("learner_tokens_per_second_step", "val/actor_tokens_per_second", "val/engine_tokens_per_second"):
         if (value := mean(name)) is not None:
-            table.append([name, f"{value:,.0f} tokens/s", "-", "-"])
+            away = ["-", "-"]
+            if share and name == "val/engine_tokens_per_second":
+                away = [f"{value / share:,.0f} tokens/s at the memory's bandwidth", f"{share:.1%}"]
+            table.append([name, f"{value:,.0f} tokens/s", *away])
     return table
 
 
@@ -304,16 +308,15 @@ def rollout_rows(run: Path) -> Iterator[dict[str, Any]]:
             yield row | {"versions": tokens["versions"][i].tolist(), "prompt_ids": tokens["prompt_ids"][i].tolist()}
 
 
-def learner_logprobs(path: Path) -> dict[tuple[int, int], tuple[list[int], np.ndarray, np.ndarray]]:
-    """(position, sample) -> response ids, learner's and engine's logprobs, of the rollouts a dumped step trained on."""
+def learner_logprobs(path: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
+    """(position, sample) -> the per-token arrays of each rollout that a dumped step trained on."""
     tensors, _ = read_dump(path)
     if "old_logprobs" not in tensors:
         return {}
     tokens, out = split_tokens(tensors), {}
     for i, name in enumerate(zip(tensors["positions"].tolist(), tensors["samples"].tolist(), strict=True)):
-        learner, engine = tokens["old_logprobs"][i], tokens["vllm_logprobs"][i]
-        if not np.isnan(learner).all():
-            out[name] = (tokens["response_ids"][i].tolist(), learner, engine)
+        if not np.isnan(tokens["old_logprobs"][i]).all():
+            out[name] = {column: values[i] for column, values in tokens.items()}
     return out
 
 
@@ -322,7 +325,9 @@ def show_rollout(row: dict[str, Any], learner: Any, pieces: Pieces | None) -> di
     piece's tokens."""
     cut = len(row["text"]) > MAX_CHARACTERS or len(row["token_ids"]) > MAX_TOKENS
     ids, engine = row["token_ids"][:MAX_TOKENS], row["logprobs"][:MAX_TOKENS]
-    own = learner[1][:MAX_TOKENS].tolist() if learner and learner[0] == row["token_ids"] else [math.nan] * len(ids)
+    own = [math.nan] * len(ids)
+    if learner and learner["response_ids"].tolist() == row["token_ids"]:
+        own = learner["old_logprobs"][:MAX_TOKENS].tolist()
     spans = []
     for text, start, end in pieces.split(ids) if pieces else ():
         i = max(range(start, end), key=lambda j: (abs(own[j] - engine[j]) if own[j] == own[j] else -1, -engine[j]))
@@ -343,46 +348,83 @@ def show_rollout(row: dict[str, Any], learner: Any, pieces: Pieces | None) -> di
     }  # fmt: skip
 
 
-def heat(title: str, unit: str, points: dict[int, list[float]], rows: int = 24) -> dict[str, Any] | None:
-    """A histogram a column of steps: counts[column][row]; the first and last row take what lies beyond."""
-    values = np.array([v for part in points.values() for v in part if v is not None and math.isfinite(v)])
-    if not len(values):
-        return None
-    low, high = (float(q) for q in np.percentile(values, (0.1, 99.9)))
-    low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
-    steps = sorted(points)
-    width = math.ceil(len(steps) / COLUMNS)
+def heat(title: str, unit: str, edges: Any, counts: dict[int, Any], **more: Any) -> dict[str, Any] | None:
+    """A histogram a column of steps: counts[column][row], of which row j lies between edges[j] and edges[j + 1]."""
+    steps = sorted(counts)
+    width = max(1, math.ceil(len(steps) / COLUMNS))
     columns = [steps[i : i + width] for i in range(0, len(steps), width)]
-    counts = []
-    for part in columns:
-        here = [v for s in part for v in points[s] if v is not None and math.isfinite(v)]
-        counts.append(np.histogram(np.clip(here, low, high), rows, (low, high))[0].tolist())
-    starts = [part[0] for part in columns]
-    return {
-        "title": title,
-        "unit": unit,
-        "low": low,
-        "high": high,
-        "steps": starts,
-        "last": steps[-1],
-        "counts": counts,
-    }
+    sums = [np.sum([counts[s] for s in part], 0).tolist() for part in columns]
+    drawn = {"steps": [part[0] for part in columns], "last": steps[-1] if steps else 0, "counts": sums}
+    drawn |= {"title": title, "unit": unit, "edges": [float(f"{e:.6g}") for e in edges]}
+    return drawn | more if any(map(any, sums)) else None
+
+
+def histogram(values: Any, edges: Any) -> np.ndarray:
+    """Counts between `edges`; the first and last take what lies beyond. NaN and infinity are left out."""
+    values = np.asarray(values, float)
+    return np.histogram(np.clip(values[np.isfinite(values)], edges[0], edges[-1]), edges)[0]
+
+
+def even_heat(title: str, unit: str, points: dict[int, list[float]], rows: int = 24) -> dict[str, Any] | None:
+    """`heat` with even rows from the 0.1th to the 99.9th percentile."""
+    values = np.array([v for part in points.values() for v in part if v is not None and math.isfinite(v)])
+    low, high = np.percentile(values, (0.1, 99.9)) if len(values) else (0.0, 0.0)
+    if (values == values.round()).all():  # a row holds as many whole numbers as any other, or it shows stripes
+        each = math.ceil((high - low + 1) / rows)
+        edges = np.arange(low - 0.5, high + each, each)
+    else:
+        edges = np.linspace(low, high if high > low else low + 1, rows + 1)
+    return heat(title, unit, edges, {step: histogram(part, edges) for step, part in points.items()})
+
+
+def ratio_heat(title: str, unit: str, logs: dict[int, np.ndarray], bounds: dict[str, float]) -> dict[str, Any] | None:
+    """`heat` of exp(logs). Rows grow with the distance from 1, as distances of 1e-4 and of 0.3 both matter; `bounds`,
+    name -> value, are edges too."""
+    near = (1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3)
+    edges = sorted({0.25, 0.5, *(1 - d for d in near), *(1 + d for d in near), 2.0, 4.0, *bounds.values()})
+    counts = {step: histogram(np.exp(np.clip(values, -20, 20)), edges) for step, values in logs.items()}
+    return heat(title, unit, edges, counts, bounds=bounds)
+
+
+def ratios(dumps: dict[int, Path], args: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Histograms of new/old and of learner/engine, over the tokens trained on."""
+    new, engine = {}, {}
+    for step, path in dumps.items():
+        rows = list(learner_logprobs(path).values())
+        trained = [np.flatnonzero(row["response_mask"]) for row in rows]
+
+        def differences(name: str, less: str, rows=rows, trained=trained) -> np.ndarray:
+            parts = [(r[name] - r[less])[t] for r, t in zip(rows, trained, strict=True) if name in r]
+            return np.concatenate([np.empty(0), *parts])
+
+        new[step] = differences("new_logprobs", "old_logprobs")
+        engine[step] = differences("old_logprobs", "vllm_logprobs")
+    lower, higher = (args.get(f"clip_{side}") for side in ("lower", "higher"))
+    bounds = {} if lower is None or args.get("loss_fn") == "cispo" else {"1 - clip_lower": 1 - lower}
+    bounds |= {} if higher is None else {"1 + clip_higher": 1 + higher}
+    names = [f"rho_{name}_bound" for name in ("clamp_upper", "mask_lower", "mask_upper")]
+    limits = {n: args[n] for n in names if args.get("use_rho_correction") and args.get(n)}
+    return [
+        ratio_heat("Policy ratio", "new/old of a token, last pass", new, bounds),
+        ratio_heat("Engine ratio", "learner/engine of a token", engine, limits),
+    ]
 
 
 def collect_rollouts(run: Path, args: dict, most: int, notes: list[str]) -> tuple[list[dict], list[dict]]:
     """Rollouts to browse, at most `most` in whole groups, and the histograms, which are of all of them."""
     lengths: dict[int, list[float]] = {}
     scores: dict[int, list[float]] = {}
-    ratios: dict[int, list[float]] = {}
     for row in rollout_rows(run):
         lengths.setdefault(row["training_step"], []).append(len(row["token_ids"]))
         scores.setdefault(row["training_step"], []).append(row["score"])
     dumps = dump_files(run / "dumps")
-    for step, path in dumps.items():
-        gaps = [learner - engine for _, learner, engine in learner_logprobs(path).values()]
-        ratios[step] = np.exp(np.concatenate(gaps)).tolist() if gaps else []
-    found = [heat("Response length", "tokens", lengths), heat("Score", "", scores)]
-    found.append(heat("Learner/engine probability ratio of a token (dumps)", "", ratios))
+    policy_ratio, engine_ratio = ratios(dumps, args)
+    found = [
+        even_heat("Response length", "tokens", lengths),
+        even_heat("Score", "", scores),
+        policy_ratio,
+        engine_ratio,
+    ]
     total = sum(map(len, lengths.values()))
     stride, shown = max(1, math.ceil(total / most)), []
     pieces = load_pieces(run, args, notes) if total else None
@@ -403,8 +445,13 @@ def collect_rollouts(run: Path, args: dict, most: int, notes: list[str]) -> tupl
         notes.append(f"{len(shown):,} of {total:,} rollouts are on this page, in whole groups evenly over the run.")
     if not total:
         notes.append("No rollouts: the run had neither --save_traces nor --dump_steps.")
-    elif not any(ratios.values()):
-        notes.append("No dumps with the learner's logprobs (--dump_steps all): tokens are coloured by the engine's.")
+    elif not engine_ratio:
+        notes.append(
+            "No dumps with the learner's logprobs (add --dump_steps all): no histograms of ratios, and tokens are "
+            "coloured by the engine's."
+        )
+    elif not policy_ratio:
+        notes.append("The dumps are of a version that kept no new logprobs: no histogram of the policy ratio.")
     return shown, [h for h in found if h]
 
 
@@ -460,12 +507,14 @@ PAGE = """<!DOCTYPE html>
 * { box-sizing: border-box } body { margin: 0 auto; max-width: 1320px; padding: 1rem 1.2rem 4rem; color: var(--fg);
   background: var(--bg); font: 15px/1.45 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: .2rem 0 } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem }
-h3 { font-size: .95rem; margin: 0 0 .2rem; font-weight: 600 } .dim { color: var(--dim) } .bad { color: var(--bad) }
+h3 { font-size: .95rem; margin: 0 0 .2rem; font-weight: 600 } h3 .dim { font-weight: 400; font-size: .85rem }
+.dim { color: var(--dim) } .bad { color: var(--bad) }
 .ok { color: var(--ok) } nav a { margin-right: 1rem; color: var(--c0) }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(380px, 1fr)); gap: 1rem }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(380px, 100%), 1fr)); gap: 1rem }
 .card { background: var(--box); border: 1px solid var(--line); border-radius: 6px; padding: .6rem .7rem; min-width: 0 }
 svg { width: 100%; height: auto; display: block } svg text { fill: var(--dim); font-size: 11px }
 .legend { font-size: 12px; display: flex; flex-wrap: wrap; gap: .1rem .9rem } .legend span { cursor: help }
+.legend .dash { height: 0; background: none; border-top: 2px dashed var(--bad) }
 .legend b { display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle }
 table { border-collapse: collapse; font-size: 13.5px } td, th { text-align: left; padding: .2rem .9rem .2rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top } 
@@ -477,11 +526,20 @@ pre, .tokens { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui
   border-radius: 4px; max-height: 28rem; overflow: auto } .tokens span { border-radius: 2px }
 form { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin: .4rem 0; font-size: 14px }
 input, select, button { font: inherit; color: inherit; background: var(--bg); border: 1px solid var(--line);
-  border-radius: 4px; padding: .15rem .4rem } input[type=number] { width: 6rem }
+  border-radius: 4px; padding: .15rem .4rem; margin: 0 .15rem } input[type=number] { width: 6rem }
+select { max-width: 100% }
 #tip { position: fixed; z-index: 9; max-width: 26rem; padding: .4rem .6rem; font-size: 12.5px; border-radius: 4px;
   background: var(--fg); color: var(--bg); pointer-events: none; white-space: pre-line }
 .key { display: inline-block; width: 9rem; height: .8rem; border: 1px solid var(--line); vertical-align: middle }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto } nav { display: flex; flex-wrap: wrap; gap: .2rem 0 }
+.beside { display: grid; grid-template-columns: minmax(min(380px, 100%), 1fr) minmax(0, 2fr); gap: 1rem }
+.pairs thead { display: none } .pairs, .pairs tbody { display: block } .pairs tbody { columns: 24rem; column-gap: 2rem }
+.pairs tr { display: grid; grid-template-columns: 16.5rem minmax(0, 1fr); break-inside: avoid }
+.pairs td { overflow-wrap: anywhere } :focus-visible { outline: 2px solid var(--c0); outline-offset: 1px }
+@media (max-width: 760px) { .beside { grid-template-columns: minmax(0, 1fr) }
+  .rows, .rows tbody { display: block } .rows thead, .rows td:nth-child(n + 4):nth-child(-n + 7) { display: none }
+  .rows tr { display: grid; grid-template-columns: 2.5rem 4rem 3rem minmax(0, 1fr) } td.detail { grid-column: 1 / -1 }
+  .pairs tr { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr) } }
 </style></head><body><noscript>This page draws itself with JavaScript.</noscript>
 <script id="data" type="application/json">@DATA@</script><script>@SCRIPT@</script></body></html>
 """
@@ -505,15 +563,24 @@ const tip = add(document.body, "div", {id: "tip", hidden: ""});
 function showTip(event, text) {
   tip.textContent = text;
   tip.hidden = false;
-  const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
+  const left = Math.min(event.clientX + 14, document.body.clientWidth - tip.offsetWidth - 8);
   const below = event.clientY + 18 + tip.offsetHeight < innerHeight;
-  tip.style.left = left + "px";
+  tip.style.left = Math.max(left, 4) + "px";
   tip.style.top = (below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 10) + "px";
 }
-function hover(element, text) {
+function hover(element, text, focusable = false) {
+  const hide = () => { tip.hidden = true; };
   element.addEventListener("mousemove", event => showTip(event, text(event)));
-  element.addEventListener("mouseleave", () => { tip.hidden = true; });
+  element.addEventListener("mouseleave", hide);
+  if (!focusable) return;
+  element.setAttribute("tabindex", 0);
+  element.addEventListener("focus", () => {
+    const box = element.getBoundingClientRect();
+    showTip({clientX: box.left, clientY: box.bottom - 12}, text());
+  });
+  element.addEventListener("blur", hide);
 }
+addEventListener("keydown", event => { if (event.key === "Escape") tip.hidden = true; });
 function explain(name) {
   const [definition, healthy] = data.definitions[name] || ["not in the README's table", ""];
   return name + "\n" + definition + (healthy ? "\nhealthy: " + healthy : "");
@@ -536,16 +603,18 @@ function table(parent, head, rows, className = "") {
 }
 
 // charts
-const W = 420, H = 190, L = 52, R = 10, T = 8, B = 24;
-function ticks(low, high, n = 4) {
+const W = 420, H = 190, TALL = 250, L = 52, R = 10, T = 8, B = 24;
+function tickStep(low, high, n = 4) {
   const raw = (high - low) / n, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= raw * .999);
-  const out = [];
-  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step)
+  return [1, 2, 5, 10].map(m => m * power).find(s => s >= raw * .999);
+}
+function ticks(low, high, n) {
+  const step = tickStep(low, high, n), out = [];
+  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-6; v += step)
     out.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return out;
 }
-function frame(parent, steps, low, high, log = false) {
+function frame(parent, steps, low, high, log = false, labels = null, H = 190) {
   const svg = add(parent, "svg", {viewBox: `0 0 ${W} ${H}`});
   const first = steps[0], last = Math.max(steps[steps.length - 1], first + 1);
   const x = s => L + (s - first) / (last - first) * (W - L - R);
@@ -556,9 +625,9 @@ function frame(parent, steps, low, high, log = false) {
   const marks = powers.length > 1 ? powers : log ? [low, high] : ticks(low, high);
   const apart = marks.length > 1 && !log ? marks[1] - marks[0] : high - low;
   const digits = Math.min(Math.max(3, Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / apart)) + 2), 12);
-  for (const v of marks) {
+  for (const [v, label] of labels || marks.map(v => [v, format(v, digits)])) {
     add(svg, "line", {x1: L, x2: W - R, y1: y(v), y2: y(v), stroke: "var(--line)"});
-    add(svg, "text", {x: L - 5, y: y(v) + 4, "text-anchor": "end"}, format(v, digits));
+    add(svg, "text", {x: L - 5, y: y(v) + 4, "text-anchor": "end"}, label);
   }
   for (const s of ticks(first, last, 5).filter(Number.isInteger))
     add(svg, "text", {x: x(s), y: H - 7, "text-anchor": "middle"}, s);
@@ -573,6 +642,11 @@ function chart(parent, panel) {
   const log = low > 0 && high / low > 200;
   if (!log && low >= 0 && low < high / 2) low = 0;
   if (high - low <= Math.abs(high) * 1e-9) { low -= Math.abs(low) * .1 || .5; high += Math.abs(high) * .1 || .5; }
+  if (!log) {
+    const step = tickStep(low, high);
+    low = Math.floor(low / step + 1e-9) * step;
+    high = Math.ceil(high / step - 1e-9) * step;
+  }
   const {svg, x, y, first, last} = frame(card, data.steps, low, high, log);
   const legend = add(card, "div", {class: "legend"});
   panel.names.forEach((name, k) => {
@@ -582,37 +656,74 @@ function chart(parent, panel) {
     add(svg, "path", {d: path, fill: "none", stroke: colour, "stroke-width": 1.6});
     if (points.length < 40) points.forEach(([s, v]) => add(svg, "circle", {cx: x(s), cy: y(v), r: 2, fill: colour}));
     hover(add(legend, "span", {"data-metric": name}, add(null, "b", {style: `background:${colour}`}), name),
-      () => explain(name));
+      () => explain(name), true);
   });
   const cursor = add(svg, "line", {y1: T, y2: H - B, stroke: "var(--dim)", visibility: "hidden"});
-  hover(svg, event => {
-    const box = svg.getBoundingClientRect();
-    const at = first + ((event.clientX - box.left) / box.width * W - L) / (W - L - R) * (last - first);
-    const i = data.steps.reduce((best, s, j) => Math.abs(s - at) < Math.abs(data.steps[best] - at) ? j : best, 0);
+  function read(i, height) {  // the values of a step, and the definition of the curve nearest to that height
     cursor.setAttribute("x1", x(data.steps[i]));
     cursor.setAttribute("x2", x(data.steps[i]));
     cursor.setAttribute("visibility", "visible");
-    return `step ${data.steps[i]}\n` + panel.names.map(n => `${n} ${format(data.metrics[n][i])}`).join("\n");
+    const value = n => data.metrics[n][i], shown = panel.names.filter(n => value(n) !== null);
+    const far = n => Math.abs(y(value(n)) - height);
+    const nearest = shown.reduce((best, n) => best === "" || far(n) < far(best) ? n : best, "") || panel.names[0];
+    return `step ${data.steps[i]}\n` + panel.names.map(n => `${n} ${format(value(n))}`).join("\n") +
+      "\n\n" + explain(nearest);
+  }
+  const inside = event => {
+    const box = svg.getBoundingClientRect();
+    return [(event.clientX - box.left) / box.width * W, (event.clientY - box.top) / box.height * H];
+  };
+  hover(svg, event => {
+    const [across, height] = inside(event), at = first + (across - L) / (W - L - R) * (last - first);
+    const closer = (best, s, j) => Math.abs(s - at) < Math.abs(data.steps[best] - at) ? j : best;
+    return read(data.steps.reduce(closer, 0), height);
   });
-  svg.addEventListener("mouseleave", () => cursor.setAttribute("visibility", "hidden"));
+  let chosen = data.steps.length - 1;
+  const keyed = () => {
+    const box = svg.getBoundingClientRect(), text = read(chosen, T);
+    showTip({clientX: box.left + x(data.steps[chosen]) / W * box.width, clientY: box.bottom - 12}, text);
+  };
+  const leave = () => { cursor.setAttribute("visibility", "hidden"); tip.hidden = true; };
+  svg.setAttribute("tabindex", 0);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `${panel.title}: ${panel.names.join(", ")}; arrow keys move over the steps`);
+  svg.addEventListener("keydown", event => {
+    const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (!by) return;
+    chosen = Math.min(Math.max(chosen + by, 0), data.steps.length - 1);
+    keyed();
+    event.preventDefault();
+  });
+  svg.addEventListener("mouseleave", leave);
+  svg.addEventListener("blur", leave);
 }
 function heat(parent, h) {
   const card = add(parent, "div", {class: "card"});
   add(card, "h3", {}, h.title, add(null, "span", {class: "dim"}, h.unit ? "  " + h.unit : ""));
-  const {svg, x, y} = frame(card, [h.steps[0], h.last + 1], h.low, h.high);
-  const bin = (h.high - h.low) / h.counts[0].length;
+  const rows = h.edges.length - 1, marks = h.bounds && h.edges.map((edge, j) => [j, format(edge, 5)]);
+  const {svg, x, y} = frame(card, [h.steps[0], h.last + 1], 
+    ...(marks ? [0, rows, false, marks] : [h.edges[0], h.edges[rows], false, null]), TALL);
+  const at = j => y(marks ? j : h.edges[j]);
   h.counts.forEach((column, i) => {
     const total = Math.max(column.reduce((a, b) => a + b, 0), 1), left = x(h.steps[i]);
     const width = Math.max(x(i + 1 < h.steps.length ? h.steps[i + 1] : h.last + 1) - left - .5, .5);
     column.forEach((n, j) => {
       if (!n) return;
-      const from = h.low + j * bin, to = from + bin, share = n / total;
-      const box = add(svg, "rect", {x: left, width, y: y(to), height: y(from) - y(to),
+      const share = n / total, beyond = j === 0 ? " or less" : j === rows - 1 ? " or more" : "";
+      const box = add(svg, "rect", {x: left, width, y: at(j + 1), height: at(j) - at(j + 1),
         style: `fill:rgba(var(--heat),${.12 + .88 * Math.sqrt(share)})`});
-      const text = `${format(from)} to ${format(to)}: ${n} (${(100 * share).toFixed(1)} %)`;
+      const range = `${format(h.edges[j], 5)} to ${format(h.edges[j + 1], 5)}${beyond}`;
+      const text = `${range}: ${n} (${(100 * share).toFixed(1)} %)`;
       hover(box, () => `from step ${h.steps[i]}\n${text}`);
     });
   });
+  const bounds = Object.entries(h.bounds || {});
+  for (const [, v] of bounds) {
+    const height = at(h.edges.findIndex(e => Math.abs(e - v) < 1e-5 * v));
+    add(svg, "line", {x1: L, x2: W - R, y1: height, y2: height, stroke: "var(--bad)", "stroke-dasharray": "5 3"});
+  }
+  const named = bounds.map(([name, v]) => `${name} = ${format(v)}`).join(", ");
+  if (bounds.length) add(card, "div", {class: "legend"}, add(null, "span", {}, add(null, "b", {class: "dash"}), named));
 }
 function stack(parent) {
   const card = add(parent, "div", {class: "card"});
@@ -636,7 +747,7 @@ function stack(parent) {
   });
   const legend = add(card, "div", {class: "legend"});
   data.phases.forEach((p, j) => hover(add(legend, "span", {"data-metric": p},
-    add(null, "b", {style: `background:var(--c${j})`}), p), () => explain(p)));
+    add(null, "b", {style: `background:var(--c${j})`}), p), () => explain(p), true));
 }
 
 // rollouts: what is chosen stands in the address, so that a view can be linked
@@ -665,6 +776,7 @@ function tokens(parent, r, colour) {
 function describe(card, r, colour) {
   add(card, "h3", {}, `Step ${r.step}, prompt ${r.position}, sample ${r.sample}: score ${format(r.score)}, advantage ` +
     `${format(r.advantage)}, ${r.tokens} tokens, ended by ${r.finish}, weights of version ${r.versions.join(", ")}`);
+  card.firstChild.setAttribute("style", "margin-bottom:.7rem");
   if (r.cut) add(card, "p", {class: "bad"}, "Too long for this page: only its beginning is shown.");
   add(card, "h3", {}, "Prompt");
   add(card, "pre", {}, r.prompt);
@@ -713,22 +825,25 @@ function browse(parent) {
     if (chosen.length > PER_PAGE) {
       for (const [label, by] of [["previous", -1], ["next", 1]]) {
         const button = add(line, "button", {type: "button"}, label);
+        button.disabled = by < 0 ? page === 0 : from + PER_PAGE >= chosen.length;
         button.addEventListener("click", () => { page = Math.max(page + by, 0); draw(); });
       }
       line.append(` ${from + 1} to ${Math.min(from + PER_PAGE, chosen.length)}`);
     }
     const head = ["step", "prompt:sample", "score", "advantage", "tokens", "end", "worst gap", "response"];
     const made = table(list, head, [], "rows");
-    [6, 10, 6, 8, 6, 7, 8].forEach((w, i) => made.rows[0].cells[i].setAttribute("style", `width:${w}%`));
+    [5, 10, 6, 8, 6, 7, 9].forEach((w, i) => made.rows[0].cells[i].setAttribute("style", `width:${w}%`));
     const named = wanted.get("open") ?? "", shown = chosen.slice(page * PER_PAGE, (page + 1) * PER_PAGE);
     const key = r => `${r.step}:${r.position}:${r.sample}`;
     const open = shown.some(r => key(r) === named) ? named : shown.length ? key(shown[0]) : "";
+    let opened = null;
     for (const r of shown) {
       const id = key(r), gap = worst(r);
       const row = add(made.tBodies[0], "tr", {tabindex: 0, class: id === open ? "open" : ""});
       for (const c of [r.step, `${r.position}:${r.sample}`, format(r.score), format(r.advantage), r.tokens, r.finish,
         gap < 0 ? "-" : format(gap), r.text.slice(0, 200)]) add(row, "td", {}, c);
       const choose = () => { wanted.set("open", id); location.hash = wanted; };
+      if (id === open) opened = row;
       row.addEventListener("click", choose);
       row.addEventListener("keydown", event => { if (event.key === "Enter") choose(); });
       if (id === open) {
@@ -736,6 +851,7 @@ function browse(parent) {
         describe(add(cell, "div", {class: "card", id: "rollout"}), r, fields.colour.value);
       }
     }
+    return opened;
   }
   form.addEventListener("input", () => {
     const values = Object.entries(fields).map(([n, c]) => [n, c.value]);
@@ -745,7 +861,11 @@ function browse(parent) {
     draw();
   });
   form.addEventListener("submit", event => event.preventDefault());
-  addEventListener("hashchange", () => { if (location.hash.includes("=")) draw(); });
+  addEventListener("hashchange", () => {
+    if (!location.hash.includes("=")) return;
+    const row = draw();  // rows above it may have closed, and the one that had the focus is gone
+    if (row) { row.scrollIntoView({block: "nearest"}); row.focus({preventScroll: true}); }
+  });
   draw();
 }
 
@@ -786,15 +906,14 @@ for (const [title, unit, name] of spread) {
   const names = [name + "_min", name, name + "_max"].filter(n => data.metrics[n]);
   if (names.length) chart(histograms, {title: title + ": least, mean, most", unit, names});
 }
-const time = add(section("time", "Time and throughput"), "div", {class: "grid"});
+const time = add(section("time", "Time and throughput"), "div", {class: "beside"});
 stack(time);
-const beside = add(time, "div", {style: "grid-column: span 2"});
-table(beside, ["mean after step 1", "value", "floor or ceiling", "against it"], data.floors);
+table(time, ["mean after step 1", "value", "floor or ceiling", "against it"], data.floors);
 const rollouts = section("rollouts", "Rollouts");
 if (data.rollouts.length) browse(rollouts); else add(rollouts, "p", {class: "dim"}, "none recorded");
 const text = v => typeof v === "string" ? v : JSON.stringify(v);
 const flags = Object.entries(data.args).map(([k, v]) => [k, text(v)]);
-table(section("configuration", "Configuration"), ["flag", "value"], flags);
+table(section("configuration", "Configuration"), ["flag", "value"], flags, "pairs");
 table(section("environment", "Environment"), ["", ""], Object.entries(where).map(([k, v]) =>
   [k, k === "command" ? v.join(" ") : text(v)]));
 document.body.setAttribute("data-ready", "");

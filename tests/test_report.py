@@ -14,7 +14,7 @@ import pytest
 
 from scripts import benchmark_report, compare_runs, report
 from tests.conftest import REPO
-from utils import write_dump
+from utils import read_dump, write_dump
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome: apt-get install chromium")
@@ -37,7 +37,7 @@ def learned(tiny_models, tmp_path_factory):
         --rollout_backend transformers --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8
         --response_length 6 --max_prompt_token_length 48 --pack_length 128 --temperature 1.0 --learning_rate 3e-3
         --lr_scheduler_type constant --beta 0.01 --total_episodes 256 --local_eval_every 2 --save_freq -1
-        --save_traces --dump_steps all"""
+        --num_epochs 2 --save_traces --dump_steps all"""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "grpo.py", *flags.split()], cwd=REPO, env=env, capture_output=True, text=True
@@ -102,7 +102,11 @@ def test_the_page_shows_the_run(learned, tmp_path):
     shown = drawn(browse(page, tmp_path))
     for title in ("Checks", "Curves", "Histograms over time", "Time and throughput", "Rollouts", "Configuration"):
         assert f">{title}</h2>" in shown
-    assert shown.count("<path") >= 20 and shown.count("<rect") > 50
+    data = report.collect(learned)
+    boxes = sum(n > 0 for h in data["histograms"] for column in h["counts"] for n in column)
+    assert len(data["histograms"]) == 4 and shown.count("<rect") == boxes + 4 * len(data["phases"])
+    assert shown.count("stroke-dasharray") == 3  # two clip bounds, rho_clamp_upper_bound
+    assert shown.count("<path") >= 20 and "1 - clip_lower = 0.8, 1 + clip_higher = 1.2" in shown
     assert "256 rollouts" in shown and "learning_rate" in shown and "git_commit" in shown
     assert 'data-metric="policy/entropy_avg"' in shown
     assert (
@@ -165,6 +169,16 @@ def test_tokens_join_to_the_text_and_gaps_are_those_of_the_dump(learned):
     assert [b for _, _, b in pieces.split(snow)][-1] == len(snow)
 
 
+def test_new_logprobs_of_a_dump_are_those_of_the_last_pass(learned):
+    """Of two passes over one mini-batch the first has ratio 1; val/ratio is the mean over both."""
+    metrics = report.read_metrics(learned)[-1]
+    rows = [r for r in read_dump(learned / "dumps", 4).rows if r["trained"]]
+    columns = [zip(r["new_logprobs"], r["old_logprobs"], r["response_mask"], strict=True) for r in rows]
+    ratios = [math.exp(new - old) for tokens in columns for new, old, kept in tokens if kept]
+    assert max(abs(r - 1) for r in ratios) > 0.01
+    assert (1 + sum(ratios) / len(ratios)) / 2 == pytest.approx(metrics["val/ratio"], abs=1e-6)
+
+
 def test_a_run_with_dumps_only_is_browsable(tmp_path):
     run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
     (run / "rollouts.jsonl").unlink()
@@ -174,9 +188,40 @@ def test_a_run_with_dumps_only_is_browsable(tmp_path):
     write_dump(run / "dumps", 1, [row | {"sample": s} for s in range(2)], [], {})
     data = report.collect(run)
     assert [r["score"] for r in data["rollouts"]] == [10.0, 10.0]
-    ratio = next(h for h in data["histograms"] if "ratio" in h["title"])
-    assert sum(map(sum, ratio["counts"])) == 4 and ratio["low"] == pytest.approx(math.exp(-0.25), rel=1e-3)
-    assert any("No tokenizer" in n for n in data["notes"])
+    (ratio,) = [h for h in data["histograms"] if "ratio" in h["title"]]  # none of new/old, and the page says why
+    assert ratio["title"] == "Engine ratio" and found(ratio) == {1.0: 2, math.exp(-0.25): 2}
+    assert any("No tokenizer" in n for n in data["notes"]) and any("no new logprobs" in n for n in data["notes"])
+
+
+def found(heat):
+    """A value of KNOWN -> how many the first column has in the row in which it belongs."""
+    values = (1.0, math.exp(-0.25), math.exp(0.2), 0.01)
+    rows = {v: max(j for j, edge in enumerate([-1, *heat["edges"][1:-1]]) if edge <= v) for v in values}
+    counts = {v: heat["counts"][0][j] for v, j in rows.items()}
+    assert sum(counts.values()) == sum(heat["counts"][0])
+    return {v: n for v, n in counts.items() if n}
+
+
+@pytest.mark.parametrize("loss_fn", ["dapo", "cispo"])
+def test_the_policy_ratio_is_of_the_trained_tokens_with_its_bounds(tmp_path, loss_fn):
+    """Two rollouts of tokens with new - old = 0, 0.2, -0.25 and log 0.01, and a masked one; one was not trained on."""
+    run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
+    flags = {"clip_lower": 0.2, "clip_higher": 0.28, "loss_fn": loss_fn, "use_rho_correction": True}
+    (run / "args.json").write_text(json.dumps(flags | {"rho_clamp_upper_bound": 1.5, "rho_mask_lower_bound": 0.0}))
+    row = {"prompt_ids": [1], "response_ids": [5] * 5, "response_mask": [True] * 4 + [False], "versions": [0] * 5}
+    row |= {"vllm_logprobs": [-1.0] * 5, "position": 0, "advantage": 1.0, "outcome": 10.0, "score": 10.0}
+    row |= {"text": "ab", "finish_reason": "stop", "trained": True}
+    learner = {"old_logprobs": [-1.0] * 5, "new_logprobs": [-1.0, -0.8, -1.25, -1 + math.log(0.01), -3.0]}
+    rows = [row | learner | {"sample": 0}, row | learner | {"sample": 1}, row | {"sample": 2, "trained": False}]
+    write_dump(run / "dumps", 1, rows, [], {})
+    data = report.collect(run)
+    policy, engine = (h for h in data["histograms"] if "ratio" in h["title"])
+    assert found(policy) == {1.0: 2, math.exp(0.2): 2, math.exp(-0.25): 2, 0.01: 2} and found(engine) == {1.0: 8}
+    upper = {"1 + clip_higher": 1.28}
+    assert policy["bounds"] == (upper if loss_fn == "cispo" else {"1 - clip_lower": 0.8} | upper)
+    assert engine["bounds"] == {"rho_clamp_upper_bound": 1.5}
+    for heat in (policy, engine):
+        assert all(v in heat["edges"] for v in heat["bounds"].values())
 
 
 def test_the_page_is_bounded_and_says_so(tmp_path, monkeypatch):
