@@ -16,8 +16,9 @@ from scripts import benchmark_report, compare_runs, report
 from tests.conftest import REPO
 from utils import read_dump, write_dump
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome: apt-get install chromium")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, no google-chrome: apt-get install chromium")
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "<!--<script> &lt; \u2028 @DATA@ @SCRIPT@ \x00 '\"`${1}"
