@@ -2,8 +2,8 @@
 
     python scripts/benchmark_report.py RUN [--out DIRECTORY]
 
-Four tables (convergence, performance, efficiency, lengths) and the definitions. Differences from such reports, where
-they mislead:
+Four tables (convergence, performance, efficiency, lengths), every metric over the steps, and the definitions.
+Differences from such reports, where they mislead:
 
 learning rate   in full, first and last, with the schedule. Rounded to 5 decimals 1e-6 reads 0.0
 throughput      over the step alone; with validation and saving inside it is told beside it, as veRL counted
@@ -46,6 +46,24 @@ OURS |= {  # what align.py does not compare
     "timing_s/save_checkpoint": "time/saving",
     "response_length/clip_ratio": "val/stop_rate",
 }
+HISTORY = {  # what veRL logs too and none of the four tables has: its name -> ours
+    "critic/score/mean": "objective/scores",
+    "critic/advantages/max": "val/advantages_max",
+    "critic/advantages/min": "val/advantages_min",
+    "perf/total_num_tokens": "val/num_step_tokens",
+    "timing_s/step": "time/total",
+    "training/epoch": "epoch",
+    "training/global_step": "training_step",
+}
+ELSEWHERE = (  # what veRL logs and we do not, and where it is instead
+    "`actor/kl_coef`: `--beta`, constant, in the table at the top",
+    "`actor/ppo_kl`: `policy/approxkl_avg` is the mean of (new - old)^2 / 2, veRL's of old - new",
+    "`actor/pg_clipfrac_lower`: not counted (`--clip_dual`)",
+    "`critic/rewards/max`, `/min`, `prompt_length/max`, `/min`, `/clip_ratio`: in rollouts.jsonl and the dumps",
+    "`critic/returns/max`, `/min`: those of the advantages",
+    "`timing_s/old_log_prob`, `/ref`: in `time/training`; `timing_s/adv`: not timed",
+    "`perf/max_memory_*`, `perf/cpu_memory_used_gb`, `global_seqlen/*`: not recorded",
+)
 CONVERGENCE = "actor/lr actor/pg_loss actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm".split()
 PERFORMANCE = "val-core/reward/mean@1 critic/rewards/mean critic/advantages/mean critic/returns/mean".split()
 EFFICIENCY = """perf/mfu/actor perf/throughput perf/time_per_step timing_s/generate_sequences timing_s/update_actor
@@ -53,12 +71,22 @@ EFFICIENCY = """perf/mfu/actor perf/throughput perf/time_per_step timing_s/gener
 LENGTHS = """prompt_length/mean response_length/mean response_length/min response_length/max
     response_length/clip_ratio""".split()
 REMARKS = {
+    "actor/pg_loss": "mean over optimizer steps; its size is no sign of convergence",
     "actor/kl_loss": "k3 per token, without its coefficient",
     "critic/advantages/mean": "over rollouts, veRL's over tokens: near 0 by construction, no sign of convergence",
     "critic/returns/mean": "GRPO has no returns of its own: equal to the advantages",
     "timing_s/update_actor": "ours has packing and the old and reference logprobs in it",
     "timing_s/reshard": "new weights into the engine",
 }
+
+
+def sparkline(points: list[float], width: int = 40) -> str:
+    """Eight heights from the least to the most; more points than `width` are averaged in equal parts."""
+    n = min(len(points), width)
+    parts = [points[i * len(points) // n : (i + 1) * len(points) // n] for i in range(n)]
+    means = [statistics.fmean(part) for part in parts]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[min(int(8 * (m - low) / (high - low)), 7) if high > low else 0] for m in means)
 
 
 def number(value: float | None) -> str:
@@ -100,12 +128,17 @@ def values(run: Run, name: str) -> tuple[list[float], list[float]]:
     if name == "prompt_length/mean":
         found = prompt_lengths(run)
         return found, found[1:]
-    scale = {"critic/rewards/mean": 1 / (run.args.get("verification_reward") or 1.0)}.get(name, 1.0)
-    scale = 1 / devices(run) if name == "perf/throughput" else scale
-    parts = [[scale * v for v in run.values(OURS[name], after)] for after in (0, 1)]
-    if name == "response_length/clip_ratio":
-        parts = [[1 - v for v in part] for part in parts]
+    parts = [[scale(run, name, v) for v in run.values((OURS | HISTORY)[name], after)] for after in (0, 1)]
     return parts[0], parts[1]
+
+
+def scale(run: Run, name: str, value: float) -> float:
+    """Our value in veRL's unit: rewards of at most 1, throughput of a process, the truncated and not the ended."""
+    if name in ("critic/rewards/mean", "critic/score/mean"):
+        return value / (run.args.get("verification_reward") or 1.0)
+    if name == "perf/throughput":
+        return value / devices(run)
+    return 1 - value if name == "response_length/clip_ratio" else value
 
 
 def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -165,6 +198,22 @@ def metrics_table(run: Run, names: list[str]) -> str:
     return table(["veRL's name", "ours", "last", "mean after step 1", "remark"], rows, text=(0, 1, 4))
 
 
+def history(run: Run) -> str:
+    """Every metric over the steps, as wandb's summary shows it; last milliseconds per token, of responses for gen."""
+    names = [*CONVERGENCE, *PERFORMANCE, *EFFICIENCY, *LENGTHS, *HISTORY]
+    rows = [[f"`{n}`", sparkline(v), number(v[0]), number(v[-1])] for n in names if (v := values(run, n)[0])]
+    for name, ours, responses in (("gen", "time/generation", True), ("update_actor", "time/training", False)):
+        points, before = [], 0.0
+        for row in run.rows.values():
+            sampled, before = row["episode"] - before, row["episode"]
+            tokens = row.get("val/sequence_lengths", 0) * sampled if responses else row.get("val/num_step_tokens")
+            if tokens and row.get(ours) is not None:
+                points.append(1000 * row[ours] / tokens)
+        if points:
+            rows.append([f"`timing_per_token_ms/{name}`", sparkline(points), number(points[0]), number(points[-1])])
+    return table(["veRL's name", "steps", "first", "last"], rows, text=(0, 1))
+
+
 def conclusions(run: Run) -> dict[str, str]:
     """A sentence for each table, from its numbers."""
     lr, entropy = ([number(v) for v in values(run, f"actor/{k}")[0]] or ["—"] for k in ("lr", "entropy"))
@@ -179,6 +228,8 @@ def conclusions(run: Run) -> dict[str, str]:
     seconds = [sum(run.values(f"time/{part}")) for part in ("generation", "training")]
     total = sum(run.values("time/total")) or math.nan
     skipped = sum(run.values("optim/skipped_steps", 0))
+    waited = sum(run.values("time/trainer_waiting_for_data"))
+    beside = f", waiting for data {waited / total:.0%}; generation runs beside them" if waited else ""
     return {
         "convergence": f"{end.capitalize()} ({number(before)} to {number(late)}); entropy {entropy[0]} to "
         f"{entropy[-1]} nats per token; learning rate {lr[-1]} at the last step; {skipped:.0f} of {len(run.rows)} "
@@ -186,7 +237,7 @@ def conclusions(run: Run) -> dict[str, str]:
         "have mean 0.",
         "performance": f"Reward {number(early)} (mean of the first fifth of the steps) to {number(late)} (last fifth).",
         "efficiency": f"Of the seconds of a step generation takes {seconds[0] / total:.0%} and training "
-        f"{seconds[1] / total:.0%}.",
+        f"{seconds[1] / total:.0%}{beside}.",
         "length": "",
     }
 
@@ -229,18 +280,17 @@ def configuration(run: Run) -> str:
         ["Training steps", f"{len(run.rows)}, of {shape[0]} prompts x {shape[1]} samples"],
         ["Training time", f"{steps:.2f} min in steps, eval and saving apart; {wall or math.nan:.2f} since the start"],
     ]  # fmt: skip
+    rows += [["Wandb", run.wandb]] if run.wandb != "—" else []
     return "| Item | Configuration |\n|---|---|\n" + "\n".join(f"| **{a}** | {b} |" for a, b in rows)
 
 
 def definitions(run: Run) -> str:
     """veRL's name, ours, and the README's definition of ours."""
     lines = []
-    for name in [*CONVERGENCE, *PERFORMANCE, *EFFICIENCY, *LENGTHS]:
-        if name in OURS:
-            definition, healthy = define(OURS[name]) or ("not in the README's table", "")
-            lines.append(
-                f"- **`{name}`**, ours `{OURS[name]}`: {definition}" + (f" (healthy: {healthy})" if healthy else "")
-            )
+    for name in [*CONVERGENCE, *PERFORMANCE, *EFFICIENCY, *LENGTHS, *HISTORY]:
+        if ours := (OURS | HISTORY).get(name):
+            definition, healthy = define(ours) or ("not in the README's table", "")
+            lines.append(f"- **`{name}`**, ours `{ours}`: {definition}" + (f" (healthy: {healthy})" if healthy else ""))
     return "\n".join(lines)
 
 
@@ -256,6 +306,7 @@ def write_markdown(run: Run) -> str:
     for i, (title, names) in enumerate(tables, start=1):
         parts += [f"## {i}. {title} metrics", metrics_table(run, names)]
         parts += [f"**In words**: {text[title.lower()]}"] if text[title.lower()] else []
+    parts += ["## 5. Run history", history(run), "Not here under veRL's name:", "\n".join(f"- {x}" for x in ELSEWHERE)]
     parts += ["## What these figures cannot say", "\n".join(f"- {line}" for line in limits(run))]
     return "\n\n".join([*parts, "## Metric definitions", definitions(run)]) + "\n"
 
@@ -272,7 +323,8 @@ def plot(run: Run, path: Path) -> None:
     names += "perf/throughput perf/time_per_step actor/grad_norm".split()
     figure, axes = plt.subplots(3, 3, figsize=(14, 10), constrained_layout=True)
     for axis, name in zip(axes.flat, names, strict=True):
-        points = [(s, r[OURS[name]]) for s, r in sorted(run.rows.items()) if r.get(OURS[name]) is not None]
+        rows = [r for r in run.all_rows if r.get(OURS[name]) is not None]  # with an evaluation before step 1
+        points = sorted((r["training_step"], scale(run, name, r[OURS[name]])) for r in rows)
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3)
         else:

@@ -15,6 +15,7 @@ would differ they cannot say: that takes several seeds a side (scripts/align.py)
 """
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
@@ -31,19 +32,23 @@ from scripts.report import phases, read_json, read_lines, read_metrics  # noqa: 
 
 STEP_TOKENS, TOTAL, OVERALL = "val/num_step_tokens", "time/total", "learner_tokens_per_second_overall"
 COLUMNS = (  # heading, metric, digits after the point
+    ("Throughput", None, 0),
     ("learner_tok/s_step", "learner_tokens_per_second_step", 0),
     ("actor_tok/s", "val/actor_tokens_per_second", 0),
     ("step_tokens", STEP_TOKENS, 0),
     ("response_length", "val/sequence_lengths", 1),
+    ("Timing (s)", None, 0),
     ("total_time", TOTAL, 2),
     ("generation", "time/generation", 2),
     ("training_time", "time/training", 2),
     ("weight_sync", "time/weight_sync", 2),
     ("reward_time", "time/reward", 2),
+    ("Gap, reward and accuracy", None, 0),
+    ("logprob_gap", "debug/vllm_vs_local_logprob_diff_mean", 5),
     ("verifiable_reward", "objective/verifiable_reward", 3),
     ("verifiable_correct", "objective/verifiable_correct_rate", 3),
-    ("logprob_gap", "debug/vllm_vs_local_logprob_diff_mean", 5),
-)
+)  # without a metric: the heading of those that follow
+UNDIRECTED = frozenset((STEP_TOKENS, "val/sequence_lengths"))  # neither more nor less is better
 SAME = frozenset("exp_name output_dir".split())  # flags whose difference says nothing
 
 
@@ -65,6 +70,8 @@ class Run:
         self.args, self.environment = read_json(path / "args.json"), read_json(path / "environment.json")
         self.all_rows = read_metrics(path)
         self.rows = {r["training_step"]: r for r in self.all_rows if r["training_step"] > 0}
+        found = path / "wandb_id.txt"
+        self.wandb = found.read_text().strip() if found.exists() else "—"
 
     def values(self, metric: str, after: int = 1) -> list[float]:
         """Of the steps > `after`."""
@@ -77,6 +84,11 @@ class Run:
 
     def last(self, metric: str) -> float | None:
         return (self.values(metric, 0) or [None])[-1]
+
+    def phases(self) -> dict[str, float]:
+        """Mean seconds of each part of a step after the first, evaluation and saving apart."""
+        names = [p for p in phases(self.all_rows) if p not in ("eval", "saving")]
+        return {p: seconds for p in names if (seconds := self.mean(f"time/{p}")) is not None}
 
     def minutes(self) -> float | None:
         """From the start of the program to the end of the last compared step."""
@@ -106,18 +118,47 @@ def columns(runs: list[Run]) -> list[tuple[str, str, int]]:
         if k.startswith("objective/") and k.endswith(("_reward", "_correct_rate")) and k not in known
         and k not in ("objective/non_score_reward", "objective/rlhf_reward")
     ]  # fmt: skip
-    return [c for c in (*COLUMNS, *own) if c[1] in metrics]
+    return [c for c in (*COLUMNS, *own) if c[1] is None or c[1] in metrics]
+
+
+def best_in_bold(metric: str, values: list[float | None], digits: int) -> list[str]:
+    """Cells with the best in bold, the least of seconds and gaps, the most of the rest; none where all read alike."""
+    cells = [cell(v, digits) for v in values]
+    known = [v for v in values if v is not None and not math.isnan(v)]
+    if metric in UNDIRECTED or len(known) < 2 or len(set(cells)) == 1:
+        return cells
+    best = cell((min if metric.startswith(("time/", "debug/")) else max)(known), digits)
+    return [f"**{c}**" if c == best else c for c in cells]
 
 
 def summary(runs: list[Run]) -> str:
     """Wall clock, means over the steps after the first, sums over all."""
-    rows = [["**Wall clock (min)**", *(cell(r.minutes(), 2) for r in runs)]]
-    rows.append([f"**final {OVERALL}**", *(cell(r.last(OVERALL), 0) for r in runs)])
+    rows = [["Wall clock (min)", *best_in_bold("time/", [r.minutes() for r in runs], 2)]]
+    rows.append([f"final {OVERALL}", *best_in_bold(OVERALL, [r.last(OVERALL) for r in runs], 0)])
+    sums = [
+        [f"sum {heading} (step 1 too)", *best_in_bold(metric, [sum(r.values(metric, 0)) for r in runs], 1)]
+        for heading, metric in (("total_time", TOTAL), ("training_time", "time/training"))
+    ]
     for heading, metric, digits in columns(runs):
-        rows.append([f"avg {heading}", *(cell(r.mean(metric), digits) for r in runs)])
-    for heading, metric in (("total_time", TOTAL), ("training_time", "time/training")):
-        rows.append([f"sum {heading} (step 1 too)", *(cell(sum(r.values(metric, 0)), 1) for r in runs)])
+        if metric is None:
+            rows += sums if heading.startswith("Gap") else []  # they end the timing
+            rows.append([f"**{heading}**", *("" for _ in runs)])
+        else:
+            rows.append([f"avg {heading}", *best_in_bold(metric, [r.mean(metric) for r in runs], digits)])
     return table(["Metric", *(r.label for r in runs)], rows)
+
+
+def overview(runs: list[Run]) -> str:
+    """A row a run: what it was, where it ran, and how to find it again."""
+    rows = []
+    for run in runs:
+        environment = run.environment
+        script = next((Path(a).name for a in environment.get("command", []) if a.endswith(".py")), "?")
+        commit = str(environment.get("git_commit", "?"))[:12] + (" + changes" if environment.get("git_dirty") else "")
+        model = f"{run.args.get('model_name_or_path', '?')} ({run.args.get('model_dtype', '?')})"
+        rows.append([run.label, script, model, str(environment.get("device", "?")), run.wandb, commit, f"`{run.path}`"])
+    head = ["Run", "script", "model", "device", "W&B run", "git commit", "directory"]
+    return table(head, rows, tuple(range(len(head))))
 
 
 def first_step(runs: list[Run]) -> str:
@@ -125,7 +166,8 @@ def first_step(runs: list[Run]) -> str:
     first = min(runs[0].rows)
     rows = []
     for heading, metric, digits in columns(runs):
-        rows.append([heading, *(cell(r.rows[first].get(metric), digits) for r in runs)])
+        if metric is not None:
+            rows.append([heading, *(cell(r.rows[first].get(metric), digits) for r in runs)])
     before = [(r.rows[first].get("time/from_scratch") or math.nan) - (r.rows[first].get(TOTAL) or 0) for r in runs]
     return table(
         [f"Step {first}", *(r.label for r in runs)], [["seconds before it", *(cell(b, 1) for b in before)], *rows]
@@ -133,6 +175,7 @@ def first_step(runs: list[Run]) -> str:
 
 
 def per_step(run: Run, chosen: list[tuple[str, str, int]]) -> str:
+    chosen = [c for c in chosen if c[1] is not None]
     rows = [[str(s), *(cell(r.get(metric), d) for _, metric, d in chosen)] for s, r in sorted(run.rows.items())]
     return table(["Step", *(heading for heading, _, _ in chosen)], rows)
 
@@ -222,9 +265,9 @@ def settings(runs: list[Run]) -> list[str]:
 
 
 def observe(runs: list[Run], differences: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Sentences, each a comparison of the first run with another, with the numbers it is made of."""
-    lines, first = [], runs[0]
-    for run in runs[1:]:
+    """Sentences with the numbers they are made of: speed of each two runs, reward of the first against the others."""
+    lines = []
+    for first, run in itertools.combinations(runs, 2):
         tokens, seconds = ([sum(r.values(name)) for r in (first, run)] for name in (STEP_TOKENS, TOTAL))
         if all(tokens) and all(seconds):
             a, b = (t / s for t, s in zip(tokens, seconds, strict=True))
@@ -238,24 +281,44 @@ def observe(runs: list[Run], differences: dict[str, list[dict[str, Any]]]) -> li
                 f"**Wall clock**: {run.label} {n:.2f} min, {first.label} {m:.2f} min ({n / m - 1:+.0%}); in steps "
                 f"{steps[1]:.2f} and {steps[0]:.2f}, the rest is starting, evaluating, saving and dumping."
             )
-        parts = {}
-        for phase in phases(list(first.rows.values())):
-            pair = [r.mean(f"time/{phase}") for r in (first, run)]
-            if phase not in ("eval", "saving") and None not in pair:
-                parts[phase] = pair[1] - pair[0]
-        if parts:
-            ordered = sorted(parts.items(), key=lambda item: -abs(item[1]))
-            text = ", ".join(f"{phase} {d:+.2f} s" for phase, d in ordered)
-            lines.append(f"**Where the seconds are**: a step of {run.label} against {first.label}: {text}.")
+        a, b = first.phases(), run.phases()
+        if a and b:
+            parts = sorted(((b.get(p, 0.0) - a.get(p, 0.0), p) for p in a | b), key=lambda part: -abs(part[0]))
+            text = ", ".join(f"{p} {d:+.2f} s" for d, p in parts if abs(d) >= 0.005) or "alike"
+            beside = "; one generates beside its training, the other before it" if a.keys() != b.keys() else ""
+            lines.append(f"**Where the seconds are**: a step of {run.label} against {first.label}: {text}{beside}.")
+    for run in runs[1:]:
         for row in differences.get(run.label, []):
             if row["name"] in ("score", "correct (share)"):
                 apart = row["low"] > 0 or row["high"] < 0
                 verdict = "differs" if apart else "cannot be told apart"
                 lines.append(
-                    f"**{row['name'].capitalize()}** {verdict} on the same {row['prompts']} prompts: "
-                    f"{row['first']:.4g} and {row['other']:.4g}, difference {row['difference']:+.4g} "
-                    f"({row['low']:+.4g} to {row['high']:+.4g})."
+                    f"**{row['name'].capitalize()}** of {runs[0].label} and {run.label} {verdict} on the same "
+                    f"{row['prompts']} prompts: {row['first']:.4g} and {row['other']:.4g}, difference "
+                    f"{row['difference']:+.4g} ({row['low']:+.4g} to {row['high']:+.4g})."
                 )
+        pair = [r.mean("objective/verifiable_reward") for r in (runs[0], run)]
+        if not differences.get(run.label) and None not in pair:
+            lines.append(
+                f"**Reward** of {runs[0].label} and {run.label}: {pair[0]:.3f} and {pair[1]:.3f}, means over steps. "
+                "There are no rollouts of the same prompts, so what of it is chance is not known."
+            )
+    slow = {min(runs, key=lambda r: r.last(OVERALL) or math.inf).label, max(runs, key=lambda r: r.minutes() or 0).label}
+    if len(slow) == 1 and all(r.last(OVERALL) and r.minutes() for r in runs):
+        (run,) = [r for r in runs if r.label in slow]
+        reward, others = (
+            run.mean("objective/verifiable_reward"),
+            [r.mean("objective/verifiable_reward") for r in runs if r is not run],
+        )
+        more = ""
+        if reward is not None and None not in others:
+            more = f"; its mean reward, {reward:.3f}, is " + (
+                "the highest" if reward > max(others) else "not the highest"
+            )
+        lines.append(
+            f"**{run.label}** is the slowest by both, {run.last(OVERALL):,.0f} tokens/s since the start and "
+            f"{run.minutes():.2f} min{more}."
+        )
     for run in runs:
         one, later = run.rows[min(run.rows)].get(TOTAL), run.values(TOTAL)
         if one and later:
@@ -284,14 +347,15 @@ def plot(runs: list[Run], path: Path) -> None:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=run.label) if points else None
         axis.set(title=title, xlabel="step", ylim=(0, None))
         if axis.lines:
-            axis.legend()
-    axis, bottom = axes.flat[5], np.zeros(len(runs))
-    for phase in [p for p in phases(runs[0].all_rows) if p not in ("eval", "saving")]:
-        heights = np.array([run.mean(f"time/{phase}") or 0.0 for run in runs])
+            axis.legend(fontsize=8)
+    axis, bottom, parts = axes.flat[5], np.zeros(len(runs)), [run.phases() for run in runs]
+    for phase in dict.fromkeys(p for part in parts for p in part):
+        heights = np.array([part.get(phase, 0.0) for part in parts])
         axis.bar([r.label for r in runs], heights, bottom=bottom, width=0.5, label=phase)
         bottom += heights
-    axis.set(title="mean seconds per phase, step 1 apart")
-    axis.legend()
+    axis.set(title="mean seconds per phase, step 1 apart", ylim=(0, 1.3 * max(bottom.max(), 1e-9)))
+    if axis.patches:
+        axis.legend(loc="upper center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -303,6 +367,7 @@ def compare(runs: list[Run]) -> str:
         r.label: len({x["training_step"] for x in r.all_rows if x["training_step"] > 0}) - len(steps) for r in runs
     }
     parts = [f"# {' against '.join(r.label for r in runs)}", f"{len(steps)} shared steps, {steps[0]} to {steps[-1]}."]
+    parts.append(overview(runs))
     parts += [f"{label} has {n} steps more, left out." for label, n in skipped.items() if n]
     lines = settings(runs)
     parts.append("What is not the same:\n\n" + "\n".join(f"- {line}" for line in lines) if lines else "Same settings.")

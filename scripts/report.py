@@ -101,25 +101,36 @@ def series(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 @functools.cache
 def metric_table() -> list[tuple[set[str], set[str], str, str]]:
-    """The README's metrics table: the names written out, those its abbreviations stand for, definition, healthy.
+    """The README's metrics table, a row a name: as written out, what an abbreviation stands for, definition, healthy.
 
-    `_max` after `val/x_min` stands for val/x_min_max, val/x_max and val_max; a bare `reward` for time/reward.
+    `_max` after `val/x_min` stands for val/x_min_max, val/x_max and val_max; a bare `reward` for time/reward. Of a
+    definition without commas and with as many parts (;) as there are names each takes its own; so of healthy numbers.
     """
     text = (ROOT / "README.md").read_text().split("| metric | definition")[1].split("\n\n")[0]
     table = []
     for line in text.splitlines()[2:]:
         names, definition, healthy = line.split("|")[1:4]
         names += definition if "eval/..." in names else ""  # where the names of this row are explained
-        exact, implied, full, last = set(), set(), "", ""  # full: the last name with a slash
-        for name in re.findall(r"`([^`]+)`", names):
+        full, last, found = "", "", re.findall(r"`([^`]+)`", names)  # full: the last name with a slash
+
+        def own(text: str, mark: str, divides: bool, i: int, n: int = len(found)) -> str:
+            parts = text.replace("`", "").split(mark)
+            return (parts[i] if divides and len(parts) == n else mark.join(parts)).strip()
+
+        for i, name in enumerate(found):
+            exact, implied = set(), set()
             if name.startswith("_"):
                 for base in (full, last):
                     implied |= {base[: m.start()] + name for m in re.finditer("_|$", base)}
-                continue
-            exact.add(name)
-            implied.add(f"{full.rpartition('/')[0]}/{name}")
-            full, last = name if "/" in name else full, name
-        table.append((exact, implied, definition.strip().replace("`", ""), healthy.strip().replace("`", "")))
+            else:
+                exact.add(name)
+                implied.add(f"{full.rpartition('/')[0]}/{name}")
+                full, last = name if "/" in name else full, name
+            parts = (
+                own(definition, ";", "," not in definition, i),
+                own(healthy, ",", not re.search("[a-z]", healthy), i),
+            )
+            table.append((exact, implied, *parts))
     return table
 
 

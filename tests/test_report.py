@@ -134,6 +134,42 @@ def test_rollouts_are_filtered_and_coloured(learned, tmp_path):
     assert html.unescape(re.sub("<.*?>", "", box[2])) == "".join(s[0] for s in trained["spans"])
 
 
+PROBE = """<script>
+const tips = document.getElementById("tip"), seen = [];
+const say = () => seen.push(tips.hidden || tips.textContent);
+const name = document.querySelector('[data-metric="policy/entropy_avg"]');
+const svg = name.closest(".card").querySelector("svg");
+const box = svg.getBoundingClientRect();
+svg.dispatchEvent(new MouseEvent("mousemove", {clientX: box.right - 5, clientY: box.top + 9})); say();
+svg.dispatchEvent(new MouseEvent("mouseleave")); say();
+svg.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"})); say();
+name.focus(); say();
+const row = document.querySelectorAll("tr[tabindex]")[3];
+row.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
+setTimeout(() => {
+  seen.push(document.activeElement.className, document.activeElement.cells[1].textContent === row.cells[1].textContent);
+  document.title = JSON.stringify(seen);
+}, 200);
+</script></body>"""
+
+
+@needs_browser
+def test_values_and_definitions_show_under_the_pointer_and_by_keyboard(learned, tmp_path):
+    """Events are made by a script added to the page, which its policy would not let run and is therefore taken out."""
+    page, last = report.write_page(learned, tmp_path / "page.html"), report.read_metrics(learned)[-2:]
+    text = page.read_text().replace('http-equiv="Content-Security-Policy"', 'name="none"').replace("</body>", PROBE)
+    page.write_text(text)
+    title = re.search("<title>(.*?)</title>", browse(page, tmp_path))[1]
+    by_mouse, left, by_key, by_focus, focused, same_row = json.loads(html.unescape(title))
+    definition, healthy = report.define("policy/entropy_avg")
+    explained = f"policy/entropy_avg\n{definition}\nhealthy: {healthy}"
+    for tip, row in ((by_mouse, last[1]), (by_key, last[0])):
+        step, value, *rest = tip.split("\n")
+        assert step == f"step {row['training_step']}" and "\n".join(rest) == f"\n{explained}"
+        assert float(value.split()[1]) == pytest.approx(row["policy/entropy_avg"], rel=1e-3)
+    assert left is True and by_focus == explained and focused == "open" and same_row is True
+
+
 @needs_browser
 def test_a_hostile_response_stays_text(tmp_path):
     run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
@@ -291,6 +327,10 @@ def test_every_metric_of_a_run_has_the_readmes_definition(learned):
     assert report.define("val/sequence_lengths_max")[0] == "response tokens"
     assert report.define("objective/gsm8k_correct_rate") == report.define("objective/verifiable_correct_rate")
     assert report.define("time/generation")[0].startswith("seconds")
+    assert report.define("optim/grad_norm") == ("gradient norm before clipping", "stable")
+    assert report.define("val/rho_weight") == ("importance weight used", "1")
+    assert "engines" in report.define("val/engine_idle_share")[0]  # a part with commas is not divided
+    assert "clipfrac < 0.1" in report.define("policy/clipfrac_avg")[1]  # nor a healthy range in words
     assert "truncated" in report.define("val/rho_clipfrac")[0] and "clipped" in report.define("policy/clipfrac_avg")[0]
 
 
@@ -302,22 +342,33 @@ A, B = [(0.0, 0.0), (0.0, 10.0), (10.0, 10.0), (0.0, 10.0)], [(0.0, 10.0), (10.0
 @pytest.fixture
 def pair(tmp_path):
     sync = {2: {"time/weight_sync": 0.5}}
-    return make_run(tmp_path / "a", [9.0, 2.0, 2.0, 2.0], A), make_run(tmp_path / "b", [9.0, 4.0, 5.0, 3.0], B, sync)
+    a, b = make_run(tmp_path / "a", [9.0, 2.0, 2.0, 2.0], A), make_run(tmp_path / "b", [9.0, 4.0, 5.0, 3.0], B, sync)
+    where = {"command": ["/bin/python", "../grpo.py", "--x"], "git_commit": "0123456789abcdef", "git_dirty": True}
+    (a / "environment.json").write_text(json.dumps(where | {"device": "cpu", "world_size": 1}))
+    (a / "wandb_id.txt").write_text("ab12cd\n")
+    return a, b
 
 
 def test_comparison_by_hand(pair, capsys):
     """Step 1 apart: means 2 and 4 s; prompt differences 5, 5, 0, 0: mean 2.5, s 2.887, t(3) 3.182."""
     assert compare_runs.main(list(map(str, pair))) == 0
     text = capsys.readouterr().out
-    assert "| avg total_time | 2.00 | 4.00 |" in text and "| sum total_time (step 1 too) | 15.0 | 21.0 |" in text
-    assert "| **Wall clock (min)** | 1.25 | 1.35 |" in text and "| total_time | 9.00 | 9.00 |" in text
+    assert (
+        "| avg total_time | **2.00** | 4.00 |" in text and "| sum total_time (step 1 too) | **15.0** | 21.0 |" in text
+    )
+    assert "| Wall clock (min) | **1.25** | 1.35 |" in text and "| total_time | 9.00 | 9.00 |" in text
+    assert "| avg learner_tok/s_step | **50** | 26 |" in text and "| avg response_length | 20.0 | 20.0 |" in text
+    assert [x for x in text.splitlines() if x.endswith("|  |  |")] == [
+        f"| **{part}** |  |  |" for part in ("Throughput", "Timing (s)", "Gap, reward and accuracy")
+    ]
+    assert "| a | grpo.py | ? (?) | cpu | ab12cd | 0123456789ab + changes |" in text and "| cpu | — | ? |" in text
     assert "| seconds before it | 60.0 | 60.0 |" in text
     assert "25 tokens/s, a 50 (0.50x): 1.00x the tokens in 2.00x the seconds" in text
     assert "training +2.00 s" in text and "`vllm_enforce_eager`: a True, b False" in text
     half = 3.182 * math.sqrt(25 / 3) / 2
     low, high = f"{2.5 - half:+.4g}", f"{2.5 + half:+.4g}"
     assert f"| score | 4 | 5 | 7.5 | +2.5 | {low} to {high} | 0.5 |" in text  # signs: 8 of 16 ways are as far
-    assert "**Score** cannot be told apart on the same 4 prompts" in text
+    assert "**Score** of a and b cannot be told apart on the same 4 prompts" in text
     assert "Step 1** of b took 9.00 s, 2.25x" in text
     assert "| avg weight_sync | — | 0.50 |" in text and text.count("### ") == 2
     assert "| 2 | 25 | 100 | 20.0 | 4.00 | 1.00 | 3.00 | 0.50 |" in text
@@ -325,11 +376,32 @@ def test_comparison_by_hand(pair, capsys):
     assert (pair[0].parent / "comparison.png").stat().st_size > 10_000
 
 
+def test_three_runs_of_two_scripts_without_rollouts(tmp_path, capsys):
+    """Phases are each script's own; each two runs are compared in speed; rewards stand alone without rollouts."""
+    runs = []
+    for name, seconds, reward in (("a", 4.0, 1.0), ("b", 2.0, 3.0), ("c", 8.0, 2.0)):
+        more = {"objective/verifiable_reward": reward, "learner_tokens_per_second_overall": 100 / seconds}
+        more |= {"time/trainer_waiting_for_data": 0.25} if name == "b" else {}
+        extra = {step: more for step in range(1, 5)}
+        runs.append(make_run(tmp_path / name, [seconds] * 4, [(0.0, 10.0)] * 4, extra))
+        (runs[-1] / "rollouts.jsonl").unlink()
+    assert compare_runs.main(list(map(str, runs))) == 0
+    text = capsys.readouterr().out
+    assert "a step of b against a: training -2.00 s, generation -1.00 s, trainer_waiting_for_data +0.25 s; one" in text
+    assert "a step of c against a: training +4.00 s.\n" in text
+    assert "c processes 12 tokens/s, b 50 (0.25x)" in text and text.count("**Wall clock**: ") == 3
+    assert "**Reward** of a and c: 1.000 and 2.000, means over steps." in text and "**Score**" not in text
+    assert (
+        "**c** is the slowest by both, 12 tokens/s since the start and 1.53 min; its mean reward, 2.000, is not" in text
+    )
+    assert "| avg verifiable_reward | 1.000 | **3.000** | 2.000 |" in text
+
+
 def test_a_difference_that_is_there_is_found(tmp_path, capsys):
     a = make_run(tmp_path / "a", [2.0] * 12, [(0.0, 10.0)] * 6 + [(0.0, 0.0)] * 6, steps=12)
     b = make_run(tmp_path / "b", [2.0] * 12, [(10.0, 10.0)] * 12, steps=12)
     assert compare_runs.main([str(a), str(b)]) == 0
-    assert "**Score** differs on the same 12 prompts" in capsys.readouterr().out
+    assert "**Score** of a and b differs on the same 12 prompts" in capsys.readouterr().out
 
 
 def test_other_prompts_at_the_same_place_are_not_paired(pair, capsys):
@@ -366,6 +438,7 @@ def test_benchmark_by_hand(tmp_path, capsys):
     }
     extra = {2: {"time/eval": 1.0}, 4: {"time/eval": 1.0, "time/saving": 2.0} | judged}
     run = make_run(tmp_path / "run", [9.0, 2.0, 2.0, 2.0], A, extra)
+    (run / "wandb_id.txt").write_text("ab12cd\n")
     assert benchmark_report.main([str(run)]) == 0
     text = (run / "benchmark.md").read_text()
     assert "| `actor/lr` | `lr` | 1.000e-06 | 1.000e-06 | schedule constant: constant |" in text
@@ -375,6 +448,10 @@ def test_benchmark_by_hand(tmp_path, capsys):
     assert "| `response_length/clip_ratio` | `val/stop_rate` | 0.25 | 0.25 |" in text
     assert "share correct of 4 prompts; 95 % interval 0.5101 to 1.0000" in text  # 1 / (1 + 1.96^2 / 4)
     assert "| `actor/entropy` | `policy/entropy_avg` | — | — | not recorded in this run |" in text
+    assert "| `critic/rewards/mean` | ▁▅█▅ | 0 | 0.5 |" in text  # 0, 0.5, 1, 0.5
+    assert "| `timing_per_token_ms/gen` | ▁▁▁▁ | 25 | 25 |" in text  # 1 s for 2 responses of 20 tokens
+    assert "| `timing_per_token_ms/update_actor` | █▁▁▁ | 80 | 10 |" in text  # 8 s and 1 s for 100 tokens
+    assert "- **`actor/lr`**, ours `lr`: learning rate (healthy: stable)" in text and "| **Wandb** | ab12cd |" in text
     assert "Too few steps to speak of convergence" in text and "It ran on a CPU." in text
     assert (run / "benchmark.png").stat().st_size > 10_000 and "benchmark.md" in capsys.readouterr().out
 
