@@ -137,7 +137,7 @@ def test_rollouts_are_filtered_and_coloured(learned, tmp_path):
 PROBE = """<script>
 const tips = document.getElementById("tip"), seen = [];
 const say = () => seen.push(tips.hidden || tips.textContent);
-const name = document.querySelector('[data-metric="policy/entropy_avg"]');
+const name = document.querySelector('[data-metric="GAP_max"]');
 const svg = name.closest(".card").querySelector("svg");
 const box = svg.getBoundingClientRect();
 svg.dispatchEvent(new MouseEvent("mousemove", {clientX: box.right - 5, clientY: box.top + 9})); say();
@@ -157,16 +157,19 @@ setTimeout(() => {
 def test_values_and_definitions_show_under_the_pointer_and_by_keyboard(learned, tmp_path):
     """Events are made by a script added to the page, which its policy would not let run and is therefore taken out."""
     page, last = report.write_page(learned, tmp_path / "page.html"), report.read_metrics(learned)[-2:]
-    text = page.read_text().replace('http-equiv="Content-Security-Policy"', 'name="none"').replace("</body>", PROBE)
-    page.write_text(text)
+    text = page.read_text().replace('http-equiv="Content-Security-Policy"', 'name="none"')
+    page.write_text(text.replace("</body>", PROBE.replace("GAP", report.GAP)))
     title = re.search("<title>(.*?)</title>", browse(page, tmp_path))[1]
     by_mouse, left, by_key, by_focus, focused, same_row = json.loads(html.unescape(title))
-    definition, healthy = report.define("policy/entropy_avg")
-    explained = f"policy/entropy_avg\n{definition}\nhealthy: {healthy}"
+    names = [f"{report.GAP}_mean", f"{report.GAP}_max"]
+    explained = "{}\n{}\nhealthy: {}".format(
+        names[1], *report.define(names[1])
+    )  # the upper curve's, as both are at its top
     for tip, row in ((by_mouse, last[1]), (by_key, last[0])):
-        step, value, *rest = tip.split("\n")
-        assert step == f"step {row['training_step']}" and "\n".join(rest) == f"\n{explained}"
-        assert float(value.split()[1]) == pytest.approx(row["policy/entropy_avg"], rel=1e-3)
+        step, *values, nothing = tip.removesuffix(explained).splitlines()
+        assert step == f"step {row['training_step']}" and nothing == "" and tip.endswith(explained)
+        shown = {name: float(value) for name, value in map(str.split, values)}
+        assert shown == pytest.approx({n: row[n] for n in names}, rel=1e-2)
     assert left is True and by_focus == explained and focused == "open" and same_row is True
 
 
