@@ -614,7 +614,8 @@ function table(parent, head, rows, className = "") {
 }
 
 // charts
-const W = 420, H = 190, TALL = 250, L = 52, R = 10, T = 8, B = 24;
+const SMOOTHED = 150, BARS = 160;  // with more points a mean of a fortieth of them is drawn too; more steps share bars
+const W = 420, H = 190, TALL = 250, L = 52, R = 16, T = 8, B = 24;
 function tickStep(low, high, n = 4) {
   const raw = (high - low) / n, power = 10 ** Math.floor(Math.log10(raw));
   return [1, 2, 5, 10].map(m => m * power).find(s => s >= raw * .999);
@@ -663,8 +664,14 @@ function chart(parent, panel) {
   panel.names.forEach((name, k) => {
     const points = data.steps.map((s, i) => [s, data.metrics[name][i]]).filter(p => p[1] !== null);
     const colour = `var(--c${k})`;
-    const path = points.map(([s, v], i) => (i ? "L" : "M") + x(s).toFixed(1) + " " + y(v).toFixed(1)).join("");
-    add(svg, "path", {d: path, fill: "none", stroke: colour, "stroke-width": 1.6});
+    const line = (drawn, opacity) => add(svg, "path", {fill: "none", stroke: colour, "stroke-width": 1.6, opacity,
+      d: drawn.map(([s, v], i) => (i ? "L" : "M") + x(s).toFixed(1) + " " + y(v).toFixed(1)).join("")});
+    const many = points.length > SMOOTHED, reach = Math.ceil(points.length / 80);
+    line(points, many ? .25 : 1);
+    if (many) line(points.map(([s], i) => {
+      const near = points.slice(Math.max(i - reach, 0), i + reach + 1);
+      return [s, near.reduce((sum, p) => sum + p[1], 0) / near.length];
+    }), 1);
     if (points.length < 40) points.forEach(([s, v]) => add(svg, "circle", {cx: x(s), cy: y(v), r: 2, fill: colour}));
     hover(add(legend, "span", {"data-metric": name}, add(null, "b", {style: `background:${colour}`}), name),
       () => explain(name), true);
@@ -739,20 +746,22 @@ function heat(parent, h) {
 function stack(parent) {
   const card = add(parent, "div", {class: "card"});
   add(card, "h3", {}, "Seconds per phase", add(null, "span", {class: "dim"}, "  of each step"));
-  const index = data.steps.map((s, i) => i).filter(i => data.steps[i] > 0);
-  const sums = index.map(i => data.phases.reduce((a, p) => a + (data.metrics[p][i] || 0), 0));
-  const steps = index.map(i => data.steps[i]);
-  if (!steps.length) return;
-  const {svg, x, y} = frame(card, [steps[0], steps[steps.length - 1] + 1], 0, Math.max(...sums, 1e-9));
-  index.forEach((i, k) => {
+  const index = data.steps.map((s, i) => i).filter(i => data.steps[i] > 0), each = Math.ceil(index.length / BARS);
+  if (!index.length) return;
+  const bars = [];  // [first step, last step, mean seconds of each phase]
+  for (let i = 0; i < index.length; i += each) {
+    const part = index.slice(i, i + each), mean = p => part.reduce((sum, j) => sum + (data.metrics[p][j] || 0), 0);
+    bars.push([data.steps[part[0]], data.steps[part[part.length - 1]], data.phases.map(p => mean(p) / part.length)]);
+  }
+  const sum = values => values.reduce((a, b) => a + b, 0), most = Math.max(...bars.map(b => sum(b[2])), 1e-9);
+  const {svg, x, y} = frame(card, [bars[0][0], bars[bars.length - 1][1] + 1], 0, most);
+  bars.forEach(([first, last, seconds]) => {
     let bottom = 0;
-    const next = k + 1 < steps.length ? steps[k + 1] : steps[k] + 1;
-    const width = Math.max((x(next) - x(steps[k])) * .88, .5);
-    data.phases.forEach((p, j) => {
-      const v = data.metrics[p][i] || 0;
-      const box = add(svg, "rect", {x: x(steps[k]), width, y: y(bottom + v), height: y(bottom) - y(bottom + v),
-        fill: `var(--c${j})`});
-      hover(box, () => `step ${steps[k]}\n${p} ${format(v)} s of ${format(sums[k])} s`);
+    seconds.forEach((v, j) => {
+      const box = add(svg, "rect", {x: x(first), width: Math.max((x(last + 1) - x(first)) * .88, .5), y: y(bottom + v),
+        height: y(bottom) - y(bottom + v), fill: `var(--c${j})`});
+      const when = first === last ? `step ${first}` : `mean of steps ${first} to ${last}`;
+      hover(box, () => `${when}\n${data.phases[j]} ${format(v)} s of ${format(sum(seconds))} s`);
       bottom += v;
     });
   });

@@ -97,6 +97,22 @@ def drawn(dom):
 # the page
 
 
+def boxes(data):
+    return sum(n > 0 for h in data["histograms"] for column in h["counts"] for n in column)
+
+
+@needs_browser
+def test_a_long_run_has_smoothed_curves_and_shared_bars(tmp_path):
+    """Of 330 steps three share a bar; the mean is drawn over the values."""
+    page = report.write_page(make_run(tmp_path / "run", [2.0, 3.0, 7.0] * 110, [(0.0, 10.0)] * 330, steps=330))
+    shown, data = drawn(browse(page, tmp_path)), report.collect(tmp_path / "run")
+    assert shown.count("<rect") == boxes(data) + 110 * len(data["phases"]) and data["phases"]
+    assert shown.count('opacity="0.25"') == shown.count('opacity="1"') > 5
+    path = re.findall(r'opacity="1" d="M([^"]+)"', shown[shown.index("Seconds per step") :])[0]
+    heights = [float(point.split()[1]) for point in path.split("L")]
+    assert max(heights[20:-20]) - min(heights[20:-20]) < 0.2 * (190 - 24 - 8)  # without smoothing 5 of at most 8 s
+
+
 @needs_browser
 def test_the_page_shows_the_run(learned, tmp_path):
     page = report.write_page(learned, tmp_path / "page.html")
@@ -104,8 +120,7 @@ def test_the_page_shows_the_run(learned, tmp_path):
     for title in ("Checks", "Curves", "Histograms over time", "Time and throughput", "Rollouts", "Configuration"):
         assert f">{title}</h2>" in shown
     data = report.collect(learned)
-    boxes = sum(n > 0 for h in data["histograms"] for column in h["counts"] for n in column)
-    assert len(data["histograms"]) == 4 and shown.count("<rect") == boxes + 4 * len(data["phases"])
+    assert len(data["histograms"]) == 4 and shown.count("<rect") == boxes(data) + 4 * len(data["phases"])
     assert shown.count("stroke-dasharray") == 3  # two clip bounds, rho_clamp_upper_bound
     assert shown.count("<path") >= 20 and "1 - clip_lower = 0.8, 1 + clip_higher = 1.2" in shown
     assert "256 rollouts" in shown and "learning_rate" in shown and "git_commit" in shown
