@@ -232,31 +232,26 @@ def floors(rows: list[dict[str, Any]]) -> list[list[str]]:
         values = series(rows, name)
         return float(np.mean(values[1:] or values)) if values else None
 
-    table = []
-    if (sync := mean("time/weight_sync")) is not None:
-        floor = mean("time/weight_sync_floor")
-        away = (
-            [f"{floor:.3g} s, a memory copy of the bytes", f"{sync / floor:.1f} x"] if floor else ["not recorded", "-"]
-        )
-        table.append(["time/weight_sync", f"{sync:.3g} s", *away])
-    for name, ceiling in (
-        ("val/engine_bandwidth_share", "1: memory bandwidth of a copy"),
-        ("learner_mfu", "1: the matrix product measured at start"),
-    ):
-        value = mean(name)
-        table.append(
-            [name, *(["not recorded", ceiling, "-"] if value is None else [f"{value:.3f}", ceiling, f"{value:.1%}"])]
-        )
+    def tell(name: str, form: str, limit: str = "-", against: str = "-", over: float = 1.0) -> None:
+        if (value := mean(name)) is not None:
+            table.append([name, form.format(value), limit, against.format(value / over)])
+        elif name in ("val/engine_bandwidth_share", "learner_mfu"):
+            table.append([name, "not recorded", limit, "-"])
+
+    table: list[list[str]] = []
+    wanted = ("time/weight_sync_floor", "val/engine_bandwidth_share", "val/engine_tokens_per_second")
+    floor, share, rate = map(mean, wanted)
+    copy = (f"{floor:.3g} s, a memory copy of the bytes", "{:.1f} x", floor) if floor else ("not recorded",)
+    tell("time/weight_sync", "{:.3g} s", *copy)
+    tell("val/engine_bandwidth_share", "{:.3f}", "1: memory bandwidth of a copy", "{:.1%}")
+    tell("learner_mfu", "{:.3f}", "1: the matrix product measured at start", "{:.1%}")
     for name in ("val/learner_idle_share", "val/engine_idle_share"):
-        if (value := mean(name)) is not None:
-            table.append([name, f"{value:.3f}", "0", f"{value:.1%} of the step"])
-    share = mean("val/engine_bandwidth_share")
-    for name in ("learner_tokens_per_second_step", "val/actor_tokens_per_second", "val/engine_tokens_per_second"):
-        if (value := mean(name)) is not None:
-            away = ["-", "-"]
-            if share and name == "val/engine_tokens_per_second":
-                away = [f"{value / share:,.0f} tokens/s at the memory's bandwidth", f"{share:.1%}"]
-            table.append([name, f"{value:,.0f} tokens/s", *away])
+        tell(name, "{:.3f}", "0", "{:.1%} of the step")
+    for name in ("learner_tokens_per_second_step", "val/actor_tokens_per_second"):
+        tell(name, "{:,.0f} tokens/s")
+    most = rate / share if rate and share else 0.0
+    known = (f"{most:,.0f} tokens/s at the memory's bandwidth", "{:.1%}", most) if most else ()
+    tell("val/engine_tokens_per_second", "{:,.0f} tokens/s", *known)
     return table
 
 

@@ -108,6 +108,8 @@ def test_a_long_run_has_smoothed_curves_and_shared_bars(tmp_path):
     shown, data = drawn(browse(page, tmp_path)), report.collect(tmp_path / "run")
     assert shown.count("<rect") == boxes(data) + 110 * len(data["phases"]) and data["phases"]
     assert shown.count('opacity="0.25"') == shown.count('opacity="1"') > 5
+    labels = re.findall(r'text-anchor="end">([^<]+)<', shown[shown.index("Seconds per phase") :])
+    assert labels[:5] == ["0", "1", "2", "3", "4"]  # a bar is the mean of 2, 3 and 7 s
     path = re.findall(r'opacity="1" d="M([^"]+)"', shown[shown.index("Seconds per step") :])[0]
     heights = [float(point.split()[1]) for point in path.split("L")]
     assert max(heights[20:-20]) - min(heights[20:-20]) < 0.2 * (190 - 24 - 8)  # without smoothing 5 of at most 8 s
