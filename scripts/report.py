@@ -533,7 +533,7 @@ pre, .tokens { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui
 form { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin: .4rem 0; font-size: 14px }
 input, select, button { font: inherit; color: inherit; background: var(--bg); border: 1px solid var(--line);
   border-radius: 4px; padding: .15rem .4rem; margin: 0 .15rem } input[type=number] { width: 6rem }
-select { max-width: 100% }
+select { max-width: 100% } button:disabled { opacity: .4 }
 #tip { position: fixed; z-index: 9; max-width: 26rem; padding: .4rem .6rem; font-size: 12.5px; border-radius: 4px;
   background: var(--fg); color: var(--bg); pointer-events: none; white-space: pre-line }
 .key { display: inline-block; width: 9rem; height: .8rem; border: 1px solid var(--line); vertical-align: middle }
