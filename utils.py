@@ -677,24 +677,52 @@ def provenance() -> dict[str, Any]:
 # Data
 # ---------------------------------------------------------------------------------------------------------------------
 
-_TURNS = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
-_THINK_SYSTEM = (
-    "A conversation between a user and an assistant. The assistant first reasons about the question and then gives the "
-    "answer. The reasoning stands between <think> and </think>, the answer between <answer> and </answer>: "
-    "<think> reasoning </think> <answer> answer </answer>."
+
+def _chat(start: str, turn: str, before: str = "") -> str:
+    """Jinja that writes `before`, the expression `turn` for each message m, and `start` where the response begins."""
+    prompt = "{% if add_generation_prompt %}{{ " + repr(start) + " }}{% endif %}"
+    return before + "{% for m in messages %}{{ " + turn + " }}{% endfor %}" + prompt
+
+
+_GAP = "('\n\n' if not loop.first else '') + "
+_SAYS = _GAP + "m['role'].capitalize() + ': ' + m['content']"
+_TEXT = _GAP + "m['content'] + '\n'"
+_TULU = "'<|' + m['role'] + '|>\n' + m['content'] + (eos_token if m['role'] == 'assistant' else '') + '\n'"
+_CHATML = "'<|im_start|>' + m['role'] + '\n' + m['content'] + (%r if m['role'] == %r else '') + '<|im_end|>\n'"
+_NO_FUNCTIONS = " You do not currently have access to any functions. <functions></functions>"
+# Published models expect these words to the letter: R1-Zero's (arXiv:2501.12948, table 1), Qwen's for mathematics,
+# those of Olmo 3 RL-Zero. simple_chat is our own: open-instruct's of that name does not open the assistant's turn.
+_R1 = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
+    "process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> "
+    "reasoning process here </think> <answer> answer here </answer>.\n\n"
+)
+_BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}"
+_ANSWER = (
+    "Solve the following problem step by step. The last line of your response should be the answer to the problem in "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_PROGRAM = (
+    "Solve the following code problem step by step. The last part of your response should be the solution to the "
+    "problem in form ```\npython\nCODE\n``` where CODE is the solution for the problem.\n\n"
 )
 CHAT_TEMPLATES = {
-    "simple_chat": "{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m['role'].capitalize() + ': ' "
-    "+ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}",
-    "tulu": _TURNS + "{{ eos_token if m['role'] == 'assistant' }}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-    "r1_simple_chat_postpend_think": _THINK_SYSTEM + "{% for m in messages %}{{ '\n\n' + m['role'].capitalize() + ': ' "
-    "+ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant: <think>' }}{% endif %}",
-    "qwen_instruct_user_boxed_math": "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' if "
-    "messages[0]['role'] != 'system' }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
-    "{{ '\nReason step by step and put the final "
-    "answer within \\\\boxed{}.' if m['role'] == 'user' }}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "simple_chat": _chat("\n\nAssistant:", _SAYS),
+    "tulu": _chat("<|assistant|>\n", _TULU),
+    "tulu_thinker": _chat("<|assistant|>\n<think>", _TULU),
+    "olmo_thinker": _chat(
+        "<|im_start|>assistant\n<think>",
+        _CHATML % (_NO_FUNCTIONS, "system"),
+        "{% if messages|selectattr('role', 'equalto', 'system')|list|length == 0 %}"
+        "{{ '<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n' }}{% endif %}",
+    ),
+    "olmo_thinker_rlzero": _chat('\nRemember to put your answer on its own line after "Answer:"', _TEXT, _ANSWER),
+    "olmo_thinker_code_rlzero": _chat(
+        "Remember to put your solution inside the ```\npython\nCODE\n``` tags", _TEXT, _PROGRAM
+    ),
+    "r1_simple_chat_postpend_think": _chat("Assistant: <think>", _SAYS + " + '\n'", _R1),
+    "qwen_instruct_user_boxed_math": _chat("<|im_start|>assistant\n", _CHATML % (_BOXED, "user")),
 }
 
 VERL_SOURCES = {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}

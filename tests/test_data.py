@@ -361,30 +361,71 @@ def test_the_system_prompt_file_replaces_the_rows_own(tokenizer, tmp_path):
     assert [p.text for p in replaced] == ["<|im_start|>system\nBe kind.<|im_end|>\n" + rest] * 2
 
 
-THINK = (
-    "A conversation between a user and an assistant. The assistant first reasons about the question and then gives the "
-    "answer. The reasoning stands between <think> and </think>, the answer between <answer> and </answer>: "
-    "<think> reasoning </think> <answer> answer </answer>."
+R1 = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
+    "process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> "
+    "reasoning process here </think> <answer> answer here </answer>.\n\n"
 )
-BOXED = "\nReason step by step and put the final answer within \\boxed{}."
-HELPFUL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-RENDERED = {  # of the turn Hi, and of the turns Hi, Hello, Bye; the tiny model's end of text is <|im_end|>
-    "simple_chat": ("User: Hi\n\nAssistant:", "User: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:"),
+BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}"
+HELPFUL = "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
+KIND = "Be kind. You do not currently have access to any functions. <functions></functions>"
+ANSWER = (
+    "Solve the following problem step by step. The last line of your response should be the answer to the problem in "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+REMEMBER = '\nRemember to put your answer on its own line after "Answer:"'
+PROGRAM = (
+    "Solve the following code problem step by step. The last part of your response should be the solution to the "
+    "problem in form ```\npython\nCODE\n``` where CODE is the solution for the problem.\n\n"
+)
+TAGS = "Remember to put your solution inside the ```\npython\nCODE\n``` tags"
+TURNS = [{"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"))]
+KINDLY = {"role": "system", "content": "Be kind."}
+RENDERED = {  # of the turn Hi; of the turns Hi, Hello, Bye; of Be kind and Hi. The tiny model's eos is <|im_end|>
+    "simple_chat": (
+        "User: Hi\n\nAssistant:",
+        "User: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:",
+        "System: Be kind.\n\nUser: Hi\n\nAssistant:",
+    ),
     "tulu": (
         "<|user|>\nHi\n<|assistant|>\n",
         "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n",
+        "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n",
+    ),
+    "tulu_thinker": (
+        "<|user|>\nHi\n<|assistant|>\n<think>",
+        "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n<think>",
+        "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n<think>",
+    ),
+    "olmo_thinker": (
+        HELPFUL + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>",
+        HELPFUL + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>",
+        f"<|im_start|>system\n{KIND}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>",
+    ),
+    "olmo_thinker_rlzero": (
+        ANSWER + "Hi\n" + REMEMBER,
+        ANSWER + "Hi\n\n\nHello\n\n\nBye\n" + REMEMBER,
+        ANSWER + "Be kind.\n\n\nHi\n" + REMEMBER,
+    ),
+    "olmo_thinker_code_rlzero": (
+        PROGRAM + "Hi\n" + TAGS,
+        PROGRAM + "Hi\n\n\nHello\n\n\nBye\n" + TAGS,
+        PROGRAM + "Be kind.\n\n\nHi\n" + TAGS,
     ),
     "r1_simple_chat_postpend_think": (
-        THINK + "\n\nUser: Hi\n\nAssistant: <think>",
-        THINK + "\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant: <think>",
+        R1 + "User: Hi\nAssistant: <think>",
+        R1 + "User: Hi\n\n\nAssistant: Hello\n\n\nUser: Bye\nAssistant: <think>",
+        R1 + "System: Be kind.\n\n\nUser: Hi\nAssistant: <think>",
     ),
     "qwen_instruct_user_boxed_math": (
-        HELPFUL + f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\n",
-        HELPFUL + f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\n",
+        f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         f"<|im_start|>user\nBye{BOXED}<|im_end|>\n<|im_start|>assistant\n",
+        f"<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\n",
     ),
 }
-TURNS = [{"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"))]
 
 
 def test_every_template_is_tested():
@@ -394,8 +435,9 @@ def test_every_template_is_tested():
 @pytest.mark.parametrize("name", RENDERED)
 def test_chat_templates(model_dir, tmp_path, name):
     tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir), chat_template_name=name))
-    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": TURNS[:1]}, ROW | {"messages": TURNS}])
-    assert tuple(p.text for p in load(tokenizer, path, "1.0")) == RENDERED[name]
+    conversations = (TURNS[:1], TURNS, [KINDLY, TURNS[0]])
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": turns} for turns in conversations])
+    assert tuple(p.text for p in load(tokenizer, path, "1.0", max_prompt_token_length=512)) == RENDERED[name]
 
 
 def test_a_model_without_template_needs_one(model_dir, tmp_path):
