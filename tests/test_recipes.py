@@ -61,8 +61,8 @@ TABLE = {
     "debug/grpo_fast": (1, 1, 1, 1, 8, 4, 1, 4, 64, 1024),
     "debug/grpo_fast_3_gpu": (3, 2, 1, 1, 8, 4, 1, 6, 64, 1024),
     "debug/single_gpu_grpo": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
-    "debug/grpo_integration_test": (1, 1, 1, 1, 8, 4, 1, 10, 64, 1024),
-    "debug/multi_node_grpo": (16, 8, 4, 2, 64, 8, 1, 200, 1024, 8192),
+    "debug/grpo_integration_test": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
+    "debug/multi_node_grpo": (16, 8, 4, 2, 32, 16, 1, 19, 4096, 20480),
     "debug/full_integration_test": (16, 8, 8, 1, 32, 8, 4, 39, 8192, 12384),
 }
 
@@ -83,7 +83,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def read_flags(recipe):
     """(command, script, Args) of a recipe, by the real parser."""
-    command = smoke.capture(REPO / recipe)
+    (command,) = smoke.captures(REPO / recipe)
     script, flags = smoke.training_flags(command)
     return command, script, utils.parse_args(grpo.Args, flags)
 
@@ -166,26 +166,63 @@ def test_a_broken_recipe_is_refused(elsewhere):
 def test_the_solver_run_of_another_grader_is_refused(monkeypatch):
     monkeypatch.setenv("VERL_GUIDELINES_USE_MATH_VERIFY", "0")
     with pytest.raises(subprocess.CalledProcessError):
-        smoke.capture(REPO / "scripts/solver/planner_3b_300steps.sh")
+        smoke.captures(REPO / "scripts/solver/planner_3b_300steps.sh")
     monkeypatch.delenv("VERL_GUIDELINES_USE_MATH_VERIFY")
     args = read_flags("scripts/solver/planner_3b_300steps.sh")[2]
     run_dir = Path(args.output_dir) / args.exp_name
     assert str(run_dir) == "checkpoints/query-conditioned-guidelines/numinamath30k-3b-300steps-mathverify"
 
 
-# gsm8k: grpo.py behind torchrun; olmo2: grpo_fast.py behind srun and torchrun
-@pytest.mark.parametrize("recipe", ["gsm8k/qwen2.5_7b_verl", "olmo2/grpo_fast_7b_zero"])
-def test_smoke(recipe, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(REPO), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = [sys.executable, "scripts/debug/smoke.py", f"scripts/{recipe}.sh", "--output_dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+# 1 + 4 x 2 runs of experiments 1 to 4: their GPUs, steps, prompts, samples, mini-batches and response length
+@pytest.mark.parametrize("experiment, runs, steps", [(0, 1, 24), (1, 1, 24), (2, 4, 40), (3, 4, 40)])
+@pytest.mark.parametrize("mode", ["tiny", "full"])
+def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
+    """The flags of our side; tests/test_align.py runs the first experiment against TRL, where that is installed."""
+    names = "fixed_input_and_state fixed_state_own_rollouts independent_regularized independent_plain".split()
+    monkeypatch.setenv("MODE", mode)
+    monkeypatch.setenv("OUT", str(elsewhere / "out"))
+    monkeypatch.setenv("TRL_PYTHON", "true")
+    if mode == "full":
+        monkeypatch.setenv("OURS", "torchrun --nproc_per_node 6 grpo.py")
+    commands = smoke.captures(REPO / f"scripts/align/{names[experiment]}.sh")
+    assert len(commands) == runs
+    for seed, command in enumerate(commands, 1):
+        script, flags = smoke.training_flags(command)
+        args = utils.parse_args(grpo.Args, flags)
+        found = (check(command, script, args, 1), grpo.num_training_steps(args), args.num_unique_prompts_rollout)
+        found += (args.num_samples_per_prompt_rollout, args.num_mini_batches, args.response_length)
+        assert found == ((6, 77, 96, 8, 1, 2048) if mode == "full" else (1, steps, 4, 8, 1, 24))
+        assert (args.seed, args.beta, args.entropy_coef) == (seed, *((0.001, 0.003) if experiment % 2 == 0 else (0, 0)))
+
+
+SMOKED = {  # one of each folder -> verifiers whose rewards are seen
+    "debug/grpo_integration_test": "math ifeval",  # one device, active sampling, checkpoints, dumps
+    "tulu3/grpo_fast_8b_single_node": "math ifeval",  # two mini-batches
+    "qwen/grpo_fast_3b_single_node": "math ifeval",  # the format
+    "olmo2/grpo_fast_7b_zero": "math ifeval",  # srun and torchrun
+    "olmo3/7b_rlzero_math": "math ifeval",  # active sampling, solved prompts are not drawn again
+    "gsm8k/qwen2.5_7b_verl": "gsm8k_strict ifeval",  # grpo.py behind torchrun
+    "solver/planner_3b_300steps": "solver",  # with a server for the solver
+    "hybrid/large_test_hybrid": "code code_stdio ifeval",  # a model whose layers leak
+}
+
+
+def test_every_folder_is_smoked():
+    assert {name.partition("/")[0] for name in SMOKED} == set(FOLDERS)
+
+
+@pytest.mark.parametrize("recipe", SMOKED)
+def test_smoke(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert smoke.run(REPO / f"scripts/{recipe}.sh", ["--output_dir", str(tmp_path)]) == 0
     run_dir = tmp_path / f"smoke_{recipe.partition('/')[2]}"
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if step["training_step"] > 0]
     assert [step["training_step"] for step in steps] == [1, 2]
     assert max(step.get("optim/grad_norm", 0) for step in steps) > 0, "nothing was trained"
-    assert {"objective/math_reward", "objective/ifeval_reward"} <= steps[0].keys(), "a verifier did not occur"
+    seen = {f"objective/{verifier}_reward" for verifier in SMOKED[recipe].split()}
+    assert seen <= set().union(*steps), "a verifier did not occur"
     ours = json.loads((run_dir / "args.json").read_text())
     theirs = vars(read_flags(f"scripts/{recipe}.sh")[2])
     for name in "learning_rate beta deepspeed_stage gradient_checkpointing chat_template_name num_mini_batches".split():

@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # grpo_fast.py on one device: one learner and one engine share a GPU, or the cores of a machine without one.
 #
-# Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory. Result: 4 steps of 8 prompts x 4 samples and an evaluation, all
-# metrics in runs/debug_grpo_fast. More flags can follow: bash scripts/debug/grpo_fast.sh --async_steps 2
+# Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
+# Expected: 4 steps of 8 prompts x 4 samples and an evaluation; all metrics in runs/debug_grpo_fast.
+# More flags can follow: bash scripts/debug/grpo_fast.sh --async_steps 2
+# Source: open-instruct scripts/train/debug/grpo_fast.sh.
+#
+# Where this differs from the source:
+# - SmolLM2-135M-Instruct with its own chat template and additions of two digits stand for Qwen3.5-0.8B and GSM8K, and
+#   the lengths fit them: nothing is downloaded from a hub.
+# - --async_steps 1: with its 8 all 4 steps would train on the first policy's responses.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh

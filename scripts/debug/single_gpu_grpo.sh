@@ -6,9 +6,10 @@
 # Source: open-instruct scripts/train/debug/single_gpu_grpo.sh.
 #
 # Where this differs from the source:
-# - SmolLM2-135M-Instruct and additions of two digits stand for Qwen3-1.7B and GSM8K: nothing is downloaded from a hub.
-# - lengths fit the task; the format is rewarded on top (--additive_format_reward), because a small model that never
-#   finds it would leave no gradient.
+# - SmolLM2-135M-Instruct with its own chat template and additions of two digits stand for Qwen3-1.7B and GSM8K, and
+#   the lengths fit them: nothing is downloaded from a hub.
+# - the format is rewarded on top (--additive_format_reward), because a small model that never finds it would leave no
+#   gradient.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
@@ -35,9 +36,11 @@ python grpo.py \
     --load_ref_policy true \
     --total_episodes 200 \
     --deepspeed_stage 2 \
+    --gradient_checkpointing \
     --seed 3 \
     --local_eval_every 1 \
     --save_freq -1 \
+    --save_traces \
     --vllm_enforce_eager \
     --vllm_enable_prefix_caching \
     --vllm_gpu_memory_utilization 0.3 \

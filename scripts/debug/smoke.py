@@ -1,6 +1,6 @@
 """Run a recipe on a CPU, shrunk: see smoke.sh, which starts this.
 
-`capture` gives the command line of a recipe without starting it, for this and for tests/test_recipes.py.
+`captures` gives the command lines of a recipe without starting them, for this and for tests/test_recipes.py.
 """
 
 import json
@@ -19,8 +19,8 @@ STUBS = {
     "srun": '() { while [[ "$1" == -* ]]; do shift; done; "$@"; }',
 }
 PRINT = STUBS | {
-    "python": """() { [[ "$1" != grpo*.py ]] || printf '%s\\0' python "$@" >"$CAPTURED"; }""",
-    "torchrun": """() { printf '%s\\0' torchrun "$@" >"$CAPTURED"; }""",
+    "python": """() { [[ "$1" != grpo*.py ]] || printf '%s\\0' python "$@" $'\\n' >>"$CAPTURED"; }""",
+    "torchrun": """() { printf '%s\\0' torchrun "$@" $'\\n' >>"$CAPTURED"; }""",
 }
 RUN = STUBS | {
     "python": '() { [[ "$1" != grpo*.py ]] || command python "$@"; }',
@@ -32,7 +32,8 @@ KINDS = {  # verifiers -> words in the names of data sets that have them
     "code_stdio": "stdio",
     "ifeval": "-IF-7B IF_multi tulu3 Think-RL",
     "general-quality_ref": "general General Think-RL",
-    "math gsm8k": "math Math tulu3 Think-RL",
+    "math gsm8k": "math Math omega tulu3 Think-RL",
+    "string_f1": "string_f1",
 }
 
 
@@ -42,18 +43,18 @@ def environment(functions: dict[str, str]) -> dict[str, str]:
     return os.environ | SLURM | judge | {f"BASH_FUNC_{name}%%": body for name, body in functions.items()}
 
 
-def capture(recipe: str | Path) -> list[str]:
-    """The command that a recipe ends in, as the words of its argv (python or torchrun first), without running it.
+def captures(recipe: str | Path) -> list[list[str]]:
+    """The training commands of a recipe, as the words of their argv (python or torchrun first), without running them.
 
     Raises subprocess.CalledProcessError where the script fails, ValueError where it starts nothing.
     """
     with tempfile.NamedTemporaryFile() as file:
         env = environment(PRINT) | {"CAPTURED": file.name}
         subprocess.run(["bash", str(recipe)], env=env, check=True, cwd=ROOT)
-        words = Path(file.name).read_bytes().decode().split("\0")[:-1]
-    if not words:
+        commands = Path(file.name).read_bytes().decode().split("\0\n\0")[:-1]
+    if not commands:
         raise ValueError(f"{recipe} starts neither grpo.py nor grpo_fast.py")
-    return words
+    return [command.split("\0") for command in commands]
 
 
 def training_flags(command: list[str]) -> tuple[str, list[str]]:
@@ -98,7 +99,10 @@ def shrink(args, name: str, out: Path) -> list[str]:
     """The flags that make a run of these arguments small enough for a CPU: two steps. Writes model and data."""
     from scripts.make_tiny_model import make_tiny_model
 
-    model = make_tiny_model(out / "model")
+    # a hybrid model, whose recurrent layers leak from one response of a pack into the next, stays one
+    model = make_tiny_model(out / "model", arch="olmo_hybrid" if "Hybrid" in args.model_name_or_path else "llama")
+    if args.llm_judge_model or args.solver_model_name_or_path:
+        server = make_tiny_model(out / "server")
     verifiers = ["solver"] if args.solver_model_name_or_path else verifiers_of(args.dataset_mixer_list[::2])
     samples, mini_batches = min(4, args.num_samples_per_prompt_rollout), args.num_mini_batches
     prompts = math.ceil((len(verifiers) + 2) / mini_batches) * mini_batches
@@ -108,7 +112,7 @@ def shrink(args, name: str, out: Path) -> list[str]:
         --dataset_mixer_list {data} 1.0 --dataset_mixer_list_splits train
         --num_learners_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1
         --num_unique_prompts_rollout {prompts} --num_samples_per_prompt_rollout {samples}
-        --total_episodes {2 * prompts * samples} --max_prompt_token_length 256 --response_length 16 --pack_length 512
+        --total_episodes {2 * prompts * samples} --max_prompt_token_length 512 --response_length 16 --pack_length 1024
         --stop_strings e --local_eval_every 2 --eval_pass_at_k {min(2, args.eval_pass_at_k)}"""
     if args.dataset_mixer_eval_list:
         flags += f" --dataset_mixer_eval_list {data} 1.0 --dataset_mixer_eval_list_splits train"
@@ -117,18 +121,18 @@ def shrink(args, name: str, out: Path) -> list[str]:
     if args.checkpoint_state_freq > 0:
         flags += " --checkpoint_state_freq 2"
     if args.llm_judge_model:
-        flags += f" --llm_judge_model {model} --llm_judge_max_tokens 16 --llm_judge_max_context_length 1536"
+        flags += f" --llm_judge_model {server} --llm_judge_max_tokens 16 --llm_judge_max_context_length 1536"
     if args.solver_model_name_or_path:
-        flags += f" --solver_model_name_or_path {model} --solver_num_engines 1 --solver_response_length 16"
+        flags += f" --solver_model_name_or_path {server} --solver_num_engines 1 --solver_response_length 16"
     return flags.split()
 
 
-def main() -> None:
+def run(recipe: Path, more: list[str]) -> int:
+    """Run the recipe shrunk, with more flags; its exit status."""
     import grpo
     import utils
 
-    recipe, more = Path(sys.argv[1]), sys.argv[2:]
-    _, flags = training_flags(capture(recipe))
+    _, flags = training_flags(captures(recipe)[0])
     args = utils.parse_args(grpo.Args, flags)
     with tempfile.TemporaryDirectory() as directory:
         out, servers, judge = Path(directory), [], {}
@@ -136,14 +140,13 @@ def main() -> None:
         try:
             if args.llm_judge_model:
                 servers = utils.start_servers(
-                    str(out / "model"), 1, out, max_model_len=2048, dtype="float32", name="judge"
+                    str(out / "server"), 1, out, max_model_len=2048, dtype="float32", name="judge"
                 )
                 judge = {"OPENAI_BASE_URL": servers[0].base_url, "OPENAI_API_KEY": servers[0].api_key}
-            code = subprocess.run(["bash", str(recipe), *flags, *more], env=environment(RUN) | judge).returncode
+            return subprocess.run(["bash", str(recipe), *flags, *more], env=environment(RUN) | judge).returncode
         finally:
             utils.stop_servers(servers)
-    sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(Path(sys.argv[1]), sys.argv[2:]))

@@ -91,7 +91,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --total_episodes 1024000 \
     --deepspeed_stage 3 \
     --gradient_checkpointing \
-    --seed 42 \
+    --seed 1 \
     --vllm_enable_prefix_caching \
     --vllm_enforce_eager \
     --local_eval_every 50 \

@@ -20,8 +20,7 @@
 #   hybrid that was. The script has Qwen/Qwen2.5-7B today.
 # - --sequence_parallel_size 2 is left out, because only 1 is supported so far: each of the 8 learners takes packs of
 #   its own. A recurrence cannot be split over a sequence anyway.
-# - the template tulu_thinker is not among ours; tulu has the same turns without the opening <think>. Nothing is scored
-#   less for that: the text after </think> counts, or all of it.
+# - --add_bos, which open-instruct then wants, has no counterpart: no BOS stands before the prompt.
 # - --save_freq is not in the report: 19 steps need no model between.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 set -euo pipefail
@@ -64,7 +63,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --max_prompt_token_length 2048 \
     --response_length 4096 \
     --pack_length 20480 \
-    --chat_template_name tulu \
+    --chat_template_name tulu_thinker \
     --stop_strings "</answer>" \
     --apply_verifiable_reward true \
     --non_stop_penalty false \

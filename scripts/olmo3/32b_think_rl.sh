@@ -16,8 +16,6 @@
 #   144: 18 nodes. Start it on more with a larger --vllm_num_engines: 16 fill 28 nodes.
 # - the model there is a checkpoint on AI2's own disks; allenai/Olmo-3-32B-Think-DPO is the published one of the same
 #   stage.
-# - the template olmo_thinker is the one the published tokenizer brings: none is named here.
-# - what it evaluates on was not at hand: 8 rows of each part.
 # - --deepspeed_zpg and --gather_whole_model have no counterpart: FSDP2 gathers one block at a time.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 # - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
@@ -50,10 +48,11 @@ srun --kill-on-bad-exit=0 torchrun \
         allenai/rlvr_general_mix-keyword-filtered 21387 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list \
-        hamishivi/math_rlvr_mixture_dpo 8 \
-        hamishivi/code_rlvr_mixture_dpo 8 \
-        hamishivi/IF_multi_constraints_upto5_filtered_dpo_0625_filter 8 \
-        allenai/rlvr_general_mix-keyword-filtered 8 \
+        hamishivi/omega-combined 8 \
+        allenai/IF_multi_constraints_upto5 8 \
+        saurabh5/rlvr_acecoder_filtered 8 \
+        hamishivi/tulu_3_rewritten_400k_string_f1_only_v2_nocode_all_filtered_qwen2_5_openthoughts2 4 \
+        hamishivi/virtuoussy_multi_subject_rlvr 4 \
     --dataset_mixer_eval_list_splits train \
     --num_learners_per_node 8 8 8 8 8 8 8 8 8 8 8 8 \
     --vllm_num_engines 6 \
@@ -71,6 +70,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --max_prompt_token_length 2048 \
     --response_length 32768 \
     --pack_length 35840 \
+    --chat_template_name olmo_thinker \
     --apply_verifiable_reward true \
     --code_pass_rate_reward_threshold 0.99 \
     --llm_judge_model Qwen/Qwen3-32B \

@@ -14,8 +14,6 @@
 # Where this differs from the source:
 # - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
 #   --response_length bound the same.
-# - the template olmo_thinker_code_rlzero is not among ours: simple_chat with a system message that asks for a block of
-#   Python stands for it (scripts/olmo3/code_prompt.txt).
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 # - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
@@ -56,8 +54,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --max_prompt_token_length 2048 \
     --response_length 16384 \
     --pack_length 18432 \
-    --chat_template_name simple_chat \
-    --system_prompt_override_file scripts/olmo3/code_prompt.txt \
+    --chat_template_name olmo_thinker_code_rlzero \
     --apply_verifiable_reward true \
     --code_pass_rate_reward_threshold 0.0 \
     --temperature 1.0 \
@@ -75,4 +72,5 @@ srun --kill-on-bad-exit=0 torchrun \
     --eval_on_step_0 \
     --save_freq 50 \
     --checkpoint_state_freq 50 \
+    --keep_last_n_checkpoints -1 \
     "$@"

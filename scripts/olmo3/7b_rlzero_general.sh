@@ -16,8 +16,6 @@
 #   --response_length bound the same.
 # - the model there is a checkpoint on AI2's own disks; allenai/Olmo-3-1025-7B, the final base model, is the published
 #   one of the same stage.
-# - the template olmo_thinker is not among ours and the base model has none: r1_simple_chat_postpend_think opens the
-#   thought as that one does, and its answer ends in the stop string of this run.
 # - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.
@@ -61,7 +59,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --max_prompt_token_length 2048 \
     --response_length 16384 \
     --pack_length 18432 \
-    --chat_template_name r1_simple_chat_postpend_think \
+    --chat_template_name olmo_thinker \
     --stop_strings "</answer>" \
     --apply_verifiable_reward true \
     --llm_judge_model Qwen/Qwen3-32B \
@@ -83,4 +81,5 @@ srun --kill-on-bad-exit=0 torchrun \
     --eval_on_step_0 \
     --save_freq 50 \
     --checkpoint_state_freq 50 \
+    --keep_last_n_checkpoints -1 \
     "$@"

@@ -16,9 +16,6 @@
 # Where this differs from the source:
 # - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
 #   --response_length bound the same.
-# - the template olmo_thinker_rlzero is not among ours: simple_chat with a system message that asks for a last line of
-#   the form `Answer: ...` stands for it (scripts/olmo3/answer_prompt.txt). The verifier math reads such a line; rows
-#   with a system message of their own lose it.
 # - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.
@@ -58,8 +55,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --max_prompt_token_length 2048 \
     --response_length 16384 \
     --pack_length 18432 \
-    --chat_template_name simple_chat \
-    --system_prompt_override_file scripts/olmo3/answer_prompt.txt \
+    --chat_template_name olmo_thinker_rlzero \
     --apply_verifiable_reward true \
     --temperature 1.0 \
     --learning_rate 1e-6 \
@@ -76,4 +72,5 @@ srun --kill-on-bad-exit=0 torchrun \
     --eval_on_step_0 \
     --save_freq 50 \
     --checkpoint_state_freq 200 \
+    --keep_last_n_checkpoints -1 \
     "$@"

@@ -17,9 +17,6 @@
 #   --response_length bound the same.
 # - the document and the script say 4 nodes (32 GPUs), but 8 learners and 32 engines are 40 GPUs: 5 nodes.
 # - the script names the code data twice and the math data not at all; here each of the four parts stands once.
-# - the template olmo_thinker_rlzero is not among ours: simple_chat with a system message that asks for a last line of
-#   the form `Answer: ...` stands for it (scripts/olmo3/answer_prompt.txt). The verifier math reads such a line; rows
-#   with a system message of their own lose it.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 # - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
@@ -72,8 +69,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --max_prompt_token_length 2048 \
     --response_length 16384 \
     --pack_length 18432 \
-    --chat_template_name simple_chat \
-    --system_prompt_override_file scripts/olmo3/answer_prompt.txt \
+    --chat_template_name olmo_thinker_rlzero \
     --apply_verifiable_reward true \
     --llm_judge_model Qwen/Qwen3-32B \
     --llm_judge_timeout 600 \
@@ -94,4 +90,5 @@ srun --kill-on-bad-exit=0 torchrun \
     --eval_on_step_0 \
     --save_freq 50 \
     --checkpoint_state_freq 50 \
+    --keep_last_n_checkpoints -1 \
     "$@"

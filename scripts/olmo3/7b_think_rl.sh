@@ -15,7 +15,6 @@
 # - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
 #   --response_length bound the same.
 # - --beaker_eval_freq, which the parser rejects, is left out.
-# - the template olmo_thinker is the one the published tokenizer brings: none is named here.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 # - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
@@ -59,6 +58,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --max_prompt_token_length 2048 \
     --response_length 32768 \
     --pack_length 35840 \
+    --chat_template_name olmo_thinker \
     --apply_verifiable_reward true \
     --code_pass_rate_reward_threshold 0.99 \
     --llm_judge_model Qwen/Qwen3-32B \

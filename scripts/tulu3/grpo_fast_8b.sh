@@ -22,7 +22,6 @@
 # - the constraints of the dataset's instruction rows have an older form (func_name), which scripts/data/rlvr.py turns
 #   into IFEval's. Rows with the quantifier "around" have none there: they are dropped, and counted when the data are
 #   made.
-# - --gather_whole_model False has no counterpart: FSDP2 always gathers one block at a time.
 # - --with_tracking is left to whoever starts this; evaluation jobs of AI2's own cluster have no counterpart.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
