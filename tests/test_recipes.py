@@ -269,6 +269,12 @@ def read_rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def load_rows_as_others_do(path, tmp_path):
+    import datasets
+
+    return datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def source(tmp_path):
     for split, data in GSM8K.items():
@@ -295,11 +301,8 @@ def test_gsm8k_rows_and_their_hash(source, tmp_path, tiny_models):
 
 
 def test_rows_load_with_the_columns_that_open_instruct_and_trl_read(source, tmp_path):
-    import datasets
-
     run_data("gsm8k", "--source", source, "--out", tmp_path / "out")
-    files = str(tmp_path / "out/train.jsonl")
-    loaded = datasets.load_dataset("json", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    loaded = load_rows_as_others_do(tmp_path / "out/train.jsonl", tmp_path)
     types = {name: str(loaded.features[name]) for name in ("ground_truth", "dataset")}
     assert types == dict.fromkeys(types, "Value('string')")
     assert set(loaded.column_names) == {"messages", "ground_truth", "dataset", "prompt"}
@@ -408,8 +411,11 @@ def test_rlvr_mix(tmp_path):
     said = run_data("rlvr", *pairs, "--out", tmp_path / "out")
     assert "1 rows dropped: no relation of IFEval is 'around'" in said and "1 rows dropped: no prompt" in said
     train = read_rows(tmp_path / "out/train.jsonl")
-    assert sorted(str(row["dataset"]) for row in train) == sorted([*["math"] * 5, "ifeval", "['gsm8k', 'code']"])
+    assert sorted(row["dataset"] for row in train) == sorted([*[["math"]] * 5, ["ifeval"], ["gsm8k", "code"]])
     assert all(row["messages"] == user for row in train)
+    loaded = load_rows_as_others_do(tmp_path / "out/train.jsonl", tmp_path)
+    assert [loaded.features[name].feature.dtype for name in ("ground_truth", "dataset")] == ["string"] * 2
+    assert [row["ground_truth"] for row in loaded] == [row["ground_truth"] for row in train]
     first = (tmp_path / "out/train.jsonl").read_bytes()
     run_data("rlvr", *pairs, "--out", tmp_path / "out")
     assert (tmp_path / "out/train.jsonl").read_bytes() == first

@@ -97,9 +97,15 @@ def decontaminate(
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> str:
-    """Write jsonl, and its sha256 beside it in the format of `sha256sum -c`; returns the sha256."""
+    """Write jsonl, and its sha256 beside it in the format of `sha256sum -c`; returns the sha256.
+
+    Where one row has several verifiers, each has lists: in a column of texts and lists `datasets` turns "3" into 3.
+    """
     if not rows:
         sys.exit(f"{path}: no row is left to write")
+    if any(isinstance(row["dataset"], list) for row in rows):
+        columns = ("ground_truth", "dataset")
+        rows = [row | {c: row[c] if isinstance(row["dataset"], list) else [row[c]] for c in columns} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     digest = hashlib.sha256(data).hexdigest()
