@@ -25,6 +25,7 @@ import utils
 from scripts.data import competition_math, gsm8k, rlvr, rows
 from scripts.debug import smoke
 from tests.conftest import REPO
+from tests.test_align import trl_is_installed
 
 FOLDERS = "debug tulu3 qwen olmo2 olmo3 gsm8k solver hybrid".split()
 RECIPES = sorted(
@@ -307,6 +308,43 @@ def test_rows_load_with_the_columns_that_open_instruct_and_trl_read(source, tmp_
     assert types == dict.fromkeys(types, "Value('string')")
     assert set(loaded.column_names) == {"messages", "ground_truth", "dataset", "prompt"}
     assert loaded[0]["prompt"] == loaded[0]["messages"] == [{"role": "user", "content": GSM8K["train"][0]["question"]}]
+
+
+TRL_STEP = """
+import json, sys
+import datasets
+from trl import GRPOConfig, GRPOTrainer
+
+data, model, out = sys.argv[1:]
+seen = []
+
+def reward(prompts, completions, ground_truth, dataset, **columns):
+    seen.extend(zip([turns[-1]["content"] for turns in prompts], ground_truth, dataset))
+    return [float(len(turns[0]["content"])) for turns in completions]
+
+args = GRPOConfig(out, max_steps=1, per_device_train_batch_size=4, num_generations=2, max_completion_length=8,
+    learning_rate=1e-3, report_to=[], use_cpu=True, bf16=False, save_strategy="no")
+rows = datasets.load_dataset("json", data_files=data, split="train", cache_dir=out)
+trainer = GRPOTrainer(model, reward, args=args, train_dataset=rows)
+before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+trainer.train()
+moved = max((value - before[name]).abs().max().item() for name, value in trainer.model.named_parameters())
+print(json.dumps({"seen": seen, "moved": moved}))
+"""
+
+
+@pytest.mark.skipif(not trl_is_installed(), reason="no .venv-trl: bash scripts/peers/setup_trl.sh makes it")
+def test_trl_trains_on_the_rows(source, tmp_path, tiny_models):
+    """One step of its GRPOTrainer, whose reward function gets each question with its own label and verifier."""
+    run_data("gsm8k", "--source", source, "--out", tmp_path / "out")
+    command = [REPO / ".venv-trl/bin/python", "-c", TRL_STEP, tmp_path / "out/train.jsonl", tiny_models(), tmp_path]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = read_rows(tmp_path / "out/train.jsonl")
+    known = [[row["prompt"][0]["content"], row["ground_truth"], "gsm8k"] for row in rows]
+    assert len(result["seen"]) == 4 and all(row in known for row in result["seen"])
+    assert result["moved"] > 1e-4
 
 
 def test_decontamination_drops_equal_and_overlapping_questions(source, tmp_path):
