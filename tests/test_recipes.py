@@ -174,7 +174,6 @@ def test_the_solver_run_of_another_grader_is_refused(monkeypatch):
     assert str(run_dir) == "checkpoints/query-conditioned-guidelines/numinamath30k-3b-300steps-mathverify"
 
 
-# 1 + 4 x 2 runs of experiments 1 to 4: their GPUs, steps, prompts, samples, mini-batches and response length
 @pytest.mark.parametrize("experiment, runs, steps", [(0, 1, 24), (1, 1, 24), (2, 4, 40), (3, 4, 40)])
 @pytest.mark.parametrize("mode", ["tiny", "full"])
 def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
@@ -185,6 +184,8 @@ def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
     monkeypatch.setenv("TRL_PYTHON", "true")
     if mode == "full":
         monkeypatch.setenv("OURS", "torchrun --nproc_per_node 6 grpo.py")
+    text = (REPO / f"scripts/align/{names[experiment]}.sh").read_text()
+    assert all(part in text for part in ("\nset -euo pipefail\n", "# Hardware:", "# Expected:", ' "$@"'))
     commands = smoke.captures(REPO / f"scripts/align/{names[experiment]}.sh")
     assert len(commands) == runs
     for seed, command in enumerate(commands, 1):

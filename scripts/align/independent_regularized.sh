@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Experiment 4 of 4: as experiment 3, with a KL penalty of 0.001 (k3, start policy) and an entropy bonus of 0.003.
 #
-# MODE=tiny on 2 CPU cores takes 2.5 minutes. scripts/align/common.sh has the settings, also those of MODE=full.
+# Hardware: 2 CPU cores with MODE=tiny; with MODE=full 6 GPUs of 80 GB for our side and one for TRL's.
+# Source: "GSM8K Benchmark Results" of Trinity-RFT against veRL, experiment 4; there reward and gradient norm agree.
+# Expected: MODE=tiny takes 2.5 minutes. scripts/align/common.sh has the settings, also those of MODE=full.
 #   MODE=tiny bash scripts/align/independent_regularized.sh
 set -euo pipefail
 if [[ "${MODE:-}" == tiny ]]; then # enough for the reward to rise, not for it to be 1
@@ -9,4 +11,4 @@ if [[ "${MODE:-}" == tiny ]]; then # enough for the reward to rise, not for it t
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-independent --beta 0.001 --entropy_coef 0.003 -- --beta 0.001 --entropy_coef 0.003
+independent --beta 0.001 --entropy_coef 0.003 "$@" -- --beta 0.001 --entropy_coef 0.003
