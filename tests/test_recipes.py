@@ -66,6 +66,16 @@ TABLE = {
     "debug/multi_node_grpo": (16, 8, 4, 2, 32, 16, 1, 19, 4096, 20480),
     "debug/full_integration_test": (16, 8, 8, 1, 32, 8, 4, 39, 8192, 12384),
 }
+# chat template -> parts of the names of recipes that have it; the others have the tokenizer's own
+TEMPLATES = {
+    "tulu": "tulu3/",
+    "tulu_thinker": "large_test full_integration multi_node",
+    "r1_simple_chat_postpend_think": "grpo_fast_3b grpo_fast_7b olmo2/",
+    "qwen_instruct_user_boxed_math": "qwen3_",
+    "olmo_thinker": "think_rl rlzero_general",
+    "olmo_thinker_rlzero": "rlzero_math rlzero_mix rlzero_instruction",
+    "olmo_thinker_code_rlzero": "rlzero_code",
+}
 
 
 @pytest.fixture
@@ -126,6 +136,8 @@ def test_recipe(recipe, elsewhere):
     found = (gpus, learners, engines, args.vllm_tensor_parallel_size, args.num_unique_prompts_rollout)
     found += (args.num_samples_per_prompt_rollout, args.num_mini_batches, steps, args.response_length, args.pack_length)
     assert found == TABLE[recipe.removeprefix("scripts/").removesuffix(".sh")]
+    template = next((t for t, names in TEMPLATES.items() if any(name in recipe for name in names.split())), None)
+    assert args.chat_template_name == template
     if nodes > 1:
         assert gpus == 8 * nodes
         assert len(args.num_learners_per_node) <= nodes and max(args.num_learners_per_node) <= 8
@@ -136,7 +148,7 @@ def test_recipe_has_the_common_form(recipe):
     text = (REPO / recipe).read_text()
     lines = text.splitlines()
     assert lines[0] == "#!/usr/bin/env bash" and "\nset -euo pipefail\ncd " in text
-    assert "# Hardware:" in text or "sbatch scripts/" in text
+    assert all(part in text for part in ("# Hardware:", "# Expected:", "# Source:", "# Where this differs"))
     assert lines[-1] == '    "$@"' and max(map(len, lines)) <= 120
     start = next(i for i, line in enumerate(lines) if re.match(r"(python|torchrun|srun) .*\\$", line))
     for line in lines[start + 1 : -1]:
@@ -226,6 +238,8 @@ def test_smoke(recipe, tmp_path, monkeypatch):
     seen = {f"objective/{verifier}_reward" for verifier in SMOKED[recipe].split()}
     assert seen <= set().union(*steps), "a verifier did not occur"
     ours = json.loads((run_dir / "args.json").read_text())
+    model = json.loads((run_dir / "model/config.json").read_text())
+    assert model["model_type"] == ("olmo_hybrid" if recipe == "hybrid/large_test_hybrid" else "llama")
     theirs = vars(read_flags(f"scripts/{recipe}.sh")[2])
     for name in "learning_rate beta deepspeed_stage gradient_checkpointing chat_template_name num_mini_batches".split():
         assert ours[name] == theirs[name], name
