@@ -202,7 +202,7 @@ def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
     assert len(commands) == runs
     for seed, command in enumerate(commands, 1):
         script, flags = smoke.training_flags(command)
-        args = utils.parse_args(grpo.Args, flags)
+        args = replace(utils.parse_args(grpo.Args, flags), dataset_mixer_list=["rows.jsonl", "1.0"])
         found = (check(command, script, args, 1), grpo.num_training_steps(args), args.num_unique_prompts_rollout)
         found += (args.num_samples_per_prompt_rollout, args.num_mini_batches, args.response_length)
         assert found == ((6, 77, 96, 8, 1, 2048) if mode == "full" else (1, steps, 4, 8, 1, 24))
