@@ -14,19 +14,22 @@
 # 0.08; with --vllm_enforce_eager appended 37 minutes, 100.3 s, 715 and 0.69. These are the report's, of open-instruct
 # on 16 GPUs; never run by us.
 # Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison" and open-instruct
-# scripts/train/debug/large_test_script_hybrid.sh.
+# scripts/train/debug/large_test_script_hybrid.sh at the report's commits 11c8f303 and 2d4875fa.
 #
 # Where this differs from the source:
-# - the model there is an OLMo 3.1 hybrid on AI2's own disks; the published one of that kind stands for it.
+# - the model there is a checkpoint of the base model on AI2's own disks; allenai/Olmo-Hybrid-7B, the final one, is
+#   published. Today's script has allenai/Olmo-Hybrid-Instruct-DPO-7B, which is no base for the report's figures.
 # - open-instruct packs documents of a hybrid model although its recurrent state then leaks from one to the next
 #   (logprobs off by 11 to 16 nats); here each response has a row of its own, which is right and slower.
 # - --trust_remote_code and VLLM_ALLOW_INSECURE_SERIALIZATION are not needed: transformers and vLLM have the
 #   architecture.
-# - the script has 8 engines of 1 GPU today; the report's runs had 4 of 2, which keeps the pair alike.
+# - today's script has 8 engines of 1 GPU and names the template olmo123, which open-instruct does not have; the
+#   report's runs had 4 of 2 and tulu_thinker.
 # - --sequence_parallel_size 2 is left out, because only 1 is supported so far: each of the 8 learners takes packs of
 #   its own. A recurrence cannot be split over a sequence anyway.
-# - the script names the template olmo123 today, which open-instruct does not have; the report's runs had tulu_thinker.
 # - --add_bos, which open-instruct then wants, has no counterpart: no BOS stands before the prompt.
+# - open-instruct's defaults changed after these runs (its PR 1547). The values below are those of that commit:
+#   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - --save_freq is not in the report: 19 steps need no model between.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 set -euo pipefail
@@ -44,7 +47,7 @@ srun --kill-on-bad-exit=0 torchrun \
     grpo_fast.py \
     --exp_name large_test_hybrid \
     --output_dir output \
-    --model_name_or_path allenai/Olmo-Hybrid-Instruct-DPO-7B \
+    --model_name_or_path allenai/Olmo-Hybrid-7B \
     --dataset_mixer_list \
         saurabh5/rlvr_acecoder_filtered 25376 \
         saurabh5/open-code-reasoning-rlvr-stdio 25376 \
@@ -58,8 +61,9 @@ srun --kill-on-bad-exit=0 torchrun \
     --vllm_tensor_parallel_size 2 \
     --async_steps 4 \
     --inflight_updates \
-    --advantage_normalization_type centered \
-    --clip_higher 0.272 \
+    --advantage_normalization_type standard \
+    --clip_higher 0.2 \
+    --no_use_rho_correction \
     --active_sampling \
     --num_unique_prompts_rollout 32 \
     --num_samples_per_prompt_rollout 16 \

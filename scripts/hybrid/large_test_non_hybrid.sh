@@ -13,14 +13,15 @@
 # Expected: 22 minutes, 52.3 s a step, 4,699 learner tokens/s overall, verifiable_reward 0.83, verifiable_correct_rate
 # 0.11. These are the report's, of open-instruct on 16 GPUs; never run by us.
 # Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison" and open-instruct
-# scripts/train/debug/large_test_script.sh.
+# scripts/train/debug/large_test_script.sh at the report's commit 2d4875fa.
 #
 # Where this differs from the source:
-# - the model of the report is an OLMo 3.1 7B that was not published; Olmo-3-7B-Instruct-DPO is the counterpart of the
-#   hybrid that was. The script has Qwen/Qwen2.5-7B today.
+# - the report calls the model OLMo 3.1 7B; the script of that time names allenai/Olmo-3-1025-7B, today's Qwen2.5-7B.
 # - --sequence_parallel_size 2 is left out, because only 1 is supported so far: each of the 8 learners takes packs of
 #   its own. A recurrence cannot be split over a sequence anyway.
 # - --add_bos, which open-instruct then wants, has no counterpart: no BOS stands before the prompt.
+# - open-instruct's defaults changed after these runs (its PR 1547). The values below are those of that commit:
+#   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - --save_freq is not in the report: 19 steps need no model between.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 set -euo pipefail
@@ -38,7 +39,7 @@ srun --kill-on-bad-exit=0 torchrun \
     grpo_fast.py \
     --exp_name large_test_non_hybrid \
     --output_dir output \
-    --model_name_or_path allenai/Olmo-3-7B-Instruct-DPO \
+    --model_name_or_path allenai/Olmo-3-1025-7B \
     --dataset_mixer_list \
         saurabh5/rlvr_acecoder_filtered 25376 \
         saurabh5/open-code-reasoning-rlvr-stdio 25376 \
@@ -52,8 +53,9 @@ srun --kill-on-bad-exit=0 torchrun \
     --vllm_tensor_parallel_size 2 \
     --async_steps 4 \
     --inflight_updates \
-    --advantage_normalization_type centered \
-    --clip_higher 0.272 \
+    --advantage_normalization_type standard \
+    --clip_higher 0.2 \
+    --no_use_rho_correction \
     --active_sampling \
     --num_unique_prompts_rollout 32 \
     --num_samples_per_prompt_rollout 16 \
