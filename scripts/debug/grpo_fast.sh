@@ -2,7 +2,8 @@
 # grpo_fast.py on one device: one learner and one engine share a GPU, or the cores of a machine without one.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 4 steps of 8 prompts x 4 samples and an evaluation; all metrics in runs/debug_grpo_fast.
+# Expected: 4 steps of 8 prompts x 4 samples and an evaluation, 2.5 minutes on 2 CPU cores that also did other
+# things; all metrics in runs/debug_grpo_fast.
 # More flags can follow: bash scripts/debug/grpo_fast.sh --async_steps 2
 # Source: open-instruct scripts/train/debug/grpo_fast.sh.
 #

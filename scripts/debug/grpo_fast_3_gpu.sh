@@ -2,8 +2,8 @@
 # grpo_fast.py on three devices: two learners (sharded parameters) and one engine.
 #
 # Hardware: 3 GPUs, or 2 CPU cores and 14 GiB of memory.
-# Expected: 6 steps of 8 prompts x 4 samples with active sampling and an evaluation after each; all metrics and rollouts
-# in runs/debug_grpo_fast_3_gpu.
+# Expected: 6 steps of 8 prompts x 4 samples with active sampling and an evaluation after each, 3 minutes on 2
+# CPU cores that also did other things; all metrics and rollouts in runs/debug_grpo_fast_3_gpu.
 # Source: open-instruct scripts/train/debug/grpo_fast_3_gpu.sh.
 #
 # Where this differs from the source:

@@ -3,7 +3,8 @@
 # in-flight updates, checkpoints, dumps, traces, evaluations.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 6 steps of 8 prompts x 4 samples; all metrics in runs/debug_integration.
+# Expected: 6 steps of 8 prompts x 4 samples, 4 minutes on 2 CPU cores that also did other things; all metrics in
+# runs/debug_integration.
 # Source: open-instruct scripts/train/debug/grpo_integration_test.sh.
 #
 # Where this differs from the source:

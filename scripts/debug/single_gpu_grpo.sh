@@ -2,7 +2,8 @@
 # grpo.py on one device: learner and engine take turns.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 6 steps of 8 prompts x 4 samples and an evaluation after each; all metrics in runs/debug_single_gpu_grpo.
+# Expected: 6 steps of 8 prompts x 4 samples and an evaluation after each, 3 minutes on 2 CPU cores that also did other
+# things; all metrics in runs/debug_single_gpu_grpo.
 # Source: open-instruct scripts/train/debug/single_gpu_grpo.sh.
 #
 # Where this differs from the source:
