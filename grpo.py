@@ -75,6 +75,8 @@ class Args:
     """Recompute activations in backward: less memory, about a third more time."""
     chat_template_name: str | None = None
     """A template of utils.CHAT_TEMPLATES in place of the tokenizer's own; None keeps the tokenizer's."""
+    add_bos: bool = False
+    """Begin every prompt with the tokenizer's BOS token, before what the chat template writes."""
     system_prompt_override_file: str | None = None
     """Text file whose content replaces every row's system message; None keeps the rows' own."""
 

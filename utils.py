@@ -742,7 +742,7 @@ class Prompt:
 
 
 def load_tokenizer(args: Any) -> Any:
-    """Tokenizer of the model, its chat template replaced by `--chat_template_name` where given."""
+    """Tokenizer of the model with the chat template that --chat_template_name and --add_bos ask for."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -751,6 +751,12 @@ def load_tokenizer(args: Any) -> Any:
         tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
     if tokenizer.chat_template is None:
         raise UserError(f"{args.model_name_or_path} has no chat template: give --chat_template_name {_names()}")
+    if args.add_bos:
+        begun = "bos_token" in tokenizer.chat_template or (tokenizer.bos_token or "\0") in tokenizer.chat_template
+        if begun or tokenizer.bos_token is None:
+            why = "its chat template writes one already" if begun else "its tokenizer has none"
+            raise UserError(f"--add_bos: no BOS token can be added for {args.model_name_or_path}: {why}; drop the flag")
+        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     return tokenizer
 
 

@@ -1,5 +1,6 @@
 """Data: every row shape and container gives the same prompt; broken input stops with file, row and reason."""
 
+import dataclasses
 import json
 import math
 import re
@@ -447,6 +448,21 @@ def test_a_model_without_template_needs_one(model_dir, tmp_path):
     with pytest.raises(utils.UserError, match="has no chat template: give --chat_template_name simple_chat | tulu"):
         utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path)))
     utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path), chat_template_name="tulu"))
+
+
+def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
+    args = grpo.Args(model_name_or_path=str(model_dir), chat_template_name="simple_chat", add_bos=True)
+    tokenizer = utils.load_tokenizer(args)
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": TURNS[:1]}])
+    (prompt,) = load(tokenizer, path, "1.0", max_prompt_token_length=512)
+    assert prompt.text == tokenizer.bos_token + RENDERED["simple_chat"][0]
+    assert prompt.token_ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt.token_ids[1:]
+    with pytest.raises(utils.UserError, match="--add_bos: .* writes one already"):
+        utils.load_tokenizer(dataclasses.replace(args, chat_template_name=None))
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(utils.UserError, match="--add_bos: .* its tokenizer has none"):
+        utils.load_tokenizer(dataclasses.replace(args, model_name_or_path=str(tmp_path)))
 
 
 def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny model has 2048

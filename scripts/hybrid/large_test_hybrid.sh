@@ -27,7 +27,6 @@
 #   report's runs had 4 of 2 and tulu_thinker.
 # - --sequence_parallel_size 2 is left out, because only 1 is supported so far: each of the 8 learners takes packs of
 #   its own. A recurrence cannot be split over a sequence anyway.
-# - --add_bos, which open-instruct then wants, has no counterpart: no BOS stands before the prompt.
 # - open-instruct's defaults changed after these runs (its PR 1547). The values below are those of that commit:
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - --save_freq is not in the report: 19 steps need no model between.
@@ -74,6 +73,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --response_length 4096 \
     --pack_length 20480 \
     --chat_template_name tulu_thinker \
+    --add_bos \
     --stop_strings "</answer>" \
     --apply_verifiable_reward true \
     --non_stop_penalty false \

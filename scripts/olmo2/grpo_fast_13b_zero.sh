@@ -22,8 +22,6 @@
 #   (scripts/data/competition_math.py).
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.
-# - --add_bos has no counterpart: the chat template writes what stands before the prompt, and
-#   r1_simple_chat_postpend_think writes no BOS.
 # - there the tokenizer is OLMo-2-1124-7B's; here it is always the model's own. The template is given, so that nothing
 #   else of it counts.
 set -euo pipefail
@@ -65,6 +63,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --response_length 2048 \
     --pack_length 4096 \
     --chat_template_name r1_simple_chat_postpend_think \
+    --add_bos \
     --stop_strings "</answer>" \
     --apply_verifiable_reward true \
     --apply_r1_style_format_reward true \

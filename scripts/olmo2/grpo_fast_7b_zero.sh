@@ -22,8 +22,6 @@
 #   (scripts/data/competition_math.py).
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.
-# - --add_bos has no counterpart: the chat template writes what stands before the prompt, and
-#   r1_simple_chat_postpend_think writes no BOS.
 # - OLMo 2 has 4096 positions, which 2048 + 2048 tokens just fill.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
@@ -64,6 +62,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --response_length 2048 \
     --pack_length 4096 \
     --chat_template_name r1_simple_chat_postpend_think \
+    --add_bos \
     --stop_strings "</answer>" \
     --apply_verifiable_reward true \
     --apply_r1_style_format_reward true \
