@@ -759,7 +759,7 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
                 position_ids[i, part] = torch.arange(len(ids)) + len(prompt) - 1
                 seq_ids[i, part], mask[i, part] = len(rollouts), torch.tensor(r.mask)
                 advantages[i, part], vllm_logprobs[i, part] = r.advantage, torch.tensor(r.logprobs)
-    tensors = (t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs))
+    tensors: Any = (t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs))
     batch = Batch(*tensors, rollouts=rollouts)
     if several:
         if len(packs) > 1:
@@ -828,9 +828,9 @@ class HeadLogprobs(torch.autograd.Function):
 class Policy(torch.nn.Module):
     """A causal LM whose forward gives what GRPO needs: logprobs of the targets and entropies, never logits."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Any):
         super().__init__()
-        self.model = model
+        self.model: Any = model
         matrices, head = utils.matmul_parameters(model)
         self.matrices, self.head, self.width = matrices, head, utils.attention_width(model.config)
         self.pair_cost = 2 * self.width / matrices  # of attending to one more token, in tokens
@@ -852,9 +852,9 @@ class Policy(torch.nn.Module):
         ).last_hidden_state  # (B, T, H)
         mask = batch.response_mask
         weight = self.model.get_output_embeddings().weight
-        values = HeadLogprobs.apply(hidden[mask], weight, batch.targets[mask], temperature, LOGPROB_CHUNK)  # 2 x (n,)
+        logprobs, entropy = HeadLogprobs.apply(hidden[mask], weight, batch.targets[mask], temperature, LOGPROB_CHUNK)
         zeros = torch.zeros(mask.shape, device=mask.device)
-        return tuple(zeros.masked_scatter(mask, value) for value in values)
+        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
 
 
 def load_policy(args: Args, world: utils.World) -> Policy:
@@ -961,7 +961,7 @@ def grpo_loss(
     note("val/ratio", ratio)
     note("val/ratio_sq", ratio.square())
     metrics.add("objective/entropy", -torch.where(mask, new_logprobs, 0.0).sum(), rows)
-    return sum(parts.values())
+    return sum(parts.values())  # ty: ignore[invalid-explicit-return]
 
 
 def count_responses(batch: Batch) -> int:
@@ -977,6 +977,7 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: utils.World, m
     mine = []
     for batch in batches:
         mask, old = batch.response_mask, batch.old_logprobs
+        assert old is not None and batch.ref_logprobs is not None  # `update` has filled them
         kl = kl_estimates(old, batch.ref_logprobs, torch.ones_like(old))[KL_ESTIMATORS[args.kl_estimator]]
         sums = kl.new_zeros(len(batch.rollouts) + 1).index_add(0, batch.seq_ids[mask], kl[mask])[1:].tolist()
         mine += [(r.position, r.sample, r.score - args.beta * x) for r, x in zip(batch.rollouts, sums, strict=True)]
@@ -1021,7 +1022,7 @@ def update(
         if several:  # else the old policy is the current one, and its logprobs come for free below
             fill_logprobs(policy, batches, "old_logprobs", n, args)
             for batch in batches:
-                gap.add(batch.old_logprobs, batch)
+                gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
         if args.kl_in_reward:
             put_kl_in_reward(batches, args, world, metrics)
     if ref_policy is not None:
@@ -1049,7 +1050,7 @@ def update(
             if not several:
                 gap_metrics = gap.check(args, world, "on this step's rollouts")
             if n:
-                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+                norm: Any = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
                 norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
                 metrics.add("optim/grad_norm", norm)
                 for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
@@ -1114,7 +1115,7 @@ def measure_gap(policy: Policy, rollouts: Sequence[Rollout], when: str, args: Ar
     batch = make_batch([[[r]] for r in rollouts[: args.per_device_train_batch_size]], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
     gap = utils.Gap()
-    gap.add(batch.old_logprobs, batch)
+    gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
     return gap.check(args, world, when)
 
 
@@ -1360,7 +1361,7 @@ def main(args: Args) -> Path | None:
                 gap_metrics = measure_gap(policy, sampled, "on this step's rollouts", args, world)
         bad_in_a_row = handle_nonfinite(bad, state["nonfinite_in_a_row"], batches, step, run_dir, world, logger)
         state["nonfinite_in_a_row"] = bad_in_a_row
-        if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
+        if ref_policy is not None and args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
             refresh_reference(ref_policy, policy, args.alpha)
         with timer("weight_sync"):
             if engine is not None:

@@ -212,7 +212,7 @@ def weights_group(store: Any, roles: Roles, args: Args) -> tuple[Any, torch.devi
     rank = 0 if roles.is_learner else 1 + roles.index * roles.tp + roles.tp_rank
     prefix = dist.PrefixStore("weights", store)
     if torch.cuda.is_available() and not args.single_gpu_mode:
-        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), None
+        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), None  # ty: ignore[invalid-argument-type]
     return dist.ProcessGroupGloo(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), torch.device("cpu")
 
 
@@ -431,7 +431,7 @@ class Engines:
         self.loaded: dict[int, int] = {}  # version -> engines that have it
         self.clocks = [Clock() for _ in range(roles.engines)]
         self.dead: str | None = None
-        self.connections: list[Connection] = [None] * roles.engines
+        self.connections: list[Any] = [None] * roles.engines
         self.owner: dict[str, int] = {}  # outstanding request -> engine
         self.locks = [threading.Lock() for _ in range(roles.engines)]
         self.watchdog = Watchdog(meeting, roles, args.stall_timeout_s, self.outstanding)
@@ -672,7 +672,7 @@ class Collector:
         """The next step's data; raises what the thread raised."""
         data = self.ready.get()
         if data is None:
-            raise self.error
+            raise self.error  # ty: ignore[invalid-raise]
         return data
 
     def checkpoint(self, cursor: int) -> dict[str, Any]:
@@ -722,7 +722,7 @@ class Sender:
         self.work: queue.Queue = queue.Queue()
         self.idle = threading.Semaphore(1)  # one broadcast at a time; buckets of the next would pile up
         self.metrics: dict[str, float] = {}
-        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -807,6 +807,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     manifest = plan_weights(policy, dtype)
     engines = sender = collector = None
     servers: list[utils.Server] = []
+    clocks: list[Clock] = []
     if world.is_main:
         servers = utils.start_reward_models(args, run_dir, alone)
         eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
@@ -832,6 +833,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         def pack(rollouts: list[Rollout]) -> list[list[Pack]]:
             return grpo.pack_rollouts(rollouts, how, args.pack_length, world.size, policy.pair_cost)
 
+        assert engines is not None and sender is not None
         sender.collector = collector = Collector(engines, train_prompts, tokenizer, args, state, pack)
         collector.start()
         clocks = list(engines.clocks)
@@ -859,7 +861,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         state["nonfinite_in_a_row"] = grpo.handle_nonfinite(
             bad, state["nonfinite_in_a_row"], batches, step, run_dir, world, logger
         )
-        if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
+        if ref_policy is not None and args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
             grpo.refresh_reference(ref_policy, policy, args.alpha)
         with timer("gather"):
             send_weights(policy, manifest, sender, dtype, step, state["cursor"])
@@ -939,7 +941,7 @@ def check_engines(
     world: utils.World,
 ) -> dict[str, float]:
     """The logprob gap on a short response sampled with the learners' present weights, `version`. All learners."""
-    probe = [None]
+    probe: list[Any] = [None]
     if world.is_main:
         engines.wait_loaded(version)
         short = replace(args, response_length=min(args.response_length, 32))

@@ -345,9 +345,9 @@ def verify_math(response: str, ground_truth: Any, strict: bool = False) -> Verdi
         return Verdict(answer, float(bool(gold_key)))
     if NUMBER_IN_BASE.fullmatch(gold_key):
         return Verdict(answer, 0.0)
-    rationals = plain_rational(gold_key), plain_rational(answer_key)
-    if None not in rationals:
-        apart = abs(rationals[0] - rationals[1])
+    gold_value, answer_value = plain_rational(gold_key), plain_rational(answer_key)
+    if gold_value is not None and answer_value is not None:
+        apart = abs(gold_value - answer_value)
         if apart == 0 or apart > RATIONALS_MAY_AGREE:
             return Verdict(answer, float(apart == 0))
     if re.search(r"\d", gold_key) and PLAIN_NUMBER.fullmatch(gold_key):
@@ -486,7 +486,7 @@ def ifeval_constraints() -> dict[str, Any]:
     import nltk
     import punkt
 
-    download, nltk.download = nltk.download, lambda *args, **kwargs: False
+    download, nltk.download = nltk.download, lambda *args, **kwargs: False  # ty: ignore[invalid-assignment]
     try:
         from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as ifbench
         from if_verifiable.ifeval import instructions_util
@@ -494,8 +494,8 @@ def ifeval_constraints() -> dict[str, Any]:
     finally:
         nltk.download = download
     sentences, words = punkt.PunktSentenceTokenizer(punkt.load_model("english")), nltk.tokenize.NLTKWordTokenizer()
-    instructions_util._get_sentence_tokenizer = lambda: sentences
-    nltk.word_tokenize = lambda text: [word for part in sentences.tokenize(text) for word in words.tokenize(part)]
+    instructions_util._get_sentence_tokenizer = lambda: sentences  # ty: ignore[invalid-assignment]
+    nltk.word_tokenize = lambda text: [word for part in sentences.tokenize(text) for word in words.tokenize(part)]  # ty: ignore[invalid-assignment]
     langdetect.DetectorFactory.seed = 0  # its guess is random otherwise
     return ifeval | ifbench
 
@@ -529,7 +529,7 @@ def ifeval_label(ground_truth: Any) -> list[tuple[str, dict]]:
                 raise ValueError(f"ifeval label {ground_truth!r} is neither JSON nor a Python literal") from error
     label = label[0] if isinstance(label, (list, tuple)) and len(label) == 1 else label
     names = (label.get("instruction_id") or label.get("instruction_id_list")) if isinstance(label, dict) else None
-    kwargs = (label.get("kwargs") or [None] * len(names)) if names else None
+    kwargs = (label.get("kwargs") or [None] * len(names)) if names else ()
     if not names or len(kwargs) != len(names):
         raise ValueError(f'an ifeval label needs [{{"instruction_id": [..], "kwargs": [..]}}], got {ground_truth!r}')
     # tables of pyarrow have every argument of every constraint, None where it is not meant
@@ -635,7 +635,7 @@ class ChatModel:
             client = openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, http_client=http)
             clients.append(client)
             try:
-                greeting = {"messages": [{"role": "user", "content": "Say OK."}], "timeout": self.timeout_s}
+                greeting: Any = {"messages": [{"role": "user", "content": "Say OK."}], "timeout": self.timeout_s}
                 client.with_options(max_retries=2).chat.completions.create(model=self.model, **greeting, **sampling)
             except openai.OpenAIError as error:
                 raise ValueError(f"model {self.model} at {url} gives no reply: {error}") from error
@@ -859,7 +859,7 @@ def verify_by_judge(record: RewardRecord, ground_truth: Any, name: str) -> Verdi
     texts = {"QUESTION": record.prompt} if record.prompt else {}
     texts |= {"REFERENCE": label} if question.label == "reference" else {}
     rubric = f"The rubric:\n{label}" if question.label == "rubric" else ""
-    judged = functools.partial(judge, JUDGE, question, rubric, texts | {"RESPONSE": text})
+    judged = functools.partial(judge, JUDGE, question, rubric, texts | {"RESPONSE": text})  # ty: ignore[invalid-argument-type]
     return Verdict(text, judged) if text else NO_ANSWER
 
 
@@ -891,7 +891,7 @@ def verify_rubric(record: RewardRecord, ground_truth: Any) -> Verdict:
         return NO_ANSWER
     texts = {"QUESTION": query or record.prompt, "RESPONSE": text}
     question = Question(RUBRIC_QUESTION, (0, 2))
-    calls = [functools.partial(judge, JUDGE, question, f"Criterion: {what}", texts) for what, _ in rubrics]
+    calls = [functools.partial(judge, JUDGE, question, f"Criterion: {what}", texts) for what, _ in rubrics]  # ty: ignore[invalid-argument-type]
     futures = [CALL_THREADS.submit(call) for call in calls]
 
     def collect() -> Judged:
@@ -1039,7 +1039,7 @@ def solved(solver: Solver, question: str, guideline: str | None) -> Future:
 
 def grade(replies: Sequence[tuple[str, bool]], answer: str) -> list[tuple[float, str]]:
     """(score, status) of each of the solver's replies by verify_math; (nan, its status) where that has no result."""
-    graded = []
+    graded: list[Any] = []
     for text, _ in replies:
         extracted, outcome = verify_math(text, answer)
         if isinstance(outcome, dict):
@@ -1061,10 +1061,10 @@ def verify_solver(record: RewardRecord, ground_truth: Any) -> Verdict:
     if not guideline:
         return NO_ANSWER
     # The threads take calls in order: whoever waits for the baseline knows that it has begun.
-    baseline = solved(solver, question, None) if solver.baseline else None
+    baseline = solved(solver, question, None) if solver.baseline else None  # ty: ignore[invalid-argument-type]
     if solver.refuse_leaks and leaks(guideline, answer):
         return Verdict(guideline, lambda: Judged(0.0, "ok", {"leak": True}))
-    reply = solved(solver, question, guideline)
+    reply = solved(solver, question, guideline)  # ty: ignore[invalid-argument-type]
 
     def mean(graded: Sequence[tuple[float, str]]) -> float | None:
         scores = [value for value, status in graded if status not in MISSING]
@@ -1355,7 +1355,7 @@ def close_sandboxes() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # The verifiers by name
 
-VERIFIERS: dict[str, Callable[[str, Any], Verdict]] = {
+VERIFIERS: dict[str, Callable[..., Verdict]] = {
     "gsm8k": verify_gsm8k,
     "gsm8k_strict": functools.partial(verify_gsm8k, strict=True),
     "math": verify_math,
@@ -1437,7 +1437,7 @@ def parse_boxed(tex: str) -> list:
     r"""math-verify's reading of \boxed{tex}: without the box it would drop parts of the text (the x of \frac34x)."""
     from math_verify import LatexExtractionConfig, parse
 
-    return parse(f"\\boxed{{{tex}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+    return parse(f"\\boxed{{{tex}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)  # ty: ignore[invalid-argument-type]
 
 
 def setup_math(job: dict) -> Callable[[], float]:
@@ -1498,7 +1498,7 @@ def reward_functions(path: str) -> dict[str, Callable]:
     """In a worker: the functions (response, ground_truth) of a reward file, by name."""
     limit(resource.RLIMIT_AS, REWARD_FILE_MEMORY_BYTES)
     sys.path.append(os.path.dirname(path))
-    spec = importlib.util.spec_from_file_location("reward_file", path)
+    spec: Any = importlib.util.spec_from_file_location("reward_file", path)
     module = sys.modules["reward_file"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     own = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == "reward_file"]
@@ -1588,7 +1588,7 @@ class Worker:
         self.buffer, self.num_jobs = b"", 0
         with child:
             # Its own session: Ctrl-C in the terminal must not turn the items in flight into crashes.
-            streams = {"stdin": child, "stdout": subprocess.DEVNULL, "stderr": self.stderr}
+            streams: dict[str, Any] = {"stdin": child, "stdout": subprocess.DEVNULL, "stderr": self.stderr}
             self.process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
 
     def stop(self) -> str:
@@ -1624,7 +1624,7 @@ class Worker:
             self.socket.sendall(json.dumps(job).encode() + b"\n")
             reply = self.receive(time.monotonic() + START_TIMEOUT_S)
         except (OSError, EOFError) as error:
-            problem = self.process and self.stop()
+            problem = self.stop() if self.process else ""
             return math.nan, "infra_error", 0.0, problem or repr(error)
         if "unavailable" in reply:
             return math.nan, "infra_error", 0.0, reply["unavailable"]
@@ -1781,7 +1781,7 @@ def submit(record: RewardRecord, timeout_s: float = 10.0) -> Future[RewardResult
     if isinstance(outcome, dict):
         return JOB_THREADS.submit(functools.partial(judge_by_job, name, extracted, outcome | {"timeout_s": timeout_s}))
     if callable(outcome):
-        return CALL_THREADS.submit(functools.partial(judge_by_call, name, extracted, outcome))
+        return CALL_THREADS.submit(functools.partial(judge_by_call, name, extracted, outcome))  # ty: ignore[invalid-argument-type]
     status = "no_answer" if extracted is None else "ok"
     return finished(RewardResult(outcome, status, extracted, time.monotonic() - start))
 

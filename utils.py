@@ -27,7 +27,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -157,7 +157,7 @@ def make_deterministic(args: Any) -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # for finding bugs, not for determinism
+        torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]  # finds bugs, no more
 
 
 def leave_distributed() -> None:
@@ -198,7 +198,7 @@ def fenced_rng():
 def rng_state() -> dict[str, Any]:
     """Random state of python, numpy and torch (CPU and the current GPU), loadable with weights_only=True."""
     name, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (name, torch.from_numpy(keys.copy()), *rest)}
+    state = {"python": random.getstate(), "numpy": (name, torch.from_numpy(keys.copy()), *rest)}  # ty: ignore[missing-attribute]
     state["torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -221,7 +221,7 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def parse_args(cls: type, argv: Sequence[str] | None = None) -> Any:
+def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
     """Parse flags into the dataclass `cls` with tyro, plus the one form tyro lacks: `--flag true` / `--flag False`."""
     import tyro
 
@@ -486,7 +486,7 @@ class _Kept(torch.autograd.Function):
         return out
 
 
-def kept_for_backward(model: torch.nn.Module, tokens: int) -> int:
+def kept_for_backward(model: Any, tokens: int) -> int:
     """Bytes that a forward of `tokens` tokens keeps for its backward, weights apart. A model on the meta device runs,
     so it takes neither memory nor time."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -743,10 +743,10 @@ class Prompt:
 
 def load_tokenizer(args: Any) -> Any:
     """Tokenizer of the model with the chat template that --chat_template_name and --add_bos ask for."""
-    import transformers
+    import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
     if args.chat_template_name is not None:
         tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
     if tokenizer.chat_template is None:
@@ -1022,13 +1022,33 @@ def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any)
 
     ids = {tokenizer.eos_token_id}
     with contextlib.suppress(OSError):  # a model without generation_config.json
-        more = GenerationConfig.from_pretrained(model_name_or_path, revision=revision).eos_token_id
+        more = GenerationConfig.from_pretrained(model_name_or_path, revision=revision).eos_token_id  # ty: ignore[invalid-argument-type]
         ids |= set(more if isinstance(more, list) else [more])
     return sorted(ids - {None})
 
 
 class Engine:
     """What both engines are: `add` requests, `step` until not `busy`, `load_weights` in between."""
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
+        raise NotImplementedError
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        raise NotImplementedError
+
+    def add(self, request_id: str, request: Request) -> None:
+        """Start a request; `step` returns it once it is finished."""
+        raise NotImplementedError
+
+    def step(self) -> list[tuple[str, Generation]]:
+        """Some work on the requests; returns those it finished."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop the engine, if there is anything to stop."""
 
     def generate(
         self, requests: Sequence[Request], finished: Callable[[int, Generation], None] | None = None
@@ -1067,7 +1087,7 @@ class VLLMEngine(Engine):
             # CPU ranks would talk through shared memory of one name for all runs on the host: let them use gloo.
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
+            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # ty: ignore[invalid-assignment]
         if on_cpu and args.vllm_enable_prefix_caching:
             options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
         with fenced_rng(), warnings.catch_warnings():
@@ -1098,18 +1118,15 @@ class VLLMEngine(Engine):
         self.version = -1
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
         with fenced_rng():
             self.worker.reload_weights(weights_iterator=named_tensors)
         self.version = version
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
         return bool(self.running)
 
     def add(self, request_id: str, request: Request) -> None:
-        """Start a request; `step` returns it once it is finished."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -1127,7 +1144,7 @@ class VLLMEngine(Engine):
             output_kind=RequestOutputKind.DELTA,
         )
         # The salt keeps prefix-cache blocks of older weights from being found.
-        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
+        prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
         self.engine.add_request(request_id, prompt, params)
         self.running[request_id] = Generation([], [], "", [])
 
@@ -1135,7 +1152,7 @@ class VLLMEngine(Engine):
         """One decoding step for all running requests; returns those it finished."""
         finished = []
         for output in self.engine.step():
-            made, new = self.running[output.request_id], output.outputs[0]
+            made, new = self.running[output.request_id], output.outputs[0]  # ty: ignore[not-subscriptable]
             made.token_ids.extend(new.token_ids)
             made.logprobs.extend(e[t].logprob for t, e in zip(new.token_ids, new.logprobs or (), strict=True))
             made.versions.extend([self.version] * len(new.token_ids))
@@ -1162,7 +1179,7 @@ class TransformersEngine(Engine):
     def __init__(self, args: Any, tokenizer: Any, world: World, num_requests: int):
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
             args.model_name_or_path, revision=args.model_revision, dtype=DTYPES[args.model_dtype]
         )
         self.model.to(world.device).eval().requires_grad_(False)
@@ -1175,7 +1192,6 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         missing = set(parameters)
         for name, tensor in named_tensors:
@@ -1187,11 +1203,9 @@ class TransformersEngine(Engine):
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
         return bool(self.waiting)
 
     def add(self, request_id: str, request: Request) -> None:
-        """Take a request; `step` returns it once it is finished."""
         self.waiting[request_id] = request
 
     @torch.no_grad()
@@ -1253,9 +1267,6 @@ class TransformersEngine(Engine):
         length = min(end or len(ids), max_tokens)
         reason = "stop" if end is not None and end <= max_tokens else "length"
         return Generation(ids[:length], logprobs[:length], reason, [self.version] * length)
-
-    def close(self) -> None:
-        """Nothing to stop."""
 
 
 def make_engine(args: Any, tokenizer: Any, world: World, num_requests: int) -> Engine:
@@ -1434,7 +1445,7 @@ def attention_width(config: Any) -> int:
     return config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-def matmul_parameters(model: torch.nn.Module) -> tuple[int, int]:
+def matmul_parameters(model: Any) -> tuple[int, int]:
     """Weights of matrices every token is multiplied with, and of the head, which only response tokens meet."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings().weight
@@ -1475,12 +1486,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def load_causal_lm(args: Any) -> torch.nn.Module:
+def load_causal_lm(args: Any) -> Any:
     """The Hugging Face causal LM with dropout off and no cache, still unsharded, in its checkpoint's dtype."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(PACK_ATTENTION, pack_attention)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         args.model_name_or_path,
         revision=args.model_revision,
         dtype="auto",
@@ -1496,7 +1507,7 @@ def load_causal_lm(args: Any) -> torch.nn.Module:
     return model.train()
 
 
-def shard_model(module: torch.nn.Module, model: torch.nn.Module, args: Any, world: World) -> torch.nn.Module:
+def shard_model(module: torch.nn.Module, model: Any, args: Any, world: World) -> Any:
     """FSDP2 over all ranks: float32 master weights, `--model_dtype` compute, float32 gradient reduction.
 
     `module` is the wrapper whose forward is called, `model` the causal LM inside it. deepspeed_stage 0 replicates
@@ -1506,7 +1517,7 @@ def shard_model(module: torch.nn.Module, model: torch.nn.Module, args: Any, worl
     shape = (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh if args.deepspeed_stage == 0 else mesh["shard"],
         "mp_policy": policy,
         "reshard_after_forward": args.deepspeed_stage == 3,
@@ -1517,7 +1528,7 @@ def shard_model(module: torch.nn.Module, model: torch.nn.Module, args: Any, worl
     return fully_shard(module.float(), **options)
 
 
-def gradient_sync(module: torch.nn.Module, args: Any, last: bool) -> None:
+def gradient_sync(module: Any, args: Any, last: bool) -> None:
     """Say before a backward whether it is the last of its optimizer step.
 
     Replicated ranks add up locally and reduce once; sharded ranks reduce every micro-batch to keep memory down.
@@ -1528,7 +1539,7 @@ def gradient_sync(module: torch.nn.Module, args: Any, last: bool) -> None:
         module.set_reshard_after_backward(last)
 
 
-def weight_shapes(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(checkpoint name, shape) of what `full_weights` yields, in its order."""
     names = set()
     for name, parameter in model.named_parameters():
@@ -1565,7 +1576,7 @@ def full_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Generator[Path]:
     """Write into a temporary sibling that becomes `path` only when the block ends: readers never see half a save."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -1880,7 +1891,7 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
                 break
             print(f"WARNING: checkpoint {path} is damaged and skipped: {damage}", flush=True)
     dist.broadcast_object_list(found)
-    return found[0] and Path(found[0])
+    return Path(found[0]) if found[0] else None
 
 
 def _learner_state(modules: dict[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -2030,7 +2041,7 @@ def dump_step(
     write_dump(run_dir / "dumps", info["step"], rows, list(zip(*by_learner, strict=True)), info)
 
 
-def describe_dump(step: int, how: str, before: str, after: str, metrics: dict, args: Any) -> dict[str, Any]:
+def describe_dump(step: int, how: str, before: str | None, after: str, metrics: dict, args: Any) -> dict[str, Any]:
     """What a dump says beside its rollouts. Metrics are those a replay can reproduce."""
     replayed = ("loss/", "objective/kl", "objective/entropy", "policy/", "optim/", "val/ratio", "val/rho", "lr")
     kept = {name: value for name, value in metrics.items() if name.startswith(replayed)}
@@ -2448,7 +2459,7 @@ class Logger:
         if sys.stdout.isatty():
             columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
             # painted once a step only: a bar that repaints itself wipes out the prompt of a debugger
-            quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+            quiet: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
             self.progress = Progress(*columns, console=self.console, **quiet)
             self.task = self.progress.add_task("", total=num_steps, completed=start_step)
             self.progress.start()
@@ -2458,7 +2469,7 @@ class Logger:
         self.feeds = [feed_wandb(args, run_dir)] if args.with_tracking else []
         self.feeds += [feed_tensorboard(args, run_dir, start_step)] if args.with_tensorboard else []
 
-    def log(self, metrics: dict[str, float]) -> None:
+    def log(self, metrics: dict[str, Any]) -> None:
         """Write one step's metrics everywhere."""
         if not self.enabled:
             return
@@ -2514,7 +2525,7 @@ class Logger:
 
     def trace(self, step: int, rollouts: Sequence[Any], world: World) -> None:
         """Append all ranks' rollouts to rollouts.jsonl, a row each, in stream order. All ranks."""
-        rows = [{"training_step": step} | asdict(r) for r in rollouts]
+        rows: list[dict[str, Any]] = [{"training_step": step} | asdict(r) for r in rollouts]
         for row in rows:
             prompt = row.pop("prompt")
             row |= {

@@ -52,7 +52,7 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
             batches.append(grpo.micro_batches(packs, how, args, world.device))
         metrics = utils.Metrics()
         gap, _ = grpo.update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
-        if args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
+        if ref_policy is not None and args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
             grpo.refresh_reference(ref_policy, policy, args.alpha)
         made = utils.finish_metrics(metrics.reduce(world), args) | gap
         theirs = dump.info["metrics"]

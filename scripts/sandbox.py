@@ -44,7 +44,7 @@ import types
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MEMORY_BYTES = 2**30  # address space of a run beyond the server's own
 OUTPUT_BYTES = 4 * 2**20  # of each of standard output and error
@@ -463,11 +463,11 @@ class Link:
     side gets a Ref. So == in a test is that of the test's own process, whatever the program does to its own.
     """
 
-    def __init__(self, fd: int, names: dict[str, object] | None = None) -> None:
+    def __init__(self, fd: int, names: dict[str, Any] | None = None) -> None:
         self.socket = socket.socket(fileno=fd)
         self.lines = self.socket.makefile("rb")
         self.names = names  # the program's, which may ask nothing of the tests but to call functions it was given: None
-        self.kept: dict[int, object] = {}  # what the other side has references to, by id
+        self.kept: dict[int, Any] = {}  # what the other side has references to, by id
         self.refs: dict[int, Ref] = {}
         self.exceptions: dict[str, type] = {}
         self.broken = False  # the other side has ended or broken the protocol: no test passes any more
@@ -481,7 +481,7 @@ class Link:
             raise ConnectionError("too long a reply" if line else "the program ended")
         return json.loads(line)
 
-    def encode(self, value: object) -> object:
+    def encode(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, str, float)) or isinstance(value, int) and abs(value) < 2**63:
             return value
         if isinstance(value, list):
@@ -504,7 +504,7 @@ class Link:
         self.kept[id(value)] = value
         return {"ref": id(value)}
 
-    def decode(self, data: object) -> object:
+    def decode(self, data: Any) -> Any:
         if isinstance(data, list):
             return [self.decode(item) for item in data]
         if not isinstance(data, dict):
@@ -534,7 +534,7 @@ class Link:
             self.exceptions[names[0]] = type(names[0], (self.exception_class(names[1:]),), {})
         return self.exceptions[names[0]]
 
-    def do(self, name: str, *args: object, **keywords: object) -> object:
+    def do(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Asks the other side. Arguments that it changed are changed here as well; its exceptions are raised here."""
         values = [*args, *keywords.values()]
         request = {"do": name, "args": self.encode(values), "names": list(keywords)}
@@ -557,7 +557,7 @@ class Link:
         raise error
 
     def answer(self, request: dict) -> dict:
-        values: list[object] = []
+        values: list[Any] = []
         try:
             if self.names is None and not (request["do"] == "call" and "back" in request["args"][0]):
                 raise PermissionError("the program may not ask that")
@@ -572,7 +572,7 @@ class Link:
             reply = {"error": names, "args": self.encode(list(error.args))}
         return reply | {"changed": [[i, d] for i, d in enumerate(self.encode(values)) if d != request["args"][i]]}
 
-    def perform(self, name: str, *args: object, **keywords: object) -> object:
+    def perform(self, name: str, *args: Any, **keywords: Any) -> Any:
         if name == "load":
             self.names = vars(execute(open(3, "rb").read(), "program"))
             return None
@@ -584,7 +584,7 @@ class Link:
         return (vars(operator).get(name) or getattr(builtins, name.strip("_")))(*args)
 
 
-def replace_content(old: object, new: object) -> None:
+def replace_content(old: Any, new: Any) -> None:
     if isinstance(old, (list, bytearray)):
         old[:] = new
     elif isinstance(old, (dict, set, deque)):
@@ -609,21 +609,21 @@ class Ref:
     def __init__(self, link: Link, number: int) -> None:
         vars(self).update(_link=link, _number=number)
 
-    def _ask(self, name: str, *args: object) -> object:
+    def _ask(self, name: str, *args: Any) -> Any:
         return self._link.do(name, self, *args)
 
-    def _ask_about_two(self, name: str, other: object) -> object:
+    def _ask_about_two(self, name: str, other: Any) -> Any:
         return self._link.do(name, self, other) if isinstance(other, Ref) else NotImplemented
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):  # numpy would follow pointers that the program gives it
             raise AttributeError(name)
         return self._link.do("getattr", self, name)
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         self._link.do("setattr", self, name, value)
 
-    def __call__(self, *args: object, **keywords: object) -> object:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self._link.do("call", self, *args, **keywords)
 
     def __instancecheck__(self, value: object) -> bool:
@@ -807,8 +807,8 @@ class Sandbox:
         # -S, -s, -P: no code of the trainer's environment (.pth files, the working directory) on the way to the locks
         command = [sys.executable, "-S", "-s", "-P", "-X", "utf8", os.path.abspath(__file__)]
         with control:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self.stderr}
-            own = {"pass_fds": [control.fileno()], "env": env, "cwd": "/", "start_new_session": True}
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self.stderr}
+            own: dict[str, Any] = {"pass_fds": [control.fileno()], "env": env, "cwd": "/", "start_new_session": True}
             self.process = subprocess.Popen([*command, "--serve", json.dumps(options)], **streams, **own)
         return self.receive(START_TIMEOUT_S)
 

@@ -93,7 +93,7 @@ def test_every_field_has_a_help_text_of_its_own():
     texts = {}
     for node, following in zip(body, body[1:] + [None], strict=True):
         if isinstance(node, ast.AnnAssign):
-            assert isinstance(following, ast.Expr) and isinstance(following.value.value, str), node.target.id
+            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), node.target.id
             texts[node.target.id] = following.value.value.strip()
     assert list(texts) == [f.name for f in fields(grpo.Args)]
     assert all(len(text) > 5 for text in texts.values())

@@ -52,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         server = self.server
+        assert isinstance(server, ChatServer)
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         message = request["messages"][-1]["content"]
         if message == "Say OK.":
@@ -413,7 +414,7 @@ def test_solver_is_graded_and_kept(serve):
         "truncated": 0,
         "baseline": 0.0,
     }
-    baseline, *guided = sorted(server.messages, key=len)
+    baseline, *guided = sorted(map(str, server.messages), key=len)
     assert len(guided) == 2 and "guideline" not in baseline.lower()
     start = os.path.commonprefix(server.messages)
     assert LABEL["question"] in start  # what a group shares comes first

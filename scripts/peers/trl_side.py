@@ -220,7 +220,7 @@ class Clock:
         own = os.times()
         return time.perf_counter(), own.user + own.system + own.children_user + own.children_system, machine
 
-    def lap(self) -> tuple[float, float, float]:
+    def lap(self) -> tuple[float, ...]:
         before, self.last = self.last, self.read()
         return tuple(now - then for now, then in zip(self.last, before, strict=True))
 

@@ -1,0 +1,23 @@
+"""Linter, formatter and type checker find nothing in the repository. Their settings are in pyproject.toml."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "ty check"])
+def test_tool_finds_nothing(command):
+    tool, *arguments = command.split()
+    arguments += ["--python", sys.prefix] if tool == "ty" else []  # the environment that runs the tests
+    places = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    program = shutil.which(tool, path=places)
+    assert program, f"{tool} is neither beside {sys.executable} nor on PATH: bash scripts/setup.sh installs it"
+    done = subprocess.run([program, *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(f"{command}\n{done.stdout}{done.stderr}", pytrace=False)
