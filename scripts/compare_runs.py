@@ -108,7 +108,7 @@ def load(paths: list[Path], labels: list[str] | None) -> list[Run]:
     return runs
 
 
-def columns(runs: list[Run]) -> list[tuple[str, str, int]]:
+def columns(runs: list[Run]) -> list[tuple[str, str | None, int]]:
     """COLUMNS, and reward and correct rate of each verifier, as far as a run has them."""
     metrics = {k for run in runs for row in run.rows.values() for k in row}
     known = {metric for _, metric, _ in COLUMNS}
