@@ -50,7 +50,7 @@ MEASURE = """
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         world = utils.World(0, 0, ranks, torch.device("cpu"))
         config = AutoConfig.for_model(
-            "llama", hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=6, num_attention_heads=8,
+            "llama", hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4, num_attention_heads=8,
             num_key_value_heads=2, vocab_size=vocabulary, tie_word_embeddings=False,
         )
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)
