@@ -226,7 +226,8 @@ def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
 
 
 def test_two_learners_are_replayed_on_two_ranks(tiny_models, data, tmp_path):  # noqa: F811
-    flags = f"--exp_name it --total_episodes 128 --seed 3 --dump_steps all --deepspeed_stage 2 {VLLM} --async_steps 0"
+    flags = "--exp_name it --total_episodes 128 --seed 3 --dump_steps all --deepspeed_stage 2 --async_steps 0 "
+    flags += TRANSFORMERS
     process = start("grpo_fast.py", tiny_models(), data, tmp_path, f"{flags} --num_learners_per_node 2")
     assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
     assert not all(r["optim/skipped_steps"] for r in read(tmp_path / "it" / "metrics.jsonl"))

@@ -200,13 +200,21 @@ engine.close()
     assert sides[0][-1][0] == sides[1][-1][0], "greedy tokens differ"
 
 
+@pytest.fixture(scope="module")
+def one_rank(tiny_models, data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    run(tiny_models(), data, out, f"--exp_name one {RANKS}", ranks=1)
+    return out / "one"
+
+
+RANKS = f"--total_episodes 64 --save_freq 1 --save_traces --seed 3 {VLLM}"
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_two_ranks_make_the_first_update_of_one(tiny_models, data, tmp_path, stage):
+def test_two_ranks_make_the_first_update_of_one(one_rank, tiny_models, data, tmp_path, stage):
     """torchrun with 2 ranks, each with its own vLLM: the same rollouts and, to 1e-6, the same weights."""
-    flags = f"--total_episodes 128 --save_freq 1 --save_traces --deepspeed_stage {stage} --seed 3 {VLLM}"
-    for ranks in (1, 2):
-        run(tiny_models(), data, tmp_path, f"--exp_name ranks{ranks} {flags}", ranks=ranks)
-    one, two = (tmp_path / f"ranks{n}" for n in (1, 2))
+    run(tiny_models(), data, tmp_path, f"--exp_name two {RANKS} --deepspeed_stage {stage}", ranks=2)
+    one, two = one_rank, tmp_path / "two"
     keys = ("position", "sample", "token_ids", "score", "advantage")
     first = [
         [{k: r[k] for k in keys} for r in read(p / "rollouts.jsonl") if r["training_step"] == 1] for p in (one, two)
