@@ -22,6 +22,7 @@ Logprobs, KL and entropy are in nats.
 import math
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -873,6 +874,7 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     others = [p for p in policy.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
     ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, round(ticks * args.warmup_ratio), ticks)
     return optimizer, scheduler
@@ -1329,6 +1331,8 @@ def main(args: Args) -> Path | None:
     state |= utils.device_speed(world.device, dtype)
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
+    if state["step"]:
+        logger.say(f"resumed after step {state['step']}")
     logger.say(
         f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; {PACKING[how].format(args.pack_length)}; "
         f"ready after {time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout mean {gap:.1e}"
@@ -1398,18 +1402,20 @@ def main(args: Args) -> Path | None:
             break
 
     checkpoints.wait()
-    if state["step"] == num_steps:
+    finished = state["step"] == num_steps
+    if finished:
         utils.save_model(policy, tokenizer, run_dir / "model", args, world)
     logger.close()
     if world.is_main:
-        print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
+        made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        print(f"{made}, report {utils.write_report(run_dir)}")
     rewards.close()
     utils.stop_servers(servers)
     dist.barrier()  # no rank leaves while another still writes
     if engine is not None:
         engine.close()
     utils.leave_distributed()
-    if args.push_to_hub and world.is_main and state["step"] == num_steps:  # the other ranks wait for nothing
+    if args.push_to_hub and world.is_main and finished:  # the other ranks wait for nothing
         utils.push_model(run_dir, args)
     return run_dir
 

@@ -820,6 +820,8 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     state |= utils.device_speed(world.device, dtype)  # now that the engines are quiet
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
+    if state["step"]:
+        logger.say(f"resumed after step {state['step']}")
     logger.say(
         f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; {roles.learners} learners, {roles.engines} "
         f"engines, async_steps {args.async_steps}; {grpo.PACKING[how].format(args.pack_length)}; ready after "
@@ -914,18 +916,20 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             break
 
     checkpoints.wait()
-    if state["step"] == num_steps:
+    finished = state["step"] == num_steps
+    if finished:
         utils.save_model(policy, tokenizer, run_dir / "model", args, world)
     logger.close()
     if world.is_main:
         engines.wait_loaded(state["step"])
         engines.tell_all(("stop",))
-        print(f"model {run_dir / 'model'}, report {utils.write_report(run_dir)}")
+        made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        print(f"{made}, report {utils.write_report(run_dir)}")
     rewards.close()
     utils.stop_servers(servers)
     dist.barrier()  # no rank leaves while another still writes
     utils.leave_distributed()
-    if args.push_to_hub and world.is_main and state["step"] == num_steps:  # the other ranks wait for nothing
+    if args.push_to_hub and world.is_main and finished:  # the other ranks wait for nothing
         engines.watchdog.timeout_s = math.inf
         utils.push_model(run_dir, args)
     return run_dir

@@ -1681,7 +1681,10 @@ def check_verifier(name: str) -> str:
     name = REMAP.get(name.lower(), name.lower())
     if name not in VERIFIERS:
         near = difflib.get_close_matches(name, VERIFIERS, n=1, cutoff=0.0)
-        raise ValueError(f"unknown verifier {name!r}: known are {', '.join(VERIFIERS)}; did you mean {near[0]!r}?")
+        raise ValueError(
+            f"unknown verifier {name!r}: known are {', '.join(VERIFIERS)}; did you mean {near[0]!r}? "
+            "(a function of your own needs --reward_file)"
+        )
     if name in JUDGE_VERIFIERS and JUDGE is None:
         raise ValueError(f"verifier {name} needs a model that judges: set llm_judge_model")
     if name == "solver" and SOLVER is None:
@@ -1925,6 +1928,8 @@ def main() -> None:
         configure(args.reward_file, args.remap_verifier, args.max_length_verifier_max_length)
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    if not os.path.isfile(args.cases):
+        raise SystemExit(f"rewards.py: {args.cases}: no such file")
     with open(args.cases, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()]
     for i, row in enumerate(rows, start=1):

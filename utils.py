@@ -596,6 +596,12 @@ def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
     return Path(args.output_dir) / args.exp_name
 
 
+# Flags that a resumed run may have other than before: where it is, what it writes, whom it tells
+MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
+    with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id hf_repo_revision
+    stall_timeout_s""".split()
+
+
 def _claim_run_dir(args: Any, data_hash: str) -> None:
     run_dir = Path(args.output_dir) / args.exp_name
     config = {k: v for k, v in asdict(args).items() if k not in ("resume", "resume_anyway", "overwrite", "dry_run")}
@@ -604,7 +610,7 @@ def _claim_run_dir(args: Any, data_hash: str) -> None:
         shutil.rmtree(run_dir)
     if (run_dir / "args.json").exists():
         old = json.loads((run_dir / "args.json").read_text())
-        flags = [k for k in config if k not in ("output_dir", "exp_name")]  # a run may be moved
+        flags = [k for k in config if k not in MAY_CHANGE]
         differ = [f"--{k}: {old.get(k)!r} then, {config[k]!r} now" for k in flags if old.get(k) != config[k]]
         before = json.loads((run_dir / "environment.json").read_text())
         for what, now in made_of.items():
@@ -612,8 +618,8 @@ def _claim_run_dir(args: Any, data_hash: str) -> None:
                 differ.append(f"{what}: {then} then, {now} now")
         if differ and not (args.resume and args.resume_anyway):
             raise UserError(
-                f"{run_dir} holds a run that differs ({'; '.join(differ)}): choose another --exp_name, or continue it "
-                "all the same with --resume --resume_anyway"
+                f"{run_dir} holds a run that differs ({'; '.join(differ)}): choose another --exp_name, replace it with "
+                "--overwrite, or continue it all the same with --resume --resume_anyway"
             )
         if not args.resume:
             raise UserError(f"{run_dir} holds this run already: add --resume, --overwrite or another --exp_name")
@@ -621,7 +627,7 @@ def _claim_run_dir(args: Any, data_hash: str) -> None:
             print(f"WARNING: --resume_anyway: {'; '.join(differ)}")
             environment = before | {k.replace(" ", "_"): v for k, v in made_of.items()}
             (run_dir / "environment.json").write_text(json.dumps(environment, indent=1))
-            (run_dir / "args.json").write_text(json.dumps(config, indent=1))
+        (run_dir / "args.json").write_text(json.dumps(config, indent=1))
         return
     if args.resume:
         raise UserError(f"--resume: no run in {run_dir}")
@@ -746,7 +752,14 @@ def load_tokenizer(args: Any) -> Any:
     import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
+    name = args.model_name_or_path
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name, revision=args.model_revision)
+    except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
+        raise UserError(
+            f"--model_name_or_path {name}: {str(error).strip().splitlines()[0]} Give a directory with a model, or the "
+            "name of one on the Hugging Face hub, with a network to reach it"
+        ) from None
     if args.chat_template_name is not None:
         tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
     if tokenizer.chat_template is None:
@@ -821,7 +834,11 @@ def load_rows(name: str, split: str, count: float | int, seed: int) -> Iterator[
         import reasoning_gym
 
         task = name.partition(":")[2]
-        for i, item in enumerate(reasoning_gym.create_dataset(task, size=int(count), seed=seed)):
+        try:
+            items = reasoning_gym.create_dataset(task, size=int(count), seed=seed)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from None
+        for i, item in enumerate(items):
             label = json.dumps({"task": task, "entry": item}, default=str)
             turn = {"role": "user", "content": item["question"]}
             yield f"{name} item {i}", {"messages": [turn], "ground_truth": label, "dataset": "reasoning_gym"}
@@ -853,12 +870,18 @@ def load_rows(name: str, split: str, count: float | int, seed: int) -> Iterator[
     else:
         import datasets
 
-        if path.is_dir():
-            loaded = datasets.load_from_disk(name)
-            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            hub_name, _, config = name.partition(":")
-            rows = datasets.load_dataset(hub_name, config or None, split=split)
+        try:
+            if path.is_dir():
+                loaded = datasets.load_from_disk(name)
+                rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            else:
+                hub_name, _, config = name.partition(":")
+                rows = datasets.load_dataset(hub_name, config or None, split=split)
+        except (OSError, ValueError, KeyError) as error:  # no such name, config or split, no network
+            raise UserError(
+                f"{name} [{split}]: {str(error).strip().splitlines()[0]}. It is no .jsonl, .parquet or directory; a "
+                "hub dataset is ORG/NAME or ORG/NAME:CONFIG, with a network to reach it"
+            ) from None
         for i, row in enumerate(rows, start=1):
             yield f"{name} [{split}] row {i}", row
 
@@ -922,7 +945,10 @@ def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
     dropped = 0
     for i, (name, amount) in enumerate(pairs):
         seed = args.seed + (HELD_OUT_SEED if "eval" in flag else 0)
-        rows = list(load_rows(name, splits[i] if len(splits) > 1 else splits[0], amount, seed))
+        try:
+            rows = list(load_rows(name, splits[i] if len(splits) > 1 else splits[0], amount, seed))
+        except UserError as error:
+            raise UserError(f"--{flag} {error}") from None
         if not rows:
             raise UserError(f"--{flag} {name}: no rows")
         count = round(amount * len(rows)) if isinstance(amount, float) else amount
@@ -2480,7 +2506,7 @@ class Logger:
             feed.put(metrics)
         if not self.header_shown:
             headings = [h.rjust(max(7, len(h))) for h, _, _ in self.COLUMNS]
-            self.console.print("  ".join(["step".rjust(9), *headings, "left".rjust(8)]))
+            self.console.print(" ".join(["step".rjust(9), *headings, "left".rjust(8)]))
             self.header_shown = True
         step = metrics["training_step"]
         cells = [f"{step}/{self.num_steps}".rjust(9)]
@@ -2488,7 +2514,7 @@ class Logger:
             value = metrics.get(name)
             cells.append(("" if value is None else fmt.format(value)).rjust(max(7, len(heading))))
         left = self._time_left(step)
-        self.console.print("  ".join([*cells, left.rjust(8)]), highlight=False)
+        self.console.print(" ".join([*cells, left.rjust(8)]), highlight=False)
         self.scores += [metrics["objective/scores"]] if metrics.get("objective/scores") is not None else []
         if self.progress is not None:
             told = f"{left} left  score {sparkline(self.scores)} {self.scores[-1] if self.scores else math.nan:.3g}"
@@ -2508,7 +2534,8 @@ class Logger:
         if not self.enabled or not rollouts:
             return
         for r in (rollouts[0], rollouts[-1]):
-            answer = f"score {r.score:g}, {r.finish_reason}, label {str(*r.prompt.ground_truths[:1]):.60}"
+            end = "ended by itself" if r.finish_reason == "stop" else "cut at the limit"
+            answer = f"score {r.score:g}, {end}, label {str(*r.prompt.ground_truths[:1]):.120}"
             self.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
         rows = []
         for r in rollouts[:TABLE_ROLLOUTS]:
@@ -2567,7 +2594,8 @@ def write_report(run_dir: Path) -> Path:
         return [p[0] for p in points], [p[1] for p in points]
 
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
-    figure.suptitle(f"{run_dir.name}: {len(rows)} rows, {rows[-1]['episode']:.0f} rollouts" if rows else run_dir.name)
+    told = f"{run_dir.name}: {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} rollouts" if rows else ""
+    figure.suptitle(told or run_dir.name)
     correct, solved = "objective/verifiable_correct_rate", "eval/objective/verifiable_correct_rate"
     panels = [
         ("reward", "share of correct responses", [(correct, "training rollouts"), (solved, "held-out prompts (eval)")]),
@@ -2605,7 +2633,8 @@ def write_report(run_dir: Path) -> Path:
             axes.flat[5].bar(steps, values, bottom=bottom, width=1.0, label=phase)
             bottom += values
     axes.flat[5].set(title="time per step", ylabel="seconds", xlabel="training step")
-    axes.flat[5].legend()
+    axes.flat[5].set_ylim(0, 1.3 * max(bottom, default=1.0))  # room for the legend above the bars
+    axes.flat[5].legend(ncols=3, loc="upper center")
     path = run_dir / "report.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)

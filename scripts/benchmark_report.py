@@ -290,7 +290,9 @@ def definitions(run: Run) -> str:
     for name in [*CONVERGENCE, *PERFORMANCE, *EFFICIENCY, *LENGTHS, *HISTORY]:
         if ours := (OURS | HISTORY).get(name):
             definition, healthy = define(ours) or ("not in the README's table", "")
-            lines.append(f"- **`{name}`**, ours `{ours}`: {definition}" + (f" (healthy: {healthy})" if healthy else ""))
+            complement = name.endswith("clip_ratio")  # 1 - ours
+            healthy = "" if complement else f" (healthy: {healthy})" if healthy else ""
+            lines.append(f"- **`{name}`**, {'1 less' if complement else 'ours'} `{ours}`: {definition}{healthy}")
     return "\n".join(lines)
 
 

@@ -345,7 +345,9 @@ def plot(runs: list[Run], path: Path) -> None:
         for run in runs:
             points = [(s, r[metric]) for s, r in sorted(run.rows.items()) if r.get(metric) is not None]
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=run.label) if points else None
-        axis.set(title=title, xlabel="step", ylim=(0, None))
+        axis.set(title=title, xlabel="step")
+        axis.set_ylim(bottom=0)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         if axis.lines:
             axis.legend(fontsize=8)
     axis, bottom, parts = axes.flat[5], np.zeros(len(runs)), [run.phases() for run in runs]

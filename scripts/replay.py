@@ -99,6 +99,8 @@ def main() -> None:
     help_text = "largest relative difference of a metric (of those below 0.01: 100 times the difference); 0: bits"
     parser.add_argument("--tolerance", type=float, default=0.0, help=help_text)
     options = parser.parse_args()
+    if not (options.run / "environment.json").exists():
+        raise SystemExit(f"replay.py: {options.run} is no run: it has no environment.json")
     environment = json.loads((options.run / "environment.json").read_text())
     os.environ["OMP_NUM_THREADS"] = environment["omp_num_threads"]  # sums depend on how threads share them
     import utils

@@ -450,6 +450,24 @@ def test_a_model_without_template_needs_one(model_dir, tmp_path):
     utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path), chat_template_name="tulu"))
 
 
+@pytest.mark.parametrize(
+    "name", ["no/such-data", "no/such-data:config", "../no_such_directory", "reasoning_gym:no_such"]
+)
+def test_data_that_cannot_be_had_is_told_in_a_line(tokenizer, name):
+    with pytest.raises(utils.UserError, match=f"^--dataset_mixer_list {re.escape(name)}") as error:
+        load(tokenizer, name, "5")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "no_such_directory"])
+def test_a_model_that_cannot_be_had_is_told_in_a_line(name):
+    with pytest.raises(
+        utils.UserError, match=f"^--model_name_or_path {name}: .* Give a directory with a model"
+    ) as error:
+        utils.load_tokenizer(grpo.Args(model_name_or_path=name))
+    assert "\n" not in str(error.value)
+
+
 def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
     args = grpo.Args(model_name_or_path=str(model_dir), chat_template_name="simple_chat", add_bos=True)
     tokenizer = utils.load_tokenizer(args)

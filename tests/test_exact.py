@@ -271,7 +271,10 @@ def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_
     for step in (2, 4):  # then all five steps would be done
         assert (tmp_path / "it" / "checkpoints" / f"step_{step}").is_dir()
     subprocess.run(["rm", "-r", tmp_path / "it" / "checkpoints" / "step_4"], check=True)
-    text = run(tiny_models(), data, tmp_path, f"{again} --resume_anyway --learning_rate 1e-3")
+    # what only says what is written may change without a word
+    more = "--resume_anyway --learning_rate 1e-3 --save_traces --save_freq 5 --with_tensorboard"
+    text = run(tiny_models(), data, tmp_path, f"{again} {more}")
+    assert "save_traces" not in text and (tmp_path / "it" / "rollouts.jsonl").exists()
     assert "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
     rows = read(tmp_path / "it" / "metrics.jsonl")
     before = [r["lr"] for r in read(dumped / "metrics.jsonl")]
@@ -340,10 +343,14 @@ def test_a_broken_run_ends_as_the_unbroken_one(unbroken, tiny_models, data, tmp_
     steps = len(metrics.read_text().splitlines())
     assert 3 <= steps < 8 and not (run_dir / "model").exists()
     if how == "asked to stop":
-        assert f"SIGTERM: stopped after step {steps}; --resume goes on" in (tmp_path / "log").read_text()
+        log = (tmp_path / "log").read_text()
+        assert f"SIGTERM: stopped after step {steps}; --resume goes on" in log
+        assert "no model yet, checkpoints in" in log and "model " + str(run_dir) not in log
         assert (checkpoints / "latest").read_text() == f"step_{steps}"
     again = start(script, tiny_models(), data, tmp_path, f"--exp_name it {flags} --resume")
     assert again.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+    resumed = re.search(r"resumed after step (\d+)", (tmp_path / "log").read_text())
+    assert int(resumed[1]) == steps if how == "asked to stop" else int(resumed[1]) in (2, 4, 6)
     a, b = weights(whole / "model"), weights(run_dir / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
     for x, y in zip(read(whole / "metrics.jsonl"), read(metrics), strict=True):
