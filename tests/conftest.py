@@ -9,7 +9,9 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
-LONG = "fast exact run recipes chaos interop judge align learner report".split()  # files that take longest
+LONG = (
+    "exact fast run recipes chaos judge sandbox interop learner align bench report memory logger".split()
+)  # longest first
 
 
 def pytest_collection_modifyitems(items):
