@@ -546,6 +546,7 @@ def trl_is_installed():
 
 
 @pytest.mark.skipif(not trl_is_installed(), reason="no .venv-trl: bash scripts/peers/setup_trl.sh makes it")
+@pytest.mark.runs
 def test_our_update_is_that_of_trl(tmp_path):
     """Experiment 1 at tiny size: loss, gradient norm and weights of three steps, with KL and entropy bonus."""
     env = os.environ | {"MODE": "tiny", "STEPS": "3", "OUT": str(tmp_path)}

@@ -602,6 +602,7 @@ def descendants(pid):
     return found - {pid}
 
 
+@pytest.mark.runs
 def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
     """A vLLM server grades two guidelines, one too long for it; kill -9 of the trainer leaves no process behind."""
     pytest.importorskip("vllm")
@@ -628,6 +629,7 @@ def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
     assert not left
 
 
+@pytest.mark.runs
 def test_a_server_that_does_not_start_says_why(tiny_models, tmp_path):
     pytest.importorskip("vllm")
     import utils
@@ -645,6 +647,7 @@ def test_server_devices(monkeypatch):
     assert utils.server_devices(1, devices_in_use=8) == ["7"]
 
 
+@pytest.mark.runs
 def test_code_solver_and_judge_in_a_run(serve, tiny_models, tmp_path):
     """Whole runs of grpo.py: rows of three kinds, a judge that fails half of the time, and the solver's texts kept."""
     turn = [{"role": "user", "content": "Say 4, then 7."}]

@@ -514,6 +514,7 @@ TWO_RANKS = """
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "all-on-one-rank"])
+@pytest.mark.runs
 def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, world, uneven):
     model = tiny_models()
     script = tmp_path / "two_ranks.py"

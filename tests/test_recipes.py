@@ -226,6 +226,7 @@ def test_every_folder_is_smoked():
 
 
 @pytest.mark.parametrize("recipe", SMOKED)
+@pytest.mark.runs
 def test_smoke(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -349,6 +350,7 @@ print(json.dumps({"seen": seen, "moved": moved}))
 
 
 @pytest.mark.skipif(not trl_is_installed(), reason="no .venv-trl: bash scripts/peers/setup_trl.sh makes it")
+@pytest.mark.runs
 def test_trl_trains_on_the_rows(source, tmp_path, tiny_models):
     """One step of its GRPOTrainer, whose reward function gets each question with its own label and verifier."""
     run_data("gsm8k", "--source", source, "--out", tmp_path / "out")

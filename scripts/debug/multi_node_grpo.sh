@@ -10,7 +10,7 @@
 #
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each. sbatch scripts/debug/multi_node_grpo.sh
 # Expected: no time and no figure in the source. Never run by us; two torchrun agents on one CPU machine stand for the
-# nodes in tests/test_fast.py.
+# nodes in tests/runs/test_fast.py.
 # Source: open-instruct scripts/train/debug/multi_node_grpo.sh.
 #
 # Where this differs from the source:

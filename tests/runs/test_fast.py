@@ -19,8 +19,8 @@ import grpo
 import grpo_fast
 import utils
 from tests.conftest import REPO
+from tests.runs.test_run import SMALL, TRANSFORMERS, VLLM, data, read, weights  # noqa: F401 (data is a fixture)
 from tests.test_readme import undocumented
-from tests.test_run import SMALL, TRANSFORMERS, VLLM, data, read, weights  # noqa: F401 (data is a fixture)
 
 
 def command(script, model, data, out, *flags):  # noqa: F811

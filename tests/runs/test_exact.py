@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import utils
 from tests.conftest import REPO
-from tests.test_run import TRANSFORMERS, VLLM, command, data, read, run, untimed, weights  # noqa: F401
+from tests.runs.test_run import TRANSFORMERS, VLLM, command, data, read, run, untimed, weights  # noqa: F401
 
 
 class Small:
@@ -111,7 +111,7 @@ def test_a_full_disk_costs_only_the_new_checkpoint(tmp_path):
     """A limit on the size of files stands for the full disk: the write fails half way."""
     script = """
         import resource, signal, sys, pathlib, torch, utils
-        from tests.test_exact import Small, save
+        from tests.runs.test_exact import Small, save
         world, path = utils.init_distributed(), pathlib.Path(sys.argv[1])
         checkpoints, small = utils.Checkpoints(path, 3, world), Small()
         save(checkpoints, small, 1)

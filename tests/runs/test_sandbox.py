@@ -23,7 +23,7 @@ import rewards
 from rewards import RewardRecord, check_ground_truth, score
 from scripts import sandbox
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 USER = 54321  # nobody's number, in the hope that nobody uses it
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox rests on Linux")
 
