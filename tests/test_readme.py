@@ -13,6 +13,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
+from scripts.make_addition import make_addition
 from tests.conftest import REPO
 
 README = (REPO / "README.md").read_text()
@@ -29,7 +30,9 @@ def commands():
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands_pass_every_check(line):
+def test_commands_pass_every_check(line, tmp_path, monkeypatch):
+    make_addition(tmp_path / "data" / "addition")  # what the line before it in the README makes
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(line.replace("=", " "), comments=True)
 
     def number(flag):
