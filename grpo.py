@@ -1408,7 +1408,7 @@ def main(args: Args) -> Path | None:
     logger.close()
     if world.is_main:
         made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
-        print(f"{made}, report {utils.write_report(run_dir)}")
+        print(f"{made}, {utils.draw_report(run_dir)}")
     rewards.close()
     utils.stop_servers(servers)
     dist.barrier()  # no rank leaves while another still writes

@@ -924,7 +924,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         engines.wait_loaded(state["step"])
         engines.tell_all(("stop",))
         made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
-        print(f"{made}, report {utils.write_report(run_dir)}")
+        print(f"{made}, {utils.draw_report(run_dir)}")
     rewards.close()
     utils.stop_servers(servers)
     dist.barrier()  # no rank leaves while another still writes

@@ -2580,65 +2580,19 @@ class Logger:
             self.say(problem)
 
 
-def write_report(run_dir: Path) -> Path:
-    """Draw report.png from metrics.jsonl: reward, eval, response length, KL, logprob gap, seconds per phase."""
-    import matplotlib
+DRAWING_S = 120.0  # matplotlib's first start on a machine looks for fonts
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-    def series(name: str) -> tuple[list[float], list[float]]:
-        points = [(r["training_step"], r[name]) for r in rows if isinstance(r.get(name), (int, float))]
-        return [p[0] for p in points], [p[1] for p in points]
-
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
-    told = f"{run_dir.name}: {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} rollouts" if rows else ""
-    figure.suptitle(told or run_dir.name)
-    correct, solved = "objective/verifiable_correct_rate", "eval/objective/verifiable_correct_rate"
-    panels = [
-        ("reward", "share of correct responses", [(correct, "training rollouts"), (solved, "held-out prompts (eval)")]),
-        ("score", "mean score of a rollout", [("objective/scores", "training"), ("eval/scores", "eval")]),
-        ("response length", "tokens", [("val/sequence_lengths", "training"), ("eval/sequence_lengths", "eval")]),
-        ("KL to the reference policy", "nats per response", [("objective/kl", "k1"), ("objective/kl3", "k3")]),
-        (
-            "engine / learner logprob gap",
-            "nats per token",
-            [(f"debug/vllm_vs_local_logprob_diff_{k}", k) for k in ("mean", "max")],
-        ),
-    ]
-    for axis, (title, unit, names) in zip(axes.flat, panels, strict=False):
-        for name, label in names:
-            x, y = series(name)
-            if x:
-                axis.plot(x, y, label=label, marker="o" if name.startswith("eval/") else None, markersize=4)
-        axis.set(title=title, ylabel=unit, xlabel="training step")
-        if axis.lines:
-            axis.legend()
-        else:
-            axis.text(0.5, 0.5, "not recorded in this run", ha="center", transform=axis.transAxes)
-    if axes.flat[4].lines and all((line.get_ydata() > np.zeros(1)).all() for line in axes.flat[4].lines):
-        axes.flat[4].set_yscale("log")
-    axes.flat[0].set_ylim(-0.02, 1.02)
-    phases = ("generation", "reward", "training", "weight_sync", "eval", "saving")
-    if any("time/trainer_waiting_for_data" in r for r in rows):  # grpo_fast.py: generation runs beside the rest
-        phases = ("trainer_waiting_for_data", "training", "gather", "eval", "saving")
-    heights = {p: dict(zip(*series(f"time/{p}"), strict=True)) for p in phases}
-    steps = sorted({s for h in heights.values() for s in h if s > 0})
-    bottom = np.zeros(len(steps))
-    for phase in phases:
-        values = np.array([heights[phase].get(s, 0.0) for s in steps])
-        if values.any():
-            axes.flat[5].bar(steps, values, bottom=bottom, width=1.0, label=phase)
-            bottom += values
-    axes.flat[5].set(title="time per step", ylabel="seconds", xlabel="training step")
-    axes.flat[5].set_ylim(0, 1.3 * max(bottom, default=1.0))  # room for the legend above the bars
-    axes.flat[5].legend(ncols=3, loc="upper center")
-    path = run_dir / "report.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+def draw_report(run_dir: Path) -> str:
+    """Have scripts/reports/curves.py draw report.png; words for the end of the run. A failure is a warning."""
+    command = [sys.executable, str(REPO / "scripts" / "reports" / "curves.py"), str(run_dir)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=DRAWING_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+        print(f"WARNING: no report was drawn: {problem}. To draw it: {shlex.join(command)}", flush=True)
+        return "no report"
+    return f"report {run_dir / 'report.png'}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

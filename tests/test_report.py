@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
+import utils
 from scripts import benchmark_report, compare_runs, report
 from tests.conftest import REPO
 from utils import read_dump, write_dump
@@ -493,3 +494,33 @@ def test_scripts_without_a_run_say_so(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2 and benchmark_report.main([str(tmp_path)]) == 2
     assert compare_runs.main([str(tmp_path), str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("no metrics.jsonl") == 3
+
+
+CURVES = [sys.executable, str(REPO / "scripts" / "reports" / "curves.py")]
+
+
+def test_curves_of_a_run_under_way_by_hand(tmp_path):
+    """Half a last line is no step; the ending of --out is the format."""
+    run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"training_step": 5, "epi')
+    done = subprocess.run([*CURVES, run_dir, "--out", tmp_path / "a.svg"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "a.svg").read_text()
+    assert "<!-- a: 4 steps, 8 rollouts -->" in text and "<!-- not recorded in this run -->" in text
+    done = subprocess.run([*CURVES, tmp_path / "b"], capture_output=True, text=True)
+    assert done.returncode == 2 and f"{tmp_path / 'b'} is no run: it has no metrics.jsonl" in done.stderr
+
+
+def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):
+    run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
+    assert utils.draw_report(run_dir) == f"report {run_dir / 'report.png'}" and capsys.readouterr().out == ""
+    monkeypatch.setattr(utils, "DRAWING_S", 0.01)
+    assert utils.draw_report(run_dir) == "no report"
+    assert "WARNING: no report was drawn: " in capsys.readouterr().out
+    monkeypatch.undo()
+    (run_dir / "metrics.jsonl").write_text("no JSON\n")
+    assert utils.draw_report(run_dir) == "no report"
+    out = capsys.readouterr().out
+    assert "WARNING: no report was drawn: json.decoder.JSONDecodeError" in out and out.count("\n") == 1
+    assert f"To draw it: {' '.join([*CURVES, str(run_dir)])}\n" in out
