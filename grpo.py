@@ -24,7 +24,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,8 +68,11 @@ class Args:
     """Hub name or directory of the causal LM to train. Required."""
     model_revision: str | None = None
     """Hub revision; None is the default branch."""
-    model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of learner and engine. Master weights, Adam state, log-softmax and gradients reduce in float32."""
+    model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute dtype of learner and engine; auto is bfloat16 where the machine is fast in it, else float32. Master
+    weights, Adam state, log-softmax and gradient reduction are float32."""
+    dither_master_weights: bool = True
+    """bfloat16: start each master weight at a random place of its rounding interval, see utils.dither."""
     attn_implementation: str = "sdpa"
     """Attention of the learner, as transformers names it: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
@@ -1286,6 +1289,7 @@ def main(args: Args) -> Path | None:
     if int(os.environ.get("RANK", 0)) == 0:
         print(utils.batch_arithmetic(args, world_size, num_training_steps(args)))
         if args.dry_run:
+            print("dtype    {}: {}".format(*utils.choose_dtype(args)))
             print(utils.describe_memory(args, world_size, True, LOGPROB_CHUNK))
             print(utils.describe_sources(args))
     if args.dry_run:
@@ -1294,6 +1298,10 @@ def main(args: Args) -> Path | None:
     # setup
     start_time = time.perf_counter()
     world = utils.init_distributed()
+    dtype, why = utils.all_gather(utils.choose_dtype(args), world)[0]
+    args = replace(args, model_dtype=dtype)
+    if world.is_main:
+        print(f"dtype    {dtype}: {why}")
     torch.manual_seed(args.seed)
     utils.make_deterministic(args)
     tokenizer = utils.load_tokenizer(args)
@@ -1311,7 +1319,6 @@ def main(args: Args) -> Path | None:
     optimizer, scheduler = make_optimizer(policy, args)
     num_steps = num_training_steps(args)
     modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
-    dtype = utils.DTYPES[args.model_dtype]
     state = start_state()
     checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
     if args.resume:
@@ -1325,10 +1332,10 @@ def main(args: Args) -> Path | None:
             math.ceil(len(eval_prompts) / world.size) * args.eval_pass_at_k,
         )
         engine = utils.make_engine(args, tokenizer, world, concurrency)
-        engine.load_weights(utils.full_weights(policy, dtype), version=state["step"])
+        engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=state["step"])
         probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
         gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
-    state |= utils.device_speed(world.device, dtype)
+    state |= utils.device_speed(world.device, utils.DTYPES[dtype])
     logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
     gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
     if state["step"]:
@@ -1369,7 +1376,7 @@ def main(args: Args) -> Path | None:
             refresh_reference(ref_policy, policy, args.alpha)
         with timer("weight_sync"):
             if engine is not None:
-                engine.load_weights(utils.full_weights(policy, dtype), version=step)
+                engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=step)
 
         # everything below reports or saves
         utils.check_servers(servers)

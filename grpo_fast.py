@@ -1029,6 +1029,7 @@ def main(args: Args) -> None:
             f"{args.num_unique_prompts_rollout * (args.async_steps + 1)} groups in flight"
         )
         if args.dry_run:
+            print("dtype    {}: {}".format(*utils.choose_dtype(args)))
             learners, shared = sum(args.num_learners_per_node), args.single_gpu_mode
             print(utils.describe_memory(args, learners, shared, grpo.LOGPROB_CHUNK))
             print(utils.describe_sources(args))
@@ -1041,6 +1042,11 @@ def main(args: Args) -> None:
     meeting = Meeting()
     if meeting.restarted:
         args = utils.after_restart(args)
+    if os.environ["RANK"] == "0":
+        dtype, why = utils.choose_dtype(args)
+        print(f"dtype    {dtype}: {why}")
+        meeting.store.set("dtype", dtype)
+    args = replace(args, model_dtype=meeting.store.get("dtype").decode())
     (run_learner if roles.is_learner else run_engine)(args, roles, meeting)
 
 

@@ -131,25 +131,57 @@ def after_restart(args: Any) -> Any:
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measured ceilings of this device: operations a second of a square matrix product, bytes a second of a copy."""
-    n = 8192 if device.type == "cuda" else 1024
-    x = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device))
     large = torch.empty(2**28 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
-
-    def best(work: Any) -> float:
-        seconds = []
-        for _ in range(4):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
-
     return {
-        "flops_per_second": 2 * n**3 / best(lambda: x @ x),
-        "bytes_per_second": large.numel() / best(large.clone),
+        "flops_per_second": product_speed(dtype, device, 8192 if device.type == "cuda" else 512),
+        "bytes_per_second": large.numel() / best_seconds(large.clone),
         "itemsize": dtype.itemsize,
     }
+
+
+def best_seconds(work: Callable[[], Any], times: int = 4) -> float:
+    """Wall seconds of the fastest of some calls."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def product_speed(dtype: torch.dtype, device: torch.device, n: int) -> float:
+    """Operations a second of the product of two n x n matrices."""
+    x = torch.randn(n, n, device=device, generator=torch.Generator(device)).to(dtype)
+    return 2 * n**3 / best_seconds(lambda: x @ x)
+
+
+def choose_dtype(args: Any) -> tuple[str, str]:
+    """The compute dtype that --model_dtype means here, and why, for a person.
+
+    auto is bfloat16 on a GPU that has it, and on a CPU whose products of 256 x 256 matrices are faster in it than in
+    float32, else float32; a run that goes on keeps what it began with. A CPU without bfloat16 instructions is some 6 to
+    70 times slower in it, one with them 1.5 to 8 times faster: no measurement takes one for the other.
+    """
+    asked, before = args.model_dtype, Path(args.output_dir) / args.exp_name / "args.json"
+    if asked == "auto" and args.resume and before.exists():
+        asked, why = json.loads(before.read_text())["model_dtype"], "as before --resume"
+    else:
+        why = "as --model_dtype says"
+    if asked == "float32":
+        return asked, why
+    if torch.cuda.is_available():
+        name, fast = torch.cuda.get_device_name(), torch.cuda.is_bf16_supported(including_emulation=False)
+        found = f"{name} has {'' if fast else 'no '}bfloat16"
+    else:
+        device = torch.device("cpu")
+        half, full = (product_speed(d, device, 256) / 1e9 for d in (torch.bfloat16, torch.float32))
+        fast, found = half > full, f"a product reaches {half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32 here"
+    if asked == "auto":
+        return ("bfloat16" if fast else "float32"), found
+    slow = "" if fast else f"; WARNING: slow, {found}: --model_dtype auto would take float32"
+    return asked, why + slow
 
 
 def make_deterministic(args: Any) -> None:
@@ -215,7 +247,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def derive_seed(*parts: int) -> int:
+def derive_seed(*parts: int | str) -> int:
     """63-bit seed that depends on every part and on nothing else, e.g. (run seed, stream position, sample)."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -553,6 +585,8 @@ def describe_memory(args: Any, learners: int, shared_gpu: bool, chunk: int) -> s
         config = AutoConfig.from_pretrained(name, revision=args.model_revision, local_files_only=True)
     except (OSError, ValueError):
         return f"memory   not estimated: no config.json of {name} on this machine (hf download {name} config.json)"
+    if args.model_dtype == "auto":  # no GPU has been asked: any that training is planned for has bfloat16
+        args = replace(args, model_dtype="bfloat16")
     parts = memory_estimate(args, config, learners, chunk)
     weights, token = parts.pop("engine_weights"), parts.pop("engine_token")
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * gib
@@ -1533,6 +1567,23 @@ def load_causal_lm(args: Any) -> Any:
     return model.train()
 
 
+@torch.no_grad()
+def dither(weight: torch.Tensor, seed: int) -> None:
+    """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
+
+    A master weight that starts as a bfloat16 number is in the middle of its rounding interval: with steps of the
+    learning rate's size it takes hundreds of updates to reach an end, and until then nothing that computes in bfloat16
+    has changed. Rounded to nearest, weight + offset is the same number for every offset of -32767 to 32767 units of
+    the 16 bits that rounding takes off, so the policy is bit for bit what it was; from then on the share of weights
+    that have moved on grows with the drift from the first update on. Zeros stay zeros, and so do weights between two
+    bfloat16 numbers stay (those of float32 checkpoints).
+    """
+    bits = weight.view(torch.int32).view(-1)
+    raw = np.random.PCG64(seed).random_raw(bits.numel() // 4 + 1).view(np.int16)[: bits.numel()]
+    offsets = torch.from_numpy(raw).int().clamp_(min=-32767)  # -32768 is the tie between two numbers
+    bits += offsets * ((bits & 0xFFFF == 0) & (bits << 1 != 0))
+
+
 def shard_model(module: torch.nn.Module, model: Any, args: Any, world: World) -> Any:
     """FSDP2 over all ranks: float32 master weights, `--model_dtype` compute, float32 gradient reduction.
 
@@ -1548,10 +1599,19 @@ def shard_model(module: torch.nn.Module, model: Any, args: Any, world: World) ->
         "mp_policy": policy,
         "reshard_after_forward": args.deepspeed_stage == 3,
     }
+    undithered = {id(p): name for name, p in model.named_parameters()}
+
+    def shard(part: Any) -> Any:
+        part.float()  # one block at a time: the host never holds all of float32
+        for p in part.parameters():
+            if args.dither_master_weights and args.model_dtype == "bfloat16" and id(p) in undithered:
+                dither(p.data, derive_seed(args.seed, undithered.pop(id(p))))
+        return fully_shard(part, **options)
+
     blocks = set(model._no_split_modules or ())
     for layer in [m for m in model.modules() if type(m).__name__ in blocks]:
-        fully_shard(layer.float(), **options)  # upcast one block at a time: the host never holds all of float32
-    return fully_shard(module.float(), **options)
+        shard(layer)
+    return shard(module)
 
 
 def gradient_sync(module: Any, args: Any, last: bool) -> None:

@@ -508,6 +508,9 @@ TWO_RANKS = """
         weights, metrics = run_update(args, world, [mine], optimizer="sgd")
         if world.is_main:
             torch.save((weights, metrics), f"{out}/{{world.size}}_{{stage}}.pt")
+        half = make_args({model!r}, "--deepspeed_stage", stage, "--model_dtype", "bfloat16")
+        dithered = utils.weights_hash(grpo.load_policy(half, world), world)
+        open(f"{out}/{{world.size}}_{{stage}}.txt", "a").write(dithered)
     torch.distributed.barrier()
     utils.exit_process()
 """
@@ -526,6 +529,7 @@ def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, world, uneven):
     args = make_args(model)
     start = start_weights(args, world)
     one, one_metrics = torch.load(tmp_path / "1_0.pt")
+    assert len({file.read_text() for file in tmp_path.glob("?_?.txt")}) == 1  # start weights, dithered before sharding
     for stage in (0, 2, 3):
         two, metrics = torch.load(tmp_path / f"2_{stage}.pt")
         assert_same_update(one, two, start)
