@@ -6,10 +6,11 @@
     python scripts/bench.py pipeline    grpo.py and grpo_fast.py on the demo's task, and the ideal of their phases
     python scripts/bench.py packing     pack_rollouts on 100k sequences, and next-fit in arrival order
     python scripts/bench.py rewards     scores per second; a solver model asked all at once and one by one
+    python scripts/bench.py precision   steps to learn the demo's task, by what weights are rounded to; an hour
     python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
-    --model DIR    scripts/data/make_tiny_model.py makes one in a second    --json    one line of JSON, no tables
-    --repeat N     rounds of A B A B                                        --help    everything else
+    --model DIR    scripts/make_tiny_model.py makes one in a second    --json    one line of JSON in place of tables
+    --repeat N     rounds of A B A B                                   --help    everything else
 
 A ratio above 1 is good for us. It comes with the smallest and largest value of a round and, where there is one, the
 target it should reach. On a CPU, `source scripts/setup.sh` first.
@@ -23,6 +24,8 @@ then costs more than here.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -34,14 +37,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(ROOT))
 THREAD_SETTINGS = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "KMP_BLOCKTIME", "LD_PRELOAD")}
 
 import utils  # isort: skip  # noqa: E402 (pins thread counts, so it comes before torch)
@@ -92,7 +94,8 @@ def spread(seconds: Sequence[float], **amounts: float) -> dict[str, float]:
 
 def matrix_product(dtype: torch.dtype, device: Any) -> tuple[Callable[[], Any], float]:
     """A square matrix product and its floating-point operations."""
-    n = 8192 if torch.cuda.is_available() else 2048
+    slow = dtype == torch.bfloat16 and utils.choose_dtype(grpo.Args())[0] == "float32"
+    n = 8192 if torch.cuda.is_available() else 256 if slow else 2048  # emulated, a large one takes minutes
     a, b, out = torch.randn(3, n, n, device=device).to(dtype)
     return lambda: torch.mm(a, b, out=out), 2.0 * n**3
 
@@ -140,7 +143,7 @@ def make_rollouts(lengths: Sequence[tuple[int, list[int]]], vocab: int, seed: in
 
 def demo_flags(options: argparse.Namespace) -> list[str]:
     """The flags of scripts/demo.sh with --model, --dtype and all that was given for grpo.py; makes the demo's data."""
-    from scripts.data.make_addition import make_addition
+    from scripts.make_addition import make_addition
 
     if not (ROOT / "data" / "addition" / "train.jsonl").exists():
         make_addition(ROOT / "data" / "addition")
@@ -429,7 +432,7 @@ def bench_trl(options: argparse.Namespace) -> dict[str, Any]:
     trains on; of single digits nearly all groups have one. The steps of TRL are alike (median); ours differ with the
     number of groups trained (mean).
     """
-    from scripts.data.make_addition import make_addition
+    from scripts.make_addition import make_addition
 
     table: dict[str, dict[str, float]] = {}
     ratios: dict[str, Any] = {}
@@ -459,6 +462,170 @@ def bench_trl(options: argparse.Namespace) -> dict[str, Any]:
             every = [step["total_s"] for step in steps]
             ratios[f"{task}: us over TRL {setting}"] = ratio([ours["time/total"]] * len(every), every, target)
     return {"settings": {"TRL": "; ".join(f"{k}: {v}" for k, v in TRL.items())}, "sides": table, "ratios": ratios}
+
+
+# What the policy computes with (the learner's forward and backward, and the engine):
+#   products   dtype of the matrix products: --model_dtype
+#   rounded    round the master weights to it, products in float32: only the rounding of weights differs
+#   dithered   start the master weights as --dither_master_weights does
+#   head       float32 products of learner's and engine's head (arXiv:2506.13585, 2510.13786)
+ARMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "weights in bfloat16": {"rounded": "bfloat16"},
+    "weights in bfloat16, dithered": {"rounded": "bfloat16", "dithered": True},
+    "weights in float16": {"rounded": "float16"},
+    "weight decay: float32": {"more": {"weight_decay": 0.1}},
+    "weight decay: weights in bfloat16, dithered": {
+        "rounded": "bfloat16",
+        "dithered": True,
+        "more": {"weight_decay": 0.1},
+    },
+    "bfloat16 products": {"products": "bfloat16"},
+    "bfloat16 products, dithered": {"products": "bfloat16", "dithered": True},
+    "bfloat16 products, dithered, float32 head": {"products": "bfloat16", "dithered": True, "head": True},
+    "1e-6: float32": {"slow": True},
+    "1e-6: weights in bfloat16": {"rounded": "bfloat16", "slow": True},
+    "1e-6: weights in bfloat16, dithered": {"rounded": "bfloat16", "dithered": True, "slow": True},
+}
+LEARNED, SLOW_STEPS, SHARES_AT = 0.9, 50, (1, 5, 20, 50)
+
+
+def learned_at(correct: Sequence[float]) -> int | None:
+    """The first step whose share of correct answers, mean of it and the two before, reaches LEARNED."""
+    means = [statistics.mean(correct[i - 2 : i + 1]) for i in range(2, len(correct))]
+    return next((i for i, mean in enumerate(means, start=3) if mean >= LEARNED), None)
+
+
+def precision_run(name: str, seed: int, start: Sequence[torch.Tensor], session: Any, most_steps: int) -> dict[str, Any]:
+    """A training run of an arm: per step the share of correct answers, seconds, the logprob gap and, at SHARES_AT, the
+    share of the weights that the policy computes with which are not those of the start."""
+    args, world, tokenizer, engine, policy, prompts = session
+    arm = ARMS[name]
+    rate = 1e-6 if arm.get("slow") else 1e-5
+    args = dataclasses.replace(args, seed=seed, learning_rate=rate, **arm.get("more", {}))
+    named = [(name, utils.local(p).detach()) for name, p in policy.model.named_parameters()]
+    served = utils.DTYPES.get(arm.get("rounded", arm.get("products", "float32")), torch.float16)
+    with torch.no_grad():
+        for (parameter, weight), value in zip(named, start, strict=True):
+            weight.copy_(value)
+            if arm.get("dithered"):
+                utils.dither(weight, utils.derive_seed(seed, parameter))
+    optimizer, scheduler = grpo.make_optimizer(policy, args)
+    masters = [weight.clone() for _, weight in named] if "rounded" in arm else []
+
+    @torch.no_grad()
+    def to_masters(*_: Any) -> None:
+        for (_, weight), master in zip(named, masters, strict=False):
+            weight.copy_(master)
+
+    @torch.no_grad()
+    def to_rounded(*_: Any) -> None:
+        for (_, weight), master in zip(named, masters, strict=False):
+            master.copy_(weight)
+            weight.copy_(master.to(served))
+
+    to_rounded()
+    optimizer.register_step_pre_hook(to_masters)
+    optimizer.register_step_post_hook(to_rounded)
+    state, before = grpo.start_state(), [weight.to(served) for _, weight in named]
+    row: dict[str, Any] = {"arm": name, "seed": seed, "correct": [], "seconds": [], "gap": [], "changed": {}}
+    with float32_head(engine, policy) if arm.get("head") else contextlib.nullcontext():
+        for step in range(1, (SLOW_STEPS if arm.get("slow") else most_steps) + 1):
+            begin, metrics = time.perf_counter(), utils.Metrics()
+            engine.load_weights(utils.full_weights(policy, utils.DTYPES[args.model_dtype]), version=step)
+            groups, sampled = grpo.sample_groups(engine, prompts, state, tokenizer, args, world, utils.Timer())
+            packs = grpo.pack_rollouts(grpo.trainable(groups, args), "shared", args.pack_length, 1, policy.pair_cost)[0]
+            batches = grpo.micro_batches(packs, "shared", args, world.device)
+            gap, _ = grpo.update(policy, None, optimizer, scheduler, [batches], args, world, metrics)
+            row["correct"].append(statistics.mean(r.verifiable > 0 for r in sampled))
+            row["seconds"].append(time.perf_counter() - begin)
+            row["gap"].append(gap.get("debug/vllm_vs_local_logprob_diff_mean"))
+            utils.shard_again(policy)
+            if step in SHARES_AT:
+                changed = sum(int((weight.to(served) != b).sum()) for (_, weight), b in zip(named, before, strict=True))
+                row["changed"][str(step)] = changed / sum(b.numel() for b in before)
+            enough = seed > 1 or step >= 20  # the first seed tells the shares
+            if learned_at(row["correct"]) and enough and not arm.get("slow"):
+                break
+    return row
+
+
+@contextlib.contextmanager
+def float32_head(engine: Any, policy: grpo.Policy) -> Generator[None]:
+    """Products of the head in float32 in learner and engine, from the same weights and hidden states."""
+    model, logits = engine.worker.model_runner.model, grpo.HeadLogprobs.logits
+    compute = model.compute_logits
+
+    def exact(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+        return (hidden.float() @ weight.float().T).div_(temperature)
+
+    def engines(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden.float() @ utils.local(policy.model.get_input_embeddings().weight).to(hidden.dtype).float().T
+
+    grpo.HeadLogprobs.logits, model.compute_logits = staticmethod(exact), engines
+    try:
+        yield
+    finally:
+        grpo.HeadLogprobs.logits, model.compute_logits = staticmethod(logits), compute
+
+
+def bench_precision(options: argparse.Namespace) -> dict[str, Any]:
+    """The demo's task from one start model: steps and seconds until 0.9 of the sampled answers are right (mean of three
+    steps), by arm (see ARMS) and seed. A finished run is a row of --results and is not done again: stop and go on at
+    will. Arms of another dtype of products than --dtype are left to another call; the table has all rows.
+    """
+    args, world, tokenizer, engine = start_engine(options)
+    policy, prompts = grpo.load_policy(dataclasses.replace(args, dither_master_weights=False), world), []
+    start = [utils.local(p).detach().clone() for _, p in policy.model.named_parameters()]
+    prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
+    session = (args, world, tokenizer, engine, policy, prompts)
+    results = Path(options.results)
+    results.parent.mkdir(parents=True, exist_ok=True)
+
+    def rows() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+    for seed in options.seeds:
+        for name, arm in ARMS.items():
+            wanted = options.arms is None or any(part in name for part in options.arms)
+            done = any((row["arm"], row["seed"]) == (name, seed) for row in rows())
+            alone = arm.get("slow") and seed > 1
+            if arm.get("products", "float32") == options.dtype and wanted and not done and not alone:
+                row = precision_run(name, seed, start, session, options.most_steps)
+                with results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{name}, seed {seed}: {' '.join(f'{c:.2f}' for c in row['correct'])}", file=sys.stderr)
+    table: dict[str, dict[str, Any]] = {}
+    for name in ARMS:
+        runs = [row for row in rows() if row["arm"] == name]
+        ends = [learned_at(row["correct"]) for row in runs]
+        side: dict[str, Any] = {"runs": len(runs)}
+        for what, values in (
+            ("steps", [end for end in ends if end]),
+            ("seconds", [sum(row["seconds"][:end]) for row, end in zip(runs, ends, strict=True) if end]),
+            ("gap", [statistics.mean(filter(None, row["gap"])) for row in runs]),
+            ("last correct", [statistics.mean(row["correct"][-3:]) for row in runs]),
+        ):
+            if values:
+                side |= {what: statistics.mean(values), f"{what}, least": min(values), f"{what}, most": max(values)}
+        side["did not learn"] = ends.count(None)
+        for at in SHARES_AT:
+            found = [row["changed"][str(at)] for row in runs if str(at) in row["changed"]]
+            side |= {f"changed after {at}": statistics.mean(found)} if found else {}
+        table |= {name: side} if runs else {}
+    ratios = {}
+    for ours in (
+        "weights in bfloat16, dithered",
+        "bfloat16 products, dithered",
+        "weights in bfloat16",
+        "weights in float16",
+    ):
+        sides = [table.get(name, {}) for name in (ours, "float32")]
+        if all("steps" in side and not side["did not learn"] for side in sides):
+            ends = [[learned_at(r["correct"]) for r in rows() if r["arm"] == name] for name in (ours, "float32")]
+            if len(ends[0]) == len(ends[1]):
+                ratios[f"steps of float32 over those of {ours}"] = ratio(*ends, 1 / 1.2)
+    return {"settings": {"results": str(results)}, "sides": table, "ratios": ratios}
 
 
 def next_fit(lengths: Sequence[int], pack_length: int, learners: int) -> tuple[list[list[list[int]]], list[list[int]]]:
@@ -658,7 +825,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("bench", choices=BENCHES, help="any flag that is not listed here goes to grpo.py and grpo_fast.py")
     add("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"), help="directory of the model")
-    add("--dtype", choices=sorted(utils.DTYPES), default="bfloat16", help="compute dtype (bfloat16)")
+    add("--dtype", choices=("auto", *utils.DTYPES), default="auto", help="compute dtype (auto: the faster one here)")
     add("--repeat", type=int, default=3, help="rounds (3)")
     add("--json", action="store_true", help="one line of JSON on stdout")
     add("--samples", type=int, default=8, help="learner, packing, rewards: responses per prompt (8)")
@@ -675,14 +842,21 @@ def parse_options() -> argparse.Namespace:
     add("--records", type=int, default=20_000, help="rewards: gsm8k scores; a fifth as many math, a 20th code (20000)")
     add("--calls", type=int, default=64, help="rewards: guidelines for the solver (64)")
     add("--solver_tokens", type=int, default=64, help="rewards: longest text of the solver (64)")
+    add("--results", default=str(ROOT / "runs" / "precision.jsonl"), help="precision: its runs (runs/precision.jsonl)")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="precision: of the runs (1 2 3)")
+    add("--arms", nargs="+", help="precision: those whose name has one of these (all)")
+    add("--most_steps", type=int, default=40, help="precision: steps of a run that does not learn (40)")
     add("--trl_steps", type=int, default=3, help="trl: measured steps of each of its runs, after one (3)")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="trl: what to learn (both)")
     options, options.more = parser.parse_known_args()
     if options.bench in ("packing", "rewards") and options.more:
         parser.error(f"unknown: {' '.join(options.more)}")
     if not (Path(options.model) / "config.json").exists():
-        parser.error(f"no model in {options.model}: python scripts/data/get_smollm2.py (make_tiny_model.py) makes it")
+        parser.error(f"no model in {options.model}: python scripts/get_smollm2.py or scripts/make_tiny_model.py")
     options.model = str(Path(options.model).resolve())
+    run = grpo.Args(model_dtype=options.dtype)
+    options.dtype, why = utils.choose_dtype(run)
+    print(f"dtype {options.dtype}: {why}", file=sys.stderr)
     return options
 
 
@@ -694,6 +868,7 @@ BENCHES = {
         bench_sync,
         bench_pipeline,
         bench_packing,
+        bench_precision,
         bench_rewards,
         bench_trl,
     )
