@@ -47,16 +47,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch.distributed.checkpoint.state_dict import (  # noqa: E402
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
 
 import rewards  # noqa: E402
 
@@ -1518,14 +1508,16 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# transformers.SchedulerType, whose import takes longer than all of --help
+SCHEDULERS = """linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt
+    reduce_lr_on_plateau cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy""".split()
+
+
 def check_scheduler_name(name: str) -> None:
     """Raise UserError for a schedule transformers does not have, naming the nearest one."""
-    from transformers import SchedulerType
-
-    known = [s.value for s in SchedulerType]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1, 0)[0]
-        raise UserError(f"--lr_scheduler_type {name}: unknown; nearest is {near} (known: {' | '.join(known)})")
+    if name not in SCHEDULERS:
+        near = difflib.get_close_matches(name, SCHEDULERS, 1, 0)[0]
+        raise UserError(f"--lr_scheduler_type {name}: unknown; nearest is {near} (known: {' | '.join(SCHEDULERS)})")
 
 
 def check_model_length(args: Any) -> None:
@@ -1543,6 +1535,8 @@ def check_model_length(args: Any) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a parameter."""
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -1590,6 +1584,9 @@ def shard_model(module: torch.nn.Module, model: Any, args: Any, world: World) ->
     `module` is the wrapper whose forward is called, `model` the causal LM inside it. deepspeed_stage 0 replicates
     (a mesh of shard size 1), 2 shards gradients and optimizer state, 3 also frees parameters after forward.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     names = ("replicate", "shard")
     shape = (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
@@ -1639,6 +1636,8 @@ def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 def shard_again(module: torch.nn.Module) -> None:
     """Make parameters() this rank's shards of the master weights: after a forward without backward FSDP keeps whole
     copies in compute dtype in their place, which it drops later, with whatever was written to them."""
+    from torch.distributed.fsdp import FSDPModule
+
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -1650,6 +1649,8 @@ def full_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 
     A tied head is sent under its own name too: vLLM's CPU backend keeps a packed copy that goes stale otherwise.
     """
+    from torch.distributed.tensor import DTensor
+
     shard_again(policy)
     names, model = set(), policy.model
     for name, parameter in model.named_parameters():
@@ -1861,6 +1862,8 @@ class Checkpoints:
 
         The optimizer is that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added.
         """
+        import torch.distributed.checkpoint as dcp
+
         self.wait()
         temporary = self.root / f"step_{step}.tmp"
 
@@ -1901,11 +1904,13 @@ class Checkpoints:
             self.thread = None
 
     def _finish(self, writing: Any, temporary: Path) -> None:
+        from torch.distributed.checkpoint import CheckpointException
+
         try:
             writing.result()  # of all ranks
             if self.world.is_main:
                 self._publish(temporary)
-        except (OSError, dcp.CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
             self._failed(temporary, str(error).strip().splitlines()[-1])
 
     def _failed(self, temporary: Path, problem: str) -> None:
@@ -1981,6 +1986,8 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
 
 
 def _learner_state(modules: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
     policy, optimizer_state = get_state_dict(modules["policy"], optimizer)
     others = {name: get_model_state_dict(module) for name, module in modules.items() if name != "policy"}
     return {"policy": policy, "optimizer": optimizer_state} | others
@@ -1989,6 +1996,9 @@ def _learner_state(modules: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 def load_checkpoint(path: Path, modules: dict[str, Any], optimizer: Any, world: World) -> dict[str, Any]:
     """Load a checkpoint into modules and optimizer; returns rank 0's `extra` and restores the random state. The number
     of ranks may have changed."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
     ours = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state = _learner_state(modules, optimizer)
     dcp.load(state, checkpoint_id=path / "state")

@@ -456,6 +456,23 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_flags_are_checked_without_what_only_a_run_needs():
+    """What makes --help, --dry_run and every refusal slow, were it imported at the top of a file."""
+    heavy = "datasets numpy.testing openai rich sympy torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp"
+    heavy += " torch.distributed.tensor transformers vllm wandb"
+    code = "import sys, grpo_fast, utils\nfrom grpo import Args\n"
+    code += "utils.check_args(utils.parse_args(Args, ['--model_name_or_path', 'x', *sys.argv[1:]]), 1)\n"
+    code += f"print(sorted(set({heavy.split()}) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code, *ROOM], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]
+
+
+def test_known_schedules_are_those_of_transformers():
+    from transformers import SchedulerType
+
+    assert utils.SCHEDULERS == [s.value for s in SchedulerType]
+
+
 def test_a_refused_flag_is_one_line_without_traceback():
     done = run_script("--beta", "0.1", "--no_load_ref_policy", "--model_name_or_path", "x")
     assert done.returncode != 0
