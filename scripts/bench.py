@@ -9,8 +9,8 @@
     python scripts/bench.py precision   steps to learn the demo's task, by what weights are rounded to; an hour
     python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
-    --model DIR    scripts/make_tiny_model.py makes one in a second    --json    one line of JSON in place of tables
-    --repeat N     rounds of A B A B                                   --help    everything else
+    --model DIR    scripts/data/make_tiny_model.py makes one in a second    --json    one line of JSON, no tables
+    --repeat N     rounds of A B A B                                        --help    everything else
 
 A ratio above 1 is good for us. It comes with the smallest and largest value of a round and, where there is one, the
 target it should reach. On a CPU, `source scripts/setup.sh` first.
@@ -43,7 +43,8 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(ROOT)
 THREAD_SETTINGS = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "KMP_BLOCKTIME", "LD_PRELOAD")}
 
 import utils  # isort: skip  # noqa: E402 (pins thread counts, so it comes before torch)
@@ -143,7 +144,7 @@ def make_rollouts(lengths: Sequence[tuple[int, list[int]]], vocab: int, seed: in
 
 def demo_flags(options: argparse.Namespace) -> list[str]:
     """The flags of scripts/demo.sh with --model, --dtype and all that was given for grpo.py; makes the demo's data."""
-    from scripts.make_addition import make_addition
+    from scripts.data.make_addition import make_addition
 
     if not (ROOT / "data" / "addition" / "train.jsonl").exists():
         make_addition(ROOT / "data" / "addition")
@@ -432,7 +433,7 @@ def bench_trl(options: argparse.Namespace) -> dict[str, Any]:
     trains on; of single digits nearly all groups have one. The steps of TRL are alike (median); ours differ with the
     number of groups trained (mean).
     """
-    from scripts.make_addition import make_addition
+    from scripts.data.make_addition import make_addition
 
     table: dict[str, dict[str, float]] = {}
     ratios: dict[str, Any] = {}
@@ -852,7 +853,7 @@ def parse_options() -> argparse.Namespace:
     if options.bench in ("packing", "rewards") and options.more:
         parser.error(f"unknown: {' '.join(options.more)}")
     if not (Path(options.model) / "config.json").exists():
-        parser.error(f"no model in {options.model}: python scripts/get_smollm2.py or scripts/make_tiny_model.py")
+        parser.error(f"no model in {options.model}: python scripts/data/get_smollm2.py (make_tiny_model.py) makes it")
     options.model = str(Path(options.model).resolve())
     run = grpo.Args(model_dtype=options.dtype)
     options.dtype, why = utils.choose_dtype(run)

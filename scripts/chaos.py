@@ -528,7 +528,7 @@ def carry_out(lab: Lab, name: str, drill: Callable, setting: tuple) -> dict:
 def prepare(directory: Path) -> None:
     """Write model, data, reward file and hooks."""
     directory.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, "scripts/make_tiny_model.py", "--out", str(directory / "model")]
+    line = [sys.executable, "scripts/data/make_tiny_model.py", "--out", str(directory / "model")]
     subprocess.run(line, cwd=REPO, check=True, capture_output=True)
     with (directory / "train.jsonl").open("w") as file:
         for i in range(ROWS):  # a random model says 7 now and then

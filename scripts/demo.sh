@@ -9,8 +9,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
-python scripts/get_smollm2.py
-python scripts/make_addition.py
+python scripts/data/get_smollm2.py
+python scripts/data/make_addition.py
 
 python grpo_fast.py \
     --exp_name demo \

@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(ROOT)
 GIB = 2**30
 # .venv is 4.1 GiB on a CPU, and pip unpacks beside it what it copies there; for a GPU it is an estimate
 INSTALL_GIB = {"requirements-cpu.txt": 7, "requirements.txt": 20}
@@ -209,7 +211,7 @@ def memory_gib() -> tuple[float, float]:
 def memory(total: float, available: float) -> Finding:
     said = f"{total:.1f} GiB, {available:.1f} available; the demo takes {DEMO_MEMORY_GIB}"
     if total < DEMO_MEMORY_GIB:
-        return Finding("WARN", "memory", said, "a larger machine; here a smaller model (scripts/make_tiny_model.py)")
+        return Finding("WARN", "memory", said, "a larger machine; or a smaller model: scripts/data/make_tiny_model.py")
     return Finding("ok" if available >= DEMO_MEMORY_GIB else "WARN", "memory", said, "end other programs")
 
 
@@ -225,11 +227,10 @@ def engine(backend: str, dtype: str, seconds: float = ENGINE_TIMEOUT_S) -> Findi
 
 def one_token(backend: str, dtype: str) -> None:
     """In a process of its own: sample a token and say so."""
-    sys.path.insert(0, str(ROOT))
     os.environ["HF_HUB_OFFLINE"] = "1"
     import utils  # isort: skip  (before torch)
     import grpo
-    from scripts.make_tiny_model import make_tiny_model
+    from scripts.data.make_tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory() as directory:
         flags = ["--model_name_or_path", str(make_tiny_model(directory)), "--model_dtype", dtype]

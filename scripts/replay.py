@@ -17,7 +17,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
 def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolerance: float) -> bool:

@@ -1,5 +1,4 @@
 import os
-import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -8,7 +7,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
 
 
 def pytest_collection_modifyitems(items):
@@ -21,7 +19,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
     """Function (arch, tied) -> directory of a tiny random model, made once per session."""
-    from scripts.make_tiny_model import make_tiny_model
+    from scripts.data.make_tiny_model import make_tiny_model
 
     made = {}
 

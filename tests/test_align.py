@@ -1,4 +1,4 @@
-"""scripts/align.py and scripts/dataproto.py: what it calls a difference, what it reads, and what it refuses to run."""
+"""align.py and dataproto.py of scripts/align/: what is a difference, what is read, what is refused."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save, save_file
 
 import utils
-from scripts import align, dataproto
+from scripts.align import align, dataproto
 from tests.conftest import REPO
 
 METRICS = {

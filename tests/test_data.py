@@ -11,7 +11,7 @@ import torch
 
 import grpo
 import utils
-from scripts.make_tiny_model import make_tiny_model
+from scripts.data.make_tiny_model import make_tiny_model
 
 QUESTION, LABEL = "What is 3 + 8?", "11"
 USER = {"role": "user", "content": QUESTION}

@@ -9,7 +9,7 @@ import pytest
 
 import grpo
 import utils
-from scripts import memory_table
+from scripts.reports import memory_table
 from tests.conftest import REPO
 
 # Rank 0 of several, alone: torch's fake process group exchanges nothing, and shards and buffers have their real sizes.

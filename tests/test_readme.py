@@ -13,7 +13,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts.make_addition import make_addition
+from scripts.data.make_addition import make_addition
 from tests.conftest import REPO
 
 README = (REPO / "README.md").read_text()
@@ -119,8 +119,8 @@ def test_undocumented_can_fail():
 def fork(tmp_path_factory):
     """A copy of the repository's Python with the README's example of a fork applied."""
     directory = tmp_path_factory.mktemp("fork")
-    for file in (*REPO.glob("*.py"), *REPO.glob("tests/*.*"), *REPO.glob("scripts/*.py"), REPO / "pyproject.toml"):
-        (directory / file.relative_to(REPO)).parent.mkdir(exist_ok=True)
+    for file in (*REPO.glob("*.py"), *REPO.glob("tests/*.*"), *REPO.glob("scripts/**/*.py"), REPO / "pyproject.toml"):
+        (directory / file.relative_to(REPO)).parent.mkdir(parents=True, exist_ok=True)
         (directory / file.relative_to(REPO)).write_bytes(file.read_bytes())
     (directory / "README.md").write_text(README)
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)

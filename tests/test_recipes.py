@@ -1,4 +1,4 @@
-"""Every recipe under scripts/: its flags through the real parser, its GPUs and batches against a table, and smoke runs.
+"""Every recipe of scripts/train/: its flags through the real parser, GPUs and batches against a table, smoke runs.
 
 The data that recipes train on: scripts/data/.
 """
@@ -23,7 +23,7 @@ import grpo_fast
 import rewards
 import utils
 from scripts.data import competition_math, gsm8k, rlvr, rows
-from scripts.debug import smoke
+from scripts.train.debug import smoke
 from tests.conftest import REPO
 from tests.test_align import trl_is_installed
 
@@ -31,7 +31,7 @@ FOLDERS = "debug tulu3 qwen olmo2 olmo3 gsm8k solver hybrid".split()
 RECIPES = sorted(
     str(path.relative_to(REPO))
     for folder in FOLDERS
-    for path in (REPO / "scripts" / folder).glob("*.sh")
+    for path in (REPO / "scripts/train" / folder).glob("*.sh")
     if path.name != "smoke.sh"
 )
 # GPUs, learners, engines, GPUs of each, prompts, samples, mini-batches, steps, response and pack length: the documents'
@@ -120,7 +120,7 @@ def check(command, script, args, nodes):
 
 
 def test_every_recipe_is_in_the_table():
-    assert [f"scripts/{name}.sh" for name in sorted(TABLE)] == RECIPES
+    assert [f"scripts/train/{name}.sh" for name in sorted(TABLE)] == RECIPES
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -135,7 +135,7 @@ def test_recipe(recipe, elsewhere):
     steps = grpo.num_training_steps(args)
     found = (gpus, learners, engines, args.vllm_tensor_parallel_size, args.num_unique_prompts_rollout)
     found += (args.num_samples_per_prompt_rollout, args.num_mini_batches, steps, args.response_length, args.pack_length)
-    assert found == TABLE[recipe.removeprefix("scripts/").removesuffix(".sh")]
+    assert found == TABLE[recipe.removeprefix("scripts/train/").removesuffix(".sh")]
     template = next((t for t, names in TEMPLATES.items() if any(name in recipe for name in names.split())), None)
     assert args.chat_template_name == template
     if nodes > 1:
@@ -166,7 +166,7 @@ def test_the_last_value_of_a_flag_wins():
 
 def test_a_broken_recipe_is_refused(elsewhere):
     """One flag of each kind that made the sources fail."""
-    recipe = "scripts/olmo3/7b_rlzero_mix.sh"
+    recipe = "scripts/train/olmo3/7b_rlzero_mix.sh"
     command, script, args = read_flags(recipe)
     with pytest.raises(utils.UserError, match="40 processes, but 32 ranks run"):
         check(command, script, args, 4)
@@ -179,9 +179,9 @@ def test_a_broken_recipe_is_refused(elsewhere):
 def test_the_solver_run_of_another_grader_is_refused(monkeypatch):
     monkeypatch.setenv("VERL_GUIDELINES_USE_MATH_VERIFY", "0")
     with pytest.raises(subprocess.CalledProcessError):
-        smoke.captures(REPO / "scripts/solver/planner_3b_300steps.sh")
+        smoke.captures(REPO / "scripts/train/solver/planner_3b_300steps.sh")
     monkeypatch.delenv("VERL_GUIDELINES_USE_MATH_VERIFY")
-    args = read_flags("scripts/solver/planner_3b_300steps.sh")[2]
+    args = read_flags("scripts/train/solver/planner_3b_300steps.sh")[2]
     run_dir = Path(args.output_dir) / args.exp_name
     assert str(run_dir) == "checkpoints/query-conditioned-guidelines/numinamath30k-3b-300steps-mathverify"
 
@@ -230,7 +230,7 @@ def test_every_folder_is_smoked():
 def test_smoke(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert smoke.run(REPO / f"scripts/{recipe}.sh", ["--output_dir", str(tmp_path)]) == 0
+    assert smoke.run(REPO / f"scripts/train/{recipe}.sh", ["--output_dir", str(tmp_path)]) == 0
     run_dir = tmp_path / f"smoke_{recipe.partition('/')[2]}"
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if step["training_step"] > 0]
@@ -241,7 +241,7 @@ def test_smoke(recipe, tmp_path, monkeypatch):
     ours = json.loads((run_dir / "args.json").read_text())
     model = json.loads((run_dir / "model/config.json").read_text())
     assert model["model_type"] == ("olmo_hybrid" if recipe == "hybrid/large_test_hybrid" else "llama")
-    theirs = vars(read_flags(f"scripts/{recipe}.sh")[2])
+    theirs = vars(read_flags(f"scripts/train/{recipe}.sh")[2])
     for name in "learning_rate beta deepspeed_stage gradient_checkpointing chat_template_name num_mini_batches".split():
         assert ours[name] == theirs[name], name
 
@@ -402,7 +402,7 @@ def test_competition_math(tmp_path):
     assert [row["ground_truth"] for row in train] == [f"\\frac{{{i}}}{{2}}" for i in range(6)]
     assert {row["dataset"] for row in train} == {"math"} and len(read_rows(tmp_path / "out/test.jsonl")) == 2
 
-    prompt = REPO / "scripts/solver/planner_prompt.txt"
+    prompt = REPO / "scripts/train/solver/planner_prompt.txt"
     flags = ["--rows", 5, "--eval_rows", 2, "--verifier", "solver", "--prompt_file", prompt]
     run_data("competition_math", "--dataset", tmp_path / "in", "--out", tmp_path / "solver", *flags)
     train, held_out = (read_rows(tmp_path / "solver" / f"{split}.jsonl") for split in ("train", "eval"))

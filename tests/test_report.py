@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 
 import utils
-from scripts import benchmark_report, compare_runs, report
+from scripts.reports import benchmark_report, compare_runs, report
 from tests.conftest import REPO
 from utils import read_dump, write_dump
 

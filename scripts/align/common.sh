@@ -21,8 +21,8 @@ CLIP_LOWER=0.2 CLIP_HIGHER=0.28 SCHEDULER=constant
 if [[ "$MODE" == tiny ]]; then
     MODEL="$(cd "$OUT" && pwd)/start" DATA="$PWD/data/addition/train.jsonl"
     STEPS="${STEPS:-24}" PROMPTS=4 SAMPLES=8 LENGTH=24 LR="${LR:-1e-4}" TOLERANCE="${TOLERANCE:-1e-5}"
-    [[ -d "$MODEL" ]] || python scripts/make_tiny_model.py --out "$MODEL"
-    [[ -f "$DATA" ]] || python scripts/make_addition.py
+    [[ -d "$MODEL" ]] || python scripts/data/make_tiny_model.py --out "$MODEL"
+    [[ -f "$DATA" ]] || python scripts/data/make_addition.py
     # gsm8k would score every answer of a random model 0
     OURS_FLAGS=(--reward_file scripts/align/digits.py --remap_verifier gsm8k=digits --model_dtype float32
         --rollout_backend transformers --max_prompt_token_length 64 --pack_length 512)
@@ -117,6 +117,6 @@ independent() {
         trl "trl_$seed" stock --seed "$seed" "$@"
         a+=(--a "$OUT/ours_$seed") b+=(--b "$OUT/trl_$seed")
     done
-    python scripts/align.py "${a[@]}" "${b[@]}" --plot "$OUT/align.png" \
+    python scripts/align/align.py "${a[@]}" "${b[@]}" --plot "$OUT/align.png" \
         --metrics objective/scores optim/grad_norm policy/entropy_avg loss/total_avg
 }

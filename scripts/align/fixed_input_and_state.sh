@@ -19,4 +19,4 @@ fi
 
 ours ours --dump_steps all --save_freq 1 --beta "$BETA" --entropy_coef "$ENTROPY_COEF" "$@"
 trl trl batches --dumps "$OUT/ours/dumps" --save_freq 1 --beta "$BETA" --entropy_coef "$ENTROPY_COEF"
-python scripts/align.py "$OUT/ours" "$OUT/trl" --tolerance "$TOLERANCE" --atol 1e-7 --plot "$OUT/align.png"
+python scripts/align/align.py "$OUT/ours" "$OUT/trl" --tolerance "$TOLERANCE" --atol 1e-7 --plot "$OUT/align.png"

@@ -16,7 +16,8 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from rewards import last_box
 from scripts.data import rows as data

@@ -12,7 +12,8 @@ DIR has train.jsonl and test.jsonl with the columns question and answer, as in t
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.data import rows as data
 

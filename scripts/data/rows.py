@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 import utils
 
 NGRAM = 13  # words; GPT-3's (arXiv:2005.14165, appendix C)

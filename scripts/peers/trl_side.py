@@ -24,7 +24,7 @@ generation_s  sampling and, with vLLM, loading the new weights into it (sync_s i
 learner_s     the rest of the step: reward, advantages, forward, backward, clipping, AdamW
 other_cpus    CPUs that other processes kept busy meanwhile: above 0.15, compare the CPU-seconds (_cpu_s) instead
 
---out DIR gets what scripts/align.py reads: metrics.jsonl (TRL's own names and numbers, one object a step),
+--out DIR gets what scripts/align/align.py reads: metrics.jsonl (TRL's own names and numbers, one object a step),
 weights.jsonl (sha256 and norm of every parameter after every step) and model/, with --save_freq N step_N/ too.
 In mode batches, rollouts that were not trained on are masked, so that both sides count the same tokens. TRL divides by
 a group's standard deviation + 1e-4 (ddof 1) and we by + 1e-8 (ddof 0) or + 1e-6 (ddof 1): --advantages dump takes the
@@ -48,7 +48,9 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(ROOT)
 # As utils.py sets them, before torch and vLLM are imported
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -123,8 +125,7 @@ def parse_args() -> argparse.Namespace:
 
 def read_batches(directory: Path) -> list[dict]:
     """The dumped steps in order as lists, one entry per rollout, with the keys that rollout_func has to return."""
-    sys.path.insert(0, str(ROOT))
-    from scripts.align import dump_files, read_dump, split_tokens
+    from scripts.align.align import dump_files, read_dump, split_tokens
 
     batches = []
     for step, path in sorted(dump_files(directory).items()):
@@ -352,7 +353,7 @@ def make_trainer(args: argparse.Namespace, scratch: str):
         they act after the numbers of a step are taken, on weights that the next step replaces."""
 
         def on_step_begin(self, _, state, __, model=None, **___):
-            from scripts.align import load_hf_state
+            from scripts.align.align import load_hf_state
 
             if state.global_step > 0:
                 missing, unknown = model.load_state_dict(load_hf_state(args.states / f"step_{state.global_step}"))

@@ -1,0 +1,76 @@
+"""Write the addition data: "What is 8 + 2? Give only the number."
+
+--digits 1 takes the 100 pairs of digits: train.jsonl holds four fifths of the rows and eval.jsonl the rest.
+--digits 2 draws 2000 train and 100 eval pairs of numbers from 1 to 99, no pair twice.
+a + b and b + a are always on the same side, so that no eval question has its answer among the train ones.
+
+    python scripts/data/make_addition.py [--digits 1] [--out data/addition, or data/addition2 for 2 digits] [--seed 1]
+"""
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EVAL_ROWS = 20  # of the 100 pairs of digits
+DRAWN_TRAIN_ROWS, DRAWN_EVAL_ROWS = 2000, 100  # of the pairs from 1 to 99
+
+
+def make_row(a: int, b: int) -> dict:
+    question = f"What is {a} + {b}? Give only the number."
+    # "gsm8k" picks the reward: it compares the last number of the answer with the ground truth
+    return {"messages": [{"role": "user", "content": question}], "ground_truth": str(a + b), "dataset": "gsm8k"}
+
+
+def all_pairs(rng: random.Random) -> dict[str, list[dict]]:
+    """Every pair of digits"""
+    groups = [sorted({(a, b), (b, a)}) for a in range(10) for b in range(a, 10)]  # one row where a == b, else two
+    rng.shuffle(groups)
+    rows: dict[str, list[dict]] = {"eval": [], "train": []}
+    for group in groups:
+        split = "eval" if len(rows["eval"]) + len(group) <= EVAL_ROWS else "train"
+        rows[split] += [make_row(a, b) for a, b in group]
+    return rows
+
+
+def drawn_pairs(rng: random.Random) -> dict[str, list[dict]]:
+    """Pairs of numbers from 1 to 99, without replacement, those of eval first"""
+    drawn: dict[tuple[int, int], str] = {}
+    while len(drawn) < DRAWN_EVAL_ROWS + DRAWN_TRAIN_ROWS:
+        a, b = rng.randint(1, 99), rng.randint(1, 99)
+        split = "eval" if len(drawn) < DRAWN_EVAL_ROWS else "train"
+        if drawn.get((b, a), split) == split:  # else its mirror is on the other side
+            drawn.setdefault((a, b), split)
+    return {split: [make_row(a, b) for (a, b), s in drawn.items() if s == split] for split in ("eval", "train")}
+
+
+def make_addition(out: Path, seed: int = 1, digits: int = 1) -> Path:
+    out = Path(out)
+    rng = random.Random(seed)
+    rows = all_pairs(rng) if digits == 1 else drawn_pairs(rng)
+    out.mkdir(parents=True, exist_ok=True)
+    for split, split_rows in rows.items():
+        rng.shuffle(split_rows)
+        tmp = out / f".{split}.jsonl.tmp"
+        tmp.write_text("".join(json.dumps(row) + "\n" for row in split_rows), encoding="utf-8")
+        os.replace(tmp, out / f"{split}.jsonl")
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--digits", type=int, default=1, choices=[1, 2])
+    parser.add_argument("--out", type=Path, help="default: data/addition or data/addition2")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    name = "addition" if args.digits == 1 else f"addition{args.digits}"
+    out = make_addition(args.out or ROOT / "data" / name, args.seed, args.digits)
+    for split in ("train", "eval"):
+        n_rows = len((out / f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
+        print(f"{out / split}.jsonl: {n_rows} rows")
+
+
+if __name__ == "__main__":
+    main()

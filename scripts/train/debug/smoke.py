@@ -1,0 +1,152 @@
+"""Run a recipe on a CPU, shrunk: see smoke.sh, which starts this.
+
+`captures` gives the command lines of a recipe without starting them, for this and for tests/test_recipes.py.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+# Shell functions come before the programs of their names. What prepares data or the machine is left out.
+STUBS = {
+    "source": '() { [[ "$1" == *setup.sh ]] || builtin source "$@"; }',
+    "scontrol": "() { echo localhost; }",
+    "srun": '() { while [[ "$1" == -* ]]; do shift; done; "$@"; }',
+}
+PRINT = STUBS | {
+    "python": """() { [[ "$1" != grpo*.py ]] || printf '%s\\0' python "$@" $'\\n' >>"$CAPTURED"; }""",
+    "torchrun": """() { printf '%s\\0' torchrun "$@" $'\\n' >>"$CAPTURED"; }""",
+}
+RUN = STUBS | {
+    "python": '() { [[ "$1" != grpo*.py ]] || command python "$@"; }',
+    "torchrun": '() { while [[ "$1" != grpo*.py ]]; do shift; done; command python "$@"; }',
+}
+SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "1", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "localhost"}
+KINDS = {  # verifiers -> words in the names of data sets that have them
+    "code": "code acecoder Code Think-RL",
+    "code_stdio": "stdio",
+    "ifeval": "-IF-7B IF_multi tulu3 Think-RL",
+    "general-quality_ref": "general General Think-RL",
+    "math gsm8k": "math Math omega tulu3 Think-RL",
+    "string_f1": "string_f1",
+}
+
+
+def environment(functions: dict[str, str]) -> dict[str, str]:
+    """This environment with shell functions for bash, and what SLURM would have set."""
+    judge = {"OPENAI_BASE_URL": os.environ.get("OPENAI_BASE_URL", "http://localhost:9/v1")}
+    return os.environ | SLURM | judge | {f"BASH_FUNC_{name}%%": body for name, body in functions.items()}
+
+
+def captures(recipe: str | Path) -> list[list[str]]:
+    """The training commands of a recipe, as the words of their argv (python or torchrun first), without running them.
+
+    Raises subprocess.CalledProcessError where the script fails, ValueError where it starts nothing.
+    """
+    with tempfile.NamedTemporaryFile() as file:
+        env = environment(PRINT) | {"CAPTURED": file.name}
+        subprocess.run(["bash", str(recipe)], env=env, check=True, cwd=ROOT)
+        commands = Path(file.name).read_bytes().decode().split("\0\n\0")[:-1]
+    if not commands:
+        raise ValueError(f"{recipe} starts neither grpo.py nor grpo_fast.py")
+    return [command.split("\0") for command in commands]
+
+
+def training_flags(command: list[str]) -> tuple[str, list[str]]:
+    """(grpo.py or grpo_fast.py, its flags) of a captured command."""
+    i = next(i for i, word in enumerate(command) if word in ("grpo.py", "grpo_fast.py"))
+    return command[i], command[i + 1 :]
+
+
+def verifiers_of(names: list[str]) -> list[str]:
+    """The verifiers that rows of these data sets have; math and gsm8k where no name tells."""
+    found = {kind for kind, words in KINDS.items() if any(word in name for name in names for word in words.split())}
+    return sorted(" ".join(found or {"math gsm8k"}).split())
+
+
+def make_row(verifier: str, number: int) -> dict:
+    """A row that this verifier judges, made from a number."""
+    questions = {
+        "code": ("Write a function f(x) in Python that adds %d.", [f"assert f(1) == {number + 1}"]),
+        "code_stdio": ("Read a number in Python and print it plus %d.", [{"input": "1", "output": str(number + 1)}]),
+        "ifeval": ("Say %d with a letter a.", [{"instruction_id": ["keywords:letter_frequency"], "kwargs": [LETTER]}]),
+        "solver": ("Write a guideline: what is %d + 1?", {"question": f"What is {number} + 1?", "answer": number + 1}),
+    }
+    question, label = questions.get(verifier, ("What is %d + 1?", str(number + 1)))
+    label = label if isinstance(label, str) else json.dumps(label)
+    turns = [{"role": "user", "content": question % number}]
+    return {"messages": turns, "ground_truth": label, "dataset": verifier}
+
+
+LETTER = {"letter": "a", "let_frequency": 1, "let_relation": "at least"}
+
+
+def make_data(out: Path, verifiers: list[str], count: int) -> Path:
+    """Write `count` rows, the prompts of one step: one of each verifier, and ifeval for the rest. A random model
+    follows that constraint now and then, so that there is something to learn from."""
+    rows = [make_row(verifier, i) for i, verifier in enumerate(verifiers)]
+    rows += [make_row("ifeval", i) for i in range(len(rows), count)]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return out
+
+
+def shrink(args, name: str, out: Path) -> list[str]:
+    """The flags that make a run of these arguments small enough for a CPU: two steps. Writes model and data."""
+    from scripts.data.make_tiny_model import make_tiny_model
+
+    # a hybrid model, whose recurrent layers leak from one response of a pack into the next, stays one
+    model = make_tiny_model(out / "model", arch="olmo_hybrid" if "Hybrid" in args.model_name_or_path else "llama")
+    if args.llm_judge_model or args.solver_model_name_or_path:
+        server = make_tiny_model(out / "server")
+    verifiers = ["solver"] if args.solver_model_name_or_path else verifiers_of(args.dataset_mixer_list[::2])
+    samples, mini_batches = min(4, args.num_samples_per_prompt_rollout), args.num_mini_batches
+    prompts = math.ceil((len(verifiers) + 2) / mini_batches) * mini_batches
+    data = make_data(out / "rows.jsonl", verifiers, prompts)
+    flags = f"""--exp_name {name} --output_dir {ROOT / "runs"} --overwrite --model_name_or_path {model}
+        --model_revision None --model_dtype float32 --rollout_backend transformers
+        --dataset_mixer_list {data} 1.0 --dataset_mixer_list_splits train
+        --num_learners_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1
+        --num_unique_prompts_rollout {prompts} --num_samples_per_prompt_rollout {samples}
+        --total_episodes {2 * prompts * samples} --max_prompt_token_length 512 --response_length 16 --pack_length 1024
+        --stop_strings e --local_eval_every 2 --eval_pass_at_k {min(2, args.eval_pass_at_k)}"""
+    if args.dataset_mixer_eval_list:
+        flags += f" --dataset_mixer_eval_list {data} 1.0 --dataset_mixer_eval_list_splits train"
+    if args.apply_r1_style_format_reward:  # a random model never writes the format, and would earn nothing
+        flags += " --additive_format_reward"
+    if args.checkpoint_state_freq > 0:
+        flags += " --checkpoint_state_freq 2"
+    if args.llm_judge_model:
+        flags += f" --llm_judge_model {server} --llm_judge_max_tokens 16 --llm_judge_max_context_length 1536"
+    if args.solver_model_name_or_path:
+        flags += f" --solver_model_name_or_path {server} --solver_num_engines 1 --solver_response_length 16"
+    return flags.split()
+
+
+def run(recipe: Path, more: list[str]) -> int:
+    """Run the recipe shrunk, with more flags; its exit status."""
+    import grpo
+    import utils
+
+    _, flags = training_flags(captures(recipe)[0])
+    args = utils.parse_args(grpo.Args, flags)
+    with tempfile.TemporaryDirectory() as directory:
+        out, servers, judge = Path(directory), [], {}
+        flags = shrink(args, f"smoke_{recipe.stem}", out)
+        try:
+            if args.llm_judge_model:
+                servers = utils.start_servers(
+                    str(out / "server"), 1, out, max_model_len=2048, dtype="float32", name="judge"
+                )
+                judge = {"OPENAI_BASE_URL": servers[0].base_url, "OPENAI_API_KEY": servers[0].api_key}
+            return subprocess.run(["bash", str(recipe), *flags, *more], env=environment(RUN) | judge).returncode
+        finally:
+            utils.stop_servers(servers)
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=grpo_fast_13b_zero
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=2-00:00:00
+# OLMo 2 13B zero: GRPO from the base model on MATH, in the R1 format; 1302 steps.
+#
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines. sbatch scripts/train/olmo2/grpo_fast_13b_zero.sh
+# Expected: the document shows curves only: ifeval, gsm8k and MATH rise. Never run by us.
+# Source: open-instruct scripts/train/olmo2/grpo_fast_13b_zero.sh and docs/algorithms/grpo.md.
+#
+# Where this differs from the source:
+# - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
+#   --response_length bound the same.
+# - open-instruct's defaults changed after these runs (its PR 1547: clip_higher 0.272, async_steps 8, centered
+#   advantages, in-flight updates, truncated importance sampling). The values below are those of the time of the runs:
+#   --async_steps 1, --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
+# - ai2-adapt-dev/math_ground_truth_zs belongs to an organization whose data need not stay public. In its place stand
+#   the questions of DigitalLearningGmbH/MATH-lighteval, 7500 of train, without examples before them
+#   (scripts/data/competition_math.py).
+# - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
+#   its memory.
+# - there the tokenizer is OLMo-2-1124-7B's; here it is always the model's own. The template is given, so that nothing
+#   else of it counts.
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
+source scripts/setup.sh
+head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+data=data/math_zs
+[[ -f $data/train.jsonl ]] || python scripts/data/competition_math.py --out $data
+
+srun --kill-on-bad-exit=0 torchrun \
+    --nnodes "$SLURM_NNODES" \
+    --nproc_per_node 8 \
+    --max-restarts 3 \
+    --rdzv_backend c10d \
+    --rdzv_id "$SLURM_JOB_ID" \
+    --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 20000))" \
+    grpo_fast.py \
+    --exp_name olmo2_13b_grpo_fast_zero \
+    --output_dir output \
+    --model_name_or_path allenai/OLMo-2-1124-13B \
+    --model_revision main \
+    --dataset_mixer_list data/math_zs/train.jsonl 1.0 \
+    --dataset_mixer_list_splits train \
+    --dataset_mixer_eval_list data/math_zs/train.jsonl 16 \
+    --dataset_mixer_eval_list_splits train \
+    --num_learners_per_node 8 \
+    --vllm_num_engines 8 \
+    --vllm_tensor_parallel_size 1 \
+    --async_steps 1 \
+    --advantage_normalization_type standard \
+    --clip_higher 0.2 \
+    --no_use_rho_correction \
+    --num_unique_prompts_rollout 48 \
+    --num_samples_per_prompt_rollout 16 \
+    --num_mini_batches 1 \
+    --num_epochs 1 \
+    --per_device_train_batch_size 1 \
+    --max_prompt_token_length 2048 \
+    --response_length 2048 \
+    --pack_length 4096 \
+    --chat_template_name r1_simple_chat_postpend_think \
+    --add_bos \
+    --stop_strings "</answer>" \
+    --apply_verifiable_reward true \
+    --apply_r1_style_format_reward true \
+    --non_stop_penalty true \
+    --non_stop_penalty_value 0.0 \
+    --temperature 1.0 \
+    --learning_rate 5e-7 \
+    --lr_scheduler_type linear \
+    --beta 0.0 \
+    --kl_estimator 2 \
+    --total_episodes 1000000 \
+    --deepspeed_stage 3 \
+    --gradient_checkpointing \
+    --seed 1 \
+    --local_eval_every 5 \
+    --eval_temperature 1.0 \
+    --save_freq 40 \
+    "$@"

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=7b_rlzero_mix
+#SBATCH --nodes=5
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=2-00:00:00
+# Olmo 3 7B RL-Zero, from the base model: math, code, instruction following and general questions; 39062 steps of 32
+# prompts x 8.
+#
+# Hardware: 5 nodes of 8 GPUs of 80 GB: 8 learners and 32 engines. sbatch scripts/train/olmo3/7b_rlzero_mix.sh
+# Expected: no time and no figure in the document. Never run by us.
+# Source: open-instruct scripts/train/olmo3/7b_rlzero_mix.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
+#
+# Where this differs from the source:
+# - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
+#   --response_length bound the same.
+# - the document and the script say 4 nodes (32 GPUs), but 8 learners and 32 engines are 40 GPUs: 5 nodes.
+# - the script names the code data twice and the math data not at all; here each of the four parts stands once.
+# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
+# - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
+#   its memory.
+#
+# The judge is a server of your own, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`, and
+# then export OPENAI_BASE_URL=http://HOST:8000/v1.
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
+source scripts/setup.sh
+head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+: "${OPENAI_BASE_URL:?export the address of the judge, see above}"
+
+srun --kill-on-bad-exit=0 torchrun \
+    --nnodes "$SLURM_NNODES" \
+    --nproc_per_node 8 \
+    --max-restarts 3 \
+    --rdzv_backend c10d \
+    --rdzv_id "$SLURM_JOB_ID" \
+    --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 20000))" \
+    grpo_fast.py \
+    --exp_name olmo3_7b_rlzero_mix \
+    --output_dir output \
+    --model_name_or_path allenai/Olmo-3-1025-7B \
+    --dataset_mixer_list \
+        allenai/Dolci-RLZero-Math-7B 1.0 \
+        allenai/Dolci-RLZero-Code-7B 1.0 \
+        allenai/Dolci-RLZero-IF-7B 1.0 \
+        allenai/Dolci-RLZero-General-7B 1.0 \
+    --dataset_mixer_list_splits train \
+    --dataset_mixer_eval_list \
+        allenai/Dolci-RLZero-Math-7B 8 \
+        allenai/Dolci-RLZero-Code-7B 8 \
+        allenai/Dolci-RLZero-IF-7B 8 \
+        allenai/Dolci-RLZero-General-7B 8 \
+    --dataset_mixer_eval_list_splits train \
+    --num_learners_per_node 8 \
+    --vllm_num_engines 32 \
+    --vllm_tensor_parallel_size 1 \
+    --async_steps 4 \
+    --inflight_updates \
+    --advantage_normalization_type centered \
+    --clip_higher 0.272 \
+    --mask_truncated_completions true \
+    --num_unique_prompts_rollout 32 \
+    --num_samples_per_prompt_rollout 8 \
+    --num_mini_batches 1 \
+    --num_epochs 1 \
+    --per_device_train_batch_size 1 \
+    --max_prompt_token_length 2048 \
+    --response_length 16384 \
+    --pack_length 18432 \
+    --chat_template_name olmo_thinker_rlzero \
+    --apply_verifiable_reward true \
+    --llm_judge_model Qwen/Qwen3-32B \
+    --llm_judge_timeout 600 \
+    --llm_judge_max_tokens 2048 \
+    --llm_judge_max_context_length 32768 \
+    --temperature 1.0 \
+    --learning_rate 1e-6 \
+    --lr_scheduler_type constant \
+    --beta 0.0 \
+    --kl_estimator 2 \
+    --total_episodes 10000000 \
+    --deepspeed_stage 3 \
+    --gradient_checkpointing \
+    --seed 1 \
+    --vllm_enable_prefix_caching \
+    --local_eval_every 50 \
+    --eval_temperature 1.0 \
+    --eval_on_step_0 \
+    --save_freq 50 \
+    --checkpoint_state_freq 50 \
+    --keep_last_n_checkpoints -1 \
+    "$@"

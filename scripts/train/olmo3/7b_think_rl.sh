@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=7b_think_rl
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=2-00:00:00
+# Olmo 3 7B Think, with in-flight updates; 19531 steps of 64 prompts x 8.
+#
+# Hardware: 4 nodes of 8 GPUs of 80 GB: 16 learners and 16 engines. sbatch scripts/train/olmo3/7b_think_rl.sh
+# Expected: no time and no figure in the document. Never run by us.
+# Source: open-instruct scripts/train/olmo3/7b_think_rl.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
+#
+# Where this differs from the source:
+# - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
+#   --response_length bound the same.
+# - --beaker_eval_freq, which the parser rejects, is left out.
+# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
+# - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
+#   its memory.
+#
+# The judge is a server of your own, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`, and
+# then export OPENAI_BASE_URL=http://HOST:8000/v1.
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
+source scripts/setup.sh
+head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+: "${OPENAI_BASE_URL:?export the address of the judge, see above}"
+
+srun --kill-on-bad-exit=0 torchrun \
+    --nnodes "$SLURM_NNODES" \
+    --nproc_per_node 8 \
+    --max-restarts 3 \
+    --rdzv_backend c10d \
+    --rdzv_id "$SLURM_JOB_ID" \
+    --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 20000))" \
+    grpo_fast.py \
+    --exp_name olmo3_7b_think_rl \
+    --output_dir output \
+    --model_name_or_path allenai/Olmo-3-7B-Think-DPO \
+    --dataset_mixer_list allenai/Dolci-Think-RL-7B 1.0 \
+    --dataset_mixer_list_splits train \
+    --dataset_mixer_eval_list allenai/Dolci-Think-RL-7B 8 \
+    --dataset_mixer_eval_list_splits train \
+    --num_learners_per_node 8 8 \
+    --vllm_num_engines 16 \
+    --vllm_tensor_parallel_size 1 \
+    --async_steps 8 \
+    --inflight_updates \
+    --advantage_normalization_type centered \
+    --clip_higher 0.272 \
+    --num_unique_prompts_rollout 64 \
+    --num_samples_per_prompt_rollout 8 \
+    --num_mini_batches 1 \
+    --num_epochs 1 \
+    --per_device_train_batch_size 1 \
+    --max_prompt_token_length 2048 \
+    --response_length 32768 \
+    --pack_length 35840 \
+    --chat_template_name olmo_thinker \
+    --apply_verifiable_reward true \
+    --code_pass_rate_reward_threshold 0.99 \
+    --llm_judge_model Qwen/Qwen3-32B \
+    --llm_judge_timeout 600 \
+    --llm_judge_max_tokens 2048 \
+    --llm_judge_max_context_length 32768 \
+    --temperature 1.0 \
+    --learning_rate 1e-6 \
+    --lr_scheduler_type constant \
+    --beta 0.0 \
+    --kl_estimator 2 \
+    --total_episodes 10000000 \
+    --deepspeed_stage 3 \
+    --gradient_checkpointing \
+    --seed 1 \
+    --local_eval_every 50 \
+    --eval_temperature 1.0 \
+    --save_freq 25 \
+    --checkpoint_state_freq 100 \
+    "$@"

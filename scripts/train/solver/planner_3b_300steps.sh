@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# A planner learns to write guidelines by which a frozen solver, the same Qwen2.5-3B-Instruct, gets problems of
+# NuminaMath right: 300 steps of 30 prompts x 4.
+#
+# Hardware: 1 node of 4 GPUs of 80 GB: 2 learners, 1 engine, 1 solver.
+# Expected: the document has no result, and about 4 steps in 3 hours, because its 120 calls of the solver per step went
+# one by one. Here they go together, as responses end. Never run by us.
+# Source: "Training config reference (full 300-step run)" of the planner/solver project, its run_train.sh on veRL.
+#
+# Where this differs from the source:
+# - veRL is told of 3 GPUs and 30 prompts in mini-batches of 24, which it cuts unequally: 32 and 8 responses a rank, the
+#   second scaled by 1/4. Here all 30 prompts make one update.
+# - KL is there both in the reward and in the loss, so counted twice, and in the reward of standard-normalized groups it
+#   makes advantages out of nothing. Here it is in the loss only.
+# - the document has rollouts on GPU 0 and the actor on GPUs 1 and 2, which veRL does not do (it puts both on all
+#   three); this script does.
+# - the document gives 3072 tokens to "planner + solver", which in veRL bounds the planner alone. Here each has 3072.
+# - the reference policy is not offloaded, prefill stays chunked, and the solver runs on vLLM's current engine (there
+#   VLLM_USE_V1=0).
+# - NuminaMath 30k is not published as such: 30,000 rows of AI-MO/NuminaMath-CoT with a boxed answer, drawn by
+#   scripts/data/competition_math.py, of which 300 are held out.
+# - an epoch cap of 10 has no meaning for 9000 prompts of 29,700.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+source scripts/setup.sh
+# A run whose answers math-verify grades has a directory of its own, so that it never overwrites one graded otherwise.
+name=numinamath30k-3b-300steps
+if [[ "${VERL_GUIDELINES_USE_MATH_VERIFY:-1}" == 1 ]]; then
+    name+=-mathverify
+else
+    echo "the verifier solver has one grader, math-verify: VERL_GUIDELINES_USE_MATH_VERIFY must be 1 or unset" >&2
+    exit 1
+fi
+data=data/numinamath30k
+[[ -f $data/eval.jsonl ]] || python scripts/data/competition_math.py \
+    --dataset AI-MO/NuminaMath-CoT \
+    --rows 30000 \
+    --eval_rows 300 \
+    --verifier solver \
+    --prompt_file scripts/train/solver/planner_prompt.txt \
+    --out $data
+
+python grpo_fast.py \
+    --exp_name $name \
+    --output_dir checkpoints/query-conditioned-guidelines \
+    --model_name_or_path Qwen/Qwen2.5-3B-Instruct \
+    --dataset_mixer_list data/numinamath30k/train.jsonl 1.0 \
+    --dataset_mixer_eval_list data/numinamath30k/eval.jsonl 1.0 \
+    --num_learners_per_node 2 \
+    --vllm_num_engines 1 \
+    --vllm_tensor_parallel_size 1 \
+    --async_steps 1 \
+    --solver_model_name_or_path Qwen/Qwen2.5-3B-Instruct \
+    --solver_num_engines 1 \
+    --solver_num_samples 1 \
+    --solver_response_length 3072 \
+    --num_unique_prompts_rollout 30 \
+    --num_samples_per_prompt_rollout 4 \
+    --num_mini_batches 1 \
+    --num_epochs 1 \
+    --max_prompt_token_length 3072 \
+    --response_length 3072 \
+    --pack_length 12288 \
+    --temperature 1.0 \
+    --verification_reward 1.0 \
+    --advantage_normalization_type standard_unbiased \
+    --no_filter_zero_std_samples \
+    --clip_lower 0.2 \
+    --clip_higher 0.2 \
+    --clip_dual 3.0 \
+    --beta 0.001 \
+    --kl_estimator 2 \
+    --entropy_coef 0.0 \
+    --learning_rate 1e-6 \
+    --lr_scheduler_type constant \
+    --weight_decay 0.01 \
+    --max_grad_norm 1.0 \
+    --total_episodes 36000 \
+    --deepspeed_stage 3 \
+    --gradient_checkpointing \
+    --vllm_gpu_memory_utilization 0.4 \
+    --seed 1 \
+    --local_eval_every 50 \
+    --eval_on_step_0 \
+    --save_freq -1 \
+    --checkpoint_state_freq 25 \
+    --keep_last_n_checkpoints -1 \
+    "$@"
