@@ -41,7 +41,7 @@ import rewards
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(rewards.RewardFlags):
     """GRPO on a Hugging Face causal LM. Booleans: --flag, --no_flag, --flag true, --flag False."""
 
     # run
@@ -120,85 +120,11 @@ class Args:
     mask_truncated_completions: bool = False
     """Leave responses that hit the length limit out of the update; they still count in their group's mean."""
 
-    # reward
-    apply_verifiable_reward: bool = True
-    """Score responses with the verifier named in each row."""
-    reward_file: str = ""
-    """Python file; each of its functions (response, ground_truth) -> number is a verifier of its name. Empty is off."""
-    remap_verifier: str | None = None
-    """OLD=NEW, several separated by commas: rows that name verifier OLD are judged by NEW. None is off."""
-    max_length_verifier_max_length: int = 32768
-    """Excess in tokens at which the verifiers max_length and up_to_max_length score 0."""
-    code_max_execution_time: float = 1.0
-    """Seconds a test of the verifiers code and code_stdio may take."""
-    code_pass_rate_reward_threshold: float = 0.0
-    """A share of passed tests below this scores 0; 1.0: all tests or nothing."""
-    code_apply_perf_penalty: bool = False
-    """A passed test counts 1 - seconds / code_max_execution_time."""
-    allow_unsafe_code: bool = False
-    """Run the model's programs even where this machine's sandbox has holes."""
-    llm_judge_model: str = ""
-    """Model of the verifiers general-* and rubric; empty is none."""
-    llm_judge_base_url: str = ""
-    """Its OpenAI-compatible server, as http://localhost:8000/v1; empty is $OPENAI_BASE_URL, else OpenAI's."""
-    llm_judge_max_tokens: int = 2048
-    """Most tokens of a verdict."""
-    llm_judge_max_context_length: int = 8192
-    """Tokens of question, response and verdict together; longer responses are shortened in their middle."""
-    llm_judge_temperature: float = 1.0
-    """Of the judge."""
-    llm_judge_timeout: float = 60.0
-    """Seconds for a verdict, retries included; then the sample is missing."""
-    llm_judge_max_concurrency: int = 64
-    """Requests to the judge at the same time."""
-    solver_model_name_or_path: str = ""
-    """Frozen model of the verifier solver, which gets the response as a guideline; empty is none."""
-    solver_model_revision: str | None = None
-    """Its hub revision."""
-    solver_base_url: str = ""
-    """Servers that run it already, comma-separated, key in $SOLVER_API_KEY; empty: servers are started."""
-    solver_num_engines: int = 1
-    """Servers to start, on the GPUs after the run's own, else on the last one."""
-    solver_num_samples: int = 1
-    """Solutions per guideline whose mean correctness is the score; 1 is greedy."""
-    solver_temperature: float = 0.7
-    """Of several solutions."""
-    solver_response_length: int = 1024
-    """Most tokens of a solution."""
-    solver_prompt_file: str = ""
-    """Text with {question} and {guideline}; empty is rewards.SOLVER_PROMPT."""
-    solver_baseline: bool = True
-    """Also solve each question once without a guideline: reward/solver_baseline."""
-    solver_refuse_leaks: bool = False
-    """A guideline in which the answer stands scores 0."""
-    solver_timeout: float = 600.0
-    """Seconds for the solutions to a guideline; then the sample is missing."""
-    solver_max_concurrency: int = 256
-    """Requests to the solver at the same time."""
-    solver_gpu_memory_utilization: float = 0.9
-    """Share of its GPU that a started server takes."""
-    verification_reward: float = 10.0
-    """Factor on the verifiers' 0..1 scores."""
-    apply_r1_style_format_reward: bool = False
-    """Ask for `...</think> <answer>...</answer>`."""
-    r1_style_format_reward: float = 1.0
-    """Value of the right format."""
-    additive_format_reward: bool = False
-    """Add the format reward. Off: the format gates the verifiable reward (open-instruct PR 659)."""
-    non_stop_penalty: bool = False
-    """Overwrite the score of responses that did not stop by themselves with non_stop_penalty_value."""
-    non_stop_penalty_value: float = 0.0
-    """See non_stop_penalty."""
-    overlong_buffer_length: int = 0
-    """Tokens before response_length over which a penalty grows linearly (DAPO, arXiv:2503.14476, eq. 13); 0 is off."""
-    overlong_penalty_factor: float = 1.0
-    """Penalty of a response of full length, in units of the score; see overlong_buffer_length."""
+    # algorithm
     kl_in_reward: bool = False
     """Subtract beta * KL of the response from its score before advantages, in place of the loss's KL term."""
     force_kl_in_reward: bool = False
     """Allow kl_in_reward with standard normalization, which blows the KL of like outcomes up to advantages of 1."""
-
-    # algorithm
     loss_fn: Literal["dapo", "cispo", "gspo"] = "dapo"
     """dapo: PPO clip (arXiv:2503.14476); cispo: clipped weight (2506.13585); gspo: sequence ratio (2507.18071)."""
     beta: float = 0.05
@@ -571,19 +497,8 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
         r.results, r.judging = [future.result() for future in r.judging], []
         r.verifiable = sum(result.score for result in r.results)
         r.format_score = rewards.format_reward(r.text)
-        r.outcome, r.score = rewards.combine_rewards(
-            r.verifiable if args.apply_verifiable_reward else None,
-            r.format_score if args.apply_r1_style_format_reward else None,
-            verification_reward=args.verification_reward,
-            r1_style_format_reward=args.r1_style_format_reward,
-            additive_format_reward=args.additive_format_reward,
-            stopped=r.finish_reason == "stop",
-            non_stop_penalty=args.non_stop_penalty,
-            non_stop_penalty_value=args.non_stop_penalty_value,
-            excess_tokens=len(r.token_ids) - (args.response_length - args.overlong_buffer_length),
-            overlong_buffer_length=args.overlong_buffer_length,
-            overlong_penalty_factor=args.overlong_penalty_factor,
-        )
+        stopped, tokens_left = r.finish_reason == "stop", args.response_length - len(r.token_ids)
+        r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
 
 
 def set_advantages(rollouts: Sequence[Rollout], args: Args) -> None:
@@ -643,7 +558,7 @@ def exclude_solved(excluded: frozenset[int], sampled: Sequence[Rollout], args: A
     """`excluded` and the prompts whose mean score reached no_resampling_pass_rate of the highest score."""
     if args.no_resampling_pass_rate is None:
         return excluded
-    size, best = args.num_samples_per_prompt_rollout, utils.best_score(args)
+    size, best = args.num_samples_per_prompt_rollout, rewards.max_score(args)
     groups = [sampled[i : i + size] for i in range(0, len(sampled), size)]
     means = [(g[0].prompt.index, sum(r.outcome for r in g) / size) for g in groups]  # NaN is not solved
     return excluded | {index for index, mean in means if mean >= args.no_resampling_pass_rate * best}

@@ -17,7 +17,6 @@ open-instruct's or verl's on purpose.
     python rewards.py CASES.jsonl      # rows {response, ground_truth, dataset} -> one JSON result per row
 """
 
-import argparse
 import ast
 import atexit
 import collections
@@ -60,6 +59,8 @@ START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of an item's 
 JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
 WORKER_MEMORY_BYTES = 2 * 2**30
 REWARD_FILE_MEMORY_BYTES = 16 * 2**30  # address space, of which `import torch` alone takes several GiB
+
+WITHOUT_LAYERS: tuple[str, ...] = ()  # of the sandbox, for tests
 
 MISSING = frozenset({"timeout", "crash", "infra_error"})
 
@@ -105,8 +106,8 @@ class RewardResult:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class Judged(NamedTuple):
-    """What a judgment that takes time gives: see RewardResult. waited: seconds of it for a free sandbox."""
+class Scored(NamedTuple):
+    """What scoring that takes time gives: see RewardResult. waited: seconds of it for a free sandbox."""
 
     score: float
     status: str
@@ -119,10 +120,155 @@ class Verdict(NamedTuple):
     process, or a function to be called in a thread."""
 
     extracted: str | None
-    outcome: float | dict | Callable[[], Judged]
+    outcome: float | dict | Callable[[], Scored]
 
 
 NO_ANSWER = Verdict(None, 0.0)
+
+
+class UserError(ValueError):
+    """A flag, file or row is wrong; the message names it, its value and the fix. Shown without a traceback."""
+
+
+def need(condition: bool, message: str) -> None:
+    """Raises UserError unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class RewardFlags:
+    """Flags of the rewards, with open-instruct's names where it has them."""
+
+    apply_verifiable_reward: bool = True
+    """Score responses with the verifier named in each row."""
+    verification_reward: float = 10.0
+    """Factor on the verifiers' 0..1 scores."""
+    reward_file: str = ""
+    """Python file; each of its functions (response, ground_truth) -> number is a verifier of its name. Empty is off."""
+    remap_verifier: str | None = None
+    """OLD=NEW, several separated by commas: rows that name verifier OLD are judged by NEW. None is off."""
+    max_length_verifier_max_length: int = 32768
+    """Excess in tokens at which the verifiers max_length and up_to_max_length score 0."""
+    code_max_execution_time: float = 1.0
+    """Seconds a test of the verifiers code and code_stdio may take."""
+    code_pass_rate_reward_threshold: float = 0.0
+    """A share of passed tests below this scores 0; 1.0: all tests or nothing."""
+    code_apply_perf_penalty: bool = False
+    """A passed test counts 1 - seconds / code_max_execution_time."""
+    allow_unsafe_code: bool = False
+    """Run the model's programs even where this machine's sandbox has holes."""
+    llm_judge_model: str = ""
+    """Model of the verifiers general-* and rubric; empty is none."""
+    llm_judge_base_url: str = ""
+    """Its OpenAI-compatible server, as http://localhost:8000/v1; empty is $OPENAI_BASE_URL, else OpenAI's."""
+    llm_judge_max_tokens: int = 2048
+    """Most tokens of a verdict."""
+    llm_judge_max_context_length: int = 8192
+    """Tokens of question, response and verdict together; longer responses are shortened in their middle."""
+    llm_judge_temperature: float = 1.0
+    """Of the judge."""
+    llm_judge_timeout: float = 60.0
+    """Seconds for a verdict, retries included; then the sample is missing."""
+    llm_judge_max_concurrency: int = 64
+    """Requests to the judge at the same time."""
+    solver_model_name_or_path: str = ""
+    """Frozen model of the verifier solver, which gets the response as a guideline; empty is none."""
+    solver_base_url: str = ""
+    """Servers that run it already, comma-separated, key in $SOLVER_API_KEY; empty: servers are started."""
+    solver_num_engines: int = 1
+    """Servers to start, each on a GPU of its own after the run's."""
+    solver_num_samples: int = 1
+    """Solutions per guideline whose mean correctness is the score; 1 is greedy."""
+    solver_response_length: int = 1024
+    """Most tokens of a solution."""
+    solver_prompt_file: str = ""
+    """Text with {question} and {guideline}; empty is rewards.SOLVER_PROMPT."""
+    solver_baseline: bool = True
+    """Also solve each question once without a guideline: reward/solver_baseline."""
+    apply_r1_style_format_reward: bool = False
+    """Ask for `...</think> <answer>...</answer>`."""
+    r1_style_format_reward: float = 1.0
+    """Value of the right format."""
+    additive_format_reward: bool = False
+    """Add the format reward. Off: the format gates the verifiable reward (open-instruct PR 659)."""
+    non_stop_penalty: bool = False
+    """Overwrite the score of responses that did not stop by themselves with non_stop_penalty_value."""
+    non_stop_penalty_value: float = 0.0
+    """See non_stop_penalty."""
+    overlong_buffer_length: int = 0
+    """Tokens before response_length over which a penalty grows linearly (DAPO, arXiv:2503.14476, eq. 13); 0 is off."""
+    overlong_penalty_factor: float = 1.0
+    """Penalty of a response of full length, in units of the score; see overlong_buffer_length."""
+
+    def check(self) -> None:
+        """Refuses what cannot work before anything starts. Raises UserError with flag, value and fix."""
+        positive = """max_length_verifier_max_length code_max_execution_time llm_judge_max_tokens llm_judge_timeout
+            llm_judge_max_concurrency solver_num_engines solver_num_samples solver_response_length"""
+        for name in positive.split():
+            need(0 < getattr(self, name) < math.inf, f"--{name} {getattr(self, name)}: must be positive and finite")
+        for name in ("verification_reward", "overlong_buffer_length", "overlong_penalty_factor"):
+            need(getattr(self, name) >= 0, f"--{name} {getattr(self, name)}: must not be negative")
+        need(
+            self.apply_verifiable_reward or self.apply_r1_style_format_reward,
+            "--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward",
+        )
+        need(
+            self.apply_r1_style_format_reward or not self.additive_format_reward,
+            "--additive_format_reward needs --apply_r1_style_format_reward",
+        )
+        rate, judge, tokens = self.code_pass_rate_reward_threshold, self.llm_judge_model, self.llm_judge_max_tokens
+        need(0 <= rate <= 1, f"--code_pass_rate_reward_threshold {rate}: must be in [0, 1]")
+        need(
+            not self.reward_file or os.path.isfile(self.reward_file), f"--reward_file {self.reward_file}: no such file"
+        )
+        need(
+            not judge or bool(judge_url(self) or os.environ.get("OPENAI_API_KEY")),
+            f"--llm_judge_model {judge} needs $OPENAI_API_KEY, or --llm_judge_base_url with your own server",
+        )
+        need(
+            not judge or tokens <= self.llm_judge_max_context_length - 1024,
+            f"--llm_judge_max_tokens {tokens} must leave 1024 tokens of --llm_judge_max_context_length "
+            f"{self.llm_judge_max_context_length} for what is judged: lower it",
+        )
+        remapped(self.remap_verifier)
+        solver_template(self.solver_prompt_file)
+
+
+def configure(flags: RewardFlags, connect: bool) -> None:
+    """Makes `flags` the settings of all verifiers; to be called before a label is checked or a response scored.
+
+    connect: asks judge and solver, where they run already, for a word. Raises UserError for what cannot work; then
+    nobody judges or solves.
+    """
+    global FLAGS, JUDGE, SOLVER
+    FLAGS, JUDGE, SOLVER = RewardFlags(), None, None
+    REMAP.clear()
+    flags.check()
+    judge, solver = judge_model(flags, connect), solver_model(flags, connect)
+    FLAGS, JUDGE, SOLVER = flags, judge, solver
+    if flags.reward_file:
+        load_reward_file(flags.reward_file)
+    for old, new in remapped(flags.remap_verifier).items():
+        try:
+            check_verifier(new)
+        except ValueError as error:
+            raise UserError(f"--remap_verifier {flags.remap_verifier}: {error}") from None
+        REMAP[old] = new
+
+
+def remapped(pairs: str | None) -> dict[str, str]:
+    """{old: new} of OLD=NEW,OLD=NEW. Raises UserError."""
+    found = {}
+    for pair in filter(None, (pairs or "").split(",")):
+        old, _, new = (part.strip().lower() for part in pair.partition("="))
+        need(bool(old and new), f"--remap_verifier {pairs}: {pair!r} is not OLD=NEW")
+        found[old] = new
+    return found
+
+
+FLAGS = RewardFlags()
+REMAP: dict[str, str] = {}  # --remap_verifier
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -421,17 +567,18 @@ def verify_re_search(response: str, ground_truth: Any, f1: bool) -> Verdict:
     return best_match(answer, label_texts(ground_truth, as_json=True), f1, floor=0.1 if f1 else 0.0)
 
 
-def verify_length(record: RewardRecord, ground_truth: Any, shorter_is_fine: bool, scale: int = 32768) -> Verdict:
-    """1 - |num_tokens - label| / scale, not below 0; with shorter_is_fine only tokens beyond the label cost.
+def verify_length(record: RewardRecord, ground_truth: Any, shorter_is_fine: bool) -> Verdict:
+    """1 - |num_tokens - label| / max_length_verifier_max_length, not below 0.
 
-    All tokens of the response count, the thinking included. open-instruct goes below 0.
+    shorter_is_fine: only tokens beyond the label cost. All tokens of the response count, the thinking included.
+    open-instruct goes below 0.
     """
     num_tokens = record.num_tokens
     if num_tokens is None:
         raise ValueError("the length verifiers need num_tokens, the number of tokens of the response")
     excess = num_tokens - float(ground_truth)
     excess = max(excess, 0.0) if shorter_is_fine else abs(excess)
-    return Verdict(str(num_tokens), max(0.0, 1.0 - excess / scale))
+    return Verdict(str(num_tokens), max(0.0, 1.0 - excess / FLAGS.max_length_verifier_max_length))
 
 
 def verify_passthrough(response: str, ground_truth: Any) -> Verdict:
@@ -615,16 +762,16 @@ class NoReply(Exception):
 class ChatModel:
     """A model behind servers with OpenAI's chat API, asked by any number of threads, max_concurrency at a time.
 
-    timeout_s is the time of one request with all its tries, in seconds.
+    timeout_s is the time of one request with all its tries, in seconds; sampling are parameters of every request.
     """
 
-    def __init__(self, model: str, max_concurrency: int, timeout_s: float):
-        self.model, self.timeout_s = model, timeout_s
+    def __init__(self, model: str, max_concurrency: int, timeout_s: float, **sampling: Any):
+        self.model, self.timeout_s, self.sampling = model, timeout_s, sampling
         self.slots = threading.BoundedSemaphore(max_concurrency)
         self.clients: list[Any] = []
 
-    def connect(self, base_urls: Sequence[str], api_key: str, **sampling: Any) -> None:
-        """Asks every server for a word. Raises ValueError if one is out of reach or refuses the key, the model or the
+    def connect(self, base_urls: Sequence[str], api_key: str) -> None:
+        """Asks every server for a word. Raises UserError if one is out of reach or refuses the key, the model or the
         sampling parameters."""
         import openai
 
@@ -635,17 +782,18 @@ class ChatModel:
             client = openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, http_client=http)
             clients.append(client)
             try:
-                greeting: Any = {"messages": [{"role": "user", "content": "Say OK."}], "timeout": self.timeout_s}
-                client.with_options(max_retries=2).chat.completions.create(model=self.model, **greeting, **sampling)
+                greeting: Any = {"messages": [{"role": "user", "content": "Say OK."}]} | self.sampling
+                patient = client.with_options(max_retries=2, timeout=self.timeout_s)
+                patient.chat.completions.create(model=self.model, **greeting)
             except openai.OpenAIError as error:
-                raise ValueError(f"model {self.model} at {url} gives no reply: {error}") from error
+                raise UserError(f"model {self.model} at {url} gives no reply: {error}") from error
         # All that shares a beginning goes to one server, whose prefix cache has it; the beginnings take turns.
         turns = itertools.cycle(clients)
         self.client_for = functools.lru_cache(maxsize=4096)(lambda beginning: next(turns))
         self.clients = clients
 
     def ask(
-        self, prompt: Callable[[float], str], beginning: str = "", n: int = 1, **sampling: Any
+        self, prompt: Callable[[float], str], beginning: str = "", n: int = 1, **more: Any
     ) -> tuple[list[tuple[str, bool]], int, float]:
         """([(reply, whether it was cut at its limit)] of n replies, their tokens, the share), or raises NoReply.
 
@@ -664,9 +812,8 @@ class ChatModel:
                 message, delay = prompt(share), min(0.5 * 2**tries, 8.0) * random.uniform(0.75, 1.0)
                 left = max(deadline - time.monotonic(), 0.1)
                 try:
-                    reply = client.chat.completions.create(
-                        model=self.model, messages=[{"role": "user", "content": message}], n=n, timeout=left, **sampling
-                    )
+                    chat: Any = {"messages": [{"role": "user", "content": message}], "timeout": left} | self.sampling
+                    reply = client.chat.completions.create(model=self.model, n=n, **chat, **more)
                     replies = [(c.message.content or "", c.finish_reason == "length") for c in reply.choices]
                     if len(replies) == n:
                         return replies, reply.usage.completion_tokens if reply.usage else 0, share
@@ -690,52 +837,26 @@ class ChatModel:
                 time.sleep(delay)
 
 
-@dataclass(frozen=True)
-class Judge:
-    """The judge of a run, see configure_judge."""
-
-    model: ChatModel
-    max_characters: int
-    sampling: dict[str, Any]
+JUDGE: ChatModel | None = None
 
 
-JUDGE: Judge | None = None
+def judge_url(flags: RewardFlags) -> str:
+    """The base URL of the judge's server; "" is OpenAI's own."""
+    return flags.llm_judge_base_url or os.environ.get("OPENAI_BASE_URL", "")
 
 
-def configure_judge(
-    model: str = "",
-    base_url: str = "",
-    max_tokens: int = 2048,
-    max_context_length: int = 8192,
-    temperature: float = 1.0,
-    timeout_s: float = 60.0,
-    max_concurrency: int = 64,
-    connect: bool = True,
-) -> None:
-    """Sets the model that judges ("": none); to connect, asks it for a word. Raises ValueError for what cannot work.
-
-    base_url is that of any server with OpenAI's chat API, as http://localhost:8000/v1; "" is $OPENAI_BASE_URL, else
-    OpenAI's own. The key is $OPENAI_API_KEY. max_context_length is of question, response and reply together, tokens.
-    """
-    global JUDGE
-    JUDGE = None
-    if not model:
-        return
-    base_url = base_url or os.environ.get("OPENAI_BASE_URL", "")
-    api_key = os.environ.get("OPENAI_API_KEY") or ("EMPTY" if base_url else "")
-    if not api_key:
-        raise ValueError(f"llm_judge_model {model} needs $OPENAI_API_KEY, or a llm_judge_base_url of your own server")
-    if not 0 < max_tokens <= max_context_length - 1024:
-        raise ValueError(
-            f"llm_judge_max_tokens {max_tokens} must leave 1024 tokens of llm_judge_max_context_length "
-            f"{max_context_length} for what is judged"
-        )
-    chat = ChatModel(model, max_concurrency, timeout_s)
+def judge_model(flags: RewardFlags, connect: bool) -> ChatModel | None:
+    """The model that judges, if there is one; to connect, asks it for a word."""
+    if not flags.llm_judge_model:
+        return None
+    url = judge_url(flags)
     # OpenAI's newer models know the second name only, most other servers the first only.
-    sampling = {"max_tokens" if base_url else "max_completion_tokens": max_tokens, "temperature": temperature}
+    limit = "max_tokens" if url else "max_completion_tokens"
+    sampling: Any = {limit: flags.llm_judge_max_tokens, "temperature": flags.llm_judge_temperature}
+    chat = ChatModel(flags.llm_judge_model, flags.llm_judge_max_concurrency, flags.llm_judge_timeout, **sampling)
     if connect:
-        chat.connect([base_url or "https://api.openai.com/v1"], api_key, **sampling)
-    JUDGE = Judge(chat, CHARACTERS_PER_TOKEN * (max_context_length - max_tokens), sampling)
+        chat.connect([url or "https://api.openai.com/v1"], os.environ.get("OPENAI_API_KEY") or "EMPTY")
+    return chat
 
 
 class Question(NamedTuple):
@@ -828,25 +949,22 @@ def read_score(reply: str, lowest: float, highest: float) -> float | None:
     return value if lowest <= value <= highest else None
 
 
-def judge(settings: Judge, question: Question, rubric: str, texts: dict[str, str]) -> Judged:
+def ask_judge(judge: ChatModel, question: Question, rubric: str, texts: dict[str, str]) -> Scored:
     """The score over the highest of the scale. A reply without verdict, or cut at its limit, is asked for again."""
-
-    def prompt(share: float) -> str:
-        return judge_prompt(question, rubric, texts, int(settings.max_characters * share))
-
+    room = CHARACTERS_PER_TOKEN * (FLAGS.llm_judge_max_context_length - FLAGS.llm_judge_max_tokens)
     tokens = 0
     for tries in range(1, JUDGE_TRIES + 1):
         try:
-            [(reply, cut)], more, _ = settings.model.ask(prompt, **settings.sampling)
+            [(reply, cut)], more, _ = judge.ask(lambda share: judge_prompt(question, rubric, texts, int(room * share)))
         except NoReply as error:
-            return Judged(math.nan, error.args[0], {"problem": error.args[1], "tokens": tokens})
+            return Scored(math.nan, error.args[0], {"problem": error.args[1], "tokens": tokens})
         tokens += more
         value = None if cut else read_score(reply, *question.scale)
         details = {"judge_text": reply, "tokens": tokens, "tries": tries}
         if value is not None:
-            return Judged(value / question.scale[1], "ok", details)
-    problem = f"{settings.model.model} gave no verdict in {JUDGE_TRIES} replies, the last: {reply[-200:]!r}"
-    return Judged(math.nan, "infra_error", details | {"problem": problem})
+            return Scored(value / question.scale[1], "ok", details)
+    problem = f"{judge.model} gave no verdict in {JUDGE_TRIES} replies, the last: {reply[-200:]!r}"
+    return Scored(math.nan, "infra_error", details | {"problem": problem})
 
 
 def verify_by_judge(record: RewardRecord, ground_truth: Any, name: str) -> Verdict:
@@ -859,8 +977,8 @@ def verify_by_judge(record: RewardRecord, ground_truth: Any, name: str) -> Verdi
     texts = {"QUESTION": record.prompt} if record.prompt else {}
     texts |= {"REFERENCE": label} if question.label == "reference" else {}
     rubric = f"The rubric:\n{label}" if question.label == "rubric" else ""
-    judged = functools.partial(judge, JUDGE, question, rubric, texts | {"RESPONSE": text})  # ty: ignore[invalid-argument-type]
-    return Verdict(text, judged) if text else NO_ANSWER
+    call = functools.partial(ask_judge, JUDGE, question, rubric, texts | {"RESPONSE": text})  # ty: ignore[invalid-argument-type]
+    return Verdict(text, call) if text else NO_ANSWER
 
 
 def rubric_label(ground_truth: Any) -> tuple[str, list[tuple[str, float]]]:
@@ -891,17 +1009,17 @@ def verify_rubric(record: RewardRecord, ground_truth: Any) -> Verdict:
         return NO_ANSWER
     texts = {"QUESTION": query or record.prompt, "RESPONSE": text}
     question = Question(RUBRIC_QUESTION, (0, 2))
-    calls = [functools.partial(judge, JUDGE, question, f"Criterion: {what}", texts) for what, _ in rubrics]  # ty: ignore[invalid-argument-type]
+    calls = [functools.partial(ask_judge, JUDGE, question, f"Criterion: {what}", texts) for what, _ in rubrics]  # ty: ignore[invalid-argument-type]
     futures = [CALL_THREADS.submit(call) for call in calls]
 
-    def collect() -> Judged:
-        judged = [future.result() for future in futures]
-        details = {"criteria": [each.details for each in judged]}
-        for each in judged:
+    def collect() -> Scored:
+        scores = [future.result() for future in futures]
+        details = {"criteria": [each.details for each in scores]}
+        for each in scores:
             if each.status in MISSING:
-                return Judged(math.nan, each.status, details | {"problem": each.details["problem"]})
-        total = sum(weight * each.score for (_, weight), each in zip(rubrics, judged, strict=True))
-        return Judged(total / sum(abs(weight) for _, weight in rubrics), "ok", details)
+                return Scored(math.nan, each.status, details | {"problem": each.details["problem"]})
+        total = sum(weight * each.score for (_, weight), each in zip(rubrics, scores, strict=True))
+        return Scored(total / sum(abs(weight) for _, weight in rubrics), "ok", details)
 
     return Verdict(text, collect)
 
@@ -920,68 +1038,44 @@ Reason step by step, and put your final answer within \\boxed{}."""
 
 @dataclass(frozen=True)
 class Solver:
-    """The solver of a run, see configure_solver. `solved` has the futures of its replies by question and guideline."""
+    """The model that solves, its prompt, and the futures of its replies by question and guideline."""
 
     model: ChatModel
-    prompt: str
-    num_samples: int
-    sampling: dict[str, Any]
-    baseline: bool
-    refuse_leaks: bool
-    solved: collections.OrderedDict[tuple[str, str | None], Future] = field(default_factory=collections.OrderedDict)
+    template: str
+    replies: collections.OrderedDict[tuple[str, str | None], Future] = field(default_factory=collections.OrderedDict)
     lock: Any = field(default_factory=threading.Lock)
 
 
 SOLVER: Solver | None = None
-SOLVED_KEPT = 8192
+SOLVER_TEMPERATURE = 0.7  # of several samples; one is greedy
+SOLVER_TIMEOUT_S = 600.0  # for the replies to one guideline
+SOLVER_MAX_CONCURRENCY = 256
+REPLIES_KEPT = 8192
 
 
-def configure_solver(
-    model: str = "",
-    base_url: str = "",
-    num_samples: int = 1,
-    temperature: float = 0.7,
-    response_length: int = 1024,
-    prompt_file: str = "",
-    baseline: bool = True,
-    refuse_leaks: bool = False,
-    timeout_s: float = 600.0,
-    max_concurrency: int = 256,
-    connect: bool = True,
-) -> None:
-    """Sets the solver of the verifier `solver` ("": none). Raises ValueError for what cannot work.
-
-    base_url has the URLs of running servers (a key, if they want one, is $SOLVER_API_KEY), several separated by
-    commas; without, connect_solver has to follow. num_samples 1 is greedy; of more, sampled at `temperature`, the
-    mean counts. prompt_file has {question} and {guideline}, as SOLVER_PROMPT. baseline: every question is also asked
-    once without a guideline. refuse_leaks: a guideline in which the answer stands scores 0, see leaks. timeout_s:
-    seconds for the replies to one guideline.
-    """
-    global SOLVER
-    SOLVER = None
-    if not model:
-        return
-    prompt = SOLVER_PROMPT
-    if prompt_file:
-        with open(prompt_file, encoding="utf-8") as file:
-            prompt = file.read().strip()
+def solver_template(path: str) -> str:
+    """The text of a prompt file, with {question} and {guideline}; SOLVER_PROMPT without one. Raises UserError."""
+    if not path:
+        return SOLVER_PROMPT
+    need(os.path.isfile(path), f"--solver_prompt_file {path}: no such file")
+    with open(path, encoding="utf-8") as file:
+        template = file.read().strip()
     for name in ("{question}", "{guideline}"):
-        if prompt.count(name) != 1:
-            raise ValueError(f"solver_prompt_file {prompt_file} must have {name} exactly once")
-    if num_samples < 1 or response_length < 1:
-        raise ValueError("solver_num_samples and solver_response_length must be at least 1")
-    if num_samples > 1 and temperature <= 0:
-        raise ValueError(f"solver_num_samples {num_samples} at solver_temperature {temperature} are all alike")
-    sampling = {"max_tokens": response_length, "temperature": temperature if num_samples > 1 else 0.0}
-    chat = ChatModel(model, max_concurrency, timeout_s)
-    SOLVER = Solver(chat, prompt, num_samples, sampling, baseline, refuse_leaks)
-    if base_url and connect:
-        connect_solver([url.strip() for url in base_url.split(",")], os.environ.get("SOLVER_API_KEY") or "EMPTY")
+        need(template.count(name) == 1, f"--solver_prompt_file {path}: must have {name} exactly once")
+    return template
 
 
-def connect_solver(base_urls: Sequence[str], api_key: str) -> None:
-    """Tells the configured solver where its servers are. Raises ValueError if one gives no reply."""
-    SOLVER.model.connect(base_urls, api_key, **SOLVER.sampling)
+def solver_model(flags: RewardFlags, connect: bool) -> Solver | None:
+    """The solver, if there is one; to connect, asks its servers for a word, where they run already."""
+    if not flags.solver_model_name_or_path:
+        return None
+    temperature = SOLVER_TEMPERATURE if flags.solver_num_samples > 1 else 0.0
+    sampling: Any = {"max_tokens": flags.solver_response_length, "temperature": temperature}
+    chat = ChatModel(flags.solver_model_name_or_path, SOLVER_MAX_CONCURRENCY, SOLVER_TIMEOUT_S, **sampling)
+    if connect and flags.solver_base_url:
+        urls = [url.strip() for url in flags.solver_base_url.split(",")]
+        chat.connect(urls, os.environ.get("SOLVER_API_KEY") or "EMPTY")
+    return Solver(chat, solver_template(flags.solver_prompt_file))
 
 
 def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
@@ -1003,16 +1097,6 @@ def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
     return question.strip(), str(answer)
 
 
-def leaks(guideline: str, answer: str) -> bool:
-    """Whether the answer stands in the guideline, boxed or as a word of its own. A short answer (2) also stands in
-    guidelines that do not give it away (divide by 2)."""
-    gold, box = math_label(answer), last_box(guideline)
-    if box is not None and canonical_tex(trim_tex(box)) == canonical_tex(gold):
-        return True
-    standing = rf"(?<![\w.]){re.escape(plain_numbers(gold))}(?!\w|\.\d)"
-    return re.search(standing, plain_numbers(guideline)) is not None
-
-
 def solver_prompt(template: str, question: str, guideline: str | None, share: float = 1.0) -> str:
     """The message to the solver, with `share` of the guideline's characters."""
     if guideline is None:
@@ -1021,19 +1105,19 @@ def solver_prompt(template: str, question: str, guideline: str | None, share: fl
     return re.sub(r"\{(?:question|guideline)\}", lambda name: neutral(parts[name[0]]), template)
 
 
-def solved(solver: Solver, question: str, guideline: str | None) -> Future:
+def solve(solver: Solver, question: str, guideline: str | None) -> Future:
     """The future of ChatModel.ask for this guideline; one and the same while it is kept, unless it failed."""
-    key = (question, guideline)
+    key, n = (question, guideline), FLAGS.solver_num_samples
     with solver.lock:
-        future = solver.solved.get(key)
+        future = solver.replies.get(key)
         if future is None or (future.done() and (future.cancelled() or future.exception())):
-            prompt = functools.partial(solver_prompt, solver.prompt, question, guideline)
-            seed = {"seed": zlib.crc32(repr(key).encode()) >> 1} if solver.num_samples > 1 else {}
-            options = {"beginning": question, "n": solver.num_samples} | seed | solver.sampling
-            future = solver.solved[key] = CALL_THREADS.submit(functools.partial(solver.model.ask, prompt, **options))
-        solver.solved.move_to_end(key)
-        while len(solver.solved) > SOLVED_KEPT:
-            solver.solved.popitem(last=False)
+            prompt = functools.partial(solver_prompt, solver.template, question, guideline)
+            seed = {"seed": zlib.crc32(repr(key).encode()) >> 1} if n > 1 else {}
+            call = functools.partial(solver.model.ask, prompt, beginning=question, n=n, **seed)
+            future = solver.replies[key] = CALL_THREADS.submit(call)
+        solver.replies.move_to_end(key)
+        while len(solver.replies) > REPLIES_KEPT:
+            solver.replies.popitem(last=False)
     return future
 
 
@@ -1061,20 +1145,18 @@ def verify_solver(record: RewardRecord, ground_truth: Any) -> Verdict:
     if not guideline:
         return NO_ANSWER
     # The threads take calls in order: whoever waits for the baseline knows that it has begun.
-    baseline = solved(solver, question, None) if solver.baseline else None  # ty: ignore[invalid-argument-type]
-    if solver.refuse_leaks and leaks(guideline, answer):
-        return Verdict(guideline, lambda: Judged(0.0, "ok", {"leak": True}))
-    reply = solved(solver, question, guideline)  # ty: ignore[invalid-argument-type]
+    baseline = solve(solver, question, None) if FLAGS.solver_baseline else None  # ty: ignore[invalid-argument-type]
+    reply = solve(solver, question, guideline)  # ty: ignore[invalid-argument-type]
 
     def mean(graded: Sequence[tuple[float, str]]) -> float | None:
         scores = [value for value, status in graded if status not in MISSING]
         return sum(scores) / len(scores) if scores else None
 
-    def collect() -> Judged:
+    def collect() -> Scored:
         try:
             replies, tokens, share = reply.result()
         except NoReply as error:
-            return Judged(math.nan, error.args[0], {"problem": error.args[1]})
+            return Scored(math.nan, error.args[0], {"problem": error.args[1]})
         graded = grade(replies, answer)
         details = {"solver_texts": [text for text, _ in replies], "tokens": tokens, "guideline_share": share}
         details["solver_correct"] = [None if status in MISSING else value for value, status in graded]
@@ -1083,8 +1165,8 @@ def verify_solver(record: RewardRecord, ground_truth: Any) -> Verdict:
             details["baseline"] = None if baseline.exception() else mean(grade(baseline.result()[0], answer))
         value = mean(graded)
         if value is None:
-            return Judged(math.nan, graded[0][1], details | {"problem": "the grading of the solver's text failed"})
-        return Judged(value, "ok", details)
+            return Scored(math.nan, graded[0][1], details | {"problem": "the grading of the solver's text failed"})
+        return Scored(value, "ok", details)
 
     return Verdict(guideline, collect)
 
@@ -1093,39 +1175,9 @@ def verify_solver(record: RewardRecord, ground_truth: Any) -> Verdict:
 # Code: programs of the model in a sandbox. What a sandbox is and what it keeps out: scripts/sandbox.py.
 
 
-@dataclass(frozen=True)
-class CodeSettings:
-    """Settings of code, code_stdio and the scorers of reasoning_gym that run expressions.
-
-    max_execution_time   seconds of wall time for each test (open-instruct's code_max_execution_time)
-    pass_rate_threshold  a pass rate below it scores 0 (code_pass_rate_reward_threshold)
-    perf_penalty         a passed test counts 1 - seconds / max_execution_time (code_apply_perf_penalty)
-    allow_unsafe         run programs even where the sandbox leaks
-    without              layers of the sandbox to leave out, for tests
-    """
-
-    max_execution_time: float = 1.0
-    pass_rate_threshold: float = 0.0
-    perf_penalty: bool = False
-    allow_unsafe: bool = False
-    without: tuple[str, ...] = ()
-
-
-CODE = CodeSettings()
 CODE_SLOTS = threading.BoundedSemaphore(NUM_WORKERS)  # sandboxes at work at once, of both kinds
 IDLE_SANDBOXES: dict[tuple, list[sandbox.Sandbox]] = collections.defaultdict(list)  # (preload, without) -> fork servers
 REASONING_GYM_TIMEOUT_S = 10.0
-
-
-def configure_code(*settings: Any, **named: Any) -> None:
-    """Sets CODE; parameters as CodeSettings. Raises ValueError."""
-    global CODE
-    code = CodeSettings(*settings, **named)
-    if not 0 < code.max_execution_time < math.inf:
-        raise ValueError(f"code_max_execution_time {code.max_execution_time} must be above 0")
-    if not 0 <= code.pass_rate_threshold <= 1:
-        raise ValueError(f"code_pass_rate_reward_threshold {code.pass_rate_threshold} must be from 0 to 1")
-    CODE = code
 
 
 @functools.cache
@@ -1144,8 +1196,8 @@ def sandbox_level(without: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 def require_sandbox() -> None:
     """Raises ValueError where a program in the sandbox could do what it must not, unless allow_unsafe_code is set."""
-    layers, leaks = sandbox_level(CODE.without)
-    if leaks and not CODE.allow_unsafe:
+    layers, leaks = sandbox_level(WITHOUT_LAYERS)
+    if leaks and not FLAGS.allow_unsafe_code:
         missing = [layer for layer in ("namespaces", "Landlock", "seccomp") if layer not in " ".join(layers)]
         raise ValueError(
             f"this machine's sandbox does not keep programs from {', '.join(leaks)}: it lacks {', '.join(missing)}, "
@@ -1153,22 +1205,22 @@ def require_sandbox() -> None:
         )
 
 
-def in_sandbox(judge: Callable[[sandbox.Sandbox], Judged], *preload: str) -> Judged:
-    """judge(a sandbox), when one is free; once more with a new one if the sandbox itself fails, then infra_error."""
+def in_sandbox(call: Callable[[sandbox.Sandbox], Scored], *preload: str) -> Scored:
+    """call(a sandbox), when one is free; once more with a new one if the sandbox itself fails, then infra_error."""
     start = time.monotonic()
     with CODE_SLOTS:
         waited = time.monotonic() - start
-        idle = IDLE_SANDBOXES[preload, CODE.without]
+        idle = IDLE_SANDBOXES[preload, WITHOUT_LAYERS]
         try:
             box = idle.pop()
         except IndexError:
-            box = sandbox.Sandbox(preload, CODE.without)
+            box = sandbox.Sandbox(preload, WITHOUT_LAYERS)
         try:
             with contextlib.suppress(sandbox.SandboxError):
-                return judge(box)._replace(waited=waited)
-            return judge(box)._replace(waited=waited)
+                return call(box)._replace(waited=waited)
+            return call(box)._replace(waited=waited)
         except sandbox.SandboxError as error:
-            return Judged(math.nan, "infra_error", {"problem": str(error)})
+            return Scored(math.nan, "infra_error", {"problem": str(error)})
         finally:
             idle.append(box)
 
@@ -1240,15 +1292,16 @@ def same_output(output: str, expected: str) -> bool:
     return len(lines) == len(wanted_lines) and all(map(same, lines, wanted_lines))
 
 
-def judge_code(runs: list[sandbox.Run]) -> Judged:
-    """The pass rate of the tests' runs, with CODE's time penalty and threshold."""
+def pass_rate(runs: list[sandbox.Run]) -> Scored:
+    """The share of tests that passed; see code_apply_perf_penalty and code_pass_rate_reward_threshold."""
+    limit, penalty = FLAGS.code_max_execution_time, FLAGS.code_apply_perf_penalty
     passed = [run.problem is None for run in runs]
-    worth = [max(0.0, 1 - run.seconds / CODE.max_execution_time) if CODE.perf_penalty else 1.0 for run in runs]
+    worth = [max(0.0, 1 - run.seconds / limit) if penalty else 1.0 for run in runs]
     rate = sum(w for w, ok in zip(worth, passed, strict=True) if ok) / len(runs)
     details = {"passed": [int(ok) for ok in passed], "seconds": [run.seconds for run in runs]}
     if problem := next((run.problem for run in runs if run.problem), None):
         details["problem"] = problem
-    return Judged(rate if sum(passed) / len(runs) >= CODE.pass_rate_threshold else 0.0, "ok", details)
+    return Scored(rate if sum(passed) / len(runs) >= FLAGS.code_pass_rate_reward_threshold else 0.0, "ok", details)
 
 
 def run_stdio(box: sandbox.Sandbox, program: str, tests: list[tuple[str, str]]) -> list[sandbox.Run]:
@@ -1256,7 +1309,7 @@ def run_stdio(box: sandbox.Sandbox, program: str, tests: list[tuple[str, str]]) 
     for stdin, expected in tests:
         if sum(run.late for run in runs) == sandbox.MAX_TIME_LIMITS:
             return runs + [sandbox.not_run(runs)] * (len(tests) - len(runs))
-        run = box.run("program", [stdin, None, None, program], CODE.max_execution_time)
+        run = box.run("program", [stdin, None, None, program], FLAGS.code_max_execution_time)
         if run.problem is None and not same_output(run.output, expected):
             last_line = (run.error.strip().splitlines() or ["wrong output"])[-1]
             run = run._replace(problem=last_line[:200])
@@ -1265,7 +1318,7 @@ def run_stdio(box: sandbox.Sandbox, program: str, tests: list[tuple[str, str]]) 
 
 
 def verify_code(response: str, ground_truth: Any, stdio: bool) -> Verdict:
-    """The pass rate of program_text in the sandbox; see CodeSettings, code_label.
+    """The pass rate of program_text in the sandbox; see pass_rate, code_label.
 
     stdio: the program reads a test's input and its output is compared here, by same_output; its exit status does not
     matter. Else the tests call the program's functions, from a process of their own: see sandbox.Ref. Too long, too
@@ -1278,12 +1331,12 @@ def verify_code(response: str, ground_truth: Any, stdio: bool) -> Verdict:
         return NO_ANSWER
     require_sandbox()
 
-    def judge(box: sandbox.Sandbox) -> Judged:
+    def call(box: sandbox.Sandbox) -> Scored:
         if stdio:
-            return judge_code(run_stdio(box, program, tests))
-        return judge_code(sandbox.run_tests(box, program, tests, CODE.max_execution_time))
+            return pass_rate(run_stdio(box, program, tests))
+        return pass_rate(sandbox.run_tests(box, program, tests, FLAGS.code_max_execution_time))
 
-    return Verdict(program, lambda: in_sandbox(judge))
+    return Verdict(program, lambda: in_sandbox(call))
 
 
 # What the scorers in the sandbox may see of a response: an arithmetic expression of at most 1000 characters.
@@ -1313,14 +1366,14 @@ def verify_expression(task: str, entry: dict, answer: str) -> Verdict:
         return Verdict(answer, 0.0)
     job = json.dumps({"task": task, "entry": entry, "answer": answer})
 
-    def judge(box: sandbox.Sandbox) -> Judged:
+    def call(box: sandbox.Sandbox) -> Scored:
         run = box.run("program", [job, None, None, SCORE_EXPRESSION], REASONING_GYM_TIMEOUT_S)
         if run.problem or not run.output:
-            return Judged(0.0, "ok", {"problem": run.problem or "out of memory"})
+            return Scored(0.0, "ok", {"problem": run.problem or "out of memory"})
         score, problem = json.loads(run.output.splitlines()[-1])
-        return Judged(math.nan, "crash", {"problem": problem}) if problem else Judged(score, "ok")
+        return Scored(math.nan, "crash", {"problem": problem}) if problem else Scored(score, "ok")
 
-    return Verdict(answer, lambda: in_sandbox(judge, "reasoning_gym"))
+    return Verdict(answer, lambda: in_sandbox(call, "reasoning_gym"))
 
 
 # Of the tasks whose answers are literals the scorers get ast.literal_eval: eval("oracle_answer") would find the right
@@ -1381,7 +1434,6 @@ VERIFIERS: dict[str, Callable[..., Verdict]] = {
 LENGTH_VERIFIERS = ("max_length", "up_to_max_length")
 TAKES_RECORD = {*LENGTH_VERIFIERS, "solver", *JUDGE_VERIFIERS}  # the whole record in place of the response
 BUILT_IN = frozenset(VERIFIERS)
-REMAP: dict[str, str] = {}  # --remap_verifier
 
 
 def load_reward_file(path: str) -> list[str]:
@@ -1390,42 +1442,18 @@ def load_reward_file(path: str) -> list[str]:
     response is the whole text, ground_truth the row's label as JSON has it (a dict can carry the question as well);
     1.0 is the full score. The file runs in worker processes, so exceptions, deaths and timeouts are statuses and not
     zeros. They have no GPU, importing the file is not part of the deadline, and what it prints is dropped. Raises
-    ValueError if the file cannot be loaded, has no such function or one with a built-in verifier's name.
+    UserError if the file cannot be loaded, has no such function or one with a built-in verifier's name.
     """
     path = os.path.abspath(path)
-    if not os.path.isfile(path):
-        raise ValueError(f"reward file {path} does not exist")
     job = {"verifier": "reward_file", "path": path, "args": None, "timeout_s": START_TIMEOUT_S}
     names, _, _, problem = run_in_worker(job)
     if not isinstance(names, list):
-        raise ValueError(f"reward file {path} cannot be loaded: {problem or 'the process died'}")
-    if not names:
-        raise ValueError(f"reward file {path} defines no function whose parameters are (response, ground_truth)")
+        raise UserError(f"--reward_file {path}: cannot be loaded: {problem or 'the process died'}")
+    need(names != [], f"--reward_file {path}: defines no function whose parameters are (response, ground_truth)")
     for name in names:
-        if name.lower() in BUILT_IN:
-            raise ValueError(f"reward file {path}: {name} is a verifier already; rename the function")
+        need(name.lower() not in BUILT_IN, f"--reward_file {path}: {name} is a verifier already; rename the function")
     VERIFIERS.update({name.lower(): functools.partial(verify_by_file, path, name) for name in names})
     return names
-
-
-def configure(reward_file: str | None = None, remap_verifier: str | None = None, max_length: int = 32768) -> None:
-    """To be called before anything is checked or scored. Raises ValueError for what cannot be used.
-
-    remap_verifier is OLD=NEW, several separated by commas: rows that name OLD are judged by NEW.
-    max_length is the excess in tokens at which max_length and up_to_max_length reach 0.
-    """
-    if max_length < 1:
-        raise ValueError(f"max_length_verifier_max_length {max_length} must be at least 1")
-    VERIFIERS.update({name: functools.partial(VERIFIERS[name], scale=max_length) for name in LENGTH_VERIFIERS})
-    if reward_file:
-        load_reward_file(reward_file)
-    REMAP.clear()
-    for pair in filter(None, (remap_verifier or "").split(",")):
-        old, equals, new = (part.strip().lower() for part in pair.partition("="))
-        if not (old and equals and new):
-            raise ValueError(f"remap_verifier {pair!r} is not OLD=NEW")
-        check_verifier(new)
-        REMAP[old] = new
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1686,9 +1714,9 @@ def check_verifier(name: str) -> str:
             "(a function of your own needs --reward_file)"
         )
     if name in JUDGE_VERIFIERS and JUDGE is None:
-        raise ValueError(f"verifier {name} needs a model that judges: set llm_judge_model")
+        raise ValueError(f"verifier {name} needs a model that judges: set --llm_judge_model")
     if name == "solver" and SOLVER is None:
-        raise ValueError("verifier solver needs a model that solves: set solver_model_name_or_path")
+        raise ValueError("verifier solver needs a model that solves: set --solver_model_name_or_path")
     return name
 
 
@@ -1782,9 +1810,9 @@ def submit(record: RewardRecord, timeout_s: float = 10.0) -> Future[RewardResult
         return finished(RewardResult(math.nan, "infra_error", None, time.monotonic() - start))
     extracted, outcome = verdict
     if isinstance(outcome, dict):
-        return JOB_THREADS.submit(functools.partial(judge_by_job, name, extracted, outcome | {"timeout_s": timeout_s}))
+        return JOB_THREADS.submit(functools.partial(score_by_job, name, extracted, outcome | {"timeout_s": timeout_s}))
     if callable(outcome):
-        return CALL_THREADS.submit(functools.partial(judge_by_call, name, extracted, outcome))  # ty: ignore[invalid-argument-type]
+        return CALL_THREADS.submit(functools.partial(score_by_call, name, extracted, outcome))  # ty: ignore[invalid-argument-type]
     status = "no_answer" if extracted is None else "ok"
     return finished(RewardResult(outcome, status, extracted, time.monotonic() - start))
 
@@ -1796,7 +1824,7 @@ def finished(result: RewardResult) -> Future[RewardResult]:
     return future
 
 
-def judge_by_job(name: str, extracted: str | None, job: dict) -> RewardResult:
+def score_by_job(name: str, extracted: str | None, job: dict) -> RewardResult:
     """The result of a worker's job; waits for a free worker."""
     value, status, seconds, problem = run_in_worker(job)
     if problem:
@@ -1804,17 +1832,17 @@ def judge_by_job(name: str, extracted: str | None, job: dict) -> RewardResult:
     return RewardResult(value, status, extracted, seconds)
 
 
-def judge_by_call(name: str, extracted: str | None, call: Callable[[], Judged]) -> RewardResult:
+def score_by_call(name: str, extracted: str | None, call: Callable[[], Scored]) -> RewardResult:
     """The result of a call; one that raises is a crash of the verifier."""
     start = time.monotonic()
     try:
-        judged = call()
+        scored = call()
     except Exception as error:
-        judged = Judged(math.nan, "crash", {"problem": f"{type(error).__name__}: {error}"})
-    if judged.status in MISSING:
-        warn_once(name, judged.status, str(judged.details.get("problem", "")))
-    seconds = time.monotonic() - start - judged.waited
-    return RewardResult(judged.score, judged.status, extracted, seconds, judged.details)
+        scored = Scored(math.nan, "crash", {"problem": f"{type(error).__name__}: {error}"})
+    if scored.status in MISSING:
+        warn_once(name, scored.status, str(scored.details.get("problem", "")))
+    seconds = time.monotonic() - start - scored.waited
+    return RewardResult(scored.score, scored.status, extracted, seconds, scored.details)
 
 
 def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
@@ -1846,109 +1874,84 @@ def format_reward(response: str) -> float:
 
 
 def combine_rewards(
-    verifiable: float | None,
-    format_score: float | None,
-    *,
-    verification_reward: float = 10.0,
-    r1_style_format_reward: float = 1.0,
-    additive_format_reward: bool = False,
+    flags: RewardFlags,
+    verifiable: float,
+    format_score: float,
     stopped: bool = True,
-    non_stop_penalty: bool = False,
-    non_stop_penalty_value: float = 0.0,
-    excess_tokens: int = 0,
-    overlong_buffer_length: int = 0,
-    overlong_penalty_factor: float = 1.0,
+    tokens_left: float = math.inf,
 ) -> tuple[float, float]:
     """(outcome, score) from v = verification_reward * verifiable and f = r1_style_format_reward * format_score.
 
-    outcome  format off (format_score None):  v, or 0 if verifiable is None too
-             additive_format_reward:          v + f
-             gated, the default:              v if format_score == 1 else 0; f if verifiable is None
-             non_stop_penalty:                non_stop_penalty_value if the response did not stop by itself
-    score    outcome - overlong_penalty_factor * min(max(excess_tokens, 0) / overlong_buffer_length, 1)
+    outcome  apply_r1_style_format_reward off:    v
+             apply_verifiable_reward off:         f
+             additive_format_reward:              v + f
+             gated, the default:                  v if format_score == 1 else 0
+             non_stop_penalty:                    non_stop_penalty_value if the response did not stop by itself
+    score    outcome - overlong_penalty_factor * min(max(overlong_buffer_length - tokens_left, 0) /
+             overlong_buffer_length, 1): DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13; a buffer of 0 is off
 
-    verifiable is the sum of the verifiers' scores, format_score is 0 or 1. excess_tokens are those beyond the longest
-    response minus the buffer: DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13; a buffer of 0 is off.
-    Groups are filtered by outcome, so a penalty alone never makes a gradient; with --kl_in_reward the learner takes
-    beta * KL off the score as well. A nan verifiable (missing) gives nan in every case.
+    verifiable is the sum of the verifiers' scores, format_score is 0 or 1, tokens_left is what the response left of
+    response_length. Groups are filtered by outcome, so a penalty alone never makes a gradient; with --kl_in_reward the
+    learner takes beta * KL off the score as well. A nan verifiable (missing) gives nan in every case.
     Departs from open-instruct, whose gate asks f == 1 and so gives 0 for every r1_style_format_reward but 1.
     """
-    v = verification_reward * (0.0 if verifiable is None else verifiable)
-    f = r1_style_format_reward * (format_score or 0.0)
+    v = flags.verification_reward * verifiable if flags.apply_verifiable_reward else 0.0
+    f = flags.r1_style_format_reward * format_score if flags.apply_r1_style_format_reward else 0.0
+    gated = flags.apply_verifiable_reward and flags.apply_r1_style_format_reward and not flags.additive_format_reward
     if math.isnan(v):
         outcome = math.nan
-    elif non_stop_penalty and not stopped:
-        outcome = non_stop_penalty_value
-    elif format_score is None or additive_format_reward or verifiable is None:
-        outcome = v + f
-    else:
+    elif flags.non_stop_penalty and not stopped:
+        outcome = flags.non_stop_penalty_value
+    elif gated:
         outcome = v if format_score == 1 else 0.0
-    overlong = min(max(excess_tokens, 0) / overlong_buffer_length, 1.0) if overlong_buffer_length else 0.0
-    return outcome, outcome - overlong_penalty_factor * overlong
+    else:
+        outcome = v + f
+    buffer = flags.overlong_buffer_length
+    overlong = min(max(buffer - tokens_left, 0) / buffer, 1.0) if buffer else 0.0
+    return outcome, outcome - flags.overlong_penalty_factor * overlong
 
 
-def max_score(
-    verification_reward: float,
-    r1_style_format_reward: float,
-    additive_format_reward: bool,
-    apply_verifiable_reward: bool,
-    apply_r1_style_format_reward: bool,
-) -> float:
+def max_score(flags: RewardFlags) -> float:
     """The highest combine_rewards of a response with one verifier that stopped by itself."""
-    return combine_rewards(
-        1.0 if apply_verifiable_reward else None,
-        1.0 if apply_r1_style_format_reward else None,
-        verification_reward=verification_reward,
-        r1_style_format_reward=r1_style_format_reward,
-        additive_format_reward=additive_format_reward,
-    )[0]
+    return combine_rewards(flags, 1.0, 1.0)[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Scores JSON lines {response, ground_truth, dataset}.")
-    parser.add_argument("cases", help="the JSON lines file")
-    parser.add_argument("--timeout_s", type=float, default=10.0, help="deadline of each row, seconds")
-    parser.add_argument("--reward_file", help="Python file; its functions (response, ground_truth) are verifiers")
-    parser.add_argument("--remap_verifier", help="OLD=NEW, comma-separated: rows that name OLD are judged by NEW")
-    parser.add_argument("--max_length_verifier_max_length", type=int, default=32768, help="tokens")
-    parser.add_argument("--code_max_execution_time", type=float, default=1.0, help="seconds a test may take")
-    parser.add_argument("--code_pass_rate_reward_threshold", type=float, default=0.0, help="less passed tests score 0")
-    parser.add_argument("--code_apply_perf_penalty", action="store_true", help="slower programs score less")
-    parser.add_argument("--allow_unsafe_code", action="store_true", help="run programs where the sandbox has holes")
-    parser.add_argument("--llm_judge_model", default="", help="of the verifiers general-* and rubric")
-    parser.add_argument("--llm_judge_base_url", default="", help="OpenAI-compatible server, http://localhost:8000/v1")
-    parser.add_argument("--solver_model_name_or_path", default="", help="of the verifier solver")
-    parser.add_argument("--solver_base_url", default="", help="the server that runs it")
-    args = parser.parse_args()
+    """The command line: scores a file of cases, one JSON result a line on stdout and a summary on stderr."""
+    import tyro
+
+    @dataclass(frozen=True, kw_only=True)
+    class CommandLine(RewardFlags):
+        """Scores JSON lines {response, ground_truth, dataset}."""
+
+        cases: tyro.conf.Positional[str]
+        """The JSON lines file."""
+        timeout_s: float = 10.0
+        """Deadline of each row, seconds."""
+
+    flags = tyro.cli(CommandLine, use_underscores=True)
     try:
-        code = (args.code_max_execution_time, args.code_pass_rate_reward_threshold, args.code_apply_perf_penalty)
-        configure_code(*code, args.allow_unsafe_code)
-        configure_judge(args.llm_judge_model, args.llm_judge_base_url)
-        configure_solver(args.solver_model_name_or_path, args.solver_base_url)
-        configure(args.reward_file, args.remap_verifier, args.max_length_verifier_max_length)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    if not os.path.isfile(args.cases):
-        raise SystemExit(f"rewards.py: {args.cases}: no such file")
-    with open(args.cases, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    for i, row in enumerate(rows, start=1):
-        if missing := {"response", "ground_truth", "dataset"} - row.keys():
-            raise SystemExit(f"{args.cases} row {i}: no {', '.join(sorted(missing))}")
-        if not isinstance(row["response"], str) or not isinstance(row["dataset"], str):
-            raise SystemExit(f"{args.cases} row {i}: response and dataset must be strings, one verifier a row")
-        try:
-            check_verifier(row["dataset"])
-        except ValueError as error:
-            raise SystemExit(f"{args.cases} row {i}: {error}") from None
+        configure(flags, connect=True)
+        need(os.path.isfile(flags.cases), f"{flags.cases}: no such file")
+        with open(flags.cases, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        for i, row in enumerate(rows, start=1):
+            where, missing = f"{flags.cases} row {i}", {"response", "ground_truth", "dataset"} - row.keys()
+            need(not missing, f"{where}: no {', '.join(sorted(missing))}")
+            texts = isinstance(row["response"], str) and isinstance(row["dataset"], str)
+            need(texts, f"{where}: response and dataset must be strings, one verifier a row")
+            try:
+                check_verifier(row["dataset"])
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from None
+    except UserError as error:
+        raise SystemExit(f"rewards.py: {error}") from None
     start = time.monotonic()
     columns = ("response", "ground_truth", "dataset", "num_tokens", "prompt")  # the last two for verifiers that ask
-    records = [RewardRecord(**{column: row[column] for column in columns if column in row}) for row in rows]
-    results = score(records, args.timeout_s)
+    results = score([RewardRecord(**{c: row[c] for c in columns if c in row}) for row in rows], flags.timeout_s)
     for result in results:
         value = None if math.isnan(result.score) else result.score  # JSON has no nan
-        fields = vars(result) | {"score": value}
-        print(json.dumps({k: v for k, v in fields.items() if k != "details" or v}))
+        print(json.dumps({k: v for k, v in (vars(result) | {"score": value}).items() if k != "details" or v}))
     scores = [result.score for result in results if result.status not in MISSING]
     counts = ", ".join(f"{status} {n}" for status, n in collections.Counter(r.status for r in results).items())
     mean = sum(scores) / len(scores) if scores else math.nan

@@ -49,6 +49,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import rewards  # noqa: E402
+from rewards import UserError  # noqa: E402
 
 REPO = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,10 +57,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes and flags
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class UserError(ValueError):
-    """A flag, file or row is wrong; the message names it, its value and the fix. Shown without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -371,14 +368,6 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
     )
     # reward, schedule, evaluation
     need(
-        args.apply_verifiable_reward or args.apply_r1_style_format_reward,
-        "--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward",
-    )
-    need(
-        args.apply_r1_style_format_reward or not args.additive_format_reward,
-        "--additive_format_reward needs --apply_r1_style_format_reward",
-    )
-    need(
         args.overlong_buffer_length < args.response_length,
         f"--overlong_buffer_length {args.overlong_buffer_length} must be less than --response_length "
         f"{args.response_length}",
@@ -438,20 +427,7 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
         not args.with_tensorboard or importlib.util.find_spec("tensorboard") is not None,
         "--with_tensorboard needs a package that is not installed: pip install tensorboard",
     )
-    try:
-        rewards.configure_code(
-            args.code_max_execution_time,
-            args.code_pass_rate_reward_threshold,
-            args.code_apply_perf_penalty,
-            args.allow_unsafe_code,
-        )
-        configure_reward_models(args, connect=False)
-    except (ValueError, OSError) as error:
-        raise UserError(f"--{error}") from None
-    try:
-        rewards.configure(args.reward_file, args.remap_verifier, args.max_length_verifier_max_length)
-    except ValueError as error:
-        raise UserError(f"--reward_file {args.reward_file!r} --remap_verifier {args.remap_verifier}: {error}") from None
+    rewards.configure(args, connect=False)
     need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
     system = args.system_prompt_override_file
     need(system is None or Path(system).is_file(), f"--system_prompt_override_file {system}: no such file")
@@ -468,12 +444,10 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
 
 POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length
     temperature
-    num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k
-    max_length_verifier_max_length""".split()
-NOT_NEGATIVE = """overlong_buffer_length overlong_penalty_factor
-    beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
+    num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k""".split()
+NOT_NEGATIVE = """beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
     stall_timeout_s rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound
-    eval_temperature verification_reward""".split()
+    eval_temperature""".split()
 
 
 def _positive_number(text: str) -> bool:
@@ -2336,17 +2310,6 @@ def describe_verifiers(rollouts: Sequence[Any], args: Any, metrics: Metrics, pre
                 metrics.add(f"{prefix}/{solved}", float(value >= full - 1e-8))
 
 
-def best_score(args: Any) -> float:
-    """The highest score a response can get."""
-    return rewards.max_score(
-        args.verification_reward,
-        args.r1_style_format_reward,
-        args.additive_format_reward,
-        args.apply_verifiable_reward,
-        args.apply_r1_style_format_reward,
-    )
-
-
 def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args: Any, metrics: Metrics) -> None:
     """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
     describe_rollouts(sampled, args, metrics)
@@ -2360,7 +2323,7 @@ def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args:
     metrics.add("val/score_sq", sum(s * s for s in present), len(present))
     metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
     size = args.num_samples_per_prompt_rollout
-    best = best_score(args)
+    best = rewards.max_score(args)
     everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
     outcomes = [{r.outcome for r in group if not math.isnan(r.outcome)} for group in everything]
     constant = [scores for scores in outcomes if len(scores) < 2]
@@ -2701,16 +2664,6 @@ class Server:
     guard: subprocess.Popen
 
 
-def configure_reward_models(args: Any, connect: bool) -> None:
-    """Set judge and solver as the flags say; with `connect` also ask those that run already for a word. Raises
-    ValueError or OSError."""
-    judge = "model base_url max_tokens max_context_length temperature timeout max_concurrency".split()
-    rewards.configure_judge(*(getattr(args, f"llm_judge_{name}") for name in judge), connect=connect)
-    solver = """model_name_or_path base_url num_samples temperature response_length prompt_file baseline refuse_leaks
-        timeout max_concurrency""".split()
-    rewards.configure_solver(*(getattr(args, f"solver_{name}") for name in solver), connect=connect)
-
-
 def start_reward_models(args: Any, run_dir: Path, world: World) -> list[Server]:
     """Connect this rank to the judge and the solver; the first rank starts the solver's servers if none run already.
     All ranks that score. Raises UserError."""
@@ -2718,24 +2671,21 @@ def start_reward_models(args: Any, run_dir: Path, world: World) -> list[Server]:
     outcome: list[Any] = ["", [], ""]  # problem, URLs, key
     if world.is_main and args.solver_model_name_or_path and not args.solver_base_url:
         in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        shares = args.vllm_gpu_memory_utilization + args.solver_gpu_memory_utilization
         try:
-            if 0 < torch.cuda.device_count() < in_use + args.solver_num_engines and shares > 0.95:
+            if 0 < torch.cuda.device_count() < in_use + args.solver_num_engines:
                 raise UserError(
-                    f"--solver_num_engines {args.solver_num_engines} share a GPU with others, but "
-                    f"--vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization} and "
-                    f"--solver_gpu_memory_utilization {args.solver_gpu_memory_utilization} leave no room for both"
+                    f"--solver_num_engines {args.solver_num_engines}: each takes a GPU of its own, and {in_use} of "
+                    f"{torch.cuda.device_count()} are the run's: lower it, or start a server with a smaller share of a "
+                    "GPU yourself and give --solver_base_url"
                 )
             servers = start_servers(
                 args.solver_model_name_or_path,
                 args.solver_num_engines,
                 run_dir,
                 max_model_len=args.max_prompt_token_length + args.response_length + args.solver_response_length + 512,
-                revision=args.solver_model_revision,
                 dtype=args.model_dtype,
                 seed=args.seed,
-                gpu_memory_utilization=args.solver_gpu_memory_utilization,
-                max_num_seqs=args.solver_max_concurrency,
+                max_num_seqs=rewards.SOLVER_MAX_CONCURRENCY,
                 devices_in_use=in_use,
             )
             outcome[1:] = [server.base_url for server in servers], servers[0].api_key
@@ -2747,9 +2697,10 @@ def start_reward_models(args: Any, run_dir: Path, world: World) -> list[Server]:
     try:
         if problem:
             raise UserError(problem)
-        configure_reward_models(args, connect=True)
         if urls:
-            rewards.connect_solver(urls, key)
+            os.environ["SOLVER_API_KEY"] = key
+            args = replace(args, solver_base_url=",".join(urls))
+        rewards.configure(args, connect=True)
     except ValueError as error:
         stop_servers(servers)
         raise UserError(str(error)) from None

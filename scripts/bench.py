@@ -770,10 +770,16 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
     ]
     with tempfile.TemporaryDirectory() as directory:
         servers = utils.start_servers(options.model, 1, Path(directory), max_model_len=1024, dtype=options.dtype)
+        os.environ["SOLVER_API_KEY"] = servers[0].api_key
+        flags = rewards.RewardFlags(
+            solver_model_name_or_path=options.model,
+            solver_base_url=servers[0].base_url,
+            solver_response_length=options.solver_tokens,
+            solver_baseline=False,
+        )
 
         def solve(name: str, batches: Sequence[Sequence[rewards.RewardRecord]]) -> None:
-            rewards.configure_solver(options.model, response_length=options.solver_tokens, baseline=False)
-            rewards.connect_solver([server.base_url for server in servers], servers[0].api_key)
+            rewards.configure(flags, connect=True)  # nothing of the round before is kept
             results[name] = [result for batch in batches for result in rewards.score(batch)]
 
         solve("warm-up", [guidelines])

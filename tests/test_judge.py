@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import rewards
-from rewards import RewardRecord, check_ground_truth, check_verifier, score
+from rewards import RewardFlags, RewardRecord, check_ground_truth, check_verifier, score
 from tests.test_rewards import PIECES, random_strings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,12 +109,17 @@ def serve(monkeypatch):
     for server in servers:
         server.shutdown()
         server.server_close()
-    rewards.configure_judge("")
-    rewards.configure_solver("")
+    rewards.configure(RewardFlags(), connect=True)
+
+
+def configure(judge=None, solver=None, **flags):
+    flags |= {"llm_judge_model": "m", "llm_judge_base_url": judge.url} if judge else {}
+    flags |= {"solver_model_name_or_path": "m", "solver_base_url": solver.url} if solver else {}
+    rewards.configure(RewardFlags(**flags), connect=True)
 
 
 def judge_with(server, **settings):
-    rewards.configure_judge("m", server.url, **settings)
+    configure(judge=server, **{f"llm_judge_{name}": value for name, value in settings.items()})
 
 
 def judged(response="A fine response.", verifier="general-quality", label="", prompt="user: Why?"):
@@ -243,7 +248,7 @@ def test_retry_after_is_obeyed(serve):
 def test_slow_judge_is_a_timeout(serve):
     over = threading.Event()
     server = serve(lambda message, request: over.wait(30) and "SCORE: 5")
-    judge_with(server, timeout_s=0.5)
+    judge_with(server, timeout=0.5)
     start = time.monotonic()
     assert missing(judged(), "timeout")
     assert time.monotonic() - start < 10 and len(server.messages) == 1  # a timeout is not repeated
@@ -359,7 +364,7 @@ def test_start_refuses_what_cannot_work(serve, monkeypatch):
     with pytest.raises(ValueError, match="solver_model_name_or_path"):
         check_verifier("solver")
     with pytest.raises(ValueError, match="OPENAI_API_KEY"):
-        rewards.configure_judge("m")
+        rewards.configure(RewardFlags(llm_judge_model="m"), connect=True)
     server = serve(None)
     with pytest.raises(ValueError, match="llm_judge_max_tokens 8000"):
         judge_with(server, max_tokens=8000)
@@ -367,7 +372,7 @@ def test_start_refuses_what_cannot_work(serve, monkeypatch):
     closed.shutdown()
     closed.server_close()
     with pytest.raises(ValueError, match=re.escape(closed.url)):
-        judge_with(closed, timeout_s=5.0)
+        judge_with(closed, timeout=5.0)
     monkeypatch.setattr(Handler, "do_POST", lambda self: self.reply({"error": {"message": "wrong key"}}, 401))
     with pytest.raises(ValueError, match="wrong key"):
         judge_with(server)
@@ -378,8 +383,7 @@ def test_start_refuses_what_cannot_work(serve, monkeypatch):
 def test_key_is_the_environments(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     server = serve(lambda message, request: "SCORE: 5")
-    judge_with(server)
-    rewards.configure_solver("m", server.url, baseline=False)
+    configure(server, server, solver_baseline=False)
     judged()
     score([RewardRecord("Add.", {"question": "1+1?", "answer": "2"}, "solver")])
     assert server.keys == ["Bearer sk-secret", "Bearer EMPTY"]  # the solver's servers are not OpenAI's
@@ -392,7 +396,7 @@ LABEL = {"question": "What is 6 times 7?", "answer": "42"}
 
 
 def solve_with(server, **settings):
-    rewards.configure_solver("m", server.url, **settings)
+    configure(solver=server, **{f"solver_{name}": value for name, value in settings.items()})
 
 
 def test_solver_is_graded_and_kept(serve):
@@ -454,12 +458,12 @@ def test_a_group_is_in_flight_together_and_shares_its_baseline(serve):
 def test_samples_are_averaged(serve):
     texts = ["\\boxed{42}", "\\boxed{41}", "\\boxed{42}", "cut off"]
     server = serve(lambda message, request: completion(*texts, finish_reason="length"))
-    solve_with(server, num_samples=4, temperature=0.6)
+    solve_with(server, num_samples=4)
     [result] = score([RewardRecord("Multiply.", LABEL, "solver")])
     assert result.score == 0.5 and result.details["solver_correct"] == [1.0, 0.0, 1.0, 0.0]
     assert result.details["truncated"] == 4 and result.details["solver_texts"] == texts
     guided, baseline = server.requests
-    assert guided["n"] == 4 and guided["temperature"] == 0.6 and guided["seed"] != baseline["seed"]
+    assert guided["n"] == 4 and guided["temperature"] == 0.7 and guided["seed"] != baseline["seed"]
 
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
@@ -476,11 +480,11 @@ def test_failures_of_the_solver_are_missing(serve):
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
 def test_solver_without_server_is_missing():
-    rewards.configure_solver("m")
+    rewards.configure(RewardFlags(solver_model_name_or_path="m"), connect=True)
     try:
         [result] = score([RewardRecord("Multiply.", LABEL, "solver")])
     finally:
-        rewards.configure_solver("")
+        rewards.configure(RewardFlags(), connect=True)
     assert missing(result)
 
 
@@ -513,16 +517,6 @@ def test_guideline_is_plain_text_and_fits(serve):
     assert not any(token in message for token in ("<|", "</s>", "[/INST]", "<end_of_turn>"))
 
 
-def test_leaks(serve):
-    server = serve(lambda message, request: "\\boxed{42}")
-    solve_with(server, refuse_leaks=True, baseline=False)
-    leaking = ["Write \\boxed{42.0} or \\boxed{ 42 }", "The answer is 42.", "It is $42$", "42"]
-    clean = ["Multiply.", "142 or 420 or 4.42 or 42.5 is wrong", "\\boxed{x}"]
-    results = score([RewardRecord(text, LABEL, "solver") for text in leaking + clean])
-    assert [result.score for result in results] == [0.0] * 4 + [1.0] * 3
-    assert results[0].details == {"leak": True} and len(server.messages) == len(clean)
-
-
 def test_prompt_file(serve, tmp_path):
     server = serve(lambda message, request: "\\boxed{42}")
     file = tmp_path / "prompt.txt"
@@ -539,7 +533,8 @@ def test_prompt_file(serve, tmp_path):
 
 def test_servers_take_turns_and_a_question_stays(serve):
     servers = [serve(lambda message, request: "\\boxed{42}") for _ in range(2)]
-    rewards.configure_solver("m", ",".join(server.url for server in servers))
+    urls = ",".join(server.url for server in servers)
+    rewards.configure(RewardFlags(solver_model_name_or_path="m", solver_base_url=urls), connect=True)
     labels = [{"question": f"What is {i} + {42 - i}?", "answer": "42"} for i in range(8)]
     score([RewardRecord(f"Guideline {j}", label, "solver") for label in labels for j in range(3)])
     for server in servers:
@@ -551,8 +546,7 @@ def test_servers_take_turns_and_a_question_stays(serve):
 def test_no_string_breaks_a_request(serve):
     """Random and hostile strings through judge, rubric and solver: all are judged, in a time linear in their length."""
     server = serve(lambda message, request: "\\boxed{42}" if "solve" in message.lower() else "SCORE: 1")
-    judge_with(server)
-    solve_with(server, baseline=False, refuse_leaks=True)
+    configure(server, server, solver_baseline=False)
     labels = {"general-quality": "", "rubric": {"rubrics": [{"description": "short", "weight": 1}]}, "solver": LABEL}
     texts = random_strings(200) + [piece * 50_000 for piece in PIECES]
     start = time.monotonic()
@@ -572,8 +566,9 @@ sys.path.insert(0, sys.argv[1])
 import rewards, utils
 model = sys.argv[2]
 servers = utils.start_servers(model, 1, Path(sys.argv[3]), max_model_len=1024)
-rewards.configure_solver(model, response_length=128)
-rewards.connect_solver([server.base_url for server in servers], servers[0].api_key)
+os.environ["SOLVER_API_KEY"] = servers[0].api_key
+flags = {"solver_model_name_or_path": model, "solver_base_url": servers[0].base_url, "solver_response_length": 128}
+rewards.configure(rewards.RewardFlags(**flags), connect=True)
 guidelines = ["The answer is \\\\boxed{5}. Write just \\\\boxed{5}", "Sing. " * 2000]
 label = {"question": "What is 2+3?", "answer": "5"}
 results = rewards.score([rewards.RewardRecord(guideline, label, "solver") for guideline in guidelines])

@@ -203,7 +203,7 @@ def test_a_response_is_judged_while_others_are_sampled(monkeypatch):
         def call():
             record.append(response)
             judged.set()
-            return rewards.Judged(float(response == "a"), "ok", {})
+            return rewards.Scored(float(response == "a"), "ok", {})
 
         return rewards.Verdict(response, call)
 

@@ -86,10 +86,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # else this machine's GPUs are too few
     (tmp_path / "scripts").symlink_to(REPO / "scripts")
     yield tmp_path
-    rewards.configure()
-    rewards.configure_code()
-    rewards.configure_judge()
-    rewards.configure_solver()
+    rewards.configure(rewards.RewardFlags(), connect=False)
 
 
 def read_flags(recipe):

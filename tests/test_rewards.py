@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 import rewards
-from rewards import RewardRecord, check_ground_truth, check_verifier, combine_rewards, format_reward, max_score, score
+from rewards import (
+    RewardFlags,
+    RewardRecord,
+    check_ground_truth,
+    check_verifier,
+    combine_rewards,
+    format_reward,
+    max_score,
+    score,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_CASES = ROOT.parent / "shared" / "reward_cases.jsonl"
@@ -226,7 +235,7 @@ def test_cases(rows):
     ],
 )  # fmt: skip
 def test_length_verifiers(name, num_tokens, label, want, configured):
-    configured(max_length=200)
+    configured(max_length_verifier_max_length=200)
     (result,) = score([RewardRecord("x", label, name, num_tokens)])
     assert (result.status, result.extracted) == ("ok", str(num_tokens)) and result.score == pytest.approx(want)
 
@@ -372,7 +381,7 @@ def test_a_call_that_raises_is_a_crash_and_all_calls_are_in_flight_together(monk
     def verify(record, ground_truth):
         def call():
             both.wait()  # a second call must run meanwhile
-            return rewards.Judged(1.0, "ok", {"asked": record.prompt}) if ground_truth else 1 / 0
+            return rewards.Scored(1.0, "ok", {"asked": record.prompt}) if ground_truth else 1 / 0
 
         return rewards.Verdict(record.response, call)
 
@@ -482,10 +491,10 @@ def test_unknown_verifier_names_the_nearest():
 
 @pytest.fixture
 def configured(monkeypatch):
-    """rewards.configure, undone after the test."""
+    """rewards.configure of some flags, undone after the test."""
     monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
-    monkeypatch.setattr(rewards, "REMAP", {})
-    return rewards.configure
+    yield lambda **flags: rewards.configure(RewardFlags(**flags), connect=False)
+    rewards.configure(RewardFlags(), connect=False)
 
 
 def test_remap_verifier(configured):
@@ -556,7 +565,7 @@ def test_reward_file(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "does not exist"),
+        (None, "no such file"),
         ("def f(response, ground_truth)\n    return 1", r"SyntaxError.*reward.py, line 1"),
         ("x = 1\nimport no_such_module", r"No module named 'no_such_module' \(reward.py, line 2\)"),
         ("import os\nos._exit(0)", "cannot be loaded"),
@@ -726,7 +735,15 @@ NAN = math.nan
     ],
 )  # fmt: skip
 def test_combine_rewards(verifiable, format_score, flags, want):
-    assert combine_rewards(verifiable, format_score, **flags) == pytest.approx((want, want), nan_ok=True)
+    """None: the flag that asks for it is off, and whatever its value it must not count."""
+    stopped = flags.pop("stopped", True)
+    asked = {
+        "apply_verifiable_reward": verifiable is not None,
+        "apply_r1_style_format_reward": format_score is not None,
+    }
+    values = [5.0 if value is None else value for value in (verifiable, format_score)]
+    got = combine_rewards(RewardFlags(**asked, **flags), *values, stopped)
+    assert got == pytest.approx((want, want), nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -734,10 +751,10 @@ def test_combine_rewards(verifiable, format_score, flags, want):
     [(80, 10.0), (81, 9.8), (90, 8.0), (100, 6.0), (120, 6.0), (0, 10.0)],  # DAPO's eq. 13, by hand
 )
 def test_soft_overlong_penalty(tokens, want):
-    buffer = {"overlong_buffer_length": 20, "overlong_penalty_factor": 4.0}
-    outcome, shaped = combine_rewards(1.0, None, excess_tokens=tokens - (100 - 20), **buffer)
+    flags = RewardFlags(overlong_buffer_length=20, overlong_penalty_factor=4.0)
+    outcome, shaped = combine_rewards(flags, 1.0, 0.0, tokens_left=100 - tokens)
     assert outcome == 10.0 and shaped == pytest.approx(want)
-    assert combine_rewards(1.0, None, excess_tokens=tokens) == (10.0, 10.0)  # off
+    assert combine_rewards(RewardFlags(), 1.0, 0.0, tokens_left=100 - tokens) == (10.0, 10.0)  # off
 
 
 @pytest.mark.parametrize(
@@ -746,7 +763,8 @@ def test_soft_overlong_penalty(tokens, want):
      (False, False, True, 2.0), (True, False, True, 2.0), (False, False, False, 0.0)],
 )  # fmt: skip
 def test_max_score(additive, verifiable, use_format, want):
-    assert max_score(10.0, 2.0, additive, verifiable, use_format) == want
+    asked = {"apply_verifiable_reward": verifiable, "apply_r1_style_format_reward": use_format}
+    assert max_score(RewardFlags(r1_style_format_reward=2.0, additive_format_reward=additive, **asked)) == want
 
 
 @pytest.mark.parametrize(

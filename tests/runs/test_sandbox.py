@@ -247,10 +247,11 @@ sys.path.insert(0, {copy!r})
 import rewards
 rewards.CODE_SLOTS = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
 settings = json.loads(sys.argv[1])
-rewards.configure_code(**settings | {{"without": tuple(settings["without"])}})
-layers, leaks = rewards.sandbox_level(rewards.CODE.without)
+rewards.WITHOUT_LAYERS = tuple(settings.pop("without"))
+rewards.configure(rewards.RewardFlags(**settings), connect=False)
+layers, leaks = rewards.sandbox_level(rewards.WITHOUT_LAYERS)
 records = [rewards.RewardRecord("```python\\n" + p + "\\n```", label, name) for name, label, p in json.load(sys.stdin)]
-box = rewards.IDLE_SANDBOXES[(), rewards.CODE.without][0]
+box = rewards.IDLE_SANDBOXES[(), rewards.WITHOUT_LAYERS][0]
 server, results = box.process.pid, []
 for record in records:
     result, = rewards.score([record])
@@ -343,7 +344,7 @@ def test_hostile_programs(uid, without, copy):
         right = ("code", ADD_TESTS, "def add(a, b): return a + b")
         interleaved = [row for attack in rows for row in (attack, right if attack[0] == "code" else RIGHT)]
         environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
-        settings = json.dumps({"max_execution_time": 1.0, "without": without})
+        settings = json.dumps({"code_max_execution_time": 1.0, "without": without})
         command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
         user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         run = subprocess.run(
@@ -377,10 +378,15 @@ def test_hostile_programs(uid, without, copy):
 
 
 @pytest.fixture
-def configured():
-    """Function with configure_code's parameters; the default settings come back afterwards."""
-    yield rewards.configure_code
-    rewards.configure_code()
+def configured(monkeypatch):
+    """Function (flags, without=layers left out); the default settings come back afterwards."""
+
+    def configure(without=(), **flags):
+        monkeypatch.setattr(rewards, "WITHOUT_LAYERS", without)
+        rewards.configure(rewards.RewardFlags(**flags), connect=False)
+
+    yield configure
+    rewards.configure(rewards.RewardFlags(), connect=False)
 
 
 def one(name, label, program):
@@ -392,7 +398,7 @@ def one(name, label, program):
 def test_nothing_survives_a_killed_trainer(without, copy):
     program = "while True: pass"
     rows = json.dumps([("code_stdio", [{"input": "", "output": ""}], program)] * 2)
-    settings = json.dumps({"max_execution_time": 100, "without": without})
+    settings = json.dumps({"code_max_execution_time": 100, "without": without})
     command = [sys.executable, "-c", DRIVER.format(copy=str(copy)), settings]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd="/") as trainer:
         trainer.stdin.write(rows)
@@ -407,11 +413,11 @@ def test_nothing_survives_a_killed_trainer(without, copy):
 
 def only_sandbox():
     """The idle fork server that the next program gets."""
-    return rewards.IDLE_SANDBOXES[(), rewards.CODE.without][-1]
+    return rewards.IDLE_SANDBOXES[(), rewards.WITHOUT_LAYERS][-1]
 
 
 def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monkeypatch):
-    configured(max_execution_time=5)
+    configured(code_max_execution_time=5)
     rewards.WARNED.clear()
     assert one(*RIGHT).score == 1.0
     box = only_sandbox()
@@ -457,12 +463,12 @@ def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
     rewards.WARNED.clear()
     with pytest.warns(UserWarning, match="allow_unsafe_code"):
         assert one(*RIGHT).status == "infra_error"
-    configured(without=without, allow_unsafe=True)
+    configured(without=without, allow_unsafe_code=True)
     assert check_ground_truth("code", ADD_TESTS) is None and one(*RIGHT).score == 1.0
 
 
 def test_processes_that_a_leaky_sandbox_lets_through_are_swept(configured):
-    configured(without=("namespaces", "seccomp"), allow_unsafe=True)
+    configured(without=("namespaces", "seccomp"), allow_unsafe_code=True)
     daemon = """
 import os, time
 if os.fork() == 0:
@@ -545,7 +551,7 @@ def test_seccomp_program(machine, monkeypatch):
 
 
 def test_thief_finds_what_is_in_reach(configured):
-    configured(max_execution_time=5)
+    configured(code_max_execution_time=5)
     assert one("code_stdio", [{"input": "8173645201", "output": "8173645201"}], THIEF).score == 1.0
 
 
@@ -578,7 +584,7 @@ HONEST = [
 
 
 def test_honest_programs(configured):
-    configured(max_execution_time=5)
+    configured(code_max_execution_time=5)
     for program, want in HONEST:
         result = one("code_stdio", RIGHT[1], program)
         assert (result.score, result.status) == (want, "ok"), (program, result)
@@ -586,7 +592,7 @@ def test_honest_programs(configured):
 
 def test_installed_packages_can_be_imported(configured):
     pytest.importorskip("numpy")
-    configured(max_execution_time=20)
+    configured(code_max_execution_time=20)
     assert one("code_stdio", RIGHT[1], "import numpy as np\nprint(int(np.array([1, 2, 3]).sum()))").score == 1.0
     pytest.importorskip("sympy")
     assert one("code_stdio", RIGHT[1], "import sympy\nprint(sympy.sqrt(36))").score == 1.0
@@ -671,7 +677,7 @@ FAILING = [
 
 
 def test_asserts(configured):
-    configured(max_execution_time=10)
+    configured(code_max_execution_time=10)
     result = one("code", PASSING, SOLUTION)
     failed = [(test, ok) for test, ok in zip(PASSING, result.details["passed"], strict=True) if not ok]
     assert not failed, result
@@ -683,7 +689,7 @@ def test_asserts(configured):
 
 def test_numpy_follows_no_pointer_of_the_program(configured):
     pytest.importorskip("numpy")
-    configured(max_execution_time=10)
+    configured(code_max_execution_time=10)
     forger = """
 import math
 class Pointer:
@@ -697,7 +703,7 @@ def f(x): return Pointer()
 
 def test_names_of_builtins_in_asserts(configured):
     """The program's sum counts where it is the only function asked for, and never as a judge of another one."""
-    configured(max_execution_time=10)
+    configured(code_max_execution_time=10)
     assert one("code", ["assert sum(10, 15) == 6"], "def sum(a, b): return 6").score == 1.0
     forger = "class E: pass\ndef sorted(*a): return [1, 2]\ndef abs(x): return 0\ndef f(x): return E()"
     assert one("code", ["assert sorted(f([2, 1])) == [1, 2]", "assert abs(f(1) - 5) < 1e-9"], forger).score == 0.0
@@ -705,7 +711,7 @@ def test_names_of_builtins_in_asserts(configured):
 
 
 def test_asserts_that_hang_or_end_the_program_cost_only_themselves(configured):
-    configured(max_execution_time=0.6)
+    configured(code_max_execution_time=0.6)
     program = "import os, time\ndef f(x):\n    if x == 1: time.sleep(100)\n    if x == 2: os._exit(0)\n    return x"
     result = one("code", [f"assert f({i}) == {i}" for i in range(5)], program)
     assert result.details["passed"] == [1, 0, 0, 1, 1] and result.score == 0.6
@@ -725,20 +731,20 @@ def test_settings(configured):
     label = [{"input": f"{i}\n", "output": f"{i}\n"} for i in range(4)]
     three_of_four = "n = int(input())\nprint(n if n else 9)"
     assert one("code_stdio", label, three_of_four).score == 0.75
-    configured(pass_rate_threshold=0.75)
+    configured(code_pass_rate_reward_threshold=0.75)
     assert one("code_stdio", label, three_of_four).score == 0.75
-    configured(pass_rate_threshold=0.8)
+    configured(code_pass_rate_reward_threshold=0.8)
     assert one("code_stdio", label, three_of_four).score == 0.0
-    configured(max_execution_time=2.0, perf_penalty=True)
+    configured(code_max_execution_time=2.0, code_apply_perf_penalty=True)
     result = one("code_stdio", label, "import time; time.sleep(0.5); print(input())")
     seconds = result.details["seconds"]
     assert min(seconds) >= 0.5 and result.score == pytest.approx(sum(max(0, 1 - s / 2) for s in seconds) / 4)
-    configured(max_execution_time=0.3, perf_penalty=True)
+    configured(code_max_execution_time=0.3, code_apply_perf_penalty=True)
     result = one("code_stdio", label, "while True: pass")
     assert result.score == 0.0 and result.status == "ok" and "time limit" in result.details["problem"]
-    for bad in ({"max_execution_time": 0}, {"max_execution_time": math.inf}, {"pass_rate_threshold": 1.1}):
-        with pytest.raises(ValueError, match="code_"):
-            configured(**bad)
+    for bad in ({"max_execution_time": 0}, {"max_execution_time": math.inf}, {"pass_rate_reward_threshold": 1.1}):
+        with pytest.raises(rewards.UserError, match="--code_"):
+            configured(**{f"code_{name}": value for name, value in bad.items()})
 
 
 @pytest.mark.parametrize(
