@@ -29,6 +29,7 @@ import math
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -141,7 +142,7 @@ def launch(args: Args) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    cores = len(os.sched_getaffinity(0))
+    cores = len(utils.ALL_CORES)
     together = args.async_steps > 0  # learners and engines compute at the same time
     if not torch.cuda.is_available():
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if together else cores)
@@ -167,9 +168,12 @@ def launch(args: Args) -> None:
 
 def pass_on(number: int, frame: Any) -> None:
     """Send a signal to all child processes, the ranks."""
-    for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            os.kill(int(pid), number)
+    if sys.platform == "linux":
+        children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children"))
+    else:
+        children = subprocess.run(["pgrep", "-P", str(os.getpid())], stdout=subprocess.PIPE, text=True).stdout
+    for pid in children.split():
+        os.kill(int(pid), number)
 
 
 def _reason(exitcode: int) -> str:
@@ -186,9 +190,9 @@ def die_with_parent() -> None:
 
 def pin_cores(args: Args) -> None:
     """Give this rank its own cores where the ranks compute at the same time and there are enough."""
-    cores, ranks = sorted(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
+    cores, ranks = sorted(utils.ALL_CORES), int(os.environ["LOCAL_WORLD_SIZE"])
     if args.async_steps > 0 and not torch.cuda.is_available() and len(cores) >= ranks:
-        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
+        utils.pin(cores[int(os.environ["LOCAL_RANK"]) :: ranks])
 
 
 def join(store: Any, name: str, index: int, size: int) -> utils.World:

@@ -1567,7 +1567,9 @@ WORKER_SETUPS = {
 
 
 def limit(kind: int, amount: int) -> None:
-    """Sets a soft resource limit of this process."""
+    """Sets a soft resource limit of this process. None on macOS, whose setrlimit refuses RLIMIT_AS."""
+    if sys.platform == "darwin":
+        return
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 

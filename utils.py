@@ -34,8 +34,10 @@ from pathlib import Path
 from typing import Any
 
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+# The cores this process may use; macOS pins no process and has no call that says so
+ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 # Two OpenMP pools that together want more threads than there are cores run 10-20x slower.
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _LOCAL_WORLD_SIZE)))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(ALL_CORES) // _LOCAL_WORLD_SIZE)))
 # oneDNN compiles a bfloat16 product for each shape and keeps 1024; packs have hundreds of lengths
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -179,6 +181,15 @@ def make_deterministic(args: Any) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]  # finds bugs, no more
 
 
+def pin(cores: Iterable[int]) -> set[int]:
+    """Keep this process on these cores, where the system can (macOS cannot); returns those it had."""
+    if not hasattr(os, "sched_setaffinity"):
+        return ALL_CORES
+    had = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    return had
+
+
 def leave_distributed() -> None:
     """Leave the ranks' world, if an engine that shared it has not closed it already."""
     if dist.is_initialized():
@@ -318,6 +329,14 @@ def check_args(args: Any, world_size: int, fast: bool = False) -> None:
     need(args.sequence_parallel_size == 1, "--sequence_parallel_size above 1 is not supported yet")
     need(fast or tp == 1, f"--vllm_tensor_parallel_size {tp}: grpo.py has one GPU per engine; use grpo_fast.py")
     need(rate is None or 0 < rate <= 1, f"--no_resampling_pass_rate {rate}: must be in (0, 1]; leave it out for off")
+    need(
+        args.rollout_backend != "vllm"
+        or args.dry_run
+        or bool(args.load_batches)
+        or importlib.util.find_spec("vllm") is not None,
+        "--rollout_backend vllm: vLLM is not installed: bash scripts/setup.sh installs it where it has a build; else "
+        "take --rollout_backend transformers",
+    )
     need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
     need(
         fast or share <= 0.8 or not torch.cuda.is_available() or args.rollout_backend != "vllm",
@@ -2632,7 +2651,6 @@ def draw_report(run_dir: Path) -> str:
 # Servers: language models for rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
-ALL_CORES = os.sched_getaffinity(0)
 SERVER_START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
 # Runs the server in a process group and a temporary directory of its own, and ends both when the server is done or its
 # stdin is closed, which the kernel does when the trainer is gone, however that came about. A signal of the kernel at
@@ -2762,8 +2780,7 @@ def start_servers(
     torchrun = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
     key, servers = secrets.token_hex(16), []
-    pinned = os.sched_getaffinity(0)  # grpo_fast.py pins its ranks, which a server would inherit
-    os.sched_setaffinity(0, ALL_CORES)
+    pinned = pin(ALL_CORES)  # grpo_fast.py pins its ranks, which a server would inherit
     try:
         for i, devices in enumerate(server_devices(num, devices_in_use)):
             with socket.socket() as free:
@@ -2791,7 +2808,7 @@ def start_servers(
         stop_servers(servers)
         raise
     finally:
-        os.sched_setaffinity(0, pinned)
+        pin(pinned)
     return servers
 
 

@@ -104,7 +104,7 @@ def matrix_product(dtype: torch.dtype, device: Any) -> tuple[Callable[[], Any], 
 def machine(dtype: torch.dtype) -> dict[str, Any]:
     """What the numbers were measured on. A load well above 0 at the start: others are at work, trust no ratio."""
     cuda = torch.cuda.is_available()
-    facts = {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "torch": torch.__version__}
+    facts = {"cores": len(utils.ALL_CORES), "load": os.getloadavg()[0], "torch": torch.__version__}
     product, operations = matrix_product(dtype, "cuda" if cuda else "cpu")
     peak = operations / min(stopwatch(product) for _ in range(6)) / 1e9
     facts |= {"threads": torch.get_num_threads(), "peak_gflops": peak, **THREAD_SETTINGS}

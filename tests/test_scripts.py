@@ -210,7 +210,8 @@ class Checkout:
     def __init__(self, root: Path):
         self.root, self.calls = root, root / "calls"
         (root / "scripts").mkdir()
-        shutil.copy(ROOT / "scripts" / "setup.sh", root / "scripts")
+        for name in ("setup.sh", "doctor.py"):
+            shutil.copy(ROOT / "scripts" / name, root / "scripts")
         for name in ("requirements.txt", "requirements-cpu.txt"):
             shutil.copy(ROOT / name, root)
         (root / ".venv" / "bin").mkdir(parents=True)
@@ -263,9 +264,10 @@ def test_setup_installs_once(checkout):
     assert calls == []
 
     with (checkout.root / "requirements-cpu.txt").open("a") as f:
-        f.write("six==1.17.0\n")
+        f.write("nosuchpackage==1.17.0\n")
     said, calls = checkout.setup()
     assert "already installed" not in said
+    assert "nosuchpackage is missing, not 1.17.0" in said
     assert "install -r requirements-cpu.txt" in calls
 
 
@@ -273,6 +275,24 @@ def test_setup_takes_the_cuda_requirements_where_there_is_a_gpu(checkout):
     checkout.program("bin/nvidia-smi", "echo 'GPU 0: NVIDIA H100 (UUID: GPU-0)'")
     _, calls = checkout.setup()
     assert calls == ["install -r requirements.txt"]
+
+
+def test_setup_on_macos(checkout):
+    (checkout.root / ".venv" / "lib" / "libiomp5.so").touch()
+    checkout.program("bin/uname", "echo Darwin")
+    said, calls = checkout.setup()
+    assert calls[0] == f"install torch=={read_pins('requirements-cpu.txt')['torch']}"  # no +cpu there
+    assert "vLLM has no build for Darwin: add --rollout_backend transformers" in said
+    show = 'source scripts/setup.sh >&2; echo "$ACTIVATED|$OMP_NUM_THREADS|$LD_PRELOAD"'
+    activated, threads, preload = checkout.bash("-c", show).stdout.strip().split("|")
+    assert (activated, preload) == ("yes", "") and int(threads) >= 1
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh, the shell of macOS")
+def test_sourced_by_zsh(checkout):
+    script = f"cd /; source {checkout.root}/scripts/setup.sh >&2; false; echo $ACTIVATED $OMP_NUM_THREADS"
+    said = subprocess.run(["zsh", "-f", "-c", script], capture_output=True, text=True, timeout=60)
+    assert said.stdout.split()[:1] == ["yes"] and len(said.stdout.split()) == 2, said.stderr
 
 
 def test_setup_says_which_package_failed_and_tries_again(checkout):

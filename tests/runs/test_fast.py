@@ -394,3 +394,27 @@ def test_refusals(flags, world, message):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags.split()])
     with pytest.raises(utils.UserError, match=message):
         grpo_fast.check_fast_args(args, world, world or 1)
+
+
+def test_without_vllm_and_without_a_call_that_pins(tiny_models, data, tmp_path, monkeypatch):  # noqa: F811
+    """As on macOS: no build of vLLM, no os.sched_getaffinity. The missing engine is said before anything loads."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nsys.modules['vllm'] = None\ndel os.sched_getaffinity, os.sched_setaffinity\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    args = ("grpo_fast.py", tiny_models(), data, tmp_path, "--exp_name x --total_episodes 128 --async_steps 1")
+    run(*args, TRANSFORMERS)
+    assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2]
+    said = run(*args, "--overwrite", ok=False)
+    assert "--rollout_backend transformers" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_signals_reach_the_ranks_with_and_without_proc(platform):
+    script = f"""if True:
+        import signal, subprocess, types, grpo_fast
+        grpo_fast.sys = types.SimpleNamespace(platform={platform!r})
+        child = subprocess.Popen(["sleep", "100"])
+        grpo_fast.pass_on(signal.SIGTERM, None)
+        assert child.wait(10) == -signal.SIGTERM"""
+    subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True, timeout=100)
