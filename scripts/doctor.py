@@ -119,7 +119,7 @@ def processor(flags: set[str], machine: str) -> tuple[Finding, str]:
     fast = sorted(flags & {"avx512_bf16", "amx_bf16"} if machine == "x86_64" else flags & {"bf16"})
     dtype = "bfloat16" if fast else "float32"
     why = f"{', '.join(fast)}: products of bfloat16" if fast else "no products of bfloat16, which would be emulated"
-    said = f"{machine}, {os.cpu_count()} cores; {why}: {dtype} is the faster (--model_dtype {dtype})"
+    said = f"{machine}, {os.cpu_count()} cores; {why}: {dtype} is the faster, which --model_dtype auto takes"
     if machine == "x86_64" and sys.platform == "linux" and "avx2" not in flags:
         return Finding(
             "WARN", "processor", f"{said}; no AVX2, which vLLM needs", "--rollout_backend transformers"
