@@ -132,7 +132,7 @@ def test_dry_run_prints_it_and_warns(tiny_models, capsys):
 
 
 def test_the_readmes_table():
-    readme = (REPO / "README.md").read_text()
+    readme = (REPO / "scripts/README.md").read_text()
     assert memory_table.row("Qwen2.5-0.5B", memory_table.qwen(*memory_table.SHAPES["Qwen2.5-0.5B"])) in readme
     assert all(f"| {name} |" in readme for name in memory_table.SHAPES)
 

@@ -1,4 +1,4 @@
-"""The README says what the code does: its commands parse, its metrics table is complete."""
+"""The three READMEs say what the code does: commands parse, links and names exist, the metrics table is complete."""
 
 import inspect
 import re
@@ -16,12 +16,15 @@ import utils
 from scripts.data.make_addition import make_addition
 from tests.conftest import REPO
 
-README = (REPO / "README.md").read_text()
+PAGES = {name: (REPO / name).read_text() for name in ("README.md", "scripts/README.md", "tests/README.md")}
+README, ALL = PAGES["README.md"], "\n".join(PAGES.values())
 
 
 def lines():
-    """Every line of the README's bash blocks, continued lines joined."""
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
+    """Every line of the bash blocks, continued lines joined, arrays of flags in the places where they are used."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", ALL, re.DOTALL)).replace("\\\n", " ")
+    for name, flags in re.findall(r"^(\w+)=\((.*)\)$", blocks, re.MULTILINE):
+        blocks = blocks.replace(f"{name}=({flags})", "").replace(f'"${{{name}[@]}}"', flags)
     return [line for line in blocks.splitlines() if line.strip() and not line.startswith("#")]
 
 
@@ -70,7 +73,7 @@ def test_every_other_line_names_a_script_and_flags_that_exist(line):
 
 def test_commands_of_the_claims_select_tests():
     """pytest -k takes any of its words that is in the name of a test, of its file or of a parameter."""
-    claims = re.findall(r"`pytest (tests/[^`]*)`", README)
+    claims = re.findall(r"`pytest (tests/[^`]*)`", ALL)
     assert len(claims) > 10
     for claim in claims:
         words = shlex.split(claim)
@@ -90,16 +93,46 @@ def test_the_8_gpu_command_is_veRLs_105_steps():
 
 
 def test_every_file_and_function_named_exists():
-    for name in re.findall(r"`((?:scripts|tests)/[\w./]+)`", README):
+    for name in re.findall(r"`((?:scripts|tests)/[\w./]+)`", ALL):
         assert (REPO / name).exists(), name
     table = README.split("## The algorithm")[1].split("`main` in")[0]
     for name in re.findall(r"`(\w+)`", table):
         assert hasattr(grpo, name), name
 
 
+def anchors(text):
+    """Those that GitHub gives to the headings of a page."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)]+)\)", PAGES[page])
+    assert links
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = (REPO / page).parent / name if name else REPO / page
+        assert name.startswith("https://") or target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_every_program_has_a_row():
+    table = PAGES["scripts/README.md"].split("\n## ")[0]
+    for path in sorted(REPO.glob("scripts/**/*.py")):
+        name = str(path.relative_to(REPO / "scripts"))
+        if '__name__ == "__main__"' in path.read_text() and not name.startswith("train/"):
+            assert f"`{name}`" in table, f"{name}: a row in scripts/README.md says what it does"
+
+
+def test_the_metrics_to_look_at_first_are_the_table_s():
+    first = README.split("| metric | definition")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(first) > 5 and set(first) <= set(PAGES["scripts/README.md"].splitlines())
+
+
 def undocumented(keys):
     """Keys the metrics table does not have: a key matches itself, a bare last part or a `_suffix`, NAME a verifier."""
-    table = README.split("| metric | definition")[1].split("\n## ")[0]
+    table = PAGES["scripts/README.md"].split("| metric | definition")[1].split("\n## ")[0]
     tokens = set(re.findall(r"`([^`]+)`", table))
     found = []
     for key in keys:

@@ -286,11 +286,11 @@ def configuration(run: Run) -> str:
 
 
 def definitions(run: Run) -> str:
-    """veRL's name, ours, and the README's definition of ours."""
+    """veRL's name, ours, and the table's definition of ours."""
     lines = []
     for name in [*CONVERGENCE, *PERFORMANCE, *EFFICIENCY, *LENGTHS, *HISTORY]:
         if ours := (OURS | HISTORY).get(name):
-            definition, healthy = define(ours) or ("not in the README's table", "")
+            definition, healthy = define(ours) or ("not in the table of metrics", "")
             complement = name.endswith("clip_ratio")  # 1 - ours
             healthy = "" if complement else f" (healthy: {healthy})" if healthy else ""
             lines.append(f"- **`{name}`**, {'1 less' if complement else 'ours'} `{ours}`: {definition}{healthy}")

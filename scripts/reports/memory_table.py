@@ -1,4 +1,4 @@
-"""GiB on a learner's GPU by model, pack length and number of learners: the README's memory table.
+"""GiB on a learner's GPU by model, pack length and number of learners: the memory table of scripts/README.md.
 
     python scripts/reports/memory_table.py            the public models below
     python scripts/reports/memory_table.py DIR ...    models with a config.json in DIR
