@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 import rewards
+from rewards import need
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags: open-instruct's names; defaults of its GRPO page where the page has one
@@ -41,76 +42,14 @@ import rewards
 
 
 @dataclass(frozen=True)
-class Args(rewards.RewardFlags):
-    """GRPO on a Hugging Face causal LM. Booleans: --flag, --no_flag, --flag true, --flag False."""
+class GRPOFlags:
+    """The algorithm."""
 
-    # run
-    exp_name: str = "grpo"
-    """Name of the run; it writes to output_dir/exp_name."""
-    output_dir: str = "output"
-    """Directory that holds runs."""
-    seed: int = 1
-    """Fixes data order, sampling and everything else random."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels; grpo_fast.py gives requests to fixed engines and checkpoints wait for the
-    rollouts under way."""
-    resume: bool = False
-    """Go on from the newest checkpoint of output_dir/exp_name; refused when flags, data or model differ."""
-    resume_anyway: bool = False
-    """With resume: go on although they differ; the differences are printed."""
-    overwrite: bool = False
-    """Replace a run that exists in output_dir/exp_name. Off: refuse."""
-    dry_run: bool = False
-    """Check the flags, print the batch arithmetic and stop; loads nothing and needs no network."""
-
-    # model
-    model_name_or_path: str = ""
-    """Hub name or directory of the causal LM to train. Required."""
-    model_revision: str | None = None
-    """Hub revision; None is the default branch."""
-    model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute dtype of learner and engine; auto is bfloat16 where the machine is fast in it, else float32. Master
-    weights, Adam state, log-softmax and gradient reduction are float32."""
-    dither_master_weights: bool = True
-    """bfloat16: start each master weight at a random place of its rounding interval, see utils.dither."""
-    attn_implementation: str = "sdpa"
-    """Attention of the learner, as transformers names it: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time."""
-    chat_template_name: str | None = None
-    """A template of utils.CHAT_TEMPLATES in place of the tokenizer's own; None keeps the tokenizer's."""
-    add_bos: bool = False
-    """Begin every prompt with the tokenizer's BOS token, before what the chat template writes."""
-    system_prompt_override_file: str | None = None
-    """Text file whose content replaces every row's system message; None keeps the rows' own."""
-
-    # data
-    dataset_mixer_list: list[str] = field(default_factory=lambda: ["ai2-adapt-dev/rlvr_gsm8k_zs", "1.0"])
-    """NAME AMOUNT pairs: hub dataset, directory, .jsonl, .parquet or reasoning_gym:TASK; 1.0 is a fraction, 1 a row."""
-    dataset_mixer_eval_list: list[str] = field(default_factory=list)
-    """The same for evaluation; empty is no evaluation."""
-    dataset_mixer_list_splits: list[str] = field(default_factory=lambda: ["train"])
-    """One split for all training datasets or one each."""
-    dataset_mixer_eval_list_splits: list[str] = field(default_factory=lambda: ["test"])
-    """One split for all evaluation datasets or one each."""
-    max_prompt_token_length: int = 256
-    """Tokens; longer prompts are dropped and counted."""
-
-    # rollouts
-    rollout_backend: Literal["vllm", "transformers"] = "vllm"
-    """Engine that samples; transformers is for machines without vLLM."""
+    # groups
     num_unique_prompts_rollout: int = 16
     """P, prompts per step over all ranks."""
     num_samples_per_prompt_rollout: int = 4
     """G, responses per prompt: the group whose mean is the baseline."""
-    response_length: int = 256
-    """Most tokens of a response."""
-    temperature: float = 0.7
-    """Sampling temperature; it also divides the learner's logits."""
-    vllm_top_p: float = 1.0
-    """Nucleus mass; 1.0 is off. Below 1 the importance correction is biased, so it must then be off."""
-    stop_strings: list[str] = field(default_factory=list)
-    """Texts that end a response and stay in it; empty is none."""
     active_sampling: bool = False
     """Sample further prompts until P groups have a gradient (10 rounds at most); surplus groups are dropped."""
     no_resampling_pass_rate: float | None = None
@@ -119,12 +58,12 @@ class Args(rewards.RewardFlags):
     """Leave groups of equal scores out of the update: their advantages are zero. Loss denominators count the rest."""
     mask_truncated_completions: bool = False
     """Leave responses that hit the length limit out of the update; they still count in their group's mean."""
-
-    # algorithm
     kl_in_reward: bool = False
     """Subtract beta * KL of the response from its score before advantages, in place of the loss's KL term."""
     force_kl_in_reward: bool = False
     """Allow kl_in_reward with standard normalization, which blows the KL of like outcomes up to advantages of 1."""
+
+    # loss
     loss_fn: Literal["dapo", "cispo", "gspo"] = "dapo"
     """dapo: PPO clip (arXiv:2503.14476); cispo: clipped weight (2506.13585); gspo: sequence ratio (2507.18071)."""
     beta: float = 0.05
@@ -184,73 +123,184 @@ class Args(rewards.RewardFlags):
     num_mini_batches: int = 1
     """Optimizer steps per pass, each on its share of the prompts."""
 
-    # learner and engine
-    deepspeed_stage: Literal[0, 2, 3] = 0
-    """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too. Carried out by FSDP2."""
-    vllm_gpu_memory_utilization: float = 0.9
-    """Share of the GPU the engine takes. In grpo.py the learner is on the same GPU: 0.3 to 0.6."""
-    vllm_enforce_eager: bool = False
-    """Skip vLLM's compilation and CUDA graphs: starts faster, samples slower."""
-    vllm_enable_prefix_caching: bool = False
-    """Share prompt prefixes between requests; salted by weight version, so never stale."""
-    max_logprob_gap: float = 0.1
-    """Stop when the mean |learner - engine| logprob of sampled tokens exceeds this (bfloat16: ~0.01); 0 is off."""
-
-    # evaluation, saving, tracking
+    # evaluation
     local_eval_every: int = 100
     """Steps between evaluations; also after the last step. -1 is never."""
     eval_on_step_0: bool = False
     """Evaluate before the first update too."""
-    eval_temperature: float = 0.0
-    """0 is greedy (open-instruct evaluates at the training temperature)."""
     eval_pass_at_k: int = 1
     """Responses per evaluation prompt; pass@1, 2, 4, ... up to it are unbiased estimates."""
-    eval_response_length: int | None = None
-    """Most tokens of an evaluation response; None is response_length."""
-    save_freq: int = 200
-    """Steps between Hugging Face saves to step_N/; the final model always goes to model/. -1 is never."""
-    checkpoint_state_freq: int = -1
-    """Steps between resumable checkpoints. -1 is never."""
-    keep_last_n_checkpoints: int = 3
-    """Older checkpoints are removed; -1 keeps all."""
-    dump_steps: str = ""
-    """Write the batches of these steps to dumps/ for scripts/replay.py: all, or N for every N-th; empty is none."""
-    load_batches: str = ""
-    """Directory of dumps to train on, step by step, instead of sampling (grpo.py only); empty is off."""
-    save_traces: bool = False
-    """Write every rollout to rollouts.jsonl."""
-    with_tracking: bool = False
-    """Log to Weights & Biases (WANDB_MODE=offline works)."""
-    with_tensorboard: bool = False
-    """Write TensorBoard's event files to RUN/tensorboard; needs pip install tensorboard."""
-    wandb_project: str = "grpo"
-    """Project of --with_tracking."""
-    wandb_entity: str | None = None
-    """Entity of --with_tracking; None is the account's default."""
-    push_to_hub: bool = False
-    """Upload the final model and a card with the command line to the Hugging Face hub. Off: nothing leaves."""
-    hf_repo_id: str | None = None
-    """Repository of --push_to_hub, made private if new: NAME or ORGANIZATION/NAME; None is exp_name."""
-    hf_repo_revision: str | None = None
-    """Its branch, made if new; None is the default one."""
 
-    # read by grpo_fast.py; accepted here so that both scripts take one command line
-    stall_timeout_s: float = 1800.0
-    """grpo_fast.py ends, with stacks and outstanding requests, when nothing moved for this many seconds; 0 is off."""
-    async_steps: int = 1
-    """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
-    num_learners_per_node: list[int] = field(default_factory=lambda: [1])
-    """Learner ranks of each node in grpo_fast.py, its other ranks are engines; grpo.py has torchrun's ranks."""
-    sequence_parallel_size: int = 1
-    """GPUs that share one sequence; only 1 so far."""
-    single_gpu_mode: bool = False
-    """Learner and engine share a device in grpo_fast.py; grpo.py always does so."""
-    inflight_updates: bool = False
-    """grpo_fast.py: engines take new weights between two decoding steps; off, running responses end first."""
-    vllm_num_engines: int = 1
-    """Engines of grpo_fast.py; grpo.py has one per rank."""
-    vllm_tensor_parallel_size: int = 1
-    """GPUs per engine in grpo_fast.py; grpo.py has one."""
+
+@dataclass(frozen=True)
+class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
+    """GRPO on a Hugging Face causal LM. Booleans: --flag, --no_flag, --flag true, --flag False."""
+
+    def check(self, world_size: int = 1, fast: bool = False) -> None:
+        """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError: flags and fix."""
+        utils.Flags.check(self)
+        utils.positive(
+            self,
+            "num_unique_prompts_rollout num_samples_per_prompt_rollout num_mini_batches num_epochs total_episodes "
+            "per_device_train_batch_size eval_pass_at_k",
+        )
+        utils.not_negative(
+            self,
+            "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm rho_clamp_upper_bound "
+            "rho_mask_lower_bound rho_mask_upper_bound",
+        )
+        self.check_batch(world_size, fast)
+        self.check_algorithm()
+
+    def check_batch(self, world_size: int, fast: bool) -> None:
+        """The arithmetic of a step on `world_size` ranks of grpo.py (1 with `fast`, grpo_fast.py)."""
+        p, g, m = self.num_unique_prompts_rollout, self.num_samples_per_prompt_rollout, self.num_mini_batches
+        length, share = self.max_prompt_token_length + self.response_length, self.vllm_gpu_memory_utilization
+        tp, kind = self.vllm_tensor_parallel_size, self.advantage_normalization_type
+        need(
+            self.pack_length >= length,
+            f"--pack_length {self.pack_length} < --max_prompt_token_length {self.max_prompt_token_length} + "
+            f"--response_length {self.response_length}: raise --pack_length to {length}",
+        )
+        need(
+            g > 1 or kind == "none",
+            f"--num_samples_per_prompt_rollout 1 leaves every {kind} advantage zero: raise it, or take "
+            "--advantage_normalization_type none",
+        )
+        need(
+            g > 1 or not self.filter_zero_std_samples,
+            "--num_samples_per_prompt_rollout 1 with --filter_zero_std_samples drops every group: raise it, or add "
+            "--no_filter_zero_std_samples",
+        )
+        need(
+            p % world_size == 0,
+            f"--num_unique_prompts_rollout {p} is not a multiple of the {world_size} ranks: take "
+            f"{math.ceil(p / world_size) * world_size}",
+        )
+        need(
+            p // world_size % m == 0,
+            f"--num_unique_prompts_rollout {p} on {world_size} ranks is {p // world_size} prompts a rank, which "
+            f"--num_mini_batches {m} does not divide",
+        )
+        need(
+            self.total_episodes >= p * g,
+            f"--total_episodes {self.total_episodes} is less than one step of --num_unique_prompts_rollout {p} x "
+            f"--num_samples_per_prompt_rollout {g} = {p * g}",
+        )
+        need(
+            fast or self.num_learners_per_node == [1] or sum(self.num_learners_per_node) == world_size,
+            f"--num_learners_per_node {self.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
+            f"torchrun --nproc_per_node={(self.num_learners_per_node or [1])[0]}",
+        )
+        need(fast or tp == 1, f"--vllm_tensor_parallel_size {tp}: grpo.py has one GPU per engine; use grpo_fast.py")
+        need(
+            fast or share <= 0.8 or not torch.cuda.is_available() or self.rollout_backend != "vllm",
+            f"--vllm_gpu_memory_utilization {share} leaves the learner no room on the GPU it shares with the engine: "
+            "0.3 to 0.6",
+        )
+        need(
+            not self.solver_model_name_or_path
+            or bool(self.solver_base_url)
+            or fast
+            or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            "--solver_model_name_or_path starts servers for one node: on several start them and give --solver_base_url",
+        )
+
+    def check_algorithm(self) -> None:
+        """What contradicts itself in loss, sampling and evaluation."""
+        beta, ref, refresh, rate = self.beta, self.load_ref_policy, self.ref_policy_update_freq, self.warmup_ratio
+        low, high, clamp = self.rho_mask_lower_bound, self.rho_mask_upper_bound, self.rho_clamp_upper_bound
+        kind, passed, denominator = (
+            self.advantage_normalization_type,
+            self.no_resampling_pass_rate,
+            self.loss_denominator,
+        )
+        need(beta == 0 or ref, f"--beta {beta} needs a reference policy: drop --no_load_ref_policy or set --beta 0")
+        need(refresh is None or ref, "--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
+        need(
+            refresh is None or refresh > 0,
+            f"--ref_policy_update_freq {refresh}: must be positive; leave it out for never",
+        )
+        need(0 < self.alpha <= 1, f"--alpha {self.alpha}: must be in (0, 1]")
+        need(0 <= self.clip_lower <= 1, f"--clip_lower {self.clip_lower}: must be in [0, 1]")
+        need(0 <= rate < 1, f"--warmup_ratio {rate}: must be in [0, 1)")
+        need(
+            passed is None or 0 < passed <= 1, f"--no_resampling_pass_rate {passed}: must be in (0, 1]; or leave it out"
+        )
+        need(
+            self.clip_dual == 0 or (self.clip_dual > 1 and self.loss_fn == "dapo"),
+            f"--clip_dual {self.clip_dual}: must be above 1, with --loss_fn dapo; 0 is off",
+        )
+        need(
+            denominator in ("token", "sequence") or utils.number_in(denominator) > 0,
+            f"--loss_denominator {denominator}: token, sequence or a positive number",
+        )
+        need(
+            self.use_rho_correction or not (low or high or self.rho_mask_sequence_level),
+            "--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds",
+        )
+        need(
+            clamp == 0 or clamp >= 1,
+            f"--rho_clamp_upper_bound {clamp} truncates exact agreement: at least 1, or 0 for off",
+        )
+        need(
+            low < 1 and (high == 0 or high > 1),
+            f"--rho_mask_lower_bound {low} must be below 1 and --rho_mask_upper_bound {high} above 1, else exact "
+            "agreement is dropped; 0 is off",
+        )
+        need(
+            self.vllm_top_p == 1 or not self.use_rho_correction,
+            f"--vllm_top_p {self.vllm_top_p} makes engine logprobs those of the cut distribution and biases "
+            "--use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction",
+        )
+        need(
+            self.filter_zero_std_samples or not self.active_sampling,
+            "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
+        )
+        need(not self.kl_in_reward or beta > 0, "--kl_in_reward subtracts beta * KL: it needs --beta above 0")
+        need(
+            not (self.kl_in_reward and self.mask_truncated_completions),
+            "--kl_in_reward needs the KL of every response of a group, --mask_truncated_completions leaves some out: "
+            "drop one of them",
+        )
+        need(
+            not self.kl_in_reward or not kind.startswith("standard") or self.force_kl_in_reward,
+            f"--kl_in_reward with --advantage_normalization_type {kind} divides the group's KL differences by their "
+            "own standard deviation, so that responses of equal outcome get advantages of about 1 however small beta: "
+            "take --advantage_normalization_type centered, or add --force_kl_in_reward",
+        )
+        need(
+            self.overlong_buffer_length < self.response_length,
+            f"--overlong_buffer_length {self.overlong_buffer_length} must be less than --response_length "
+            f"{self.response_length}",
+        )
+        need(
+            self.eval_pass_at_k == 1 or self.eval_temperature > 0,
+            f"--eval_pass_at_k {self.eval_pass_at_k} greedy responses would be equal: set --eval_temperature",
+        )
+        need(
+            not self.eval_on_step_0 or self.dataset_mixer_eval_list != [],
+            "--eval_on_step_0 needs --dataset_mixer_eval_list",
+        )
+        need(
+            not self.load_batches or not (self.dataset_mixer_eval_list or self.active_sampling or self.reward_file),
+            "--load_batches samples and scores nothing: drop --dataset_mixer_eval_list --active_sampling --reward_file",
+        )
+        utils.check_scheduler_name(self.lr_scheduler_type)
+        rewards.configure(self, connect=False)
+
+    def batch_arithmetic(self, world_size: int) -> str:
+        """The resolved batch arithmetic in a few lines."""
+        p, g = self.num_unique_prompts_rollout, self.num_samples_per_prompt_rollout
+        updates, steps = self.num_epochs * self.num_mini_batches, num_training_steps(self)
+        longest = self.max_prompt_token_length + self.response_length
+        return (
+            f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
+            f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts\n"
+            f"update   {self.num_epochs} epochs x {self.num_mini_batches} mini-batches = {updates} optimizer steps of "
+            f"{p * g // self.num_mini_batches} rollouts, in packs of at most {self.pack_length:,} tokens\n"
+            f"run      {self.total_episodes:,} episodes // {p * g} = {steps} steps, {steps * updates} optimizer steps"
+        )
 
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
@@ -1198,11 +1248,11 @@ def finish_step(
 def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    utils.check_args(args, world_size)
+    args.check(world_size)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         args = utils.after_restart(args)
     if int(os.environ.get("RANK", 0)) == 0:
-        print(utils.batch_arithmetic(args, world_size, num_training_steps(args)))
+        print(args.batch_arithmetic(world_size))
         if args.dry_run:
             print("dtype    {}: {}".format(*utils.choose_dtype(args)))
             print(utils.describe_memory(args, world_size, True, LOGPROB_CHUNK))

@@ -1021,9 +1021,9 @@ def main(args: Args) -> None:
     world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_fast_args(args, world_size, ranks_per_node)
-    utils.check_args(args, 1, fast=True)
+    args.check(1, fast=True)
     if args.dry_run or world_size is None:
-        lines = utils.batch_arithmetic(args, 1, grpo.num_training_steps(args)).splitlines()
+        lines = args.batch_arithmetic(1).splitlines()
         print("\n".join(line for line in lines if not line.startswith("ranks")))  # packs, not prompts, are shared out
         tp = args.vllm_tensor_parallel_size
         print(

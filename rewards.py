@@ -244,7 +244,7 @@ def configure(flags: RewardFlags, connect: bool) -> None:
     global FLAGS, JUDGE, SOLVER
     FLAGS, JUDGE, SOLVER = RewardFlags(), None, None
     REMAP.clear()
-    flags.check()
+    RewardFlags.check(flags)  # of Args only this part
     judge, solver = judge_model(flags, connect), solver_model(flags, connect)
     FLAGS, JUDGE, SOLVER = flags, judge, solver
     if flags.reward_file:

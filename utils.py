@@ -28,10 +28,10 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # The cores this process may use; macOS pins no process and has no call that says so
@@ -51,7 +51,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import rewards  # noqa: E402
-from rewards import UserError  # noqa: E402
+from rewards import UserError, need  # noqa: E402
 
 REPO = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -269,226 +269,274 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
                 raise SystemExit(f"--{name} {value}: a yes/no flag takes true, false or nothing")
             token = f"--no_{name}" if value.lower() == "false" else f"--{name}"
         out.append(token)
-    return tyro.cli(cls, args=out, use_underscores=True)
+    # a group of flags for each class that cls is made of, whose names stay flat
+    groups = [c for c in reversed(cls.__mro__) if c.__bases__ == (object,) and is_dataclass(c)]
+    named = {name for group in groups for name in group.__dataclass_fields__}
+    if own := [(f.name, f.type, f) for f in fields(cls) if f.name not in named]:
+        groups.append(make_dataclass(cls.__name__, own, frozen=True))
+    whole: Any = make_dataclass(cls.__name__, [(g.__name__, g, field(default_factory=g)) for g in groups], frozen=True)
+    whole.__doc__ = cls.__doc__
+    parsed = tyro.cli(tyro.conf.OmitArgPrefixes[whole], args=out, use_underscores=True)
+    return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
-def check_args(args: Any, world_size: int, fast: bool = False) -> None:
-    """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError with flags and fix."""
-
-    def need(condition: bool, message: str) -> None:
-        if not condition:
-            raise UserError(message)
-
-    for name, value in vars(args).items():
-        need(not (isinstance(value, float) and math.isnan(value)), f"--{name} nan: must be a number")
-        need(name not in POSITIVE or value > 0, f"--{name} {value}: must be positive")
-        need(name not in NOT_NEGATIVE or value >= 0, f"--{name} {value}: must not be negative")
-    p, g, m = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.num_mini_batches
-    length, ref = args.max_prompt_token_length + args.response_length, args.load_ref_policy
-    kind, low, high = args.advantage_normalization_type, args.rho_mask_lower_bound, args.rho_mask_upper_bound
-    share, refresh = args.vllm_gpu_memory_utilization, args.ref_policy_update_freq
-    need(args.model_name_or_path != "", "--model_name_or_path is required: a hub name or a directory")
-    need(not (args.resume and args.overwrite), "--resume continues a run and --overwrite replaces it: give one of them")
-    # batch arithmetic
-    need(
-        args.pack_length >= length,
-        f"--pack_length {args.pack_length} < --max_prompt_token_length {args.max_prompt_token_length} + "
-        f"--response_length {args.response_length}: raise --pack_length to {length}",
-    )
-    need(
-        g > 1 or kind == "none",
-        f"--num_samples_per_prompt_rollout 1 leaves every {kind} advantage zero: raise it, or take "
-        "--advantage_normalization_type none",
-    )
-    need(
-        g > 1 or not args.filter_zero_std_samples,
-        "--num_samples_per_prompt_rollout 1 with --filter_zero_std_samples drops every group: raise it, or add "
-        "--no_filter_zero_std_samples",
-    )
-    need(
-        p % world_size == 0,
-        f"--num_unique_prompts_rollout {p} is not a multiple of the {world_size} ranks: take "
-        f"{math.ceil(p / world_size) * world_size}",
-    )
-    need(
-        p // world_size % m == 0,
-        f"--num_unique_prompts_rollout {p} on {world_size} ranks is {p // world_size} prompts a rank, which "
-        f"--num_mini_batches {m} does not divide",
-    )
-    need(
-        args.total_episodes >= p * g,
-        f"--total_episodes {args.total_episodes} is less than one step of --num_unique_prompts_rollout {p} x "
-        f"--num_samples_per_prompt_rollout {g} = {p * g}",
-    )
-    need(
-        fast or args.num_learners_per_node == [1] or sum(args.num_learners_per_node) == world_size,
-        f"--num_learners_per_node {args.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
-        f"torchrun --nproc_per_node={(args.num_learners_per_node or [1])[0]}",
-    )
-    rate, tp = args.no_resampling_pass_rate, args.vllm_tensor_parallel_size
-    need(args.sequence_parallel_size == 1, "--sequence_parallel_size above 1 is not supported yet")
-    need(fast or tp == 1, f"--vllm_tensor_parallel_size {tp}: grpo.py has one GPU per engine; use grpo_fast.py")
-    need(rate is None or 0 < rate <= 1, f"--no_resampling_pass_rate {rate}: must be in (0, 1]; leave it out for off")
-    need(
-        args.rollout_backend != "vllm"
-        or args.dry_run
-        or bool(args.load_batches)
-        or importlib.util.find_spec("vllm") is not None,
-        "--rollout_backend vllm: vLLM is not installed: bash scripts/setup.sh installs it where it has a build; else "
-        "take --rollout_backend transformers",
-    )
-    need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
-    need(
-        fast or share <= 0.8 or not torch.cuda.is_available() or args.rollout_backend != "vllm",
-        f"--vllm_gpu_memory_utilization {share} leaves the learner no room on the GPU it shares with the engine: "
-        "0.3 to 0.6",
-    )
-    # algorithm
-    need(
-        args.beta == 0 or ref,
-        f"--beta {args.beta} needs a reference policy: drop --no_load_ref_policy or set --beta 0",
-    )
-    need(refresh is None or ref, "--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
-    need(
-        refresh is None or refresh > 0, f"--ref_policy_update_freq {refresh}: must be positive; leave it out for never"
-    )
-    need(0 < args.alpha <= 1, f"--alpha {args.alpha}: must be in (0, 1]")
-    need(0 <= args.clip_lower <= 1, f"--clip_lower {args.clip_lower}: must be in [0, 1]")
-    need(
-        args.clip_dual == 0 or (args.clip_dual > 1 and args.loss_fn == "dapo"),
-        f"--clip_dual {args.clip_dual}: must be above 1, with --loss_fn dapo; 0 is off",
-    )
-    need(
-        args.loss_denominator in ("token", "sequence") or _positive_number(args.loss_denominator),
-        f"--loss_denominator {args.loss_denominator}: token, sequence or a positive number",
-    )
-    need(
-        args.use_rho_correction or not (low or high or args.rho_mask_sequence_level),
-        "--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds",
-    )
-    need(
-        args.rho_clamp_upper_bound == 0 or args.rho_clamp_upper_bound >= 1,
-        f"--rho_clamp_upper_bound {args.rho_clamp_upper_bound} truncates exact agreement: at least 1, or 0 for off",
-    )
-    need(
-        low < 1 and (high == 0 or high > 1),
-        f"--rho_mask_lower_bound {low} must be below 1 and --rho_mask_upper_bound {high} above 1, else exact agreement "
-        "is dropped; 0 is off",
-    )
-    need(0 < args.vllm_top_p <= 1, f"--vllm_top_p {args.vllm_top_p}: must be in (0, 1]")
-    need(
-        args.vllm_top_p == 1 or not args.use_rho_correction,
-        f"--vllm_top_p {args.vllm_top_p} makes engine logprobs those of the cut distribution and biases "
-        "--use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction",
-    )
-    need(
-        args.filter_zero_std_samples or not args.active_sampling,
-        "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
-    )
-    # reward, schedule, evaluation
-    need(
-        args.overlong_buffer_length < args.response_length,
-        f"--overlong_buffer_length {args.overlong_buffer_length} must be less than --response_length "
-        f"{args.response_length}",
-    )
-    need(not args.kl_in_reward or args.beta > 0, "--kl_in_reward subtracts beta * KL: it needs --beta above 0")
-    need(
-        not (args.kl_in_reward and args.mask_truncated_completions),
-        "--kl_in_reward needs the KL of every response of a group, --mask_truncated_completions leaves some out: drop "
-        "one of them",
-    )
-    need(
-        not args.kl_in_reward or not kind.startswith("standard") or args.force_kl_in_reward,
-        f"--kl_in_reward with --advantage_normalization_type {kind} divides the group's KL differences by their own "
-        "standard deviation, so that responses of equal outcome get advantages of about 1 however small beta is: take "
-        "--advantage_normalization_type centered, or add --force_kl_in_reward",
-    )
-    need(0 <= args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be in [0, 1)")
-    need(
-        args.eval_pass_at_k == 1 or args.eval_temperature > 0,
-        f"--eval_pass_at_k {args.eval_pass_at_k} greedy responses would be equal: set --eval_temperature",
-    )
-    need(
-        args.eval_response_length is None or args.eval_response_length > 0,
-        f"--eval_response_length {args.eval_response_length}: must be positive; leave it out for --response_length",
-    )
-    need(
-        not args.eval_on_step_0 or args.dataset_mixer_eval_list != [],
-        "--eval_on_step_0 needs --dataset_mixer_eval_list",
-    )
-    need(
-        not args.solver_model_name_or_path
-        or bool(args.solver_base_url)
-        or fast
-        or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        "--solver_model_name_or_path starts servers for one node: on several start them yourself, --solver_base_url",
-    )
-    # checkpoints and dumps
-    run_dir = Path(args.output_dir) / args.exp_name
-    need(not args.resume or (run_dir / "args.json").exists(), f"--resume: no run in {run_dir}")
-    need(
-        not args.resume or _steps(run_dir / "checkpoints") != [],
-        f"--resume: {run_dir} has no checkpoint; was --checkpoint_state_freq set? --overwrite starts it anew",
-    )
-    need(not args.resume_anyway or args.resume, "--resume_anyway continues a run whose flags differ: it needs --resume")
-    every = args.dump_steps
-    need(
-        every in ("", "all") or (every.isdecimal() and int(every) > 0),
-        f"--dump_steps {every}: all, or N for every N-th step",
-    )
-    need(not args.load_batches or Path(args.load_batches).is_dir(), f"--load_batches {args.load_batches}: no directory")
-    need(
-        not args.load_batches or not (args.dataset_mixer_eval_list or args.active_sampling or args.reward_file),
-        "--load_batches samples and scores nothing: drop --dataset_mixer_eval_list, --active_sampling, --reward_file",
-    )
-    # files and names
-    need(
-        not args.with_tensorboard or importlib.util.find_spec("tensorboard") is not None,
-        "--with_tensorboard needs a package that is not installed: pip install tensorboard",
-    )
-    rewards.configure(args, connect=False)
-    need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
-    system = args.system_prompt_override_file
-    need(system is None or Path(system).is_file(), f"--system_prompt_override_file {system}: no such file")
-    need(
-        args.push_to_hub or not (args.hf_repo_id or args.hf_repo_revision),
-        f"--hf_repo_id {args.hf_repo_id} --hf_repo_revision {args.hf_repo_revision}: nothing is uploaded without "
-        "--push_to_hub, which is off by default",
-    )
-    check_chat_template_name(args.chat_template_name)
-    check_scheduler_name(args.lr_scheduler_type)
-    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
-        check_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
+def positive(flags: Any, names: str) -> None:
+    """Raise UserError for a flag that is not above 0."""
+    for name in names.split():
+        need(getattr(flags, name) > 0, f"--{name} {getattr(flags, name)}: must be positive")
 
 
-POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length
-    temperature
-    num_mini_batches num_epochs per_device_train_batch_size total_episodes eval_pass_at_k""".split()
-NOT_NEGATIVE = """beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
-    stall_timeout_s rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound
-    eval_temperature""".split()
+def not_negative(flags: Any, names: str) -> None:
+    """Raise UserError for a flag below 0."""
+    for name in names.split():
+        need(getattr(flags, name) >= 0, f"--{name} {getattr(flags, name)}: must not be negative")
 
 
-def _positive_number(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
+def number_in(text: str) -> float:
+    """A finite number as a flag's text has it, or NaN."""
+    with contextlib.suppress(ValueError):
+        return float(text) if math.isfinite(float(text)) else math.nan
+    return math.nan
 
 
-def batch_arithmetic(args: Any, world_size: int, num_steps: int) -> str:
-    """The resolved batch arithmetic in a few lines."""
-    p, g = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
-    updates = args.num_epochs * args.num_mini_batches
-    longest = args.max_prompt_token_length + args.response_length
-    return (
-        f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
-        f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts\n"
-        f"update   {args.num_epochs} epochs x {args.num_mini_batches} mini-batches = {updates} optimizer steps of "
-        f"{p * g // args.num_mini_batches} rollouts, in packs of at most {args.pack_length:,} tokens\n"
-        f"run      {args.total_episodes:,} episodes // {p * g} = {num_steps} steps, "
-        f"{num_steps * updates} optimizer steps"
-    )
+@dataclass(frozen=True)
+class RunFlags:
+    """The run: its place, its randomness, what it keeps."""
+
+    exp_name: str = "grpo"
+    """Name of the run; it writes to output_dir/exp_name."""
+    output_dir: str = "output"
+    """Directory that holds runs."""
+    seed: int = 1
+    """Fixes data order, sampling and everything else random."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels; grpo_fast.py gives requests to fixed engines and checkpoints wait for the
+    rollouts under way."""
+    resume: bool = False
+    """Go on from the newest checkpoint of output_dir/exp_name; refused when flags, data or model differ."""
+    resume_anyway: bool = False
+    """With resume: go on although they differ; the differences are printed."""
+    overwrite: bool = False
+    """Replace a run that exists in output_dir/exp_name. Off: refuse."""
+    dry_run: bool = False
+    """Check the flags, print the batch arithmetic and stop; loads nothing and needs no network."""
+    save_freq: int = 200
+    """Steps between Hugging Face saves to step_N/; the final model always goes to model/. -1 is never."""
+    checkpoint_state_freq: int = -1
+    """Steps between resumable checkpoints. -1 is never."""
+    keep_last_n_checkpoints: int = 3
+    """Older checkpoints are removed; -1 keeps all."""
+    dump_steps: str = ""
+    """Write the batches of these steps to dumps/ for scripts/replay.py: all, or N for every N-th; empty is none."""
+    load_batches: str = ""
+    """Directory of dumps to train on, step by step, instead of sampling (grpo.py only); empty is off."""
+    save_traces: bool = False
+    """Write every rollout to rollouts.jsonl."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run's files are."""
+        return Path(self.output_dir) / self.exp_name
+
+    def check(self) -> None:
+        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
+        every, run_dir = self.dump_steps, self.run_dir
+        need(
+            not (self.resume and self.overwrite), "--resume continues a run, --overwrite replaces it: give one of them"
+        )
+        need(not self.resume or (run_dir / "args.json").exists(), f"--resume: no run in {run_dir}")
+        need(
+            not self.resume or checkpoint_dirs(run_dir / "checkpoints") != [],
+            f"--resume: {run_dir} has no checkpoint; was --checkpoint_state_freq set? --overwrite starts it anew",
+        )
+        need(
+            self.resume or not self.resume_anyway,
+            "--resume_anyway continues a run whose flags differ: it needs --resume",
+        )
+        need(
+            every in ("", "all") or (every.isdecimal() and int(every) > 0),
+            f"--dump_steps {every}: all, or N for every N-th step",
+        )
+        batches = self.load_batches
+        need(not batches or Path(batches).is_dir(), f"--load_batches {batches}: no directory")
+
+
+@dataclass(frozen=True)
+class TrackingFlags:
+    """Who is told of the run beside the console and metrics.jsonl."""
+
+    with_tracking: bool = False
+    """Log to Weights & Biases (WANDB_MODE=offline works)."""
+    with_tensorboard: bool = False
+    """Write TensorBoard's event files to RUN/tensorboard; needs pip install tensorboard."""
+    wandb_project: str = "grpo"
+    """Project of --with_tracking."""
+    wandb_entity: str | None = None
+    """Entity of --with_tracking; None is the account's default."""
+    push_to_hub: bool = False
+    """Upload the final model and a card with the command line to the Hugging Face hub. Off: nothing leaves."""
+    hf_repo_id: str | None = None
+    """Repository of --push_to_hub, made private if new: NAME or ORGANIZATION/NAME; None is exp_name."""
+    hf_repo_revision: str | None = None
+    """Its branch, made if new; None is the default one."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
+        need(
+            not self.with_tensorboard or importlib.util.find_spec("tensorboard") is not None,
+            "--with_tensorboard needs a package that is not installed: pip install tensorboard",
+        )
+        need(
+            self.push_to_hub or not (self.hf_repo_id or self.hf_repo_revision),
+            f"--hf_repo_id {self.hf_repo_id} --hf_repo_revision {self.hf_repo_revision}: nothing is uploaded without "
+            "--push_to_hub, which is off by default",
+        )
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """The model and how the learner computes it."""
+
+    model_name_or_path: str = ""
+    """Hub name or directory of the causal LM to train. Required."""
+    model_revision: str | None = None
+    """Hub revision; None is the default branch."""
+    model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute dtype of learner and engine; auto is bfloat16 where the machine is fast in it, else float32. Master
+    weights, Adam state, log-softmax and gradient reduction are float32."""
+    dither_master_weights: bool = True
+    """bfloat16: start each master weight at a random place of its rounding interval, see dither."""
+    attn_implementation: str = "sdpa"
+    """Attention of the learner, as transformers names it: sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
+    deepspeed_stage: Literal[0, 2, 3] = 0
+    """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too. Carried out by FSDP2."""
+    sequence_parallel_size: int = 1
+    """GPUs that share one sequence; only 1 so far."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
+        need(self.model_name_or_path != "", "--model_name_or_path is required: a hub name or a directory")
+        need(self.sequence_parallel_size == 1, "--sequence_parallel_size above 1 is not supported yet")
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Rows and how they become prompts."""
+
+    dataset_mixer_list: list[str] = field(default_factory=lambda: ["ai2-adapt-dev/rlvr_gsm8k_zs", "1.0"])
+    """NAME AMOUNT pairs: hub dataset, directory, .jsonl, .parquet or reasoning_gym:TASK; 1.0 is a fraction, 1 a row."""
+    dataset_mixer_eval_list: list[str] = field(default_factory=list)
+    """The same for evaluation; empty is no evaluation."""
+    dataset_mixer_list_splits: list[str] = field(default_factory=lambda: ["train"])
+    """One split for all training datasets or one each."""
+    dataset_mixer_eval_list_splits: list[str] = field(default_factory=lambda: ["test"])
+    """One split for all evaluation datasets or one each."""
+    max_prompt_token_length: int = 256
+    """Tokens; longer prompts are dropped and counted."""
+    chat_template_name: str | None = None
+    """A template of CHAT_TEMPLATES in place of the tokenizer's own; None keeps the tokenizer's."""
+    add_bos: bool = False
+    """Begin every prompt with the tokenizer's BOS token, before what the chat template writes."""
+    system_prompt_override_file: str | None = None
+    """Text file whose content replaces every row's system message; None keeps the rows' own."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
+        positive(self, "max_prompt_token_length")
+        need(self.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
+        system, name = self.system_prompt_override_file, self.chat_template_name
+        need(system is None or Path(system).is_file(), f"--system_prompt_override_file {system}: no such file")
+        if name is not None and name not in CHAT_TEMPLATES:
+            near = difflib.get_close_matches(name, CHAT_TEMPLATES, 1, 0)[0]
+            raise UserError(f"--chat_template_name {name}: unknown; nearest is {near} (known: {_names()})")
+        for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+            check_mixer(flag, getattr(self, flag), getattr(self, f"{flag}_splits"))
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """The engine and how it samples."""
+
+    rollout_backend: Literal["vllm", "transformers"] = "vllm"
+    """Engine that samples; transformers is for machines without vLLM."""
+    response_length: int = 256
+    """Most tokens of a response."""
+    temperature: float = 0.7
+    """Sampling temperature; it also divides the learner's logits."""
+    vllm_top_p: float = 1.0
+    """Nucleus mass; 1.0 is off. Below 1 the importance correction is biased, so it must then be off."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a response and stay in it; empty is none."""
+    eval_temperature: float = 0.0
+    """0 is greedy (open-instruct evaluates at the training temperature)."""
+    eval_response_length: int | None = None
+    """Most tokens of an evaluation response; None is response_length."""
+    vllm_gpu_memory_utilization: float = 0.9
+    """Share of the GPU the engine takes. In grpo.py the learner is on the same GPU: 0.3 to 0.6."""
+    vllm_enforce_eager: bool = False
+    """Skip vLLM's compilation and CUDA graphs: starts faster, samples slower."""
+    vllm_enable_prefix_caching: bool = False
+    """Share prompt prefixes between requests; salted by weight version, so never stale."""
+    vllm_tensor_parallel_size: int = 1
+    """GPUs per engine in grpo_fast.py; grpo.py has one."""
+    max_logprob_gap: float = 0.1
+    """Stop when the mean |learner - engine| logprob of sampled tokens exceeds this (bfloat16: ~0.01); 0 is off."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
+        positive(self, "response_length temperature vllm_tensor_parallel_size")
+        not_negative(self, "eval_temperature max_logprob_gap")
+        share, longest = self.vllm_gpu_memory_utilization, self.eval_response_length
+        need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
+        need(0 < self.vllm_top_p <= 1, f"--vllm_top_p {self.vllm_top_p}: must be in (0, 1]")
+        need(
+            longest is None or longest > 0,
+            f"--eval_response_length {longest}: must be positive; leave it out for --response_length",
+        )
+
+
+@dataclass(frozen=True)
+class ProcessFlags:
+    """Processes of grpo_fast.py; accepted by grpo.py so that both take one command line."""
+
+    num_learners_per_node: list[int] = field(default_factory=lambda: [1])
+    """Learner ranks of each node in grpo_fast.py, its other ranks are engines; grpo.py has torchrun's ranks."""
+    vllm_num_engines: int = 1
+    """Engines of grpo_fast.py; grpo.py has one per rank."""
+    async_steps: int = 1
+    """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
+    inflight_updates: bool = False
+    """grpo_fast.py: engines take new weights between two decoding steps; off, running responses end first."""
+    single_gpu_mode: bool = False
+    """Learner and engine share a device in grpo_fast.py; grpo.py always does so."""
+    stall_timeout_s: float = 1800.0
+    """grpo_fast.py ends, with stacks and outstanding requests, when nothing moved for this many seconds; 0 is off."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
+        not_negative(self, "async_steps stall_timeout_s")
+
+
+@dataclass(frozen=True)
+class Flags(ProcessFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, RunFlags):
+    """All the flags that are not about the algorithm or rewards."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
+        for name, value in vars(self).items():
+            need(not (isinstance(value, float) and math.isnan(value)), f"--{name} nan: must be a number")
+        for part in (RunFlags, ModelFlags, DataFlags, EngineFlags, TrackingFlags, ProcessFlags):
+            part.check(self)
+        need(
+            self.rollout_backend != "vllm"
+            or self.dry_run
+            or bool(self.load_batches)
+            or importlib.util.find_spec("vllm") is not None,
+            "--rollout_backend vllm: vLLM is not installed: bash scripts/setup.sh installs it where it has a build; else "
+            "take --rollout_backend transformers",
+        )
 
 
 class _Kept(torch.autograd.Function):
@@ -792,13 +840,6 @@ def load_tokenizer(args: Any) -> Any:
 
 def _names() -> str:
     return " | ".join(CHAT_TEMPLATES)
-
-
-def check_chat_template_name(name: str | None) -> None:
-    """Raise UserError for a template name that does not exist, naming the nearest one."""
-    if name is not None and name not in CHAT_TEMPLATES:
-        near = difflib.get_close_matches(name, CHAT_TEMPLATES, 1, 0)
-        raise UserError(f"--chat_template_name {name}: unknown; nearest is {near[0]} (known: {_names()})")
 
 
 def parse_mixer(flag: str, values: Sequence[str]) -> list[tuple[str, float | int]]:
@@ -1920,7 +1961,7 @@ class Checkpoints:
         _write_synced(self.root / "latest.tmp", final.name)
         os.replace(self.root / "latest.tmp", self.root / "latest")
         _sync(self.root)
-        for old in _steps(self.root)[self.keep :] if self.keep > 0 else []:
+        for old in checkpoint_dirs(self.root)[self.keep :] if self.keep > 0 else []:
             shutil.rmtree(old)
 
 
@@ -1944,7 +1985,7 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
-def _steps(root: Path) -> list[Path]:
+def checkpoint_dirs(root: Path) -> list[Path]:
     """Whole checkpoints, newest first."""
     done = [p for p in root.glob("step_*") if p.name[5:].isdecimal()]
     return sorted(done, key=lambda p: int(p.name[5:]), reverse=True)
@@ -1966,7 +2007,7 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
     """The newest undamaged checkpoint, of a step below `before`; damaged ones are reported and skipped. All ranks."""
     found: list[str | None] = [None]
     if world.is_main:
-        for path in _steps(run_dir / "checkpoints"):
+        for path in checkpoint_dirs(run_dir / "checkpoints"):
             if int(path.name[5:]) >= before:
                 continue
             damage = _damage(path)

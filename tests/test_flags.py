@@ -62,7 +62,7 @@ def parse(*argv):
 
 
 def check(*argv, world_size=1):
-    utils.check_args(parse(*ROOM, *argv), world_size)
+    parse(*ROOM, *argv).check(world_size)
 
 
 def run_script(*argv):
@@ -85,7 +85,7 @@ def test_key_flags_have_the_documented_defaults():
 def test_the_model_is_the_only_required_flag():
     check()
     with pytest.raises(utils.UserError, match="--model_name_or_path is required: a hub name or a directory"):
-        utils.check_args(utils.parse_args(grpo.Args, ROOM), 1)
+        utils.parse_args(grpo.Args, ROOM).check()
 
 
 def test_every_field_has_a_help_text_of_its_own():
@@ -436,7 +436,7 @@ def test_describe_by_hand():
         pack_length=700,
         total_episodes=2000,
     )
-    text = utils.batch_arithmetic(args, 4, grpo.num_training_steps(args))
+    text = args.batch_arithmetic(4)
     numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
     assert numbers == [
         *(24, 8, 192, 96_000),  # 24 x 8 rollouts; x 500 tokens
@@ -461,7 +461,7 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     args = grpo.Args(model_name_or_path="x")
-    assert utils.batch_arithmetic(args, 1, grpo.num_training_steps(args)) in done.stdout
+    assert args.batch_arithmetic(1) in done.stdout
     for source in (
         r"nobody/no-such-model: hub",
         rf"--dataset_mixer_list {data} 1\.0: local",
@@ -478,7 +478,7 @@ def test_flags_are_checked_without_what_only_a_run_needs():
     heavy = "datasets numpy.testing openai rich sympy torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp"
     heavy += " torch.distributed.tensor transformers vllm wandb"
     code = "import sys, grpo_fast, utils\nfrom grpo import Args\n"
-    code += "utils.check_args(utils.parse_args(Args, ['--model_name_or_path', 'x', *sys.argv[1:]]), 1)\n"
+    code += "utils.parse_args(Args, ['--model_name_or_path', 'x', *sys.argv[1:]]).check()\n"
     code += f"print(sorted(set({heavy.split()}) & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code, *ROOM], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]

@@ -155,8 +155,8 @@ def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(monkeypatch)
 
 def test_tensorboard_without_its_package_is_refused_at_start(monkeypatch):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--with_tensorboard"])
-    utils.check_args(args, 1)
+    args.check()
     find = utils.importlib.util.find_spec
     monkeypatch.setattr(utils.importlib.util, "find_spec", lambda name: name != "tensorboard" and find(name) or None)
     with pytest.raises(utils.UserError, match="--with_tensorboard .* pip install tensorboard"):
-        utils.check_args(args, 1)
+        args.check()

@@ -44,10 +44,10 @@ def test_commands_pass_every_check(line, tmp_path, monkeypatch):
     script = next(w for w in words if w.startswith("grpo"))
     args = utils.parse_args(grpo.Args, words[words.index(script) + 1 :])
     ranks, a_node = number("--nnodes") * number("--nproc_per_node"), number("--nproc_per_node")
-    utils.check_args(args, ranks if script == "grpo.py" else 1, fast=script == "grpo_fast.py")
+    args.check(ranks if script == "grpo.py" else 1, fast=script == "grpo_fast.py")
     if script == "grpo_fast.py":
         grpo_fast.check_fast_args(args, ranks if words[0] == "torchrun" else None, a_node)
-    else:  # what check_args asks for where there is a GPU: learner and engine share it
+    else:  # what Args.check asks for where there is a GPU: learner and engine share it
         assert args.vllm_gpu_memory_utilization <= 0.8 or args.rollout_backend != "vllm"
 
 
@@ -89,7 +89,7 @@ def test_the_8_gpu_command_is_veRLs_105_steps():
     words = shlex.split(line)
     args = utils.parse_args(grpo.Args, words[words.index("grpo.py") + 1 :])
     assert grpo.num_training_steps(args) == 105
-    assert "1024 prompts x 5 samples = 5120 rollouts" in utils.batch_arithmetic(args, 8, 105)
+    assert "1024 prompts x 5 samples = 5120 rollouts" in args.batch_arithmetic(8)
 
 
 def test_every_file_and_function_named_exists():

@@ -104,7 +104,7 @@ def check(command, script, args, nodes):
             Path(name).touch()
     if script == "grpo.py":
         ranks = int(command[command.index("--nproc_per_node") + 1]) if command[0] == "torchrun" else 1
-        utils.check_args(args, ranks)
+        args.check(ranks)
         return ranks
     if command[0] == "python":
         grpo_fast.check_fast_args(args, None, 1)
@@ -112,7 +112,7 @@ def check(command, script, args, nodes):
     else:
         ranks = 8 * nodes
         grpo_fast.check_fast_args(args, ranks, 8)
-    utils.check_args(args, 1, fast=True)
+    args.check(1, fast=True)
     return 1 if args.single_gpu_mode else ranks
 
 

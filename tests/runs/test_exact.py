@@ -52,7 +52,7 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     after = random.random(), float(np.random.rand()), float(torch.rand(1))
     small.step()
     checkpoints.wait()
-    assert [p.name for p in utils._steps(tmp_path / "checkpoints")] == ["step_4"]
+    assert [p.name for p in utils.checkpoint_dirs(tmp_path / "checkpoints")] == ["step_4"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_4"
     other = Small(seed=1)
     path = utils.newest_checkpoint(tmp_path, world)
@@ -73,7 +73,7 @@ def test_old_checkpoints_go(tmp_path, world):
     for step in (1, 2, 3, 4):
         save(everything, small, step)
     everything.wait()
-    assert len(utils._steps(tmp_path / "all" / "checkpoints")) == 4
+    assert len(utils.checkpoint_dirs(tmp_path / "all" / "checkpoints")) == 4
 
 
 def flip(path):
