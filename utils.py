@@ -534,8 +534,8 @@ class Flags(ProcessFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, Run
             or self.dry_run
             or bool(self.load_batches)
             or importlib.util.find_spec("vllm") is not None,
-            "--rollout_backend vllm: vLLM is not installed: bash scripts/setup.sh installs it where it has a build; else "
-            "take --rollout_backend transformers",
+            "--rollout_backend vllm: vLLM is not installed: bash scripts/setup.sh installs it where it has a build; "
+            "else take --rollout_backend transformers",
         )
 
 
