@@ -100,6 +100,19 @@ def test_every_file_and_function_named_exists():
         assert hasattr(grpo, name), name
 
 
+def test_flags_are_in_the_classes_named():
+    flags, rows = {}, README.split("| class | flags")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) > 8
+    for row in rows:
+        where, names = row.split("|")[1:3]
+        if where := re.search(r"`(\w+)\.(\w+)`", where):  # a row without continues the class above it
+            flags = inspect.get_annotations(
+                getattr({"grpo": grpo, "rewards": rewards, "utils": utils}[where[1]], where[2])
+            )
+        names = [name.split()[0] for name in re.findall(r"`([^`]+)`", names)]
+        assert names and set(names) <= set(flags), row
+
+
 def anchors(text):
     """Those that GitHub gives to the headings of a page."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
