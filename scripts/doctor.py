@@ -67,9 +67,12 @@ def last_line(ended: Ended) -> str:
 
 def python_version() -> Finding:
     said = f"{platform.python_version()} ({sys.executable})"
-    if (3, 11) <= sys.version_info[:2] <= (3, 14):
-        return Finding("ok", "Python", said)
-    return Finding("FAIL", "Python", f"{said}; 3.11 to 3.14 are known", f"PYTHON=/path/to/python3.11 {INSTALL}")
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
+        return Finding("FAIL", "Python", f"{said}; 3.11 to 3.14 are known", f"PYTHON=/path/to/python3.11 {INSTALL}")
+    if sys.prefix == sys.base_prefix and importlib.util.find_spec("ensurepip") is None:
+        fix = f"apt-get install python3.{sys.version_info.minor}-venv (Debian, Ubuntu)"
+        return Finding("FAIL", "Python", f"{said} has no venv module to install with", fix)
+    return Finding("ok", "Python", said)
 
 
 def pins(requirements: Path) -> list[tuple[str, str]]:

@@ -58,6 +58,15 @@ def test_torch_of_the_cpu_index_is_as_pinned(monkeypatch):
     assert "torchvision" in doctor.packages([("torch", "2.13.0")], "requirements-cpu.txt").fix
 
 
+def test_python_too_old_or_without_venv(monkeypatch):
+    assert doctor.python_version().state == "ok"
+    monkeypatch.setattr(doctor.sys, "base_prefix", sys.prefix)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor.python_version().state == "FAIL" and "-venv" in doctor.python_version().fix
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 9, 2))
+    assert "3.11 to 3.14" in doctor.python_version().said
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
 def test_missing_preloads_are_named():
     library = next(Path(sys.prefix).glob("lib/libiomp5.so"), None)
