@@ -1388,7 +1388,7 @@ def main(args: Args) -> Path | None:
         engine.close()
     utils.leave_distributed()
     if args.push_to_hub and world.is_main and finished:  # the other ranks wait for nothing
-        utils.push_model(run_dir, args)
+        utils.push_model(run_dir)
     return run_dir
 
 

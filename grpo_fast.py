@@ -935,7 +935,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     utils.leave_distributed()
     if args.push_to_hub and world.is_main and finished:  # the other ranks wait for nothing
         engines.watchdog.timeout_s = math.inf
-        utils.push_model(run_dir, args)
+        utils.push_model(run_dir)
     return run_dir
 
 

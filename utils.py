@@ -651,7 +651,7 @@ def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
     if world.is_main:
         try:
             if args.push_to_hub:
-                hub_repo(args)
+                check_hub(args)
             _claim_run_dir(args, data_hash)
         except ValueError as error:
             outcome = [str(error)]
@@ -718,6 +718,11 @@ def model_hash(args: Any) -> str:
             f.seek(max(0, size - 2**20))
             digest.update(f.read())
     return digest.hexdigest()[:16]
+
+
+def program(name: str, *arguments: object) -> list[str]:
+    """Command line of a program in scripts/: the four files start programs and never import them."""
+    return [sys.executable, str(REPO / "scripts" / name), *map(str, arguments)]
 
 
 def provenance() -> dict[str, Any]:
@@ -1790,92 +1795,31 @@ def _keep_start_files(model: Any, tokenizer: Any, path: Path, args: Any) -> None
     edit("generation_config.json", lambda config: config.update(eos_token_id=ids[0] if len(ids) == 1 else ids))
 
 
-def hub_repo(args: Any) -> str:
-    """Full name of the hub repository of --push_to_hub, made if need be, with its branch.
-
-    Raises UserError: without a token, or where it may not be written.
-    """
-    import huggingface_hub
-
-    flags = f"--push_to_hub --hf_repo_id {args.hf_repo_id or args.exp_name}"
-    flags += f" --hf_repo_revision {args.hf_repo_revision}" if args.hf_repo_revision else ""
-    if huggingface_hub.get_token() is None:
-        raise UserError(f"{flags}: no token: run `hf auth login`, or set HF_TOKEN, or drop --push_to_hub")
-    api = huggingface_hub.HfApi()
-    try:
-        # private: what was meant for all is published in a click, what was not cannot be called back
-        repo = api.create_repo(args.hf_repo_id or args.exp_name, private=True, exist_ok=True).repo_id
-        api.auth_check(repo, write=True)  # create_repo is content with a repository that it may read
-        if args.hf_repo_revision:
-            api.create_branch(repo, branch=args.hf_repo_revision, exist_ok=True)
-    except Exception as error:  # of the name, of the network, of http
-        raise UserError(
-            f"{flags}: {type(error).__name__}: {error}\nIs $HF_TOKEN (or `hf auth login`) of an account that may write "
-            "there? Choose another --hf_repo_id, or drop --push_to_hub"
-        ) from None
-    return repo
+def check_hub(args: Any) -> None:
+    """Have scripts/push_to_hub.py find out whether an upload could work. Raises UserError."""
+    flags = ("--hf_repo_id", args.hf_repo_id or args.exp_name, "--hf_repo_revision", args.hf_repo_revision or "")
+    command = program("push_to_hub.py", Path(args.output_dir) / args.exp_name, "--check", *flags)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(done.stderr.strip())
 
 
-def push_model(run_dir: Path, args: Any) -> None:
-    """Upload run_dir/model with a model card. Call it on rank 0, after all else.
+def push_model(run_dir: Path) -> None:
+    """Have scripts/push_to_hub.py upload run_dir/model. Call it on rank 0, after all else.
 
     A failure is told with the command that tries again, and is no failure of the run: torchrun and job queues answer
     that by training once more, where the model is on the disk.
     """
-    import huggingface_hub
-
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: it may end an upload
-    model, revision = run_dir / "model", args.hf_repo_revision
-    again = ["hf", "upload", args.hf_repo_id or args.exp_name, str(model), ".", "--private"]
-    again += ["--revision", revision] if revision else []
-    try:
-        (model / "README.md").write_text(model_card(run_dir, args))
-        repo = hub_repo(args)
-        print(f"uploading {model} to {repo}", flush=True)
-        done = huggingface_hub.HfApi().upload_folder(
-            repo_id=repo, folder_path=model, revision=revision, commit_message=f"Model of {args.exp_name}"
-        )
-        print(f"uploaded: {done.commit_url}")
-    except Exception as error:  # of http, of hf_xet, of the disk
+    command = program("push_to_hub.py", run_dir)
+    upload = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
+    if status := upload.wait():
         print(
-            f"WARNING: --push_to_hub: {model} is complete, but was NOT uploaded: {type(error).__name__}: {error}\n"
-            f"WARNING: to upload it: {shlex.join(again)}",
+            f"WARNING: --push_to_hub: the upload ended with status {status}; the model is complete in "
+            f"{run_dir / 'model'}\nWARNING: to upload it: {shlex.join(command)}",
             file=sys.stderr,
             flush=True,
         )
-
-
-def model_card(run_dir: Path, args: Any) -> str:
-    """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
-    from huggingface_hub import ModelCardData
-
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    command = json.loads((run_dir / "environment.json").read_text())["command"]
-    names = [name for name, _ in parse_mixer("dataset_mixer_list", args.dataset_mixer_list)]
-    hub_names = {name.partition(":")[0] for name in names if name.count("/") == 1 and not Path(name).exists()}
-    start = Path(args.model_name_or_path)
-    base = start.name if start.is_dir() else args.model_name_or_path
-    data = ModelCardData(
-        base_model=None if start.is_dir() else base,
-        datasets=sorted(hub_names) or None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["grpo", "reinforcement-learning"],
-    )
-    last = next((row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {})
-    shown = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature learning_rate beta
-        loss_fn advantage_normalization_type chat_template_name stop_strings seed""".split()
-    results = ["eval/pass_at_1", "eval/objective/verifiable_correct_rate", "eval/scores", "eval/sequence_lengths"]
-    flags = "\n".join(f"| {name} | {getattr(args, name)} |" for name in shown if getattr(args, name) not in (None, []))
-    metrics = "\n".join(f"| {name} | {last[name]:.4g} |" for name in results if last.get(name) is not None)
-    return (
-        f"---\n{data.to_yaml()}\n---\n\n# {args.exp_name}\n\n"
-        f"{base} after {rows[-1]['training_step']} steps and {rows[-1]['episode']} sampled responses of GRPO on "
-        f"{', '.join(names)}.\n\n"
-        f"| flag | value |\n|---|---|\n{flags}\n\n"
-        + (f"| evaluation after step {last['training_step']} | |\n|---|---|\n{metrics}\n\n" if metrics else "")
-        + f"```bash\n{shlex.join(['python', *command[1:]])}\n```\n"
-    )
 
 
 class Checkpoints:
@@ -2678,7 +2622,7 @@ DRAWING_S = 120.0  # matplotlib's first start on a machine looks for fonts
 
 def draw_report(run_dir: Path) -> str:
     """Have scripts/reports/curves.py draw report.png; words for the end of the run. A failure is a warning."""
-    command = [sys.executable, str(REPO / "scripts" / "reports" / "curves.py"), str(run_dir)]
+    command = program("reports/curves.py", run_dir)
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=DRAWING_S)
     except (OSError, subprocess.SubprocessError) as error:

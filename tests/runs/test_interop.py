@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import grpo
 import utils
 from tests.conftest import REPO
 
+PUSH = str(REPO / "scripts" / "push_to_hub.py")
 TURNS = [{"role": "user", "content": "Say 3, then 7."}]
 REWARD = "def many(response, ground_truth):\n    return len(set(response)) / 100\n"  # no two alike: all groups train
 SMALL = """--model_dtype float32 --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 4 --response_length 8
@@ -108,12 +110,8 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub for this process."""
-    import huggingface_hub
-
+    """A hub for the programs that are started."""
     hub = Hub()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for name, value in hub.env.items():
         monkeypatch.setenv(name, value)
     yield hub
@@ -271,16 +269,37 @@ def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
     done = run("grpo_fast.py", start[0], data, tmp_path, *flags, env=hub.env)
     assert hub.calls[0][0] == "/api/repos/create" and not hub.commits
     model = tmp_path / "f" / "model"
-    assert f"WARNING: --push_to_hub: {model} is complete, but was NOT uploaded: " in done.stderr
+    assert f"{model} is complete, but was NOT uploaded: " in done.stderr and "403" in done.stderr
     load(model)
     again = done.stderr.splitlines()[-1].removeprefix("WARNING: to upload it: ")
-    assert again == f"hf upload f {model} . --private --revision b"
+    assert again == f"{sys.executable} {PUSH} {tmp_path / 'f'}"
     hub.faults = {}
-    bin_dir = os.path.dirname(sys.executable)
-    env = os.environ | hub.env | {"PATH": f"{bin_dir}:{os.environ['PATH']}", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
-    subprocess.run(again.split(), env=env, check=True, capture_output=True, timeout=120)
+    subprocess.run(again.split(), env=os.environ | hub.env, check=True, capture_output=True, timeout=120)
     assert hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
     assert hub.commits == ["/api/models/me/f/commit/b"]
+
+
+def test_sigterm_ends_an_upload_and_says_how_to_repeat_it(trained, tmp_path):
+    """A hub that takes the connection and is silent; the run is done, so its status stays 0."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = os.environ | trained[1].env | {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "600"}
+        script = f"import utils, pathlib; utils.push_model(pathlib.Path({str(trained[0])!r}))"
+        with subprocess.Popen(
+            [sys.executable, "-c", script], cwd=REPO, env=env, stderr=subprocess.PIPE, text=True
+        ) as p:
+            silent.settimeout(60)
+            connection, _ = silent.accept()
+            p.send_signal(signal.SIGTERM)
+            _, err = p.communicate(timeout=60)
+        connection.close()
+    assert p.returncode == 0 and "the upload ended with status -15" in err
+    assert err.splitlines()[-1] == f"WARNING: to upload it: {sys.executable} {PUSH} {trained[0]}"
+
+
+def test_push_by_hand_needs_a_run_that_is_done(tmp_path):
+    done = subprocess.run([sys.executable, PUSH, tmp_path / "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and f"{tmp_path / 'x' / 'model'} is no model" in done.stderr
 
 
 def make_args(path, **flags):
@@ -371,10 +390,8 @@ def test_start_model_without_generation_config(tiny_models, tmp_path, world):
     ],
 )
 def test_upload_that_cannot_work_is_refused_before_training(hub, faults, token, words, monkeypatch, tmp_path, world):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token or None)
-    monkeypatch.setattr(huggingface_hub.utils._headers, "get_token", lambda: token or None)
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
     hub.faults = faults
     args = make_args(tmp_path, push_to_hub=True, hf_repo_id="me/x", output_dir=str(tmp_path))
     with pytest.raises(utils.UserError, match=r"--push_to_hub --hf_repo_id me/x: .*(?s:.)*drop --push_to_hub") as error:
