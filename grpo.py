@@ -1255,8 +1255,8 @@ def main(args: Args) -> Path | None:
         print(args.batch_arithmetic(world_size))
         if args.dry_run:
             print("dtype    {}: {}".format(*utils.choose_dtype(args)))
-            print(utils.describe_memory(args, world_size, True, LOGPROB_CHUNK))
             print(utils.describe_sources(args))
+            utils.print_memory(args, world_size, True, LOGPROB_CHUNK)
     if args.dry_run:
         return None
 

@@ -1035,8 +1035,8 @@ def main(args: Args) -> None:
         if args.dry_run:
             print("dtype    {}: {}".format(*utils.choose_dtype(args)))
             learners, shared = sum(args.num_learners_per_node), args.single_gpu_mode
-            print(utils.describe_memory(args, learners, shared, grpo.LOGPROB_CHUNK))
             print(utils.describe_sources(args))
+            utils.print_memory(args, learners, shared, grpo.LOGPROB_CHUNK)
         else:
             launch(args)
         return

@@ -539,106 +539,17 @@ class Flags(ProcessFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, Run
         )
 
 
-class _Kept(torch.autograd.Function):
-    """Stands for an attention that keeps what flash and flex attention keep for their backward."""
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out)
-        return out
+ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing load_ref_policy pack_length
+    max_prompt_token_length response_length vllm_gpu_memory_utilization vllm_tensor_parallel_size""".split()
 
 
-def kept_for_backward(model: Any, tokens: int) -> int:
-    """Bytes that a forward of `tokens` tokens keeps for its backward, weights apart. A model on the meta device runs,
-    so it takes neither memory nor time."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
-    return sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
-
-
-def memory_estimate(args: Any, config: Any, learners: int, chunk: int) -> dict[str, float]:
-    """Bytes on a learner's GPU at the peak of an update, by what they are for, without CUDA's and NCCL's own and
-    fragmentation; and of an engine: engine_weights, and engine_token for each token in its cache.
-
-    With N weights on S shards (the learners from deepspeed_stage 2 on, else 1): master weights, gradients and reference
-    4 N / S each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two layers and what is in no layer.
-    Activations of one pack of --pack_length tokens are counted by a forward on the meta device; the head makes the
-    logits of `chunk` tokens at a time. They are gone when the last gradients, those of the embeddings, are reduced.
-    """
-    from transformers import AttentionInterface, AutoModelForCausalLM
-
-    AttentionInterface.register("kept", lambda _, q, k, v, *more, **other: (_Kept.apply(q, k, v).transpose(1, 2), None))
-    dtype = DTYPES[args.model_dtype]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="kept")
-    names, text = set(model._no_split_modules or ()), config.get_text_config()
-    layers = [m for m in model.modules() if type(m).__name__ in names]
-    whole = sum(p.numel() for p in model.parameters())
-    root = whole - sum(p.numel() for layer in layers for p in layer.parameters())
-    head = model.get_output_embeddings().weight.numel()
-    item, shards = dtype.itemsize, learners if args.deepspeed_stage >= 2 else 1
-    tokens, vocabulary = args.pack_length, text.vocab_size
-    activations = kept_for_backward(model, tokens)
-    if args.gradient_checkpointing:
-        activations = activations / len(layers) + len(layers) * tokens * text.hidden_size * item
-    in_head = head * (4 + item) + 12 * min(chunk, tokens) * vocabulary
-    gathered = root + 2 * (whole - root) / len(layers) if args.deepspeed_stage == 3 else whole
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    tp = args.vllm_tensor_parallel_size
-    return {
-        "weights": 4 * whole / shards,
-        "gradients": 4 * whole / shards,
-        "Adam": 8 * whole / shards,
-        "reference": 4 * whole / shards if args.load_ref_policy else 0.0,
-        "gathered": item * gathered,
-        "activations and head": max(activations + in_head, root * (4 + item)),
-        "engine_weights": item * whole / tp,
-        "engine_token": 2 * text.num_hidden_layers * heads * head_dim * item / tp,
-    }
-
-
-def describe_memory(args: Any, learners: int, shared_gpu: bool, chunk: int) -> str:
-    """The memory estimate in two lines and, where it is more than a GPU (80 GiB where none is visible), what helps."""
-    from transformers import AutoConfig
-
-    name, gib = args.model_name_or_path, 2**30
-    try:
-        config = AutoConfig.from_pretrained(name, revision=args.model_revision, local_files_only=True)
-    except (OSError, ValueError):
-        return f"memory   not estimated: no config.json of {name} on this machine (hf download {name} config.json)"
-    if args.model_dtype == "auto":  # no GPU has been asked: any that training is planned for has bfloat16
-        args = replace(args, model_dtype="bfloat16")
-    parts = memory_estimate(args, config, learners, chunk)
-    weights, token = parts.pop("engine_weights"), parts.pop("engine_token")
-    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * gib
-    share, longest = args.vllm_gpu_memory_utilization, args.max_prompt_token_length + args.response_length
-    learner, engine = sum(parts.values()), share * gpu
-    fits = max(0, int((engine - weights) / (token * longest)))
-    used = learner + engine if shared_gpu else learner
-    room = f"{fits:,} responses of {longest:,} tokens"
-    sizes = ", ".join(f"{name} {size / gib:.1f}" for name, size in parts.items())
-    lines = [
-        f"memory   learner, GiB a GPU: {sizes}: {learner / gib:.1f}",
-        f"         engine, {share:g} of {gpu / gib:.0f} GiB: weights {weights / gib:.1f} and {token / 1024:.0f} KiB a "
-        f"token, {room} at once",
-    ]
-    if used > 0.95 * gpu or not fits:
-        lines.append(
-            f"         WARNING: that is {used / gib:.0f} of {gpu / gib:.0f} GiB. What helps: --gradient_checkpointing, "
-            "--deepspeed_stage 3 on more GPUs,\n         a smaller --pack_length or --vllm_gpu_memory_utilization; "
-            "for an engine --vllm_tensor_parallel_size"
-        )
-    return "\n".join(lines)
+def print_memory(args: Any, learners: int, shared_gpu: bool, chunk: int) -> None:
+    """Have scripts/memory.py print what an update takes on a learner's GPU, and what an engine takes."""
+    values = {name: getattr(args, name) for name in ESTIMATED_BY}
+    values |= {"learners": learners, "shared_gpu": shared_gpu, "logprob_chunk": chunk}
+    flags = [f"--{name}={v}" if not isinstance(v, bool) else f"--{'no_' * (not v)}{name}" for name, v in values.items()]
+    sys.stdout.flush()
+    subprocess.run(program("memory.py", args.model_name_or_path, *flags))
 
 
 def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:

@@ -4,18 +4,20 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields, replace
 
 import pytest
 
 import grpo
 import utils
-from scripts.reports import memory_table
+from scripts import memory
 from tests.conftest import REPO
 
 # Rank 0 of several, alone: torch's fake process group exchanges nothing, and shards and buffers have their real sizes.
 MEASURE = """
     import gc, json, os, sys, tempfile, weakref
     import utils, grpo, torch
+    from scripts import memory
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,13 +76,14 @@ MEASURE = """
         with found:
             step()
         dist.destroy_process_group()
-        return found.peak, utils.memory_estimate(args, config, ranks, grpo.LOGPROB_CHUNK)
+        setup = {name: value for name, value in vars(args).items() if name in memory.Setup.__dataclass_fields__}
+        return found.peak, memory.memory_estimate(memory.Setup(**setup, learners=ranks), config)
 
     with tempfile.TemporaryDirectory() as directory:
         print(json.dumps([measure(directory, **setting) for setting in json.loads(sys.argv[1])]), flush=True)
     os._exit(0)
 """
-BASE = {"ranks": 4, "vocabulary": 2000, "hidden": 256, "pack_length": 512}
+BASE = {"ranks": 4, "model_dtype": "bfloat16", "vocabulary": 2000, "hidden": 256, "pack_length": 512}
 SETTINGS = [
     BASE | {"deepspeed_stage": 0, "model_dtype": "float32"},
     BASE | {"deepspeed_stage": 3, "gradient_checkpointing": True, "model_dtype": "float32"},
@@ -107,34 +110,46 @@ def test_a_7b_model_by_hand():
         "qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
     )  # fmt: skip
-    args = grpo.Args(model_name_or_path="x", deepspeed_stage=3, gradient_checkpointing=True, pack_length=4096)
-    parts = utils.memory_estimate(args, config, 8, grpo.LOGPROB_CHUNK)
+    setup = memory.Setup(learners=8, deepspeed_stage=3, gradient_checkpointing=True, pack_length=4096)
+    parts = memory.memory_estimate(setup, config)
     assert parts["weights"] == parts["gradients"] == parts["reference"] == 7_615_616_512 * 4 / 8
     assert parts["engine_weights"] == 2 * 7_615_616_512 and parts["engine_token"] == 2 * 28 * 4 * 128 * 2
     # 152064 x 3584 head: its gradient in float32 and bfloat16, 1024 x 152064 logits; 28 layer inputs; one layer
     head = 152064 * 3584 * 6 + 12 * 1024 * 152064
     assert parts["activations and head"] > head + 28 * 4096 * 3584 * 2
     assert parts["activations and head"] < head + 28 * 4096 * 3584 * 2 + 4096 * 3584 * 80
-    assert utils.memory_estimate(args, config, 16, grpo.LOGPROB_CHUNK)["Adam"] == parts["Adam"] / 2
+    assert memory.memory_estimate(replace(setup, learners=16), config)["Adam"] == parts["Adam"] / 2
 
 
-def test_dry_run_prints_it_and_warns(tiny_models, capsys):
+def test_dry_run_prints_it_and_warns(tiny_models, capfd):
     flags = ["--model_name_or_path", str(tiny_models()), "--dry_run", "--vllm_gpu_memory_utilization", "0.5"]
     grpo.main(utils.parse_args(grpo.Args, flags))
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "memory   learner, GiB a GPU: weights 0.0" in out and "engine, 0.5 of" in out and "WARNING" not in out
     long = ["--response_length", "500_000_000", "--pack_length", "500_000_256"]
     grpo.main(utils.parse_args(grpo.Args, flags + long))
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "a token, 0 responses" in out and "WARNING: that is" in out
     grpo.main(utils.parse_args(grpo.Args, ["--model_name_or_path", "no/such-model", "--dry_run"]))
-    assert "memory   not estimated: no config.json of no/such-model" in capsys.readouterr().out
+    assert "memory   not estimated: no config.json of no/such-model" in capfd.readouterr().out
 
 
 def test_the_readmes_table():
     readme = (REPO / "scripts/README.md").read_text()
-    assert memory_table.row("Qwen2.5-0.5B", memory_table.qwen(*memory_table.SHAPES["Qwen2.5-0.5B"])) in readme
-    assert all(f"| {name} |" in readme for name in memory_table.SHAPES)
+    setup = memory.Setup(deepspeed_stage=3, gradient_checkpointing=True)
+    assert memory.row("Qwen2.5-0.5B", memory.qwen(*memory.SHAPES["Qwen2.5-0.5B"]), setup) in readme
+    assert all(f"| {name} |" in readme for name in memory.SHAPES)
+
+
+def test_flags_are_those_of_the_training_scripts():
+    """The same names, types and defaults, and --dry_run hands all of them over."""
+    ours, theirs = ({f.name: f for f in fields(cls)} for cls in (memory.Setup, grpo.Args))
+    shared = ours.keys() & theirs.keys()
+    for name in shared:
+        assert memory.Setup.__dataclass_fields__[name].default == theirs[name].default, name
+        assert ours[name].type == theirs[name].type, name
+    assert ours.keys() - shared == {"models", "table", "learners", "logprob_chunk", "shared_gpu"}
+    assert set(utils.ESTIMATED_BY) == shared and memory.Setup().logprob_chunk == grpo.LOGPROB_CHUNK
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
@@ -142,5 +157,5 @@ def test_any_architecture(tiny_models, arch):
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(tiny_models(arch))
-    parts = utils.memory_estimate(grpo.Args(model_name_or_path="x"), config, 1, grpo.LOGPROB_CHUNK)
+    parts = memory.memory_estimate(memory.Setup(), config)
     assert all(size > 0 for size in parts.values())
