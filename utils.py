@@ -16,8 +16,8 @@ import importlib.util
 import json
 import math
 import os
-import queue
 import random
+import select
 import shlex
 import shutil
 import signal
@@ -634,6 +634,18 @@ def model_hash(args: Any) -> str:
 def program(name: str, *arguments: object) -> list[str]:
     """Command line of a program in scripts/: the four files start programs and never import them."""
     return [sys.executable, str(REPO / "scripts" / name), *map(str, arguments)]
+
+
+def start_program(log: Path, name: str, *arguments: object) -> subprocess.Popen:
+    """Start a program that runs beside this one and ends when its stdin closes, which the kernel does when this process
+    is gone, however that came about. stdout is ours to read; its other words go to `log`."""
+    pinned = pin(ALL_CORES)  # grpo_fast.py pins its ranks, which a program would inherit
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    try:
+        with log.open("a") as words:  # a session of its own: Ctrl-C in the terminal is this process's to handle
+            return subprocess.Popen(program(name, *arguments), **pipes, stderr=words, start_new_session=True)
+    finally:
+        pin(pinned)
 
 
 def provenance() -> dict[str, Any]:
@@ -2293,101 +2305,37 @@ class Timer:
         self.seconds[f"time/{name}"] += time.perf_counter() - start
 
 
+TRACKER_START_S = 120.0  # before a run goes on without waiting for a tracker to be ready
 TRACKER_WAIT_S = 30.0  # at the end of a run, for what is not sent yet
 TABLE_ROLLOUTS = 8  # samples that a tracker gets at a time
 
 
-class Feed:
-    """Rows for a tracker that may hang (wandb's network, TensorBoard's disk), through a bounded queue and a thread:
-    training never waits for it. Rows that do not fit are dropped and counted."""
+def start_tracker(name: str, run_dir: Path, start_step: int) -> subprocess.Popen:
+    """Have scripts/track.py send what comes into RUN/metrics.jsonl and samples.jsonl. Raises UserError if it cannot."""
+    log, after = run_dir / f"{name}.log", start_step or -1  # -1: the evaluation before the first step too
+    process = start_program(log, "track.py", run_dir, f"--{name}", "--follow", "--after", after)
+    out: Any = process.stdout
+    if select.select([out], [], [], TRACKER_START_S)[0] and not out.readline():
+        raise UserError(f"--with_{'tracking' if name == 'wandb' else name}: {log}: {log.read_text()[-3000:].strip()}")
+    return process
 
-    def __init__(self, name: str, write: Callable[[dict[str, Any]], None], end: Callable[[], None]):
-        self.name, self.dropped, self.problem = name, 0, ""
-        self.queue: queue.Queue = queue.Queue(maxsize=256)
-        self.thread = threading.Thread(target=self._run, args=(write, end), daemon=True)
-        self.thread.start()
 
-    def _run(self, write: Callable[[dict[str, Any]], None], end: Callable[[], None]) -> None:
-        while (row := self.queue.get()) is not None:
-            try:
-                write(row)
-            except Exception as error:  # whatever a tracker raises, the run goes on and says so at its end
-                self.dropped, self.problem = self.dropped + 1, repr(error)
-        end()
-
-    def put(self, row: dict[str, Any]) -> None:
-        """Hand over a row, or drop it."""
+def stop_trackers(trackers: dict[str, subprocess.Popen]) -> list[str]:
+    """Wait TRACKER_WAIT_S at most for what is not sent yet; a line for each tracker that may lack rows."""
+    until, problems = time.monotonic() + TRACKER_WAIT_S, []
+    for process in trackers.values():
+        with contextlib.suppress(OSError):  # it has ended
+            process.stdin.write("end")
+            process.stdin.close()
+    for name, process in trackers.items():
         try:
-            self.queue.put_nowait(row)
-        except queue.Full:
-            self.dropped += 1
-
-    def close(self) -> str:
-        """Wait TRACKER_WAIT_S at most for what is queued; what is missing, or ""."""
-        end = time.monotonic() + TRACKER_WAIT_S
-        with contextlib.suppress(queue.Full):
-            self.queue.put(None, timeout=TRACKER_WAIT_S)
-        self.thread.join(timeout=max(end - time.monotonic(), 0.0))
-        if self.thread.is_alive():
-            problem = f" has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows"
-        else:
-            problem = f": {self.dropped} rows dropped" if self.dropped else ""
-            problem += f" ({self.problem})" if self.problem else ""
-        return problem and f"WARNING: {self.name}{problem}; metrics.jsonl has all"
-
-
-def feed_wandb(args: Any, run_dir: Path) -> Feed:
-    """Metrics over training_step and samples as tables `rollouts`, in one wandb run across resumes."""
-    import wandb
-
-    id_file = run_dir / "wandb_id.txt"
-    run = wandb.init(
-        project=args.wandb_project,
-        entity=args.wandb_entity,
-        name=args.exp_name,
-        dir=str(run_dir),
-        config=asdict(args),
-        id=id_file.read_text() if id_file.exists() else None,
-        resume="allow",
-    )
-    id_file.write_text(run.id)
-    for name in ("training_step", "episode"):
-        run.define_metric(name)
-    run.define_metric("*", step_metric="training_step")
-    run.define_metric("eval/*", step_metric="training_step", summary="last,max")
-
-    def write(row: dict[str, Any]) -> None:
-        if "rollouts" in row:
-            columns = list(row["rollouts"][0])
-            row = row | {"rollouts": wandb.Table(columns, [list(r.values()) for r in row["rollouts"]])}
-        run.log(row, step=row["training_step"])
-
-    def end() -> None:
-        run.finish()  # waits for wandb's service process, for ever if that hangs
-        wandb.teardown()  # of that process, which an exit without destructors would leave
-
-    return Feed("wandb", write, end)
-
-
-def feed_tensorboard(args: Any, run_dir: Path, start_step: int) -> Feed:
-    """The same metrics and samples as event files in RUN/tensorboard, by torch's writer."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)  # what a resume does again
-    writer.add_text("flags", "\n".join(f"    --{name} {value}" for name, value in asdict(args).items()), start_step)
-
-    def write(row: dict[str, Any]) -> None:
-        step = row["training_step"]
-        if "rollouts" in row:
-            texts = ("\n".join(f"{k}: {v}" for k, v in r.items()) for r in row["rollouts"])
-            writer.add_text("rollouts", "\n\n".join("    " + t.replace("\n", "\n    ") for t in texts), step)
-        else:
-            for name, value in row.items():
-                if value is not None:
-                    writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return Feed("TensorBoard", write, writer.close)
+            status = process.wait(max(until - time.monotonic(), 0.0))
+            words = process.stdout.read().strip().splitlines()[-1:]
+            problems += words if status and words else [f"WARNING: {name} ended with status {status}"] * (status != 0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            problems.append(f"WARNING: {name} has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows")
+    return problems
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -2397,8 +2345,14 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - low) / (high - low)) if high > low else 0] for v in values)
 
 
+def _append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to a .jsonl file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+
+
 class Logger:
-    """Console, metrics.jsonl, wandb and TensorBoard, all on rank 0; other ranks get a silent one."""
+    """Console, metrics.jsonl, samples.jsonl and trackers, all on rank 0; other ranks get a silent one."""
 
     COLUMNS = (  # (heading, metric, format)
         ("score", "objective/scores", "{:.3f}"),
@@ -2422,8 +2376,9 @@ class Logger:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self.console = Console(width=None if sys.stdout.isatty() else 160)
-        self.path, self.traces = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
-        for path in (self.path, self.traces):  # a resumed run drops what it is about to do again
+        names = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
+        self.path, self.traces, self.samples = (run_dir / name for name in names)
+        for path in (self.path, self.traces, self.samples):  # a resumed run drops what it is about to do again
             if path.exists():
                 whole = path.read_text().split("\n")[:-1]  # kill -9 may have cut the last line short
                 kept = [x for x in whole if json.loads(x)["training_step"] <= start_step]
@@ -2440,18 +2395,15 @@ class Logger:
         self.num_steps, self.header_shown = num_steps, False
         self.scores: list[float] = []
         self.ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
-        self.feeds = [feed_wandb(args, run_dir)] if args.with_tracking else []
-        self.feeds += [feed_tensorboard(args, run_dir, start_step)] if args.with_tensorboard else []
+        names = ["wandb"] * args.with_tracking + ["tensorboard"] * args.with_tensorboard
+        self.trackers = {name: start_tracker(name, run_dir, start_step) for name in names}
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Write one step's metrics everywhere."""
         if not self.enabled:
             return
         metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
-        with self.path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
-        for feed in self.feeds:
-            feed.put(metrics)
+        _append(self.path, [metrics])
         if not self.header_shown:
             headings = [h.rjust(max(7, len(h))) for h, _, _ in self.COLUMNS]
             self.console.print(" ".join(["step".rjust(9), *headings, "left".rjust(8)]))
@@ -2478,7 +2430,7 @@ class Logger:
         return str(timedelta(seconds=round(pace * (self.num_steps - step))))
 
     def show(self, step: int, rollouts: Sequence[Any]) -> None:
-        """Print the first and the last rollout; some of them also go to the trackers, as a table."""
+        """Print the first and the last rollout; the first TABLE_ROLLOUTS go to samples.jsonl, for the trackers."""
         if not self.enabled or not rollouts:
             return
         for r in (rollouts[0], rollouts[-1]):
@@ -2490,8 +2442,7 @@ class Logger:
             row = {name: getattr(r, name) for name in ("score", "advantage", "finish_reason", "text")}
             labels = {"prompt": r.prompt.text, "ground_truths": str(r.prompt.ground_truths)}
             rows.append({"training_step": step} | labels | row)
-        for feed in self.feeds:
-            feed.put({"training_step": step, "rollouts": rows})
+        _append(self.samples, [{"training_step": step, "rollouts": rows}])
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -2515,17 +2466,16 @@ class Logger:
         dist.all_gather_object(everyone, rows)
         if self.enabled:
             ordered = sorted((row for part in everyone for row in part), key=lambda r: (r["position"], r["sample"]))
-            with self.traces.open("a") as file:
-                file.writelines(json.dumps(row, default=str) + "\n" for row in ordered)
+            _append(self.traces, ordered)
 
     def close(self) -> None:
-        """End the trackers (waits TRACKER_WAIT_S at most for each) and stop the progress bar."""
+        """End the trackers and stop the progress bar."""
         if not self.enabled:
             return
         if self.progress is not None:
             self.progress.stop()
-        for problem in filter(None, [feed.close() for feed in self.feeds]):
-            self.say(problem)
+        for problem in stop_trackers(self.trackers):
+            self.say(f"{problem}: metrics.jsonl has all, scripts/track.py {self.path.parent} sends it again")
 
 
 DRAWING_S = 120.0  # matplotlib's first start on a machine looks for fonts

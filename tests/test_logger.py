@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from dataclasses import asdict
 
 import pytest
 
@@ -18,6 +20,7 @@ from tests.conftest import REPO
 
 def make_logger(tmp_path, world, *flags, num_steps=8, start=0):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags])
+    (tmp_path / "args.json").write_text(json.dumps(asdict(args)))
     return utils.Logger(args, tmp_path, num_steps, start, world)
 
 
@@ -135,22 +138,175 @@ def test_wandb_gets_axes_and_a_table(tmp_path, world, monkeypatch):
     assert b"training_step" in log.read_bytes() and b"eval/*" in log.read_bytes()
 
 
-def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(monkeypatch):
-    monkeypatch.setattr(utils, "TRACKER_WAIT_S", 0.1)
-    stuck = threading.Event()
-    feed = utils.Feed("T", lambda row: stuck.wait(), lambda: None)
-    for _ in range(1000):
-        feed.put({})
-    assert feed.dropped >= 1000 - 257
-    assert feed.close().startswith("WARNING: T has not ended within 0 s")
-    stuck.set()
+# A tracker's library in place of wandb: it writes what it gets to a file, and does what FAKE says.
+WANDB = """
+    import json, os, pathlib, signal, sys, time
 
-    got = []
-    feed = utils.Feed("T", lambda row: got.append(1 / row["x"]), lambda: got.append("end"))
-    for x in (1, 0, 2):
-        feed.put({"x": x})
-    assert "T: 1 rows dropped (ZeroDivisionError" in feed.close() and got == [1.0, 0.5, "end"]
-    assert utils.Feed("T", got.append, lambda: None).close() == ""
+    def do(when, *values):
+        with open(os.environ["FAKE_LOG"], "a") as log:
+            log.write(json.dumps([when, *values]) + "\\n")
+        if os.environ["FAKE"] == f"hang {when}":
+            time.sleep(600)
+        if os.environ["FAKE"] == f"fail {when}":
+            raise RuntimeError("no network")
+        if os.environ["FAKE"] == f"die {when}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Run:
+        id, url = "id7", "https://x"
+        def define_metric(self, *args, **kwargs): pass
+        def log(self, row, step): do(f"log {step}", row)
+        def finish(self, exit_code): do("finish", exit_code)
+
+    def init(**kwargs):
+        do("init", kwargs["id"], kwargs["project"], kwargs["config"]["exp_name"])
+        return Run()
+
+    def Settings(**kwargs): return kwargs
+    def Table(columns, rows): return len(rows)
+    def teardown(): pass
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Function: what the stand-in of wandb does -> what it has got so far."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(textwrap.dedent(WANDB))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "fake.log"))
+
+    def get(what):
+        monkeypatch.setenv("FAKE", what)
+        log = tmp_path / "fake.log"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    return get
+
+
+def test_a_tracker_gets_all_rows_and_the_end(fake, tmp_path, world, capsys):
+    """The samples of a step with its metrics, the steps in order; a resume goes on after its checkpoint's step."""
+    fake("")
+    logger = make_logger(tmp_path, world, "--with_tracking", "--wandb_project", "p")
+    for step in range(300):  # more than any queue would hold
+        logger.log({"training_step": step, "objective/scores": math.nan if step == 3 else 0.5})
+        if step % 100 == 1:
+            logger.show(step, make_rollouts(3))
+        if step == 200:  # as job queues do, to all processes
+            logger.trackers["wandb"].terminate()
+    logger.close()
+    got = fake("")
+    assert got[0] == ["init", None, "p", "grpo"] and got[-1] == ["finish", 0]
+    names = [name for step in range(300) for name in [f"log {step}"] * (1 + (step % 100 == 1))]
+    assert [name for name, *_ in got[1:-1]] == names
+    assert got[3][1] == {"training_step": 1, "rollouts": 3} and got[5][1]["objective/scores"] is None
+    again = make_logger(tmp_path, world, "--with_tracking", start=200)
+    again.log({"training_step": 201})
+    again.close()
+    assert fake("")[len(got) :] == [
+        ["init", "id7", "grpo", "grpo"],
+        ["log 201", {"training_step": 201}],
+        ["finish", 0],
+    ]
+    assert "WARNING" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("hang log 2", "WARNING: wandb has not ended within 2 s and may lack rows: metrics.jsonl has all"),
+        ("hang finish", "WARNING: wandb has not ended within 2 s and may lack rows"),
+        ("fail log 2", "WARNING: wandb: 1 rows dropped (RuntimeError('no network')): metrics.jsonl has all"),
+        ("die log 2", "WARNING: wandb ended with status -9"),
+        ("hang init", "WARNING: wandb has not ended within 2 s"),
+    ],
+)
+def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(
+    fake, what, words, tmp_path, world, capsys, monkeypatch
+):
+    monkeypatch.setattr(utils, "TRACKER_WAIT_S", 2.0)
+    monkeypatch.setattr(utils, "TRACKER_START_S", 5.0)
+    fake(what)
+    logger = make_logger(tmp_path, world, "--with_tracking")
+    for step in range(1, 1000):
+        logger.log({"training_step": step})
+    if what != "hang init":
+        until(lambda: len(fake(what)) > 2 + (what in ("fail log 2", "hang finish")))
+    logger.close()
+    assert words in " ".join(capsys.readouterr().out.split())
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 999
+    until(lambda: logger.trackers["wandb"].poll() is not None)
+
+
+def test_a_tracker_that_cannot_begin_is_refused_with_its_words(fake, tmp_path, world):
+    fake("fail init")
+    with pytest.raises(utils.UserError, match=r"--with_tracking: .*wandb.log: (?s:.)*RuntimeError: no network"):
+        make_logger(tmp_path, world, "--with_tracking")
+
+
+KILLED = """
+    import json, os, sys
+    from dataclasses import asdict
+    from pathlib import Path
+    import grpo, utils
+
+    program, run_dir = utils.program, Path(sys.argv[1])
+    utils.program = lambda *arguments: [*program(*arguments), "--wait_s", "1"]
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--with_tracking"])
+    (run_dir / "args.json").write_text(json.dumps(asdict(args)))
+    logger = utils.Logger(args, run_dir, 8, 0, utils.World(0, 0, 1, None))
+    for step in range(1, 5):
+        logger.log({"training_step": step})
+    print(logger.trackers["wandb"].pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("what", ["", "hang log 2"])
+def test_a_tracker_ends_by_itself_when_its_run_is_killed(fake, what, tmp_path):
+    """It sends what is left and tells wandb that the run has failed; one that hangs gives up after --wait_s."""
+    fake(what)
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path]
+    done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE)
+    assert done.returncode == -9
+    pid = int(done.stdout.splitlines()[-1])
+    until(lambda: not is_running(pid))
+    names = ["init", "log 1", "log 2", *([] if what else ["log 3", "log 4", "finish"])]
+    got = fake(what)
+    assert [name for name, *_ in got] == names and (what or got[-1] == ["finish", 1])
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in open(f"/proc/{pid}/status").read()
+    except OSError:
+        return False
+
+
+def test_an_old_run_is_sent_by_hand(fake, tmp_path, world):
+    fake("")
+    logger = make_logger(tmp_path, world)
+    for step in (1, 2):
+        logger.log({"training_step": step})
+    logger.show(2, make_rollouts(2))
+    logger.close()
+    line = [sys.executable, REPO / "scripts" / "track.py", tmp_path]
+    done = subprocess.run([*line, "--wandb", "--wandb_project", "q"], capture_output=True, text=True)
+    assert done.returncode == 0 and f"{tmp_path} goes to wandb" in done.stdout, done.stderr
+    want = [["log 1", {"training_step": 1}], ["log 2", {"training_step": 2}]]
+    want = [["init", None, "q", "grpo"], *want, ["log 2", {"training_step": 2, "rollouts": 2}], ["finish", 0]]
+    assert fake("") == want
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and "--wandb, --tensorboard or both" in done.stderr
+    done = subprocess.run([*line[:2], tmp_path / "b", "--wandb"], capture_output=True, text=True)
+    assert done.returncode == 2 and f"{tmp_path / 'b'} is no run: it has no args.json" in done.stderr
 
 
 def test_tensorboard_without_its_package_is_refused_at_start(monkeypatch):

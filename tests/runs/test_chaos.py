@@ -125,16 +125,19 @@ def test_lines_cut_by_a_kill_are_dropped_on_resume(tmp_path, world):
 
 def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
     script = """
-        import os, signal, sys, threading, time
+        import json, os, signal, sys, threading, time
+        from dataclasses import asdict
         from pathlib import Path
         import grpo, utils
 
         utils.TRACKER_WAIT_S = 2.0
         args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--with_tracking"])
+        (Path(sys.argv[1]) / "args.json").write_text(json.dumps(asdict(args)))
         logger = utils.Logger(args, Path(sys.argv[1]), 8, 0, utils.World(0, 0, 1, None))
+        tracker = str(logger.trackers["wandb"].pid).encode()
         (service,) = [
             int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline")
-            if b"wandb-core" in p.read_bytes().split(bytes(1))[0] and str(os.getpid()).encode() in p.read_bytes()
+            if b"wandb-core" in p.read_bytes().split(bytes(1))[0] and tracker in p.read_bytes()
         ]
         threading.Timer(60, lambda: (os.kill(service, signal.SIGKILL), os._exit(1))).start()
         os.kill(service, signal.SIGSTOP)

@@ -1,0 +1,175 @@
+"""Send a run's metrics and sample rollouts to Weights & Biases and TensorBoard, while it goes or afterwards.
+
+    python scripts/track.py RUN --wandb              an old run; WANDB_MODE=offline works
+    python scripts/track.py RUN --tensorboard        event files in RUN/tensorboard; pip install tensorboard
+    python scripts/track.py RUN --wandb --follow     until Ctrl-C, or until stdin closes where that is a pipe
+
+It reads metrics.jsonl and samples.jsonl. --with_tracking and --with_tensorboard start one of it each with --follow: a
+tracker that hangs cannot reach the training, and loses nothing, since all rows are on the disk. When the run is gone,
+however that came about, it sends what is left and ends, after --wait_s at the latest. The wandb run's id is kept in
+RUN/wandb_id.txt: who resumes or sends again goes on in the same run, where wandb drops the steps that it has already.
+"""
+
+import argparse
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.5
+Row = dict[str, Any]
+Sender = tuple[str, Callable[[Row], None], Callable[[int], None]]  # name, send a row, end with this exit status
+
+
+def wandb_sender(run_dir: Path, args: Row, options: argparse.Namespace) -> Sender:
+    """Metrics over training_step and samples as tables `rollouts`, in one wandb run across resumes."""
+    import wandb
+
+    id_file = run_dir / "wandb_id.txt"
+    settings: Row = {"console": "off"}  # what this program prints is not the run's
+    if options.follow:
+        settings |= {"x_stats_pid": os.getppid()}  # whose memory and processor are shown
+    run = wandb.init(
+        project=options.wandb_project or args["wandb_project"],
+        entity=options.wandb_entity or args["wandb_entity"],
+        name=args["exp_name"],
+        dir=str(run_dir),
+        config=args,
+        id=id_file.read_text() if id_file.exists() else None,
+        resume="allow",
+        settings=wandb.Settings(**settings),
+    )
+    id_file.write_text(run.id)
+    for name in ("training_step", "episode"):
+        run.define_metric(name)
+    run.define_metric("*", step_metric="training_step")
+    run.define_metric("eval/*", step_metric="training_step", summary="last,max")
+    print(f"wandb: {run.url or run.dir}", file=sys.stderr)
+
+    def send(row: Row) -> None:
+        if "rollouts" in row:
+            columns = list(row["rollouts"][0])
+            row = row | {"rollouts": wandb.Table(columns, [list(r.values()) for r in row["rollouts"]])}
+        run.log(row, step=row["training_step"])
+
+    def end(status: int) -> None:
+        run.finish(exit_code=status)  # waits for wandb's service process, for ever if that hangs
+        wandb.teardown()  # of that process, which an exit without destructors would leave
+
+    return "wandb", send, end
+
+
+def tensorboard_sender(run_dir: Path, args: Row, options: argparse.Namespace) -> Sender:
+    """The same metrics and samples as event files in RUN/tensorboard, by torch's writer."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=options.after + 1)  # what a resume does again
+    flags = "\n".join(f"    --{name} {value}" for name, value in args.items())
+    writer.add_text("flags", flags, max(options.after, 0))
+
+    def send(row: Row) -> None:
+        step = row["training_step"]
+        if "rollouts" in row:
+            texts = ("\n".join(f"{k}: {v}" for k, v in r.items()) for r in row["rollouts"])
+            writer.add_text("rollouts", "\n\n".join("    " + t.replace("\n", "\n    ") for t in texts), step)
+        else:
+            for name, value in row.items():
+                if value is not None:
+                    writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return "TensorBoard", send, lambda status: writer.close()
+
+
+class Rows:
+    """The rows of a run's two files as they come, in the order of their steps."""
+
+    def __init__(self, run_dir: Path, after: int):
+        self.paths, self.after = [run_dir / f"{name}.jsonl" for name in ("metrics", "samples")], after
+        self.read = [0, 0]  # bytes, whole lines
+
+    def new(self) -> list[Row]:
+        """Those since the last call; a line that is being written is left for the next one."""
+        rows: list[Row] = []
+        for i, path in enumerate(self.paths):  # a step's samples are written after its metrics, and so they are read
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(self.read[i])
+                    whole = file.read().rpartition(b"\n")[0]
+                self.read[i] += len(whole) + bool(whole)
+                rows += [json.loads(line) for line in whole.splitlines()]
+        return sorted((row for row in rows if row["training_step"] > self.after), key=lambda row: row["training_step"])
+
+
+class Over:
+    """Set when there is nothing more to wait for; `status` is then 0, or 1 where the run ended without a word."""
+
+    def __init__(self, follow: bool, wait_s: float):
+        self.event, self.status, self.wait_s = threading.Event(), 0, wait_s
+        started_by_a_run = follow and stat.S_ISFIFO(os.fstat(0).st_mode)
+        for number in (signal.SIGINT, signal.SIGTERM):  # job queues tell all processes; the run may have a step to end
+            signal.signal(number, lambda *_: started_by_a_run or self.event.set())
+        if not follow:
+            self.event.set()
+        elif started_by_a_run:
+            threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        self.status = int(b"end" not in sys.stdin.buffer.read())
+        self.event.set()
+        timer = threading.Timer(self.wait_s, os._exit, (1,))  # of a tracker that hangs when nobody waits for it
+        timer.daemon = True
+        timer.start()
+
+
+def follow(senders: list[Sender], rows: Rows, over: Over) -> list[str]:
+    """Send rows until it is over; what did not go well, a line each."""
+    failed: dict[str, list[str]] = {name: [] for name, *_ in senders}
+    last = False
+    while not last:
+        last = over.event.wait(POLL_S)
+        for row in rows.new():
+            for name, send, _ in senders:
+                try:
+                    send(row)
+                except Exception as error:  # whatever a tracker raises, the next row may arrive
+                    failed[name].append(repr(error))
+    for *_, end in senders:
+        end(over.status)
+    return [f"WARNING: {name}: {len(errors)} rows dropped ({errors[-1]})" for name, errors in failed.items() if errors]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="output_dir/exp_name")
+    parser.add_argument("--wandb", action="store_true", help="to Weights & Biases")
+    parser.add_argument("--tensorboard", action="store_true", help="to event files in RUN/tensorboard")
+    parser.add_argument("--wandb_project", help="default: the run's --wandb_project")
+    parser.add_argument("--wandb_entity", help="default: the run's --wandb_entity")
+    parser.add_argument("--follow", action="store_true", help="go on with what the run still writes")
+    parser.add_argument("--after", type=int, default=-1, metavar="STEP", help="only later steps; default: all")
+    parser.add_argument("--wait_s", type=float, default=30.0, help="seconds for what is left when the run is gone")
+    options = parser.parse_args()
+    if not (options.wandb or options.tensorboard):
+        parser.error("where to? --wandb, --tensorboard or both")
+    if not (options.run / "args.json").exists():
+        parser.error(f"{options.run} is no run: it has no args.json. Give output_dir/exp_name of one that has begun")
+    # What the one that started us reads: wandb and torch write to file descriptor 1 too
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    over, args = Over(options.follow, options.wait_s), json.loads((options.run / "args.json").read_text())
+    makers = [m for m, on in ((wandb_sender, options.wandb), (tensorboard_sender, options.tensorboard)) if on]
+    senders = [make(options.run, args, options) for make in makers]
+    print(f"{options.run} goes to {' and '.join(name for name, *_ in senders)}", file=answer, flush=True)
+    problems = follow(senders, Rows(options.run, options.after), over)
+    print("\n".join(problems), file=answer, flush=True)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
