@@ -484,7 +484,7 @@ class Rollout:
     versions: list[int] = field(default_factory=list)
     finish_reason: str = ""
     text: str = ""
-    judging: list[Any] = field(default_factory=list, repr=False)  # futures of results, until score_rollouts
+    scoring: list[Any] = field(default_factory=list, repr=False)  # futures of results, until score_rollouts
     results: list[rewards.RewardResult] = field(default_factory=list)  # one per verifier of the prompt
     verifiable: float = 0.0  # sum of verifier scores; NaN when a verifier could not judge
     format_score: float = 0.0
@@ -525,26 +525,26 @@ def sample_rollouts(
     def finished(i: int, made: utils.Generation) -> None:
         rollouts[i].append(made)
         if tokenizer is not None:
-            start_judging(rollouts[i], tokenizer, engine.eos_ids, args)
+            start_scoring(rollouts[i], tokenizer, engine.eos_ids, args)
 
     engine.generate([make_request(r.prompt, r.position, r.sample, args, evaluation) for r in rollouts], finished)
     return rollouts
 
 
-def start_judging(r: Rollout, tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
+def start_scoring(r: Rollout, tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
     """Fill the text of a rollout and hand it to the verifiers of its prompt."""
     ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
     r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
     if args.apply_verifiable_reward:
         for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
             record = rewards.RewardRecord(r.text, label, verifier, len(r.token_ids), r.prompt.conversation)
-            r.judging.append(rewards.submit(record))
+            r.scoring.append(rewards.submit(record))
 
 
 def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
     """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout."""
     for r in rollouts:
-        r.results, r.judging = [future.result() for future in r.judging], []
+        r.results, r.scoring = [future.result() for future in r.scoring], []
         r.verifiable = sum(result.score for result in r.results)
         r.format_score = rewards.format_reward(r.text)
         stopped, tokens_left = r.finish_reason == "stop", args.response_length - len(r.token_ids)

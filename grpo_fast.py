@@ -628,7 +628,7 @@ class Collector:
 
     def _finish(self, rollout: Rollout, made: utils.Generation) -> None:
         rollout.append(made)
-        grpo.start_judging(rollout, self.tokenizer, self.engines.eos_ids, self.args)
+        grpo.start_scoring(rollout, self.tokenizer, self.engines.eos_ids, self.args)
 
     def _run(self) -> None:
         try:

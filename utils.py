@@ -2459,7 +2459,7 @@ class Logger:
                 "ground_truths": prompt["ground_truths"],
                 "verifiers": prompt["verifiers"],
             }
-            del row["judging"]
+            del row["scoring"]
             for part in (row, *row["results"]):
                 part |= {name: None for name in ("score", "outcome", "verifiable") if math.isnan(part.get(name, 0.0))}
         everyone: list[Any] = [None] * world.size

@@ -185,7 +185,7 @@ def slow(response, ground_truth):
         except FileExistsError:
             late = False
     time.sleep(float(os.environ["DELAY"]) if late else 0.0)
-    return rewards.VERIFIERS["gsm8k"](response, ground_truth).outcome
+    return rewards.verify_gsm8k(rewards.RewardRecord(response, ground_truth, "gsm8k")).score
 """
 
 

@@ -316,7 +316,7 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
         "--llm_judge_model x --llm_judge_base_url http://y --llm_judge_max_tokens 9000",
         r"--llm_judge_max_tokens 9000 .*lower it",
     ),
-    ("--remap_verifier a=solver", r"verifier solver needs a model that solves: set --solver_model_name_or_path"),
+    ("--remap_verifier a=solver", r"verifier solver needs a model: set --solver_model_name_or_path"),
     ("--resume_anyway", r"--resume_anyway continues a run whose flags differ: it needs --resume"),
     ("--dump_steps every", r"--dump_steps every: all, or N for every N-th step"),
     ("--dump_steps 0", r"--dump_steps 0: all, or N"),

@@ -195,25 +195,25 @@ def test_a_group_of_equal_scores_gives_no_gradient(tiny_models, world):
         assert all(torch.equal(weights[k], v) for k, v in start_weights(args, world).items())
 
 
-def test_a_response_is_judged_while_others_are_sampled(monkeypatch):
-    judged = threading.Event()
-    record = []
+def test_a_response_is_scored_while_others_are_sampled(monkeypatch):
+    scored = threading.Event()
+    seen = []
 
-    def verify(response, ground_truth):
+    def verify(record):
         def call():
-            record.append(response)
-            judged.set()
-            return rewards.Scored(float(response == "a"), "ok", {})
+            seen.append(record.response)
+            scored.set()
+            return rewards.Scored(float(record.response == "a"), "ok", {})
 
-        return rewards.Verdict(response, call)
+        return rewards.Verdict(record.response, call)
 
     def generate(requests, finished):
         finished(0, utils.Generation([97, 0], [-1.0, -1.0], "stop", [0, 0]))
-        assert judged.wait(20), "the engine was waited for"
-        assert record == ["a"]
+        assert scored.wait(20), "the engine was waited for"
+        assert seen == ["a"]
         finished(1, utils.Generation([98, 0], [-1.0, -1.0], "stop", [0, 0]))
 
-    monkeypatch.setitem(rewards.VERIFIERS, "slow", verify)
+    monkeypatch.setitem(rewards.VERIFIERS, "slow", rewards.Verifier(verify))
     engine = types.SimpleNamespace(generate=generate, eos_ids=[0])
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
     args = make_args("m", "--num_samples_per_prompt_rollout", 2)

@@ -358,9 +358,8 @@ def test_no_string_raises_or_takes_long_in_the_trainer(name):
     label = {"code": ["assert f(1)"], "code_stdio": [{"input": "1", "output": "1"}]}.get(name, "1")
     for text in random_strings(10_000) + [piece * 100_000 for piece in PIECES]:
         record = rewards.RewardRecord(text, label, name, num_tokens=len(text))
-        verdict = rewards.VERIFIERS[name](record if name in rewards.TAKES_RECORD else text, label)
-        outcome = verdict.outcome  # a job or a call: what takes time is not done here
-        assert isinstance(outcome, dict) or callable(outcome) or 0.0 <= outcome <= 1.0
+        found = rewards.VERIFIERS[name].verify(record).score  # a job or a call: what takes time is not done here
+        assert isinstance(found, rewards.Job) or callable(found) or 0.0 <= found <= 1.0
     assert time.monotonic() - start < 15.0  # 1 s; one quadratic pattern makes minutes
 
 
@@ -378,15 +377,14 @@ def test_no_string_is_missing_in_the_workers():
 def test_a_call_that_raises_is_a_crash_and_all_calls_are_in_flight_together(monkeypatch):
     both = threading.Barrier(2, timeout=20)
 
-    def verify(record, ground_truth):
+    def verify(record):
         def call():
             both.wait()  # a second call must run meanwhile
-            return rewards.Scored(1.0, "ok", {"asked": record.prompt}) if ground_truth else 1 / 0
+            return rewards.Scored(1.0, "ok", {"asked": record.prompt}) if record.ground_truth else 1 / 0
 
         return rewards.Verdict(record.response, call)
 
-    monkeypatch.setitem(rewards.VERIFIERS, "slow", verify)
-    monkeypatch.setattr(rewards, "TAKES_RECORD", rewards.TAKES_RECORD | {"slow"})
+    monkeypatch.setitem(rewards.VERIFIERS, "slow", rewards.Verifier(verify))
     with pytest.warns(UserWarning, match="slow: crash.*ZeroDivisionError"):
         good, bad = score([RewardRecord("a", 1, "slow", prompt="user: hello"), RewardRecord("b", 0, "slow")])
     assert (good.score, good.status, good.extracted, good.details) == (1.0, "ok", "a", {"asked": "user: hello"})
@@ -400,8 +398,8 @@ def test_a_call_that_raises_is_a_crash_and_all_calls_are_in_flight_together(monk
      ("1/3", "0.33", 0.0, True), ("1/2", "-1/2", 0.0, True), ("1/0", "2", 0.0, False), ("9", "9\\%", 1.0, False)],
 )  # fmt: skip
 def test_plain_fractions_are_settled_without_a_worker(gold, answer, want, at_once):
-    outcome = rewards.verify_math(f"\\boxed{{{answer}}}", gold).outcome
-    assert isinstance(outcome, float) == at_once
+    found = rewards.verify_math(RewardRecord(f"\\boxed{{{answer}}}", gold, "math")).score
+    assert isinstance(found, float) == at_once
     assert score_rows([("math", gold, f"\\boxed{{{answer}}}")])[0].score == want
 
 
