@@ -7,6 +7,7 @@
     python scripts/bench.py packing     pack_rollouts on 100k sequences, and next-fit in arrival order
     python scripts/bench.py rewards     scores per second; a solver model asked all at once and one by one
     python scripts/bench.py precision   steps to learn the demo's task, by what weights are rounded to; an hour
+    python scripts/bench.py startup     seconds to --help, --dry_run and first steps, and of the imports they need
     python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
     --model DIR    scripts/data/make_tiny_model.py makes one in a second    --json    one line of JSON, no tables
@@ -629,6 +630,84 @@ def bench_precision(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": {"results": str(results)}, "sides": table, "ratios": ratios}
 
 
+def first_step(script: str, root: Path, flags: Sequence[str]) -> float:
+    """Seconds from the start of a run of one step to its line in metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as directory:
+        metrics, log = Path(directory) / "run" / "metrics.jsonl", Path(directory) / "log"
+        line = [sys.executable, script, *flags, "--output_dir", directory, "--exp_name", "run"]
+        line += ["--total_episodes", "64", "--local_eval_every", "-1", "--save_freq", "-1"]
+        start = time.perf_counter()
+        with log.open("w") as out, subprocess.Popen(line, cwd=root, stdout=out, stderr=out) as process:
+            while not metrics.exists() or '"training_step": 1,' not in metrics.read_text():
+                if process.poll() is not None:
+                    raise SystemExit(f"bench.py: {shlex.join(line)}\n{log.read_text()[-3000:]}")
+                time.sleep(0.01)
+            return time.perf_counter() - start  # the end of the run is waited for, and not counted
+
+
+def bench_startup(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds until a command says or does its first thing, each in a process of its own; the first round, which fills
+    the caches, does not count. Beside this checkout that of --against, in the same rounds.
+
+    LLM()          vLLM's engine as the demo has it, bare: what no run with vLLM can be faster than
+    tiny model     a random model of two layers, --rollout_backend transformers, to the end of the first step
+    demo           grpo_fast.py as scripts/demo.sh has it, the evaluation before training included, to the same
+    """
+    from scripts.make_tiny_model import make_tiny_model
+
+    flags = demo_flags(options)
+    args = utils.parse_args(grpo.Args, flags)
+    llm: dict[str, Any] = {"model": args.model_name_or_path, "dtype": args.model_dtype, "seed": args.seed}
+    llm |= {"max_model_len": args.max_prompt_token_length + args.response_length, "max_num_seqs": 64}
+    llm |= {"enforce_eager": args.vllm_enforce_eager, "gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        tiny = ["--model_name_or_path", str(make_tiny_model(Path(directory) / "tiny")), "--overwrite"]
+        tiny += ["--rollout_backend", "transformers", "--beta", "0", "--response_length", "24"]
+        tiny += ["--dataset_mixer_list", str(ROOT / "data" / "addition" / "train.jsonl"), "1.0"]
+
+        def python(root: Path, *line: str) -> float:
+            quiet = {"cwd": root, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            return stopwatch(lambda: subprocess.run([sys.executable, *line], check=True, **quiet))
+
+        theirs: dict[str, Callable[[Path], float]] = {
+            "import torch, tyro": lambda root: python(root, "-c", "import torch, tyro"),
+            "from vllm import LLM": lambda root: python(root, "-c", "from vllm import LLM"),
+            "LLM()": lambda root: python(root, "-c", f"from vllm import LLM; LLM(**{llm})"),
+        }
+        ours: dict[str, Callable[[Path], float]] = {
+            "import grpo": lambda root: python(root, "-c", "import grpo"),
+            "--help": lambda root: python(root, "grpo.py", "--help"),
+            "--dry_run": lambda root: python(root, "grpo.py", *flags, "--dry_run"),
+            "tiny model": lambda root: first_step("grpo.py", root, tiny),
+            "demo": lambda root: first_step("grpo_fast.py", root, flags),
+        }
+        sides = {name: functools.partial(start, ROOT) for name, start in (theirs | ours).items()}
+        if options.against:
+            sides |= {f"{name}, against": functools.partial(start, options.against) for name, start in ours.items()}
+        if options.sides:
+            sides = {name: start for name, start in sides.items() if any(part in name for part in options.sides)}
+        for _ in range(1 + options.repeat):
+            for name, start in sides.items():
+                seconds.setdefault(name, []).append(start())
+    seconds = {name: values[1:] for name, values in seconds.items()}
+    ratios = {}
+    for name, reference, times in (
+        ("--help", "import torch, tyro", 1.5),
+        ("--dry_run", "import torch, tyro", 2),
+        ("tiny model", "import torch, tyro", 3),
+        ("demo", "from vllm import LLM", 2),
+        ("demo", "LLM()", None),
+    ):
+        for ending in ("", ", against"):
+            if name + ending in seconds and reference in seconds:
+                target = 1 / times if times and not ending else None
+                ratios[f"{reference} over {name}{ending}"] = ratio(seconds[name + ending], seconds[reference], target)
+        if name in seconds and f"{name}, against" in seconds:
+            ratios[f"{name} against the other"] = ratio(seconds[name], seconds[f"{name}, against"])
+    return {"settings": {}, "sides": {name: spread(values) for name, values in seconds.items()}, "ratios": ratios}
+
+
 def next_fit(lengths: Sequence[int], pack_length: int, learners: int) -> tuple[list[list[list[int]]], list[list[int]]]:
     """open-instruct's packs (indices) of each learner, and those it drops: fill a pack until the next sequence does not
     fit, give every learner the same number of packs, in order, and leave out the rest."""
@@ -853,6 +932,8 @@ def parse_options() -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="precision: of the runs (1 2 3)")
     add("--arms", nargs="+", help="precision: those whose name has one of these (all)")
     add("--most_steps", type=int, default=40, help="precision: steps of a run that does not learn (40)")
+    add("--against", help="startup: another checkout to measure in the same rounds")
+    add("--sides", nargs="+", help="startup: only those whose name has one of these parts")
     add("--trl_steps", type=int, default=3, help="trl: measured steps of each of its runs, after one (3)")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="trl: what to learn (both)")
     options, options.more = parser.parse_known_args()
@@ -877,6 +958,7 @@ BENCHES = {
         bench_packing,
         bench_precision,
         bench_rewards,
+        bench_startup,
         bench_trl,
     )
 }
