@@ -1314,9 +1314,8 @@ def main(args: Args) -> Path | None:
         logger.log({"training_step": 0, "episode": 0} | gap_metrics | eval_metrics)
 
     # the loop
-    utils.catch_sigterm()
     weights_hash: str | None = None
-    for step in range(state["step"] + 1, num_steps + 1):
+    for step in utils.STOP.steps(range(state["step"] + 1, num_steps + 1)):
         if utils.dump_now(step, args) and weights_hash is None:
             weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
@@ -1370,7 +1369,7 @@ def main(args: Args) -> Path | None:
         if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
             save_state(checkpoints, modules, optimizer, scheduler, state)
         if stopping:
-            logger.say(f"SIGTERM: stopped after step {step}; --resume goes on")
+            logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
             break
 
     checkpoints.wait()
@@ -1393,6 +1392,7 @@ def main(args: Args) -> Path | None:
 
 
 if __name__ == "__main__":
+    utils.STOP.listen()
     try:
         main(utils.parse_args(Args))
     except utils.UserError as error:

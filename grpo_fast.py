@@ -22,6 +22,7 @@ Learners have their own world (FSDP2), every engine its own; they meet in a bare
 over local sockets whose addresses travel through torchrun's store: no port number stands in any flag.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -155,25 +156,36 @@ def launch(args: Args) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        signals_to_handle="SIGHUP,SIGQUIT",
+        shutdown_timeout=3,  # seconds that the other ranks have when one has died
     )
-    signal.signal(signal.SIGTERM, pass_on)  # torch would kill the ranks, which want to end their step
+    signal.set_wakeup_fd(-1)  # now it is the ranks that answer
+    for number in (signal.SIGTERM, signal.SIGINT):  # torch would kill the ranks, which want to end their step
+        signal.signal(number, pass_on)
     try:
         elastic_launch(config, sys.executable)(os.path.abspath(__file__), *sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         name = roles_of(args, rank, ranks).name
-        raise SystemExit(f"grpo_fast.py: {name} (pid {failure.pid}) died with {_reason(failure.exitcode)}") from None
+        print(f"grpo_fast.py: {name} (pid {failure.pid}) died with {_reason(failure.exitcode)}", file=sys.stderr)
+        raise SystemExit(128 + PASSED_ON[-1] if PASSED_ON else 1) from None
+
+
+PASSED_ON: list[int] = []  # signals
 
 
 def pass_on(number: int, frame: Any) -> None:
-    """Send a signal to all child processes, the ranks."""
+    """Send a signal to all child processes, the ranks; end where there is none yet."""
+    PASSED_ON.append(number)
     if sys.platform == "linux":
         children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children"))
     else:
         children = subprocess.run(["pgrep", "-P", str(os.getpid())], stdout=subprocess.PIPE, text=True).stdout
     for pid in children.split():
-        os.kill(int(pid), number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), number)
+    if not children.strip():
+        os._exit(128 + number)
 
 
 def _reason(exitcode: int) -> str:
@@ -369,7 +381,7 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
         connection = Client((host, int(port)), authkey=key.encode())
         connection.send(roles.index)
     dtype, clock = utils.DTYPES[args.model_dtype], Clock()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the learners decide when to end
+    utils.STOP.during = "what the learners ask for"
     while True:
         start = time.perf_counter()
         message = next_message(connection, engine.busy, args.inflight_updates, world)
@@ -847,9 +859,8 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
     update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
     first_step = state["step"] + 1
-    utils.catch_sigterm()
     weights_hash: str | None = None
-    for step in range(first_step, num_steps + 1):
+    for step in utils.STOP.steps(range(first_step, num_steps + 1)):
         if utils.dump_now(step, args) and weights_hash is None:
             weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
@@ -916,7 +927,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             more = collector.checkpoint(state["cursor"]) if world.is_main else {}
             grpo.save_state(checkpoints, modules, optimizer, scheduler, state, **more)
         if stopping:
-            logger.say(f"SIGTERM: stopped after step {step}; --resume goes on")
+            logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
             break
 
     checkpoints.wait()
@@ -1055,6 +1066,7 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    utils.STOP.listen()
     try:
         main(utils.parse_args(Args))
     except utils.UserError as error:

@@ -1915,17 +1915,56 @@ def load_checkpoint(path: Path, modules: dict[str, Any], optimizer: Any, world: 
     return extra
 
 
-STOP_ASKED = threading.Event()
+class Stop:
+    """What SIGTERM and Ctrl-C do: during a step the first lets it end, another ends the process; at any other time the
+    first does. A thread answers at once, whatever the main thread computes: Python would run a handler after it."""
+
+    def __init__(self):
+        self.during = ""  # what the first one lets end, for a person; "": nothing
+        self.asked = 0  # the signal's number
+
+    def listen(self) -> None:
+        """From now on; the first rank of a node says on stderr what happens next."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # of a shell's background job, or nohup
+                signal.signal(number, lambda *_: None)  # its number comes through the pipe
+        threading.Thread(target=self._answer, args=(reader,), daemon=True).start()
+
+    def _answer(self, reader: int) -> None:
+        first, speaks = -math.inf, os.environ.get("LOCAL_RANK", "0") == "0"
+        while True:
+            number = os.read(reader, 1)[0]
+            if number not in (signal.SIGTERM, signal.SIGINT) or time.monotonic() - first < 1.0:
+                continue  # the same again: job queues tell launcher and ranks, and the launcher tells the ranks
+            words = f"finishing {self.during}; once more to stop now"
+            now = self.asked or not self.during
+            if speaks:
+                os.write(2, f"{signal.Signals(number).name}: {'stopping now' if now else words}\n".encode())
+            if now:
+                rewards.close()  # all other processes end when they find that we are gone
+                os._exit(128 + number)
+            self.asked, first = number, time.monotonic()
+
+    def steps(self, steps: Iterable[int]) -> Iterator[int]:
+        """Each step in turn, during which `stop_asked` is what a signal does."""
+        try:
+            for step in steps:
+                self.during = f"step {step}, then a checkpoint"
+                yield step
+        finally:
+            self.during = "what is left to write"
 
 
-def catch_sigterm() -> None:
-    """From now on SIGTERM only asks for an end: the script writes a checkpoint after the running step and leaves."""
-    signal.signal(signal.SIGTERM, lambda *_: STOP_ASKED.set())
+STOP = Stop()
 
 
-def stop_asked(world: World) -> bool:
-    """Whether any rank got SIGTERM. All ranks, which get the same answer."""
-    return bool(all_reduce([float(STOP_ASKED.is_set())], world, dist.ReduceOp.MAX)[0])
+def stop_asked(world: World) -> str:
+    """The name of the signal by which any rank was asked to stop, else "". All ranks, which get the same answer."""
+    number = int(all_reduce([float(STOP.asked)], world, dist.ReduceOp.MAX)[0])
+    return signal.Signals(number).name if number else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

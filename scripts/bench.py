@@ -653,7 +653,7 @@ def bench_startup(options: argparse.Namespace) -> dict[str, Any]:
     tiny model     a random model of two layers, --rollout_backend transformers, to the end of the first step
     demo           grpo_fast.py as scripts/demo.sh has it, the evaluation before training included, to the same
     """
-    from scripts.make_tiny_model import make_tiny_model
+    from scripts.data.make_tiny_model import make_tiny_model
 
     flags = demo_flags(options)
     args = utils.parse_args(grpo.Args, flags)

@@ -1,0 +1,149 @@
+"""SIGTERM and Ctrl-C: what a run says, how it ends, and that none of its processes is left."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+from tests.runs.test_run import TRANSFORMERS, command, data, read  # noqa: F401
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+STARTS = {
+    "python grpo.py": ["grpo.py"],
+    "torchrun grpo.py": [*TORCHRUN, "grpo.py"],
+    "grpo_fast.py": ["grpo_fast.py"],
+    "torchrun grpo_fast.py": [*TORCHRUN, "grpo_fast.py"],
+}
+
+
+class Started:
+    """A run and all processes that it started, however deep: they have inherited a variable of the environment."""
+
+    def __init__(self, how, model, data, out, flags):  # noqa: F811
+        self.mark, self.log, self.run_dir = uuid.uuid4().hex, out / "log", out / "x"
+        line = command(model, data, out, f"--exp_name x {TRANSFORMERS} --max_logprob_gap 0 {flags}")
+        line[1:2] = STARTS[how]
+        self.env = os.environ | {"OMP_NUM_THREADS": "1", "MARK": self.mark}
+        with self.log.open("w") as log:
+            # as a terminal's shell does, and not a background job's
+            heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+            self.process = subprocess.Popen(line, cwd=REPO, env=self.env, stdout=log, stderr=log, **heard)
+
+    def text(self):
+        return self.log.read_text()
+
+    def processes(self):
+        """pid -> environment of each that lives."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                environment = path.read_text()
+            except (OSError, UnicodeDecodeError):  # of another user, or ended meanwhile
+                continue
+            if f"MARK={self.mark}" in environment:
+                found[int(path.parent.name)] = environment
+        return found
+
+    def ranks(self):
+        return [pid for pid, env in self.processes().items() if "TORCHELASTIC_RUN_ID=" in env] or [self.process.pid]
+
+    def wait_until(self, condition):
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()[-3000:]
+            time.sleep(0.02)
+
+    def in_step(self, step):
+        metrics = self.run_dir / "metrics.jsonl"
+        self.wait_until(lambda: metrics.exists() and len(read(metrics)) >= step)
+
+    def end(self):
+        """The exit status; nothing is left."""
+        status = self.process.wait(timeout=120)
+        deadline = time.monotonic() + 30
+        while left := self.processes():
+            assert time.monotonic() < deadline, (list(left), self.text()[-3000:])
+            time.sleep(0.05)
+        return status
+
+
+@pytest.fixture
+def start(tiny_models, data, tmp_path):  # noqa: F811
+    """A function (how, flags) -> Started, whose processes end with the test."""
+    runs = []
+
+    def begin(how, flags):
+        runs.append(Started(how, tiny_models(), data, tmp_path, flags))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("how", STARTS)
+def test_the_first_one_ends_the_step_and_writes_a_checkpoint(start, how, name):
+    run = start(how, "--total_episodes 6400000")
+    run.in_step(2)
+    everyone = [run.process.pid]
+    if name == "SIGTERM":  # as a job queue does, which tells all of a job's processes
+        everyone = sorted({run.process.pid, *run.ranks()})
+    for pid in everyone:
+        os.kill(pid, getattr(signal, name))
+    status, text = run.end(), run.text()
+    step = int(re.search(rf"{name}: stopped after step (\d+); --resume goes on", text)[1])
+    said = re.findall(r"^(\w+): finishing step (\d+), then a checkpoint; once more to stop now$", text, re.MULTILINE)
+    assert said in ([(name, str(step))], [(name, str(step - 1))])  # the signal may come as a step ends
+    assert "stopping now" not in text and len(read(run.run_dir / "metrics.jsonl")) == step
+    assert (run.run_dir / "checkpoints" / "latest").read_text() == f"step_{step}"
+    assert "torchrun" in how or (status == 0 and "Traceback" not in text), text[-3000:]
+
+
+SLOW = """
+def slow(response, ground_truth):
+    import os, pathlib, time
+    pathlib.Path({called!r} + os.environ.get("RANK", "0")).touch()
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_a_second_one_stops_at_once(start, how, tmp_path):
+    """In the middle of a step that would take an hour, in which the verifiers' processes are at work."""
+    called = tmp_path / "called"
+    (tmp_path / "slow.py").write_text(SLOW.format(called=str(called)))
+    run = start(how, f"--reward_file {tmp_path / 'slow.py'} --remap_verifier gsm8k=slow")
+    run.wait_until(lambda: called.with_name("called0").exists())
+    run.process.send_signal(signal.SIGINT)
+    run.wait_until(lambda: "SIGINT: finishing step 1, then a checkpoint; once more to stop now" in run.text())
+    time.sleep(1.5)  # what comes within a second is taken for the same
+    assert "stopping now" not in run.text()
+    run.process.send_signal(signal.SIGTERM)
+    status, text = run.end(), run.text()
+    assert text.count("SIGTERM: stopping now") == 1
+    assert "torchrun" in how or status == 128 + signal.SIGTERM, text[-3000:]
+
+
+@pytest.mark.parametrize("how", ["python grpo.py", "grpo_fast.py"])
+def test_before_the_first_step_one_is_enough(start, how):
+    run = start(how, "--total_episodes 6400000")
+
+    def listening(pid):
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+        return int(caught, 16) >> (signal.SIGTERM - 1) & 1
+
+    ranks = 1 if how == "python grpo.py" else 2
+    run.wait_until(lambda: len(run.ranks()) == ranks and all(map(listening, run.ranks())))
+    run.process.send_signal(signal.SIGINT)
+    status, text = run.end(), run.text()
+    assert text.count("SIGINT: stopping now") == 1 and "Traceback" not in text, text[-3000:]
+    assert status == 128 + signal.SIGINT and not (run.run_dir / "metrics.jsonl").exists()
