@@ -1,0 +1,104 @@
+"""scripts/minimal.py is grpo.py's algorithm: its flags, its advantages and, in a whole run, its bits."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import grpo
+import utils
+from scripts import minimal
+from tests.conftest import REPO
+
+SHARED = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
+    --max_prompt_token_length 24 --temperature 1.0 --learning_rate 3e-3 --total_episodes 192 --seed 3 --beta 0.05
+    --num_mini_batches 2 --num_epochs 2 --vllm_enforce_eager --vllm_gpu_memory_utilization 0.3"""
+# One response in each pack and a prompt for each, so that sums have minimal.py's order: 24 + 6 tokens hold one prompt
+# of 20 and more, never two.
+PLAIN = """--pack_length 30 --no_share_prompts --lr_scheduler_type constant --save_traces --save_freq -1
+    --max_logprob_gap 1e-4"""
+
+
+def test_it_has_200_lines_at_most():
+    assert len((REPO / "scripts" / "minimal.py").read_text().splitlines()) <= 200
+
+
+def test_its_flags_are_those_of_grpo_py():
+    """The same names and defaults, but for the three that say which script and which machine it is made for."""
+
+    def default(flag):
+        return flag.default if flag.default_factory is dataclasses.MISSING else flag.default_factory()
+
+    theirs = {flag.name: default(flag) for flag in dataclasses.fields(grpo.Args)}
+    ours = {flag.name: default(flag) for flag in dataclasses.fields(minimal.Args)}
+    differ = [name for name, value in ours.items() if value not in (dataclasses.MISSING, theirs[name])]
+    assert differ == ["exp_name", "model_dtype", "vllm_gpu_memory_utilization"]
+
+
+def test_its_advantages_are_those_of_grpo_py():
+    scores = torch.tensor([[0.0, 10.0, 10.0, 0.0, 0.0], [0.0, 0.5, 0.25, 7.0, 1.0], [10.0, 0.0, 0.0, 0.0, 0.0]])
+    want = grpo.compute_advantages(scores.flatten(), 5, "standard").view(3, 5)
+    torch.testing.assert_close(minimal.compute_advantages(scores.double()).float(), want, rtol=1e-6, atol=0)
+
+
+def test_the_split_into_batches_is_no_part_of_its_loss(tiny_models):
+    """The gradient of one padded batch of six responses and of six batches of one, off-policy, with KL and rho."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_models(), dtype=torch.float32)
+    args = minimal.Args(str(tiny_models()), [], temperature=3.0, beta=0.1)
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for i in range(6):
+        ids = torch.randint(0, 512, (14,), generator=generator).tolist()
+        prompt = utils.Prompt(i, tuple(ids[: 2 + i]), "", ("1",), ("gsm8k",))
+        logprobs = (-6.2 + 0.3 * torch.randn(12 - i, generator=generator)).tolist()
+        rollouts.append(minimal.Rollout(prompt, ids[2 + i :], logprobs, advantage=1.5 - i))
+
+    def gradient(batches):
+        model.zero_grad()
+        for batch in batches:
+            with torch.no_grad():
+                noise = torch.sin(batch.targets.float())  # of the token, so the same wherever it stands
+                batch.old_logprobs = minimal.token_logprobs(model, batch, args) + 0.2 * noise * batch.mask
+                batch.ref_logprobs = batch.old_logprobs + 0.1 * noise * batch.mask
+            minimal.grpo_loss(minimal.token_logprobs(model, batch, args), batch, 57, args).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    cpu = torch.device("cpu")
+    one = gradient([minimal.make_batch(rollouts, cpu)])
+    six = gradient([minimal.make_batch([r], cpu) for r in rollouts])
+    assert (one - six).norm() <= 3e-6 * one.norm()  # flash attention's exp has 20 bits
+
+
+@pytest.mark.runs
+def test_three_steps_are_those_of_grpo_py_bit_for_bit(tiny_models, tmp_path):
+    """The same rollouts and, after 3 steps of 2 epochs of 2 mini-batches with KL, the same weights."""
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for i in range(32):
+            turns = [{"role": "user", "content": f"Say {i}, then 7."}]
+            file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
+    flags = ["--model_name_or_path", str(tiny_models()), "--dataset_mixer_list", str(tmp_path / "train.jsonl"), "1.0"]
+    flags += ["--output_dir", str(tmp_path), *SHARED.split()]
+    for script, more in (("scripts/minimal.py", []), ("grpo.py", PLAIN.split())):
+        command = [sys.executable, script, *flags, *more]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / name / "rollouts.jsonl").read_text().splitlines()]
+        for name in ("minimal", "grpo")
+    )
+    assert len(ours) == len(theirs) == 192
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a["token_ids"], a["vllm_logprobs"]) == (b["token_ids"], b["logprobs"])
+        assert all(a[name] == b[name] for name in ("training_step", "text", "score", "advantage"))
+    assert all(any(r["advantage"] for r in ours if r["training_step"] == step) for step in (1, 2, 3))
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("minimal", "grpo"))
+    start = load_file(tiny_models() / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not any(torch.equal(ours[name], start[name]) for name in ours)
