@@ -1,0 +1,213 @@
+"""scripts/forks/*.diff apply to grpo.py, are short, and are their papers' formulas, for every split into packs."""
+
+import importlib.util
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests import test_learner, test_math
+from tests.conftest import REPO
+
+FORKS = {path.stem: path for path in sorted((REPO / "scripts" / "forks").glob("*.diff"))}
+MOST_LINES = 20
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Function name -> directory with grpo.py as scripts/forks/name.diff makes it, and that file as a module."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            (directory / "grpo.py").write_text((REPO / "grpo.py").read_text())
+            subprocess.run(["git", "apply", str(FORKS[name])], cwd=directory, check=True)
+            spec = importlib.util.spec_from_file_location(f"grpo_{name}", directory / "grpo.py")
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
+            spec.loader.exec_module(module)
+            made[name] = directory, module
+        return made[name]
+
+    return get
+
+
+def test_all_are_here():
+    assert set(FORKS) == {"adaptive_kl", "dr_grpo", "maxrl", "reinforce_pp_baseline", "rloo", "sapo"}
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_it_applies_and_is_short(forked, name):
+    """In at most 20 changed lines, with paper, formula and commands in its head, as formatted as grpo.py is."""
+    directory, _ = forked(name)
+    head, _, body = FORKS[name].read_text().partition("--- a/grpo.py\n+++ b/grpo.py\n")
+    assert sum(line[0] in "+-" for line in body.splitlines()) <= MOST_LINES
+    assert re.search(r"arXiv:\d{4}\.\d{5}", head) and f"git apply scripts/forks/{name}.diff" in head
+    tried = subprocess.run(["patch", "-p1", "--dry-run", "-R", "-i", str(FORKS[name])], cwd=directory)
+    assert tried.returncode == 0
+    for command in ("check --ignore I", "format --check"):  # without rewards.py beside it imports sort otherwise
+        line = [sys.executable, "-m", "ruff", *command.split(), "--config", str(REPO / "pyproject.toml"), "grpo.py"]
+        done = subprocess.run(line, cwd=directory, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What a fork is asked for in the command of its head
+FLAGS = {
+    "adaptive_kl": [],
+    "dr_grpo": [],
+    "maxrl": ["--advantage_normalization_type", "maxrl"],
+    "reinforce_pp_baseline": [],
+    "rloo": ["--advantage_normalization_type", "rloo"],
+    "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
+}
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_the_split_into_packs_is_no_part_of_it(forked, tiny_models, world, monkeypatch, name):
+    """The test of grpo.py's losses, on the fork, with the advantages that the fork gives to scores of its own."""
+    _, grpo = forked(name)
+    make_rollouts = test_learner.make_rollouts
+
+    def scored(**options):
+        rollouts = make_rollouts(**options)
+        args = test_learner.make_args("m", *FLAGS[name], "--num_samples_per_prompt_rollout", "3")
+        for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 10.0, 0.0, 0.0, 0.0, 7.0, 10.0, 10.0, 0.0), strict=True):
+            r.score = r.outcome = score
+        grpo.set_advantages(rollouts, args)
+        return rollouts
+
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    monkeypatch.setattr(test_learner, "make_rollouts", scored)
+    test_learner.test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, FLAGS[name])
+
+
+def test_sapo_by_hand(forked, monkeypatch):
+    """Ratios 3 and 1/3, tau 1 and 1.05: -2 x 4 sigmoid(2) and 3 x 4 / 1.05 sigmoid(-0.7), and their slopes."""
+    monkeypatch.setattr(test_math, "grpo", forked("sapo")[1])
+    new, old, advantages = test_math.log(0.6, 0.2), test_math.log(0.2, 0.6), test_math.per_token(2.0, -3.0)
+    loss, ratio, clipped, grad = test_math.loss_of(new, old, advantages, "sapo")
+    assert_close(loss, test_math.per_token(-8 * 0.8807970779778823, 12 / 1.05 * 0.3318122278318339))
+    assert_close(ratio, test_math.per_token(3.0, 1 / 3))
+    # -A ratio 4 w (1 - w), w (1 - w) = 0.10499358540350662 and 0.22171287329310904
+    assert_close(grad, test_math.per_token(-2 * 3 * 4 * 0.10499358540350662, 3 / 3 * 4 * 0.22171287329310904))
+    assert not clipped.any()
+    assert_slopes(lambda x: test_math.loss_of(x, old, advantages, "sapo")[0], new, grad)
+    test_math.test_on_policy_every_loss_has_the_policy_gradient("sapo")
+    for gap in (500.0, -500.0, math.inf, -math.inf):
+        test_math.test_huge_log_ratios_stay_finite("sapo", gap)
+
+
+def assert_slopes(loss, at, grad, step=1e-5):
+    """`grad` of the summed loss is its central difference in each token."""
+    for i in range(at.numel()):
+        shift = torch.zeros_like(at)
+        shift.view(-1)[i] = step
+        slope = (loss(at + shift) - loss(at - shift)).sum() / (2 * step)
+        assert slope.item() == pytest.approx(grad.view(-1)[i].item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, scores, want",
+    [
+        ("rloo", [1.0, 2.0, 3.0, 6.0], [1 - 11 / 3, 2 - 10 / 3, 3 - 9 / 3, 6 - 6 / 3]),  # means of the other three
+        ("rloo", [4.0, math.nan, 8.0, math.nan], [-4.0, 0.0, 4.0, 0.0]),  # the other one
+        ("rloo", [math.nan, 5.0, math.nan, math.nan], [0.0, 0.0, 0.0, 0.0]),
+        ("rloo", [0.1] * 4, [0.0] * 4),
+        ("maxrl", [10.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # mean 2.5
+        ("maxrl", [1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ("maxrl", [0.0] * 4, [0.0] * 4),
+        ("maxrl", [10.0, math.nan, 0.0, math.nan], [1.0, 0.0, -1.0, 0.0]),
+    ],
+)
+def test_advantages_by_hand(forked, name, scores, want):
+    got = forked(name)[1].compute_advantages(torch.tensor(scores), 4, name)
+    assert_close(got, torch.tensor(want), rtol=1e-6, atol=1e-12)
+
+
+def test_dr_grpo_by_hand(forked, tiny_models, world, monkeypatch):
+    """No division by the standard deviation; ratio 1: the loss is -sum A_i n_i / (12 responses x 256 tokens)."""
+    _, grpo = forked("dr_grpo")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args, rollouts = test_learner.make_args(tiny_models(), "--no_use_rho_correction"), test_learner.make_rollouts()
+    assert args.response_length == 256
+    for r, advantage in zip(rollouts[:4], (7.0, -3.0, -3.0, -1.0), strict=True):
+        r.score, r.advantage = {7.0: 10.0, -3.0: 0.0, -1.0: 2.0}[advantage], math.nan
+    grpo.set_advantages(rollouts[:4], args)
+    assert [r.advantage for r in rollouts[:4]] == [7.0, -3.0, -3.0, -1.0]  # mean 3
+    _, metrics = test_learner.run_update(args, world, [rollouts])
+    total = sum(r.advantage * len(r.token_ids) for r in rollouts)
+    assert metrics["loss/policy_avg"] == pytest.approx(-total / (12 * 256), rel=1e-5)
+
+
+def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
+    """Scores 10 0 0, 4 4 1, 0 0 0, 10 10 0 less their means, over one standard deviation of all twelve, whatever
+    mini-batch they are in."""
+    _, grpo = forked("reinforce_pp_baseline")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args(tiny_models(), "--no_use_rho_correction", "--num_samples_per_prompt_rollout", "3")
+    rollouts = test_learner.make_rollouts()
+    for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 4.0, 1.0, 0.0, 0.0, 0.0, 10.0, 10.0, 0.0), strict=True):
+        r.score = score
+    grpo.set_advantages(rollouts, args)
+    # thirds: 20 -10 -10, 3 3 -6, 0 0 0, 10 10 -20; squares 600 + 54 + 600 = 1254, / 9 / 12 = 11.6111
+    std = math.sqrt(1254 / 9 / 12)
+    want = [x / 3 / std for x in (20, -10, -10, 3, 3, -6, 0, 0, 0, 10, 10, -20)]
+    seen = {}
+
+    def loss(new_logprobs, entropy, batch, *rest):
+        for i, r in enumerate(batch.rollouts, start=1):
+            (seen[r.position, r.sample],) = set(batch.advantages[batch.seq_ids == i].tolist())
+        return original(new_logprobs, entropy, batch, *rest)
+
+    original = grpo.grpo_loss
+    monkeypatch.setattr(grpo, "grpo_loss", loss)
+    for halves in ([rollouts], [rollouts[:5], rollouts[5:]]):
+        seen.clear()
+        test_learner.run_update(args, world, halves)
+        assert [seen[r.position, r.sample] for r in rollouts] == pytest.approx(want, rel=1e-5)
+
+
+def test_adaptive_kl_by_hand(forked):
+    adapt_beta = forked("adaptive_kl")[1].adapt_beta
+    for kl, want in ((0.01, 0.5), (0.011, 0.505), (0.009, 0.495), (9.0, 0.51), (0.0, 0.49), (-9.0, 0.49)):
+        assert adapt_beta(0.5, kl, 0.01) == pytest.approx(want)
+
+
+@pytest.mark.runs
+def test_adaptive_kl_steers_a_run(forked, tiny_models, tmp_path):
+    """beta of each step is the last one's, by the KL that the last step logged; --resume goes on with it."""
+    directory, grpo = forked("adaptive_kl")
+    for file in ("utils.py", "rewards.py", "scripts"):
+        (directory / file).symlink_to(REPO / file)
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for i in range(32):
+            turns = [{"role": "user", "content": f"Say {i}, then 7."}]
+            file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
+    command = [sys.executable, "grpo.py", "--model_name_or_path", str(tiny_models()), "--dataset_mixer_list"]
+    command += [
+        str(tmp_path / "train.jsonl"),
+        "1.0",
+        "--output_dir",
+        str(tmp_path),
+        "--rollout_backend",
+        "transformers",
+    ]
+    command += """--model_dtype float32 --response_length 6 --max_prompt_token_length 48 --temperature 1.0 --beta 0.2
+        --learning_rate 3e-3 --target_kl 0.01 --total_episodes 256 --save_freq -1 --checkpoint_state_freq 2
+        --no_filter_zero_std_samples""".split()
+    for more in ([], ["--resume"]):
+        done = subprocess.run([*command, *more], cwd=directory, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
+        assert rows[0]["objective/beta"] == 0.2 and len(rows) == 4
+        for before, after in zip(rows, rows[1:], strict=False):
+            want = grpo.adapt_beta(before["objective/beta"], before["objective/kl2_avg"], 0.01)
+            assert after["objective/beta"] == want != before["objective/beta"]
+        for path in (tmp_path / "grpo" / "checkpoints").glob("step_4"):  # the end is lost: steps 3 and 4 again
+            shutil.rmtree(path)
