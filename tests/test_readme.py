@@ -3,9 +3,6 @@
 import inspect
 import re
 import shlex
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
@@ -53,7 +50,8 @@ def test_commands_pass_every_check(line, tmp_path, monkeypatch):
 
 FLAGS = "".join(map(inspect.getsource, grpo.Args.__mro__[:-1]))
 OTHERS = (
-    r"source scripts/setup\.sh|git switch -c \w+|cp grpo\.py my_grpo\.py|(?:python|torchrun) grpo(?:_fast)?\.py \.\.\. "
+    r"source scripts/setup\.sh|git switch -c \w+|git apply scripts/forks/sapo\.diff|cp grpo\.py my_grpo\.py"
+    r"|(?:python|torchrun) grpo(?:_fast)?\.py \.\.\. "
 )
 
 
@@ -160,39 +158,3 @@ def undocumented(keys):
 
 def test_undocumented_can_fail():
     assert undocumented(["objective/scores", "val/made_up"]) == ["val/made_up"]
-
-
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory):
-    """A copy of the repository's Python with the README's example of a fork applied."""
-    directory = tmp_path_factory.mktemp("fork")
-    for file in (*REPO.glob("*.py"), *REPO.glob("tests/*.*"), *REPO.glob("scripts/**/*.py"), REPO / "pyproject.toml"):
-        (directory / file.relative_to(REPO)).parent.mkdir(parents=True, exist_ok=True)
-        (directory / file.relative_to(REPO)).write_bytes(file.read_bytes())
-    (directory / "README.md").write_text(README)
-    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-    (directory / "fork.diff").write_text(diff)
-    subprocess.run(["git", "apply", "--recount", "--unidiff-zero", "-C1", "fork.diff"], cwd=directory, check=True)
-    return directory
-
-
-def test_the_fork_of_the_readme_is_the_paper_s_loss_and_passes_its_tests(fork):
-    """tau = 1.0 and 1.05; at ratio 1 sigmoid(0) 4 / tau, with the policy gradient."""
-    test = """
-        import math, torch, grpo
-
-        def test_sapo():
-            new = torch.tensor([[math.log(1.5), math.log(0.4)]])
-            shape = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2, dtype=torch.long)
-            options = dict(loss_fn="sapo", clip_lower=0.2, clip_higher=0.2)
-            loss, _, _ = grpo.policy_loss(new, torch.zeros(1, 2), torch.tensor([[2.0, -3.0]]), *shape, **options)
-            gate = lambda ratio, tau: 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
-            torch.testing.assert_close(loss, torch.tensor([[-2 * gate(1.5, 1.0), 3 * gate(0.4, 1.05)]]))
-    """
-    (fork / "tests" / "test_sapo.py").write_text(textwrap.dedent(test))
-    tests = ["tests/test_math.py", "tests/test_learner.py", "tests/test_sapo.py"]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests, "-k", "sapo"]
-    done = subprocess.run(command, cwd=fork, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:]
-    for name in ("test_sapo", "test_update_does_not_depend_on_the_split[sapo]", "has_the_policy_gradient[sapo]"):
-        assert f"{name} PASSED" in done.stdout
