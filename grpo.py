@@ -24,7 +24,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -1181,26 +1181,24 @@ def load_state(path: Path | None, modules: dict, optimizer: Any, scheduler: Any,
     return state
 
 
-def rollouts_of(dump: utils.Dump) -> list[Rollout]:
-    """The rollouts of a dump, with their scores and advantages but without labels."""
+def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
+    """The rollouts of rows of rollouts.jsonl, scored, without labels and verdicts."""
+    names = [f.name for f in fields(Rollout) if f.name not in ("prompt", "scoring", "results")]
     prompts: dict[int, utils.Prompt] = {}
     rollouts = []
-    for row in dump.rows:
-        position = row["position"]
-        prompt = prompts.setdefault(position, utils.Prompt(position, tuple(row["prompt_ids"]), "", (), ()))
-        tokens = (row["response_ids"], row["vllm_logprobs"], list(map(bool, row["response_mask"])), row["versions"])
-        r = Rollout(prompt, position, row["sample"], *tokens, row["finish_reason"], row["text"])
-        r.outcome, r.score, r.advantage = row["outcome"], row["score"], row["advantage"]
-        rollouts.append(r)
+    for row in rows:
+        prompt = utils.Prompt(row["position"], tuple(row["prompt_ids"]), row.get("prompt", ""), (), ())
+        known: dict[str, Any] = {n: math.nan if row[n] is None else row[n] for n in names if n in row}
+        rollouts.append(Rollout(prompts.setdefault(row["position"], prompt), **known))
     return rollouts
 
 
 def load_groups(step: int, state: dict[str, Any], args: Args, world: utils.World) -> list[list[Rollout]]:
     """This rank's groups of a step from --load_batches; moves the state's cursor."""
-    dump = utils.read_dump(Path(args.load_batches), step)
-    groups: dict[int, list[Rollout]] = {}
-    for r in rollouts_of(dump):
-        groups.setdefault(r.position, []).append(r)
+    rows, dump = utils.read_dump(Path(args.load_batches), step)
+    groups: dict[int, list[Rollout]] = {position: [] for position in dump["positions"]}
+    for r in rollouts_of([row for row in rows if row["position"] in groups]):
+        groups[r.position].append(r)
     sizes = {len(group) for group in groups.values()}
     wanted = (args.num_unique_prompts_rollout, {args.num_samples_per_prompt_rollout})
     if (len(groups), sizes) != wanted:
@@ -1314,10 +1312,7 @@ def main(args: Args) -> Path | None:
         logger.log({"training_step": 0, "episode": 0} | gap_metrics | eval_metrics)
 
     # the loop
-    weights_hash: str | None = None
     for step in utils.STOP.steps(range(state["step"] + 1, num_steps + 1)):
-        if utils.dump_now(step, args) and weights_hash is None:
-            weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
         if args.load_batches:
             groups = load_groups(step, state, args, world)
@@ -1356,15 +1351,9 @@ def main(args: Args) -> Path | None:
         if eval_prompts and args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps):
             out |= evaluate(engine, eval_prompts, tokenizer, args, world)[0]
         logger.log(out)
-        if args.save_traces:
-            logger.trace(step, sampled, world)
+        utils.record_step(step, sampled, groups, packs, batches, how, policy, args, world)
         if step % SHOW_ROLLOUTS_EVERY == 1:
             logger.show(step, sampled)
-        before, weights_hash = weights_hash, None
-        if utils.dump_now(step, args):
-            weights_hash = utils.weights_hash(policy, world)
-            info = utils.describe_dump(step, how, before, weights_hash, out, args)
-            utils.dump_step(run_dir, groups, packs, batches, info, world)
         stopping = utils.stop_asked(world)
         if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
             save_state(checkpoints, modules, optimizer, scheduler, state)

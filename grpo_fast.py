@@ -859,10 +859,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
     update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
     first_step = state["step"] + 1
-    weights_hash: str | None = None
     for step in utils.STOP.steps(range(first_step, num_steps + 1)):
-        if utils.dump_now(step, args) and weights_hash is None:
-            weights_hash = utils.weights_hash(policy, world)
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
         with timer("trainer_waiting_for_data"):
             data = collector.next() if world.is_main else StepData()
@@ -915,13 +912,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             logger.say(step_line(out))
             if step % grpo.SHOW_ROLLOUTS_EVERY == 1:
                 logger.show(step, data.sampled)
-        if args.save_traces:
-            logger.trace(step, data.sampled, world)
-        before, weights_hash = weights_hash, None
-        if utils.dump_now(step, args):
-            weights_hash = utils.weights_hash(policy, world)
-            info = utils.describe_dump(step, how, before, weights_hash, out, args)
-            utils.dump_step(run_dir, data.groups, packs, batches, info, world)
+        utils.record_step(step, data.sampled, data.groups, packs, batches, how, policy, args, world)
         stopping = utils.stop_asked(world)
         if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
             more = collector.checkpoint(state["cursor"]) if world.is_main else {}

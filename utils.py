@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import re
 import select
 import shlex
 import shutil
@@ -327,9 +328,10 @@ class RunFlags:
     keep_last_n_checkpoints: int = 3
     """Older checkpoints are removed; -1 keeps all."""
     dump_steps: str = ""
-    """Write the batches of these steps to dumps/ for scripts/replay.py: all, or N for every N-th; empty is none."""
+    """Steps whose updates scripts/replay.py can make again: all, or N for every N-th; empty is none. Their rollouts go
+    to rollouts.jsonl with the learner's logprobs, their packs to dumps/."""
     load_batches: str = ""
-    """Directory of dumps to train on, step by step, instead of sampling (grpo.py only); empty is off."""
+    """Directory of a run with --dump_steps to train on, step by step, instead of sampling (grpo.py only)."""
     save_traces: bool = False
     """Write every rollout to rollouts.jsonl."""
 
@@ -1968,26 +1970,106 @@ def stop_asked(world: World) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Dumps: the batch of a step in a file
+# Traces and dumps: what was sampled and what the learner made of it
 # ---------------------------------------------------------------------------------------------------------------------
 
-DUMP_SCHEMA = 1
-TOKEN_COLUMNS = {  # of a rollout, a value per response token
-    "response_ids": torch.int32,
-    "response_mask": torch.uint8,
-    "vllm_logprobs": torch.float32,
-    "versions": torch.int32,
-}
-LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")
+DUMP_SCHEMA = 2
+LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")  # a value per response token
 
 
-@dataclass
-class Dump:
-    """A step's batch: rows[i] are a rollout's columns; packs[mini-batch][learner][pack][piece] lists rows."""
+def record_step(
+    step: int, sampled: Any, groups: Any, packs: Any, batches: Any, how: str, policy: Any, args: Any, world: World
+) -> None:
+    """Append the rollouts of a step to rollouts.jsonl, a row each in stream order (--save_traces). All ranks.
 
-    rows: list[dict[str, Any]]
-    packs: list[Any]
-    info: dict[str, Any]  # schema_version, step, flags, metrics, weights_before, weights_after, how, ...
+    At a step of --dump_steps the rows of what was trained on also have the LEARNER_COLUMNS (the new logprobs are of the
+    last pass, before its optimizer step), and dumps/step_NNNNNN.json has what else a replay needs: see append_rows.
+    """
+    dumping = args.dump_steps == "all" or (args.dump_steps != "" and step % int(args.dump_steps) == 0)
+    if not (dumping or args.save_traces):
+        return
+    computed: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for batch in (b for mini_batch in batches for b in mini_batch if dumping):
+        for name in LEARNER_COLUMNS:
+            values = getattr(batch, name)
+            for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
+                computed.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
+    computed = {name: columns for part in all_gather(computed, world) for name, columns in part.items()}
+    lines = []
+    for r in sampled:
+        row = rollout_row(r, step) | computed.get((r.position, r.sample), {})
+        lines.append((r.position, r.sample, json.dumps(row, default=str) + "\n"))
+    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in packs]
+    everyone = all_gather((lines, [group[0].position for group in groups], names), world)
+    dump: dict[str, Any] = {}
+    if dumping:
+        dump |= {"training_step": step, "how": how, "weights": weights_hash(policy, world)}
+        dump |= {"positions": sorted(position for _, part, _ in everyone for position in part)}
+        dump |= {"packs": list(zip(*(part for _, _, part in everyone), strict=True))}
+    if world.is_main:
+        lines = sorted(line for part, _, _ in everyone for line in part)
+        append_rows(args.run_dir, [line for *_, line in lines], dump)
+
+
+def rollout_row(r: Any, step: int) -> dict[str, Any]:
+    """A rollout as a row of rollouts.jsonl. NaN is null; all else comes back to the last bit, since a float is written
+    with the digits that tell it from any other."""
+    row = {"training_step": step} | vars(r) | {"prompt": r.prompt.text, "prompt_ids": r.prompt.token_ids}
+    row |= {"ground_truths": r.prompt.ground_truths, "verifiers": r.prompt.verifiers}
+    row["results"] = [asdict(result) for result in r.results]
+    del row["scoring"]
+    for part in (row, *row["results"]):
+        part |= {name: None for name in ("score", "outcome", "verifiable") if math.isnan(part.get(name, 0.0))}
+    return row
+
+
+def append_rows(run_dir: Path, lines: Sequence[str], dump: dict[str, Any]) -> None:
+    """Append lines to rollouts.jsonl. `dump`, unless empty, describes them as a dumped step, in dumps/: training_step;
+    how, the way of packing; weights, their hash after the step; positions of the batch's groups; packs, by mini-batch,
+    learner, pack and piece, of (position, sample). Beside it, their bytes' place in rollouts.jsonl and sha256."""
+    data = "".join(lines).encode()
+    with (run_dir / "rollouts.jsonl").open("ab") as file:
+        start = file.tell()
+        file.write(data)
+    if dump:
+        path = run_dir / "dumps" / f"step_{dump['training_step']:06d}.json"
+        path.parent.mkdir(exist_ok=True)
+        rows = {"start": start, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        path.with_suffix(".tmp").write_text(json.dumps({"schema_version": DUMP_SCHEMA} | dump | {"rows": rows}))
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+def read_dump(run_dir: Path, step: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of a dumped step and its description. Raises UserError if they are missing, damaged or of another
+    schema."""
+    path, traces = run_dir / "dumps" / f"step_{step:06d}.json", run_dir / "rollouts.jsonl"
+    if not path.is_file() or not traces.is_file():
+        raise UserError(f"{run_dir} has no dump of step {step}: is it a run's directory, and was --dump_steps set?")
+    dump = json.loads(path.read_text())
+    if dump["schema_version"] != DUMP_SCHEMA:
+        raise UserError(f"{path}: schema {dump['schema_version']}, this version reads {DUMP_SCHEMA}")
+    with traces.open("rb") as file:
+        file.seek(dump["rows"]["start"])
+        data = file.read(dump["rows"]["bytes"])
+    if hashlib.sha256(data).hexdigest() != dump["rows"]["sha256"]:
+        raise UserError(f"{traces} is damaged: the sha256 of the rows of step {step} is not the one in {path.name}")
+    return [json.loads(line) for line in data.splitlines()], dump
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drop from logs and dumps what a resumed run does again, and a last line that kill -9 cut short."""
+    for path in filter(Path.exists, (run_dir / f"{name}.jsonl" for name in ("metrics", "rollouts", "samples"))):
+        with path.open("r+b") as file:
+            end = 0
+            for line in file:
+                found = re.search(rb'"training_step": (\d+).*\n', line)
+                if not found or int(found[1]) > step:
+                    break
+                end += len(line)
+            file.truncate(end)
+    for path in (run_dir / "dumps").glob("step_*.json"):
+        if int(path.stem[5:]) > step:
+            path.unlink()
 
 
 def weights_hash(policy: Any, world: World) -> str:
@@ -1999,117 +2081,6 @@ def weights_hash(policy: Any, world: World) -> str:
             copy = tensor.to("cpu", copy=True).contiguous()  # numpy() would pin the storage, which FSDP resizes
             digest.update(copy.view(torch.uint8).numpy())
     return digest.hexdigest() if world.is_main else ""
-
-
-def write_dump(directory: Path, step: int, rows: Sequence[dict[str, Any]], packs: Any, info: dict[str, Any]) -> None:
-    """Write step_NNNNNN.safetensors and .json: what a learner trained on, to the last bit.
-
-    A row has prompt_ids, the TOKEN_COLUMNS, optional LEARNER_COLUMNS (logprobs, one per response token; the new ones
-    of the last pass over it, before its optimizer step), and position, sample, advantage, outcome, score, trained,
-    text, finish_reason. Lists of all rows are concatenated, with prompt_lengths and response_lengths. The json comes
-    last and has the sha256 of the other.
-    """
-    from safetensors.torch import save_file
-
-    def flat(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([x for row in rows for x in row[name]], dtype=dtype)
-
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([row[name] for row in rows], dtype=dtype)
-
-    tensors = {name: flat(name, dtype) for name, dtype in TOKEN_COLUMNS.items()}
-    tensors["prompt_ids"] = flat("prompt_ids", torch.int32)
-    for kind in ("prompt", "response"):
-        tensors[f"{kind}_lengths"] = torch.tensor([len(row[f"{kind}_ids"]) for row in rows], dtype=torch.int32)
-    for name in LEARNER_COLUMNS:
-        if any(name in row for row in rows):  # NaN where the learner computed none
-            padded = [row | {name: row.get(name) or [math.nan] * len(row["response_ids"])} for row in rows]
-            tensors[name] = torch.tensor([x for row in padded for x in row[name]], dtype=torch.float32)
-    tensors |= {f"{name}s": column(name, torch.float32) for name in ("advantage", "outcome", "score")}
-    tensors |= {"positions": column("position", torch.int64), "samples": column("sample", torch.int32)}
-    tensors["trained"] = column("trained", torch.uint8)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"step_{step:06d}.safetensors"
-    save_file(tensors, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
-    texts = {f"{name}s": [row[name] for row in rows] for name in ("text", "finish_reason")}
-    whole = {"schema_version": DUMP_SCHEMA, "step": step, "sha256": _stamp(path)[1]} | info | {"packs": packs} | texts
-    path.with_suffix(".tmp").write_text(json.dumps(whole))
-    os.replace(path.with_suffix(".tmp"), path.with_suffix(".json"))
-
-
-def dump_now(step: int, args: Any) -> bool:
-    """Whether this step's batch is to be written."""
-    return args.dump_steps == "all" or (args.dump_steps != "" and step % int(args.dump_steps) == 0)
-
-
-def dump_step(
-    run_dir: Path,
-    groups: Sequence[Sequence[Any]],
-    packs: Sequence[Sequence[Any]],
-    batches: Sequence[Sequence[Any]],
-    info: dict[str, Any],
-    world: World,
-) -> None:
-    """Write the step's rollouts, with the learners' logprobs, and how they were packed. All ranks."""
-    logprobs: dict[tuple[int, int], dict[str, list[float]]] = {}
-    for batch in (b for mini_batch in batches for b in mini_batch):
-        for name in LEARNER_COLUMNS:
-            values = getattr(batch, name)
-            for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
-                logprobs.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
-    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in packs]
-    everyone = all_gather(([r for group in groups for r in group], names, logprobs), world)
-    if not world.is_main:
-        return
-    rollouts = sorted((r for part, _, _ in everyone for r in part), key=lambda r: (r.position, r.sample))
-    index = {(r.position, r.sample): i for i, r in enumerate(rollouts)}
-    rows = []
-    for r in rollouts:
-        row = {"prompt_ids": r.prompt.token_ids, "response_ids": r.token_ids, "response_mask": r.mask}
-        row |= {"vllm_logprobs": r.logprobs, "versions": r.versions}
-        row |= {name: getattr(r, name) for name in "position sample advantage outcome score text finish_reason".split()}
-        mine = {k: v for _, _, part in everyone for k, v in part.get((r.position, r.sample), {}).items()}
-        rows.append(row | mine | {"trained": bool(mine)})
-    by_learner = [
-        [[[[index[name] for name in piece] for piece in pack] for pack in m] for m in part] for _, part, _ in everyone
-    ]
-    write_dump(run_dir / "dumps", info["step"], rows, list(zip(*by_learner, strict=True)), info)
-
-
-def describe_dump(step: int, how: str, before: str | None, after: str, metrics: dict, args: Any) -> dict[str, Any]:
-    """What a dump says beside its rollouts. Metrics are those a replay can reproduce."""
-    replayed = ("loss/", "objective/kl", "objective/entropy", "policy/", "optim/", "val/ratio", "val/rho", "lr")
-    kept = {name: value for name, value in metrics.items() if name.startswith(replayed)}
-    hashes = {"weights_before": before, "weights_after": after}
-    return {"step": step, "how": how, "metrics": kept, "flags": vars(args)} | hashes
-
-
-def read_dump(directory: Path, step: int) -> Dump:
-    """Inverse of write_dump. Raises UserError if the files are missing, damaged or of another schema."""
-    from safetensors.torch import load_file
-
-    path = directory / f"step_{step:06d}.safetensors"
-    if not path.is_file() or not path.with_suffix(".json").is_file():
-        raise UserError(f"{directory} has no dump of step {step}; was --dump_steps set?")
-    info = json.loads(path.with_suffix(".json").read_text())
-    if info["schema_version"] != DUMP_SCHEMA:
-        raise UserError(f"{path}: schema {info['schema_version']}, this version reads {DUMP_SCHEMA}")
-    if info["sha256"] != _stamp(path)[1]:
-        raise UserError(f"{path} is damaged: its sha256 is not the one in its json")
-    tensors = load_file(path)
-    lengths = {kind: tensors.pop(f"{kind}_lengths").tolist() for kind in ("prompt", "response")}
-    columns = {"prompt_ids": tensors.pop("prompt_ids").split(lengths["prompt"])}
-    for name in (*TOKEN_COLUMNS, *LEARNER_COLUMNS):
-        if name in tensors:
-            columns[name] = tensors.pop(name).split(lengths["response"])
-    columns |= {name.removesuffix("s"): values for name, values in tensors.items() if name != "trained"}
-    columns["trained"] = tensors["trained"].bool()
-    rows = [{name: values[i].tolist() for name, values in columns.items()} for i in range(len(lengths["prompt"]))]
-    for name in ("text", "finish_reason"):
-        for row, value in zip(rows, info.pop(f"{name}s"), strict=True):
-            row[name] = value
-    return Dump(rows, info.pop("packs"), info)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2415,14 +2386,8 @@ class Logger:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self.console = Console(width=None if sys.stdout.isatty() else 160)
-        names = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
-        self.path, self.traces, self.samples = (run_dir / name for name in names)
-        for path in (self.path, self.traces, self.samples):  # a resumed run drops what it is about to do again
-            if path.exists():
-                whole = path.read_text().split("\n")[:-1]  # kill -9 may have cut the last line short
-                kept = [x for x in whole if json.loads(x)["training_step"] <= start_step]
-                _write_synced(path.with_suffix(".tmp"), "".join(x + "\n" for x in kept))
-                os.replace(path.with_suffix(".tmp"), path)
+        self.path, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
+        forget_after(run_dir, start_step)
         self.progress = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -2487,25 +2452,6 @@ class Logger:
         """Print a line above the progress bar."""
         if self.enabled:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def trace(self, step: int, rollouts: Sequence[Any], world: World) -> None:
-        """Append all ranks' rollouts to rollouts.jsonl, a row each, in stream order. All ranks."""
-        rows: list[dict[str, Any]] = [{"training_step": step} | asdict(r) for r in rollouts]
-        for row in rows:
-            prompt = row.pop("prompt")
-            row |= {
-                "prompt": prompt["text"],
-                "ground_truths": prompt["ground_truths"],
-                "verifiers": prompt["verifiers"],
-            }
-            del row["scoring"]
-            for part in (row, *row["results"]):
-                part |= {name: None for name in ("score", "outcome", "verifiable") if math.isnan(part.get(name, 0.0))}
-        everyone: list[Any] = [None] * world.size
-        dist.all_gather_object(everyone, rows)
-        if self.enabled:
-            ordered = sorted((row for part in everyone for row in part), key=lambda r: (r["position"], r["sample"]))
-            _append(self.traces, ordered)
 
     def close(self) -> None:
         """End the trackers and stop the progress bar."""

@@ -1,10 +1,11 @@
 """Make the updates of a run again from its dumps, and compare loss, gradient norm and weights with what the run had.
 
-    python grpo.py ... --dump_steps all            a run that writes RUN/dumps
+    python grpo.py ... --dump_steps all            a run that keeps what a replay needs
     python scripts/replay.py RUN --step 7          step 7, from the newest checkpoint before it or from the start
     python scripts/replay.py RUN --step 7 --from_start --save model_7
 
-Nothing is sampled: from the start model and the dumps alone any later state is made again. A run with several learners
+Nothing is sampled: from the start model, rollouts.jsonl and dumps/ any later state is made again: weights are compared
+with the hash in the dump, what the update measures with the run's metrics.jsonl. A run with several learners
 is replayed under torchrun with as many ranks; with fewer the weights agree up to the order of sums. The exit status is
 0 if everything is equal to the last bit, or within --tolerance where one is given.
 """
@@ -29,6 +30,7 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
     import utils
 
     flags = json.loads((run_dir / "args.json").read_text())
+    logged = {row["training_step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").open())}
     args = replace(grpo.Args(**flags), max_logprob_gap=0.0)  # the gap was the run's business
     world = utils.init_distributed()
     torch.manual_seed(args.seed)
@@ -41,23 +43,26 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
     if not from_start and (path := utils.newest_checkpoint(run_dir, world, before=last)) is not None:
         first = grpo.load_state(path, modules, optimizer, scheduler, world)["step"] + 1
     same = True
+    if first > 1 and (run_dir / "dumps" / f"step_{first - 1:06d}.json").exists():
+        weights = utils.read_dump(run_dir, first - 1)[1]["weights"]
+        same = report(world, f"before step {first}", {}, {}, weights, policy, tolerance)
+    elif first == 1 and world.is_main:
+        then, now = json.loads((run_dir / "environment.json").read_text())["model_hash"], utils.model_hash(args)
+        print(f"before step 1: {'the start model' if now == then else f'NOT the start model, its hash was {then}'}")
     for step in range(first, last + 1):
-        dump = utils.read_dump(run_dir / "dumps", step)
-        rollouts, how = grpo.rollouts_of(dump), dump.info["how"]
-        if step == first:
-            same &= report(world, f"before step {step}", {}, {}, dump.info["weights_before"], policy, tolerance)
+        rows, dump = utils.read_dump(run_dir, step)
+        rollouts = {(r.position, r.sample): r for r in grpo.rollouts_of(rows)}
         batches = []
-        for learners in dump.packs:
+        for learners in dump["packs"]:
             mine = learners[world.rank] if len(learners) == world.size else sum(learners[world.rank :: world.size], [])
-            packs = [[[rollouts[i] for i in piece] for piece in pack] for pack in mine]
-            batches.append(grpo.micro_batches(packs, how, args, world.device))
+            packs = [[[rollouts[tuple(name)] for name in piece] for piece in pack] for pack in mine]
+            batches.append(grpo.micro_batches(packs, dump["how"], args, world.device))
         metrics = utils.Metrics()
         gap, _ = grpo.update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
         if ref_policy is not None and args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
             grpo.refresh_reference(ref_policy, policy, args.alpha)
         made = utils.finish_metrics(metrics.reduce(world), args) | gap
-        theirs = dump.info["metrics"]
-        same &= report(world, f"step {step}", made, theirs, dump.info["weights_after"], policy, tolerance)
+        same &= report(world, f"step {step}", made, logged.get(step, {}), dump["weights"], policy, tolerance)
     if save is not None:
         utils.save_model(policy, utils.load_tokenizer(args), save, args, world)
     if world.is_main:
@@ -76,6 +81,7 @@ def report(world, what: str, made: dict, theirs: dict, weights_hash: str, policy
     mine = utils.weights_hash(policy, world)
     if not world.is_main:
         return True
+    theirs = {name: math.nan if value is None else value for name, value in theirs.items()}  # JSON has no NaN
     shared = sorted(made.keys() & theirs.keys())
     gaps = {name: abs(made[name] - theirs[name]) / max(abs(theirs[name]), 0.01) for name in shared}
     # equal also when both are NaN
@@ -93,7 +99,7 @@ def report(world, what: str, made: dict, theirs: dict, weights_hash: str, policy
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", type=Path, help="directory of the run, with args.json and dumps/")
+    parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("--step", type=int, required=True, help="the step to end with")
     parser.add_argument("--from_start", action="store_true", help="use no checkpoint: the start model and all dumps")
     parser.add_argument("--save", type=Path, help="write the model after the step there, in Hugging Face format")

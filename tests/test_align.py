@@ -13,7 +13,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 import utils
 from scripts.align import align, dataproto
@@ -177,61 +177,46 @@ def test_checksums_stand_in_for_weights(tmp_path):
         assert found["norm"] == pytest.approx(want, abs=1e-7) and found["apart"] == (want > 0)
 
 
-def write_dump(directory, step, **changes):
+def write_dump(run_dir, step, first=None, second=None, **changes):
     """Two rollouts of 2 and 1 tokens to prompts of 3 tokens, as --dump_steps writes them."""
-    tensors = {
-        "prompt_ids": np.array([5, 6, 7, 5, 6, 7], np.int32),
-        "prompt_lengths": np.array([3, 3], np.int32),
-        "response_ids": np.array([8, 9, 10], np.int32),
-        "response_lengths": np.array([2, 1], np.int32),
-        "response_mask": np.array([1, 1, 1], np.uint8),
-        "vllm_logprobs": np.array([-1.0, -2.0, -0.5], np.float32),
-        "versions": np.full(3, step - 1, np.int32),
-        "advantages": np.array([1.0, -1.0], np.float32),
-        "scores": np.array([10.0, 0.0], np.float32),
-        "positions": np.array([step, step], np.int64),
-        "samples": np.array([0, 1], np.int32),
-        "trained": np.array([1, 1], np.uint8),
-    } | changes.pop("tensors", {})
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"step_{step:06d}.safetensors"
-    path.write_bytes(save({k: torch.from_numpy(v) for k, v in tensors.items()}))
-    header = {"schema_version": 1, "step": step, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    header |= {"weights_before": f"w{step - 1}", "weights_after": f"w{step}", "metrics": {"loss/total_avg": step / 2}}
-    header |= {"packs": [], "texts": ["", ""], "finish_reasons": ["stop", "stop"], "flags": {}} | changes
-    path.with_suffix(".json").write_text(json.dumps(header))
-    return path
+    row = {"training_step": step, "prompt_ids": [5, 6, 7], "position": step, "outcome": 10.0, "score": 10.0}
+    rows = [
+        row | {"sample": 0, "token_ids": [8, 9], "logprobs": [-1.0, -2.0], "advantage": 1.0} | (first or {}),
+        row | {"sample": 1, "token_ids": [10], "logprobs": [-0.5], "advantage": -1.0, "score": None} | (second or {}),
+    ]
+    rows = [{"mask": [True] * len(r["token_ids"]), "versions": [step - 1] * len(r["token_ids"])} | r for r in rows]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    dump = {"training_step": step, "how": "shared", "weights": f"w{step}", "positions": [step], "packs": []}
+    utils.append_rows(run_dir, [json.dumps(row) + "\n" for row in rows], dump | changes)
 
 
 def test_dumps(tmp_path, capsys):
     for side in "ab":
         for step in (1, 2, 3):
-            write_dump(tmp_path / side / "dumps", step)
-    assert compare(tmp_path / "a", tmp_path / "b" / "dumps") == 0
-    tensors, header = align.read_dump(tmp_path / "a" / "dumps" / "step_000002.safetensors")
-    assert [x.tolist() for x in align.split_tokens(tensors)["vllm_logprobs"]] == [[-1.0, -2.0], [-0.5]]
-    assert header["metrics"] == {"loss/total_avg": 1.0}  # counts as the run's metrics where there is no metrics.jsonl
-    token = {"response_ids": np.array([8, 9, 11], np.int32)}
-    near = {"vllm_logprobs": np.array([-1.0, -2.00001, -0.5], np.float32)}  # 1e-5 of 2: within 1e-5 relative
-    write_dump(tmp_path / "b" / "dumps", 2, tensors=near, weights_after="other")
+            write_dump(tmp_path / side, step)
+    assert compare(tmp_path / "a", tmp_path / "b") == 0
+    near = {"logprobs": [-1.0, -2.00001]}  # 1e-5 of 2: within 1e-5 relative
+    write_dump(tmp_path / "b", 2, near, weights="other")
     code, out = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
-    assert code == 0 and "weights_after" in out.out and "3 dumped steps" in out.out
+    assert code == 0 and "weights" in out.out and "3 dumped steps" in out.out
     rows = align.compare_dumps(align.read_run(tmp_path / "a"), align.read_run(tmp_path / "b"), 1e-5)
-    assert [r["equal"] for r in rows if "equal" in r] == [3, 2]  # weights_before, weights_after
-    write_dump(tmp_path / "b" / "dumps", 3, tensors=token)
+    found = {r["name"]: r for r in rows}
+    assert found["weights"]["equal"] == 2 and found["logprobs"]["max_rel"] == pytest.approx(5e-6, rel=1e-3)
+    assert found["score"]["max_rel"] == 0 and "old_logprobs" not in found
+    write_dump(tmp_path / "b", 3, second={"token_ids": [11]})
     code, out = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
-    assert code == 1 and "PARTED" in out.out and out.out.rstrip().endswith("response_ids at step 3")
+    assert code == 1 and "PARTED" in out.out and out.out.rstrip().endswith("token_ids at step 3")
     assert compare(tmp_path / "a", tmp_path / "b", "--tolerance", 1) == 1  # tokens have no tolerance
-    shorter = {"response_ids": np.array([8], np.int32), "response_lengths": np.array([1, 0], np.int32)}
-    write_dump(tmp_path / "b" / "dumps", 1, tensors=shorter)
-    assert "response_ids at step 1" in compare(tmp_path / "a", tmp_path / "b", capsys=capsys)[1].out
-    path = write_dump(tmp_path / "b" / "dumps", 1)
-    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    write_dump(tmp_path / "b", 1, {"token_ids": [8]}, {"token_ids": [9, 10]})
+    assert "token_ids at step 1" in compare(tmp_path / "a", tmp_path / "b", capsys=capsys)[1].out
+    write_dump(tmp_path / "b", 1)
+    traces = tmp_path / "b" / "rollouts.jsonl"
+    traces.write_text(traces.read_text()[:-2] + "]\n")
     code, out = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
     assert code == 2 and "sha256" in out.err
-    write_dump(tmp_path / "b" / "dumps", 1, schema_version=99)
+    write_dump(tmp_path / "b", 1, schema_version=99)
     code, out = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
-    assert code == 2 and "schema version 99" in out.err
+    assert code == 2 and "schema 99" in out.err
 
 
 # --- several seeds ---------------------------------------------------------------------------------------------------
@@ -481,23 +466,20 @@ def test_import_by_hand(verl, tmp_path, capsys):
     tensors, arrays, info = verl_batch()
     source = verl(tmp_path / "step_7.pkl", tensors, arrays, info, "consolidated")
     assert compare("import", source, tmp_path / "out") == 0
-    path = tmp_path / "out" / "step_000007.safetensors"
-    assert capsys.readouterr().out.strip() == str(path)
-    dump, header = align.read_dump(path)
-    rows = {name: [x.tolist() for x in parts] for name, parts in align.split_tokens(dump).items()}
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out" / "dumps" / "step_000007.json")
+    made, dump = utils.read_dump(tmp_path / "out", 7)
+    rows = {name: [row[name] for row in made] for name in made[0]}
     assert rows["prompt_ids"] == [[5, 6], [5, 6], [7, 8, 9], [7, 8, 9]]
-    assert rows["response_ids"] == [[11, 12], [13, 14, 15], [21], [22, 23]]
-    assert rows["response_mask"] == [[1, 1], [1, 0, 1], [1], [1, 1]]
-    assert rows["old_logprobs"] == rows["vllm_logprobs"] == [[-1, -2], [-7, -8, -9], [-4], [-10, -11]]
+    assert rows["token_ids"] == [[11, 12], [13, 14, 15], [21], [22, 23]]
+    assert rows["mask"] == [[1, 1], [1, 0, 1], [1], [1, 1]]
+    assert rows["old_logprobs"] == rows["logprobs"] == [[-1, -2], [-7, -8, -9], [-4], [-10, -11]]
     assert rows["ref_logprobs"] == [[-1.5, -2.5], [-7.5, -8.5, -9.5], [-4.5], [-10.5, -11.5]]
     assert rows["versions"] == [[6, 6], [6, 6, 6], [6], [6, 6]]
-    assert dump["scores"].tolist() == [1, 0, 0, 1] and dump["trained"].tolist() == [1, 1, 1, 1]
-    assert dump["advantages"].tolist() == pytest.approx([0.7, -0.7, -0.7, 0.7])
-    assert dump["positions"].tolist() == [12, 12, 13, 13] and dump["samples"].tolist() == [0, 1, 0, 1]
-    assert header["finish_reasons"] == ["stop", "length", "stop", "stop"] and header["step"] == 7
-    assert header["source"].endswith("vllm_logprobs from old_log_probs") and header["schema_version"] == 1
-    back = utils.read_dump(tmp_path / "out", 7)
-    assert back.rows[1]["response_ids"] == [13, 14, 15] and back.rows[1]["response_mask"] == [1, 0, 1]
+    assert rows["score"] == [1, 0, 0, 1] and rows["advantage"] == pytest.approx([0.7, -0.7, -0.7, 0.7])
+    assert rows["position"] == [12, 12, 13, 13] and rows["sample"] == [0, 1, 0, 1] and dump["positions"] == [12, 13]
+    assert rows["finish_reason"] == ["stop", "length", "stop", "stop"] and rows["training_step"] == [7] * 4
+    assert dump["source"].endswith("logprobs from old_log_probs") and dump["training_step"] == 7
+    assert compare("import", source, tmp_path / "out") == 2  # it is there
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import utils
 from scripts.reports import benchmark_report, compare_runs, report
 from tests.conftest import REPO
-from utils import read_dump, write_dump
+from utils import read_dump
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -230,25 +230,11 @@ def test_tokens_join_to_the_text_and_gaps_are_those_of_the_dump(learned):
 def test_new_logprobs_of_a_dump_are_those_of_the_last_pass(learned):
     """Of two passes over one mini-batch the first has ratio 1; val/ratio is the mean over both."""
     metrics = report.read_metrics(learned)[-1]
-    rows = [r for r in read_dump(learned / "dumps", 4).rows if r["trained"]]
-    columns = [zip(r["new_logprobs"], r["old_logprobs"], r["response_mask"], strict=True) for r in rows]
+    rows = [r for r in read_dump(learned, 4)[0] if "new_logprobs" in r]
+    columns = [zip(r["new_logprobs"], r["old_logprobs"], r["mask"], strict=True) for r in rows]
     ratios = [math.exp(new - old) for tokens in columns for new, old, kept in tokens if kept]
     assert max(abs(r - 1) for r in ratios) > 0.01
     assert (1 + sum(ratios) / len(ratios)) / 2 == pytest.approx(metrics["val/ratio"], abs=1e-6)
-
-
-def test_a_run_with_dumps_only_is_browsable(tmp_path):
-    run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
-    (run / "rollouts.jsonl").unlink()
-    row = {"prompt_ids": [1], "response_ids": [5, 6], "response_mask": [True, True], "vllm_logprobs": [-0.5, -1.0]}
-    row |= {"versions": [0, 0], "old_logprobs": [-0.5, -1.25], "position": 0, "advantage": 1.0, "outcome": 10.0}
-    row |= {"score": 10.0, "text": "ab", "finish_reason": "stop", "trained": True}
-    write_dump(run / "dumps", 1, [row | {"sample": s} for s in range(2)], [], {})
-    data = report.collect(run)
-    assert [r["score"] for r in data["rollouts"]] == [10.0, 10.0]
-    (ratio,) = [h for h in data["histograms"] if "ratio" in h["title"]]  # none of new/old, and the page says why
-    assert ratio["title"] == "Engine ratio" and found(ratio) == {1.0: 2, math.exp(-0.25): 2}
-    assert any("No tokenizer" in n for n in data["notes"]) and any("no new logprobs" in n for n in data["notes"])
 
 
 def found(heat):
@@ -266,12 +252,10 @@ def test_the_policy_ratio_is_of_the_trained_tokens_with_its_bounds(tmp_path, los
     run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
     flags = {"clip_lower": 0.2, "clip_higher": 0.28, "loss_fn": loss_fn, "use_rho_correction": True}
     (run / "args.json").write_text(json.dumps(flags | {"rho_clamp_upper_bound": 1.5, "rho_mask_lower_bound": 0.0}))
-    row = {"prompt_ids": [1], "response_ids": [5] * 5, "response_mask": [True] * 4 + [False], "versions": [0] * 5}
-    row |= {"vllm_logprobs": [-1.0] * 5, "position": 0, "advantage": 1.0, "outcome": 10.0, "score": 10.0}
-    row |= {"text": "ab", "finish_reason": "stop", "trained": True}
+    row = {"token_ids": [5] * 5, "mask": [True] * 4 + [False], "versions": [0] * 5, "logprobs": [-1.0] * 5}
     learner = {"old_logprobs": [-1.0] * 5, "new_logprobs": [-1.0, -0.8, -1.25, -1 + math.log(0.01), -3.0]}
-    rows = [row | learner | {"sample": 0}, row | learner | {"sample": 1}, row | {"sample": 2, "trained": False}]
-    write_dump(run / "dumps", 1, rows, [], {})
+    rows = [rollout(1, 0, i, 10.0, "p") | row | (learner if i < 2 else {}) for i in range(3)]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     data = report.collect(run)
     policy, engine = (h for h in data["histograms"] if "ratio" in h["title"])
     assert found(policy) == {1.0: 2, math.exp(0.2): 2, math.exp(-0.25): 2, 0.01: 2} and found(engine) == {1.0: 8}

@@ -4,16 +4,16 @@
     python scripts/align/align.py A1,A2,A3 B1,B2,B3              several seeds a side: bands and a test of overlap
     python scripts/align/align.py import BATCH.pkl OUT           a pickled veRL batch as a step for --load_batches OUT
 
-A and B are each a run's directory, a directory of dumps (--dump_steps), a metrics.jsonl, veRL's file log or console
-log, TRL's trainer_state.json or list of logs, or a directory of weights in Hugging Face's format. NAMES says which
-metric of veRL, Trinity-RFT and TRL is which of ours. What both sides have is compared:
+A and B are each a run's directory, what import wrote, a metrics.jsonl, veRL's file log or console log, TRL's
+trainer_state.json or list of logs, or a directory of weights in Hugging Face's format. NAMES says which metric of veRL,
+Trinity-RFT and TRL is which of ours. What both sides have is compared:
 
 metrics   relative difference |a - b| / max(|a|, |b|) at each step. A step diverges when it is above --tolerance and
           |a - b| is above --atol. Times, rates and other facts of the machine are left out.
 weights   of model/ and each step_N/: |a - b| / |b| of each parameter in the Euclidean norm, max |a - b|, and the sha256
           of its bytes. Where a side has only weights.jsonl (scripts/peers/trl_side.py): sha256, difference of norms.
-dumps     tokens, masks, positions and versions exactly; scores, advantages and logprobs by max |a - b| / max |b|; the
-          hashes of the weights before and after.
+dumps     of --dump_steps: tokens, masks, positions and versions exactly; scores, advantages and logprobs by
+          max |a - b| / max |b|; the hashes of the weights.
 
 Several seeds: at each step both have, the band of a side is mean +- standard deviation over its seeds (ddof 1). Bands
 overlap at a step when |mean_a - mean_b| <= std_a + std_b. Then a permutation test: with x_i the mean of run i over the
@@ -47,6 +47,8 @@ from safetensors.torch import load_file
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import utils
+
 NAMES = (  # ours, veRL, Trinity-RFT (whose trainer is veRL's), TRL. TRL averages over micro-batches: equal for one
     ("objective/scores", "critic/score/mean", "critic/score/mean", "reward"),
     ("loss/total_avg", None, "actor/final_loss", "loss"),
@@ -64,11 +66,8 @@ OURS = {alias: names[0] for names in NAMES for alias in names[1:] if alias}
 MACHINE = re.compile(
     r"time|timing|perf/|per_second|mfu|seconds|idle|bandwidth|bytes|memory|runtime|flos|^epoch$|latency"
 )
-EXACT = """prompt_lengths prompt_ids response_lengths response_ids response_mask positions samples trained
-    versions""".split()
-CLOSE = "scores outcomes advantages vllm_logprobs old_logprobs new_logprobs ref_logprobs".split()
-PER_TOKEN = "response_ids response_mask versions vllm_logprobs old_logprobs new_logprobs ref_logprobs".split()
-SCHEMA_VERSION = 1
+EXACT = "prompt_ids token_ids mask position sample versions".split()
+CLOSE = "score outcome advantage logprobs old_logprobs new_logprobs ref_logprobs".split()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ class Run:
 
     path: Path
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
-    dumps: dict[int, Path] = field(default_factory=dict)
+    dumps: list[int] = field(default_factory=list)  # steps
     weights: dict[str, Path] = field(default_factory=dict)
     checksums: dict[str, dict] = field(default_factory=dict)  # "step_N" -> parameter -> sha256, norm
 
@@ -91,7 +90,7 @@ def read_run(path: Path) -> Run:
     """Whatever can be compared at `path`. Raises ValueError when there is nothing."""
     run = Run(path)
     if path.is_dir():
-        run.dumps = dump_files(path / "dumps") or dump_files(path)
+        run.dumps = sorted(int(p.stem[5:]) for p in (path / "dumps").glob("step_*.json"))
         folders = {p.name: p for p in path.iterdir() if p.name == "model" or re.fullmatch(r"step_\d+", p.name)}
         folders = folders or {"model": path}
         run.weights = {name: p for name, p in sorted(folders.items()) if p.is_dir() and weight_files(p)}
@@ -103,8 +102,6 @@ def read_run(path: Path) -> Run:
     else:
         logs = [path]
     rows = [row for p in logs for row in read_rows(p)]
-    if not logs:
-        rows = [{"step": n, **json.loads(p.with_suffix(".json").read_text())["metrics"]} for n, p in run.dumps.items()]
     for row in rows:
         step = next((row[k] for k in ("training_step", "step", "training/global_step") if k in row), None)
         for name, value in row.items() if step is not None else ():
@@ -135,32 +132,6 @@ def read_rows(path: Path) -> list[dict]:
             values = {name: re.sub(r"np\.\w+\((.*)\)", r"\1", value) for name, _, value in pairs}
             rows.append({"step": int(found[1])} | {name: float(value) for name, value in values.items()})
     return rows
-
-
-def dump_files(directory: Path) -> dict[int, Path]:
-    """Step -> the safetensors file of its dump."""
-    found = {p: re.fullmatch(r"step_(\d+)", p.stem) for p in directory.glob("step_*.safetensors")}
-    return {int(m[1]): p for p, m in sorted(found.items()) if m and p.with_suffix(".json").exists()}
-
-
-def read_dump(path: Path) -> tuple[dict[str, np.ndarray], dict]:
-    """Tensors and header of a dumped step. Raises ValueError on another schema or a wrong checksum.
-
-    An own reader, so that the peers' environments need nothing of this project but this file.
-    """
-    header = json.loads(path.with_suffix(".json").read_text())
-    if header["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"{path}: schema version {header['schema_version']}, this script reads {SCHEMA_VERSION}")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != header["sha256"]:
-        raise ValueError(f"{path}: its sha256 is not the one in {path.with_suffix('.json').name}")
-    return {name: tensor.numpy() for name, tensor in load_file(path).items()}, header
-
-
-def split_tokens(tensors: dict[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """The concatenated tensors of a dump as one array per rollout."""
-    out = {"prompt_ids": np.split(tensors["prompt_ids"], np.cumsum(tensors["prompt_lengths"])[:-1])}
-    ends = np.cumsum(tensors["response_lengths"])[:-1]
-    return out | {name: np.split(tensors[name], ends) for name in PER_TOKEN if name in tensors}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -288,17 +259,19 @@ def compare_dumps(a: Run, b: Run, tolerance: float) -> list[dict]:
         if apart and row["first"] is None:
             row["first"] = step
 
-    for step in sorted(a.dumps.keys() & b.dumps.keys()):
-        (x, head_a), (y, head_b) = read_dump(a.dumps[step]), read_dump(b.dumps[step])
-        for name in EXACT + CLOSE:
-            if name in x and name in y:
-                most = array_difference(x[name], y[name])[1]
-                note(name, step, most, most > (tolerance if name in CLOSE else 0.0))
-        for name in ("weights_before", "weights_after"):  # equal only bit for bit: told, and no part of the verdict
-            if head_a.get(name) and head_b.get(name):
-                same = head_a[name] == head_b[name]
-                row = rows.setdefault(name, {"name": name, "steps": 0, "equal": 0, "first": None})
-                row["steps"], row["equal"] = row["steps"] + 1, row["equal"] + same
+    for step in sorted({*a.dumps} & {*b.dumps}):
+        (x, of_a), (y, of_b) = utils.read_dump(a.path, step), utils.read_dump(b.path, step)
+        for name in EXACT:
+            same = [row[name] for row in x] == [row[name] for row in y]
+            note(name, step, 0.0 if same else math.inf, not same)
+        for name in CLOSE:  # learner's logprobs: of the rollouts that were trained on
+            mine, theirs = ([v for row in rows if name in row for v in np.atleast_1d(row[name])] for rows in (x, y))
+            if mine and theirs:
+                most = array_difference(mine, theirs)[1]
+                note(name, step, most, most > tolerance)
+        if of_a["weights"] and of_b["weights"]:  # equal only bit for bit: told, and no part of the verdict
+            row = rows.setdefault("weights", {"name": "weights", "steps": 0, "equal": 0, "first": None})
+            row["steps"], row["equal"] = row["steps"] + 1, row["equal"] + (of_a["weights"] == of_b["weights"])
     return list(rows.values())
 
 

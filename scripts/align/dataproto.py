@@ -8,6 +8,7 @@ everything else is refused by name. Neither veRL nor tensordict has to be instal
 """
 
 import io
+import json
 import math
 import pickle
 import re
@@ -180,8 +181,8 @@ def load_dataproto(path: Path) -> DataProto:
 
 
 def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]], str]:
-    """A batch as veRL has it just before its actor update, as the rows of a dump (utils.write_dump), and which
-    logprobs stand for the engine's. A prompt's rows (equal uid) are put together: veRL balances them over ranks.
+    """A batch as veRL has it just before its actor update, as rows of rollouts.jsonl, and which logprobs stand for
+    the engine's. A prompt's rows (equal uid) are put together: veRL balances them over ranks.
     Raises ValueError on fields that are missing or do not fit."""
     needed = {"prompts", "responses", "attention_mask", "advantages", "token_level_scores"}
     missing = needed - data.batch.keys() | ({"uid"} - data.non_tensor_batch.keys())
@@ -190,8 +191,8 @@ def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]],
     engine = next((n for n in ("rollout_log_probs", "old_log_probs") if n in data.batch), None)
     if engine is None:
         raise ValueError("the batch has neither rollout_log_probs nor old_log_probs")
-    per_token = {"response_ids": "responses", "vllm_logprobs": engine}
-    per_token |= {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob"}
+    per_token = {"token_ids": "responses", "logprobs": engine}
+    learner = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob"}
     groups: dict[str, list[int]] = {}
     for i, uid in enumerate(data.non_tensor_batch["uid"]):
         groups.setdefault(str(uid), []).append(i)
@@ -207,20 +208,21 @@ def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]],
             advantages = row["advantages"][mask]
             if len(advantages) and (advantages - advantages[0]).abs().max() > 1e-6:
                 raise ValueError(f"row {i}: advantages differ within the response; a dump has one, as GRPO does")
-            out = {name: row[theirs][:length].tolist() for name, theirs in per_token.items() if theirs in row}
+            names = per_token | (learner if len(advantages) else {})
+            out = {name: row[theirs][:length].tolist() for name, theirs in names.items() if theirs in row}
             score = float(row["token_level_scores"].sum())
             rows.append(
-                out
+                {"training_step": step}
+                | out
                 | {
                     "prompt_ids": row["prompts"][in_prompt].tolist(),
-                    "response_mask": mask[:length].tolist(),
+                    "mask": mask[:length].tolist(),
                     "versions": [step - 1] * length,
                     "position": position,
                     "sample": sample,
                     "advantage": float(advantages[0]) if len(advantages) else 0.0,
                     "outcome": score,
                     "score": score,
-                    "trained": len(advantages) > 0,
                     "text": "",
                     "finish_reason": "length" if length == len(row["responses"]) else "stop",
                 }
@@ -229,7 +231,8 @@ def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]],
 
 
 def import_batch(source: Path, out: Path, step: int | None) -> Path:
-    """Write a pickled veRL batch as a dumped step in `out`; without `step` it is the last number in the file's name."""
+    """Write a pickled veRL batch as a dumped step of `out`, after those it has; without `step` it is the last number in
+    the file's name."""
     import utils
 
     digits = re.findall(r"\d+", source.stem)
@@ -237,6 +240,12 @@ def import_batch(source: Path, out: Path, step: int | None) -> Path:
         raise ValueError(f"{source}: no number in its name; say --step")
     step = int(digits[-1]) if step is None else step
     rows, engine = rows_of_dataproto(load_dataproto(source), step)
-    info = {"step": step, "flags": {}, "metrics": {}, "weights_before": "", "weights_after": ""}
-    utils.write_dump(out, step, rows, [], info | {"source": f"veRL DataProto, vllm_logprobs from {engine}"})
-    return out / f"step_{step:06d}.safetensors"
+    path = out / "dumps" / f"step_{step:06d}.json"
+    if path.exists():
+        raise ValueError(f"{path} is there already")
+    out.mkdir(parents=True, exist_ok=True)
+    positions = sorted({row["position"] for row in rows})
+    dump = {"training_step": step, "how": "", "weights": "", "positions": positions, "packs": []}
+    dump |= {"source": f"veRL DataProto, logprobs from {engine}"}
+    utils.append_rows(out, [json.dumps(row) + "\n" for row in rows], dump)
+    return path

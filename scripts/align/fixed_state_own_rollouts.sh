@@ -14,6 +14,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 ours ours --dump_steps all --save_freq 1 --beta 0 "$@"
-trl trl states --dumps "$OUT/ours/dumps" --states "$OUT/ours" --seed 2
+trl trl states --dumps "$OUT/ours" --states "$OUT/ours" --seed 2
 python scripts/align/align.py "$OUT/ours" "$OUT/trl" --paired --plot "$OUT/align.png" \
     --metrics objective/scores optim/grad_norm policy/entropy_avg val/sequence_lengths

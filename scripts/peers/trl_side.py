@@ -4,7 +4,7 @@ Prints the seconds of every step, split into generation and the rest. TRL is no 
 
     source scripts/peers/setup_trl.sh      # .venv-trl, an environment of its own
     python scripts/peers/trl_side.py --mode stock --steps 6 --max_new_tokens 64 --json runs/trl_stock.json
-    python scripts/peers/trl_side.py --mode batches --dumps runs/ours/dumps --model M --autocast none --out runs/trl
+    python scripts/peers/trl_side.py --mode batches --dumps runs/ours --model M --autocast none --out runs/trl
 
 mode      generation by                      weights (--dtype)  what runs
 stock     model.generate                     float32 or bf16    TRL as it is, with its bf16 autocast
@@ -88,7 +88,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--clip_higher", type=float, default=0.2)
     parser.add_argument("--scale_rewards", choices=["group", "none"], default="group", help="none: advantages centered")
     parser.add_argument("--seed", type=int, default=1, help="of data order and sampling; TRL seeds vLLM with 0 always")
-    parser.add_argument("--dumps", type=Path, help="modes batches and states: RUN/dumps of grpo.py --dump_steps all")
+    parser.add_argument("--dumps", type=Path, help="modes batches and states: RUN of grpo.py --dump_steps all")
     parser.add_argument("--advantages", choices=["dump", "own"], default="dump", help="mode batches")
     parser.add_argument("--states", type=Path, help="mode states: RUN of grpo.py --save_freq 1")
     parser.add_argument("--out", type=Path, help="directory for metrics.jsonl, weights.jsonl and model/")
@@ -123,37 +123,38 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def read_batches(directory: Path) -> list[dict]:
+def read_batches(run: Path) -> list[dict]:
     """The dumped steps in order as lists, one entry per rollout, with the keys that rollout_func has to return."""
-    from scripts.align.align import dump_files, read_dump, split_tokens
+    import utils
 
+    flags = json.loads((run / "args.json").read_text())
+    if flags["num_mini_batches"] * flags["num_epochs"] > 1:
+        raise SystemExit(f"{run}: several optimizer steps per batch; this side makes one")
     batches = []
-    for step, path in sorted(dump_files(directory).items()):
-        tensors, header = read_dump(path)
-        rows = {name: [x.tolist() for x in parts] for name, parts in split_tokens(tensors).items()}
-        mask = [[m * int(t) for m in row] for row, t in zip(rows["response_mask"], tensors["trained"], strict=True)]
+    for step in sorted(int(path.stem[5:]) for path in (run / "dumps").glob("step_*.json")):
+        rows, dump = utils.read_dump(run, step)
+        rows = [row for row in rows if row["position"] in dump["positions"]]
+        masks = [row["mask"] if "old_logprobs" in row else [False] * len(row["mask"]) for row in rows]
         batches.append(
             {
                 "step": step,
-                "flags": header["flags"],
-                "prompt_ids": rows["prompt_ids"],
+                "flags": flags,
+                "prompt_ids": [row["prompt_ids"] for row in rows],
                 # TRL cannot have an empty completion: a masked token stands for it
-                "completion_ids": [ids or [0] for ids in rows["response_ids"]],
-                "logprobs": [x or [0.0] for x in rows["vllm_logprobs"]],
-                "env_mask": [x or [0] for x in mask],
-                "score": tensors["scores"].tolist(),
-                "advantage": tensors["advantages"].tolist(),
-                "positions": tensors["positions"].tolist(),
+                "completion_ids": [row["token_ids"] or [0] for row in rows],
+                "logprobs": [row["logprobs"] or [0.0] for row in rows],
+                "env_mask": [list(map(int, mask)) or [0] for mask in masks],
+                "score": [math.nan if row["score"] is None else row["score"] for row in rows],
+                "advantage": [row["advantage"] for row in rows],
+                "positions": [row["position"] for row in rows],
             }
         )
     for b in batches:
         size = len(b["positions"]) // len(set(b["positions"]))
         if b["positions"] != [p for p in dict.fromkeys(b["positions"]) for _ in range(size)]:
-            raise SystemExit(f"{directory}: step {b['step']}: groups of different sizes; TRL has one size")
-        if b["flags"].get("num_mini_batches", 1) * b["flags"].get("num_epochs", 1) > 1:
-            raise SystemExit(f"{directory}: several optimizer steps per batch; this side makes one")
+            raise SystemExit(f"{run}: step {b['step']}: groups of different sizes; TRL has one size")
     if [b["step"] for b in batches] != list(range(1, len(batches) + 1)) or not batches:
-        raise SystemExit(f"{directory}: steps {[b['step'] for b in batches]} are not 1, 2, 3, ...: --dump_steps all?")
+        raise SystemExit(f"{run}: steps {[b['step'] for b in batches]} are not 1, 2, 3, ...: --dump_steps all?")
     return batches
 
 

@@ -60,7 +60,7 @@ ELSEWHERE = (  # what veRL logs and we do not, and where it is instead
     "`actor/kl_coef`: `--beta`, constant, in the table at the top",
     "`actor/ppo_kl`: `policy/approxkl_avg` is the mean of (new - old)^2 / 2, veRL's of old - new",
     "`actor/pg_clipfrac_lower`: not counted (`--clip_dual`)",
-    "`critic/rewards/max`, `/min`, `prompt_length/max`, `/min`, `/clip_ratio`: in rollouts.jsonl and the dumps",
+    "`critic/rewards/max`, `/min`, `prompt_length/max`, `/min`, `/clip_ratio`: in rollouts.jsonl",
     "`critic/returns/max`, `/min`: those of the advantages",
     "`timing_s/old_log_prob`, `/ref`: in `time/training`; `timing_s/adv`: not timed",
     "`perf/max_memory_*`, `perf/cpu_memory_used_gb`, `global_seqlen/*`: not recorded",

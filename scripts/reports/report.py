@@ -8,10 +8,10 @@ lets nothing else run, so that the text of a hostile response stays text. It has
 checks      what a practitioner would look at first, each with its numbers and its threshold
 curves      of metrics.jsonl, with the definition of the metric in scripts/README.md under the pointer
 histograms  response length and score over time (rollouts.jsonl, else means and extremes) and, of single tokens
-            (dumps), the policy ratio new/old with the clip bounds, and the learner/engine probability ratio
+            (--dump_steps), the policy ratio new/old with the clip bounds, and the learner/engine probability ratio
 time        seconds per phase, and throughput against the floors that were measured
 rollouts    (--save_traces or --dump_steps) by step, score and text; tokens coloured by |learner - engine| logprob where
-            a dump has the learner's, else by the engine's logprob
+            a row has the learner's, else by the engine's logprob
 
 Size is bounded: --max_rollouts, 2,000 tokens of a response, 8,000 characters of a text, 2,000 steps and 24 MB of
 rollouts; what was left out is said on the page. Groups are left out whole and evenly over the run.
@@ -34,8 +34,6 @@ import numpy as np
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from scripts.align.align import dump_files, read_dump, split_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_ROLLOUTS, MAX_ROLLOUT_BYTES, MAX_STEPS, MAX_TOKENS, MAX_CHARACTERS = 2000, 24_000_000, 2000, 2000, 8000
@@ -300,48 +298,21 @@ def load_pieces(run: Path, args: dict[str, Any], notes: list[str]) -> Pieces | N
 
 
 def rollout_rows(run: Path) -> Iterator[dict[str, Any]]:
-    """The rows of rollouts.jsonl or, without one, those that dumps can give."""
+    """The rows of rollouts.jsonl, if there is one."""
     if (run / "rollouts.jsonl").exists():
         yield from read_lines(run / "rollouts.jsonl")
-        return
-    for step, path in dump_files(run / "dumps").items():
-        tensors, header = read_dump(path)
-        tokens = split_tokens(tensors)
-        for i, text in enumerate(header["texts"]):
-            row = {"training_step": step, "text": text, "finish_reason": header["finish_reasons"][i]}
-            row |= {n: tensors[f"{n}s"][i].item() for n in ("position", "sample", "advantage", "score")}
-            row["score"] = row["score"] if math.isfinite(row["score"]) else None
-            row |= {"token_ids": tokens["response_ids"][i].tolist(), "logprobs": tokens["vllm_logprobs"][i].tolist()}
-            yield row | {"versions": tokens["versions"][i].tolist(), "prompt_ids": tokens["prompt_ids"][i].tolist()}
 
 
-def learner_logprobs(path: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
-    """(position, sample) -> the per-token arrays of each rollout that a dumped step trained on."""
-    tensors, _ = read_dump(path)
-    if "old_logprobs" not in tensors:
-        return {}
-    tokens, out = split_tokens(tensors), {}
-    for i, name in enumerate(zip(tensors["positions"].tolist(), tensors["samples"].tolist(), strict=True)):
-        if not np.isnan(tokens["old_logprobs"][i]).all():
-            out[name] = {column: values[i] for column, values in tokens.items()}
-    return out
-
-
-def show_rollout(row: dict[str, Any], learner: Any, pieces: Pieces | None) -> dict[str, Any]:
+def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     """A rollout as the page wants it; spans are [text, engine logprob, learner logprob or null], the worst of a
     piece's tokens."""
     cut = len(row["text"]) > MAX_CHARACTERS or len(row["token_ids"]) > MAX_TOKENS
     ids, engine = row["token_ids"][:MAX_TOKENS], row["logprobs"][:MAX_TOKENS]
-    own = [math.nan] * len(ids)
-    if learner and learner["response_ids"].tolist() == row["token_ids"]:
-        own = learner["old_logprobs"][:MAX_TOKENS].tolist()
+    own = row.get("old_logprobs", [math.nan] * len(ids))[:MAX_TOKENS]
     spans = []
     for text, start, end in pieces.split(ids) if pieces else ():
         i = max(range(start, end), key=lambda j: (abs(own[j] - engine[j]) if own[j] == own[j] else -1, -engine[j]))
         spans.append([text, round(engine[i], 5), round(own[i], 5) if own[i] == own[i] else None])
-    prompt = row.get("prompt")
-    if prompt is None and pieces:
-        prompt = pieces.decode(row["prompt_ids"])
     labels = json.dumps(row.get("ground_truths"), ensure_ascii=False)
     results = json.dumps(row.get("results"), ensure_ascii=False, indent=1)
     versions = sorted({int(v) for v in row["versions"]})
@@ -350,7 +321,7 @@ def show_rollout(row: dict[str, Any], learner: Any, pieces: Pieces | None) -> di
         "advantage": row["advantage"], "tokens": len(row["token_ids"]), "finish": row["finish_reason"],
         "versions": versions if len(versions) < 9 else [versions[0], versions[-1]],
         "verifiers": row.get("verifiers"), "statuses": sorted({r["status"] for r in row.get("results") or ()}),
-        "prompt": (prompt or "")[-MAX_CHARACTERS:], "text": row["text"][:MAX_CHARACTERS], "cut": cut,
+        "prompt": row["prompt"][-MAX_CHARACTERS:], "text": row["text"][:MAX_CHARACTERS], "cut": cut,
         "label": labels[:MAX_CHARACTERS], "results": results[:MAX_CHARACTERS], "spans": spans,
     }  # fmt: skip
 
@@ -393,19 +364,8 @@ def ratio_heat(title: str, unit: str, logs: dict[int, np.ndarray], bounds: dict[
     return heat(title, unit, edges, counts, bounds=bounds)
 
 
-def ratios(dumps: dict[int, Path], args: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """Histograms of new/old and of learner/engine, over the tokens trained on."""
-    new, engine = {}, {}
-    for step, path in dumps.items():
-        rows = list(learner_logprobs(path).values())
-        trained = [np.flatnonzero(row["response_mask"]) for row in rows]
-
-        def differences(name: str, less: str, rows=rows, trained=trained) -> np.ndarray:
-            parts = [(r[name] - r[less])[t] for r, t in zip(rows, trained, strict=True) if name in r]
-            return np.concatenate([np.empty(0), *parts])
-
-        new[step] = differences("new_logprobs", "old_logprobs")
-        engine[step] = differences("old_logprobs", "vllm_logprobs")
+def ratio_heats(new: dict[int, Any], engine: dict[int, Any], args: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Histograms of new/old and of learner/engine, of their logs of tokens by step."""
     lower, higher = (args.get(f"clip_{side}") for side in ("lower", "higher"))
     bounds = {} if lower is None or args.get("loss_fn") == "cispo" else {"1 - clip_lower": 1 - lower}
     bounds |= {} if higher is None else {"1 + clip_higher": 1 + higher}
@@ -421,11 +381,16 @@ def collect_rollouts(run: Path, args: dict, most: int, notes: list[str]) -> tupl
     """Rollouts to browse, at most `most` in whole groups, and the histograms, which are of all of them."""
     lengths: dict[int, list[float]] = {}
     scores: dict[int, list[float]] = {}
+    new: dict[int, list[float]] = {}  # logprobs of tokens trained on, new - old
+    engine: dict[int, list[float]] = {}  # old - engine's
     for row in rollout_rows(run):
         lengths.setdefault(row["training_step"], []).append(len(row["token_ids"]))
         scores.setdefault(row["training_step"], []).append(row["score"])
-    dumps = dump_files(run / "dumps")
-    policy_ratio, engine_ratio = ratios(dumps, args)
+        for logs, of, to in ((new, "new_logprobs", "old_logprobs"), (engine, "old_logprobs", "logprobs")):
+            if of in row:
+                found = (np.array(row[of]) - row[to])[np.array(row["mask"], bool)]
+                logs.setdefault(row["training_step"], []).extend(found.tolist())
+    policy_ratio, engine_ratio = ratio_heats(new, engine, args)
     found = [
         even_heat("Response length", "tokens", lengths),
         even_heat("Score", "", scores),
@@ -435,16 +400,13 @@ def collect_rollouts(run: Path, args: dict, most: int, notes: list[str]) -> tupl
     total = sum(map(len, lengths.values()))
     stride, shown = max(1, math.ceil(total / most)), []
     pieces = load_pieces(run, args, notes) if total else None
-    group, name, learner, step = -1, None, {}, None
+    group, name = -1, None
     for row in rollout_rows(run):
         if (row["training_step"], row["position"]) != name:
             group, name = group + 1, (row["training_step"], row["position"])
         if group % stride or len(shown) >= most:
             continue
-        if row["training_step"] != step:
-            step = row["training_step"]
-            learner = learner_logprobs(dumps[step]) if step in dumps else {}
-        shown.append(show_rollout(row, learner.get((row["position"], row["sample"])), pieces))
+        shown.append(show_rollout(row, pieces))
     while len(json.dumps(shown)) > MAX_ROLLOUT_BYTES:
         groups = sorted({(r["step"], r["position"]) for r in shown})[::2]
         shown = [r for r in shown if (r["step"], r["position"]) in set(groups)]
@@ -454,11 +416,9 @@ def collect_rollouts(run: Path, args: dict, most: int, notes: list[str]) -> tupl
         notes.append("No rollouts: the run had neither --save_traces nor --dump_steps.")
     elif not engine_ratio:
         notes.append(
-            "No dumps with the learner's logprobs (add --dump_steps all): no histograms of ratios, and tokens are "
+            "No row has the learner's logprobs (add --dump_steps all): no histograms of ratios, and tokens are "
             "coloured by the engine's."
         )
-    elif not policy_ratio:
-        notes.append("The dumps are of a version that kept no new logprobs: no histogram of the policy ratio.")
     return shown, [h for h in found if h]
 
 
@@ -778,7 +738,7 @@ function tokens(parent, r, colour) {
   if (by === "none" || !r.spans.length) line.append(r.spans.length ? "no colours" : "no tokens to colour");
   else line.append("colour from 0 ", add(null, "span", {class: "key",
     style: `background:linear-gradient(90deg,transparent,rgba(var(${name}),.85))`}), ` to ${end}`,
-    by !== colour ? "; the learner's logprobs of this response are in no dump" : "");
+    by !== colour ? "; this response was not trained on at a dumped step" : "");
   const box = add(parent, "div", {class: "tokens", "data-by": by});
   if (!r.spans.length) box.append(r.text);
   for (const s of r.spans) {

@@ -110,7 +110,10 @@ def test_a_process_that_outlives_its_run_is_noticed(lab, monkeypatch):
 
 
 def test_lines_cut_by_a_kill_are_dropped_on_resume(tmp_path, world):
-    """kill -9 in the middle of a write leaves half a line."""
+    """kill -9 in the middle of a write leaves half a line. Dumps of steps that come again go too."""
+    (tmp_path / "dumps").mkdir()
+    for step in (2, 3):
+        (tmp_path / "dumps" / f"step_{step:06d}.json").touch()
     for name in ("metrics", "rollouts"):
         rows = [json.dumps({"training_step": step, "x": "é"}) + "\n" for step in (1, 2, 3)]
         (tmp_path / f"{name}.jsonl").write_text("".join(rows) + rows[0][:-5])
@@ -120,6 +123,7 @@ def test_lines_cut_by_a_kill_are_dropped_on_resume(tmp_path, world):
     steps = [json.loads(line)["training_step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
     assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 2
+    assert [p.name for p in (tmp_path / "dumps").iterdir()] == ["step_000002.json"]
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -1,6 +1,7 @@
 """What a run did can be proved: checkpoints survive anything, resumes and replays give the same bits."""
 
 import json
+import math
 import os
 import random
 import re
@@ -15,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import grpo
+import rewards
 import utils
 from tests.conftest import REPO
 from tests.runs.test_run import TRANSFORMERS, VLLM, command, data, read, run, untimed, weights  # noqa: F401
@@ -136,43 +139,65 @@ def test_a_full_disk_costs_only_the_new_checkpoint(tmp_path):
     assert listing == "['latest', 'step_1'] step_1" and newest == "step_3"
 
 
-def row(i, j, n=3, **more):
-    """A row of a dump."""
-    values = {"prompt_ids": [5 + i, 6], "response_ids": [7 + j] * n, "response_mask": [True] * n}
-    values |= {"vllm_logprobs": [-1 / 3] * n, "versions": [2] * n, "position": 2**40 + i, "sample": j, "text": "é\n"}
-    values |= {"advantage": 0.1 * j, "outcome": 1.0, "score": 0.9, "trained": bool(j), "finish_reason": "stop"}
-    return values | more
+def make_rollout(position, sample, bits, **more):
+    """A rollout whose logprobs have these bits."""
+    prompt = utils.Prompt(0, (5, position), "Say é.\n", ("7",), ("gsm8k",))
+    logprobs = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist()
+    n = len(bits)
+    made = grpo.Rollout(prompt, position, sample, [7] * n, logprobs, [True] * n, [2] * n, "stop", "\u2028 é\n", **more)
+    made.results = [rewards.RewardResult(math.nan, "timeout", None, 0.5)]
+    return made
 
 
-def as_float32(value):
-    return torch.tensor(value, dtype=torch.float32).tolist()
+def write_dump(run_dir, step, rollouts, learner=(), **dump):
+    """Rows of rollouts.jsonl for them, the first with the learner's columns, and a dump of it."""
+    rows = [utils.rollout_row(r, step) for r in rollouts]
+    rows[0] |= dict(learner)
+    utils.append_rows(run_dir, [json.dumps(row) + "\n" for row in rows], {"training_step": step} | dump)
 
 
-def test_a_dump_comes_back_and_damage_is_noticed(tmp_path):
-    rows = [row(0, 0, old_logprobs=[-0.1, -0.2, -0.3]), row(0, 1, n=1), row(1, 0, n=5)]
-    packs = [[[[[0, 1]], [[2]]], []], [[], []]]
-    utils.write_dump(tmp_path, 7, rows, packs, {"how": "shared", "weights_after": "ab"})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000007.json", "step_000007.safetensors"]
-    dump = utils.read_dump(tmp_path, 7)
-    assert dump.packs == packs and dump.info["how"] == "shared" and dump.info["schema_version"] == 1
-    for made, want in zip(dump.rows, rows, strict=True):
-        assert {k: made[k] for k in ("prompt_ids", "response_ids", "position", "sample", "text", "trained")} == {
-            k: want[k] for k in ("prompt_ids", "response_ids", "position", "sample", "text", "trained")
-        }
-        for name in ("vllm_logprobs", "advantage", "score", "outcome"):
-            assert made[name] == as_float32(want[name])
-    assert dump.rows[0]["old_logprobs"] == as_float32([-0.1, -0.2, -0.3])
-    assert all(np.isnan(dump.rows[2]["old_logprobs"]))
-    with pytest.raises(utils.UserError, match="no dump of step 8"):
+def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
+    """Any float32, subnormal ones included, is the same after it was text."""
+    ends = [0, -(2**31), 1, 0x00800000, 0x7F7FFFFF, 0x3F800001]  # 0, -0, smallest, smallest normal, largest, next to 1
+    bits = [x for x in random.Random(0).choices(range(2**31), k=2000) if x < 0x7F800000] + ends
+    rollouts = [
+        make_rollout(2**40, 0, bits, score=math.nan, outcome=math.nan),
+        make_rollout(2**40 + 1, 0, [], score=0.1),
+    ]
+    utils.append_rows(tmp_path, ['{"training_step": 6}\n'], {})
+    packs = [[[[[[2**40, 0]]]], []]]
+    write_dump(tmp_path, 7, rollouts, {"old_logprobs": rollouts[0].logprobs}, packs=packs, how="shared")
+    write_dump(tmp_path, 8, rollouts[1:])
+    rows, dump = utils.read_dump(tmp_path, 7)
+    assert dump["packs"] == packs and dump["how"] == "shared" and len(rows) == 2
+    for name in ("logprobs", "old_logprobs"):
+        assert torch.tensor(rows[0][name]).view(torch.int32).tolist() == bits
+    assert rows[0]["score"] is None and rows[0]["results"][0]["score"] is None and "old_logprobs" not in rows[1]
+    for made, want in zip(grpo.rollouts_of(rows), rollouts, strict=True):
+        made.results, text = want.results, made.prompt.text
+        assert made.prompt.token_ids == want.prompt.token_ids and text == want.prompt.text
+        assert str(vars(made) | {"prompt": 0}) == str(vars(want) | {"prompt": 0})  # as text NaN equals NaN
+    with pytest.raises(utils.UserError, match="no dump of step 9"):
+        utils.read_dump(tmp_path, 9)
+    path = tmp_path / "dumps" / "step_000008.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"schema_version": 1}))
+    with pytest.raises(utils.UserError, match="schema 1, this version reads 2"):
         utils.read_dump(tmp_path, 8)
-    info = json.loads((tmp_path / "step_000007.json").read_text())
-    (tmp_path / "step_000007.json").write_text(json.dumps(info | {"schema_version": 99}))
-    with pytest.raises(utils.UserError, match="schema 99, this version reads 1"):
+    flip(tmp_path / "rollouts.jsonl")
+    with pytest.raises(utils.UserError, match="is damaged: the sha256 of the rows of step 7"):
         utils.read_dump(tmp_path, 7)
-    (tmp_path / "step_000007.json").write_text(json.dumps(info))
-    flip(tmp_path / "step_000007.safetensors")
-    with pytest.raises(utils.UserError, match="is damaged: its sha256"):
-        utils.read_dump(tmp_path, 7)
+
+
+def test_only_the_batch_of_a_dump_is_loaded(tmp_path, world):
+    """rollouts.jsonl also has the groups that active sampling left out."""
+    write_dump(tmp_path, 1, [make_rollout(i, j, [0]) for i in range(4) for j in range(2)], positions=[1, 3])
+    flags = f"--model_name_or_path x --load_batches {tmp_path} --num_unique_prompts_rollout 2"
+    args = utils.parse_args(grpo.Args, [*flags.split(), "--num_samples_per_prompt_rollout", "2"])
+    state = grpo.start_state()
+    groups = grpo.load_groups(1, state, args, world)
+    assert [[(r.position, r.sample) for r in g] for g in groups] == [[(1, 0), (1, 1)], [(3, 0), (3, 1)]]
+    assert state["cursor"] == 2
 
 
 def replay(run_dir, *flags, ranks=0):
@@ -202,7 +227,8 @@ def test_a_replay_gives_the_same_bits(dumped, tmp_path):
     done = replay(dumped, "--step", 5)
     assert done.returncode == 0 and done.stdout.count("weights") == 3, done.stdout + done.stderr  # after step_4
     done = replay(dumped, "--step", 5, "--from_start", "--save", tmp_path / "model")
-    assert done.returncode == 0 and done.stdout.count("weights") == 7, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("weights") == 6, done.stdout + done.stderr
+    assert "before step 1: the start model" in done.stdout
     assert "equal: replayed weights and metrics are the run's" in done.stdout
     a, b = weights(dumped / "model"), weights(tmp_path / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -211,12 +237,17 @@ def test_a_replay_gives_the_same_bits(dumped, tmp_path):
 def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", dumped, copy], check=True)
-    path = copy / "dumps" / "step_000002.safetensors"
-    tensors = load_file(path)
-    tensors["advantages"][tensors["trained"].bool()] *= 1 + 1e-6
-    save_file(tensors, path)
-    info = json.loads(path.with_suffix(".json").read_text())
-    path.with_suffix(".json").write_text(json.dumps(info | {"sha256": utils._stamp(path)[1]}))
+    rows, dump = utils.read_dump(copy, 2)
+    for row in rows:
+        row["advantage"] *= 1 + 1e-6
+    start = dump["rows"]["start"]
+    os.truncate(copy / "rollouts.jsonl", start)
+    with (copy / "rollouts.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    done = replay(copy, "--step", 2, "--from_start")
+    assert done.returncode == 1 and "is damaged: the sha256 of the rows of step 2" in done.stderr
+    os.truncate(copy / "rollouts.jsonl", start)
+    utils.append_rows(copy, [json.dumps(row) + "\n" for row in rows], dump)  # now with its sha256
     done = replay(copy, "--step", 2, "--from_start")
     assert done.returncode == 1 and "step 2: weights" in done.stdout and "differ from" in done.stdout
     assert replay(copy, "--step", 1, "--from_start").returncode == 0
@@ -237,12 +268,12 @@ def test_two_learners_are_replayed_on_two_ranks(tiny_models, data, tmp_path):  #
 
 
 def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, tmp_path):  # noqa: F811
-    flags = REPLAYED.replace("--dump_steps all --checkpoint_state_freq 2", f"--load_batches {dumped / 'dumps'}")
+    flags = REPLAYED.replace("--dump_steps all --checkpoint_state_freq 2", f"--load_batches {dumped}")
     run(tiny_models(), data, tmp_path, f"--exp_name again {flags}")
     a, b = weights(dumped / "model"), weights(tmp_path / "again" / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
     for x, y in zip(read(dumped / "metrics.jsonl"), read(tmp_path / "again" / "metrics.jsonl"), strict=True):
-        for name in ("loss/total_avg", "optim/grad_norm", "objective/scores", "val/sequence_lengths"):
+        for name in ("loss/total_avg", "optim/grad_norm", "objective/scores", "val/sequence_lengths_solved"):
             assert x.get(name) == y.get(name)
     error = run(tiny_models(), data, tmp_path, f"--exp_name other {flags} --num_samples_per_prompt_rollout 4", ok=False)
     assert "has 8 groups of [8] rollouts" in error and "Traceback" not in error
@@ -277,6 +308,7 @@ def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_
     assert "save_traces" not in text and (tmp_path / "it" / "rollouts.jsonl").exists()
     assert "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
     rows = read(tmp_path / "it" / "metrics.jsonl")
+    assert [len(utils.read_dump(tmp_path / "it", step)[0]) for step in (1, 2, 3, 4, 5)] == [64] * 5
     before = [r["lr"] for r in read(dumped / "metrics.jsonl")]
     assert [r["training_step"] for r in rows] == [1, 2, 3, 4, 5]
     assert [r["lr"] for r in rows] == pytest.approx([*before[:2], *(lr / 3 for lr in before[2:])])
