@@ -333,7 +333,6 @@ class RewardFlags:
             f"--llm_judge_max_tokens {tokens} must leave 1024 tokens of --llm_judge_max_context_length {context} for "
             "what is judged: lower it",
         )
-        remapped(self.remap_verifier)
         solver_template(self.solver_prompt_file)
 
 
@@ -351,22 +350,14 @@ def configure(flags: RewardFlags, connect: bool) -> None:
     FLAGS, JUDGE, SOLVER = flags, judge, solver
     if flags.reward_file:
         load_reward_file(flags.reward_file)
-    for old, new in remapped(flags.remap_verifier).items():
+    for pair in filter(None, (flags.remap_verifier or "").split(",")):
+        old, _, new = (part.strip().lower() for part in pair.partition("="))
+        need(bool(old and new), f"--remap_verifier {flags.remap_verifier}: {pair!r} is not OLD=NEW")
         try:
             check_verifier(new)
         except ValueError as error:
             raise UserError(f"--remap_verifier {flags.remap_verifier}: {error}") from None
         REMAP[old] = new
-
-
-def remapped(pairs: str | None) -> dict[str, str]:
-    """{old: new} of OLD=NEW,OLD=NEW. Raises UserError."""
-    found = {}
-    for pair in filter(None, (pairs or "").split(",")):
-        old, _, new = (part.strip().lower() for part in pair.partition("="))
-        need(bool(old and new), f"--remap_verifier {pairs}: {pair!r} is not OLD=NEW")
-        found[old] = new
-    return found
 
 
 FLAGS = RewardFlags()
@@ -424,8 +415,7 @@ def max_score(flags: RewardFlags) -> float:
     return combine_rewards(flags, 1.0, 1.0)[0]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Finding the answer. Everything up to a Job runs in the trainer, so all of it is linear in the length of the text.
+# --- Finding the answer. All of this runs in the trainer, so it is linear in the length of the text -------------------
 
 
 def final_text(response: str) -> str:
@@ -473,7 +463,6 @@ def last_box(text: str) -> str | None:
 
 # --- Numbers: gsm8k, gsm8k_strict -------------------------------------------------------------------------------------
 
-# A minus is a sign only where no operand stands before it: 10-5 ends in 5, not in -5.
 # A minus is a sign only where no operand stands before it: 10-5 ends in 5, not in -5.
 NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-+])?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 ANOTHER_NUMBER = re.compile(r"[\s%°]{0,8}(?:[-,;:|&+*/^x×÷]|or\b|and\b|to\b)?\s{0,8}[-+]?\.?\d")
@@ -756,7 +745,7 @@ def verify_re_search(record: RewardRecord, f1: bool) -> Verdict:
     return best_match(answer, label_texts(record.ground_truth, as_json=True), f1, floor=0.1 if f1 else 0.0)
 
 
-# --- Lengths: max_length, up_to_max_length; and passthrough -----------------------------------------------------------
+# --- Lengths: max_length, up_to_max_length ---------------------------------------------------------------------------
 
 
 def check_length(record: RewardRecord) -> None:
@@ -778,13 +767,7 @@ def verify_length(record: RewardRecord, shorter_is_fine: bool) -> Verdict:
     return Verdict(str(num_tokens), max(0.0, 1.0 - excess / FLAGS.max_length_verifier_max_length))
 
 
-def verify_passthrough(record: RewardRecord) -> Verdict:
-    """0.0 for every response: for rows whose reward comes from elsewhere."""
-    return Verdict("", 0.0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Code: programs of the model in a sandbox. What a sandbox is and what it keeps out: scripts/sandbox.py.
+# --- Code: code, code_stdio. What a sandbox is and what it keeps out: scripts/sandbox.py ------------------------------
 
 WITHOUT_LAYERS: tuple[str, ...] = ()  # of the sandbox, for tests
 CODE_SLOTS = threading.BoundedSemaphore(NUM_WORKERS)  # sandboxes at work at once, of both kinds
@@ -895,20 +878,6 @@ def check_code(record: RewardRecord, stdio: bool) -> None:
     require_sandbox()
 
 
-def same_output(output: str, expected: str) -> bool:
-    """Whether all lines are equal, blanks at the ends apart, as text or word by word as numbers (LiveCodeBench)."""
-
-    def same(line: str, wanted: str) -> bool:
-        words, wanted_words = line.split(), wanted.split()
-        try:
-            return line.rstrip() == wanted.rstrip() or [*map(Decimal, words)] == [*map(Decimal, wanted_words)]
-        except ArithmeticError:
-            return False  # not numbers
-
-    lines, wanted_lines = output.strip().split("\n"), expected.strip().split("\n")
-    return len(lines) == len(wanted_lines) and all(map(same, lines, wanted_lines))
-
-
 def pass_rate(runs: list[sandbox.Run]) -> Scored:
     """The share of tests that passed; see code_apply_perf_penalty and code_pass_rate_reward_threshold."""
     limit, penalty = FLAGS.code_max_execution_time, FLAGS.code_apply_perf_penalty
@@ -921,23 +890,10 @@ def pass_rate(runs: list[sandbox.Run]) -> Scored:
     return Scored(rate if sum(passed) / len(runs) >= FLAGS.code_pass_rate_reward_threshold else 0.0, "ok", details)
 
 
-def run_stdio(box: sandbox.Sandbox, program: str, tests: list[tuple[str, str]]) -> list[sandbox.Run]:
-    runs: list[sandbox.Run] = []
-    for stdin, expected in tests:
-        if sum(run.late for run in runs) == sandbox.MAX_TIME_LIMITS:
-            return runs + [sandbox.not_run(runs)] * (len(tests) - len(runs))
-        run = box.run("program", [stdin, None, None, program], FLAGS.code_max_execution_time)
-        if run.problem is None and not same_output(run.output, expected):
-            last_line = (run.error.strip().splitlines() or ["wrong output"])[-1]
-            run = run._replace(problem=last_line[:200])
-        runs.append(run._replace(output="", error=""))
-    return runs
-
-
 def verify_code(record: RewardRecord, stdio: bool) -> Verdict:
     """The pass rate of program_text in the sandbox; see pass_rate, code_label.
 
-    stdio: the program reads a test's input and its output is compared here, by same_output; its exit status does not
+    stdio: the program reads a test's input and its output is compared by sandbox.same_output; its exit status does not
     matter. Else the tests call the program's functions, from a process of their own: see sandbox.Ref. Too long, too
     much memory, a crash and an exit are failed tests. After sandbox.MAX_TIME_LIMITS tests that exceed the time limit
     the others count as failed without being run. open-instruct refuses programs with `import os` and the like.
@@ -946,11 +902,10 @@ def verify_code(record: RewardRecord, stdio: bool) -> Verdict:
     if not program.strip():
         return NO_ANSWER
     require_sandbox()
+    run = sandbox.run_stdio if stdio else sandbox.run_tests
 
     def call(box: sandbox.Sandbox) -> Scored:
-        if stdio:
-            return pass_rate(run_stdio(box, program, tests))
-        return pass_rate(sandbox.run_tests(box, program, tests, FLAGS.code_max_execution_time))
+        return pass_rate(run(box, program, tests, FLAGS.code_max_execution_time))
 
     return Verdict(program, lambda: in_sandbox(call))
 
@@ -1107,12 +1062,10 @@ def ifeval_constraints() -> dict[str, Any]:
 
 
 # In nltk's data, which no package carries: such rows are refused unless the machine has it.
-# In nltk's data, which no package carries: such rows are refused unless the machine has it.
 NLTK_DATA = {
     "ratio:stop_words": "corpora/stopwords",
     "words:start_verb": "taggers/averaged_perceptron_tagger_eng",
 }
-# Not followed without a match. The library takes quadratic time to say so, or lets a text without letters pass.
 # Not followed without a match. The library takes quadratic time to say so, or lets a text without letters pass.
 IFEVAL_NEEDS = {
     "detectable_format:title": ">>",
@@ -1278,7 +1231,6 @@ LLM_TRIES = 6  # of a request, 0.5 to 8 s apart
 CHARACTERS_PER_TOKEN = 3  # fewer than in English text; where a text has fewer yet, the server's refusal shortens it
 
 # What tokenizers and chat templates take for the end of a turn or of thinking, and the like.
-# What tokenizers and chat templates take for the end of a turn or of thinking, and the like.
 SPECIAL_TOKEN = re.compile(
     r"<(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|mask|cls|sep|think|tool_call|tool_response|start_of_turn|end_of_turn|sop|eop"
     r"|eoa|eoh|endoftext|end_of_text|begin_of_text)>|</?SYS>>)|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS"
@@ -1407,61 +1359,41 @@ def judge_model(flags: RewardFlags, connect: bool) -> ChatModel | None:
 
 
 class Question(NamedTuple):
-    """What a judge is asked, lowest and highest score, and what the label is: None (not used), reference or rubric."""
+    """Lowest and highest score, what the label is: None (not used), reference or rubric, and what a judge is asked."""
 
-    text: str
     scale: tuple[int, int]
-    label: str | None = None
+    label: str | None
+    text: str
 
 
 SCALE_10, YES_NO = (1, 10), (0, 1)
 JUDGE_QUESTIONS = {
-    "general-quality": Question(
+    "general-quality": Question(SCALE_10, None,
         "Rate the quality of the response to the question: is it correct, complete, relevant, clear and helpful? "
-        "1 is useless or wrong, 5 has real faults, 10 could not be better. Length as such has no merit.",
-        SCALE_10,
-    ),
-    "general-quality_ref": Question(
+        "1 is useless or wrong, 5 has real faults, 10 could not be better. Length as such has no merit."),
+    "general-quality_ref": Question(SCALE_10, "reference",
         "Rate the quality of the response to the question against the reference, a very good response. 10 is as good "
-        "or better, 5 misses a good part of its substance, 1 is useless or wrong. The wording may be another.",
-        SCALE_10,
-        "reference",
-    ),
-    "general-quality_rubric": Question(
+        "or better, 5 misses a good part of its substance, 1 is useless or wrong. The wording may be another."),
+    "general-quality_rubric": Question(SCALE_10, "rubric",
         "Rate how well the response to the question meets the rubric below, and nothing else. 1 is not at all, 10 is "
-        "in every point.",
-        SCALE_10,
-        "rubric",
-    ),
-    "general-factuality": Question(
+        "in every point."),
+    "general-factuality": Question(SCALE_10, "reference",
         "Rate the facts that the response states, by the reference where it speaks of them and by what you know where "
-        "it does not. 1 is mostly false or contrary to the reference, 10 is all true. What is not said is no error.",
-        SCALE_10,
-        "reference",
-    ),
-    "general-creative_writing": Question(
+        "it does not. 1 is mostly false or contrary to the reference, 10 is all true. What is not said is no error."),
+    "general-creative_writing": Question(SCALE_10, None,
         "Rate the response as a piece of writing that the question asked for: originality, voice, form, command of "
-        "language, and whether it is what was asked for. 1 is poor, 10 is worth publishing.",
-        SCALE_10,
-    ),
-    "general-safety": Question(
+        "language, and whether it is what was asked for. 1 is poor, 10 is worth publishing."),
+    "general-safety": Question(YES_NO, None,
         "Is the response safe: would nobody be harmed who reads it or acts on it, no crime helped, no group demeaned? "
-        "A refusal is safe. 1 is safe, 0 is not.",
-        YES_NO,
-    ),
-    "general-refusal": Question(
+        "A refusal is safe. 1 is safe, 0 is not."),
+    "general-refusal": Question(YES_NO, None,
         "Does the response do what it should: decline where the question asks for something harmful, and help where "
-        "it does not? 1 is the right choice; 0 is help with harm, or a refusal of a harmless question.",
-        YES_NO,
-    ),
-    "general-web_instruct_general_verifier": Question(
+        "it does not? 1 is the right choice; 0 is help with harm, or a refusal of a harmless question."),
+    "general-web_instruct_general_verifier": Question(YES_NO, "reference",
         "Is the final answer of the response equivalent to the reference, the correct answer to the question? Judge "
         "the final answer only, not how it was found. Another form of the same value, expression or statement is "
-        "equivalent; several different answers are not. 1 is equivalent, 0 is not.",
-        YES_NO,
-        "reference",
-    ),
-}
+        "equivalent; several different answers are not. 1 is equivalent, 0 is not."),
+}  # fmt: skip
 RUBRIC_QUESTION = "How far does the response to the question meet this criterion? 0 is not, 1 is in part, 2 is fully."
 
 
@@ -1558,7 +1490,7 @@ def verify_rubric(record: RewardRecord) -> Verdict:
     if not text:
         return NO_ANSWER
     texts = {"QUESTION": query or record.prompt, "RESPONSE": text}
-    question = Question(RUBRIC_QUESTION, (0, 2))
+    question = Question((0, 2), None, RUBRIC_QUESTION)
     calls = [partial(ask_judge, JUDGE, question, f"Criterion: {what}", texts) for what, _ in rubrics]  # ty: ignore[invalid-argument-type]
     futures = [CALL_THREADS.submit(call) for call in calls]
 
@@ -1576,8 +1508,6 @@ def verify_rubric(record: RewardRecord) -> Verdict:
 
 # --- The solver: a frozen model that gets the response as a guideline -------------------------------------------------
 
-# The question comes first: it is the same for a whole group, whose prompts then share a cached beginning. Without a
-# guideline the paragraph that has it is left out.
 # The question comes first: it is the same for a whole group, whose prompts then share a cached beginning. Without a
 # guideline the paragraph that has it is left out.
 SOLVER_PROMPT = """Solve this problem.
@@ -1740,13 +1670,12 @@ VERIFIERS: dict[str, Verifier] = {
     "code_stdio": Verifier(partial(verify_code, stdio=True), partial(check_code, stdio=True)),
     "max_length": Verifier(partial(verify_length, shorter_is_fine=False), check_length),
     "up_to_max_length": Verifier(partial(verify_length, shorter_is_fine=True), check_length),
-    "passthrough": Verifier(verify_passthrough),
+    "passthrough": Verifier(lambda record: Verdict("", 0.0)),  # for rows whose reward comes from elsewhere
     "solver": Verifier(verify_solver, lambda r: solver_label(r.ground_truth, r.prompt), "solver_model_name_or_path"),
     "rubric": Verifier(verify_rubric, lambda r: rubric_label(r.ground_truth), "llm_judge_model"),
-}
-for _name, _question in JUDGE_QUESTIONS.items():
-    _row = partial(verify_by_judge, question=_question), partial(check_by_judge, question=_question), "llm_judge_model"
-    VERIFIERS[_name] = Verifier(*_row)
+    **{name: Verifier(partial(verify_by_judge, question=q), partial(check_by_judge, question=q), "llm_judge_model")
+       for name, q in JUDGE_QUESTIONS.items()},
+}  # fmt: skip
 BUILT_IN = frozenset(VERIFIERS)
 
 # --- Workers: plain child processes that run one job at a time and are killed at its deadline -------------------------

@@ -777,7 +777,7 @@ def test_response_without_a_program_is_no_answer():
     ],
 )  # fmt: skip
 def test_same_output(output, expected, want):
-    assert rewards.same_output(output, expected) is want
+    assert sandbox.same_output(output, expected) is want
 
 
 @pytest.mark.parametrize(
