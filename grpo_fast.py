@@ -139,6 +139,7 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
 
 def launch(args: Args) -> None:
     """Start all ranks on this machine with torch's elastic launcher; they are this script again."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -158,6 +159,7 @@ def launch(args: Args) -> None:
         monitor_interval=0.2,
         signals_to_handle="SIGHUP,SIGQUIT",
         shutdown_timeout=3,  # seconds that the other ranks have when one has died
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks write to ours; torch would leave a directory
     )
     signal.set_wakeup_fd(-1)  # now it is the ranks that answer
     for number in (signal.SIGTERM, signal.SIGINT):  # torch would kill the ranks, which want to end their step

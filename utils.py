@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -42,6 +43,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(ALL_CORES) // _LOCAL_WOR
 # oneDNN compiles a bfloat16 product for each shape and keeps 1024; packs have hundreds of lengths
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# compiled kernels outlive a run: beside vLLM's own, not in the temporary directory
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
@@ -1102,6 +1105,10 @@ class VLLMEngine(Engine):
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # ty: ignore[invalid-assignment]
+        self.leave = contextlib.ExitStack()
+        if args.vllm_tensor_parallel_size > 1:  # vLLM leaves its ranks' sockets
+            sockets = self.leave.enter_context(tempfile.TemporaryDirectory(prefix="vllm_"))
+            os.environ["VLLM_RPC_BASE_PATH"] = sockets
         if on_cpu and args.vllm_enable_prefix_caching:
             options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
         with fenced_rng(), warnings.catch_warnings():
@@ -1180,6 +1187,7 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Stop the engine. It also ends the process group it shares with the learner."""
         self.engine.engine_core.shutdown()
+        self.leave.close()
 
 
 class TransformersEngine(Engine):

@@ -18,6 +18,7 @@ import pytest
 
 import rewards
 from rewards import RewardFlags, RewardRecord, check_ground_truth, check_verifier, score
+from tests import programs
 from tests.test_rewards import PIECES, random_strings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -662,10 +663,8 @@ def test_code_solver_and_judge_in_a_run(serve, tiny_models, tmp_path):
         --total_episodes 16 --save_freq -1 --save_traces --temperature 1.0 --vllm_gpu_memory_utilization 0.3
         --llm_judge_model m --llm_judge_base_url {judge.url} --solver_model_name_or_path m
         --solver_base_url {solver.url} --exp_name it""".split()
-    line = [sys.executable, "grpo.py", "--model_name_or_path", str(tiny_models()), "--output_dir", str(tmp_path)]
-    line += ["--dataset_mixer_list", str(data), "1.0", *flags]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    line = ["grpo.py", "--model_name_or_path", str(tiny_models()), "--output_dir", str(tmp_path)]
+    done = programs.run([*line, "--dataset_mixer_list", str(data), "1.0", *flags], OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "code sandbox: " in done.stderr
     (metrics,) = map(json.loads, (tmp_path / "it" / "metrics.jsonl").read_text().splitlines())

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 import grpo
 import utils
+from tests import programs
 from tests.conftest import REPO
 
 PUSH = str(REPO / "scripts" / "push_to_hub.py")
@@ -119,14 +120,9 @@ def hub(monkeypatch):
 
 
 def run(script, model, data, out, *flags, env, ranks=0):
-    start = [sys.executable, script]
-    if ranks:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
-    line = [*start, "--model_name_or_path", str(model), "--output_dir", str(out), "--reward_file"]
-    line += [str(data / "many.py"), "--dataset_mixer_list", str(data / "d.jsonl"), "1.0", *SMALL, *flags]
-    done = subprocess.run(
-        line, cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": "1"} | env, capture_output=True, text=True, timeout=400
-    )
+    line = [*programs.torchrun(ranks), script, "--model_name_or_path", str(model), "--output_dir", str(out)]
+    line += ["--reward_file", str(data / "many.py"), "--dataset_mixer_list", str(data / "d.jsonl"), "1.0"]
+    done = programs.run([*line, *SMALL, *flags], OMP_NUM_THREADS=1, **env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import programs
 from tests.conftest import REPO
 from tests.test_readme import undocumented
 
@@ -33,20 +34,23 @@ def data(tmp_path_factory):
     return directory
 
 
-def command(model, data, out, *flags, ranks=0):
-    """The command line a user would type; ranks > 0 is torchrun."""
-    start = [sys.executable, "grpo.py"]
-    if ranks:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "grpo.py"]
-    line = [*start, "--model_name_or_path", str(model), "--output_dir", str(out), "--dataset_mixer_list"]
-    return [*line, str(data / "train.jsonl"), "1.0", *SMALL.split(), *" ".join(map(str, flags)).split()]
+def command(model, data, out, *flags, ranks=0, script="grpo.py"):
+    """What a user would type after `python`."""
+    line = [*programs.torchrun(ranks), script, "--model_name_or_path", str(model), "--output_dir", str(out)]
+    line += ["--dataset_mixer_list", str(data / "train.jsonl"), "1.0"]
+    return [*line, *SMALL.split(), *" ".join(map(str, flags)).split()]
+
+
+ENV = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+
+
+def check(done, ok=True):
+    assert (done.returncode == 0) == ok, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout if ok else done.stderr
 
 
 def run(*args, ok=True, **kwargs):
-    env = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    done = subprocess.run(command(*args, **kwargs), cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
-    assert (done.returncode == 0) == ok, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout if ok else done.stderr
+    return check(programs.run(command(*args, **kwargs), **ENV), ok)
 
 
 def read(path):
@@ -77,7 +81,9 @@ def learned(tiny_models, data, tmp_path_factory):
     flags += (
         f" --eval_on_step_0 --local_eval_every 10 --save_freq 20 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
     )
-    return run(tiny_models(), data, out, flags), out / "learn"
+    line = [sys.executable, *command(tiny_models(), data, out, flags)]  # a start from nothing, as a user's
+    done = subprocess.run(line, cwd=REPO, env=os.environ | ENV, capture_output=True, text=True, timeout=600)
+    return check(done), out / "learn"
 
 
 def test_it_learns(learned):
@@ -174,8 +180,7 @@ def test_transformers_backend_learns_the_same_way(tiny_models, data, tmp_path):
 def test_both_backends_sample_the_same_distribution(tiny_models, world):
     """2000 first tokens of one prompt: the frequency of each token is within 5 sigma of the other engine's."""
     script = f"""
-import json, sys, torch
-sys.path.insert(0, {str(REPO)!r})
+import json, sys
 import utils
 args = utils.parse_args(__import__("grpo").Args, ["--model_name_or_path", {str(tiny_models())!r}, "--model_dtype",
     "float32", "--rollout_backend", sys.argv[1], "--vllm_enforce_eager", "--max_prompt_token_length", "16"])
@@ -188,9 +193,7 @@ engine.close()
 """
     sides = []
     for backend in ("vllm", "transformers"):
-        done = subprocess.run([sys.executable, "-c", script, backend], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        sides.append(json.loads(done.stdout.splitlines()[-1]))
+        sides.append(json.loads(check(programs.run(["-c", script, backend])).splitlines()[-1]))
     counts = [torch.bincount(torch.tensor([g[0][0] for g in side[:-1]]), minlength=512).double() for side in sides]
     sigma = (counts[0] + counts[1]).clamp(min=1).sqrt()
     assert ((counts[0] - counts[1]).abs() / sigma).max() < 5
@@ -200,21 +203,15 @@ engine.close()
     assert sides[0][-1][0] == sides[1][-1][0], "greedy tokens differ"
 
 
-@pytest.fixture(scope="module")
-def one_rank(tiny_models, data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("one")
-    run(tiny_models(), data, out, f"--exp_name one {RANKS}", ranks=1)
-    return out / "one"
+RANKS = "--total_episodes 64 --save_freq 1 --save_traces --seed 3"
 
 
-RANKS = f"--total_episodes 64 --save_freq 1 --save_traces --seed 3 {VLLM}"
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_two_ranks_make_the_first_update_of_one(one_rank, tiny_models, data, tmp_path, stage):
-    """torchrun with 2 ranks, each with its own vLLM: the same rollouts and, to 1e-6, the same weights."""
-    run(tiny_models(), data, tmp_path, f"--exp_name two {RANKS} --deepspeed_stage {stage}", ranks=2)
-    one, two = one_rank, tmp_path / "two"
+@pytest.mark.parametrize("stage, backend", [(0, TRANSFORMERS), (3, VLLM)], ids=["replicated", "sharded"])
+def test_two_ranks_make_the_first_update_of_one(tiny_models, data, tmp_path, stage, backend):
+    """torchrun with 2 ranks, each with its own engine: the same rollouts and, to 1e-6, the same weights."""
+    run(tiny_models(), data, tmp_path, f"--exp_name one {RANKS} {backend}")
+    run(tiny_models(), data, tmp_path, f"--exp_name two {RANKS} {backend} --deepspeed_stage {stage}", ranks=2)
+    one, two = tmp_path / "one", tmp_path / "two"
     keys = ("position", "sample", "token_ids", "score", "advantage")
     first = [
         [{k: r[k] for k in keys} for r in read(p / "rollouts.jsonl") if r["training_step"] == 1] for p in (one, two)
@@ -235,7 +232,7 @@ def test_resume_after_kill(tiny_models, data, tmp_path):
     flags += " --ref_policy_update_freq 3 --lr_scheduler_type linear --num_mini_batches 2"
     run(tiny_models(), data, tmp_path, f"--exp_name whole {flags}")
     line = command(tiny_models(), data, tmp_path, f"--exp_name broken {flags}")
-    process = subprocess.Popen(line, cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = programs.Program(line, os.devnull, **ENV)
     latest = tmp_path / "broken" / "checkpoints" / "latest"
     deadline = time.monotonic() + 300
     while not (latest.exists() and int(latest.read_text()[5:]) >= 4) and time.monotonic() < deadline:
@@ -271,11 +268,7 @@ def run_with_fault(fault, model, data, out, *flags):
     """grpo.main in a process of its own, after the fault's lines have broken something."""
     script = f"import sys, torch, utils, grpo\n{FAULTS[fault]}\ngrpo.main(utils.parse_args(grpo.Args))"
     line = command(model, data, out, *flags)
-    line[1:2] = ["-c", script]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0, done.stdout[-3000:]
-    return done.stderr
+    return check(programs.run(["-c", script, *line[1:]], **ENV), ok=False)
 
 
 def test_a_stale_lm_head_stops_the_run(tiny_models, data, tmp_path):
@@ -343,12 +336,11 @@ def test_every_branch_runs(tiny_models, data, tmp_path, flags):
 
 def test_generated_data(tiny_models, tmp_path):
     flags = ["--exp_name rg --output_dir", tmp_path, "--total_episodes 64", TRANSFORMERS, SMALL]
-    line = [sys.executable, "grpo.py", "--model_name_or_path", str(tiny_models()), "--dataset_mixer_list"]
+    line = ["grpo.py", "--model_name_or_path", str(tiny_models()), "--dataset_mixer_list"]
     line += ["reasoning_gym:chain_sum", "20", "--dataset_mixer_eval_list", "reasoning_gym:chain_sum", "10"]
     line += " ".join(map(str, flags)).split() + ["--max_prompt_token_length", "120", "--eval_on_step_0"]
     line += ["--eval_pass_at_k", "4", "--eval_temperature", "1.0", "--eval_response_length", "8"]
-    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    check(programs.run(line))
     rows = read(tmp_path / "rg" / "metrics.jsonl")
     assert "eval/objective/reasoning_gym_reward" in rows[0] and "objective/reasoning_gym_reward" in rows[1]
     passed = [rows[0][f"eval/pass_at_{k}"] for k in ("1", "2_unbiased", "4_unbiased")]

@@ -4,16 +4,18 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.conftest import REPO
 from tests.runs.test_run import TRANSFORMERS, command, data, read  # noqa: F401
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = programs.torchrun(2)
 STARTS = {
     "python grpo.py": ["grpo.py"],
     "torchrun grpo.py": [*TORCHRUN, "grpo.py"],
@@ -28,7 +30,7 @@ class Started:
     def __init__(self, how, model, data, out, flags):  # noqa: F811
         self.mark, self.log, self.run_dir = uuid.uuid4().hex, out / "log", out / "x"
         line = command(model, data, out, f"--exp_name x {TRANSFORMERS} --max_logprob_gap 0 {flags}")
-        line[1:2] = STARTS[how]
+        line[:1] = [sys.executable, *STARTS[how]]
         self.env = os.environ | {"OMP_NUM_THREADS": "1", "MARK": self.mark}
         with self.log.open("w") as log:
             # as a terminal's shell does, and not a background job's
@@ -54,7 +56,7 @@ class Started:
         return [pid for pid, env in self.processes().items() if "TORCHELASTIC_RUN_ID=" in env] or [self.process.pid]
 
     def wait_until(self, condition):
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, self.text()[-3000:]
             time.sleep(0.02)
@@ -65,8 +67,8 @@ class Started:
 
     def end(self):
         """The exit status; nothing is left."""
-        status = self.process.wait(timeout=120)
-        deadline = time.monotonic() + 30
+        status = self.process.wait(timeout=600)
+        deadline = time.monotonic() + 60
         while left := self.processes():
             assert time.monotonic() < deadline, (list(left), self.text()[-3000:])
             time.sleep(0.05)

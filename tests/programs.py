@@ -1,0 +1,126 @@
+"""The project's programs in processes of their own, forked from one that has imported torch and vLLM once: most of a
+short run is these imports. What is killed, timed out or waited for is a real process with its own environment, working
+directory, standard output and exit status. A test whose point is a start from nothing uses subprocess."""
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+FORKS = multiprocessing.get_context("forkserver")
+
+
+@functools.cache
+def serve():
+    """Start the process that is forked, a Python that imports tests/imported.py, if need be: its address."""
+    FORKS.set_forkserver_preload(["tests.imported"])
+    # OpenMP reads it at the import; a program that asks for more threads is given them in play
+    more = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
+    before = dict(os.environ)
+    os.environ.update(more)
+    try:
+        with contextlib.chdir(REPO):
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return multiprocessing.forkserver._forkserver._forkserver_address  # ty: ignore[missing-attribute]
+
+
+def fork_ranks(address):
+    """Have torchrun, or grpo_fast.py's launcher, in this process fork its ranks as well. They are not its children."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_address, server.ensure_running = address, lambda: None  # ty: ignore[missing-attribute]
+    out, err = (f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2))
+    SubprocessHandler._popen = lambda self, args, env: Program(
+        [word for word in args[1:] if word != "-u"], out, err, address=address, **env
+    )
+    SubprocessHandler.close = lambda self, death_sig=None: self.proc.send_signal(death_sig or signal.SIGTERM)
+
+
+def play(line, env, out, err, address):
+    """`python *line` in this forked process."""
+    import torch
+
+    from tests import imported
+
+    multiprocessing.current_process().name = "MainProcess"
+    tempfile.tempdir = None  # TMPDIR may be another one
+    defaults = {name: value for name, value in os.environ.items() if name not in imported.ENVIRONMENT}  # utils' own
+    os.environ.clear()
+    os.environ.update(defaults | env)
+    os.chdir(REPO)
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    for path, number in ((out, 1), (err, 2)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if address:
+        fork_ranks(address)
+    how, *sys.argv = line if line[0] in ("-c", "-m") else ("", *line)
+    try:
+        if how == "-c":
+            source, sys.argv[0] = sys.argv[0], "-c"
+            exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
+        elif how == "-m":
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str((REPO / line[0]).parent))
+            runpy.run_path(line[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing would not
+
+
+class Program:
+    """As a subprocess.Popen of [sys.executable, *line] in the root of the repository, its output in files. With the
+    `address` of the process that is forked, ranks that it starts are forked from there too."""
+
+    def __init__(self, line, out, err=None, address=None, **env):
+        if not address:
+            serve()
+        self.line = list(map(str, line))
+        environment = dict(os.environ) | {name: str(value) for name, value in env.items()}
+        self.process = FORKS.Process(target=play, args=(self.line, environment, str(out), str(err or out), address))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self):
+        """Its exit status, -N after signal N, or None."""
+        return None if self.process.is_alive() else self.process.exitcode
+
+    def wait(self, timeout=600):
+        """Its exit status. Where that does not come: subprocess.TimeoutExpired, after killing it."""
+        self.process.join(timeout)
+        if self.poll() is None:
+            self.send_signal(signal.SIGKILL)
+            raise subprocess.TimeoutExpired(self.line, timeout)
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def torchrun(ranks):
+    """The beginning of a line that starts several ranks; nothing for none."""
+    line = ["-m", "torch.distributed.run", "--log-dir", os.devnull, "--standalone", f"--nproc_per_node={ranks}"]
+    return line if ranks else []
+
+
+def run(line, timeout=600, **env):
+    """As subprocess.run of [sys.executable, *line] with captured text; ranks are forked too."""
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        status = Program(line, out, err, serve(), **env).wait(timeout)
+        return subprocess.CompletedProcess(line, status, *(path.read_text(errors="replace") for path in (out, err)))

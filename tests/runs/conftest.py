@@ -1,0 +1,26 @@
+import multiprocessing.util
+import os
+import subprocess
+import tempfile
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def temporary(tmp_path_factory):
+    """The temporary directory of this file's tests and of what they start; made before other fixtures start runs."""
+    multiprocessing.util.get_temp_dir()  # this process' own, of tests/programs.py, which its end removes
+    directory = str(tmp_path_factory.mktemp("temporary"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", directory)
+        patch.setattr(tempfile, "tempdir", directory)
+        yield directory
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(temporary):
+    """Runs that ended, were stopped or were killed have left nothing in the temporary directory."""
+    yield
+    left = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # one cache for all runs
+    subprocess.run(["rm", "-rf", *left], cwd=temporary)  # the next test is not to blame
+    assert not left
