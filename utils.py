@@ -277,15 +277,12 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
                 raise SystemExit(f"--{name} {value}: a yes/no flag takes true, false or nothing")
             token = f"--no_{name}" if value.lower() == "false" else f"--{name}"
         out.append(token)
-    # a group of flags for each class that cls is made of, whose names stay flat
-    groups = [c for c in reversed(cls.__mro__) if c.__bases__ == (object,) and is_dataclass(c)]
-    named = {name for group in groups for name in group.__dataclass_fields__}
-    if own := [(f.name, f.type, f) for f in fields(cls) if f.name not in named]:
-        groups.append(make_dataclass(cls.__name__, own, frozen=True))
-    whole: Any = make_dataclass(cls.__name__, [(g.__name__, g, field(default_factory=g)) for g in groups], frozen=True)
-    whole.__doc__ = cls.__doc__
-    parsed = tyro.cli(tyro.conf.OmitArgPrefixes[whole], args=out, use_underscores=True)
-    return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+    if {"-h", "--help"} & set(out):  # in panels, one for each class that cls is made of; names stay flat
+        groups = [c for c in reversed(cls.__mro__) if c.__bases__ == (object,) and is_dataclass(c)]
+        panels: Any = make_dataclass(cls.__name__, [(g.__name__, g, field(default_factory=g)) for g in groups])
+        panels.__doc__ = cls.__doc__
+        cls = tyro.conf.OmitArgPrefixes[panels]
+    return tyro.cli(cls, args=out, use_underscores=True)
 
 
 def positive(flags: Any, names: str) -> None:
