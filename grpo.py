@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 import rewards
 from rewards import need
+from utils import Group, Rollout
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags: open-instruct's names; defaults of its GRPO page where the page has one
@@ -320,8 +321,59 @@ def num_training_steps(args: Args) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The algorithm
+# Sample, score, compare within the group
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_request(r: Rollout, args: Args, evaluation: bool = False) -> utils.Request:
+    """What the engine is asked for. The seed depends on (run seed, position, sample) only, so the same rollouts come
+    out of any number of ranks; evaluation has its own seeds, temperature and length."""
+    seed = utils.derive_seed(args.seed, r.position, r.sample, int(evaluation))
+    temperature = args.eval_temperature if evaluation else args.temperature
+    length = (args.eval_response_length or args.response_length) if evaluation else args.response_length
+    return utils.Request(r.prompt.token_ids, seed, temperature, length, args.vllm_top_p if temperature > 0 else 1.0)
+
+
+def sample_rollouts(
+    engine: utils.Sampler,
+    prompts: Sequence[tuple[int, utils.Prompt]],
+    samples: int,
+    args: Args,
+    tokenizer: Any = None,
+    evaluation: bool = False,
+) -> list[Group]:
+    """A group of `samples` responses for each (position, prompt); with a tokenizer each is handed to its verifiers the
+    moment it ends, while the others go on."""
+    groups = [[Rollout(prompt, position, j) for j in range(samples)] for position, prompt in prompts]
+    rollouts = [r for group in groups for r in group]
+
+    def finished(i: int, generation: utils.Generation) -> None:
+        rollouts[i].append(generation)
+        if tokenizer is not None:
+            start_scoring(rollouts[i], tokenizer, engine.eos_ids, args)
+
+    engine.generate([make_request(r, args, evaluation) for r in rollouts], finished)
+    return groups
+
+
+def start_scoring(r: Rollout, tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
+    """Fill the text of a rollout and hand it to the verifiers of its prompt."""
+    ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
+    r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
+    if args.apply_verifiable_reward:
+        for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
+            record = rewards.RewardRecord(r.text, label, verifier, len(r.token_ids), r.prompt.conversation)
+            r.scoring.append(rewards.submit(record))
+
+
+def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
+    """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout."""
+    for r in rollouts:
+        r.results, r.scoring = [future.result() for future in r.scoring], []
+        r.verifiable = sum(result.score for result in r.results)
+        r.format_score = rewards.format_reward(r.text)
+        stopped, tokens_left = r.finish_reason == "stop", args.response_length - len(r.token_ids)
+        r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
 
 
 def compute_advantages(scores: torch.Tensor, group_size: int, normalization: str) -> torch.Tensor:
@@ -354,235 +406,37 @@ def compute_advantages(scores: torch.Tensor, group_size: int, normalization: str
     return torch.where(low < high, centered, 0.0).flatten().float()
 
 
-def response_mean(values: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor) -> torch.Tensor:
-    """At each position the mean of `values` over the masked tokens of its response. All (B, T); seq_ids >= 0."""
-    index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
-    total = values.new_zeros(size).index_add(0, index, torch.where(mask, values, 0.0).flatten())
-    count = values.new_zeros(size).index_add(0, index, mask.flatten().to(values.dtype))
-    return (total / count.clamp(min=1))[seq_ids]
-
-
-def policy_loss(
-    new_logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    seq_ids: torch.Tensor,
-    *,
-    loss_fn: str,
-    clip_lower: float,
-    clip_higher: float,
-    clip_dual: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per-token policy-gradient loss, the ratio, and where clipping was active. All (B, T), zero outside `mask`.
-
-    dapo   ratio_t = exp(new_t - old_t);  L_t = max(-A ratio_t, -A clip(ratio_t, 1 - lower, 1 + higher))
-           PPO, arXiv:1707.06347, eq. 7, with DAPO's two bounds, arXiv:2503.14476. clip_dual c > 1 adds
-           L_t <- min(L_t, -c A) where A < 0: dual-clip PPO, arXiv:1912.09729.
-    cispo  L_t = -A sg(clip(ratio_t, 1 - lower, 1 + higher)) new_t                 MiniMax-M1, arXiv:2506.13585
-    gspo   as dapo with the response's ratio exp(mean_t(new_t - old_t)), whose gradient is spread evenly over its
-           tokens (GSPO-token), arXiv:2507.18071
-
-    Log-ratios are clamped to +-20, so that exp stays finite; beyond that the gradient is zero.
-    """
-    new = torch.where(mask, new_logprobs, 0.0)
-    log_ratio = new - torch.where(mask, old_logprobs, 0.0)
-    if loss_fn == "gspo":
-        log_ratio = response_mean(log_ratio.detach(), mask, seq_ids) + new - new.detach()
-    ratio = log_ratio.clamp(-20, 20).exp()
-    clipped_ratio = ratio.clamp(1 - clip_lower, 1 + clip_higher)
-    advantages = torch.where(mask, advantages, 0.0)
-    if loss_fn == "cispo":
-        loss = -advantages * clipped_ratio.detach() * new
-        clipped = ratio != clipped_ratio
-    else:
-        unclipped_loss, clipped_loss = -advantages * ratio, -advantages * clipped_ratio
-        loss = torch.maximum(unclipped_loss, clipped_loss)
-        clipped = clipped_loss > unclipped_loss
-        if clip_dual:
-            loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * clip_dual), loss)
-    return loss, ratio.detach(), clipped & mask
-
-
-def kl_estimates(new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: torch.Tensor) -> list[torch.Tensor]:
-    """Four per-token estimates of KL(policy || reference) from tokens of the policy, d = new - ref clamped to +-40.
-
-    0 (kl1, k1)  d             unbiased, high variance
-    1 (kl2, k2)  d^2 / 2       biased, low variance
-    2 (kl3, k3)  exp(-d) - 1 + d   unbiased, never negative; DeepSeekMath, arXiv:2402.03300, eq. 4
-    3 (kl4)      ratio * d     k1 for tokens of an older policy; the only one whose gradient is the KL's, by way of
-                               the gradient of ratio = exp(new - old)
-    Source of the numbering: Schulman, "Approximating KL divergence"; open-instruct.
-    """
-    d = (new_logprobs - ref_logprobs).clamp(-40, 40)
-    return [d, d.square() / 2, torch.expm1(-d) + d, ratio * d]
-
-
-def importance_weights(
-    old_logprobs: torch.Tensor,
-    vllm_logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    seq_ids: torch.Tensor,
-    *,
-    clamp_upper: float,
-    mask_lower: float = 0.0,
-    mask_upper: float = 0.0,
-    sequence_level: bool = False,
-) -> torch.Tensor:
-    """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
-
-    Truncated at clamp_upper (truncated importance sampling, Ionides 2008; TIS). Tokens with rho outside
-    [mask_lower, mask_upper] weigh 0 (IcePop, arXiv:2510.18855), or with sequence_level whole responses whose geometric
-    mean exp(mean_t log rho_t) is outside. Every bound: 0 is off. Zero outside `mask`.
-    """
-    log_rho = torch.where(mask, old_logprobs - vllm_logprobs, 0.0).detach().clamp(-20, 20)
-    rho = log_rho.exp()
-    tested = response_mean(log_rho, mask, seq_ids).exp() if sequence_level else rho
-    keep = mask & (tested >= mask_lower)
-    if mask_upper:
-        keep = keep & (tested <= mask_upper)
-    if clamp_upper:
-        rho = rho.clamp(max=clamp_upper)
-    return torch.where(keep, rho, 0.0)
-
-
-def aggregate(
-    per_token: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor, kind: str, tokens: float, sequences: float
-) -> torch.Tensor:
-    """This micro-batch's part of the optimizer step's loss, a scalar; the parts of all ranks and micro-batches add up.
-
-    token     sum_it L_it / tokens                       DAPO, arXiv:2503.14476, eq. 8
-    sequence  sum_i (mean_t L_it) / sequences            GRPO, arXiv:2402.03300, eq. 3
-    number c  sum_it L_it / c                            Dr. GRPO, arXiv:2503.20783
-    `tokens` and `sequences` count over all ranks and micro-batches of the optimizer step: a local mean would make the
-    gradient depend on how rollouts happen to be split.
-    """
-    per_token = torch.where(mask, per_token, 0.0)
-    if kind == "sequence":
-        index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
-        counts = per_token.new_zeros(size).index_add(0, index, mask.flatten().to(per_token.dtype))  # tokens a response
-        return (per_token / counts.clamp(min=1)[seq_ids]).sum() / sequences
-    return per_token.sum() / (tokens if kind == "token" else float(kind))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollouts
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Rollout:
-    """One response with all that is known about it. Token lists only grow; each token has its logprob, whether the
-    policy chose it (False: text put in by a tool) and the version of the weights that made it."""
-
-    prompt: utils.Prompt
-    position: int  # of the prompt in the endless stream: (position, sample) names a rollout of the run
-    sample: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    text: str = ""
-    scoring: list[Any] = field(default_factory=list, repr=False)  # futures of results, until score_rollouts
-    results: list[rewards.RewardResult] = field(default_factory=list)  # one per verifier of the prompt
-    verifiable: float = 0.0  # sum of verifier scores; NaN when a verifier could not judge
-    format_score: float = 0.0
-    outcome: float = 0.0  # what the verifiers and the format say: a group of equal outcomes teaches nothing
-    score: float = 0.0  # what GRPO maximizes: the outcome less penalties
-    advantage: float = 0.0
-
-    def append(self, made: utils.Generation) -> None:
-        """Add tokens the policy chose."""
-        self.token_ids += made.token_ids
-        self.logprobs += made.logprobs
-        self.versions += made.versions
-        self.mask += [True] * len(made.token_ids)
-        self.finish_reason = made.finish_reason
-
-
-def make_request(prompt: utils.Prompt, position: int, sample: int, args: Args, evaluation: bool) -> utils.Request:
-    """What the engine is asked for. The seed depends on (run seed, position, sample) only, so the same rollouts come
-    out of any number of ranks; evaluation has its own seeds, temperature and length."""
-    seed = utils.derive_seed(args.seed, position, sample, int(evaluation))
-    temperature = args.eval_temperature if evaluation else args.temperature
-    length = (args.eval_response_length or args.response_length) if evaluation else args.response_length
-    return utils.Request(prompt.token_ids, seed, temperature, length, args.vllm_top_p if temperature > 0 else 1.0)
-
-
-def sample_rollouts(
-    engine: Any,
-    prompts: Sequence[tuple[int, utils.Prompt]],
-    samples: int,
-    args: Args,
-    tokenizer: Any = None,
-    evaluation: bool = False,
-) -> list[Rollout]:
-    """`samples` responses for each (position, prompt), a prompt's rollouts adjacent; with a tokenizer each is handed
-    to its verifiers the moment it ends, while the others go on."""
-    rollouts = [Rollout(prompt, position, j) for position, prompt in prompts for j in range(samples)]
-
-    def finished(i: int, made: utils.Generation) -> None:
-        rollouts[i].append(made)
-        if tokenizer is not None:
-            start_scoring(rollouts[i], tokenizer, engine.eos_ids, args)
-
-    engine.generate([make_request(r.prompt, r.position, r.sample, args, evaluation) for r in rollouts], finished)
-    return rollouts
-
-
-def start_scoring(r: Rollout, tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
-    """Fill the text of a rollout and hand it to the verifiers of its prompt."""
-    ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
-    r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
-    if args.apply_verifiable_reward:
-        for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
-            record = rewards.RewardRecord(r.text, label, verifier, len(r.token_ids), r.prompt.conversation)
-            r.scoring.append(rewards.submit(record))
-
-
-def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
-    """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout."""
-    for r in rollouts:
-        r.results, r.scoring = [future.result() for future in r.scoring], []
-        r.verifiable = sum(result.score for result in r.results)
-        r.format_score = rewards.format_reward(r.text)
-        stopped, tokens_left = r.finish_reason == "stop", args.response_length - len(r.token_ids)
-        r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
-
-
-def set_advantages(rollouts: Sequence[Rollout], args: Args) -> None:
-    """Fill advantage from score; the rollouts of a prompt are adjacent."""
-    scores = torch.tensor([r.score for r in rollouts])  # (N,)
-    advantages = compute_advantages(scores, args.num_samples_per_prompt_rollout, args.advantage_normalization_type)
-    for r, advantage in zip(rollouts, advantages.tolist(), strict=True):
+def set_advantages(group: Group, args: Args) -> None:
+    """Fill advantage from score."""
+    scores = torch.tensor([r.score for r in group])  # (G,)
+    advantages = compute_advantages(scores, len(group), args.advantage_normalization_type)
+    for r, advantage in zip(group, advantages.tolist(), strict=True):
         r.advantage = advantage
 
 
-def has_gradient(group: Sequence[Rollout]) -> bool:
+def has_gradient(group: Group) -> bool:
     """True when the group's outcomes differ (missing ones apart): else its advantages are zero, but for penalties."""
-    outcomes = {r.outcome for r in group if not math.isnan(r.outcome)}
-    return len(outcomes) > 1
+    return len(utils.distinct_outcomes(group)) > 1
 
 
 def sample_groups(
-    engine: Any,
+    engine: utils.Sampler,
     prompts: list[utils.Prompt],
     state: dict[str, Any],
     tokenizer: Any,
     args: Args,
     world: utils.World,
-    timer: Any,
-) -> tuple[list[list[Rollout]], list[Rollout]]:
-    """This rank's groups of a step (P / W of them, scored, with advantages) and all rollouts sampled; moves the state's
+    timer: utils.Timer,
+) -> tuple[list[Group], list[Group]]:
+    """This rank's groups of a step (P / W of them, scored, with advantages) and all groups sampled; moves the state's
     cursor and exclusions.
 
     Rank r takes positions cursor + r, cursor + r + W, ... With active_sampling rounds of P prompts go on until every
     rank has its P / W groups with a gradient.
     """
     wanted, size = args.num_unique_prompts_rollout // world.size, args.num_samples_per_prompt_rollout
-    chosen: list[list[Rollout]] = []
-    sampled: list[Rollout] = []
+    chosen: list[Group] = []
+    sampled: list[Group] = []
     excluded = frozenset(state["excluded"])
     for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
         cursor = state["cursor"]
@@ -590,12 +444,13 @@ def sample_groups(
         state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
             pairs = [(position, utils.prompt_at(prompts, position, args.seed, excluded)) for position in positions]
-            rollouts = sample_rollouts(engine, pairs, size, args, tokenizer)
+            groups = sample_rollouts(engine, pairs, size, args, tokenizer)
         with timer("reward"):
-            score_rollouts(rollouts, args)
-        set_advantages(rollouts, args)
-        groups = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
-        sampled += rollouts
+            for group in groups:
+                score_rollouts(group, args)
+        for group in groups:
+            set_advantages(group, args)
+        sampled += groups
         chosen += [group for group in groups if not args.active_sampling or has_gradient(group)]
         if utils.all_reduce([float(len(chosen) < wanted)], world)[0] == 0:  # all ranks
             break
@@ -604,17 +459,16 @@ def sample_groups(
     return chosen[:wanted], sampled
 
 
-def exclude_solved(excluded: frozenset[int], sampled: Sequence[Rollout], args: Args) -> frozenset[int]:
+def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Args) -> frozenset[int]:
     """`excluded` and the prompts whose mean score reached no_resampling_pass_rate of the highest score."""
     if args.no_resampling_pass_rate is None:
         return excluded
-    size, best = args.num_samples_per_prompt_rollout, rewards.max_score(args)
-    groups = [sampled[i : i + size] for i in range(0, len(sampled), size)]
-    means = [(g[0].prompt.index, sum(r.outcome for r in g) / size) for g in groups]  # NaN is not solved
-    return excluded | {index for index, mean in means if mean >= args.no_resampling_pass_rate * best}
+    enough = args.no_resampling_pass_rate * rewards.max_score(args)
+    means = [(group[0].prompt.index, sum(r.outcome for r in group) / len(group)) for group in sampled]  # NaN: unsolved
+    return excluded | {index for index, mean in means if mean >= enough}
 
 
-def trainable(groups: Sequence[Sequence[Rollout]], args: Args) -> list[Rollout]:
+def trainable(groups: Sequence[Group], args: Args) -> list[Rollout]:
     """The rollouts of `groups` that enter the update: no constant groups, no missing scores, no masked truncations, no
     empty responses.
 
@@ -626,7 +480,7 @@ def trainable(groups: Sequence[Sequence[Rollout]], args: Args) -> list[Rollout]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Learner
+# Packs and batches
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -745,6 +599,19 @@ def micro_batches(packs: Sequence[Pack], how: str, args: Args, device: torch.dev
     return [make_batch(packs[i : i + size], device) for i in range(0, len(packs), size)]
 
 
+def _idle_batch(device: torch.device) -> Batch:
+    """Two tokens without weight, for a rank that has fewer micro-batches than the others."""
+    zeros = torch.zeros((1, 2), dtype=torch.long, device=device)
+    floats = torch.zeros((1, 2), device=device)
+    mask = torch.ones_like(zeros, dtype=torch.bool)
+    return Batch(zeros, zeros, mask, zeros, floats, floats, old_logprobs=floats, ref_logprobs=floats)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 class HeadLogprobs(torch.autograd.Function):
     """log softmax(hidden W^T / temperature)[target] and its distribution's entropy, without keeping any logits.
 
@@ -856,12 +723,108 @@ def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: i
         setattr(batch, name, policy(batch, args.temperature)[0])
 
 
-def _idle_batch(device: torch.device) -> Batch:
-    """Two tokens without weight, for a rank that has fewer micro-batches than the others."""
-    zeros = torch.zeros((1, 2), dtype=torch.long, device=device)
-    floats = torch.zeros((1, 2), device=device)
-    mask = torch.ones_like(zeros, dtype=torch.bool)
-    return Batch(zeros, zeros, mask, zeros, floats, floats, old_logprobs=floats, ref_logprobs=floats)
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses and the update
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def response_mean(values: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor) -> torch.Tensor:
+    """At each position the mean of `values` over the masked tokens of its response. All (B, T); seq_ids >= 0."""
+    index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
+    total = values.new_zeros(size).index_add(0, index, torch.where(mask, values, 0.0).flatten())
+    count = values.new_zeros(size).index_add(0, index, mask.flatten().to(values.dtype))
+    return (total / count.clamp(min=1))[seq_ids]
+
+
+def policy_loss(
+    new_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    seq_ids: torch.Tensor,
+    args: GRPOFlags,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-token policy-gradient loss, the ratio, and where clipping was active. All (B, T), zero outside `mask`.
+
+    dapo   ratio_t = exp(new_t - old_t);  L_t = max(-A ratio_t, -A clip(ratio_t, 1 - lower, 1 + higher))
+           PPO, arXiv:1707.06347, eq. 7, with DAPO's two bounds, arXiv:2503.14476. clip_dual c > 1 adds
+           L_t <- min(L_t, -c A) where A < 0: dual-clip PPO, arXiv:1912.09729.
+    cispo  L_t = -A sg(clip(ratio_t, 1 - lower, 1 + higher)) new_t                 MiniMax-M1, arXiv:2506.13585
+    gspo   as dapo with the response's ratio exp(mean_t(new_t - old_t)), whose gradient is spread evenly over its
+           tokens (GSPO-token), arXiv:2507.18071
+
+    Log-ratios are clamped to +-20, so that exp stays finite; beyond that the gradient is zero.
+    """
+    new = torch.where(mask, new_logprobs, 0.0)
+    log_ratio = new - torch.where(mask, old_logprobs, 0.0)
+    if args.loss_fn == "gspo":
+        log_ratio = response_mean(log_ratio.detach(), mask, seq_ids) + new - new.detach()
+    ratio = log_ratio.clamp(-20, 20).exp()
+    clipped_ratio = ratio.clamp(1 - args.clip_lower, 1 + args.clip_higher)
+    advantages = torch.where(mask, advantages, 0.0)
+    if args.loss_fn == "cispo":
+        loss = -advantages * clipped_ratio.detach() * new
+        clipped = ratio != clipped_ratio
+    else:
+        unclipped_loss, clipped_loss = -advantages * ratio, -advantages * clipped_ratio
+        loss = torch.maximum(unclipped_loss, clipped_loss)
+        clipped = clipped_loss > unclipped_loss
+        if args.clip_dual:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * args.clip_dual), loss)
+    return loss, ratio.detach(), clipped & mask
+
+
+def importance_weights(
+    old_logprobs: torch.Tensor, vllm_logprobs: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor, args: GRPOFlags
+) -> torch.Tensor:
+    """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
+
+    Truncated at rho_clamp_upper_bound (truncated importance sampling, Ionides 2008; TIS). Tokens with rho outside
+    [rho_mask_lower_bound, rho_mask_upper_bound] weigh 0 (IcePop, arXiv:2510.18855), or with rho_mask_sequence_level
+    whole responses whose geometric mean exp(mean_t log rho_t) is outside. Every bound: 0 is off. Zero outside `mask`.
+    """
+    log_rho = torch.where(mask, old_logprobs - vllm_logprobs, 0.0).detach().clamp(-20, 20)
+    rho = log_rho.exp()
+    tested = response_mean(log_rho, mask, seq_ids).exp() if args.rho_mask_sequence_level else rho
+    keep = mask & (tested >= args.rho_mask_lower_bound)
+    if args.rho_mask_upper_bound:
+        keep = keep & (tested <= args.rho_mask_upper_bound)
+    if args.rho_clamp_upper_bound:
+        rho = rho.clamp(max=args.rho_clamp_upper_bound)
+    return torch.where(keep, rho, 0.0)
+
+
+def kl_estimates(new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: torch.Tensor) -> list[torch.Tensor]:
+    """Four per-token estimates of KL(policy || reference) from tokens of the policy, d = new - ref clamped to +-40.
+
+    0 (kl1, k1)  d             unbiased, high variance
+    1 (kl2, k2)  d^2 / 2       biased, low variance
+    2 (kl3, k3)  exp(-d) - 1 + d   unbiased, never negative; DeepSeekMath, arXiv:2402.03300, eq. 4
+    3 (kl4)      ratio * d     k1 for tokens of an older policy; the only one whose gradient is the KL's, by way of
+                               the gradient of ratio = exp(new - old)
+    Source of the numbering: Schulman, "Approximating KL divergence"; open-instruct.
+    """
+    d = (new_logprobs - ref_logprobs).clamp(-40, 40)
+    return [d, d.square() / 2, torch.expm1(-d) + d, ratio * d]
+
+
+def aggregate(
+    per_token: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor, kind: str, tokens: float, sequences: float
+) -> torch.Tensor:
+    """This micro-batch's part of the optimizer step's loss, a scalar; the parts of all ranks and micro-batches add up.
+
+    token     sum_it L_it / tokens                       DAPO, arXiv:2503.14476, eq. 8
+    sequence  sum_i (mean_t L_it) / sequences            GRPO, arXiv:2402.03300, eq. 3
+    number c  sum_it L_it / c                            Dr. GRPO, arXiv:2503.20783
+    `tokens` and `sequences` count over all ranks and micro-batches of the optimizer step: a local mean would make the
+    gradient depend on how rollouts happen to be split.
+    """
+    per_token = torch.where(mask, per_token, 0.0)
+    if kind == "sequence":
+        index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
+        counts = per_token.new_zeros(size).index_add(0, index, mask.flatten().to(per_token.dtype))  # tokens a response
+        return (per_token / counts.clamp(min=1)[seq_ids]).sum() / sequences
+    return per_token.sum() / (tokens if kind == "token" else float(kind))
 
 
 def grpo_loss(
@@ -876,34 +839,15 @@ def grpo_loss(
     """The micro-batch's part of the loss: aggregate(rho * L_t + beta * KL_t - entropy_coef * H_t). Fills metrics."""
     mask, seq_ids = batch.response_mask, batch.seq_ids
     old = new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    clip_lower = math.inf if args.loss_fn == "cispo" else args.clip_lower
-    per_token, ratio, clipped = policy_loss(
-        new_logprobs,
-        old,
-        batch.advantages,
-        mask,
-        seq_ids,
-        loss_fn=args.loss_fn,
-        clip_lower=clip_lower,
-        clip_higher=args.clip_higher,
-        clip_dual=args.clip_dual,
-    )
+    flags = replace(args, clip_lower=math.inf) if args.loss_fn == "cispo" else args  # it has no lower bound
+    per_token, ratio, clipped = policy_loss(new_logprobs, old, batch.advantages, mask, seq_ids, flags)
     count, rows = mask.sum(), torch.tensor(float(count_responses(batch)))
 
     def note(name: str, values: torch.Tensor) -> None:
         metrics.add(name, torch.where(mask, values, 0.0).sum(), count)
 
     if args.use_rho_correction:
-        rho = importance_weights(
-            old,
-            batch.vllm_logprobs,
-            mask,
-            seq_ids,
-            clamp_upper=args.rho_clamp_upper_bound,
-            mask_lower=args.rho_mask_lower_bound,
-            mask_upper=args.rho_mask_upper_bound,
-            sequence_level=args.rho_mask_sequence_level,
-        )
+        rho = importance_weights(old, batch.vllm_logprobs, mask, seq_ids, args)
         per_token, clipped = per_token * rho, clipped & (rho > 0)
         raw = (old - batch.vllm_logprobs).exp()
         note("val/rho_weight", rho)
@@ -1055,18 +999,18 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluate(
-    engine: Any, prompts: Sequence[utils.Prompt], tokenizer: Any, args: Args, world: utils.World
+    engine: utils.Sampler, prompts: Sequence[utils.Prompt], tokenizer: Any, args: Args, world: utils.World
 ) -> tuple[dict[str, float], list[Rollout]]:
     """Metrics `eval/...` over all evaluation prompts and this rank's rollouts. All ranks."""
     start = time.perf_counter()
     mine = [(p.index, p) for p in prompts[world.rank :: world.size]]
-    rollouts = sample_rollouts(engine, mine, args.eval_pass_at_k, args, tokenizer, evaluation=True) if mine else []
+    n = args.eval_pass_at_k
+    groups = sample_rollouts(engine, mine, n, args, tokenizer, evaluation=True) if mine else []
+    rollouts = [r for group in groups for r in group]
     score_rollouts(rollouts, args)
     metrics = utils.Metrics()
     utils.describe_rollouts(rollouts, args, metrics)
-    n = args.eval_pass_at_k
-    for i in range(0, len(rollouts), n):
-        group = rollouts[i : i + n]
+    for group in groups:
         correct = sum(r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in group)
         for k in [1] + [2**e for e in range(1, n.bit_length()) if 2**e <= n]:
             metrics.add("pass_at_1" if k == 1 else f"pass_at_{k}_unbiased", pass_at_k(n, correct, k))
@@ -1080,9 +1024,10 @@ def evaluate(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure_gap(policy: Policy, rollouts: Sequence[Rollout], when: str, args: Args, world: utils.World) -> dict:
+def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: utils.World) -> dict[str, float]:
     """The logprob gap on a few fresh rollouts that are not being trained on. All ranks."""
-    batch = make_batch([[[r]] for r in rollouts[: args.per_device_train_batch_size]], world.device)
+    rollouts = [r for group in groups for r in group][: args.per_device_train_batch_size]
+    batch = make_batch([[[r]] for r in rollouts], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
     gap = utils.Gap()
     gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
@@ -1193,10 +1138,10 @@ def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
     return rollouts
 
 
-def load_groups(step: int, state: dict[str, Any], args: Args, world: utils.World) -> list[list[Rollout]]:
+def load_groups(step: int, state: dict[str, Any], args: Args, world: utils.World) -> list[Group]:
     """This rank's groups of a step from --load_batches; moves the state's cursor."""
     rows, dump = utils.read_dump(Path(args.load_batches), step)
-    groups: dict[int, list[Rollout]] = {position: [] for position in dump["positions"]}
+    groups: dict[int, Group] = {position: [] for position in dump["positions"]}
     for r in rollouts_of([row for row in rows if row["position"] in groups]):
         groups[r.position].append(r)
     sizes = {len(group) for group in groups.values()}
@@ -1288,7 +1233,8 @@ def main(args: Args) -> Path | None:
         state |= load_state(utils.newest_checkpoint(run_dir, world), modules, optimizer, scheduler, world)
     how = choose_packing(policy, train_prompts[0], args, world)
     servers = utils.start_reward_models(args, run_dir, world)
-    engine, gap_metrics = None, {"debug/vllm_vs_local_logprob_diff_mean": math.nan}
+    engine: Any = None  # with --load_batches
+    gap_metrics = {"debug/vllm_vs_local_logprob_diff_mean": math.nan}
     if not args.load_batches:
         concurrency = max(
             args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size,
@@ -1315,8 +1261,7 @@ def main(args: Args) -> Path | None:
     for step in utils.STOP.steps(range(state["step"] + 1, num_steps + 1)):
         step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
         if args.load_batches:
-            groups = load_groups(step, state, args, world)
-            sampled = [r for group in groups for r in group]
+            groups = sampled = load_groups(step, state, args, world)
         else:
             groups, sampled = sample_groups(engine, train_prompts, state, tokenizer, args, world, timer)
         per_mini_batch = len(groups) // args.num_mini_batches or 1

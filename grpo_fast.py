@@ -49,7 +49,8 @@ import torch.distributed as dist
 
 import grpo
 import rewards
-from grpo import Args, Pack, Rollout
+from grpo import Args, Pack
+from utils import Group, Rollout
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
 TIMEOUT = timedelta(days=1)  # of waiting for another rank: the watchdog ends stalls, the launcher deaths
@@ -438,7 +439,7 @@ def next_message(connection: Connection | None, busy: bool, inflight: bool, worl
 WAITING: list[Any] = []  # an engine's weights message, until its running responses have ended
 
 
-class Engines:
+class Engines(utils.Sampler):
     """Learner 0's side of all engines. `generate` makes it an engine like those of utils, for evaluation."""
 
     def __init__(self, meeting: Meeting, roles: Roles, eos_ids: list[int], args: Args):
@@ -564,8 +565,8 @@ class Engines:
 class StepData:
     """What the collector hands to the learners for a step."""
 
-    groups: list[list[Rollout]] = field(default_factory=list)  # those of the batch
-    sampled: list[Rollout] = field(default_factory=list)  # all that were sampled for it
+    groups: list[Group] = field(default_factory=list)  # those of the batch
+    sampled: list[Group] = field(default_factory=list)  # all that were sampled for it
     packs: list[list[list[Pack]]] = field(default_factory=list)  # of each mini-batch, for each learner
     cursor: int = 0  # prompts consumed so far
     excluded: frozenset[int] = frozenset()  # prompts too easy to sample again
@@ -588,7 +589,7 @@ class Collector:
         self.steps = range(state["step"], grpo.num_training_steps(args))
         self.first = self.admitted = self.consumed = state["cursor"]
         self.excluded = frozenset(state["excluded"])
-        self.in_flight: dict[int, list[Rollout]] = {}  # groups that were started and have not reached a learner
+        self.in_flight: dict[int, Group] = {}  # groups that were started and have not reached a learner
         self.restored = state.get("rollouts", {})  # see checkpoint
         self.started_at: dict[int, float] = {}
         self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0})
@@ -631,7 +632,7 @@ class Collector:
                     self._finish(r, generation := utils.Generation(**made[r.sample]))
                     self.engines.finished[name] = generation, time.perf_counter()
                 else:
-                    request = grpo.make_request(r.prompt, position, r.sample, self.args, evaluation=False)
+                    request = grpo.make_request(r, self.args)
                     requests.append((name, request, functools.partial(self._finish, r)))
             if self.args.deterministic:
                 batches.setdefault(position % len(self.engines.connections), []).extend(requests)
@@ -667,7 +668,7 @@ class Collector:
             with timer("reward"):
                 grpo.score_rollouts(group, args)
             grpo.set_advantages(group, args)
-            data.sampled += group
+            data.sampled.append(group)
             self.engines.watchdog.beat()
             if not args.active_sampling or grpo.has_gradient(group):
                 data.groups.append(group)
@@ -680,7 +681,7 @@ class Collector:
         data.cursor, data.excluded, data.seconds = self.consumed, self.excluded, timer.seconds | longest
         return data
 
-    def _take(self, position: int) -> tuple[list[Rollout], float]:
+    def _take(self, position: int) -> tuple[Group, float]:
         """The group at a stream position, and the seconds from its start to its last token."""
         group = self.in_flight[position]
         _, when = self.engines.take([f"{position}/{r.sample}" for r in group])
@@ -716,7 +717,7 @@ class Collector:
     def account(self, data: StepData) -> dict[str, float]:
         """Groups after a step, counted where they are: started = trained + filtered + in flight, or RuntimeError."""
         trained = {piece[0].position for m in data.packs for packs in m for pack in packs for piece in pack}
-        for position in {r.position for r in data.sampled}:
+        for position in {group[0].position for group in data.sampled}:
             del self.in_flight[position]
             self.counts["trained" if position in trained else "filtered"] += 1
         with self.engines.changed:
@@ -823,7 +824,8 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         state |= grpo.load_state(path, modules, optimizer, scheduler, world)
     alone = utils.World(0, world.local_rank, 1, world.device)  # evaluation and its metrics: learner 0 only
     manifest = plan_weights(policy, dtype)
-    engines = sender = collector = None
+    engines: Any = None  # these three: learner 0
+    sender = collector = None
     servers: list[utils.Server] = []
     clocks: list[Clock] = []
     if world.is_main:
@@ -897,7 +899,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             spent, clocks = [a.since(b) for a, b in zip(now, clocks, strict=True)], now
             out |= describe_engines(spent, policy, out, state)
             longest = max(out["time/group_generation_max"], 1e-9)
-            tokens = sum(len(r.token_ids) for r in data.sampled)
+            tokens = sum(len(r.token_ids) for group in data.sampled for r in group)
             out["val/actor_tokens_per_second_longest_group"] = tokens / longest  # open-instruct's throughput
         if args.save_freq > 0 and step % args.save_freq == 0:
             with timer("saving"):
@@ -944,7 +946,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
 
 
 def check_engines(
-    engines: Engines | None,
+    engines: Any,  # Engines on learner 0
     policy: grpo.Policy,
     prompt: tuple[int, utils.Prompt],
     version: int,
@@ -953,7 +955,7 @@ def check_engines(
     world: utils.World,
 ) -> dict[str, float]:
     """The logprob gap on a short response sampled with the learners' present weights, `version`. All learners."""
-    probe: list[Any] = [None]
+    probe: list[list[Group]] = [[]]
     if world.is_main:
         engines.wait_loaded(version)
         short = replace(args, response_length=min(args.response_length, 32))
@@ -964,8 +966,8 @@ def check_engines(
 
 def scatter(
     data: StepData, args: Args, world: utils.World
-) -> tuple[list[list[Pack]], list[Rollout], int, frozenset[int]]:
-    """This learner's packs of each mini-batch, rollouts to measure the gap on, cursor, exclusions. All learners."""
+) -> tuple[list[list[Pack]], list[Group], int, frozenset[int]]:
+    """This learner's packs of each mini-batch, groups to measure the gap on, cursor, exclusions. All learners."""
     parts: list[Any] = [None] * world.size
     if world.is_main:
         some = data.sampled[: args.per_device_train_batch_size]

@@ -31,6 +31,7 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -1034,6 +1035,45 @@ class Generation:
     versions: list[int]  # version of the weights behind each token
 
 
+@dataclass
+class Rollout:
+    """One response with all that is known about it. Token lists only grow; each token has its logprob, whether the
+    policy chose it (False: text put in by a tool) and the version of the weights that made it."""
+
+    prompt: Prompt
+    position: int  # of the prompt in the endless stream: (position, sample) names a rollout of the run
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    text: str = ""
+    scoring: list[Future] = field(default_factory=list, repr=False)  # of the results, until they are waited for
+    results: list[rewards.RewardResult] = field(default_factory=list)  # one per verifier of the prompt
+    verifiable: float = 0.0  # sum of verifier scores; NaN when a verifier could not judge
+    format_score: float = 0.0
+    outcome: float = 0.0  # what the verifiers and the format say: a group of equal outcomes teaches nothing
+    score: float = 0.0  # what GRPO maximizes: the outcome less penalties
+    advantage: float = 0.0
+
+    def append(self, generation: Generation) -> None:
+        """Add tokens the policy chose."""
+        self.token_ids += generation.token_ids
+        self.logprobs += generation.logprobs
+        self.versions += generation.versions
+        self.mask += [True] * len(generation.token_ids)
+        self.finish_reason = generation.finish_reason
+
+
+Group = list[Rollout]  # the responses to one prompt
+
+
+def distinct_outcomes(group: Group) -> set[float]:
+    """The outcomes of a group, missing ones apart: with two or more, the group has a gradient."""
+    return {r.outcome for r in group if not math.isnan(r.outcome)}
+
+
 def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any) -> list[int]:
     """Every end-of-sequence id of the model: the tokenizer's and those of its generation config."""
     from transformers import GenerationConfig
@@ -1045,7 +1085,20 @@ def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any)
     return sorted(ids - {None})
 
 
-class Engine:
+class Sampler:
+    """What samples: an engine, or all of grpo_fast.py's."""
+
+    eos_ids: list[int]
+
+    def generate(
+        self, requests: Sequence[Request], finished: Callable[[int, Generation], None] | None = None
+    ) -> list[Generation]:
+        """Sample all requests to their end; the result has their order. finished(i, generation) is called as request i
+        ends."""
+        raise NotImplementedError
+
+
+class Engine(Sampler):
     """What both engines are: `add` requests, `step` until not `busy`, `load_weights` in between."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -1071,8 +1124,6 @@ class Engine:
     def generate(
         self, requests: Sequence[Request], finished: Callable[[int, Generation], None] | None = None
     ) -> list[Generation]:
-        """Sample all requests to their end; the result has their order. finished(i, generation) is called as request i
-        ends."""
         results: dict[str, Generation] = {}
         with fenced_rng():
             for i, request in enumerate(requests):
@@ -1987,7 +2038,15 @@ LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")  # a value pe
 
 
 def record_step(
-    step: int, sampled: Any, groups: Any, packs: Any, batches: Any, how: str, policy: Any, args: Any, world: World
+    step: int,
+    sampled: Sequence[Group],
+    groups: Sequence[Group],
+    packs: Sequence[Any],
+    batches: Sequence[Any],
+    how: str,
+    policy: Any,
+    args: RunFlags,
+    world: World,
 ) -> None:
     """Append the rollouts of a step to rollouts.jsonl, a row each in stream order (--save_traces). All ranks.
 
@@ -2005,7 +2064,7 @@ def record_step(
                 computed.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
     computed = {name: columns for part in all_gather(computed, world) for name, columns in part.items()}
     lines = []
-    for r in sampled:
+    for r in (r for group in sampled for r in group):
         row = rollout_row(r, step) | computed.get((r.position, r.sample), {})
         lines.append((r.position, r.sample, json.dumps(row, default=str) + "\n"))
     names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in packs]
@@ -2020,7 +2079,7 @@ def record_step(
         append_rows(args.run_dir, [line for *_, line in lines], dump)
 
 
-def rollout_row(r: Any, step: int) -> dict[str, Any]:
+def rollout_row(r: Rollout, step: int) -> dict[str, Any]:
     """A rollout as a row of rollouts.jsonl. NaN is null; all else comes back to the last bit, since a float is written
     with the digits that tell it from any other."""
     row = {"training_step": step} | vars(r) | {"prompt": r.prompt.text, "prompt_ids": r.prompt.token_ids}
@@ -2206,7 +2265,7 @@ class Gap:
         return out
 
 
-def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> None:
+def describe_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics) -> None:
     """Scores, verifier rates, lengths and stop rates over all the rollouts given, trained on or not."""
     describe_verifiers(rollouts, args, metrics, "objective")
     for r in rollouts:
@@ -2240,7 +2299,7 @@ def describe_rollouts(rollouts: Sequence[Any], args: Any, metrics: Metrics) -> N
 STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
 
 
-def describe_verifiers(rollouts: Sequence[Any], args: Any, metrics: Metrics, prefix: str) -> None:
+def describe_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics, prefix: str) -> None:
     """Reward, share above 0 and share of full scores, of all verifiers together and of each; missing ones apart."""
     for r in rollouts if args.apply_verifiable_reward else ():
         if not r.results:  # a rollout of a dump
@@ -2256,30 +2315,29 @@ def describe_verifiers(rollouts: Sequence[Any], args: Any, metrics: Metrics, pre
                 metrics.add(f"{prefix}/{solved}", float(value >= full - 1e-8))
 
 
-def describe_step(groups: Sequence[Sequence[Any]], sampled: Sequence[Any], args: Any, metrics: Metrics) -> None:
+def describe_step(
+    groups: Sequence[Group], sampled: Sequence[Group], args: rewards.RewardFlags, metrics: Metrics
+) -> None:
     """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
-    describe_rollouts(sampled, args, metrics)
-    kept = [r for group in groups if len({x.outcome for x in group if not math.isnan(x.outcome)}) > 1 for r in group]
+    rollouts, outcomes = [r for group in sampled for r in group], [distinct_outcomes(group) for group in sampled]
+    describe_rollouts(rollouts, args, metrics)
+    kept = [r for group in groups if len(distinct_outcomes(group)) > 1 for r in group]
     describe_verifiers(kept, args, metrics, "objective_kept")
-    response_tokens = sum(len(r.token_ids) for r in sampled)
-    metrics.count("sampled", len(sampled))
+    response_tokens = sum(len(r.token_ids) for r in rollouts)
+    metrics.count("sampled", len(rollouts))
     metrics.count("response_tokens", response_tokens)
-    metrics.count("val/num_step_tokens", response_tokens + sum(len(r.prompt.token_ids) for r in sampled))
-    present = [r.score for r in sampled if not math.isnan(r.score)]
+    metrics.count("val/num_step_tokens", response_tokens + sum(len(r.prompt.token_ids) for r in rollouts))
+    present = [r.score for r in rollouts if not math.isnan(r.score)]
     metrics.add("val/score_sq", sum(s * s for s in present), len(present))
     metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
-    size = args.num_samples_per_prompt_rollout
-    best = rewards.max_score(args)
-    everything = [sampled[i : i + size] for i in range(0, len(sampled), size)]
-    outcomes = [{r.outcome for r in group if not math.isnan(r.outcome)} for group in everything]
-    constant = [scores for scores in outcomes if len(scores) < 2]
-    metrics.count("batch/total_prompts", len(everything))
-    metrics.count("val/total_reward_groups", len(everything) - len(constant))
+    best, constant = rewards.max_score(args), [found for found in outcomes if len(found) < 2]
+    metrics.count("batch/total_prompts", len(sampled))
+    metrics.count("val/total_reward_groups", len(sampled) - len(constant))
     metrics.count("batch/filtered_prompts", len(constant))
     metrics.count("batch/filtered_prompts_zero", sum(s == {0.0} for s in constant))
     metrics.count("batch/filtered_prompts_solved", sum(s == {best} for s in constant))
     metrics.count("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, {best}) for s in constant))
-    metrics.count("batch/missing_rewards", sum(math.isnan(r.score) for r in sampled))
+    metrics.count("batch/missing_rewards", sum(math.isnan(r.score) for r in rollouts))
 
 
 def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
@@ -2442,10 +2500,11 @@ class Logger:
         pace = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
         return str(timedelta(seconds=round(pace * (self.num_steps - step))))
 
-    def show(self, step: int, rollouts: Sequence[Any]) -> None:
+    def show(self, step: int, groups: Sequence[Group]) -> None:
         """Print the first and the last rollout; the first TABLE_ROLLOUTS go to samples.jsonl, for the trackers."""
-        if not self.enabled or not rollouts:
+        if not self.enabled or not groups:
             return
+        rollouts = [r for group in groups for r in group]
         for r in (rollouts[0], rollouts[-1]):
             end = "ended by itself" if r.finish_reason == "stop" else "cut at the limit"
             answer = f"score {r.score:g}, {end}, label {str(*r.prompt.ground_truths[:1]):.120}"

@@ -304,7 +304,7 @@ def bench_rollout(options: argparse.Namespace) -> dict[str, Any]:
     prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
     pairs = [(i, utils.prompt_at(prompts, i, args.seed)) for i in range(args.num_unique_prompts_rollout)]
     samples = range(args.num_samples_per_prompt_rollout)
-    requests = [grpo.make_request(prompt, i, j, args, False) for i, prompt in pairs for j in samples]
+    requests = [grpo.make_request(utils.Rollout(prompt, i, j), args) for i, prompt in pairs for j in samples]
     made: dict[str, list[list[int]]] = {}
 
     def ours() -> None:
@@ -539,7 +539,7 @@ def precision_run(name: str, seed: int, start: Sequence[torch.Tensor], session: 
             packs = grpo.pack_rollouts(grpo.trainable(groups, args), "shared", args.pack_length, 1, policy.pair_cost)[0]
             batches = grpo.micro_batches(packs, "shared", args, world.device)
             gap, _ = grpo.update(policy, None, optimizer, scheduler, [batches], args, world, metrics)
-            row["correct"].append(statistics.mean(r.verifiable > 0 for r in sampled))
+            row["correct"].append(statistics.mean(r.verifiable > 0 for group in sampled for r in group))
             row["seconds"].append(time.perf_counter() - begin)
             row["gap"].append(gap.get("debug/vllm_vs_local_logprob_diff_mean"))
             utils.shard_again(policy)
@@ -589,7 +589,7 @@ def bench_precision(options: argparse.Namespace) -> dict[str, Any]:
 
     for seed in options.seeds:
         for name, arm in ARMS.items():
-            wanted = options.arms is None or any(part in name for part in options.arms)
+            wanted = options.arms is None or name in options.arms
             done = any((row["arm"], row["seed"]) == (name, seed) for row in rows())
             alone = arm.get("slow") and seed > 1
             if arm.get("products", "float32") == options.dtype and wanted and not done and not alone:
@@ -930,7 +930,7 @@ def parse_options() -> argparse.Namespace:
     add("--solver_tokens", type=int, default=64, help="rewards: longest text of the solver (64)")
     add("--results", default=str(ROOT / "runs" / "precision.jsonl"), help="precision: its runs (runs/precision.jsonl)")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="precision: of the runs (1 2 3)")
-    add("--arms", nargs="+", help="precision: those whose name has one of these (all)")
+    add("--arms", nargs="+", help="precision: of these names (all)")
     add("--most_steps", type=int, default=40, help="precision: steps of a run that does not learn (40)")
     add("--against", help="startup: another checkout to measure in the same rounds")
     add("--sides", nargs="+", help="startup: only those whose name has one of these parts")

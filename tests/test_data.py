@@ -683,7 +683,7 @@ def test_solved_prompts_are_excluded():
     def group(index, *scores):
         return [grpo.Rollout(utils.Prompt(index, (1,), "", ("7",), ("gsm8k",)), index, 0, outcome=s) for s in scores]
 
-    sampled = group(0, 10.0, 10.0) + group(1, 10.0, 0.0) + group(2, 0.0, 0.0) + group(3, 10.0, math.nan)
+    sampled = [group(0, 10.0, 10.0), group(1, 10.0, 0.0), group(2, 0.0, 0.0), group(3, 10.0, math.nan)]
     args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.5)
     assert grpo.exclude_solved(frozenset({9}), sampled, args) == {0, 1, 9}
     assert grpo.exclude_solved(frozenset(), sampled, replace(args, no_resampling_pass_rate=0.6)) == {0}

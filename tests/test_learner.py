@@ -217,7 +217,7 @@ def test_a_response_is_scored_while_others_are_sampled(monkeypatch):
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
     args = make_args("m", "--num_samples_per_prompt_rollout", 2)
     prompt = utils.Prompt(0, (1, 2), "", ("1",), ("slow",))
-    rollouts = grpo.sample_rollouts(engine, [(0, prompt)], 2, args, tokenizer)
+    (rollouts,) = grpo.sample_rollouts(engine, [(0, prompt)], 2, args, tokenizer)
     grpo.score_rollouts(rollouts, args)
     assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
 

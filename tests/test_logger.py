@@ -109,7 +109,7 @@ def test_tensorboard_gets_metrics_and_samples_and_a_resume_replaces_what_it_does
     first = make_logger(tmp_path, world, "--with_tensorboard")
     for step in (1, 2, 3):
         first.log({"training_step": step, "objective/scores": step / 2, "objective/kl": math.nan})
-    first.show(1, make_rollouts(20))
+    first.show(1, [make_rollouts(20)])
     first.close()
     again = make_logger(tmp_path, world, "--with_tensorboard", start=2)
     again.log({"training_step": 3, "objective/scores": 9.0})
@@ -127,7 +127,7 @@ def test_wandb_gets_axes_and_a_table(tmp_path, world, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = make_logger(tmp_path, world, "--with_tracking")
     logger.log({"training_step": 1, "objective/scores": 0.5})
-    logger.show(1, make_rollouts(20))
+    logger.show(1, [make_rollouts(20)])
     logger.close()
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/rollouts*.table.json")
     table = json.loads(table.read_text())
@@ -295,7 +295,7 @@ def test_an_old_run_is_sent_by_hand(fake, tmp_path, world):
     logger = make_logger(tmp_path, world)
     for step in (1, 2):
         logger.log({"training_step": step})
-    logger.show(2, make_rollouts(2))
+    logger.show(2, [make_rollouts(2)])
     logger.close()
     line = [sys.executable, REPO / "scripts" / "track.py", tmp_path]
     done = subprocess.run([*line, "--wandb", "--wandb_project", "q"], capture_output=True, text=True)

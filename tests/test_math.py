@@ -48,10 +48,7 @@ def loss_of(new, old, advantage, loss_fn="dapo", lower=0.2, higher=0.2, dual=0.0
         advantages,
         mask,
         rows(mask) if seq_ids is None else seq_ids,
-        loss_fn=loss_fn,
-        clip_lower=lower,
-        clip_higher=higher,
-        clip_dual=dual,
+        grpo.GRPOFlags(loss_fn=loss_fn, clip_lower=lower, clip_higher=higher, clip_dual=dual),
     )
     return loss.detach(), ratio, clipped, torch.autograd.grad(loss.sum(), new)[0]
 
@@ -216,8 +213,8 @@ def test_gspo_tokens_have_a_gradient_of_their_own():
     """GSPO-token: s_t = sg(s) p_t / sg(p_t). Weighing tokens differently (rho) then weighs their gradients."""
     new, old = log(0.4, 0.1, 0.8).requires_grad_(), log(0.2, 0.2, 0.1)  # s = 2
     mask, advantages = torch.ones(1, 3, dtype=torch.bool), per_token(1.0, 1.0, 1.0)
-    options = dict(loss_fn="gspo", clip_lower=0.2, clip_higher=3.0)
-    loss = grpo.policy_loss(new, old, advantages, mask, rows(mask), **options)[0]
+    flags = grpo.GRPOFlags(loss_fn="gspo", clip_lower=0.2, clip_higher=3.0)
+    loss = grpo.policy_loss(new, old, advantages, mask, rows(mask), flags)[0]
     assert_close(torch.autograd.grad((loss * per_token(1.0, 0.0, 0.5)).sum(), new)[0], per_token(-2.0, 0.0, -1.0))
 
 
@@ -295,10 +292,7 @@ def verl_loss(case, dtype, padding=None):
         advantages,
         mask,
         rows(mask),
-        loss_fn=loss_fn,
-        clip_lower=low,
-        clip_higher=high,
-        clip_dual=dual,
+        grpo.GRPOFlags(loss_fn=loss_fn, clip_lower=low, clip_higher=high, clip_dual=dual),
     )
     if not mask.any():  # counts are those of the whole optimizer step: this part of it has no tokens, others have
         case = case | {"params": case["params"] | {"batch_num_tokens": 5, "global_batch_size": 1}}
@@ -425,7 +419,8 @@ def test_k3_grows_with_the_log_ratio_on_either_side():  # up to our clamp at 40,
 def weights_of(old, engine, mask=None, seq_ids=None, upper=0.0, **options):
     mask = torch.ones_like(old, dtype=torch.bool) if mask is None else mask
     seq_ids = rows(mask) if seq_ids is None else seq_ids
-    return grpo.importance_weights(old, engine, mask, seq_ids, clamp_upper=upper, **options)
+    flags = {f"rho_{name}": value for name, value in options.items()}
+    return grpo.importance_weights(old, engine, mask, seq_ids, grpo.GRPOFlags(rho_clamp_upper_bound=upper, **flags))
 
 
 OLD, ENGINE = log(0.8, 0.2, 0.3, 0.1), log(0.2, 0.2, 0.6, 0.4)  # rho 4, 1, 1/2, 1/4
@@ -440,29 +435,29 @@ def test_weights_truncate_above():
 
 
 def test_weights_mask_tokens_outside_the_bounds():
-    assert_close(weights_of(OLD, ENGINE, mask_lower=0.4, mask_upper=3.0), per_token(0.0, 1.0, 0.5, 0.0))
-    assert_close(weights_of(OLD, ENGINE, mask_lower=0.4), per_token(4.0, 1.0, 0.5, 0.0))
-    assert_close(weights_of(OLD, ENGINE, mask_upper=3.0), per_token(0.0, 1.0, 0.5, 0.25))
+    assert_close(weights_of(OLD, ENGINE, mask_lower_bound=0.4, mask_upper_bound=3.0), per_token(0.0, 1.0, 0.5, 0.0))
+    assert_close(weights_of(OLD, ENGINE, mask_lower_bound=0.4), per_token(4.0, 1.0, 0.5, 0.0))
+    assert_close(weights_of(OLD, ENGINE, mask_upper_bound=3.0), per_token(0.0, 1.0, 0.5, 0.25))
 
 
 def test_masking_looks_at_the_ratio_before_truncation():
-    assert_close(weights_of(OLD, ENGINE, upper=2.0, mask_upper=3.0), per_token(0.0, 1.0, 0.5, 0.25))
+    assert_close(weights_of(OLD, ENGINE, upper=2.0, mask_upper_bound=3.0), per_token(0.0, 1.0, 0.5, 0.25))
 
 
 @pytest.mark.parametrize(
     "bounds, want",
     [  # geometric means: sqrt(4 x 1) = 2 and sqrt(1/2 x 1/4) = 0.354
-        (dict(mask_upper=1.9), [0.0, 0.0, 0.5, 0.25]),
-        (dict(mask_upper=2.1), [4.0, 1.0, 0.5, 0.25]),
-        (dict(mask_lower=0.3), [4.0, 1.0, 0.5, 0.25]),
-        (dict(mask_lower=0.4), [4.0, 1.0, 0.0, 0.0]),
-        (dict(mask_lower=0.4, upper=2.0), [2.0, 1.0, 0.0, 0.0]),
+        (dict(mask_upper_bound=1.9), [0.0, 0.0, 0.5, 0.25]),
+        (dict(mask_upper_bound=2.1), [4.0, 1.0, 0.5, 0.25]),
+        (dict(mask_lower_bound=0.3), [4.0, 1.0, 0.5, 0.25]),
+        (dict(mask_lower_bound=0.4), [4.0, 1.0, 0.0, 0.0]),
+        (dict(mask_lower_bound=0.4, upper=2.0), [2.0, 1.0, 0.0, 0.0]),
     ],
 )
 def test_sequence_level_masking_drops_whole_responses(bounds, want):
-    in_one_row = weights_of(OLD, ENGINE, seq_ids=torch.tensor([[0, 0, 1, 1]]), sequence_level=True, **bounds)
+    in_one_row = weights_of(OLD, ENGINE, seq_ids=torch.tensor([[0, 0, 1, 1]]), mask_sequence_level=True, **bounds)
     assert_close(in_one_row, per_token(*want))
-    in_two = weights_of(OLD.view(2, 2), ENGINE.view(2, 2), sequence_level=True, **bounds)
+    in_two = weights_of(OLD.view(2, 2), ENGINE.view(2, 2), mask_sequence_level=True, **bounds)
     assert_close(in_two, per_token(*want).view(2, 2))
 
 
@@ -470,7 +465,9 @@ def test_weights_are_zero_and_silent_outside_the_mask():
     mask = torch.tensor([[True, False, False, True]])
     old, engine = OLD.clone().requires_grad_(), ENGINE.clone()
     engine[0, 1:3] = torch.tensor([NAN, -INF])
-    got = weights_of(old, engine, mask=mask, mask_upper=1.5, sequence_level=True)  # geometric mean of 4 and 1/4 is 1
+    got = weights_of(
+        old, engine, mask=mask, mask_upper_bound=1.5, mask_sequence_level=True
+    )  # geometric mean of 4 and 1/4 is 1
     assert_close(got, per_token(4.0, 0.0, 0.0, 0.25))
     assert not got.requires_grad
 
@@ -494,7 +491,7 @@ def test_verl_token_rejection():
     (case,) = (c for c in CASES if c["fn"] == "rollout_rs")
     assert case["params"]["threshold"] == "0.8_1.25"
     old, engine = torch.tensor(case["logp_train"]), torch.tensor(case["logp_rollout"])
-    got = weights_of(old, engine, mask=torch.tensor(case["mask"]).bool(), mask_lower=0.8, mask_upper=1.25)
+    got = weights_of(old, engine, mask=torch.tensor(case["mask"]).bool(), mask_lower_bound=0.8, mask_upper_bound=1.25)
     assert torch.equal(got > 0, torch.tensor(case["kept"]).bool())
     assert case["kept"] != case["mask"]
 
