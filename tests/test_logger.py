@@ -191,7 +191,7 @@ def test_a_tracker_gets_all_rows_and_the_end(fake, tmp_path, world, capsys):
     for step in range(300):  # more than any queue would hold
         logger.log({"training_step": step, "objective/scores": math.nan if step == 3 else 0.5})
         if step % 100 == 1:
-            logger.show(step, make_rollouts(3))
+            logger.show(step, [make_rollouts(3)])
         if step == 200:  # as job queues do, to all processes
             logger.trackers["wandb"].terminate()
     logger.close()
