@@ -2082,7 +2082,9 @@ def record_step(
 def rollout_row(r: Rollout, step: int) -> dict[str, Any]:
     """A rollout as a row of rollouts.jsonl. NaN is null; all else comes back to the last bit, since a float is written
     with the digits that tell it from any other."""
-    row = {"training_step": step} | vars(r) | {"prompt": r.prompt.text, "prompt_ids": r.prompt.token_ids}
+    row: dict[str, Any] = (
+        {"training_step": step} | vars(r) | {"prompt": r.prompt.text, "prompt_ids": r.prompt.token_ids}
+    )
     row |= {"ground_truths": r.prompt.ground_truths, "verifiers": r.prompt.verifiers}
     row["results"] = [asdict(result) for result in r.results]
     del row["scoring"]

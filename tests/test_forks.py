@@ -79,7 +79,8 @@ def test_the_split_into_packs_is_no_part_of_it(forked, tiny_models, world, monke
         args = test_learner.make_args("m", *FLAGS[name], "--num_samples_per_prompt_rollout", "3")
         for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 10.0, 0.0, 0.0, 0.0, 7.0, 10.0, 10.0, 0.0), strict=True):
             r.score = r.outcome = score
-        grpo.set_advantages(rollouts, args)
+        for i in range(0, len(rollouts), 3):
+            grpo.set_advantages(rollouts[i : i + 3], args)
         return rollouts
 
     monkeypatch.setattr(test_learner, "grpo", grpo)
@@ -154,7 +155,8 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
     rollouts = test_learner.make_rollouts()
     for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 4.0, 1.0, 0.0, 0.0, 0.0, 10.0, 10.0, 0.0), strict=True):
         r.score = score
-    grpo.set_advantages(rollouts, args)
+    for i in range(0, len(rollouts), 3):
+        grpo.set_advantages(rollouts[i : i + 3], args)
     # thirds: 20 -10 -10, 3 3 -6, 0 0 0, 10 10 -20; squares 600 + 54 + 600 = 1254, / 9 / 12 = 11.6111
     std = math.sqrt(1254 / 9 / 12)
     want = [x / 3 / std for x in (20, -10, -10, 3, 3, -6, 0, 0, 0, 10, 10, -20)]
