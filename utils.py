@@ -1257,6 +1257,9 @@ class TransformersEngine(Engine):
             args.model_name_or_path, revision=args.model_revision, dtype=DTYPES[args.model_dtype]
         )
         self.model.to(world.device).eval().requires_grad_(False)
+        if args.model_dtype == "bfloat16":  # of strided rows a CPU's product copies the head for each: GiB, a minute
+            head = self.model.get_output_embeddings()
+            head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self.tokenizer, self.device = tokenizer, world.device
         self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         self.stop_strings = list(args.stop_strings)
