@@ -826,7 +826,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     manifest = plan_weights(policy, dtype)
     engines: Any = None  # these three: learner 0
     sender = collector = None
-    servers: list[utils.Server] = []
+    servers: utils.Servers | None = None
     clocks: list[Clock] = []
     if world.is_main:
         servers = utils.start_reward_models(args, run_dir, alone)

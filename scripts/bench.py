@@ -848,11 +848,11 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
         for a, b in zip(range(10, 10 + options.calls), rng.integers(10, 100, options.calls).tolist(), strict=True)
     ]
     with tempfile.TemporaryDirectory() as directory:
-        servers = utils.start_servers(options.model, 1, Path(directory), max_model_len=1024, dtype=options.dtype)
-        os.environ["SOLVER_API_KEY"] = servers[0].api_key
+        servers = utils.start_servers(options.model, Path(directory), max_model_len=1024, model_dtype=options.dtype)
+        os.environ["SOLVER_API_KEY"] = servers.api_key
         flags = rewards.RewardFlags(
             solver_model_name_or_path=options.model,
-            solver_base_url=servers[0].base_url,
+            solver_base_url=servers.base_urls[0],
             solver_response_length=options.solver_tokens,
             solver_baseline=False,
         )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -566,14 +567,14 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import rewards, utils
 model = sys.argv[2]
-servers = utils.start_servers(model, 1, Path(sys.argv[3]), max_model_len=1024)
-os.environ["SOLVER_API_KEY"] = servers[0].api_key
-flags = {"solver_model_name_or_path": model, "solver_base_url": servers[0].base_url, "solver_response_length": 128}
+servers = utils.start_servers(model, Path(sys.argv[3]), max_model_len=1024)
+os.environ["SOLVER_API_KEY"] = servers.api_key
+flags = {"solver_model_name_or_path": model, "solver_base_url": servers.base_urls[0], "solver_response_length": 128}
 rewards.configure(rewards.RewardFlags(**flags), connect=True)
 guidelines = ["The answer is \\\\boxed{5}. Write just \\\\boxed{5}", "Sing. " * 2000]
 label = {"question": "What is 2+3?", "answer": "5"}
 results = rewards.score([rewards.RewardRecord(guideline, label, "solver") for guideline in guidelines])
-print(json.dumps([[r.score, r.status, r.details] for r in results] + [servers[0].guard.pid]), flush=True)
+print(json.dumps([[r.score, r.status, r.details] for r in results] + [servers.process.pid]), flush=True)
 time.sleep(600)
 """
 
@@ -631,16 +632,104 @@ def test_a_server_that_does_not_start_says_why(tiny_models, tmp_path):
     import utils
 
     with pytest.raises(utils.UserError, match="float99"):
-        utils.start_servers(str(tiny_models()), 1, tmp_path, max_model_len=1024, dtype="float99")
+        utils.start_servers(str(tiny_models()), tmp_path, max_model_len=1024, model_dtype="float99")
+
+
+VLLM = """
+import http.server, os, sys, time
+flags = dict(zip(sys.argv, sys.argv[1:]))
+if os.environ["FAKE"] == "fail":
+    raise SystemExit("no room for the cache")
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        known = self.headers["Authorization"] == f"Bearer {os.environ['VLLM_API_KEY']}"
+        self.send_response(200 if known and self.path == "/v1/models" else 401)
+        self.end_headers()
+        if self.path == "/die":
+            os._exit(3)
+
+print(flags["--max-model-len"], flags["--served-model-name"], os.environ.get("LOCAL_RANK"), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch):
+    """A stand-in of vLLM's server in the programs that are started."""
+    package = tmp_path / "modules" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(VLLM)
+    for directory in (package, *package.parents[:2]):
+        (directory / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setenv("FAKE", "")
+
+
+def ask(url, key=""):
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.status
+
+
+def wait_for_the_end_of(pids):
+    deadline = time.monotonic() + 20
+    while (left := pids & living().keys()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_servers_are_found_checked_and_ended(fake_vllm, tiny_models, tmp_path, monkeypatch):
+    import utils
+
+    monkeypatch.setenv("LOCAL_RANK", "1")  # a server is no rank
+    servers = utils.start_servers(str(tiny_models()), tmp_path, "judge", num_engines=2, max_model_len=77)
+    processes = descendants(servers.process.pid)
+    assert [ask(f"{url}/models", servers.api_key) for url in servers.base_urls] == [200, 200] and len(processes) == 2
+    assert (tmp_path / "judge_1.log").read_text().startswith(f"77 {tiny_models()} None\n")
+    utils.check_servers(servers)
+    with pytest.raises(OSError):
+        ask(servers.base_urls[1].removesuffix("/v1") + "/die")
+    servers.process.wait(30)
+    with pytest.raises(utils.UserError, match=r"server of .*judge_1.log has ended"):
+        utils.check_servers(servers)
+    utils.stop_servers(servers)
+    wait_for_the_end_of(processes)
+    servers = utils.start_servers(str(tiny_models()), tmp_path)
+    processes = descendants(servers.process.pid)
+    utils.stop_servers(servers)
+    wait_for_the_end_of(processes)
+    monkeypatch.setenv("FAKE", "fail")
+    with pytest.raises(utils.UserError, match="no room for the cache"):
+        utils.start_servers(str(tiny_models()), tmp_path)
+
+
+def test_serve_by_hand(fake_vllm, tiny_models, tmp_path, monkeypatch):
+    """Without a pipe for its stdin it stays until SIGTERM, with its servers' words on stderr; nothing is left over."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    line = [sys.executable, str(ROOT / "scripts" / "serve.py")]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*line, str(tiny_models())], **quiet) as program:
+        answer = json.loads(program.stdout.readline())
+        processes = descendants(program.pid)
+        assert ask(f"{answer['base_urls'][0]}/models", answer["api_key"]) == 200 and len(processes) == 1
+        assert f"--llm_judge_base_url {answer['base_urls'][0]}" in program.stdout.readline() + program.stdout.readline()
+        program.terminate()
+        _, err = program.communicate(timeout=30)
+    assert program.returncode == 0 and str(tiny_models()) in err
+    wait_for_the_end_of(processes)
+    assert not list(tmp_path.glob("vllm_*"))
+    done = subprocess.run([*line, str(tmp_path / "none")], **quiet)
+    assert done.returncode == 1 and "serve.py: " in done.stderr and "none" in done.stderr
 
 
 def test_server_devices(monkeypatch):
-    import utils
+    from scripts import serve
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
-    assert utils.server_devices(2, devices_in_use=1) == ["5", "7"]
-    assert utils.server_devices(3, devices_in_use=2) == ["7", "7", "7"]
-    assert utils.server_devices(1, devices_in_use=8) == ["7"]
+    assert serve.server_devices(2, devices_in_use=1) == ["5", "7"]
+    assert serve.server_devices(3, devices_in_use=2) == ["7", "7", "7"]
+    assert serve.server_devices(1, devices_in_use=8) == ["7"]
 
 
 @pytest.mark.runs

@@ -208,9 +208,9 @@ def test_vllm_serves_the_saved_model(trained, start):
     command += ["--dtype", "float32"]  # "auto" would make bfloat16 of a float32 model
     log = trained[0] / "server.log"
     with log.open("w") as out:
-        guard = subprocess.Popen(
-            [sys.executable, "-c", utils.SERVER_GUARD, *command],
-            **{"stdin": subprocess.PIPE, "stdout": out, "stderr": out},
+        server = subprocess.Popen(
+            command,
+            **{"stdout": out, "stderr": out, "start_new_session": True},
             env=os.environ | {"OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"},
         )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -222,7 +222,7 @@ def test_vllm_serves_the_saved_model(trained, start):
 
     try:
         while True:
-            assert guard.poll() is None, log.read_text()[-3000:]
+            assert server.poll() is None, log.read_text()[-3000:]
             with contextlib.suppress(OSError):
                 ask("/health")
                 break
@@ -230,8 +230,8 @@ def test_vllm_serves_the_saved_model(trained, start):
         assert ask("/tokenize", model="m", messages=TURNS, add_generation_prompt=True)["tokens"] == ids
         answer = ask("/v1/chat/completions", model="m", messages=TURNS, max_tokens=40)
     finally:
-        guard.stdin.close()
-        guard.wait()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "stop" and choice["stop_reason"] == start[1]
     assert choice["message"]["content"] == want

@@ -135,14 +135,14 @@ def run(recipe: Path, more: list[str]) -> int:
     _, flags = training_flags(captures(recipe)[0])
     args = utils.parse_args(grpo.Args, flags)
     with tempfile.TemporaryDirectory() as directory:
-        out, servers, judge = Path(directory), [], {}
+        out, servers, judge = Path(directory), None, {}
         flags = shrink(args, f"smoke_{recipe.stem}", out)
         try:
             if args.llm_judge_model:
                 servers = utils.start_servers(
-                    str(out / "server"), 1, out, max_model_len=2048, dtype="float32", name="judge"
+                    str(out / "server"), out, "judge", max_model_len=2048, model_dtype="float32"
                 )
-                judge = {"OPENAI_BASE_URL": servers[0].base_url, "OPENAI_API_KEY": servers[0].api_key}
+                judge = {"OPENAI_BASE_URL": servers.base_urls[0], "OPENAI_API_KEY": servers.api_key}
             return subprocess.run(["bash", str(recipe), *flags, *more], env=environment(RUN) | judge).returncode
         finally:
             utils.stop_servers(servers)
