@@ -148,7 +148,7 @@ def test_dr_grpo_by_hand(forked, tiny_models, world, monkeypatch):
 
 def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
     """Scores 10 0 0, 4 4 1, 0 0 0, 10 10 0 less their means, over one standard deviation of all twelve, whatever
-    mini-batch they are in."""
+    mini-batch they are in; the mean is 0 but where a response is left out."""
     _, grpo = forked("reinforce_pp_baseline")
     monkeypatch.setattr(test_learner, "grpo", grpo)
     args = test_learner.make_args(tiny_models(), "--no_use_rho_correction", "--num_samples_per_prompt_rollout", "3")
@@ -157,9 +157,10 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
         r.score = score
     for i in range(0, len(rollouts), 3):
         grpo.set_advantages(rollouts[i : i + 3], args)
-    # thirds: 20 -10 -10, 3 3 -6, 0 0 0, 10 10 -20; squares 600 + 54 + 600 = 1254, / 9 / 12 = 11.6111
-    std = math.sqrt(1254 / 9 / 12)
-    want = [x / 3 / std for x in (20, -10, -10, 3, 3, -6, 0, 0, 0, 10, 10, -20)]
+    # thirds: 20 -10 -10, 3 3 -6, 0 0 0, 10 10 -20; squares 600 + 54 + 600 = 1254; without the last sum 20, squares 854
+    thirds = (20, -10, -10, 3, 3, -6, 0, 0, 0, 10, 10, -20)
+    whole = [x / 3 / math.sqrt(1254 / 9 / 12) for x in thirds]
+    cut = [(x / 3 - 20 / 33) / math.sqrt(854 / 9 / 11 - (20 / 33) ** 2) for x in thirds[:-1]]
     seen = {}
 
     def loss(new_logprobs, entropy, batch, *rest):
@@ -169,10 +170,10 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
 
     original = grpo.grpo_loss
     monkeypatch.setattr(grpo, "grpo_loss", loss)
-    for halves in ([rollouts], [rollouts[:5], rollouts[5:]]):
+    for parts, want in (([rollouts], whole), ([rollouts[:5], rollouts[5:]], whole), ([rollouts[:-1]], cut)):
         seen.clear()
-        test_learner.run_update(args, world, halves)
-        assert [seen[r.position, r.sample] for r in rollouts] == pytest.approx(want, rel=1e-5)
+        test_learner.run_update(args, world, parts)
+        assert [seen[r.position, r.sample] for part in parts for r in part] == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
 def test_adaptive_kl_by_hand(forked):
