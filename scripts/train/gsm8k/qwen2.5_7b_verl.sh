@@ -29,6 +29,7 @@ torchrun --standalone --nproc_per_node 8 grpo.py \
     --exp_name qwen2.5_7b_gsm8k_verl \
     --output_dir output \
     --model_name_or_path Qwen/Qwen2.5-7B \
+    --no_dither_master_weights \
     --dataset_mixer_list data/gsm8k_verl/train.jsonl 1.0 \
     --dataset_mixer_eval_list data/gsm8k_verl/test.jsonl 1.0 \
     --num_unique_prompts_rollout 1024 \

@@ -42,6 +42,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name hybrid_7b_instruct_rl \
     --output_dir output \
     --model_name_or_path allenai/Olmo-Hybrid-Instruct-DPO-7B \
+    --no_dither_master_weights \
     --dataset_mixer_list \
         hamishivi/rlvr_acecoder_filtered_filtered 20000 \
         hamishivi/omega-combined-no-boxed_filtered 20000 \

@@ -39,6 +39,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name large_test_non_hybrid \
     --output_dir output \
     --model_name_or_path allenai/Olmo-3-1025-7B \
+    --no_dither_master_weights \
     --dataset_mixer_list \
         saurabh5/rlvr_acecoder_filtered 25376 \
         saurabh5/open-code-reasoning-rlvr-stdio 25376 \

@@ -42,6 +42,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name olmo2_13b_grpo_fast_zero \
     --output_dir output \
     --model_name_or_path allenai/OLMo-2-1124-13B \
+    --no_dither_master_weights \
     --model_revision main \
     --dataset_mixer_list data/math_zs/train.jsonl 1.0 \
     --dataset_mixer_list_splits train \

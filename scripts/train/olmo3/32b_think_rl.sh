@@ -42,6 +42,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name olmo3_32b_think_rl \
     --output_dir output \
     --model_name_or_path allenai/Olmo-3-32B-Think-DPO \
+    --no_dither_master_weights \
     --dataset_mixer_list \
         hamishivi/math_rlvr_mixture_dpo 1.0 \
         hamishivi/code_rlvr_mixture_dpo 1.0 \

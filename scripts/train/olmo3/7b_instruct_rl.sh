@@ -44,6 +44,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name olmo3_7b_instruct_rl \
     --output_dir output \
     --model_name_or_path allenai/Olmo-3-7B-Instruct-DPO \
+    --no_dither_master_weights \
     --dataset_mixer_list \
         hamishivi/rlvr_acecoder_filtered_filtered 20000 \
         hamishivi/omega-combined-no-boxed_filtered 20000 \

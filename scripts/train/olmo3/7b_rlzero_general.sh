@@ -39,6 +39,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name olmo3_7b_rlzero_general \
     --output_dir output \
     --model_name_or_path allenai/Olmo-3-1025-7B \
+    --no_dither_master_weights \
     --dataset_mixer_list hamishivi/rlvr_general_mix 13314 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list hamishivi/rlvr_general_mix 8 \

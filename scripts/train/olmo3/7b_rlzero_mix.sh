@@ -41,6 +41,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name olmo3_7b_rlzero_mix \
     --output_dir output \
     --model_name_or_path allenai/Olmo-3-1025-7B \
+    --no_dither_master_weights \
     --dataset_mixer_list \
         allenai/Dolci-RLZero-Math-7B 1.0 \
         allenai/Dolci-RLZero-Code-7B 1.0 \

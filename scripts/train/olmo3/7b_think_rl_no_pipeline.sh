@@ -40,6 +40,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name olmo3_7b_think_rl_no_pipeline \
     --output_dir output \
     --model_name_or_path allenai/Olmo-3-7B-Think-DPO \
+    --no_dither_master_weights \
     --dataset_mixer_list allenai/Dolci-Think-RL-7B 1.0 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list allenai/Dolci-Think-RL-7B 8 \

@@ -26,6 +26,7 @@ python grpo_fast.py \
     --exp_name qwen2.5_3b_grpo_fast_zero \
     --output_dir output \
     --model_name_or_path Qwen/Qwen2.5-3B \
+    --no_dither_master_weights \
     --dataset_mixer_list data/math_zs/train.jsonl 1.0 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list data/math_zs/train.jsonl 16 \

@@ -16,6 +16,7 @@ python grpo_fast.py \
     --exp_name qwen3_4b_dapo_math \
     --output_dir output \
     --model_name_or_path Qwen/Qwen3-4B-Base \
+    --no_dither_master_weights \
     --dataset_mixer_list hamishivi/DAPO-Math-17k-Processed_filtered 1.0 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list \

@@ -29,6 +29,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name qwen3_4b_dapo_math_32k \
     --output_dir output \
     --model_name_or_path Qwen/Qwen3-4B-Base \
+    --no_dither_master_weights \
     --dataset_mixer_list mnoukhov/dapo_math_14k_en_openinstruct 1.0 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list \

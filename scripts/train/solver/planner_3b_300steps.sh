@@ -44,6 +44,7 @@ python grpo_fast.py \
     --exp_name $name \
     --output_dir checkpoints/query-conditioned-guidelines \
     --model_name_or_path Qwen/Qwen2.5-3B-Instruct \
+    --no_dither_master_weights \
     --dataset_mixer_list data/numinamath30k/train.jsonl 1.0 \
     --dataset_mixer_eval_list data/numinamath30k/eval.jsonl 1.0 \
     --num_learners_per_node 2 \

@@ -43,6 +43,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --exp_name tulu3.1_8b_grpo_fast \
     --output_dir output \
     --model_name_or_path allenai/Llama-3.1-Tulu-3-8B-DPO \
+    --no_dither_master_weights \
     --dataset_mixer_list data/rlvr_tulu3/train.jsonl 1.0 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list data/rlvr_tulu3/train.jsonl 16 \
