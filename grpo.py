@@ -151,7 +151,10 @@ class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
             "rho_mask_lower_bound rho_mask_upper_bound",
         )
         self.check_batch(world_size, fast)
-        self.check_algorithm()
+        self.check_loss()
+        self.check_sampling()
+        utils.check_scheduler_name(self.lr_scheduler_type)
+        rewards.configure(self, connect=False)
 
     def check_batch(self, world_size: int, fast: bool) -> None:
         """The arithmetic of a step on `world_size` ranks of grpo.py (1 with `fast`, grpo_fast.py)."""
@@ -207,15 +210,11 @@ class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
             "--solver_model_name_or_path starts servers for one node: on several start them and give --solver_base_url",
         )
 
-    def check_algorithm(self) -> None:
-        """What contradicts itself in loss, sampling and evaluation."""
+    def check_loss(self) -> None:
+        """What contradicts itself in loss and optimizer."""
         beta, ref, refresh, rate = self.beta, self.load_ref_policy, self.ref_policy_update_freq, self.warmup_ratio
         low, high, clamp = self.rho_mask_lower_bound, self.rho_mask_upper_bound, self.rho_clamp_upper_bound
-        kind, passed, denominator = (
-            self.advantage_normalization_type,
-            self.no_resampling_pass_rate,
-            self.loss_denominator,
-        )
+        kind, denominator = self.advantage_normalization_type, self.loss_denominator
         need(beta == 0 or ref, f"--beta {beta} needs a reference policy: drop --no_load_ref_policy or set --beta 0")
         need(refresh is None or ref, "--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
         need(
@@ -225,9 +224,6 @@ class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
         need(0 < self.alpha <= 1, f"--alpha {self.alpha}: must be in (0, 1]")
         need(0 <= self.clip_lower <= 1, f"--clip_lower {self.clip_lower}: must be in [0, 1]")
         need(0 <= rate < 1, f"--warmup_ratio {rate}: must be in [0, 1)")
-        need(
-            passed is None or 0 < passed <= 1, f"--no_resampling_pass_rate {passed}: must be in (0, 1]; or leave it out"
-        )
         need(
             self.clip_dual == 0 or (self.clip_dual > 1 and self.loss_fn == "dapo"),
             f"--clip_dual {self.clip_dual}: must be above 1, with --loss_fn dapo; 0 is off",
@@ -254,10 +250,6 @@ class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
             f"--vllm_top_p {self.vllm_top_p} makes engine logprobs those of the cut distribution and biases "
             "--use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction",
         )
-        need(
-            self.filter_zero_std_samples or not self.active_sampling,
-            "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
-        )
         need(not self.kl_in_reward or beta > 0, "--kl_in_reward subtracts beta * KL: it needs --beta above 0")
         need(
             not (self.kl_in_reward and self.mask_truncated_completions),
@@ -269,6 +261,17 @@ class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
             f"--kl_in_reward with --advantage_normalization_type {kind} divides the group's KL differences by their "
             "own standard deviation, so that responses of equal outcome get advantages of about 1 however small beta: "
             "take --advantage_normalization_type centered, or add --force_kl_in_reward",
+        )
+
+    def check_sampling(self) -> None:
+        """What contradicts itself in sampling, reward and evaluation."""
+        passed = self.no_resampling_pass_rate
+        need(
+            passed is None or 0 < passed <= 1, f"--no_resampling_pass_rate {passed}: must be in (0, 1]; or leave it out"
+        )
+        need(
+            self.filter_zero_std_samples or not self.active_sampling,
+            "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
         )
         need(
             self.overlong_buffer_length < self.response_length,
@@ -287,8 +290,6 @@ class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
             not self.load_batches or not (self.dataset_mixer_eval_list or self.active_sampling or self.reward_file),
             "--load_batches samples and scores nothing: drop --dataset_mixer_eval_list --active_sampling --reward_file",
         )
-        utils.check_scheduler_name(self.lr_scheduler_type)
-        rewards.configure(self, connect=False)
 
     def batch_arithmetic(self, world_size: int) -> str:
         """The resolved batch arithmetic in a few lines."""
