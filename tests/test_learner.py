@@ -504,8 +504,10 @@ TWO_RANKS = """
         for stage in (0, 2, 3):
             args = make_args({model!r}, "--deepspeed_stage", stage)
             weights, metrics = run_update(args, world, [mine], optimizer="sgd")
+            half = make_args({model!r}, "--deepspeed_stage", stage, "--model_dtype", "bfloat16")
+            dithered = utils.weights_hash(grpo.load_policy(half, world), world)
             if world.is_main:
-                torch.save((weights, metrics), f"{out}/{{name}}_{{stage}}.pt")
+                torch.save((weights, metrics, dithered), f"{out}/{{name}}_{{stage}}.pt")
     torch.distributed.barrier()
     utils.exit_process()
 """
@@ -521,9 +523,11 @@ def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, world):
     args = make_args(model)
     start = start_weights(args, world)
     one, one_metrics = run_update(args, world, [make_rollouts()])
+    one_dithered = utils.weights_hash(grpo.load_policy(make_args(model, "--model_dtype", "bfloat16"), world), world)
     for name in ("even", "all-on-one-rank"):
         for stage in (0, 2, 3):
-            two, metrics = torch.load(tmp_path / f"{name}_{stage}.pt")
+            two, metrics, dithered = torch.load(tmp_path / f"{name}_{stage}.pt")
+            assert dithered == one_dithered  # start weights, dithered before sharding
             assert_same_update(one, two, start)
             for key in ("optim/grad_norm", "loss/policy_avg", "val/rho_weight", "objective/entropy"):
                 assert metrics[key] == pytest.approx(one_metrics[key], rel=1e-5), json.dumps(metrics)
