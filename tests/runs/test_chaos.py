@@ -152,7 +152,7 @@ def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
         os.kill(service, signal.SIGKILL)
         utils.exit_process()
     """
-    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": str(tmp_path)}  # it is killed there
     line = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     done = subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
