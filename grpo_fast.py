@@ -373,11 +373,13 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
     """
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
     Watchdog(meeting, roles, args.stall_timeout_s)
-    group, device = weights_group(meeting.store, roles, args)
-    device = device or world.device
     tokenizer = utils.load_tokenizer(args)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (args.async_steps + 1)
+    if args.single_gpu_mode:
+        meeting.store.get("learner loaded")  # vLLM takes a share of what it finds free on the device
     engine = utils.make_engine(args, tokenizer, world, math.ceil(rollouts / roles.engines))
+    group, device = weights_group(meeting.store, roles, args)  # waits for learner 0, which loads a model meanwhile
+    device = device or world.device
     connection = None
     if world.is_main:
         host, port, key = meeting.store.get("address").decode().split()
@@ -824,17 +826,18 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         state |= grpo.load_state(path, modules, optimizer, scheduler, world)
     alone = utils.World(0, world.local_rank, 1, world.device)  # evaluation and its metrics: learner 0 only
     manifest = plan_weights(policy, dtype)
+    how = grpo.choose_packing(policy, train_prompts[0], args, world)  # the engines are still starting
     engines: Any = None  # these three: learner 0
     sender = collector = None
     servers: utils.Servers | None = None
     clocks: list[Clock] = []
     if world.is_main:
+        meeting.store.set("learner loaded", "")
         servers = utils.start_reward_models(args, run_dir, alone)
         eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         engines = Engines(meeting, roles, eos_ids, args)
         sender = Sender(engines)
     send_weights(policy, manifest, sender, dtype, state["step"], state["cursor"])
-    how = grpo.choose_packing(policy, train_prompts[0], args, world)
     probe_prompt = (0, train_prompts[0])
     gap_metrics = check_engines(engines, policy, probe_prompt, state["step"], "before the first rollout", args, world)
     state |= utils.device_speed(world.device, dtype)  # now that the engines are quiet
