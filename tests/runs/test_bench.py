@@ -121,3 +121,17 @@ def test_rewards(tiny_models):
     assert sides["math"]["mean score"] == 5 / 8  # of eight answers to a label three are spelled as it, two otherwise
     assert 4 <= sides["solver, one by one"]["tokens"] <= 4 * 8
     assert [found["target"] for found in result["ratios"].values()] == [1.0, 1.0, 1.0, 8.0]
+
+
+def test_startup(tiny_models):
+    """Whole processes, of a run until its first step is in metrics.jsonl."""
+    result, _ = run("startup", tiny_models(), "--repeat 1 --sides torch help tiny --against .")
+    assert set(result["sides"]) == {
+        "import torch, tyro",
+        "--help",
+        "tiny model",
+        "--help, against",
+        "tiny model, against",
+    }
+    assert {"import torch, tyro over tiny model", "--help against the other"} <= set(result["ratios"])
+    assert result["sides"]["tiny model"]["seconds"] > result["sides"]["--help"]["seconds"]
