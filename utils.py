@@ -1055,7 +1055,7 @@ class Rollout:
     format_score: float = 0.0
     outcome: float = 0.0  # what the verifiers and the format say: a group of equal outcomes teaches nothing
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
-    advantage: float = 0.0
+    advantage: float = 0.0  # of every token of the response, to which make_batch gives it
 
     def append(self, generation: Generation) -> None:
         """Add tokens the policy chose."""

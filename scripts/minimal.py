@@ -4,7 +4,7 @@
         data/addition/train.jsonl 1.0 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --beta 0 \
         --response_length 24 --temperature 1.0 --learning_rate 1e-5 --total_episodes 768 --vllm_enforce_eager
 
-Flags are grpo.py's, and so are numbers: the same tokens, the same weights (tests/test_minimal.py). What it adds to
+Flags and, where grpo.py packs nothing, numbers are its own to the bit (tests/test_minimal.py). What it adds to
 
     sample              stop strings, top-p, active sampling; an engine on every rank; judging while others sample
     compute_advantages  three other normalizations; format rewards, penalties, KL in the reward; scores that are missing
@@ -189,7 +189,7 @@ def main(args: Args) -> None:
             torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        print(f"step {step}/{num_steps}: score {scores.mean():.2f}, correct {(scores > 0).double().mean():.2f}")
+        print(f"{step}/{num_steps} score {scores.mean():.2f}, correct {(scores > 0).double().mean():.2f}", flush=True)
         with (run_dir / "rollouts.jsonl").open("a") as file:
             file.writelines(json.dumps({"training_step": step} | asdict(r)) + "\n" for r in rollouts)
     policy.save_pretrained(run_dir / "model")
