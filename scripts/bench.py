@@ -529,7 +529,7 @@ def precision_run(name: str, seed: int, start: Sequence[torch.Tensor], session: 
     to_rounded()
     optimizer.register_step_pre_hook(to_masters)
     optimizer.register_step_post_hook(to_rounded)
-    state, before = grpo.start_state(), [weight.to(served) for _, weight in named]
+    state, before = grpo.start_state(), [weight.to(served, copy=True) for _, weight in named]
     row: dict[str, Any] = {"arm": name, "seed": seed, "correct": [], "seconds": [], "gap": [], "changed": {}}
     with float32_head(engine, policy) if arm.get("head") else contextlib.nullcontext():
         for step in range(1, (SLOW_STEPS if arm.get("slow") else most_steps) + 1):
@@ -574,60 +574,81 @@ def float32_head(engine: Any, policy: grpo.Policy) -> Generator[None]:
 def bench_precision(options: argparse.Namespace) -> dict[str, Any]:
     """The demo's task from one start model: steps and seconds until 0.9 of the sampled answers are right (mean of three
     steps), by arm (see ARMS) and seed. A finished run is a row of --results and is not done again: stop and go on at
-    will. Arms of another dtype of products than --dtype are left to another call; the table has all rows.
+    will. Arms of another dtype of products than --dtype are left to another call; table and figure have all rows.
     """
-    args, world, tokenizer, engine = start_engine(options)
-    policy, prompts = grpo.load_policy(dataclasses.replace(args, dither_master_weights=False), world), []
-    start = [utils.local(p).detach().clone() for _, p in policy.model.named_parameters()]
-    prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
-    session = (args, world, tokenizer, engine, policy, prompts)
     results = Path(options.results)
     results.parent.mkdir(parents=True, exist_ok=True)
-
-    def rows() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-    for seed in options.seeds:
-        for name, arm in ARMS.items():
-            wanted = options.arms is None or name in options.arms
-            done = any((row["arm"], row["seed"]) == (name, seed) for row in rows())
-            alone = arm.get("slow") and seed > 1
-            if arm.get("products", "float32") == options.dtype and wanted and not done and not alone:
-                row = precision_run(name, seed, start, session, options.most_steps)
-                with results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(f"{name}, seed {seed}: {' '.join(f'{c:.2f}' for c in row['correct'])}", file=sys.stderr)
-    table: dict[str, dict[str, Any]] = {}
-    for name in ARMS:
-        runs = [row for row in rows() if row["arm"] == name]
-        ends = [learned_at(row["correct"]) for row in runs]
-        side: dict[str, Any] = {"runs": len(runs)}
-        for what, values in (
-            ("steps", [end for end in ends if end]),
-            ("seconds", [sum(row["seconds"][:end]) for row, end in zip(runs, ends, strict=True) if end]),
-            ("gap", [statistics.mean(filter(None, row["gap"])) for row in runs]),
-            ("last correct", [statistics.mean(row["correct"][-3:]) for row in runs]),
-        ):
-            if values:
-                side |= {what: statistics.mean(values), f"{what}, least": min(values), f"{what}, most": max(values)}
-        side["did not learn"] = ends.count(None)
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    wanted = [
+        (name, seed)
+        for seed in options.seeds
+        for name, arm in ARMS.items()
+        if arm.get("products", "float32") == options.dtype
+        and (options.arms is None or name in options.arms)
+        and not any((row["arm"], row["seed"]) == (name, seed) for row in rows)
+        and not (arm.get("slow") and seed > 1)
+    ]
+    if wanted:
+        args, world, tokenizer, engine = start_engine(options)
+        policy = grpo.load_policy(dataclasses.replace(args, dither_master_weights=False), world)
+        start = [utils.local(p).detach().clone() for _, p in policy.model.named_parameters()]
+        prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
+    for name, seed in wanted:
+        row = precision_run(name, seed, start, (args, world, tokenizer, engine, policy, prompts), options.most_steps)
+        rows.append(row)
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{name}, seed {seed}: {' '.join(f'{c:.2f}' for c in row['correct'])}", file=sys.stderr)
+    table: dict[str, dict[str, float]] = {}
+    ends = {name: [learned_at(row["correct"]) for row in rows if row["arm"] == name] for name in ARMS}
+    for name in (name for name in ARMS if ends[name]):
+        runs, steps = [row for row in rows if row["arm"] == name], [end for end in ends[name] if end]
+        values = {"runs": len(runs), "not learned": len(runs) - len(steps)}
+        if steps:
+            seconds = [sum(r["seconds"][:end]) for r, end in zip(runs, ends[name], strict=True) if end]
+            values |= {"steps": statistics.mean(steps), "least": min(steps), "most": max(steps)}
+            values |= {"seconds": statistics.mean(seconds)}
+        values |= {"at the end": statistics.mean(c for row in runs for c in row["correct"][-3:])}
+        values |= {"gap": statistics.mean(g for row in runs for g in row["gap"] if g)}
         for at in SHARES_AT:
             found = [row["changed"][str(at)] for row in runs if str(at) in row["changed"]]
-            side |= {f"changed after {at}": statistics.mean(found)} if found else {}
-        table |= {name: side} if runs else {}
+            values |= {f"changed {at}": statistics.mean(found)} if found else {}
+        for what, value in values.items():
+            table.setdefault(what, {})[name] = value
     ratios = {}
-    for ours in (
-        "weights in bfloat16, dithered",
-        "bfloat16 products, dithered",
-        "weights in bfloat16",
-        "weights in float16",
-    ):
-        sides = [table.get(name, {}) for name in (ours, "float32")]
-        if all("steps" in side and not side["did not learn"] for side in sides):
-            ends = [[learned_at(r["correct"]) for r in rows() if r["arm"] == name] for name in (ours, "float32")]
-            if len(ends[0]) == len(ends[1]):
-                ratios[f"steps of float32 over those of {ours}"] = ratio(*ends, 1 / 1.2)
-    return {"settings": {"results": str(results)}, "sides": table, "ratios": ratios}
+    for name in (name for name in ARMS if name != "float32" and not ARMS[name].get("slow")):
+        if ends[name] and None not in ends[name] + ends["float32"] and len(ends[name]) == len(ends["float32"]):
+            ratios[f"steps of float32 over those of: {name}"] = ratio(ends[name], ends["float32"], 1 / 1.2)
+    return {"settings": {"figure": str(draw_precision(rows, results))}, "sides": table, "ratios": ratios}
+
+
+def draw_precision(rows: Sequence[dict[str, Any]], results: Path) -> Path:
+    """Share of correct answers by step, the mean of the seeds and their range, of the arms that tell the story."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), constrained_layout=True, sharey=True)
+    shown = [
+        ("weights alone are rounded, products in float32", [n for n in ARMS if not ARMS[n].get("products")]),
+        ("bfloat16 products", ["float32", *(n for n in ARMS if ARMS[n].get("products"))]),
+    ]
+    for axis, (title, names) in zip(axes, shown, strict=True):
+        for name in (n for n in names if not ARMS[n].get("slow") and not n.startswith("weight decay")):
+            curves = [row["correct"] for row in rows if row["arm"] == name]
+            steps = range(max(map(len, curves), default=0))
+            points = [[curve[i] for curve in curves if i < len(curve)] for i in steps]
+            (line,) = axis.plot([i + 1 for i in steps], [statistics.mean(p) for p in points], label=name)
+            band = ([i + 1 for i in steps], [min(p) for p in points], [max(p) for p in points])
+            axis.fill_between(*band, color=line.get_color(), alpha=0.2, linewidth=0)
+        axis.axhline(LEARNED, color="black", linewidth=0.5)
+        axis.set(title=title, xlabel="step", ylabel="share of correct answers")
+        axis.legend(fontsize=8, loc="lower right")
+    path = results.with_suffix(".png")
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+    return path
 
 
 def first_step(script: str, root: Path, flags: Sequence[str]) -> float:
