@@ -2397,8 +2397,12 @@ def start_tracker(name: str, run_dir: Path, start_step: int) -> subprocess.Popen
     log, after = run_dir / f"{name}.log", start_step or -1  # -1: the evaluation before the first step too
     process = start_program(log, "track.py", run_dir, f"--{name}", "--follow", "--after", after)
     out: Any = process.stdout
-    if select.select([out], [], [], TRACKER_START_S)[0] and not out.readline():
-        raise UserError(f"--with_{'tracking' if name == 'wandb' else name}: {log}: {log.read_text()[-3000:].strip()}")
+    if select.select([out], [], [], TRACKER_START_S)[0]:
+        answer = out.readline()
+        if not answer.startswith("tracked by "):
+            words = (answer + out.read()).strip() or log.read_text()[-3000:].strip()
+            raise UserError(f"--with_{'tracking' if name == 'wandb' else name}: {words}")
+        print(answer, end="", flush=True)
     return process
 
 

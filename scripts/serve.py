@@ -149,7 +149,8 @@ def end_with_stdin() -> None:
     if stat.S_ISFIFO(os.fstat(0).st_mode):
 
         def listen() -> None:
-            sys.stdin.buffer.read()
+            while os.read(0, 64):  # not sys.stdin, whose lock this thread would hold at the interpreter's end
+                pass
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=listen, daemon=True).start()

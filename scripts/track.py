@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import stat
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 POLL_S = 0.5
 Row = dict[str, Any]
-Sender = tuple[str, Callable[[Row], None], Callable[[int], None]]  # name, send a row, end with this exit status
+Sender = tuple[str, str, Callable[[Row], None], Callable[[int], None]]  # name, where, send a row, end with this status
 
 
 def wandb_sender(run_dir: Path, args: Row, options: argparse.Namespace) -> Sender:
@@ -49,7 +48,6 @@ def wandb_sender(run_dir: Path, args: Row, options: argparse.Namespace) -> Sende
         run.define_metric(name)
     run.define_metric("*", step_metric="training_step")
     run.define_metric("eval/*", step_metric="training_step", summary="last,max")
-    print(f"wandb: {run.url or run.dir}", file=sys.stderr)
 
     def send(row: Row) -> None:
         if "rollouts" in row:
@@ -61,7 +59,7 @@ def wandb_sender(run_dir: Path, args: Row, options: argparse.Namespace) -> Sende
         run.finish(exit_code=status)  # waits for wandb's service process, for ever if that hangs
         wandb.teardown()  # of that process, which an exit without destructors would leave
 
-    return "wandb", send, end
+    return "wandb", run.dir if run.offline else run.url or "", send, end
 
 
 def tensorboard_sender(run_dir: Path, args: Row, options: argparse.Namespace) -> Sender:
@@ -83,7 +81,7 @@ def tensorboard_sender(run_dir: Path, args: Row, options: argparse.Namespace) ->
                     writer.add_scalar(name, value, step)
         writer.flush()
 
-    return "TensorBoard", send, lambda status: writer.close()
+    return "TensorBoard", writer.log_dir, send, lambda status: writer.close()
 
 
 class Rows:
@@ -120,7 +118,10 @@ class Over:
             threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        self.status = int(b"end" not in sys.stdin.buffer.read())
+        said = b""
+        while part := os.read(0, 64):  # not sys.stdin, whose lock this thread would hold at the interpreter's end
+            said += part
+        self.status = int(b"end" not in said)
         self.event.set()
         timer = threading.Timer(self.wait_s, os._exit, (1,))  # of a tracker that hangs when nobody waits for it
         timer.daemon = True
@@ -134,7 +135,7 @@ def follow(senders: list[Sender], rows: Rows, over: Over) -> list[str]:
     while not last:
         last = over.event.wait(POLL_S)
         for row in rows.new():
-            for name, send, _ in senders:
+            for name, _, send, _ in senders:
                 try:
                     send(row)
                 except Exception as error:  # whatever a tracker raises, the next row may arrive
@@ -164,8 +165,12 @@ def main() -> int:
     os.dup2(2, 1)
     over, args = Over(options.follow, options.wait_s), json.loads((options.run / "args.json").read_text())
     makers = [m for m, on in ((wandb_sender, options.wandb), (tensorboard_sender, options.tensorboard)) if on]
-    senders = [make(options.run, args, options) for make in makers]
-    print(f"{options.run} goes to {' and '.join(name for name, *_ in senders)}", file=answer, flush=True)
+    try:
+        senders = [make(options.run, args, options) for make in makers]
+    except Exception as error:  # of no key, no package, no network
+        print(f"track.py: {type(error).__name__}: {error}", file=answer)
+        return 1
+    print(f"tracked by {' and '.join(f'{name}: {where}' for name, where, *_ in senders)}", file=answer, flush=True)
     problems = follow(senders, Rows(options.run, options.after), over)
     print("\n".join(problems), file=answer, flush=True)
     return int(bool(problems))
