@@ -19,6 +19,7 @@ import math
 import os
 import random
 import re
+import runpy
 import select
 import shlex
 import shutil
@@ -551,12 +552,15 @@ ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpoint
 
 
 def print_memory(args: Any, learners: int, shared_gpu: bool, chunk: int) -> None:
-    """Have scripts/memory.py print what an update takes on a learner's GPU, and what an engine takes."""
+    """Have scripts/memory.py print what an update takes on a learner's GPU, and what an engine takes. It runs in this
+    process, which has imported torch already."""
     values = {name: getattr(args, name) for name in ESTIMATED_BY}
     values |= {"learners": learners, "shared_gpu": shared_gpu, "logprob_chunk": chunk}
     flags = [f"--{name}={v}" if not isinstance(v, bool) else f"--{'no_' * (not v)}{name}" for name, v in values.items()]
-    sys.stdout.flush()
-    subprocess.run(program("memory.py", args.model_name_or_path, *flags))
+    before, sys.argv = sys.argv, program("memory.py", args.model_name_or_path, *flags)[1:]
+    with contextlib.suppress(SystemExit):  # what it could not do it has printed
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = before
 
 
 def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
