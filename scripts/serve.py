@@ -25,6 +25,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+if not __package__:  # started as a program: its folder stands for the root, where the four files are
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
 # What torchrun says of the process that started us is not true of a server.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -59,11 +62,15 @@ def server_command(options: argparse.Namespace) -> list[str]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(options.model, revision=options.model_revision).get_text_config()
-    positions = config.max_position_embeddings
+    positions, dtype = config.max_position_embeddings, options.model_dtype
+    if dtype == "auto" and not torch.cuda.is_available():  # vLLM would take bfloat16 where it is emulated, too
+        import utils
+
+        dtype = utils.choose_dtype(argparse.Namespace(model_dtype=dtype, resume=False, output_dir="", exp_name=""))[0]
     flags = {
         "model": options.model,
         "served-model-name": options.model,
-        "dtype": options.model_dtype,
+        "dtype": dtype,
         "seed": options.seed,
         "max-model-len": min(options.max_model_len or positions, positions),
         "max-num-seqs": options.max_num_seqs,
@@ -163,7 +170,9 @@ def main() -> int:
     parser.add_argument("--devices_in_use", type=int, default=0, help="GPUs to leave alone, the first ones")
     parser.add_argument("--max_model_len", type=int, help="tokens of prompt and answer; default: the model's positions")
     parser.add_argument("--model_revision", help="hub revision")
-    parser.add_argument("--model_dtype", default="auto", help="as vLLM names it; auto is the model's, float32 halved")
+    parser.add_argument(
+        "--model_dtype", default="auto", help="as vLLM names it; auto: what this CPU is fast in, the model's on a GPU"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of its GPU that each takes")
     parser.add_argument("--max_num_seqs", type=int, default=256, help="requests that each works on at the same time")

@@ -1,5 +1,6 @@
 """Precision: which dtype a machine computes in, and master weights off the grid of bfloat16."""
 
+import argparse
 import json
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 import grpo
 import utils
+from scripts import serve
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +94,14 @@ def test_auto_takes_what_the_processor_is_fast_in(monkeypatch, tmp_path, capsys)
         dtype, why = utils.choose_dtype(replace(args, model_dtype="bfloat16"))
         assert dtype == "bfloat16" and ("WARNING" in why) == (want == "float32")
         assert utils.choose_dtype(replace(args, model_dtype="float32")) == ("float32", "as --model_dtype says")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU vLLM's own choice is right")
+def test_a_server_on_a_cpu_takes_what_the_processor_is_fast_in(monkeypatch, tiny_models):
+    """vLLM's own auto is bfloat16 for a bfloat16 model, also where that is emulated."""
+    options = argparse.Namespace(model=str(tiny_models()), model_revision=None, model_dtype="auto", seed=0)
+    options = argparse.Namespace(**vars(options), max_model_len=64, max_num_seqs=4, gpu_memory_utilization=0.5)
+    for dtype in ("float32", "bfloat16"):
+        monkeypatch.setattr(utils, "choose_dtype", lambda args, dtype=dtype: (dtype, ""))
+        command = serve.server_command(options)
+        assert command[command.index("--dtype") + 1] == dtype
