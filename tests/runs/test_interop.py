@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -206,12 +207,12 @@ def test_vllm_serves_the_saved_model(trained, start):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "m"]
     command += ["--dtype", "float32"]  # "auto" would make bfloat16 of a float32 model
-    log = trained[0] / "server.log"
+    log, own = trained[0] / "server.log", tempfile.mkdtemp()  # what it leaves when it is killed
     with log.open("w") as out:
         server = subprocess.Popen(
             command,
             **{"stdout": out, "stderr": out, "start_new_session": True},
-            env=os.environ | {"OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1", "TMPDIR": own},
         )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -232,6 +233,7 @@ def test_vllm_serves_the_saved_model(trained, start):
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+        shutil.rmtree(own)
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "stop" and choice["stop_reason"] == start[1]
     assert choice["message"]["content"] == want
