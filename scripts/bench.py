@@ -636,7 +636,8 @@ def draw_precision(rows: Sequence[dict[str, Any]], results: Path) -> Path:
     ]
     for axis, (title, names) in zip(axes, shown, strict=True):
         for name in (n for n in names if not ARMS[n].get("slow") and not n.startswith("weight decay")):
-            curves = [row["correct"] for row in rows if row["arm"] == name]
+            if not (curves := [row["correct"] for row in rows if row["arm"] == name]):
+                continue
             steps = range(max(map(len, curves), default=0))
             points = [[curve[i] for curve in curves if i < len(curve)] for i in steps]
             (line,) = axis.plot([i + 1 for i in steps], [statistics.mean(p) for p in points], label=name)
