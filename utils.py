@@ -1600,8 +1600,8 @@ def dither(weight: torch.Tensor, seed: int) -> None:
     learning rate's size it takes hundreds of updates to reach an end, and until then nothing that computes in bfloat16
     has changed. Rounded to nearest, weight + offset is the same number for every offset of -32767 to 32767 units of
     the 16 bits that rounding takes off, so the policy is bit for bit what it was; from then on the share of weights
-    that have moved on grows with the drift from the first update on. Zeros stay zeros, and so do weights between two
-    bfloat16 numbers stay (those of float32 checkpoints).
+    that have moved on grows with the drift from the first update on. Zeros stay, and so do weights between two
+    bfloat16 numbers (those of float32 checkpoints).
     """
     bits = weight.view(torch.int32).view(-1)
     raw = np.random.PCG64(seed).random_raw(bits.numel() // 4 + 1).view(np.int16)[: bits.numel()]
