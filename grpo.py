@@ -19,27 +19,31 @@ V vocabulary, W ranks. Per-token tensors are (B, T), aligned to `targets`: posit
 Logprobs, KL and entropy are in nats.
 """
 
+import contextlib
+import functools
+import itertools
 import math
 import os
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import utils  # isort: skip  (pins thread counts, so it comes before torch)
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import rewards
-from rewards import need
-from utils import Group, Rollout
+from utils import Gap, Group, Metrics, Prompt, Rollout, Sampler, Timer, World
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags: open-instruct's names; defaults of its GRPO page where the page has one
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Flags: open-instruct's names; defaults of its GRPO page where the page has one -----------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,162 +138,137 @@ class GRPOFlags:
 
 
 @dataclass(frozen=True)
-class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
+class Args(GRPOFlags, utils.Flags):
     """GRPO on a Hugging Face causal LM. Booleans: --flag, --no_flag, --flag true, --flag False."""
 
     def check(self, world_size: int = 1, fast: bool = False) -> None:
         """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError: flags and fix."""
         utils.Flags.check(self)
-        utils.positive(
-            self,
-            "num_unique_prompts_rollout num_samples_per_prompt_rollout num_mini_batches num_epochs total_episodes "
-            "per_device_train_batch_size eval_pass_at_k",
-        )
-        utils.not_negative(
-            self,
-            "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm rho_clamp_upper_bound "
-            "rho_mask_lower_bound rho_mask_upper_bound",
-        )
+        utils.positive(self, "num_unique_prompts_rollout num_samples_per_prompt_rollout num_mini_batches num_epochs")
+        utils.positive(self, "total_episodes per_device_train_batch_size eval_pass_at_k")
+        utils.positive(self, "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm", zero=True)
+        utils.positive(self, "rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound", zero=True)
         self.check_batch(world_size, fast)
         self.check_loss()
         self.check_sampling()
-        utils.check_scheduler_name(self.lr_scheduler_type)
+        utils.check_known("lr_scheduler_type", self.lr_scheduler_type, utils.SCHEDULERS)
         rewards.configure(self, connect=False)
 
     def check_batch(self, world_size: int, fast: bool) -> None:
         """The arithmetic of a step on `world_size` ranks of grpo.py (1 with `fast`, grpo_fast.py)."""
-        p, g, m = self.num_unique_prompts_rollout, self.num_samples_per_prompt_rollout, self.num_mini_batches
-        length, share = self.max_prompt_token_length + self.response_length, self.vllm_gpu_memory_utilization
-        tp, kind = self.vllm_tensor_parallel_size, self.advantage_normalization_type
-        need(
-            self.pack_length >= length,
-            f"--pack_length {self.pack_length} < --max_prompt_token_length {self.max_prompt_token_length} + "
-            f"--response_length {self.response_length}: raise --pack_length to {length}",
-        )
-        need(
-            g > 1 or kind == "none",
-            f"--num_samples_per_prompt_rollout 1 leaves every {kind} advantage zero: raise it, or take "
-            "--advantage_normalization_type none",
-        )
-        need(
-            g > 1 or not self.filter_zero_std_samples,
-            "--num_samples_per_prompt_rollout 1 with --filter_zero_std_samples drops every group: raise it, or add "
-            "--no_filter_zero_std_samples",
-        )
-        need(
-            p % world_size == 0,
-            f"--num_unique_prompts_rollout {p} is not a multiple of the {world_size} ranks: take "
-            f"{math.ceil(p / world_size) * world_size}",
-        )
-        need(
-            p // world_size % m == 0,
-            f"--num_unique_prompts_rollout {p} on {world_size} ranks is {p // world_size} prompts a rank, which "
-            f"--num_mini_batches {m} does not divide",
-        )
-        need(
-            self.total_episodes >= p * g,
-            f"--total_episodes {self.total_episodes} is less than one step of --num_unique_prompts_rollout {p} x "
-            f"--num_samples_per_prompt_rollout {g} = {p * g}",
-        )
-        need(
-            fast or self.num_learners_per_node == [1] or sum(self.num_learners_per_node) == world_size,
-            f"--num_learners_per_node {self.num_learners_per_node} but {world_size} ranks run: start grpo.py with "
-            f"torchrun --nproc_per_node={(self.num_learners_per_node or [1])[0]}",
-        )
-        need(fast or tp == 1, f"--vllm_tensor_parallel_size {tp}: grpo.py has one GPU per engine; use grpo_fast.py")
-        need(
-            fast or share <= 0.8 or not torch.cuda.is_available() or self.rollout_backend != "vllm",
-            f"--vllm_gpu_memory_utilization {share} leaves the learner no room on the GPU it shares with the engine: "
-            "0.3 to 0.6",
-        )
-        need(
-            not self.solver_model_name_or_path
-            or bool(self.solver_base_url)
-            or fast
-            or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-            "--solver_model_name_or_path starts servers for one node: on several start them and give --solver_base_url",
-        )
+        refuse, p, g = self.refuse, self.num_unique_prompts_rollout, self.num_samples_per_prompt_rollout
+        prompts, samples = "--num_unique_prompts_rollout", "--num_samples_per_prompt_rollout"
+        longest, learners = self.max_prompt_token_length + self.response_length, self.num_learners_per_node
+        if self.pack_length < longest:
+            refuse(f"--pack_length < --max_prompt_token_length + --response_length: raise --pack_length to {longest}")
+        if g == 1 and self.advantage_normalization_type != "none":
+            kind = "--advantage_normalization_type"
+            refuse(f"{samples} with {kind} is zero for all: raise it, or take {kind} none")
+        if g == 1 and self.filter_zero_std_samples:
+            refuse(f"{samples} with --filter_zero_std_samples drops all: raise it, or add --no_filter_zero_std_samples")
+        if p % world_size:
+            refuse(f"{prompts} is not a multiple of the {world_size} ranks: take {p + -p % world_size}")
+        if not fast and world_size % self.sequence_parallel_size:
+            refuse(f"--sequence_parallel_size does not divide the {world_size} ranks: start a multiple of it, or less")
+        if (mine := p // max(1, world_size // self.sequence_parallel_size)) % self.num_mini_batches:
+            refuse(f"{prompts} on {world_size} ranks is {mine} a rank, which --num_mini_batches does not divide")
+        if self.total_episodes < p * g:
+            refuse(f"--total_episodes is less than a step of {prompts} x {samples} = {p * g}")
+        shares_gpu = (not fast or self.single_gpu_mode) and torch.cuda.is_available() and self.rollout_backend == "vllm"
+        most = 0.6 if fast or self.vllm_sleep == "off" else 0.8
+        if self.vllm_gpu_memory_utilization > most and shares_gpu:
+            refuse(f"--vllm_gpu_memory_utilization leaves the learner on the same GPU no room: 0.3 to {most}")
+        if fast:
+            return
+        for_fast = self.for_fast()
+        if learners != [1] and sum(learners) != world_size:
+            fast_or = for_fast and f"grpo_fast.py, which has {for_fast}, or "
+            fix = f"start {fast_or}grpo.py with torchrun --nproc_per_node={(learners or [1])[0]}"
+            refuse(f"--num_learners_per_node but {world_size} ranks run: {fix}")
+        if self.vllm_tensor_parallel_size > 1 and not self.dry_run:
+            raise utils.UserError(f"{for_fast}: grpo.py has one GPU per engine; start grpo_fast.py")
+        own_servers = self.solver_model_name_or_path and not self.solver_base_url
+        if own_servers and world_size != int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            refuse("--solver_model_name_or_path: on several nodes start servers yourself and give --solver_base_url")
+
+    def for_fast(self) -> str:
+        """The flags given that only grpo_fast.py acts on."""
+        names = ("vllm_num_engines", "vllm_tensor_parallel_size", "async_steps", "inflight_updates")
+        return " ".join(f"--{n} {getattr(self, n)}" for n in names if getattr(self, n) > getattr(Args, n))
 
     def check_loss(self) -> None:
         """What contradicts itself in loss and optimizer."""
-        beta, ref, refresh, rate = self.beta, self.load_ref_policy, self.ref_policy_update_freq, self.warmup_ratio
+        refuse, refresh, dual = self.refuse, self.ref_policy_update_freq, self.clip_dual
         low, high, clamp = self.rho_mask_lower_bound, self.rho_mask_upper_bound, self.rho_clamp_upper_bound
-        kind, denominator = self.advantage_normalization_type, self.loss_denominator
-        need(beta == 0 or ref, f"--beta {beta} needs a reference policy: drop --no_load_ref_policy or set --beta 0")
-        need(refresh is None or ref, "--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
-        need(
-            refresh is None or refresh > 0,
-            f"--ref_policy_update_freq {refresh}: must be positive; leave it out for never",
-        )
-        need(0 < self.alpha <= 1, f"--alpha {self.alpha}: must be in (0, 1]")
-        need(0 <= self.clip_lower <= 1, f"--clip_lower {self.clip_lower}: must be in [0, 1]")
-        need(0 <= rate < 1, f"--warmup_ratio {rate}: must be in [0, 1)")
-        need(
-            self.clip_dual == 0 or (self.clip_dual > 1 and self.loss_fn == "dapo"),
-            f"--clip_dual {self.clip_dual}: must be above 1, with --loss_fn dapo; 0 is off",
-        )
-        need(
-            denominator in ("token", "sequence") or utils.number_in(denominator) > 0,
-            f"--loss_denominator {denominator}: token, sequence or a positive number",
-        )
-        need(
-            self.use_rho_correction or not (low or high or self.rho_mask_sequence_level),
-            "--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds",
-        )
-        need(
-            clamp == 0 or clamp >= 1,
-            f"--rho_clamp_upper_bound {clamp} truncates exact agreement: at least 1, or 0 for off",
-        )
-        need(
-            low < 1 and (high == 0 or high > 1),
-            f"--rho_mask_lower_bound {low} must be below 1 and --rho_mask_upper_bound {high} above 1, else exact "
-            "agreement is dropped; 0 is off",
-        )
-        need(
-            self.vllm_top_p == 1 or not self.use_rho_correction,
-            f"--vllm_top_p {self.vllm_top_p} makes engine logprobs those of the cut distribution and biases "
-            "--use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction",
-        )
-        need(not self.kl_in_reward or beta > 0, "--kl_in_reward subtracts beta * KL: it needs --beta above 0")
-        need(
-            not (self.kl_in_reward and self.mask_truncated_completions),
-            "--kl_in_reward needs the KL of every response of a group, --mask_truncated_completions leaves some out: "
-            "drop one of them",
-        )
-        need(
-            not self.kl_in_reward or not kind.startswith("standard") or self.force_kl_in_reward,
-            f"--kl_in_reward with --advantage_normalization_type {kind} divides the group's KL differences by their "
-            "own standard deviation, so that responses of equal outcome get advantages of about 1 however small beta: "
-            "take --advantage_normalization_type centered, or add --force_kl_in_reward",
-        )
+        utils.need(0 < self.alpha <= 1, f"--alpha {self.alpha}: must be in (0, 1]")
+        utils.need(0 <= self.clip_lower <= 1, f"--clip_lower {self.clip_lower}: must be in [0, 1]")
+        utils.need(0 <= self.warmup_ratio < 1, f"--warmup_ratio {self.warmup_ratio}: must be in [0, 1)")
+        if self.lora_rank and refresh is not None:
+            refuse("--ref_policy_update_freq with --lora_rank has no second model to move: drop one of them")
+        if self.lora_rank and self.load_states:
+            refuse("--load_states with --lora_rank: other runs' states are whole models, drop --lora_rank")
+        if self.beta and not self.load_ref_policy:
+            refuse("--beta needs a reference policy: drop --no_load_ref_policy or set --beta 0")
+        if refresh is not None and not self.load_ref_policy:
+            refuse("--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
+        if refresh is not None and refresh <= 0:
+            refuse("--ref_policy_update_freq: must be positive; leave it out for never")
+        if self.ref_model_name_or_path:
+            self.check_teacher()
+        if dual and (dual <= 1 or self.loss_fn != "dapo"):
+            refuse("--clip_dual: must be above 1, with --loss_fn dapo; 0 is off")
+        if self.loss_denominator not in ("token", "sequence") and not utils.number_in(self.loss_denominator) > 0:
+            refuse("--loss_denominator: token, sequence or a positive number")
+        if not self.use_rho_correction and (low or high or self.rho_mask_sequence_level):
+            refuse("--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds")
+        if clamp and clamp < 1:
+            refuse("--rho_clamp_upper_bound truncates exact agreement: at least 1, or 0 for off")
+        if low >= 1 or (high and high <= 1):
+            refuse("--rho_mask_lower_bound must be below 1 and --rho_mask_upper_bound above 1, to keep rho 1; 0 is off")
+        if self.use_rho_correction and self.vllm_top_p != 1:
+            fix = "set --vllm_top_p 1.0 or --no_use_rho_correction"
+            refuse(f"--vllm_top_p cuts the distribution, which biases --use_rho_correction: {fix}")
+        if not self.kl_in_reward:
+            return
+        if self.beta == 0:
+            refuse("--kl_in_reward subtracts beta * KL: it needs --beta above 0")
+        if self.mask_truncated_completions:
+            refuse("--kl_in_reward needs the KL of whole groups, which --mask_truncated_completions cuts: drop one")
+        if self.advantage_normalization_type.startswith("standard") and not self.force_kl_in_reward:
+            # so that responses of equal outcome get advantages of about 1, however small beta
+            words = "divides KL differences by their own standard deviation"
+            fix = "--advantage_normalization_type centered, or add --force_kl_in_reward"
+            refuse(f"--kl_in_reward with --advantage_normalization_type {words}: take {fix}")
+
+    def check_teacher(self) -> None:
+        """What contradicts a teacher."""
+        refuse, teacher = self.refuse, "--ref_model_name_or_path"
+        if self.ref_policy_update_freq is not None:
+            refuse(f"--ref_policy_update_freq would mix the policy into {teacher}: drop one of them")
+        if not self.load_ref_policy:
+            refuse(f"{teacher} is the reference policy: drop --no_load_ref_policy")
+        if not self.beta or self.kl_in_reward:
+            return
+        if self.filter_zero_std_samples:
+            words = "drops groups of equal scores, whose KL teaches all the same"
+            refuse(f"--filter_zero_std_samples with {teacher} {words}: add --no_filter_zero_std_samples")
+        if KL_ESTIMATORS[self.kl_estimator] == 0:
+            words = "has a gradient of zero on average, from which nothing is learned"
+            refuse(f"--kl_estimator with {teacher} {words}: take kl2, the gradient of the KL")
 
     def check_sampling(self) -> None:
         """What contradicts itself in sampling, reward and evaluation."""
-        passed = self.no_resampling_pass_rate
-        need(
-            passed is None or 0 < passed <= 1, f"--no_resampling_pass_rate {passed}: must be in (0, 1]; or leave it out"
-        )
-        need(
-            self.filter_zero_std_samples or not self.active_sampling,
-            "--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag",
-        )
-        need(
-            self.overlong_buffer_length < self.response_length,
-            f"--overlong_buffer_length {self.overlong_buffer_length} must be less than --response_length "
-            f"{self.response_length}",
-        )
-        need(
-            self.eval_pass_at_k == 1 or self.eval_temperature > 0,
-            f"--eval_pass_at_k {self.eval_pass_at_k} greedy responses would be equal: set --eval_temperature",
-        )
-        need(
-            not self.eval_on_step_0 or self.dataset_mixer_eval_list != [],
-            "--eval_on_step_0 needs --dataset_mixer_eval_list",
-        )
-        need(
-            not self.load_batches or not (self.dataset_mixer_eval_list or self.active_sampling or self.reward_file),
-            "--load_batches samples and scores nothing: drop --dataset_mixer_eval_list --active_sampling --reward_file",
-        )
+        refuse, solved, evaluates = self.refuse, self.no_resampling_pass_rate, self.dataset_mixer_eval_list != []
+        if solved is not None and not 0 < solved <= 1:
+            refuse("--no_resampling_pass_rate: must be in (0, 1]; or leave it out")
+        if self.active_sampling and not self.filter_zero_std_samples:
+            refuse("--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag")
+        if self.overlong_buffer_length >= self.response_length:
+            refuse("--overlong_buffer_length must be less than --response_length")
+        if self.eval_on_step_0 and not evaluates:
+            refuse("--eval_on_step_0 needs --dataset_mixer_eval_list")
+        if self.load_batches and (evaluates or self.active_sampling or self.reward_file):
+            refuse("--load_batches: drop --dataset_mixer_eval_list --active_sampling --reward_file: nothing is sampled")
 
     def batch_arithmetic(self, world_size: int) -> str:
         """The resolved batch arithmetic in a few lines."""
@@ -298,7 +277,8 @@ class Args(GRPOFlags, rewards.RewardFlags, utils.Flags):
         longest = self.max_prompt_token_length + self.response_length
         return (
             f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
-            f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts\n"
+            f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts"
+            f"{f'; {self.sequence_parallel_size} share the tokens of a pack' * (self.sequence_parallel_size > 1)}\n"
             f"update   {self.num_epochs} epochs x {self.num_mini_batches} mini-batches = {updates} optimizer steps of "
             f"{p * g // self.num_mini_batches} rollouts, in packs of at most {self.pack_length:,} tokens\n"
             f"run      {self.total_episodes:,} episodes // {p * g} = {steps} steps, {steps * updates} optimizer steps"
@@ -321,50 +301,85 @@ def num_training_steps(args: Args) -> int:
     return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sample, score, compare within the group
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Sample, score, compare within the group --------------------------------------------------------------------------
 
 
 def make_request(r: Rollout, args: Args, evaluation: bool = False) -> utils.Request:
-    """What the engine is asked for. The seed depends on (run seed, position, sample) only, so the same rollouts come
-    out of any number of ranks; evaluation has its own seeds, temperature and length."""
-    seed = utils.derive_seed(args.seed, r.position, r.sample, int(evaluation))
-    temperature = args.eval_temperature if evaluation else args.temperature
+    """What the engine is asked for: the next turn of r. The seed depends on (run seed, position, sample, turn) only, so
+    the same rollouts come out of any number of ranks; evaluation has its own seeds, temperature and length."""
+    turn = [sum(t["role"] == "assistant" for t in r.turns)] if r.turns else []
+    seed = utils.derive_seed(args.seed, r.position, r.sample, int(evaluation), *turn)
+    several = args.temperature if args.eval_pass_at_k > 1 else 0.0  # greedy ones would be equal
+    temperature = args.eval_temperature or several if evaluation else args.temperature
+    length, stop = room(r, args, evaluation), ()
+    if r.prompt.environment is not None:
+        length, stop = min(length, args.per_turn_max_tokens or length), r.prompt.environment.stop
+    top_p = args.vllm_top_p if temperature > 0 else 1.0
+    ids = (*r.prompt.token_ids, *r.token_ids.tolist()) if r.turns else r.prompt.token_ids
+    return utils.Request(ids, seed, temperature, length, top_p, stop)
+
+
+def room(r: Rollout, args: Args, evaluation: bool) -> int:
+    """Tokens that a rollout may still grow by."""
     length = (args.eval_response_length or args.response_length) if evaluation else args.response_length
-    return utils.Request(r.prompt.token_ids, seed, temperature, length, args.vllm_top_p if temperature > 0 else 1.0)
+    return length - len(r.token_ids)
 
 
 def sample_rollouts(
-    engine: utils.Sampler,
-    prompts: Sequence[tuple[int, utils.Prompt]],
-    samples: int,
-    args: Args,
-    tokenizer: Any = None,
-    evaluation: bool = False,
+    engine: Sampler, prompts: Sequence[tuple[int, Prompt]], samples: int, args: Args, evaluation: bool = False
 ) -> list[Group]:
-    """A group of `samples` responses for each (position, prompt); with a tokenizer each is handed to its verifiers the
-    moment it ends, while the others go on."""
+    """A group of `samples` responses for each (position, prompt), each answered by its environment and handed to its
+    verifiers the moment it ends, while the others go on."""
     groups = [[Rollout(prompt, position, j) for j in range(samples)] for position, prompt in prompts]
     rollouts = [r for group in groups for r in group]
-
-    def finished(i: int, generation: utils.Generation) -> None:
-        rollouts[i].append(generation)
-        if tokenizer is not None:
-            start_scoring(rollouts[i], tokenizer, engine.eos_ids, args)
-
-    engine.generate([make_request(r, args, evaluation) for r in rollouts], finished)
+    requests = [make_request(r, args, evaluation) for r in rollouts]
+    engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args, evaluation))
     return groups
 
 
-def start_scoring(r: Rollout, tokenizer: Any, eos_ids: Sequence[int], args: Args) -> None:
-    """Fill the text of a rollout and hand it to the verifiers of its prompt."""
-    ids = r.token_ids[:-1] if r.token_ids[-1:] and r.token_ids[-1] in eos_ids else r.token_ids
-    r.text = tokenizer.decode(ids, skip_special_tokens=False)  # a <think> that is a special token must survive
+def sample_probes(engine: Sampler, position: int, prompt: Prompt, samples: int, args: Args) -> list[Group]:
+    """A group to measure the logprob gap on: one turn each, which nobody answers or scores."""
+    group = [Rollout(prompt, position, j) for j in range(samples)]
+    engine.generate([make_request(r, args) for r in group], lambda i, generation: group[i].append(generation))
+    return [group]
+
+
+def end_turn(
+    r: Rollout, made: utils.Generation, engine: Sampler, args: Args, evaluation: bool = False
+) -> Future[utils.Request | None] | None:
+    """Take in what the policy says. None: the rollout is over and on its way to its verifiers; else the future of the
+    request for the next turn, or of None, once the environment has answered.
+
+    r.turns has a dict for each turn, {role: assistant, content, tokens, cached, finish_reason}, and for each answer,
+    {role, content, tokens, status, seconds, reward, done, metrics, state}. Their tokens add up to r.token_ids.
+    """
+    with utils.LOCK:
+        r.append(made)
+        r.over = r.prompt.environment is None
+        if not r.over:
+            turn = {"role": "assistant", "content": text_of(made.token_ids, engine), "tokens": len(made.token_ids)}
+            r.turns.append(turn | {"cached": made.cached, "finish_reason": made.finish_reason})
+            r.over = answers_left(r, args) == 0 or room(r, args, evaluation) <= 0
+    return start_scoring(r, engine, args) if r.over else ask(r, engine, args, evaluation)
+
+
+def text_of(token_ids: Any, engine: Sampler) -> str:
+    """The text of tokens but an end token; a <think> that is a special token survives."""
+    ends = len(token_ids) > 0 and token_ids[-1] in engine.eos_ids
+    ids = token_ids[:-1] if ends else token_ids  # an array: of a list transformers looks at each element's type
+    return str(engine.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
+    """Fill the text of a rollout that is over and hand it, of several turns the last one, to its prompt's verifiers."""
+    r.text, said = text_of(r.token_ids, engine), [t for t in r.turns if t["role"] == "assistant"]
     if args.apply_verifiable_reward:
+        text = said[-1]["content"] if said else r.text
         for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
-            record = rewards.RewardRecord(r.text, label, verifier, len(r.token_ids), r.prompt.conversation)
+            record = rewards.RewardRecord(text, label, verifier, len(r.token_ids), r.prompt.conversation)
             r.scoring.append(rewards.submit(record))
+    with utils.LOCK:
+        r.turns = [{name: value for name, value in t.items() if name != "state"} for t in r.turns]
 
 
 def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
@@ -372,12 +387,19 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
     for r in rollouts:
         r.results, r.scoring = [future.result() for future in r.scoring], []
         r.verifiable = sum(result.score for result in r.results)
+        if r.prompt.environment is not None:
+            answers = [t for t in r.turns if t["role"] != "assistant"]
+            failed = sum(x for t in answers for name, x in t["metrics"].items() if name.endswith("/failures"))
+            good = not failed and any(t["content"] for t in answers)
+            r.verifiable = 0.0 if args.only_reward_good_outputs and not good else r.verifiable
+            missing = any(t["status"] == "infra_error" for t in answers)
+            r.verifiable = math.nan if missing else r.verifiable + sum(t["reward"] for t in answers)
         r.format_score = rewards.format_reward(r.text)
         stopped, tokens_left = r.finish_reason == "stop", args.response_length - len(r.token_ids)
         r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
 
 
-def compute_advantages(scores: torch.Tensor, group_size: int, normalization: str) -> torch.Tensor:
+def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> Tensor:
     """Group-relative advantages, one scalar per rollout.
 
     standard           A_i = (r_i - mean r) / (std r + 1e-8), population std   DeepSeekMath, arXiv:2402.03300, 4.1.2
@@ -407,12 +429,14 @@ def compute_advantages(scores: torch.Tensor, group_size: int, normalization: str
     return torch.where(low < high, centered, 0.0).flatten().float()
 
 
-def set_advantages(group: Group, args: Args) -> None:
-    """Fill advantage from score."""
-    scores = torch.tensor([r.score for r in group])  # (G,)
-    advantages = compute_advantages(scores, len(group), args.advantage_normalization_type)
-    for r, advantage in zip(group, advantages.tolist(), strict=True):
-        r.advantage = advantage
+def set_advantages(groups: Sequence[Group], args: Args) -> None:
+    """Fill advantage from score, and tokenless. make_batch gives the advantage to every token."""
+    scores = torch.tensor([[r.score for r in group] for group in groups])  # (P, G)
+    advantages = compute_advantages(scores.flatten(), scores.shape[1], args.advantage_normalization_type)
+    for group, values in zip(groups, advantages.view(scores.shape).tolist(), strict=True):
+        tokenless = [r.score for r in group if not np.count_nonzero(r.mask)]
+        for r, advantage in zip(group, values, strict=True):
+            r.advantage, r.tokenless = advantage, tokenless
 
 
 def has_gradient(group: Group) -> bool:
@@ -420,20 +444,20 @@ def has_gradient(group: Group) -> bool:
     return len(utils.distinct_outcomes(group)) > 1
 
 
+def score_group(group: Group, args: Args) -> bool:
+    """Fill scores; whether the group is one of the step's: active_sampling wants a gradient."""
+    score_rollouts(group, args)
+    return has_gradient(group) or not args.active_sampling
+
+
 def sample_groups(
-    engine: utils.Sampler,
-    prompts: list[utils.Prompt],
-    state: dict[str, Any],
-    tokenizer: Any,
-    args: Args,
-    world: utils.World,
-    timer: utils.Timer,
+    engine: Sampler, prompts: list[Prompt], state: dict, args: Args, world: World, timer: Timer
 ) -> tuple[list[Group], list[Group]]:
     """This rank's groups of a step (P / W of them, scored, with advantages) and all groups sampled; moves the state's
     cursor and exclusions.
 
-    Rank r takes positions cursor + r, cursor + r + W, ... With active_sampling rounds of P prompts go on until every
-    rank has its P / W groups with a gradient.
+    Rank r takes positions cursor + r, cursor + r + W, ..., see `turn`. With active_sampling rounds of P prompts go on
+    until every rank has its P / W groups with a gradient.
     """
     wanted, size = args.num_unique_prompts_rollout // world.size, args.num_samples_per_prompt_rollout
     chosen: list[Group] = []
@@ -441,18 +465,16 @@ def sample_groups(
     excluded = frozenset(state["excluded"])
     for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
         cursor = state["cursor"]
-        positions = range(cursor + world.rank, cursor + args.num_unique_prompts_rollout, world.size)
+        positions = range(cursor + turn(args, world), cursor + args.num_unique_prompts_rollout, world.size)
         state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
-            pairs = [(position, utils.prompt_at(prompts, position, args.seed, excluded)) for position in positions]
-            groups = sample_rollouts(engine, pairs, size, args, tokenizer)
+            order = args.seed if args.shuffle else None
+            pairs = [(position, utils.prompt_at(prompts, position, order, excluded)) for position in positions]
+            groups = sample_rollouts(engine, pairs, size, args)
         with timer("reward"):
-            for group in groups:
-                score_rollouts(group, args)
-        for group in groups:
-            set_advantages(group, args)
+            chosen += [group for group in groups if score_group(group, args)]
+            set_advantages(groups, args)
         sampled += groups
-        chosen += [group for group in groups if not args.active_sampling or has_gradient(group)]
         if utils.all_reduce([float(len(chosen) < wanted)], world)[0] == 0:  # all ranks
             break
     everyone = utils.all_gather(exclude_solved(excluded, sampled, args), world)
@@ -460,29 +482,80 @@ def sample_groups(
     return chosen[:wanted], sampled
 
 
+def turn(args: Args, world: World) -> int:
+    """When it is this rank's turn, as positions are dealt out: so that ranks which share their packs have together what
+    is dealt to one where there are so many fewer."""
+    place, member = divmod(world.rank, args.sequence_parallel_size)
+    return place + member * (world.size // args.sequence_parallel_size)
+
+
 def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Args) -> frozenset[int]:
-    """`excluded` and the prompts whose mean score reached no_resampling_pass_rate of the highest score."""
-    if args.no_resampling_pass_rate is None:
+    """`excluded` and the prompts whose mean score reached no_resampling_pass_rate of their highest score."""
+    rate = args.no_resampling_pass_rate
+    if rate is None:
         return excluded
-    enough = args.no_resampling_pass_rate * rewards.max_score(args)
-    means = [(group[0].prompt.index, sum(r.outcome for r in group) / len(group)) for group in sampled]  # NaN: unsolved
-    return excluded | {index for index, mean in means if mean >= enough}
+    means = [(group[0].prompt, sum(r.outcome for r in group) / len(group)) for group in sampled]  # NaN: unsolved
+    return excluded | {p.index for p, mean in means if mean >= rate * rewards.max_score(args, len(p.verifiers))}
+
+
+def share_groups(groups: list[Group], args: Args, world: World) -> list[Group]:
+    """This rank's groups and those of the ranks that work on the same packs, in stream order. All ranks."""
+    return sorted(sum(utils.share(groups, args, world), []), key=lambda group: group[0].position)
+
+
+def split_groups(groups: Sequence[Group], args: Args) -> list[list[Rollout]]:
+    """What trains in each of num_mini_batches: equal shares of the groups, but for one where they do not divide."""
+    n, m = len(groups), args.num_mini_batches
+    return [trainable(groups[n * i // m : n * (i + 1) // m], args) for i in range(m)]
 
 
 def trainable(groups: Sequence[Group], args: Args) -> list[Rollout]:
     """The rollouts of `groups` that enter the update: no constant groups, no missing scores, no masked truncations, no
-    empty responses.
+    responses without a token of the policy.
 
     Advantages were computed before, on whole groups.
     """
     kept = [r for group in groups if has_gradient(group) or not args.filter_zero_std_samples for r in group]
-    kept = [r for r in kept if r.token_ids and not math.isnan(r.score)]
+    kept = [r for r in kept if np.count_nonzero(r.mask) and not math.isnan(r.score)]
     return [r for r in kept if r.finish_reason == "stop" or not args.mask_truncated_completions]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Packs and batches
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Turns: an environment answers the policy, which goes on ----------------------------------------------------------
+
+
+def answers_left(r: Rollout, args: Args) -> int:
+    """How often the environment may answer r."""
+    return args.max_steps - sum(t["role"] != "assistant" for t in r.turns)
+
+
+def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
+    """Have the environment answer the last turn of r: see end_turn."""
+    return rewards.ENV_THREADS.submit(partial(hear, r, engine, args, evaluation))
+
+
+def hear(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> utils.Request | None:
+    """Wait for the environment's answer to r; the request that follows it, or None where none does: see end_turn."""
+    environment, row, last = r.prompt.environment, r.prompt.episode, r.turns[-1]
+    assert environment is not None
+    said = [{"role": t["role"], "content": t["content"]} for t in r.turns]
+    now = {"messages": row["messages"] + said, "text": last["content"], "turn": 1 + len(said) // 2}
+    now |= {"steps_left": answers_left(r, args) - 1, "stopped": last["finish_reason"] == "stop"}
+    state = r.turns[-2]["state"] if len(said) > 1 else None
+    answer = rewards.ask_environment(environment.path, state, row | now, args.env_timeout)
+    left, ended = room(r, args, evaluation), r.token_ids[-1] in engine.eos_ids
+    ids, text = environment.answer(answer.pop("texts"), ended, left, engine.tokenizer)
+    with utils.LOCK:
+        r.over = answer["done"] or (ended and not environment.role)
+        if not r.over and len(ids) >= left:
+            r.over, r.finish_reason = True, "length"
+        ids = [] if r.over else ids
+        r.hear(ids)
+        if text or answer["reward"] or answer["metrics"] or not r.over:
+            r.turns.append({"role": environment.role or "tool", "content": text, "tokens": len(ids)} | answer)
+    return start_scoring(r, engine, args) if r.over else make_request(r, args, evaluation)
+
+
+# --- Packs and batches ------------------------------------------------------------------------------------------------
 
 
 Piece = list[Rollout]  # responses to one prompt that share a copy of it
@@ -493,26 +566,52 @@ Pack = list[Piece]  # what one row of a batch holds
 class Batch:
     """Rows for one forward. Every per-token tensor is (B, T), aligned to `targets`; the shift happens here only."""
 
-    input_ids: torch.Tensor
-    targets: torch.Tensor
-    response_mask: torch.Tensor  # bool: the policy chose targets[t], train on it
-    seq_ids: torch.Tensor  # 1, 2, ... the response a position belongs to; 0 for prompts and padding
-    advantages: torch.Tensor
-    vllm_logprobs: torch.Tensor
-    position_ids: torch.Tensor | None = None  # None: 0, 1, 2, ...
+    input_ids: Tensor
+    targets: Tensor
+    response_mask: Tensor  # bool: the policy chose targets[t], train on it
+    seq_ids: Tensor  # 1, 2, ... the response a position belongs to; 0 for prompts and padding
+    advantages: Tensor
+    vllm_logprobs: Tensor
+    position_ids: Tensor | None = None  # None: 0, 1, 2, ...
     layout: utils.Layout | None = None  # who attends to whom in a pack; None: causal
-    old_logprobs: torch.Tensor | None = None  # None: the policy itself, detached
-    ref_logprobs: torch.Tensor | None = None
-    new_logprobs: torch.Tensor | None = None  # of the last pass over it, before that pass's optimizer step
+    old_logprobs: Tensor | None = None  # None: the policy itself, detached
+    ref_logprobs: Tensor | None = None
+    new_logprobs: Tensor | None = None  # of the last pass over it, before that pass's optimizer step
+    tops: Tensor | None = None  # with a teacher: the policy's most likely tokens, as numbers of float32
+    ref_tops: Tensor | None = None
     rollouts: list[Rollout] = field(default_factory=list)  # in the order of seq_ids
+    places: Any = None  # (n,) of the flattened rows: where response_mask is True
+    host_places: Any = None  # the same, where it was made: a list of one tensor
+    responses: int = 0  # with at least one token to train on
+
+    def __post_init__(self):
+        if self.places is None:  # asked of a GPU, either would wait for it
+            self.places = self.response_mask.flatten().nonzero()[:, 0]
+            self.host_places = [self.places]
+            self.responses = self.seq_ids.flatten()[self.places].unique().numel()
+
+    def part(self, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """input_ids, position_ids, targets and places of this rank's columns."""
+        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
+        positions = positions if self.position_ids is None else self.position_ids
+        ids, positions, targets = (utils.columns(x, group) for x in (self.input_ids, positions, self.targets))
+        (places,), n = self.host_places, ids.shape[1]
+        rows, columns = places // self.targets.shape[1], places % self.targets.shape[1]
+        places = (rows * n + columns % n)[columns // n == group.rank()]
+        return ids, positions, targets, places.to(ids.device)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Its tensors moved there."""
+        vars(self).update({name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
+        return self
 
 
 def pack_rollouts(
-    rollouts: Sequence[Rollout], how: str, pack_length: int, learners: int = 1, pair_cost: float = 0.0
+    rollouts: Sequence[Rollout], packing: str, pack_length: int, learners: int = 1, pair_cost: float = 0.0
 ) -> list[list[Pack]]:
     """Each learner's packs of at most `pack_length` tokens; every rollout is in exactly one.
 
-    how    shared: responses of a prompt share one copy of it; plain: each response has its own; rows: one a pack.
+    packing  shared: responses of a prompt share one copy of it; plain: each response has its own; rows: one a pack.
     Pieces go to learners so that tokens and costs (tokens + pair_cost * attended pairs) are even, then into as few
     packs as best-fit-decreasing needs, evenly filled. Groups are cut smaller until tokens are within 2 %.
     """
@@ -520,24 +619,24 @@ def pack_rollouts(
         return [[] for _ in range(learners)]
     limit = pack_length
     while True:
-        pieces = make_pieces(rollouts, limit if how == "shared" else 0)
+        pieces = make_pieces(rollouts, limit if packing == "shared" else 0)
         tokens = [piece_length(p) for p in pieces]
         costs = [n + pair_cost * attended_pairs(p) for n, p in zip(tokens, pieces, strict=True)]
         shares = utils.balance(tokens, costs, learners)
         loads = [sum(tokens[i] for i in share) for share in shares]
-        if how != "shared" or max(loads) <= 1.02 * sum(loads) / learners or limit < min(tokens):
+        if packing != "shared" or max(loads) <= 1.02 * sum(loads) / learners or limit < min(tokens):
             break
         limit //= 2
-    budget = 0 if how == "rows" else pack_length
+    budget = 0 if packing == "rows" else pack_length
     bins = [utils.pack_bins([tokens[i] for i in share], [costs[i] for i in share], budget) for share in shares]
     return [[[pieces[share[i]] for i in pack] for pack in b] for share, b in zip(shares, bins, strict=True)]
 
 
-def make_pieces(rollouts: Sequence[Rollout], most: int) -> list[Piece]:
-    """Neighbouring rollouts of one prompt in pieces of at most `most` tokens, one rollout where that is too few."""
+def make_pieces(rollouts: Sequence[Rollout], max_tokens: int) -> list[Piece]:
+    """Neighbouring rollouts of one prompt in pieces of at most `max_tokens`, one rollout where that is too few."""
     pieces: list[Piece] = []
     for r in rollouts:
-        if pieces and pieces[-1][0].position == r.position and piece_length([*pieces[-1], r]) <= most:
+        if pieces and pieces[-1][0].position == r.position and piece_length([*pieces[-1], r]) <= max_tokens:
             pieces[-1].append(r)
         else:
             pieces.append([r])
@@ -564,53 +663,46 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
     """
     lengths = [sum(map(piece_length, pack)) for pack in packs]
     shape = (len(packs), max(lengths))
-    input_ids, targets, position_ids, seq_ids = torch.zeros(4, *shape, dtype=torch.long)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    advantages, vllm_logprobs = torch.zeros(2, *shape)
-    rollouts, several = [], False
+    input_ids, targets, position_ids, seq_ids = np.zeros((4, *shape), np.int64)
+    mask, (advantages, vllm_logprobs) = np.zeros(shape, np.bool_), np.zeros((2, *shape), np.float32)
+    rollouts, many_responses = [], any(sum(map(len, pack)) > 1 for pack in packs)
     for i, pack in enumerate(packs):
         end = 0
-        several = several or sum(map(len, pack)) > 1
         for piece in pack:
-            prompt = torch.tensor(piece[0].prompt.token_ids)
+            prompt = np.array(piece[0].prompt.token_ids)
             part = slice(end, end := end + len(prompt) - 1)
-            input_ids[i, part], position_ids[i, part] = prompt[:-1], torch.arange(len(prompt) - 1)
+            input_ids[i, part], position_ids[i, part] = prompt[:-1], np.arange(len(prompt) - 1)
             for r in piece:
                 part = slice(end, end := end + len(r.token_ids))
                 rollouts.append(r)
-                targets[i, part] = ids = torch.tensor(r.token_ids)
-                input_ids[i, part] = torch.cat([prompt[-1:], ids[:-1]])
-                position_ids[i, part] = torch.arange(len(ids)) + len(prompt) - 1
-                seq_ids[i, part], mask[i, part] = len(rollouts), torch.tensor(r.mask)
-                advantages[i, part], vllm_logprobs[i, part] = r.advantage, torch.tensor(r.logprobs)
-    tensors: Any = (t.to(device) for t in (input_ids, targets, mask, seq_ids, advantages, vllm_logprobs))
-    batch = Batch(*tensors, rollouts=rollouts)
-    if several:
+                targets[i, part], input_ids[i, part] = r.token_ids, np.concatenate([prompt[-1:], r.token_ids[:-1]])
+                position_ids[i, part] = np.arange(len(prompt) - 1, len(prompt) - 1 + len(r.token_ids))
+                seq_ids[i, part], mask[i, part] = len(rollouts), r.mask
+                advantages[i, part], vllm_logprobs[i, part] = r.advantage, r.logprobs
+    t = torch.from_numpy
+    batch = Batch(t(input_ids), t(targets), t(mask), t(seq_ids), t(advantages), t(vllm_logprobs), rollouts=rollouts)
+    if many_responses:
         if len(packs) > 1:
             raise ValueError("a pack of several responses is a batch of its own")
-        batch.position_ids = position_ids.to(device)
+        batch.position_ids = torch.from_numpy(position_ids)
         parts = [(len(p[0].prompt.token_ids) - 1, [len(r.token_ids) for r in p]) for p in packs[0]]
         batch.layout = utils.Layout(parts, device)
-    return batch
+    return batch.to(device)
 
 
-def micro_batches(packs: Sequence[Pack], how: str, args: Args, device: torch.device) -> list[Batch]:
-    """A batch for each pack; for `how` rows one for each per_device_train_batch_size of them."""
-    size = args.per_device_train_batch_size if how == "rows" else 1
+def micro_batches(packs: Sequence[Pack], packing: str, args: Args, device: torch.device) -> list[Batch]:
+    """A batch for each pack; for `packing` rows one for each per_device_train_batch_size of them."""
+    size = args.per_device_train_batch_size if packing == "rows" else 1
     return [make_batch(packs[i : i + size], device) for i in range(0, len(packs), size)]
 
 
 def _idle_batch(device: torch.device) -> Batch:
     """Two tokens without weight, for a rank that has fewer micro-batches than the others."""
-    zeros = torch.zeros((1, 2), dtype=torch.long, device=device)
-    floats = torch.zeros((1, 2), device=device)
-    mask = torch.ones_like(zeros, dtype=torch.bool)
-    return Batch(zeros, zeros, mask, zeros, floats, floats, old_logprobs=floats, ref_logprobs=floats)
+    zeros, floats, mask = torch.zeros((1, 2), dtype=torch.long), torch.zeros(1, 2), torch.ones((1, 2), dtype=torch.bool)
+    return Batch(zeros, zeros, mask, zeros, floats, floats, old_logprobs=floats, ref_logprobs=floats).to(device)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Policy
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Policy -----------------------------------------------------------------------------------------------------------
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -618,21 +710,19 @@ class HeadLogprobs(torch.autograd.Function):
 
     Forward and backward make the logits of `chunk` tokens at a time, in float32 after the head. With p the softmax, H
     the entropy and g, h the gradients of logprob and entropy, the gradient of a logit is
-    (g (onehot - p) - h p (log p + H)) / temperature.
+    (g (onehot - p) - h p (log p + H)) / temperature. `compiled`: a chunk's passes over its logits are fused.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature: float, chunk: int):  # (n, H), (V, H), (n,)
-        logprobs, entropy, normalizers = torch.empty(3, len(targets), device=hidden.device)
+    def forward(ctx, hidden, weight, targets, temperature: float, chunk: int, compiled: bool = False):
+        logprobs, entropy, normalizers = torch.empty(3, len(targets), device=hidden.device)  # of (n, H), (V, H), (n,)
+        work = chunk_function(HeadLogprobs.forward_chunk, compiled)
         for i in range(0, len(targets), chunk):
             part = slice(i, i + chunk)
-            logits = HeadLogprobs.logits(hidden[part], weight, temperature)
-            normalizers[part] = logits.logsumexp(1)
-            logp = logits.sub_(normalizers[part, None])
-            logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
-            entropy[part] = -torch.linalg.vecdot(logp.exp(), logp)
+            normalizers[part], logprobs[part], entropy[part] = work(hidden[part], weight, targets[part], temperature)
         ctx.save_for_backward(hidden, weight, targets, entropy, normalizers)
-        ctx.options = temperature, chunk
+        ctx.set_materialize_grads(False)
+        ctx.options = temperature, chunk, compiled
         return logprobs, entropy
 
     @staticmethod
@@ -641,64 +731,117 @@ class HeadLogprobs(torch.autograd.Function):
         return logits if temperature == 1 else logits.div_(temperature)
 
     @staticmethod
+    def forward_chunk(hidden, weight, targets, temperature: float):
+        logits = HeadLogprobs.logits(hidden, weight, temperature)
+        normalizer = logits.logsumexp(1)
+        logp = logits.sub_(normalizer[:, None])
+        return normalizer, logp.gather(1, targets[:, None])[:, 0], -torch.linalg.vecdot(logp.exp(), logp)
+
+    @staticmethod
+    def backward_chunk(hidden, weight, targets, normalizer, entropy, g, h, temperature: float):
+        logp = HeadLogprobs.logits(hidden, weight, temperature).sub_(normalizer[:, None])
+
+        def but_for_onehot(logp):  # (chunk, V) or (chunk, 1), which it uses up
+            if h is None:
+                return logp.exp_().mul_(-g[:, None])
+            p = logp.exp()
+            return p.mul_(logp.add_(entropy[:, None]).mul_(h[:, None] / temperature).add_(g[:, None])).neg_()
+
+        at_target = but_for_onehot(logp.gather(1, targets[:, None])) + g[:, None]
+        return but_for_onehot(logp).to(weight.dtype).scatter_(1, targets[:, None], at_target.to(weight.dtype))
+
+    @staticmethod
     def backward(ctx, g, h):
         hidden, weight, targets, entropy, normalizers = ctx.saved_tensors
-        temperature, chunk = ctx.options
-        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        g, h = g / temperature, h / temperature
-        use_entropy = bool(h.any())
+        temperature, chunk, compiled = ctx.options
+        hidden_grad, trains = torch.empty_like(hidden), ctx.needs_input_grad[1]
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains else None
+        g = torch.zeros_like(entropy) if g is None else g / temperature
+        work = chunk_function(HeadLogprobs.backward_chunk, compiled)
         for i in range(0, len(targets), chunk):
             part = slice(i, i + chunk)
-            logp = HeadLogprobs.logits(hidden[part], weight, temperature).sub_(normalizers[part, None])
-            if use_entropy:
-                grad = logp.exp()
-                grad.mul_(logp.add_(entropy[part, None]).mul_(h[part, None]).add_(g[part, None])).neg_()
-            else:
-                grad = logp.exp_().mul_(-g[part, None])
-            grad.scatter_add_(1, targets[part, None], g[part, None])
-            grad = grad.to(weight.dtype)
+            rest = normalizers[part], entropy[part], g[part], None if h is None else h[part], temperature
+            grad = work(hidden[part], weight, targets[part], *rest)
             hidden_grad[part] = grad @ weight
-            weight_grad += grad.T @ hidden[part]
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None
+            if trains:
+                weight_grad += grad.T @ hidden[part]
+        return hidden_grad, weight_grad.to(weight.dtype) if trains else None, None, None, None, None
+
+
+@functools.cache
+def chunk_function(work: Any, compiled: bool, backend: Any = "inductor") -> Any:
+    """`work` of HeadLogprobs, or compiled for any number of tokens: what reads and writes the logits once a pass."""
+    if not compiled:
+        return work
+    fused = torch.compile(work, backend=backend)
+
+    def run(hidden: Tensor, weight: Tensor, *more: Any) -> Any:
+        own = [x.clone() if isinstance(x, Tensor) else x for x in (hidden, *more)]  # a view's offset would be guarded
+        for x in own:
+            if isinstance(x, Tensor):
+                torch._dynamo.maybe_mark_dynamic(x, 0)  # the tokens; sizes of the weight stay numbers
+        return fused(own[0], weight, *own[1:])
+
+    return run
 
 
 class Policy(torch.nn.Module):
     """A causal LM whose forward gives what GRPO needs: logprobs of the targets and entropies, never logits."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, group: Any = None):
         super().__init__()
         self.model: Any = model
         matrices, head = utils.matmul_parameters(model)
         self.matrices, self.head, self.width = matrices, head, utils.attention_width(model.config)
         self.pair_cost = 2 * self.width / matrices  # of attending to one more token, in tokens
+        self.compiled = False  # --compile_layers
+        self.note_tops, self.tops = False, None  # whether forward sets it: (B, T) the most likely tokens
+        self.group = group  # of the ranks that share the tokens of a batch, see utils.sequence_group
 
     def flops(self, tokens: float, pairs: float, responses: float) -> float:
         """Floating-point operations of a forward: 2 per matrix weight and token, 4 per pair, head and layer width."""
         return 2 * self.matrices * tokens + 4 * self.width * pairs + 2 * self.head * responses
 
-    def forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside the response mask.
 
-        The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist.
+        The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist. On a GPU it
+        is compiled and takes three times as many, in the memory of one: it keeps no logits in float32.
         """
         # attention of another name than ours finds the sequences of a pack where positions start again
         ours = self.model.config._attn_implementation == utils.PACK_ATTENTION
-        layout = {"layout": batch.layout} if ours and batch.layout is not None else {}
+        more: dict[str, Any] = {"layout": batch.layout} if ours and batch.layout is not None else {}
+        ids, positions, targets, places = batch.input_ids, batch.position_ids, batch.targets, batch.places
+        if self.group is not None:
+            (ids, positions, targets, places), more["group"] = batch.part(self.group), self.group
         hidden = self.model.base_model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **layout
+            input_ids=ids, position_ids=positions, use_cache=False, **more
         ).last_hidden_state  # (B, T, H)
-        mask = batch.response_mask
-        weight = self.model.get_output_embeddings().weight
-        logprobs, entropy = HeadLogprobs.apply(hidden[mask], weight, batch.targets[mask], temperature, LOGPROB_CHUNK)
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+        weight, shape = self.model.get_output_embeddings().weight, targets.shape
+        hidden, targets = hidden.flatten(0, 1).index_select(0, places), targets.flatten()[places]
+        gpu = hidden.is_cuda
+        options = temperature, LOGPROB_CHUNK * (3 if gpu else 1), gpu or self.compiled
+        found: list[Any] = [*HeadLogprobs.apply(hidden, weight, targets, *options)]
+        if self.note_tops:  # for another product with the head
+            found.append(torch.cat([(x @ weight.detach().T).argmax(1) for x in hidden.detach().split(options[1])]))
+        zeros, where = torch.zeros(shape, device=places.device), (places // shape[1], places % shape[1])
+        found = [zeros.index_put(where, x.float()) for x in found]
+        if self.group is not None:
+            found = [utils.all_columns(x, batch.targets.shape[1], self.group) for x in found]
+        self.tops = found[2] if self.note_tops else None
+        return found[0], found[1]
 
 
-def load_policy(args: Args, world: utils.World) -> Policy:
-    """The model of --model_name_or_path as a sharded Policy on this rank's device. All ranks."""
-    policy = Policy(utils.load_causal_lm(args))
+def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
+    """The model of --model_name_or_path as a sharded Policy; `frozen`: in compute dtype. All ranks."""
+    model = utils.load_causal_lm(args).requires_grad_(not frozen)
+    if args.lora_rank:
+        utils.add_adapters(model, args)
+    policy = Policy(model, utils.sequence_group(args))
     if args.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        utils.checkpoint_layers(policy.model, args.gradient_checkpointing_part)
+    if args.compile_layers:
+        policy.compiled = utils.compile_layers(policy.model)
     return utils.shard_model(policy, policy.model, args, world)
 
 
@@ -706,8 +849,8 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     """AdamW (weight decay on matrices only) and the learning-rate schedule, one tick per mini-batch."""
     from transformers import get_scheduler
 
-    matrices = [p for p in policy.parameters() if p.ndim >= 2]
-    others = [p for p in policy.parameters() if p.ndim < 2]
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
@@ -716,35 +859,59 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     return optimizer, scheduler
 
 
+@dataclass
+class Learner:
+    """What an update works on, sharded over the ranks."""
+
+    policy: Policy
+    ref_policy: Policy | None  # or the policy, without its adapters
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+
+    def modules(self, args: Args) -> dict[str, Policy]:
+        """Those that training changes."""
+        moves = self.ref_policy is not None and args.ref_policy_update_freq
+        return {"policy": self.policy} | ({"ref_policy": self.ref_policy} if moves else {})
+
+
+def load_learner(args: Args, world: World) -> Learner:
+    """A learner before its first update. All ranks."""
+    policy, ref_policy = load_policy(args, world), None
+    policy.note_tops = args.ref_model_name_or_path != ""
+    if args.load_ref_policy and args.lora_rank and not args.ref_model_name_or_path:
+        ref_policy = policy
+    elif args.load_ref_policy:  # one that is refreshed has weights between those of the compute dtype
+        frozen = args.ref_policy_update_freq is None
+        ref_policy = load_policy(args.of_reference(), world, frozen).requires_grad_(False)
+        ref_policy.note_tops = policy.note_tops
+    return Learner(policy, ref_policy, *make_optimizer(policy, args))
+
+
 @torch.no_grad()
 def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: int, args: Args) -> None:
     """Set `name` (old_ or ref_logprobs) of each batch. All ranks run `rounds` forwards: FSDP gathers in step."""
-    for i in range(rounds):
-        batch = batches[i] if i < len(batches) else _idle_batch(next(policy.parameters()).device)
-        setattr(batch, name, policy(batch, args.temperature)[0])
+    with utils.without_adapters(policy.model) if name == "ref_logprobs" else contextlib.nullcontext():
+        for i in range(rounds):
+            batch = batches[i] if i < len(batches) else _idle_batch(next(policy.parameters()).device)
+            setattr(batch, name, policy(batch, args.temperature)[0])
+            if name == "ref_logprobs":
+                batch.ref_tops = policy.tops
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses and the update
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Losses and the update --------------------------------------------------------------------------------------------
 
 
-def response_mean(values: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor) -> torch.Tensor:
+def response_mean(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
     """At each position the mean of `values` over the masked tokens of its response. All (B, T); seq_ids >= 0."""
-    index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
+    index, size = seq_ids.flatten(), seq_ids.numel() + 1  # a response has a token
     total = values.new_zeros(size).index_add(0, index, torch.where(mask, values, 0.0).flatten())
     count = values.new_zeros(size).index_add(0, index, mask.flatten().to(values.dtype))
     return (total / count.clamp(min=1))[seq_ids]
 
 
 def policy_loss(
-    new_logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    seq_ids: torch.Tensor,
-    args: GRPOFlags,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, seq_ids: Tensor, args: GRPOFlags
+) -> tuple[Tensor, Tensor, Tensor]:
     """Per-token policy-gradient loss, the ratio, and where clipping was active. All (B, T), zero outside `mask`.
 
     dapo   ratio_t = exp(new_t - old_t);  L_t = max(-A ratio_t, -A clip(ratio_t, 1 - lower, 1 + higher))
@@ -776,8 +943,8 @@ def policy_loss(
 
 
 def importance_weights(
-    old_logprobs: torch.Tensor, vllm_logprobs: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor, args: GRPOFlags
-) -> torch.Tensor:
+    old_logprobs: Tensor, vllm_logprobs: Tensor, mask: Tensor, seq_ids: Tensor, args: GRPOFlags
+) -> Tensor:
     """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
 
     Truncated at rho_clamp_upper_bound (truncated importance sampling, Ionides 2008; TIS). Tokens with rho outside
@@ -795,7 +962,7 @@ def importance_weights(
     return torch.where(keep, rho, 0.0)
 
 
-def kl_estimates(new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: torch.Tensor) -> list[torch.Tensor]:
+def kl_estimates(new_logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> list[Tensor]:
     """Four per-token estimates of KL(policy || reference) from tokens of the policy, d = new - ref clamped to +-40.
 
     0 (kl1, k1)  d             unbiased, high variance
@@ -809,9 +976,7 @@ def kl_estimates(new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: 
     return [d, d.square() / 2, torch.expm1(-d) + d, ratio * d]
 
 
-def aggregate(
-    per_token: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Tensor, kind: str, tokens: float, sequences: float
-) -> torch.Tensor:
+def aggregate(per_token: Tensor, mask: Tensor, seq_ids: Tensor, kind: str, tokens: float, sequences: float) -> Tensor:
     """This micro-batch's part of the optimizer step's loss, a scalar; the parts of all ranks and micro-batches add up.
 
     token     sum_it L_it / tokens                       DAPO, arXiv:2503.14476, eq. 8
@@ -822,89 +987,83 @@ def aggregate(
     """
     per_token = torch.where(mask, per_token, 0.0)
     if kind == "sequence":
-        index, size = seq_ids.flatten(), int(seq_ids.max()) + 1
+        index, size = seq_ids.flatten(), seq_ids.numel() + 1  # a response has a token
         counts = per_token.new_zeros(size).index_add(0, index, mask.flatten().to(per_token.dtype))  # tokens a response
         return (per_token / counts.clamp(min=1)[seq_ids]).sum() / sequences
     return per_token.sum() / (tokens if kind == "token" else float(kind))
 
 
 def grpo_loss(
-    new_logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    batch: Batch,
-    tokens: float,
-    sequences: float,
-    args: Args,
-    metrics: utils.Metrics,
-) -> torch.Tensor:
+    new_logprobs: Tensor, entropy: Tensor, batch: Batch, tokens: float, sequences: float, args: Args, metrics: Metrics
+) -> Tensor:
     """The micro-batch's part of the loss: aggregate(rho * L_t + beta * KL_t - entropy_coef * H_t). Fills metrics."""
     mask, seq_ids = batch.response_mask, batch.seq_ids
     old = new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     flags = replace(args, clip_lower=math.inf) if args.loss_fn == "cispo" else args  # it has no lower bound
     per_token, ratio, clipped = policy_loss(new_logprobs, old, batch.advantages, mask, seq_ids, flags)
-    count, rows = mask.sum(), torch.tensor(float(count_responses(batch)))
+    count, rows = float(len(batch.places)), float(batch.responses)
 
-    def note(name: str, values: torch.Tensor) -> None:
+    def note(name: str, values: Tensor) -> None:
         metrics.add(name, torch.where(mask, values, 0.0).sum(), count)
 
     if args.use_rho_correction:
         rho = importance_weights(old, batch.vllm_logprobs, mask, seq_ids, args)
         per_token, clipped = per_token * rho, clipped & (rho > 0)
-        raw = (old - batch.vllm_logprobs).exp()
         note("val/rho_weight", rho)
         note("val/rho_drop_frac", (rho == 0).float())
-        note("val/rho_clipfrac", (raw > (args.rho_clamp_upper_bound or math.inf)).float())
-    parts = {"policy": aggregate(per_token, mask, seq_ids, args.loss_denominator, tokens, sequences)}
+        note("val/rho_clipfrac", (old - batch.vllm_logprobs).exp() > (args.rho_clamp_upper_bound or math.inf))
+    how = mask, seq_ids, args.loss_denominator, tokens, sequences
+    parts = {"policy": aggregate(per_token, *how)}
     if batch.ref_logprobs is not None:
         token_ratio = (new_logprobs - old).clamp(-20, 20).exp()  # with its gradient, which estimator 3 is about
         estimates = kl_estimates(new_logprobs, batch.ref_logprobs, token_ratio)
         kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
-        beta = 0.0 if args.kl_in_reward else args.beta
-        parts["kl"] = beta * aggregate(kl, mask, seq_ids, args.loss_denominator, tokens, sequences)
+        parts["kl"] = (0.0 if args.kl_in_reward else args.beta) * aggregate(kl, *how)
         for i, (estimate, whole) in enumerate(zip(estimates, ("kl", "kl2", "kl3", None), strict=True)):
             note(f"objective/kl{i}_avg", estimate)
             if whole:
                 metrics.add(f"objective/{whole}", torch.where(mask, estimate, 0.0).sum(), rows)
+        if batch.ref_tops is not None:
+            metrics.add("objective/ref_top_agreement", ((batch.tops == batch.ref_tops) & mask).sum(), count)
     if args.entropy_coef:
-        bonus = aggregate(entropy, mask, seq_ids, args.loss_denominator, tokens, sequences)
-        parts["entropy"] = -args.entropy_coef * bonus
+        parts["entropy"] = -args.entropy_coef * aggregate(entropy, *how)
     for name, part in parts.items():
         metrics.add(f"loss/{name}_avg", part, 0.0)  # parts add up; `update` counts the optimizer steps
     note("policy/clipfrac_avg", clipped.float())
+    note("policy/clipfrac_lower_avg", (batch.advantages < 0) & (ratio > (args.clip_dual or math.inf)))
     note("policy/entropy_avg", entropy)
     note("policy/approxkl_avg", (new_logprobs - old).square() / 2)
+    note("policy/ppo_kl_avg", old - new_logprobs)
     note("val/ratio", ratio)
     note("val/ratio_sq", ratio.square())
     metrics.add("objective/entropy", -torch.where(mask, new_logprobs, 0.0).sum(), rows)
     return sum(parts.values())  # ty: ignore[invalid-explicit-return]
 
 
-def count_responses(batch: Batch) -> int:
-    """Responses with at least one trained token in the batch."""
-    return int(torch.unique(batch.seq_ids[batch.response_mask]).numel())
-
-
-def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: utils.World, metrics: utils.Metrics) -> None:
+def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics: Metrics) -> None:
     """Advantages anew from score - beta * sum_t KL_t(old || ref), of whole groups, wherever their packs lie. All ranks.
 
-    verl's use_kl_in_reward; the estimator is --kl_estimator. The sum over tokens grows with the length.
+    verl's use_kl_in_reward; the estimator is --kl_estimator. The sum over tokens grows with the length: a response
+    without any keeps its score and counts in its group. float64: KLs far below the score's own rounding compare. What
+    else make_batch has put into the advantages, a fork's reward per token, is lost here: add it again.
     """
     mine = []
     for batch in batches:
-        mask, old = batch.response_mask, batch.old_logprobs
+        places, old = batch.places, batch.old_logprobs
         assert old is not None and batch.ref_logprobs is not None  # `update` has filled them
         kl = kl_estimates(old, batch.ref_logprobs, torch.ones_like(old))[KL_ESTIMATORS[args.kl_estimator]]
-        sums = kl.new_zeros(len(batch.rollouts) + 1).index_add(0, batch.seq_ids[mask], kl[mask])[1:].tolist()
-        mine += [(r.position, r.sample, r.score - args.beta * x) for r, x in zip(batch.rollouts, sums, strict=True)]
+        sums = torch.zeros(len(batch.rollouts) + 1, dtype=torch.float64, device=kl.device)
+        sums = sums.index_add(0, batch.seq_ids.flatten()[places], kl.flatten()[places].double())[1:].tolist()
+        for r, x in zip(batch.rollouts, sums, strict=True):
+            mine.append((r.position, r.sample, r.score - args.beta * x, r.tokenless))
         metrics.add("objective/kl_in_reward", args.beta * sum(sums), len(sums))
-    groups: dict[int, list[tuple[int, float]]] = {}
-    for position, sample, score in sorted(row for rows in utils.all_gather(mine, world) for row in rows):
-        groups.setdefault(position, []).append((sample, score))
+    everyone = sum(utils.all_gather(mine, world)[:: args.sequence_parallel_size], [])
     advantages = {}
-    for position, group in groups.items():
-        scores = torch.tensor([score for _, score in group])
-        values = compute_advantages(scores, len(group), args.advantage_normalization_type)
-        advantages |= {(position, j): value for (j, _), value in zip(group, values.tolist(), strict=True)}
+    for _, rows in itertools.groupby(sorted(everyone), key=lambda row: row[0]):
+        group = list(rows)
+        scores = torch.tensor([score for *_, score, _ in group] + group[0][-1], dtype=torch.float64)
+        values = compute_advantages(scores, len(scores), args.advantage_normalization_type).tolist()
+        advantages |= {(position, j): value for (position, j, *_), value in zip(group, values, strict=False)}
     for batch in batches:
         for r in batch.rollouts:
             r.advantage = advantages[r.position, r.sample]
@@ -912,15 +1071,35 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: utils.World, m
         batch.advantages = values[batch.seq_ids]
 
 
+def needs_old_logprobs(args: Args, num_mini_batches: int) -> bool:
+    """Whether the old logprobs take a forward of their own: in a single optimizer step they are the new ones."""
+    return args.num_epochs * num_mini_batches > 1 or args.kl_in_reward
+
+
+def prepare(
+    learner: Learner, work: Sequence[tuple[Sequence[Batch], int]], args: Args, world: World, metrics: Metrics
+) -> Gap:
+    """What `update` needs from before any weight changes: ref_logprobs, old_logprobs, the KL in the reward. Returns the
+    gap of the old logprobs, an empty one if they are not needed. All ranks."""
+    gap, needs_old = Gap(), needs_old_logprobs(args, len(work))
+    for batches, n in work:
+        if learner.ref_policy is not None:
+            with metrics.timed("ref_logprobs"):
+                fill_logprobs(learner.ref_policy, batches, "ref_logprobs", n, args)
+        if needs_old:
+            with metrics.timed("old_logprobs"):
+                fill_logprobs(learner.policy, batches, "old_logprobs", n, args)
+            for batch in batches:
+                gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
+        if args.kl_in_reward:
+            put_kl_in_reward(batches, args, world, metrics)
+    if learner.ref_policy is not None:
+        utils.shard_again(learner.ref_policy)  # its gathered copy is not needed any more
+    return gap
+
+
 def update(
-    policy: Policy,
-    ref_policy: Policy | None,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    mini_batches: Sequence[Sequence[Batch]],
-    args: Args,
-    world: utils.World,
-    metrics: utils.Metrics,
+    learner: Learner, mini_batches: Sequence[Sequence[Batch]], args: Args, world: World, metrics: Metrics
 ) -> tuple[dict[str, float], int]:
     """num_epochs passes over this rank's mini-batches (lists of micro-batches), an optimizer step for each.
 
@@ -928,26 +1107,16 @@ def update(
     utils.GapError before any weight changes. All ranks, with the same number of mini-batches; they may hold different
     numbers of micro-batches, even none.
     """
-    gap, gap_metrics, bad = utils.Gap(), {}, 0
-    rounds = [int(n) for n in utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)]
-    several = args.num_epochs * len(mini_batches) > 1 or args.kl_in_reward
-    for batches, n in zip(mini_batches, rounds, strict=True):
-        if ref_policy is not None:
-            fill_logprobs(ref_policy, batches, "ref_logprobs", n, args)
-        if several:  # else the old policy is the current one, and its logprobs come for free below
-            fill_logprobs(policy, batches, "old_logprobs", n, args)
-            for batch in batches:
-                gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
-        if args.kl_in_reward:
-            put_kl_in_reward(batches, args, world, metrics)
-    if ref_policy is not None:
-        utils.shard_again(ref_policy)  # its gathered copy is not needed any more
-    if several:
-        gap_metrics = gap.check(args, world, "on this step's rollouts")
+    metrics = metrics if utils.leads(args, world) else Metrics()
+    rounds = utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)
+    work = [(batches, int(n)) for batches, n in zip(mini_batches, rounds, strict=True)]
+    gap = prepare(learner, work, args, world, metrics)
+    policy, single, bad = learner.policy, not needs_old_logprobs(args, len(work)), 0
+    gap_metrics = {} if single else gap.check(args, world, "on this step's rollouts")
     for _ in range(args.num_epochs):
-        for batches, n in zip(mini_batches, rounds, strict=True):
-            local = [float(sum(int(b.response_mask.sum()) for b in batches)), float(sum(map(count_responses, batches)))]
-            tokens, sequences = utils.all_reduce(local, world)
+        for batches, n in work:
+            local = [float(sum(len(b.places) for b in batches)), float(sum(b.responses for b in batches))]
+            tokens, sequences = (x / args.sequence_parallel_size for x in utils.all_reduce(local, world))
             for i in range(n):
                 utils.gradient_sync(policy, args, last=i == n - 1)
                 idle = i >= len(batches)
@@ -956,28 +1125,33 @@ def update(
                 if idle:  # FSDP must reduce the same tensors on every rank
                     loss = 0.0 * new_logprobs.sum()
                 else:
+                    batch.tops = policy.tops
                     loss = grpo_loss(new_logprobs, entropy, batch, tokens, sequences, args, metrics)
                     batch.new_logprobs = new_logprobs.detach()
-                    if not several:
+                    if single:
                         gap.add(new_logprobs, batch)
                         batch.old_logprobs = batch.new_logprobs
                 (loss * world.size).backward()  # FSDP averages over ranks; our denominators are global already
-            if not several:
+            if single:
                 gap_metrics = gap.check(args, world, "on this step's rollouts")
             if n:
-                norm: Any = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-                norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-                metrics.add("optim/grad_norm", norm)
-                for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
-                    metrics.add(name, 0.0, 1 / world.size)
-                if math.isfinite(norm):
-                    optimizer.step()
-                else:
-                    bad += 1
-            metrics.add("lr", scheduler.get_last_lr()[0])
-            scheduler.step()
-            optimizer.zero_grad()
+                bad += not take_step(learner, args, world, metrics)
+            metrics.add("lr", learner.scheduler.get_last_lr()[0])
+            learner.scheduler.step()
+            learner.optimizer.zero_grad()
     return gap_metrics, bad
+
+
+def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
+    """An optimizer step with the clipped gradient; False, and nothing changes, if that is not finite. All ranks."""
+    norm: Any = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), args.max_grad_norm or math.inf)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    metrics.add("optim/grad_norm", norm)
+    for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
+        metrics.add(name, 0.0, args.sequence_parallel_size / world.size)
+    if math.isfinite(norm):
+        learner.optimizer.step()
+    return math.isfinite(norm)
 
 
 @torch.no_grad()
@@ -986,12 +1160,48 @@ def refresh_reference(ref_policy: Policy, policy: Policy, alpha: float) -> None:
     utils.shard_again(ref_policy)
     utils.shard_again(policy)
     for ref, new in zip(ref_policy.parameters(), policy.parameters(), strict=True):
-        utils.local(ref).lerp_(utils.local(new), alpha)
+        utils.shard_of(ref).lerp_(utils.shard_of(new), alpha)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation and metrics
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What a run is made of on a rank that learns, in this script and in grpo_fast.py: see set_up."""
+
+    args: Args
+    world: World  # of the learners
+    start_time: float
+    tokenizer: "utils.Tokenizer"
+    train_prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    run_dir: Path
+    learner: Learner
+    state: dict[str, Any]  # see start_state
+    checkpoints: utils.Checkpoints
+    packing: str  # see choose_packing
+    eval_world: World  # the ranks that sample and score for evaluation
+    # what `set_up` leaves to the scripts
+    engine: Sampler | None = None  # where this rank has one
+    servers: utils.Servers | None = None
+    logger: utils.Logger = field(init=False)  # see start_log
+
+
+@dataclass
+class Step:
+    """What one step of a run works on, on this rank."""
+
+    number: int
+    groups: list[Group] = field(default_factory=list)  # to train on
+    sampled: list[Group] = field(default_factory=list)  # these and all others
+    packs: list[list[Pack]] = field(default_factory=list)  # of each mini-batch
+    batches: list[list[Batch]] = field(default_factory=list)  # the same as tensors
+    gap_metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    timer: Timer = field(default_factory=Timer)
+    seconds: dict[str, float] = field(default_factory=dict)  # of other threads
+    start_time: float = field(default_factory=time.perf_counter)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -999,126 +1209,166 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate(
-    engine: utils.Sampler, prompts: Sequence[utils.Prompt], tokenizer: Any, args: Args, world: utils.World
-) -> tuple[dict[str, float], list[Rollout]]:
-    """Metrics `eval/...` over all evaluation prompts and this rank's rollouts. All ranks."""
-    start = time.perf_counter()
-    mine = [(p.index, p) for p in prompts[world.rank :: world.size]]
-    n = args.eval_pass_at_k
-    groups = sample_rollouts(engine, mine, n, args, tokenizer, evaluation=True) if mine else []
+def evaluate(run: Run) -> dict[str, float]:
+    """Metrics `eval/...` over all evaluation prompts. All ranks of eval_world."""
+    args, world, n, start = run.args, run.eval_world, run.args.eval_pass_at_k, time.perf_counter()
+    mine = [(p.index, p) for p in run.eval_prompts[world.rank :: world.size]]
+    assert run.engine is not None  # the ranks of eval_world have one
+    groups = sample_rollouts(run.engine, mine, n, args, evaluation=True) if mine else []
     rollouts = [r for group in groups for r in group]
     score_rollouts(rollouts, args)
-    metrics = utils.Metrics()
-    utils.describe_rollouts(rollouts, args, metrics)
+    metrics = Metrics()
+    utils.note_rollouts(rollouts, args, metrics)
     for group in groups:
         correct = sum(r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in group)
         for k in [1] + [2**e for e in range(1, n.bit_length()) if 2**e <= n]:
             metrics.add("pass_at_1" if k == 1 else f"pass_at_{k}_unbiased", pass_at_k(n, correct, k))
     out = {f"eval/{name.removeprefix('val/')}": value for name, value in metrics.reduce(world).items()}
     out = {name.replace("eval/objective/scores", "eval/scores"): value for name, value in out.items()}
-    return out | {"time/eval": time.perf_counter() - start}, rollouts
+    return out | {"time/eval": time.perf_counter() - start}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: utils.World) -> dict[str, float]:
+def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
     """The logprob gap on a few fresh rollouts that are not being trained on. All ranks."""
     rollouts = [r for group in groups for r in group][: args.per_device_train_batch_size]
+    rollouts = utils.share(rollouts, args, world)[0]
     batch = make_batch([[[r]] for r in rollouts], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
-    gap = utils.Gap()
+    gap = Gap()
     gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
     return gap.check(args, world, when)
 
 
-@torch.no_grad()
-def choose_packing(policy: Policy, prompt: utils.Prompt, args: Args, world: utils.World) -> str:
-    """How responses are packed: the first of shared, plain, rows that gives this model the logprobs of one response a
-    row. Tried on a probe, not assumed: recurrent and convolutional layers leak from one response into the next, and a
-    sliding window is not in our masks. All ranks, with the same prompt.
+def starts(policy: Policy, args: Args, step: int) -> Iterator[tuple[int, str, Callable[..., dict[str, float]]]]:
+    """Before the first rollout: version and name of the weights to send, the check of what the engine then samples.
+    Where adapters are what trains a trial of them comes first, then the policy's own."""
+    if args.lora_rank:
+        with utils.trial_adapters(policy, args.seed):
+            yield step - 1, "on a trial of all adapters", check_trial
+    yield step, "before the first rollout", measure_gap
+
+
+def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
+    """Raise GapError unless the engine has all adapters. All ranks, inside utils.trial_adapters.
+
+    Those of a first update, with B near 0, change less than rounding: an engine that lacks them looks healthy. On a
+    trial they move a logprob by about a nat. Of that learner and engine may be apart by 0.2 % in float32, where one
+    adapter of SmolLM2's 210 is worth 0.7 % at least, and by 30 % in bfloat16, whose rounding is 7 %.
     """
-    window = getattr(policy.model.config, "sliding_window", None) or math.inf
-    if args.max_prompt_token_length + args.response_length > window:
+    batch = make_batch([[[r]] for part in utils.share(groups, args, world) for g in part for r in g], world.device)
+    for name in ("old_logprobs", "ref_logprobs"):  # the latter without adapters
+        fill_logprobs(policy, [batch], name, 1, args)
+    rows, off = batch.old_logprobs, batch.ref_logprobs
+    assert rows is not None and off is not None
+    pairs = ((rows - other)[batch.response_mask].abs().sum() for other in (batch.vllm_logprobs, off))
+    apart, moved = utils.all_reduce([float(x) for x in pairs], world)
+    limit = 0.002 if args.model_dtype == "float32" else 0.3
+    if not apart <= limit * moved:
+        raise utils.GapError(
+            f"{when}: learner and engine are apart by {apart / moved:.2%} of what adapters do to logprobs, more than "
+            f"{limit:.1%}: an adapter did not reach the engine"
+        )
+    return {}
+
+
+@torch.no_grad()
+def choose_packing(policy: Policy, prompt: Prompt, args: Args, world: World) -> str:
+    """How responses are packed: the first of shared, plain, rows that gives this model the logprobs of one response a
+    row. Tried on a probe, not assumed: recurrent and convolutional layers leak from one response into the next, a
+    sliding window is not in our masks, and a GPU may lack the shared memory for flex attention. All ranks, with the
+    same prompt. Raises UserError for a model that --sequence_parallel_size computes otherwise: one with such layers.
+    """
+    config, group, found, problem = policy.model.config, policy.group, "", ""
+    within, name = utils.within_window(config, args), type(policy.model).__name__
+    ours = config._attn_implementation == utils.PACK_ATTENTION
+    if group is not None and not (ours and within):
+        why = "does not take our attention" if within else f"attends within a window of {config.sliding_window} tokens"
+        args.refuse(f"--sequence_parallel_size: {name} {why}: take 1")
+    if ours and within and world.device.type == "cuda":
+        dtype = utils.DTYPES[args.model_dtype]
+        with torch.enable_grad():
+            why = utils.fit_flex_attention(config, dtype, args.pack_length, world.device)
+        problem = max(utils.all_gather(why, world))
+        if problem and world.is_main:
+            print(f"WARNING: flex attention does not run here ({problem}): each response gets a row of its own")
+    kinds = ["shared"] * (ours and args.share_prompts) + ["plain"] if within and not problem else []
+    if not kinds and group is None:
         return "rows"
-    ours = policy.model.config._attn_implementation == utils.PACK_ATTENTION
     noise = 1e-4 if args.model_dtype == "float32" else 0.03  # of the logprobs' size
-    ids = [token for token in prompt.token_ids for _ in range(2)][:4]  # short: a leak shows at the start of a response
+    prompt = replace(prompt, token_ids=prompt.token_ids[-4:])  # short: a leak shows at the start of what leaks
+    ids = [token for token in prompt.token_ids for _ in range(2)][:4]
     parts = [(i // 2, x) for i, x in enumerate((ids, ids[::-1], ids[::-1], ids))]
     rollouts = [Rollout(prompt, i, 0, x, [0.0] * len(x), [True] * len(x)) for i, x in parts]
-    alone = make_batch([[[r]] for r in rollouts], world.device)
-    want = policy(alone, 1.0)[0][alone.response_mask]
-    for how in ("shared", "plain") if ours and args.share_prompts else ("plain",):
-        together = make_batch([make_pieces(rollouts, 2**62 if how == "shared" else 0)], world.device)
+    separate, policy.group = make_batch([[[r]] for r in rollouts], world.device), None
+    want, policy.group = policy(separate, 1.0)[0][separate.response_mask], group
+    for packing in kinds + ["rows"] * (group is not None):
+        pieces = make_pieces(rollouts, 2**62 if packing == "shared" else 0)
+        together = separate if packing == "rows" else make_batch([pieces], world.device)
         difference = policy(together, 1.0)[0][together.response_mask] - want
         if float(difference.abs().mean() / want.abs().mean()) < noise:
-            return how
-    return "rows"
+            found = packing
+            break
+    if group is not None and not found:
+        layers = ", ".join(sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"}))
+        why = f"looks across positions not by attention alone{layers and f' ({layers})'}"
+        args.refuse(f"--sequence_parallel_size: {name} {why}: take 1")
+    utils.shard_again(policy)  # an engine may start next, and takes a share of what is free
+    torch.cuda.empty_cache()
+    return found or "rows"
 
 
-def handle_nonfinite(
-    bad: int, in_a_row: int, batches: Sequence[Sequence[Batch]], step: int, run_dir: Path, world: Any, logger: Any
-) -> int:
-    """Dump the batch of a skipped update; returns how many steps in a row were bad, raises RuntimeError at three."""
+def handle_nonfinite(run: Run, step: Step, bad: int) -> None:
+    """Dump the batches of a step with `bad` skipped updates; raises RuntimeError at three such steps in a row."""
+    run.state["nonfinite_in_a_row"] = run.state["nonfinite_in_a_row"] + 1 if bad else 0
     if not bad:
-        return 0
-    plain = [vars(b) | {"layout": b.layout and b.layout.pieces, "rollouts": None} for m in batches for b in m]
-    torch.save(plain, run_dir / f"nonfinite_step_{step}_rank_{world.rank}.pt")
-    logger.say(f"step {step}: non-finite gradient, update skipped, batch dumped to {run_dir}")
-    if in_a_row == 2:
-        raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run_dir}/nonfinite_step_*.pt")
-    return in_a_row + 1
+        return
+    plain = [vars(b) | {"layout": b.layout and b.layout.pieces, "rollouts": None} for m in step.batches for b in m]
+    torch.save(plain, run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt")
+    run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
+    if run.state["nonfinite_in_a_row"] == 3:
+        raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run.run_dir}/nonfinite_step_*.pt")
 
 
-def describe_update(
-    policy: Policy,
-    packs: Sequence[Sequence[Pack]],
-    args: Args,
-    bad: int,
-    world: utils.World,
-    metrics: utils.Metrics,
-) -> None:
+def note_update(learner: Learner, packs: Sequence[Sequence[Pack]], args: Args, metrics: Metrics) -> None:
     """Metrics of what this rank trained on."""
     pieces = [piece for mini_batch in packs for pack in mini_batch for piece in pack]
     trained = sum(map(len, pieces))
     metrics.count("trained", trained)
     tokens, pairs = sum(map(piece_length, pieces)), sum(map(attended_pairs, pieces))
-    several = args.num_epochs * args.num_mini_batches > 1 or args.kl_in_reward
-    passes = 3 * args.num_epochs + args.load_ref_policy + several
-    responses = sum(len(r.token_ids) for piece in pieces for r in piece)
-    metrics.count("learner_flops", passes * policy.flops(tokens, pairs, responses))
-    metrics.count("val/num_learner_tokens", tokens)
+    # what is frozen takes no gradient; without adapters: of the input and of the weight
+    passes = (2 if args.lora_rank else 3) * args.num_epochs + needs_old_logprobs(args, len(packs))
+    work = tokens, pairs, sum(len(r.token_ids) for piece in pieces for r in piece)
+    reference = learner.ref_policy.flops(*work) if learner.ref_policy is not None else 0.0
+    metrics.count("learner_flops", passes * learner.policy.flops(*work) + reference)
+    metrics.add_all("val/learner_tokens", [tokens / args.sequence_parallel_size])
     metrics.add("other/packed_ratio", sum(map(len, packs)), trained)
-    metrics.count("optim/nonfinite_updates", bad / world.size)  # every rank saw the same
 
 
 def start_state() -> dict[str, Any]:
-    """What changes from step to step beside weights and optimizer: plain data that a checkpoint holds."""
-    return {
-        "step": 0,
-        "cursor": 0,  # prompts consumed
-        "excluded": [],  # indices of prompts not to sample again
-        "episode": 0,
-        "nonfinite_in_a_row": 0,
-        "tokens": 0.0,
-        "seconds": 0.0,
-    }
+    """What changes from step to step beside weights and optimizer: plain data that a checkpoint holds. cursor counts
+    the prompts consumed, excluded has indices of prompts not to sample again, tokens and seconds are of all steps."""
+    counts = {"step": 0, "cursor": 0, "episode": 0, "nonfinite_in_a_row": 0, "tokens": 0.0, "seconds": 0.0}
+    return counts | {"excluded": []}
 
 
-def save_state(checkpoints: Any, modules: dict, optimizer: Any, scheduler: Any, state: dict, **more: Any) -> None:
-    """Start to write a resumable checkpoint of this step, `more` included. All ranks."""
-    extra = {name: state[name] for name in start_state()} | {"scheduler": scheduler.state_dict()}
-    checkpoints.save(state["step"], modules, optimizer, extra | more)
+def save_state(run: Run, more: Callable[[], dict[str, Any]] = dict) -> str:
+    """Start to write a resumable checkpoint, `more()` included, if it is time for one or a signal asks to stop: then
+    what it was, else "". All ranks."""
+    learner, step, stopping = run.learner, run.state["step"], utils.stop_asked(run.world)
+    if stopping or due(run.args.checkpoint_state_freq, step):
+        extra = {name: run.state[name] for name in start_state()} | {"scheduler": learner.scheduler.state_dict()}
+        run.checkpoints.save(step, learner.modules(run.args), learner.optimizer, extra | more())
+    if stopping:
+        run.logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
+    return stopping
 
 
-def load_state(path: Path | None, modules: dict, optimizer: Any, scheduler: Any, world: utils.World) -> dict[str, Any]:
+def load_state(path: Path | None, learner: Learner, args: Args, world: World) -> dict[str, Any]:
     """Go back to a checkpoint; returns its state. All ranks. Raises UserError where there is none."""
     if path is None:
         raise utils.UserError("--resume: the run has no usable checkpoint; was --checkpoint_state_freq set?")
-    state = utils.load_checkpoint(path, modules, optimizer, world)
+    optimizer, scheduler = learner.optimizer, learner.scheduler
+    state = utils.load_checkpoint(path, learner.modules(args), optimizer, world)
     then, base = state.pop("scheduler"), scheduler.base_lrs  # of now: see load_checkpoint
     lrs = [lr * factor(then["last_epoch"]) for lr, factor in zip(base, scheduler.lr_lambdas, strict=True)]
     scheduler.load_state_dict(then | {"base_lrs": base, "_last_lr": lrs})
@@ -1127,203 +1377,217 @@ def load_state(path: Path | None, modules: dict, optimizer: Any, scheduler: Any,
     return state
 
 
-def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
-    """The rollouts of rows of rollouts.jsonl, scored, without labels and verdicts."""
-    names = [f.name for f in fields(Rollout) if f.name not in ("prompt", "scoring", "results")]
-    prompts: dict[int, utils.Prompt] = {}
-    rollouts = []
-    for row in rows:
-        prompt = utils.Prompt(row["position"], tuple(row["prompt_ids"]), row.get("prompt", ""), (), ())
-        known: dict[str, Any] = {n: math.nan if row[n] is None else row[n] for n in names if n in row}
-        rollouts.append(Rollout(prompts.setdefault(row["position"], prompt), **known))
-    return rollouts
-
-
-def load_groups(step: int, state: dict[str, Any], args: Args, world: utils.World) -> list[Group]:
+def load_groups(step: int, state: dict[str, Any], args: Args, world: World) -> list[Group]:
     """This rank's groups of a step from --load_batches; moves the state's cursor."""
     rows, dump = utils.read_dump(Path(args.load_batches), step)
     groups: dict[int, Group] = {position: [] for position in dump["positions"]}
-    for r in rollouts_of([row for row in rows if row["position"] in groups]):
+    for r in utils.rollouts_of([row for row in rows if row["position"] in groups]):
         groups[r.position].append(r)
     sizes = {len(group) for group in groups.values()}
-    wanted = (args.num_unique_prompts_rollout, {args.num_samples_per_prompt_rollout})
-    if (len(groups), sizes) != wanted:
-        raise utils.UserError(
-            f"--load_batches {args.load_batches} step {step} has {len(groups)} groups of {sorted(sizes)} rollouts, not "
-            f"--num_unique_prompts_rollout {wanted[0]} of --num_samples_per_prompt_rollout {max(wanted[1])}"
-        )
+    wanted = "--num_unique_prompts_rollout of --num_samples_per_prompt_rollout"
+    if (len(groups), sizes) != (args.num_unique_prompts_rollout, {args.num_samples_per_prompt_rollout}):
+        args.refuse(f"--load_batches step {step} has {len(groups)} groups of {sorted(sizes)} rollouts, not {wanted}")
     state["cursor"] += len(groups)
-    return list(groups.values())[world.rank :: world.size]
+    return list(groups.values())[turn(args, world) :: world.size]
 
 
-def finish_step(
-    metrics: utils.Metrics,
-    gap_metrics: dict[str, float],
-    seconds: dict[str, float],
-    state: dict[str, Any],
-    num_prompts: int,
-    start_time: float,
-    args: Args,
-    world: utils.World,
-) -> dict[str, float]:
-    """The step's metrics over all ranks, with throughput and totals; updates the running totals in `state`."""
-    out = utils.finish_metrics(metrics.reduce(world), args) | gap_metrics | seconds
+def set_up(args: Args, world: World) -> Run:
+    """A run before its engines: prompts, directory, learner, with --resume its newest checkpoint. All learners."""
+    start_time = time.perf_counter()
+    torch.manual_seed(args.seed)
+    utils.make_deterministic(args)
+    tokenizer = utils.load_tokenizer(args)
+    environment = utils.load_environment(args, tokenizer)
+    if args.load_batches:
+        everything = load_groups(1, start_state(), args, World(0, 0, 1, world.device))
+        train_prompts = [group[0].prompt for group in everything]
+    else:
+        train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
+    eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
+    utils.check_model(args)
+    utils.check_teacher(args, tokenizer)
+    run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
+    learner, state = load_learner(args, world), start_state()
+    checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
+    if args.resume:
+        state |= load_state(utils.newest_checkpoint(run_dir, world), learner, args, world)
+    tried = [choose_packing(learner.policy, train_prompts[0], args, world)]
+    if learner.ref_policy is not None and args.ref_model_name_or_path:
+        tried.append(choose_packing(learner.ref_policy, train_prompts[0], args.of_reference(), world))
+    packing = max(tried, key=list(PACKING).index)  # what both models can compute
+    rest = learner, state, checkpoints, packing, world
+    return Run(args, world, start_time, tokenizer, train_prompts, eval_prompts, run_dir, *rest)
+
+
+def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
+    """Open the log, say what starts, evaluate before the first step if asked. All learners, when engines are quiet."""
+    args, state = run.args, run.state
+    state |= utils.device_speed(run.world.device, utils.DTYPES[args.model_dtype]) | {"clock": time.perf_counter()}
+    run.logger = utils.Logger(args, run.run_dir, num_training_steps(args), state["step"], run.world)
+    if state["step"]:
+        run.logger.say(f"resumed after step {state['step']}")
+    run.logger.say(
+        f"{len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation; {roles}"
+        f"{PACKING[run.packing].format(args.pack_length)}; ready after {time.perf_counter() - run.start_time:.0f} s; "
+        f"logprob gap before the first rollout mean {gap_metrics['debug/vllm_vs_local_logprob_diff_mean']:.1e}"
+    )
+    if args.eval_on_step_0 and state["step"] == 0 and run.engine is not None:
+        run.logger.log({"training_step": 0, "episode": 0} | gap_metrics | evaluate(run))
+
+
+def train(run: Run, step: Step, probe: Sequence[Group], args: Args) -> None:
+    """The step's updates; the logprob gap is that of `probe` where no group has a gradient. All ranks."""
+    learner, world = run.learner, run.world
+    step.batches = [micro_batches(packs, run.packing, args, world.device) for packs in step.packs]
+    step.gap_metrics, bad = update(learner, step.batches, args, world, step.metrics)
+    if not step.gap_metrics:
+        step.gap_metrics = measure_gap(learner.policy, probe, "on this step's rollouts", args, world)
+    step.metrics.count("optim/nonfinite_updates", bad / world.size)  # every rank saw the same
+    handle_nonfinite(run, step, bad)
+    if learner.ref_policy is not None and due(args.ref_policy_update_freq or 0, step.number):
+        refresh_reference(learner.ref_policy, learner.policy, args.alpha)
+
+
+def due(every: int, step: int, last: int = 0) -> bool:
+    """Whether what is done every so many steps, 0 and less for never, and after the `last`, is done after this one."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def step_metrics(run: Run, step: Step) -> dict[str, float]:
+    """The step's metrics over all ranks; moves the totals in the state, whose clock is the start or the last call."""
+    args, world, state = run.args, run.world, run.state
+    seconds = step.timer.seconds | step.seconds | {"time/total": time.perf_counter() - step.start_time}
+    utils.note_step(step.groups, step.sampled, args, step.metrics)
+    if utils.leads(args, world):
+        note_update(run.learner, step.packs, args, step.metrics)
+    out = utils.finish_metrics(step.metrics.reduce(world), args) | step.gap_metrics | seconds
     trained, sampled, flops = out.pop("trained"), out.pop("sampled"), out.pop("learner_flops")
-    tokens, response_tokens = out["val/num_step_tokens"], out.pop("response_tokens")
-    state["episode"] += int(sampled)
-    state["tokens"] += tokens
-    state["seconds"] += seconds["time/total"]
+    tokens, response_tokens, earlier = out["val/num_step_tokens"], out.pop("response_tokens"), state["tokens"]
+    now, generation = time.perf_counter(), seconds.get("time/generation", seconds["time/total"])
+    state["episode"] += args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    state["seconds"] += now - state["clock"]
+    state |= {"step": step.number, "tokens": earlier + tokens, "clock": now}
     return out | {
-        "training_step": state["step"],
+        "training_step": step.number,
         "episode": state["episode"],
-        "epoch": state["cursor"] / num_prompts,
+        "epoch": state["cursor"] / len(run.train_prompts),
         "other/real_batch_size_ratio": trained / sampled,
         "optim/skipped_steps": float(trained == 0),
-        "val/num_total_tokens": state["tokens"],
+        "val/num_total_tokens": earlier,
+        "val/num_learner_tokens": out["val/learner_tokens"] * world.size,
         "val/num_excluded_prompts": float(len(state["excluded"])),
         "learner_mfu": flops / (seconds["time/training"] * world.size * state["flops_per_second"]),
-        "time/from_scratch": time.perf_counter() - start_time,
+        "time/from_scratch": now - run.start_time,
         "learner_tokens_per_second_step": tokens / seconds["time/total"],
-        "learner_tokens_per_second_overall": state["tokens"] / state["seconds"],
-        "val/actor_tokens_per_second": response_tokens / seconds.get("time/generation", seconds["time/total"]),
+        "learner_tokens_per_second_overall": earlier / state["seconds"],
+        "val/actor_tokens_per_second": tokens / (seconds.get("time/group_generation_max") or generation),
+        "val/response_tokens_per_second": response_tokens / generation,
     }
+
+
+def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> None:
+    """Save and evaluate if it is time for it, log `out` and a further line, write traces and dumps. All ranks."""
+    args, world = run.args, run.world
+    utils.check_servers(run.servers)
+    if due(args.save_freq, step.number):
+        with step.timer("saving"):
+            utils.save_model(run.learner.policy, run.tokenizer, run.run_dir / f"step_{step.number}", args, world)
+        out["time/saving"] = step.timer.seconds["time/saving"]
+    evaluates = due(args.local_eval_every, step.number, num_training_steps(args))
+    if evaluates and run.eval_prompts and run.engine is not None:
+        out |= evaluate(run)
+    run.logger.log(out)
+    if line:
+        run.logger.say(line)
+    if step.number % SHOW_ROLLOUTS_EVERY == 1:
+        run.logger.show(step.number, step.sampled)
+    utils.record_step(step, run.packing, run.learner.policy, args, world)
+
+
+def finish(run: Run) -> Path:
+    """Save the model, if all steps are done, and end what the run has started; returns its directory. All ranks."""
+    args, run_dir = run.args, run.run_dir
+    run.checkpoints.wait()
+    finished = run.state["step"] == num_training_steps(args)
+    if finished:
+        utils.save_model(run.learner.policy, run.tokenizer, run_dir / "model", args, run.world)
+    run.logger.close()
+    if run.engine is not None:
+        run.engine.stop(run.state["step"])
+    if run.world.is_main:
+        words = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        print(f"{words}, {utils.draw_report(run_dir)}")
+    rewards.close()
+    utils.stop_servers(run.servers)
+    dist.barrier()  # no rank leaves while another still writes
+    if run.engine is not None:
+        run.engine.close()
+    utils.leave_distributed()
+    if args.push_to_hub and run.world.is_main and finished:  # the other ranks wait for nothing
+        utils.push_model(run_dir)
+    return run_dir
 
 
 def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    args = args.beside_engine(True)
+    world_size = int(os.environ.get("WORLD_SIZE", max(1, sum(args.num_learners_per_node) * args.dry_run)))
+    is_main = int(os.environ.get("RANK", 0)) == 0
     args.check(world_size)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         args = utils.after_restart(args)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_main:
         print(args.batch_arithmetic(world_size))
-        if args.dry_run:
-            print("dtype    {}: {}".format(*utils.choose_dtype(args)))
-            print(utils.describe_sources(args))
-            utils.print_memory(args, world_size, True, LOGPROB_CHUNK)
+        if for_fast := args.for_fast():
+            print(f"WARNING: {for_fast}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
     if args.dry_run:
+        if is_main:
+            utils.print_plan(args, learners=world_size, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
         return None
-
-    # setup
-    start_time = time.perf_counter()
     world = utils.init_distributed()
     dtype, why = utils.all_gather(utils.choose_dtype(args), world)[0]
     args = replace(args, model_dtype=dtype)
-    if world.is_main:
+    if is_main:
         print(f"dtype    {dtype}: {why}")
-    torch.manual_seed(args.seed)
-    utils.make_deterministic(args)
-    tokenizer = utils.load_tokenizer(args)
-    if args.load_batches:
-        train_prompts = [
-            group[0].prompt for group in load_groups(1, start_state(), args, utils.World(0, 0, 1, world.device))
-        ]
-    else:
-        train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
-    eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer)
-    utils.check_model_length(args)
-    run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
-    policy = load_policy(args, world)
-    ref_policy = load_policy(args, world).requires_grad_(False) if args.load_ref_policy else None
-    optimizer, scheduler = make_optimizer(policy, args)
-    num_steps = num_training_steps(args)
-    modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
-    state = start_state()
-    checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
-    if args.resume:
-        state |= load_state(utils.newest_checkpoint(run_dir, world), modules, optimizer, scheduler, world)
-    how = choose_packing(policy, train_prompts[0], args, world)
-    servers = utils.start_reward_models(args, run_dir, world)
-    engine: Any = None  # with --load_batches
+
+    run = set_up(args, world)
+    state, policy, prompts = run.state, run.learner.policy, run.train_prompts
+    run.servers = utils.start_reward_models(args, run.run_dir, world)
+    engine = None  # --load_batches needs none
     gap_metrics = {"debug/vllm_vs_local_logprob_diff_mean": math.nan}
     if not args.load_batches:
-        concurrency = max(
-            args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size,
-            math.ceil(len(eval_prompts) / world.size) * args.eval_pass_at_k,
-        )
-        engine = utils.make_engine(args, tokenizer, world, concurrency)
-        engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=state["step"])
-        probe = sample_rollouts(engine, [(world.rank, train_prompts[world.rank % len(train_prompts)])], 1, args)
-        gap_metrics = measure_gap(policy, probe, "before the first rollout", args, world)
-    state |= utils.device_speed(world.device, utils.DTYPES[dtype])
-    logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
-    gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
-    if state["step"]:
-        logger.say(f"resumed after step {state['step']}")
-    logger.say(
-        f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; {PACKING[how].format(args.pack_length)}; "
-        f"ready after {time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout mean {gap:.1e}"
-    )
-    if args.eval_on_step_0 and state["step"] == 0:
-        eval_metrics, _ = evaluate(engine, eval_prompts, tokenizer, args, world)
-        logger.log({"training_step": 0, "episode": 0} | gap_metrics | eval_metrics)
+        rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size
+        evaluated = math.ceil(len(run.eval_prompts) / world.size) * args.eval_pass_at_k
+        run.engine = engine = utils.make_engine(args, run.tokenizer, world, max(rollouts, evaluated))
+        for version, when, check in starts(policy, args, state["step"]):
+            engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=version)
+            probe = sample_probes(engine, world.rank, prompts[world.rank % len(prompts)], 1, args)
+            engine.sleep(1)
+            gap_metrics = check(policy, probe, when, args, world)
+    start_log(run, gap_metrics)
 
-    # the loop
-    for step in utils.STOP.steps(range(state["step"] + 1, num_steps + 1)):
-        step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
-        if args.load_batches:
-            groups = sampled = load_groups(step, state, args, world)
+    for number in utils.STOP.steps(range(state["step"] + 1, num_training_steps(args) + 1)):
+        step = Step(number)
+        utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
+        if engine is None:
+            step.groups = step.sampled = load_groups(number, state, args, world)
         else:
-            groups, sampled = sample_groups(engine, train_prompts, state, tokenizer, args, world, timer)
-        per_mini_batch = len(groups) // args.num_mini_batches or 1
-        with timer("training"):
-            packs = []
-            for i in range(args.num_mini_batches):
-                rollouts = trainable(groups[i * per_mini_batch : (i + 1) * per_mini_batch], args)
-                packs += pack_rollouts(rollouts, how, args.pack_length, 1, policy.pair_cost)
-            batches = [micro_batches(p, how, args, world.device) for p in packs]
-            gap_metrics, bad = update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
-            if not gap_metrics:  # no group has a gradient
-                gap_metrics = measure_gap(policy, sampled, "on this step's rollouts", args, world)
-        bad_in_a_row = handle_nonfinite(bad, state["nonfinite_in_a_row"], batches, step, run_dir, world, logger)
-        state["nonfinite_in_a_row"] = bad_in_a_row
-        if ref_policy is not None and args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
-            refresh_reference(ref_policy, policy, args.alpha)
-        with timer("weight_sync"):
+            step.groups, step.sampled = sample_groups(engine, prompts, state, args, world, step.timer)
+            engine.sleep()
+        with step.timer("training"):
+            for rollouts in split_groups(share_groups(step.groups, args, world), args):
+                step.packs += pack_rollouts(rollouts, run.packing, args.pack_length, 1, policy.pair_cost)
+            train(run, step, step.sampled, args)
+        with step.timer("weight_sync"):
             if engine is not None:
-                engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=step)
+                engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=number)
 
         # everything below reports or saves
-        utils.check_servers(servers)
-        state["step"] = step
-        seconds = timer.seconds | {"time/total": time.perf_counter() - step_start}
-        utils.describe_step(groups, sampled, args, metrics)
-        describe_update(policy, packs, args, bad, world, metrics)
-        out = finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
-        if args.save_freq > 0 and step % args.save_freq == 0:
-            with timer("saving"):
-                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", args, world)
-            out["time/saving"] = timer.seconds["time/saving"]
-        if eval_prompts and args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps):
-            out |= evaluate(engine, eval_prompts, tokenizer, args, world)[0]
-        logger.log(out)
-        utils.record_step(step, sampled, groups, packs, batches, how, policy, args, world)
-        if step % SHOW_ROLLOUTS_EVERY == 1:
-            logger.show(step, sampled)
-        stopping = utils.stop_asked(world)
-        if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
-            save_state(checkpoints, modules, optimizer, scheduler, state)
-        if stopping:
-            logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
+        out = step_metrics(run, step)
+        end_step(run, step, out)
+        if save_state(run):
             break
-
-    checkpoints.wait()
-    finished = state["step"] == num_steps
-    if finished:
-        utils.save_model(policy, tokenizer, run_dir / "model", args, world)
-    logger.close()
-    if world.is_main:
-        made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
-        print(f"{made}, {utils.draw_report(run_dir)}")
-    rewards.close()
-    utils.stop_servers(servers)
-    dist.barrier()  # no rank leaves while another still writes
-    if engine is not None:
-        engine.close()
-    utils.leave_distributed()
-    if args.push_to_hub and world.is_main and finished:  # the other ranks wait for nothing
-        utils.push_model(run_dir)
-    return run_dir
+    return finish(run)
 
 
 if __name__ == "__main__":

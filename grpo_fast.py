@@ -26,16 +26,21 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import math
 import os
+import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
@@ -44,21 +49,20 @@ from typing import Any
 
 import utils  # isort: skip  (pins thread counts, so it comes before torch)
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import grpo
-import rewards
 from grpo import Args, Pack
-from utils import Group, Rollout
+from utils import Generation, Group, Prompt, Request, Rollout, World
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
+NEWS_EVERY = 8  # decoding steps, of an engine of several ranks: to tell them that there is none takes a millisecond
 TIMEOUT = timedelta(days=1)  # of waiting for another rank: the watchdog ends stalls, the launcher deaths
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Processes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -94,48 +98,37 @@ def roles_of(args: Args, rank: int, ranks_per_node: int) -> Roles:
 def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> None:
     """grpo_fast.py's own refusals; world_size is None when this script starts the processes itself, on one node."""
     per_node, engines, tp = args.num_learners_per_node, args.vllm_num_engines, args.vllm_tensor_parallel_size
-    learners = sum(per_node)
-    given = f"--num_learners_per_node {' '.join(map(str, per_node))} --vllm_num_engines {engines}"
-    if min(per_node, default=-1) < 0 or learners < 1 or engines < 1 or tp < 1:
-        raise utils.UserError(f"{given} --vllm_tensor_parallel_size {tp}: a run needs a learner and an engine")
+    learners, processes = sum(per_node), "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
     ranks = learners + engines * tp
-    if world_size is not None and world_size != ranks:
-        raise utils.UserError(
-            f"{given} x --vllm_tensor_parallel_size {tp} = {ranks} processes, but {world_size} ranks run: "
-            f"start torchrun with {ranks} in all"
-        )
+    if min(per_node, default=-1) < 0 or learners < 1 or engines < 1 or tp < 1:
+        args.refuse(f"{processes}: a run needs a learner and an engine")
+    if learners % args.sequence_parallel_size:
+        args.refuse(f"--sequence_parallel_size does not divide the {learners} learners: raise --num_learners_per_node")
+    if world_size not in (None, ranks):
+        args.refuse(f"{processes} = {ranks} processes, but {world_size} ranks run: start torchrun with {ranks} in all")
     nodes = 1 if world_size is None else world_size // ranks_per_node
-    if len(per_node) > nodes:
-        raise utils.UserError(
-            f"{given}: the first flag is for {len(per_node)} nodes, but {nodes} run: give one number for each node"
-        )
-    homes: dict[int, set[int]] = {}  # the nodes of each engine
-    for rank in range(ranks if world_size is not None else 0):
-        role = roles_of(args, rank, ranks_per_node)
-        if not role.is_learner:
-            homes.setdefault(role.index, set()).add(rank // ranks_per_node)
-    if any(len(nodes_of_one) > 1 for nodes_of_one in homes.values()):
-        raise utils.UserError(f"{given}: an engine of --vllm_tensor_parallel_size {tp} would span two nodes")
+    planned = args.dry_run and world_size is None  # for other machines than this one
+    if len(per_node) > nodes and not planned:
+        args.refuse(f"--num_learners_per_node is for {len(per_node)} nodes, but {nodes} run: give a number for each")
+    roles = [roles_of(args, rank, ranks_per_node) for rank in range(world_size or 0)]
+    homes = {(role.index, rank // ranks_per_node) for rank, role in enumerate(roles) if not role.is_learner}
+    if world_size is not None and len(homes) > engines:
+        args.refuse(f"{processes}: an engine would span two nodes")
     if args.rollout_backend != "vllm" and tp > 1:
-        raise utils.UserError(f"--vllm_tensor_parallel_size {tp} needs --rollout_backend vllm")
-    if args.load_batches:
-        raise utils.UserError("--load_batches: grpo.py trains on dumps; grpo_fast.py only writes them")
+        args.refuse("--vllm_tensor_parallel_size: needs --rollout_backend vllm")
+    if args.load_batches or args.load_states:
+        args.refuse("--load_batches --load_states: grpo.py trains on what others saved; grpo_fast.py only saves")
     if args.deterministic and (args.inflight_updates or (args.active_sampling and args.async_steps)):
-        raise utils.UserError(
-            "--deterministic with --inflight_updates, or with --active_sampling and --async_steps above 0: timing "
-            "would decide which weights make a token: drop one of them"
-        )
+        others = "--inflight_updates, or with --active_sampling and --async_steps above 0"
+        args.refuse(f"--deterministic: timing would decide which weights make a token with {others}: drop one of them")
     if args.num_unique_prompts_rollout % args.num_mini_batches:
-        raise utils.UserError(
-            f"--num_mini_batches {args.num_mini_batches} does not divide --num_unique_prompts_rollout "
-            f"{args.num_unique_prompts_rollout}"
-        )
+        args.refuse("--num_mini_batches does not divide --num_unique_prompts_rollout")
+    if args.vllm_sleep == "on":
+        args.refuse("--vllm_sleep: engines of grpo_fast.py work while the learners do: drop it")
     gpus, here = torch.cuda.device_count(), ranks if world_size is None else ranks_per_node
-    if gpus and here > gpus and not args.single_gpu_mode:
-        raise utils.UserError(
-            f"{given} x --vllm_tensor_parallel_size {tp} need {here} GPUs on a node, {gpus} are visible: "
-            "lower them, or share one GPU with --single_gpu_mode"
-        )
+    if gpus and here > gpus and not args.single_gpu_mode and not planned:
+        fix = "lower them, or share one GPU with --single_gpu_mode"
+        args.refuse(f"{processes} need {here} GPUs on a node, {gpus} are visible: {fix}")
 
 
 def launch(args: Args) -> None:
@@ -145,9 +138,8 @@ def launch(args: Args) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    cores = len(utils.ALL_CORES)
-    together = args.async_steps > 0  # learners and engines compute at the same time
     if not torch.cuda.is_available():
+        cores, together = len(utils.ALL_CORES), args.async_steps > 0  # learners and engines compute at the same time
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if together else cores)
     config = LaunchConfig(
         min_nodes=1,
@@ -169,8 +161,9 @@ def launch(args: Args) -> None:
         elastic_launch(config, sys.executable)(os.path.abspath(__file__), *sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        name = roles_of(args, rank, ranks).name
-        print(f"grpo_fast.py: {name} (pid {failure.pid}) died with {_reason(failure.exitcode)}", file=sys.stderr)
+        name, code = roles_of(args, rank, ranks).name, failure.exitcode
+        why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        print(f"grpo_fast.py: {name} (pid {failure.pid}) died with {why}", file=sys.stderr)
         raise SystemExit(128 + PASSED_ON[-1] if PASSED_ON else 1) from None
 
 
@@ -191,10 +184,6 @@ def pass_on(number: int, frame: Any) -> None:
         os._exit(128 + number)
 
 
-def _reason(exitcode: int) -> str:
-    return f"signal {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exit code {exitcode}"
-
-
 def die_with_parent() -> None:
     """Have the kernel kill this process when the launcher is gone: kill -9 of the launcher must leave no orphans."""
     if sys.platform == "linux":
@@ -210,28 +199,22 @@ def pin_cores(args: Args) -> None:
         utils.pin(cores[int(os.environ["LOCAL_RANK"]) :: ranks])
 
 
-def join(store: Any, name: str, index: int, size: int) -> utils.World:
+def join(store: dist.Store, name: str, index: int, size: int) -> World:
     """This process's own world: the learners' for a learner, one of its own for an engine."""
-    local = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        utils.keep_freed_memory()
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=index, world_size=size, timeout=TIMEOUT)
-    os.environ |= {"RANK": str(index), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local)}  # vLLM reads them
-    return utils.World(index, local, size, device)
+    local_rank = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
+    os.environ |= {"RANK": str(index), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}  # vLLM reads them too
+    return utils.init_distributed(dist.PrefixStore(name, store), TIMEOUT)
 
 
-def weights_group(store: Any, roles: Roles, args: Args) -> tuple[Any, torch.device | None]:
+def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, torch.device | None]:
     """A bare process group of learner 0 and all engines, and where its tensors live (None: on the rank's GPU). A shared
     default group would hang inside vLLM; NCCL refuses two ranks on one GPU."""
     rank = 0 if roles.is_learner else 1 + roles.index * roles.tp + roles.tp_rank
     prefix = dist.PrefixStore("weights", store)
     if torch.cuda.is_available() and not args.single_gpu_mode:
-        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), None  # ty: ignore[invalid-argument-type]
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, options), None
     return dist.ProcessGroupGloo(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), torch.device("cpu")
 
 
@@ -241,7 +224,7 @@ class Watchdog:
     Learner 0 calls `beat` whenever anything arrives or a step ends, and on a stall tells the others by the store.
     """
 
-    def __init__(self, meeting: "Meeting", roles: Roles, timeout_s: float, outstanding: Any = None):
+    def __init__(self, meeting: "Meeting", roles: Roles, timeout_s: float, outstanding: Callable[[], str] = lambda: ""):
         self.roles, self.timeout_s, self.outstanding = roles, timeout_s, outstanding
         self.last = time.monotonic()
         self.leads = roles.is_learner and roles.index == 0
@@ -254,24 +237,20 @@ class Watchdog:
         self.last = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._stalled():
+        while not (self._idle_s() > self.timeout_s if self.leads else self.store.check(["stalled"])):
             time.sleep(min(1.0, self.timeout_s / 10))
         message = f"grpo_fast.py: {self.roles.name} (pid {os.getpid()}): stalled"
         if self.leads:
-            message += f": nothing moved for {time.monotonic() - self.last:.0f} s. Outstanding: {self.outstanding()}"
+            self.store.set("stalled", "1")
+            message += f": nothing moved for {self._idle_s():.0f} s. Outstanding: {self.outstanding()}"
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         if self.leads:
             time.sleep(3.0)  # the others dump too before the launcher ends them
         os._exit(1)
 
-    def _stalled(self) -> bool:
-        if not self.leads:
-            return self.store.check(["stalled"])
-        if time.monotonic() - self.last > self.timeout_s:
-            self.store.set("stalled", "1")
-            return True
-        return False
+    def _idle_s(self) -> float:
+        return time.monotonic() - self.last
 
 
 class Meeting:
@@ -302,14 +281,12 @@ class Meeting:
         self.store.set_timeout(TIMEOUT)
         self.restarted = int(self.store.get("starts")) > 1
 
-    def connect(self, timeout: timedelta = TIMEOUT) -> Any:
+    def connect(self, timeout: timedelta = TIMEOUT) -> dist.TCPStore:
         """A further connection, for a thread: a client that waits blocks every other user of it."""
         return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Weights ----------------------------------------------------------------------------------------------------------
 
 Manifest = list[list[tuple[str, tuple[int, ...]]]]  # buckets of (name, shape)
 
@@ -318,12 +295,12 @@ def plan_weights(policy: grpo.Policy, dtype: torch.dtype) -> Manifest:
     """Which tensor travels in which bucket, in the order of utils.full_weights."""
     manifest: Manifest = []
     size = BUCKET_BYTES
-    for name, shape in utils.weight_shapes(policy.model):
+    for name, parameter in utils.named_weights(policy.model):
         if size >= BUCKET_BYTES:
             manifest.append([])
             size = 0
-        manifest[-1].append((name, shape))
-        size += math.prod(shape) * dtype.itemsize
+        manifest[-1].append((name, tuple(parameter.shape)))
+        size += parameter.numel() * dtype.itemsize
     return manifest
 
 
@@ -334,21 +311,31 @@ def gather_weights(policy: grpo.Policy, manifest: Manifest, dtype: torch.dtype) 
         yield torch.cat([tensor.flatten() for _, (_, tensor) in zip(bucket, tensors, strict=False)])
 
 
-def receive_weights(group: Any, manifest: Manifest, dtype: torch.dtype, device: torch.device, seconds: list[float]):
-    """Yield (name, tensor) of a broadcast, bucket by bucket, on an engine; appends the seconds spent on the wire."""
-    for bucket in manifest:
+def receive_weights(
+    group: dist.ProcessGroup,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    wire: list[float],
+    inbox: Any,
+):
+    """Yield (name, tensor) of a broadcast, bucket by bucket, on an engine whose Inbox, on its first rank, says that the
+    next can come once the one before is loaded; appends the seconds spent on the wire."""
+    for i, bucket in enumerate(manifest):
+        if inbox is not None and i:
+            inbox.say_ready()
         sizes = [math.prod(shape) for _, shape in bucket]
         start = time.perf_counter()
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         group.broadcast([flat.view(torch.uint8)], dist.BroadcastOptions()).wait()
-        seconds.append(time.perf_counter() - start)
+        if flat.is_cuda:  # NCCL's wait is one of the stream
+            torch.cuda.current_stream().synchronize()
+        wire.append(time.perf_counter() - start)
         for (name, shape), part in zip(bucket, flat.split(sizes), strict=True):
             yield name, part.view(shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Engines
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Engines ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -375,21 +362,32 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
     Watchdog(meeting, roles, args.stall_timeout_s)
     tokenizer = utils.load_tokenizer(args)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (args.async_steps + 1)
-    if args.single_gpu_mode:
-        meeting.store.get("learner loaded")  # vLLM takes a share of what it finds free on the device
-    engine = utils.make_engine(args, tokenizer, world, math.ceil(rollouts / roles.engines))
+    if args.single_gpu_mode:  # vLLM takes a share of what it finds free on the device, which must not change meanwhile
+        meeting.store.get(f"engine {roles.index - 1} loaded" if roles.index else "learner loaded")
+    engine = utils.make_engine(replace(args, vllm_sleep="off"), tokenizer, world, math.ceil(rollouts / roles.engines))
+    meeting.store.set(f"{roles.name} loaded", "")
     group, device = weights_group(meeting.store, roles, args)  # waits for learner 0, which loads a model meanwhile
     device = device or world.device
-    connection = None
+    inbox = connection = None
     if world.is_main:
         host, port, key = meeting.store.get("address").decode().split()
         connection = Client((host, int(port)), authkey=key.encode())
         connection.send(roles.index)
+        # the transformers engine's bits depend on what is in a batch, so then not on what came in time for it
+        apart = args.rollout_backend == "transformers" and (args.deterministic or args.async_steps == 0)
+        apart = apart or (args.deterministic and args.has_turns)
+        inbox = Inbox(connection, args.inflight_updates, apart)
     dtype, clock = utils.DTYPES[args.model_dtype], Clock()
     utils.STOP.during = "what the learners ask for"
     while True:
         start = time.perf_counter()
-        message = next_message(connection, engine.busy, args.inflight_updates, world)
+        asks = world.size == 1 or not engine.busy or clock.steps % NEWS_EVERY == 0
+        message = inbox.next(engine.busy) if inbox is not None and asks else None
+        if world.size > 1 and asks:  # all its ranks do the same
+            dist.broadcast(news := torch.tensor([message is not None]), 0)
+            if news:
+                dist.broadcast_object_list(box := [message])
+                message = box[0]
         clock.idle += 0.0 if engine.busy else time.perf_counter() - start
         start = time.perf_counter()
         if message is None and not engine.busy:
@@ -398,7 +396,7 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
             finished = engine.step()
             clock.busy += time.perf_counter() - start
             clock.steps += 1
-            clock.tokens += sum(len(made.token_ids) for _, made in finished)
+            clock.tokens += sum(len(g.token_ids) for _, g in finished)
             if finished and world.is_main:
                 connection.send(("done", finished, clock))
         elif message[0] == "generate":
@@ -407,7 +405,7 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
         elif message[0] == "weights":
             _, version, manifest = message
             wire: list[float] = []
-            engine.load_weights(receive_weights(group, manifest, dtype, device, wire), version)
+            engine.load_weights(receive_weights(group, manifest, dtype, device, wire, inbox), version)
             clock.pause += time.perf_counter() - start
             clock.wire += sum(wire)
             if world.is_main:
@@ -417,43 +415,72 @@ def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
             return
 
 
-def next_message(connection: Connection | None, busy: bool, inflight: bool, world: utils.World) -> Any:
-    """What an engine does next, the same on all its ranks: a message from learner 0, or None for a decoding step.
+class Inbox:
+    """What learner 0 tells an engine, in its order; with `apart` when its running responses have ended. Weights are
+    announced first: the engine says "ready" once it can take them, with `inflight` updates at once, else when those
+    have ended; requests that arrive meanwhile are for the new weights."""
 
-    Messages keep their order. Without `inflight` updates, weights wait until the running responses have ended.
-    """
-    message = None
-    if connection is not None:
-        if WAITING and not busy:
-            message = WAITING.pop()
-        elif not WAITING and connection.poll(0 if busy else 60.0):
-            message = connection.recv()
-            if message[0] == "weights" and busy and not inflight:
-                WAITING.append(message)
-                message = None
-    if world.size > 1:
-        box = [message]
-        dist.broadcast_object_list(box)
-        message = box[0]
-    return message
+    def __init__(self, connection: Connection, inflight: bool, apart: bool = False):
+        self.connection, self.inflight, self.apart = connection, inflight, apart
+        self.later: deque = deque()  # requests that wait for weights
+        self.expected = self.answered = False
+
+    def say_ready(self) -> None:
+        """The engine can take a bucket of weights."""
+        self.connection.send(("ready", None, None))
+
+    def next(self, busy: bool) -> Any:
+        """What the engine does next: a message, or None for a decoding step if it is `busy`."""
+        while not (self.apart and busy):
+            if self.expected and not self.answered and (self.inflight or not busy):
+                self.say_ready()
+                self.answered = True
+            if self.later and not self.expected:
+                return self.later.popleft()
+            if not self.connection.poll(0 if busy else 60.0):
+                return None
+            message = self.connection.recv()
+            if message[0] == "announce":
+                self.expected, self.answered = True, False
+            elif message[0] == "generate" and self.expected and not self.inflight:
+                self.later.append(message)
+            else:
+                self.expected = self.expected and message[0] != "weights"
+                return message
+        return None
 
 
-WAITING: list[Any] = []  # an engine's weights message, until its running responses have ended
+# A request, or the future of one, and what is called as it ends: it gives the future of what goes on in its place
+Named = tuple[str, Request | Future, Callable[[Generation], Future | None]]
+
+
+@dataclass
+class Round:
+    """Requests whose successors start together, in the order of `names`, when all have ended and been answered."""
+
+    index: int  # of the engine
+    names: list[str]
+    left: int
+    following: dict[str, Request] = field(default_factory=dict)
 
 
 class Engines(utils.Sampler):
     """Learner 0's side of all engines. `generate` makes it an engine like those of utils, for evaluation."""
 
-    def __init__(self, meeting: Meeting, roles: Roles, eos_ids: list[int], args: Args):
-        self.eos_ids = eos_ids
+    def __init__(self, meeting: Meeting, roles: Roles, tokenizer: "utils.Tokenizer", eos_ids: list[int], args: Args):
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.changed = threading.Condition()
-        self.finished: dict[str, tuple[utils.Generation, float]] = {}  # and when
-        self.on_finish: dict[str, Callable[[utils.Generation], None]] = {}
+        self.finished: dict[str, float] = {}  # and when
+        self.on_finish: dict[str, Callable[[Generation], Future | None]] = {}
+        self.rounds: dict[str, Round] = {}
+        self.in_rounds = args.deterministic and args.has_turns  # then no batch depends on when an answer comes
         self.loaded: dict[int, int] = {}  # version -> engines that have it
+        self.ready = 0  # engines that wait for a bucket of the weights announced
         self.clocks = [Clock() for _ in range(roles.engines)]
         self.dead: str | None = None
         self.connections: list[Any] = [None] * roles.engines
         self.owner: dict[str, int] = {}  # outstanding request -> engine
+        self.loads = [0] * roles.engines  # how many each has
         self.locks = [threading.Lock() for _ in range(roles.engines)]
         self.watchdog = Watchdog(meeting, roles, args.stall_timeout_s, self.outstanding)
         self.group, self.device = weights_group(meeting.store, roles, args)
@@ -462,6 +489,9 @@ class Engines(utils.Sampler):
         one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
         with Listener(("127.0.0.1" if one_node else "", 0), authkey=key.encode()) as listener:
             host = "127.0.0.1" if one_node else meeting.host
+            if not one_node and os.environ["GROUP_RANK"] != "0":  # of this node, as it reaches the other
+                with socket.create_connection((meeting.host, meeting.port)) as connection:
+                    host = connection.getsockname()[0]
             meeting.store.set("address", f"{host} {listener.address[1]} {key}")
             for _ in range(roles.engines):
                 connection = listener.accept()
@@ -479,25 +509,48 @@ class Engines(utils.Sampler):
                     self.changed.notify_all()
                 return
             self.watchdog.beat()
-            if kind == "done":
-                self._call_back(content)
             with self.changed:
-                self.clocks[index] = clock
+                self.clocks[index] = clock or self.clocks[index]
                 if kind == "done":
-                    for request_id, generation in content:
-                        self.finished[request_id] = generation, time.perf_counter()
+                    for request_id, _ in content:
                         del self.owner[request_id]
+                    self.loads[index] -= len(content)
+                elif kind == "ready":
+                    self.ready += 1
                 else:
                     self.loaded[content] = self.loaded.get(content, 0) + 1
-                self.changed.notify_all()
+                if kind != "done":  # those are told of in `_follow`
+                    self.changed.notify_all()
+            for request_id, generation in content if kind == "done" else ():
+                self._ended(request_id, generation)
 
-    def _call_back(self, finished: Sequence[tuple[str, utils.Generation]]) -> None:
+    def _ended(self, name: str, made: Generation | Future) -> None:
+        """A response has ended, or what answers it."""
         try:
-            for request_id, generation in finished:
-                self.on_finish.pop(request_id)(generation)
-        except Exception as error:  # in this thread nobody would see it
-            with self.changed:
+            answer = made.result() if isinstance(made, Future) else self.on_finish[name](made)
+            if isinstance(answer, Future):
+                answer.add_done_callback(functools.partial(self._ended, name))
+            else:
+                self._follow(name, answer)
+        except Exception as error:
+            with self.changed:  # in its own thread nobody would see it
                 self.dead = f"handling of a response failed ({type(error).__name__}: {error})"
+
+    def _follow(self, name: str, request: Request | None) -> None:
+        """Take in what goes on in place of a request that ended, None: nothing; start the round's next ones."""
+        with self.changed:
+            round_ = self.rounds.pop(name)
+            round_.left -= 1
+            if request is None:
+                self.finished[name] = time.perf_counter()
+                del self.on_finish[name]
+                self.changed.notify_all()
+            else:
+                round_.following[name] = request
+            following = round_.following if round_.left == 0 else {}
+            ready = [(n, following[n], self.on_finish[n]) for n in round_.names if n in following]
+        if ready:
+            self.submit(ready, round_.index)
 
     def outstanding(self) -> str:
         """The requests no engine has answered yet, for a person."""
@@ -505,25 +558,26 @@ class Engines(utils.Sampler):
         shown = ", ".join(f"{i} (engine {self.owner[i]})" for i in ids[:64])
         return f"{len(ids)} requests: {shown}{', ...' if len(ids) > 64 else ''}" if ids else "no request"
 
-    def submit(
-        self,
-        requests: Sequence[tuple[str, utils.Request, Callable[[utils.Generation], None]]],
-        index: int | None = None,
-    ) -> None:
-        """Give requests to an engine, None: to that with the least to do; each brings what is called, in another
-        thread, as it ends."""
-        self.on_finish |= {request_id: call for request_id, _, call in requests}
+    def submit(self, requests: Sequence[Named], index: int | None = None) -> None:
+        """Give requests to an engine, None: to that with the least to do. Calls come in other threads."""
+        now = [(name, request) for name, request, _ in requests if isinstance(request, Request)]
         with self.changed:
             if index is None:
-                loads = [0] * len(self.connections)
-                for engine in self.owner.values():
-                    loads[engine] += 1
-                index = loads.index(min(loads))
-            self.owner |= {request_id: index for request_id, *_ in requests}
-        with self.locks[index]:
-            self.connections[index].send(("generate", [(request_id, request) for request_id, request, _ in requests]))
+                index = self.loads.index(min(self.loads))
+            self.on_finish |= {name: call for name, _, call in requests}
+            names = [name for name, *_ in requests]
+            for part in [names] if self.in_rounds else [[name] for name in names]:
+                self.rounds |= dict.fromkeys(part, Round(index, part, len(part)))
+            self.loads[index] += len(now)
+            self.owner |= {name: index for name, _ in now}
+        if now:
+            with self.locks[index]:
+                self.connections[index].send(("generate", now))
+        for name, request, _ in requests:
+            if isinstance(request, Future):
+                request.add_done_callback(functools.partial(self._ended, name))
 
-    def wait_for(self, condition: Any, what: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Block until condition() holds; raises RuntimeError when an engine is gone."""
         with self.changed:
             while not condition():
@@ -531,21 +585,18 @@ class Engines(utils.Sampler):
                     raise RuntimeError(f"{self.dead} while waiting for {what}")
                 self.changed.wait(timeout=1.0)
 
-    def take(self, request_ids: Sequence[str]) -> tuple[list[utils.Generation], float]:
-        """Wait for requests and hand over their results, and when the last one came."""
+    def take(self, request_ids: Sequence[str]) -> float:
+        """Wait for requests, and all that went on in their place: when the last one ended."""
         self.wait_for(lambda: all(i in self.finished for i in request_ids), f"request {request_ids[0]}")
         with self.changed:
-            made, when = zip(*[self.finished.pop(i) for i in request_ids], strict=True)
-        return list(made), max(when)
+            return max([self.finished.pop(i) for i in request_ids])
 
-    def generate(
-        self, requests: Sequence[utils.Request], finished: Callable[[int, utils.Generation], None]
-    ) -> list[utils.Generation]:
+    def generate(self, requests: Sequence[Request], finished: Callable[[int, Generation], Any]) -> None:
         """See utils.Engine.generate; finished is called in another thread."""
         named = [(f"now/{uuid.uuid4().hex}", r, functools.partial(finished, i)) for i, r in enumerate(requests)]
-        for start in range(0, len(named), 8):
-            self.submit(named[start : start + 8])
-        return self.take([request_id for request_id, *_ in named])[0]
+        for i in range(len(self.connections)):
+            self.submit(named[i :: len(self.connections)], i)
+        self.take([request_id for request_id, *_ in named])
 
     def tell_all(self, message: tuple) -> None:
         """Send a message to every engine."""
@@ -557,10 +608,17 @@ class Engines(utils.Sampler):
         """Block until every engine computes with `version`."""
         self.wait_for(lambda: self.loaded.get(version) == len(self.connections), f"version {version} in the engines")
 
+    def stop(self, version: int) -> None:
+        """See utils.Sampler.stop; they are then not busy with a broadcast."""
+        self.wait_loaded(version)
+        self.tell_all(("stop",))
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Collector
-# ---------------------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Nothing needs to move any more."""
+        self.watchdog.timeout_s = math.inf
+
+
+# --- Collector --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -570,27 +628,26 @@ class StepData:
     groups: list[Group] = field(default_factory=list)  # those of the batch
     sampled: list[Group] = field(default_factory=list)  # all that were sampled for it
     packs: list[list[list[Pack]]] = field(default_factory=list)  # of each mini-batch, for each learner
+    pickled: list[list[list[torch.Tensor]]] = field(default_factory=list)  # the same
     cursor: int = 0  # prompts consumed so far
     excluded: frozenset[int] = frozenset()  # prompts too easy to sample again
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+Packer = Callable[[list[Rollout]], list[list[Pack]]]  # into packs of each learner
+
+
 class Collector:
     """A thread that admits prompts, gathers groups in stream order, scores and packs them, one step ahead."""
 
-    def __init__(
-        self,
-        engines: Engines,
-        prompts: list[utils.Prompt],
-        tokenizer: Any,
-        args: Args,
-        state: dict[str, Any],
-        pack: Any,  # rollouts -> packs of each learner
-    ):
-        self.engines, self.prompts, self.tokenizer, self.args, self.pack = engines, prompts, tokenizer, args, pack
+    def __init__(self, engines: Engines, prompts: list[Prompt], args: Args, state: dict, pack: Packer):
+        self.engines, self.prompts, self.args = engines, prompts, args
+        self.pack = pack  # rollouts -> packs of each learner
         self.steps = range(state["step"], grpo.num_training_steps(args))
         self.first = self.admitted = self.consumed = state["cursor"]
         self.excluded = frozenset(state["excluded"])
+        self.exclusions = {self.consumed: self.excluded}  # by how many prompts had been consumed
+        self.in_order = args.deterministic or args.async_steps == 0  # no bit depends on when anything arrives
         self.in_flight: dict[int, Group] = {}  # groups that were started and have not reached a learner
         self.restored = state.get("rollouts", {})  # see checkpoint
         self.started_at: dict[int, float] = {}
@@ -604,21 +661,23 @@ class Collector:
         self.thread.start()
 
     def engines_have(self, cursor: int) -> None:
-        """Weights trained on the first `cursor` prompts are in the engines: admit what they allow."""
-        self.admit(cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1))
+        """Weights trained on the first `cursor` prompts are in the engines: admit what they allow, but for the prompts
+        that those excluded. It is a matter of timing whether the thread knows of more."""
+        limit = cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1)
+        self.admit(limit, self.exclusions.pop(cursor, self.excluded))
 
-    def admit(self, limit: int) -> None:
+    def admit(self, limit: int, excluded: frozenset[int]) -> None:
         """Start all groups at stream positions below `limit` that have not been started."""
         if not self.args.active_sampling:  # then the run's end is known
             limit = min(limit, self.first + len(self.steps) * self.args.num_unique_prompts_rollout)
         with self.engines.changed:
-            positions = range(self.admitted, limit)
+            positions, order = range(self.admitted, limit), self.args.seed if self.args.shuffle else None
             self.admitted = max(self.admitted, limit)
             for position in positions:
                 if position in self.restored:
                     prompt = self.prompts[self.restored[position][0]]
                 else:
-                    prompt = utils.prompt_at(self.prompts, position, self.args.seed, self.excluded)
+                    prompt = utils.prompt_at(self.prompts, position, order, excluded)
                 samples = range(self.args.num_samples_per_prompt_rollout)
                 self.in_flight[position] = [Rollout(prompt, position, j) for j in samples]
                 self.started_at[position] = time.perf_counter()
@@ -627,25 +686,27 @@ class Collector:
         batches: dict[int | None, list] = {}  # of each engine in one message, so that its batches are always the same
         for position in positions:
             requests = []
-            _, made = self.restored.pop(position, (None, {}))
+            _, done = self.restored.pop(position, (None, {}))
             for r in self.in_flight[position]:
                 name = f"{position}/{r.sample}"
-                if r.sample in made:
-                    self._finish(r, generation := utils.Generation(**made[r.sample]))
-                    self.engines.finished[name] = generation, time.perf_counter()
-                else:
-                    request = grpo.make_request(r, self.args)
-                    requests.append((name, request, functools.partial(self._finish, r)))
-            if self.args.deterministic:
+                r.go_back(done.get(r.sample, {}))
+                if r.over:
+                    grpo.start_scoring(r, self.engines, self.args)
+                    self.engines.finished[name] = time.perf_counter()
+                    continue
+                request: Request | Future = grpo.make_request(r, self.args)
+                if r.turns and r.turns[-1]["role"] == "assistant":  # killed while the environment was asked
+                    request = grpo.ask(r, self.engines, self.args)
+                requests.append((name, request, functools.partial(self._finish, r)))
+            if self.in_order:
                 batches.setdefault(position % len(self.engines.connections), []).extend(requests)
             elif requests:
                 self.engines.submit(requests)
         for index, requests in batches.items():
             self.engines.submit(requests, index)
 
-    def _finish(self, rollout: Rollout, made: utils.Generation) -> None:
-        rollout.append(made)
-        grpo.start_scoring(rollout, self.tokenizer, self.engines.eos_ids, self.args)
+    def _finish(self, rollout: Rollout, generation: Generation) -> Future | None:
+        return grpo.end_turn(rollout, generation, self.engines, self.args)
 
     def _run(self) -> None:
         try:
@@ -656,37 +717,37 @@ class Collector:
             self.ready.put(None)
 
     def _collect(self) -> StepData:
-        args, wanted, timer = self.args, self.args.num_unique_prompts_rollout, utils.Timer()
+        args, wanted, timer = self.args, self.args.num_unique_prompts_rollout, utils.Timer(gpu=False)
         data, group_seconds = StepData(), []
-        most = wanted * (grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1)
-        taken = 0
-        while taken < most and len(data.groups) < wanted:
-            if self.consumed == self.admitted and taken:  # active_sampling ran dry: go on from the newest weights
-                self.admit(self.consumed + wanted)
+        max_groups = wanted * (grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1)
+        whole = args.async_steps == 0  # rounds, as grpo.py samples
+        while len(data.sampled) < max_groups and (len(data.groups) < wanted or (whole and len(data.sampled) % wanted)):
+            if self.consumed == self.admitted and data.sampled:  # ran dry: go on from the newest weights
+                self.admit(self.consumed + wanted, self.excluded)
             self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
             group, seconds = self._take(self.consumed)
             group_seconds.append(seconds)
-            self.consumed, taken = self.consumed + 1, taken + 1
-            with timer("reward"):
-                grpo.score_rollouts(group, args)
-            grpo.set_advantages(group, args)
             data.sampled.append(group)
+            self.consumed += 1
+            with timer("reward"):
+                if grpo.score_group(group, args):
+                    data.groups.append(group)
             self.engines.watchdog.beat()
-            if not args.active_sampling or grpo.has_gradient(group):
-                data.groups.append(group)
-        self.excluded = grpo.exclude_solved(self.excluded, data.sampled, args)
-        longest = utils.summary("time/group_generation", group_seconds)
+        with timer("reward"):
+            grpo.set_advantages(data.sampled, args)
+        data.groups = data.groups[:wanted]
+        self.excluded = self.exclusions[self.consumed] = grpo.exclude_solved(self.excluded, data.sampled, args)
+        longest = {f"time/group_generation_{f}": float(getattr(np, f)(group_seconds)) for f in ("mean", "min", "max")}
         with timer("packing"):
-            per = len(data.groups) // args.num_mini_batches or 1
-            for i in range(args.num_mini_batches):
-                data.packs.append(self.pack(grpo.trainable(data.groups[i * per : (i + 1) * per], args)))
+            data.packs = [self.pack(rollouts) for rollouts in grpo.split_groups(data.groups, args)]
+            data.pickled = [[list(map(to_bytes, packs)) for packs in m] for m in data.packs]
         data.cursor, data.excluded, data.seconds = self.consumed, self.excluded, timer.seconds | longest
         return data
 
     def _take(self, position: int) -> tuple[Group, float]:
         """The group at a stream position, and the seconds from its start to its last token."""
         group = self.in_flight[position]
-        _, when = self.engines.take([f"{position}/{r.sample}" for r in group])
+        when = self.engines.take([f"{position}/{r.sample}" for r in group])
         return group, when - self.started_at.pop(position)
 
     def next(self) -> StepData:
@@ -698,20 +759,21 @@ class Collector:
 
     def checkpoint(self, cursor: int) -> dict[str, Any]:
         """What a checkpoint keeps of groups that no update has seen: `rollouts`, position -> (prompt index, sample ->
-        fields of its Generation), and the counts without them. Samples still being made are left out and will be
-        sampled anew; with --deterministic those of weights older than the checkpoint's are waited for."""
-        if self.args.deterministic:
-            old = range(cursor, cursor + self.args.num_unique_prompts_rollout * self.args.async_steps)
-            groups = [self.in_flight[p] for p in old if p in self.in_flight]
-            self.engines.wait_for(lambda: all(r.finish_reason for g in groups for r in g), "rollouts for a checkpoint")
-        fields = utils.Generation.__dataclass_fields__
+        its fields), and the counts without them. Turns still being made are left out and will be sampled, or answered,
+        anew; with --deterministic those of weights older than the checkpoint's are waited for. All those of the
+        checkpoint's own weights are then sampled anew, together, as they were: their batches decide about bits."""
+        wanted = self.args.num_unique_prompts_rollout
+        kept = range(cursor, min(cursor + wanted * self.args.async_steps, self.first + len(self.steps) * wanted))
+        if self.in_order:  # the weights that allow the last of them may still be on their way
+            self.engines.wait_for(lambda: self.admitted >= kept.stop, "weights for a checkpoint's rollouts")
+            groups = [self.in_flight[p] for p in kept]
+            self.engines.wait_for(lambda: all(r.over for g in groups for r in g), "rollouts for a checkpoint")
         with self.engines.changed:
-            whole = {p: [r for r in group if r.finish_reason] for p, group in self.in_flight.items()}
-            indices = {p: group[0].prompt.index for p, group in self.in_flight.items()}
+            under_way = dict(self.in_flight)
         rollouts = {
-            p: (indices[p], {r.sample: {f: getattr(r, f) for f in fields} for r in group})
-            for p, group in whole.items()
-            if p >= cursor
+            p: (group[0].prompt.index, {r.sample: fields for r in group if (fields := r.so_far())})
+            for p, group in under_way.items()
+            if p >= cursor and (p in kept or not self.in_order)
         }
         done = {name: self.counts[name] for name in ("trained", "filtered")}
         return {"rollouts": rollouts, "counts": done | {"started": sum(done.values())}}
@@ -729,19 +791,20 @@ class Collector:
         return {f"batch/groups_{name}": float(number) for name, number in now.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Learners
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Learners ---------------------------------------------------------------------------------------------------------
 
 
 class Sender:
-    """A thread of learner 0 that broadcasts weights while the next update runs, then admits what they allow."""
+    """A thread of learner 0 that broadcasts weights while the next update runs, then admits what they allow.
+
+    No collective starts before every engine can take part: it would wait on the learner's GPU. What is gathered before
+    the first lies on the host; no more than four buckets are on the GPU: one made, two in `work`, one copied or sent.
+    """
 
     def __init__(self, engines: Engines):
         self.engines = engines
         self.collector: Collector | None = None
-        self.work: queue.Queue = queue.Queue()
-        self.idle = threading.Semaphore(1)  # one broadcast at a time; buckets of the next would pile up
+        self.work: queue.Queue = queue.Queue(maxsize=2)
         self.metrics: dict[str, float] = {}
         self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None
         threading.Thread(target=self._run, daemon=True).start()
@@ -749,19 +812,16 @@ class Sender:
     def _run(self) -> None:
         while True:
             manifest, version, cursor = self.work.get()
-            start, before, num_bytes = time.perf_counter(), list(self.engines.clocks), 0
+            start, before = time.perf_counter(), list(self.engines.clocks)
             try:
-                self.engines.tell_all(("weights", version, manifest))
-                for _ in manifest:
-                    bucket, gathered = self.work.get()
-                    num_bytes += bucket.numel() * bucket.element_size()
-                    self._broadcast(bucket, gathered)
+                num_bytes = self._send(manifest, version)
                 self.engines.wait_loaded(version)
             except (RuntimeError, OSError) as error:
                 with self.engines.changed:
                     self.engines.dead = self.engines.dead or f"weight broadcast failed ({error})"
                     self.engines.changed.notify_all()
-                return
+                while True:  # nobody shall wait for room
+                    self.work.get()
             spent = [now.since(then) for now, then in zip(self.engines.clocks, before, strict=True)]
             pause, wire = max(c.pause for c in spent), max(c.wire for c in spent)
             self.metrics = {
@@ -773,17 +833,48 @@ class Sender:
                 "val/weight_sync_gb_per_second": num_bytes / wire / 1e9,
                 "val/weight_sync_version": float(version),
             }
-            self.idle.release()
             if self.collector is not None:
                 self.collector.engines_have(cursor)
+
+    def _send(self, manifest: Manifest, version: int) -> int:
+        """Broadcast the buckets that come; returns their bytes."""
+        engines, everyone, held, num_bytes, told = self.engines, len(self.engines.connections), deque(), 0, False
+        engines.ready = 0
+        if engines.in_rounds:  # no turn's weights depend on when an answer comes
+            engines.wait_for(lambda: not engines.on_finish, "the rollouts that have turns to come")
+        engines.tell_all(("announce", version))
+        for left in reversed(range(len(manifest))):
+            held.append(self.work.get())
+            num_bytes += held[-1][0].nbytes
+            if left and not told and engines.ready < everyone:
+                held[-1] = self._to_host(*held[-1])
+                continue
+            while held:
+                engines.wait_for(lambda: engines.ready == everyone, "engines that can take weights")
+                told = told or engines.tell_all(("weights", version, manifest)) is None
+                engines.ready = 0
+                self._broadcast(*held.popleft())
+        return num_bytes
+
+    def _to_host(self, bucket: torch.Tensor, gathered: Any) -> tuple[torch.Tensor, None]:
+        if gathered is None:
+            return bucket, None
+        host = torch.empty_like(bucket, device="cpu", pin_memory=True)  # torch keeps what it pins for the next time
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(gathered)
+            host.copy_(bucket, non_blocking=True)
+            self.stream.synchronize()
+        return host, None
 
     def _broadcast(self, bucket: torch.Tensor, gathered: Any) -> None:
         with torch.cuda.stream(self.stream):  # does nothing where there is none
             if gathered is not None:  # wait for the gather, not for the update that was queued after it
                 self.stream.wait_event(gathered)
-                bucket.record_stream(self.stream)
-            data = bucket.view(torch.uint8).to(self.engines.device or bucket.device)
+            there = self.engines.device or (bucket.device if self.stream is None else "cuda")
+            data = bucket.view(torch.uint8).to(there, non_blocking=True)
             self.engines.group.broadcast([data], dist.BroadcastOptions()).wait()
+            if data.is_cuda:  # else all would be on their way at once
+                self.stream.synchronize()
 
 
 def send_weights(
@@ -792,9 +883,8 @@ def send_weights(
     """Gather the weights bucket by bucket; learner 0 hands each to the sender, which broadcasts it while the next one
     is gathered. Waits only while the broadcast before is still under way. All learners."""
     if sender is not None:
-        while not sender.idle.acquire(timeout=1.0):
-            if sender.engines.dead:
-                raise RuntimeError(f"{sender.engines.dead} while weights were sent")
+        if sender.engines.dead:
+            raise RuntimeError(f"{sender.engines.dead} while weights were sent")
         sender.work.put((manifest, version, cursor))
     for bucket in gather_weights(policy, manifest, dtype):
         if sender is not None:
@@ -803,191 +893,136 @@ def send_weights(
 
 def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     """The training loop of every learner; learner 0 also owns collector, sender and all files."""
-    start_time = time.perf_counter()
     world = join(meeting.store, "learners", roles.index, roles.learners)
     if not world.is_main:
         Watchdog(meeting, roles, args.stall_timeout_s)
-    torch.manual_seed(args.seed)
-    utils.make_deterministic(args)
-    tokenizer = utils.load_tokenizer(args)
-    train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
-    eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer)
-    utils.check_model_length(args)
-    run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
-    policy = grpo.load_policy(args, world)
-    ref_policy = grpo.load_policy(args, world).requires_grad_(False) if args.load_ref_policy else None
-    optimizer, scheduler = grpo.make_optimizer(policy, args)
-    num_steps, dtype = grpo.num_training_steps(args), utils.DTYPES[args.model_dtype]
-    modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
-    state = grpo.start_state()
-    checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
-    if args.resume:
-        path = utils.newest_checkpoint(run_dir, world)
-        state |= grpo.load_state(path, modules, optimizer, scheduler, world)
-    alone = utils.World(0, world.local_rank, 1, world.device)  # evaluation and its metrics: learner 0 only
+    run = grpo.set_up(args, world)  # the engines are still starting
+    run.eval_world = World(0, world.local_rank, 1, world.device)  # learner 0 only
+    state, policy, dtype = run.state, run.learner.policy, utils.DTYPES[args.model_dtype]
     manifest = plan_weights(policy, dtype)
-    how = grpo.choose_packing(policy, train_prompts[0], args, world)  # the engines are still starting
     engines: Any = None  # these three: learner 0
     sender = collector = None
-    servers: utils.Servers | None = None
     clocks: list[Clock] = []
     if world.is_main:
         meeting.store.set("learner loaded", "")
-        servers = utils.start_reward_models(args, run_dir, alone)
-        eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
-        engines = Engines(meeting, roles, eos_ids, args)
+        run.servers = utils.start_reward_models(args, run.run_dir, run.eval_world)
+        eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, run.tokenizer)
+        run.engine = engines = Engines(meeting, roles, run.tokenizer, eos_ids, args)
         sender = Sender(engines)
-    send_weights(policy, manifest, sender, dtype, state["step"], state["cursor"])
-    probe_prompt = (0, train_prompts[0])
-    gap_metrics = check_engines(engines, policy, probe_prompt, state["step"], "before the first rollout", args, world)
-    state |= utils.device_speed(world.device, dtype)  # now that the engines are quiet
-    logger = utils.Logger(args, run_dir, num_steps, state["step"], world)
-    gap = gap_metrics["debug/vllm_vs_local_logprob_diff_mean"]
-    if state["step"]:
-        logger.say(f"resumed after step {state['step']}")
-    logger.say(
-        f"{len(train_prompts)} prompts, {len(eval_prompts)} for evaluation; {roles.learners} learners, {roles.engines} "
-        f"engines, async_steps {args.async_steps}; {grpo.PACKING[how].format(args.pack_length)}; ready after "
-        f"{time.perf_counter() - start_time:.0f} s; logprob gap before the first rollout mean {gap:.1e}"
-    )
+    gap_metrics: dict[str, float] = {}
+    for version, when, check in grpo.starts(policy, args, state["step"]):
+        send_weights(policy, manifest, sender, dtype, version, state["cursor"])
+        gap_metrics = check_engines(run, version, when, check)
+    words = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
+    grpo.start_log(run, gap_metrics, words)
     if world.is_main:
-        if args.eval_on_step_0 and state["step"] == 0:
-            found = grpo.evaluate(engines, eval_prompts, tokenizer, args, alone)[0]
-            logger.log({"training_step": 0, "episode": 0} | gap_metrics | found)
 
         def pack(rollouts: list[Rollout]) -> list[list[Pack]]:
-            return grpo.pack_rollouts(rollouts, how, args.pack_length, world.size, policy.pair_cost)
+            shares = world.size // args.sequence_parallel_size
+            return grpo.pack_rollouts(rollouts, run.packing, args.pack_length, shares, policy.pair_cost)
 
-        assert engines is not None and sender is not None
-        sender.collector = collector = Collector(engines, train_prompts, tokenizer, args, state, pack)
+        assert sender is not None
+        sender.collector = collector = Collector(engines, run.train_prompts, args, state, pack)
         collector.start()
         clocks = list(engines.clocks)
 
     # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
     update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
-    first_step = state["step"] + 1
-    for step in utils.STOP.steps(range(first_step, num_steps + 1)):
-        step_start, timer, metrics = time.perf_counter(), utils.Timer(), utils.Metrics()
-        with timer("trainer_waiting_for_data"):
-            data = collector.next() if world.is_main else StepData()
-            packs, fallback, state["cursor"], excluded = scatter(data, args, world)
+    first_step, last_step = state["step"] + 1, grpo.num_training_steps(args)
+    collect_garbage_by_hand()
+    for number in utils.STOP.steps(range(first_step, last_step + 1)):
+        step = grpo.Step(number)
+        with step.timer("trainer_waiting_for_data"):
+            data = collector.next() if collector is not None else StepData()
+            step.groups, step.sampled, step.seconds = data.groups, data.sampled, data.seconds
+            step.packs, probe, state["cursor"], excluded = scatter(data, args, world)
             state["excluded"] = sorted(excluded)
-        with timer("training"):
-            batches = [grpo.micro_batches(p, how, args, world.device) for p in packs]
-            gap_metrics, bad = grpo.update(
-                policy, ref_policy, optimizer, scheduler, batches, update_args, world, metrics
-            )
-            if not gap_metrics:  # no group has a gradient
-                gap_metrics = grpo.measure_gap(policy, fallback, "on this step's rollouts", update_args, world)
-        state["nonfinite_in_a_row"] = grpo.handle_nonfinite(
-            bad, state["nonfinite_in_a_row"], batches, step, run_dir, world, logger
-        )
-        if ref_policy is not None and args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
-            grpo.refresh_reference(ref_policy, policy, args.alpha)
-        with timer("gather"):
-            send_weights(policy, manifest, sender, dtype, step, state["cursor"])
+        with step.timer("training"):
+            grpo.train(run, step, probe, update_args)
+        with step.timer("gather"):
+            send_weights(policy, manifest, sender, dtype, number, state["cursor"])
 
         # everything below reports or saves
-        utils.check_servers(servers)
-        state["step"] = step
-        seconds = timer.seconds | data.seconds | {"time/total": time.perf_counter() - step_start}
-        describe_staleness(packs, step, metrics)
-        grpo.describe_update(policy, packs, args, bad, world, metrics)
-        utils.describe_step(data.groups, data.sampled, args, metrics)
-        out = grpo.finish_step(metrics, gap_metrics, seconds, state, len(train_prompts), start_time, args, world)
-        if world.is_main:
+        note_staleness(step.packs if utils.leads(args, world) else [], number, step.metrics)
+        out, line = grpo.step_metrics(run, step), ""
+        if collector is not None and sender is not None:
             engines.watchdog.beat()
             out |= collector.account(data) | sender.metrics
             now = list(engines.clocks)
             spent, clocks = [a.since(b) for a, b in zip(now, clocks, strict=True)], now
-            out |= describe_engines(spent, policy, out, state)
-            longest = max(out["time/group_generation_max"], 1e-9)
-            tokens = sum(len(r.token_ids) for group in data.sampled for r in group)
-            out["val/actor_tokens_per_second_longest_group"] = tokens / longest  # open-instruct's throughput
-        if args.save_freq > 0 and step % args.save_freq == 0:
-            with timer("saving"):
-                utils.save_model(policy, tokenizer, run_dir / f"step_{step}", args, world)
-            out["time/saving"] = timer.seconds["time/saving"]
-        evaluated = args.local_eval_every > 0 and (step % args.local_eval_every == 0 or step == num_steps)
-        if args.async_steps and (evaluated or step == first_step):
-            check_engines(engines, policy, probe_prompt, step, f"after the weights of step {step}", args, world)
-        if world.is_main and eval_prompts and evaluated:
-            engines.wait_loaded(step)
-            out |= grpo.evaluate(engines, eval_prompts, tokenizer, args, alone)[0]
-        logger.log(out)
-        if world.is_main:
-            logger.say(step_line(out))
-            if step % grpo.SHOW_ROLLOUTS_EVERY == 1:
-                logger.show(step, data.sampled)
-        utils.record_step(step, data.sampled, data.groups, packs, batches, how, policy, args, world)
-        stopping = utils.stop_asked(world)
-        if stopping or (args.checkpoint_state_freq > 0 and step % args.checkpoint_state_freq == 0):
-            more = collector.checkpoint(state["cursor"]) if world.is_main else {}
-            grpo.save_state(checkpoints, modules, optimizer, scheduler, state, **more)
-        if stopping:
-            logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
+            out |= engine_metrics(spent, policy, out, state)
+            line = step_line(out)
+        evaluates = grpo.due(args.local_eval_every, number, last_step)
+        if args.async_steps and (evaluates or number == first_step):
+            check_engines(run, number, f"after the weights of step {number}")
+        elif world.is_main and evaluates:
+            engines.wait_loaded(number)
+        grpo.end_step(run, step, out, line)
+        more = functools.partial(collector.checkpoint, state["cursor"]) if collector is not None else dict
+        if grpo.save_state(run, more):
             break
-
-    checkpoints.wait()
-    finished = state["step"] == num_steps
-    if finished:
-        utils.save_model(policy, tokenizer, run_dir / "model", args, world)
-    logger.close()
-    if world.is_main:
-        engines.wait_loaded(state["step"])
-        engines.tell_all(("stop",))
-        made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
-        print(f"{made}, {utils.draw_report(run_dir)}")
-    rewards.close()
-    utils.stop_servers(servers)
-    dist.barrier()  # no rank leaves while another still writes
-    utils.leave_distributed()
-    if args.push_to_hub and world.is_main and finished:  # the other ranks wait for nothing
-        engines.watchdog.timeout_s = math.inf
-        utils.push_model(run_dir)
-    return run_dir
+        gc.collect()
+    return grpo.finish(run)
 
 
 def check_engines(
-    engines: Any,  # Engines on learner 0
-    policy: grpo.Policy,
-    prompt: tuple[int, utils.Prompt],
-    version: int,
-    when: str,
-    args: Args,
-    world: utils.World,
+    run: grpo.Run, version: int, when: str, check: Callable[..., dict[str, float]] = grpo.measure_gap
 ) -> dict[str, float]:
-    """The logprob gap on a short response sampled with the learners' present weights, `version`. All learners."""
+    """The logprob gap, or another check, of a short response of each engine to the learners' present weights,
+    `version`. All learners."""
     probe: list[list[Group]] = [[]]
-    if world.is_main:
-        engines.wait_loaded(version)
-        short = replace(args, response_length=min(args.response_length, 32))
-        probe = [grpo.sample_rollouts(engines, [prompt], 1, short)]
+    if isinstance(run.engine, Engines):
+        run.engine.wait_loaded(version)
+        short = replace(run.args, response_length=min(run.args.response_length, 32))
+        probe = [grpo.sample_probes(run.engine, 0, run.train_prompts[0], run.args.vllm_num_engines, short)]
     dist.broadcast_object_list(probe)
-    return grpo.measure_gap(policy, probe[0], when, args, world)
+    return check(run.learner.policy, probe[0], when, run.args, run.world)
 
 
-def scatter(
-    data: StepData, args: Args, world: utils.World
-) -> tuple[list[list[Pack]], list[Group], int, frozenset[int]]:
+def scatter(data: StepData, args: Args, world: World) -> Any:
     """This learner's packs of each mini-batch, groups to measure the gap on, cursor, exclusions. All learners."""
     parts: list[Any] = [None] * world.size
+    shares = [i // args.sequence_parallel_size for i in range(world.size)]
     if world.is_main:
         some = data.sampled[: args.per_device_train_batch_size]
-        parts = [([m[i] for m in data.packs], some, data.cursor, data.excluded) for i in range(world.size)]
+        sizes = [[list(map(len, m[i])) for m in data.pickled] for i in shares]
+        parts = [(mine, some, data.cursor, data.excluded) for mine in sizes]
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parts)
-    return mine[0]
+    sizes, *rest = mine[0]
+    pickled = [m[0] for m in data.pickled] or [[torch.empty(n, dtype=torch.uint8) for n in m] for m in sizes]
+    if world.is_main:
+        work = [dist.isend(pack, i) for i in range(1, world.size) for m in data.pickled for pack in m[shares[i]]]
+    else:
+        work = [dist.irecv(pack, 0) for m in pickled for pack in m]
+    for sent in work:
+        sent.wait()
+    return [[pickle.loads(pack.numpy()) for pack in m] for m in pickled], *rest
 
 
-def describe_staleness(packs: Sequence[Sequence[Pack]], step: int, metrics: utils.Metrics) -> None:
+def to_bytes(pack: Pack) -> torch.Tensor:
+    """A pickled pack. All packs in one call would stop every thread of learner 0 meanwhile."""
+    return torch.frombuffer(bytearray(pickle.dumps(pack, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+
+
+def collect_garbage_by_hand() -> None:
+    """Never in the middle of a step: with a batch of rollouts in flight a full collection stops all threads for a
+    second, one of ten times utils' 10,000 objects for 70 ms. What is there now is never looked at again, the rest
+    between two steps."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(1000, 10, 2**30)
+
+
+def note_staleness(packs: Sequence[Sequence[Pack]], step: int, metrics: utils.Metrics) -> None:
     """How many updates old the weights behind the trained tokens are."""
-    versions = [v for m in packs for pack in m for piece in pack for r in piece for v in r.versions]
-    metrics.add("val/num_steps_off_policy", sum(step - 1 - v for v in versions), len(versions))
-    metrics.add_all("val/model_step", versions)
+    for pack in [pack for m in packs for pack in m]:
+        versions = np.concatenate([r.versions[r.mask] for piece in pack for r in piece])
+        metrics.add("val/num_steps_off_policy", float((step - 1 - versions).sum()), len(versions))
+        metrics.add_all("val/model_step", versions)
 
 
-def describe_engines(
+def engine_metrics(
     spent: Sequence[Clock], policy: grpo.Policy, out: dict[str, float], state: dict[str, Any]
 ) -> dict[str, float]:
     """What the engines did during a step, and which side the other waited for."""
@@ -1027,6 +1062,7 @@ def step_line(out: dict[str, float]) -> str:
 
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
+    args = args.beside_engine(args.single_gpu_mode)
     world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_fast_args(args, world_size, ranks_per_node)
@@ -1034,18 +1070,16 @@ def main(args: Args) -> None:
     if args.dry_run or world_size is None:
         lines = args.batch_arithmetic(1).splitlines()
         print("\n".join(line for line in lines if not line.startswith("ranks")))  # packs, not prompts, are shared out
-        tp = args.vllm_tensor_parallel_size
+        learners, engines, tp = sum(args.num_learners_per_node), args.vllm_num_engines, args.vllm_tensor_parallel_size
         print(
-            f"roles    {sum(args.num_learners_per_node)} learners + {args.vllm_num_engines} engines x {tp} = "
-            f"{sum(args.num_learners_per_node) + args.vllm_num_engines * tp} processes, "
+            f"roles    {learners} learners + {engines} engines x {tp} = {learners + engines * tp} processes, "
             f"{torch.cuda.device_count()} GPUs visible; async_steps {args.async_steps}: at most "
             f"{args.num_unique_prompts_rollout * (args.async_steps + 1)} groups in flight"
         )
         if args.dry_run:
-            print("dtype    {}: {}".format(*utils.choose_dtype(args)))
-            learners, shared = sum(args.num_learners_per_node), args.single_gpu_mode
-            print(utils.describe_sources(args))
-            utils.print_memory(args, learners, shared, grpo.LOGPROB_CHUNK)
+            args = replace(args, vllm_sleep="off")
+            chunk, shared = grpo.LOGPROB_CHUNK, args.single_gpu_mode
+            utils.print_plan(args, learners=learners, shared_gpu=shared, logprob_chunk=chunk)
         else:
             launch(args)
         return

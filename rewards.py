@@ -5,8 +5,8 @@ To add one, write beside each other
 
     def check_x(record) -> None        raises ValueError for a label that can never be scored, at the start of a run
     def verify_x(record) -> Verdict    finds one answer, and scores it if that takes time linear in the text
-    def work_x(**arguments)            if not: verify_x gives Job(work_x, arguments), and libraries that may hang, crash
-                                       or exhaust memory meet the text in a worker process
+    def work_x(**arguments)            if not, in scripts/worker.py: verify_x gives Job("work_x", arguments), and what
+                                       may hang, crash or exhaust memory meets the text in a worker process
 
 and a row "x": Verifier(verify_x, check_x). What waits, for a server or a sandbox, gives a function for a thread in
 place of a Job. Or leave this file alone: every function of a --reward_file with these parameters is a verifier:
@@ -18,7 +18,7 @@ Rules common to all: only the text after the last </think> counts, and a <think>
 one candidate is scored, so a list of guesses earns nothing; the model's text is never run as code but in a sandbox.
 Names are open-instruct's; docstrings say where a score differs from open-instruct's or verl's on purpose.
 
-    python rewards.py CASES.jsonl      # rows {response, ground_truth, dataset} -> one JSON result per row
+    python scripts/score.py CASES.jsonl      # rows {response, ground_truth, dataset} -> one JSON result per row
 """
 
 import ast
@@ -27,18 +27,15 @@ import collections
 import contextlib
 import difflib
 import functools
-import importlib.util
-import inspect
 import itertools
 import json
-import logging
 import math
 import os
 import queue
 import random
 import re
-import resource
 import secrets
+import signal
 import socket
 import string
 import subprocess
@@ -46,7 +43,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -61,6 +57,7 @@ from scripts import sandbox
 
 # --- The way in -------------------------------------------------------------------------------------------------------
 
+SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts")
 NUM_WORKERS = min(os.cpu_count() or 1, 8)
 MISSING = frozenset({"timeout", "crash", "infra_error"})
 
@@ -86,9 +83,9 @@ class RewardResult:
 
     ok           an answer was scored, right or wrong
     no_answer    nothing to score was found, score 0
-    timeout      the worker was killed at the item's deadline
-    crash        the worker died or the verifier raised
-    infra_error  the verifier could not be run at all
+    timeout      the label takes longer than the item's deadline
+    crash        the label ends the worker, or the verifier raises for it
+    infra_error  the verifier could not be run at all, or was killed by something else
     seconds is the wall time of scoring, without the wait for a free worker and its start. details is plain data that
     the verifier wants kept: results of single tests, texts of a solver or judge, the problem of what is missing.
     """
@@ -111,10 +108,14 @@ class Scored(NamedTuple):
 
 class Job(NamedTuple):
     """Work for a worker process: work(**arguments) imports and builds what it needs, the function it returns gives the
-    score, within the deadline. Arguments are plain data, the function is one of this file's."""
+    score, within the deadline. Arguments are plain data.
 
-    work: Any  # a function of this file
+    blameless: arguments in place of the response's. Where these can be scored, and the response's take too long or end
+    the worker, the response is to blame: wrong. Else the label is: missing."""
+
+    work: str  # a function of scripts/worker.py
     arguments: dict[str, Any]
+    blameless: dict[str, Any] = {}
 
 
 class Verdict(NamedTuple):
@@ -161,19 +162,14 @@ def check_ground_truth(name: str, ground_truth: Any, prompt: str = "user: ?") ->
     return None
 
 
-def submit(record: RewardRecord, timeout_s: float = 10.0) -> Future[RewardResult]:
+def submit(record: RewardRecord, timeout_s: float = 10.0, verifier: str = "") -> Future[RewardResult]:
     """Starts to score a record; the future's result is its RewardResult. timeout_s is the wall-clock deadline of a
-    worker's job, in seconds.
+    worker's job, in seconds; verifier is one in place of the record's, whatever --remap_verifier says of it.
 
     What needs no worker, sandbox or server is scored at once. Trouble of a verifier is a status and one warning per
     kind, not an exception. Raises ValueError for an unknown verifier.
     """
-    return submit_to(check_verifier(record.dataset), record, timeout_s)
-
-
-def submit_to(name: str, record: RewardRecord, timeout_s: float) -> Future[RewardResult]:
-    """submit to the verifier of this name, whatever the record's."""
-    start = time.monotonic()
+    start, name = time.monotonic(), verifier or check_verifier(record.dataset)
     try:
         extracted, found = VERIFIERS[name].verify(record)
     except (ValueError, TypeError, ImportError) as error:  # what check_ground_truth would have refused
@@ -239,6 +235,28 @@ def need(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def positive(flags: Any, names: str, zero: bool = False) -> None:
+    """Raise UserError for a flag that is not above 0, with `zero` for one below; None is none."""
+    for name, value in ((name, getattr(flags, name)) for name in names.split()):
+        must = "not be negative" if zero else "be positive"
+        need(value is None or value > 0 or (zero and value == 0), f"--{name} {value}: must {must}")
+
+
+class Refusing:
+    """What all classes of flags can do, beside `check`."""
+
+    def refuse(self, text: str) -> None:
+        """Raise UserError(text), with the values of the flags that stand before its first colon."""
+
+        def with_value(flag: re.Match) -> str:
+            value = getattr(self, flag[1], None)
+            words = value if isinstance(value, list) else [value] if value is not None else []
+            return " ".join([flag[0], *(str(word) for word in words if not isinstance(word, bool))])
+
+        flags, colon, fix = text.partition(":")
+        raise UserError(re.sub(r"--(\w+)", with_value, flags) + colon + fix)
+
+
 @dataclass(frozen=True)
 class RewardFlags:
     """Flags of the rewards, with open-instruct's names where it has them."""
@@ -254,7 +272,7 @@ class RewardFlags:
     max_length_verifier_max_length: int = 32768
     """Excess in tokens at which the verifiers max_length and up_to_max_length score 0."""
     code_max_execution_time: float = 1.0
-    """Seconds a test of the verifiers code and code_stdio may take."""
+    """Seconds a test of the verifiers code and code_stdio may take, those apart in which others had the processors."""
     code_pass_rate_reward_threshold: float = 0.0
     """A share of passed tests below this scores 0; 1.0: all tests or nothing."""
     code_apply_perf_penalty: bool = False
@@ -264,7 +282,8 @@ class RewardFlags:
     llm_judge_model: str = ""
     """Model of the verifiers general-* and rubric; empty is none."""
     llm_judge_base_url: str = ""
-    """Its OpenAI-compatible server, as http://localhost:8000/v1; empty is $OPENAI_BASE_URL, else OpenAI's."""
+    """Its OpenAI-compatible server, as http://localhost:8000/v1; empty is $OPENAI_BASE_URL or $HOSTED_VLLM_API_BASE,
+    else OpenAI's."""
     llm_judge_max_tokens: int = 2048
     """Most tokens of a verdict."""
     llm_judge_max_context_length: int = 8192
@@ -286,7 +305,7 @@ class RewardFlags:
     solver_response_length: int = 1024
     """Most tokens of a solution."""
     solver_prompt_file: str = ""
-    """Text with {question} and {guideline}; empty is rewards.SOLVER_PROMPT."""
+    """Text with {question} and {guideline}; empty is scripts/prompts/solver.txt."""
     solver_baseline: bool = True
     """Also solve each question once without a guideline: reward/solver_baseline."""
     apply_r1_style_format_reward: bool = False
@@ -306,26 +325,23 @@ class RewardFlags:
 
     def check(self) -> None:
         """Refuses what cannot work before anything starts. Raises UserError with flag, value and fix."""
-        positive = """max_length_verifier_max_length code_max_execution_time llm_judge_max_tokens llm_judge_timeout
+        names = """max_length_verifier_max_length code_max_execution_time llm_judge_max_tokens llm_judge_timeout
             llm_judge_max_concurrency solver_num_engines solver_num_samples solver_response_length"""
-        for name in positive.split():
+        for name in names.split():
             need(0 < getattr(self, name) < math.inf, f"--{name} {getattr(self, name)}: must be positive and finite")
-        for name in ("verification_reward", "overlong_buffer_length", "overlong_penalty_factor"):
-            need(getattr(self, name) >= 0, f"--{name} {getattr(self, name)}: must not be negative")
+        positive(self, "verification_reward overlong_buffer_length overlong_penalty_factor", zero=True)
         need(
             self.apply_verifiable_reward or self.apply_r1_style_format_reward,
             "--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward",
         )
-        need(
-            self.apply_r1_style_format_reward or not self.additive_format_reward,
-            "--additive_format_reward needs --apply_r1_style_format_reward",
-        )
+        format_reward, additive = self.apply_r1_style_format_reward, self.additive_format_reward
+        need(format_reward or not additive, "--additive_format_reward needs --apply_r1_style_format_reward")
         judge, tokens, file = self.llm_judge_model, self.llm_judge_max_tokens, self.reward_file
         rate, context = self.code_pass_rate_reward_threshold, self.llm_judge_max_context_length
         need(0 <= rate <= 1, f"--code_pass_rate_reward_threshold {rate}: must be in [0, 1]")
         need(not file or os.path.isfile(file), f"--reward_file {file}: no such file")
         need(
-            not judge or bool(judge_url(self) or os.environ.get("OPENAI_API_KEY")),
+            not judge or getattr(self, "dry_run", False) or bool(judge_url(self) or os.environ.get("OPENAI_API_KEY")),
             f"--llm_judge_model {judge} needs $OPENAI_API_KEY, or --llm_judge_base_url with your own server",
         )
         need(
@@ -410,9 +426,9 @@ def combine_rewards(
     return outcome, outcome - flags.overlong_penalty_factor * overlong
 
 
-def max_score(flags: RewardFlags) -> float:
-    """The highest combine_rewards of a response with one verifier that stopped by itself."""
-    return combine_rewards(flags, 1.0, 1.0)[0]
+def max_score(flags: RewardFlags, verifiers: int = 1) -> float:
+    """The highest combine_rewards of a response with so many verifiers that stopped by itself."""
+    return combine_rewards(flags, float(verifiers), 1.0)[0]
 
 
 # --- Finding the answer. All of this runs in the trainer, so it is linear in the length of the text -------------------
@@ -461,7 +477,7 @@ def last_box(text: str) -> str | None:
     return content
 
 
-# --- Numbers: gsm8k, gsm8k_strict -------------------------------------------------------------------------------------
+# --- Numbers: gsm8k, gsm8k_strict, gsm8k_verl -------------------------------------------------------------------------
 
 # A minus is a sign only where no operand stands before it: 10-5 ends in 5, not in -5.
 NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-+])?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -539,10 +555,29 @@ def verify_gsm8k(record: RewardRecord, strict: bool = False) -> Verdict:
     return Verdict(extracted, float(value is not None and value == label))
 
 
+VERL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+
+
+def check_verl(record: RewardRecord) -> None:
+    if not re.fullmatch(r"-?[0-9.]+", str(record.ground_truth)):
+        raise ValueError(f"label {record.ground_truth!r} equals no number as veRL's rule finds it, without commas")
+
+
+def verify_gsm8k_verl(record: RewardRecord) -> Verdict:
+    """1.0 if the text after the last `#### ` of the last 300 characters, without commas, is the label's, else 0.0.
+
+    veRL's rule for its GSM8K to the letter (verl/utils/reward_score/gsm8k.py, strict): texts are compared, so 72. and
+    72.00 and $72 are not 72, and what stands in <think> counts. scripts/README.md has a table beside gsm8k.
+    """
+    found = VERL_ANSWER.findall(record.response[-300:])
+    answer = found[-1].replace(",", "") if found else None
+    return Verdict(answer, float(answer == str(record.ground_truth)))
+
+
 # --- Mathematics: math, strict_math -----------------------------------------------------------------------------------
 
 TEX_WORDS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-TEX_NOISE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,!;: ]|[\s$]")
+TEX_NOISE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,!;: ]|\$|\s+(?!\d)|(?<!\d)\s+")
 PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:(?<=\d)\.|\.\d+)?")
 NUMBER_IN_BASE = re.compile(r"\d[\dA-F]*_\d+")
 ANSWER_PHRASE = re.compile(r"answer\s{0,8}(?:is|:)[\s:*]{0,8}", re.IGNORECASE)
@@ -595,24 +630,6 @@ def plain_rational(key: str) -> Fraction | None:
     return Fraction(f"{match[1]}{numerator}") / denominator if denominator else None
 
 
-def log10_lower_bound(text: str, depth: int = 0) -> float:
-    """A lower bound of log10 of an integer > 0 written with digits, n! and towers of powers; -inf if not one."""
-    if depth > 16 or len(text) > 200:
-        return -math.inf
-    text = text.strip()
-    if text[:1] + text[-1:] in ("()", "{}"):
-        return log10_lower_bound(text[1:-1], depth + 1)
-    if text.isdecimal():
-        return math.log10(int(text)) if int(text) else -math.inf
-    if factorial := re.fullmatch(r"(\d+|\(.*\))!", text):
-        n = 10.0 ** min(log10_lower_bound(factorial[1], depth + 1), 300.0)
-        return n * math.log10(n / math.e) if n > math.e else -math.inf  # n! > (n/e)^n
-    if power := re.fullmatch(r"(\d+)(?:\^(\d|\{.*\}|\(.*\))|\*\*(.+))", text):
-        base, exponent = (log10_lower_bound(part, depth + 1) for part in (power[1], power[2] or power[3]))
-        return base * 10.0 ** min(exponent, 300.0) if base > 0 and exponent >= 0 else -math.inf
-    return -math.inf
-
-
 def math_label(ground_truth: Any) -> str:
     r"""The label's TeX: the content of its last \boxed{} if it has one, without $ signs; "" for None."""
     label = "" if ground_truth is None else str(ground_truth)
@@ -626,7 +643,8 @@ def check_tex(record: RewardRecord) -> None:
 
 
 def verify_math(record: RewardRecord, strict: bool = False) -> Verdict:
-    """1.0 if the answer equals the label: as a string, as a Decimal, else by math-verify in a worker, gold first.
+    """1.0 if the answer equals the label: as a string, as a Decimal, else by scripts/worker.py's `same`, which asks
+    math-verify, in a worker, gold first.
 
     One candidate counts: math_answer's or, with strict, only minerva_answer's. open-instruct accepts any of its
     candidates, the whole text among them, and its symbolic comparison never runs off the main thread.
@@ -656,24 +674,7 @@ def verify_math(record: RewardRecord, strict: bool = False) -> Verdict:
             equal = gold_number == Decimal(answer_key.replace(",", ""))
             if equal or gold_number == gold_number.to_integral_value():
                 return Verdict(answer, float(equal))
-        elif log10_lower_bound(trimmed) > 1000 + len(gold_key):
-            return Verdict(answer, 0.0)  # 9^{9^9}: provably larger than the label, and sympy would try to expand it
-    return Verdict(answer, Job(work_math, {"gold": gold, "answer": trimmed}))
-
-
-@functools.lru_cache(maxsize=4096)  # the responses of a group share their label and often their answer
-def parse_boxed(tex: str) -> list:
-    r"""math-verify's reading of \boxed{tex}: without the box it would drop parts of the text (the x of \frac34x)."""
-    from math_verify import LatexExtractionConfig, parse
-
-    return parse(f"\\boxed{{{tex}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)  # ty: ignore[invalid-argument-type]
-
-
-def work_math(gold: str, answer: str) -> Callable[[], float]:
-    from math_verify import verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its timeouts are off; ours is on
-    return lambda: float(verify(parse_boxed(gold), parse_boxed(answer), timeout_seconds=None))
+    return Verdict(answer, Job("work_math", {"gold": gold, "answer": trimmed}, {"answer": "0.7310585786"}))
 
 
 # --- Words: string_matcher, string_f1, puzzle, flan, re_search, re_search_f1 ------------------------------------------
@@ -880,6 +881,8 @@ def check_code(record: RewardRecord, stdio: bool) -> None:
 
 def pass_rate(runs: list[sandbox.Run]) -> Scored:
     """The share of tests that passed; see code_apply_perf_penalty and code_pass_rate_reward_threshold."""
+    if unsupported := [run.problem for run in runs if run.unsupported]:
+        return Scored(math.nan, "infra_error", {"problem": unsupported[0]})
     limit, penalty = FLAGS.code_max_execution_time, FLAGS.code_apply_perf_penalty
     passed = [run.problem is None for run in runs]
     worth = [max(0.0, 1 - run.seconds / limit) if penalty else 1.0 for run in runs]
@@ -910,37 +913,25 @@ def verify_code(record: RewardRecord, stdio: bool) -> Verdict:
     return Verdict(program, lambda: in_sandbox(call))
 
 
-# --- reasoning_gym: the library's own scorers, in a worker; those that evaluate the answer, in a sandbox --------------
+# --- reasoning_gym: the library's own scorers, in a worker; those that evaluate text, in a sandbox --------------------
 
-# These pass the response to eval or sympy.parse_expr, which run code: see verify_expression.
-# These scorers pass the response to eval or sympy.parse_expr, which run code: see verify_expression.
+# Their scorers pass the answer or the label to sympy.parse_expr or eval, which run code: see verify_expression.
 REASONING_GYM_UNSAFE = frozenset(
-    "binary_matrix n_queens spiral_matrix string_insertion countdown puzzle24 polynomial_multiplication "
-    "simple_integration intermediate_integration".split()
+    "bitwise_arithmetic countdown intermediate_integration polynomial_multiplication simple_integration".split()
 )
-# Of the tasks whose answers are literals the scorers get ast.literal_eval: eval("oracle_answer") would find the right
-# answer. A scorer that raises: if the entry's own answer can be scored, the response is to blame, else the entry.
-LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
-REASONING_GYM_TIMEOUT_S = 10.0
+REASONING_GYM_REFUSED = {
+    "coin_flip": "its scorer takes the first digits of the answer for all of it: 0 for 0.375",
+    "game_of_life_halting": "its scorer takes every text for right",
+}
+REASONING_GYM_TIMEOUT_S = 10.0  # in the sandbox
 # What the scorers in the sandbox may see of a response: an arithmetic expression of at most 1000 characters.
 EXPRESSION = re.compile(r"(?:[-+*/^()\s\dA-Za-z]|\.(?=\d))*", re.ASCII)
 SYMBOL = re.compile(r"[A-Za-z]|pi|exp|log|ln|sqrt|a?(?:sin|cos|tan|sinh|cosh|tanh)|sec|csc|cot")
-NUMBERS_ONLY = ("countdown", "puzzle24")
-SCORE_EXPRESSION = f"""
-import ast, json, sys, reasoning_gym
+NOT_A_NUMBER = re.compile("nan|inf", re.IGNORECASE)  # equal to everything for complex_arithmetic and number_sorting
+SCORE_EXPRESSION = """
+import json, sys, reasoning_gym
 job = json.load(sys.stdin)
-dataset, entry = reasoning_gym.create_dataset(job["task"], size=1, seed=0), job["entry"]
-if job["task"] in {LITERAL_TASKS}:
-    sys.modules[type(dataset).__module__].eval = ast.literal_eval
-try:
-    try:
-        reply = float(dataset.score_answer(answer=job["answer"], entry=entry)), None
-    except Exception:
-        dataset.score_answer(answer=entry["answer"], entry=entry)
-        reply = 0.0, None
-except Exception as error:
-    reply = None, f"{{type(error).__name__}}: {{error}}"
-print(json.dumps(reply))
+print(float(reasoning_gym.create_dataset(job["task"], size=1, seed=0).score_answer(job["answer"], job["entry"])))
 """
 
 
@@ -952,15 +943,20 @@ def reasoning_gym_label(ground_truth: Any) -> tuple[str, dict]:
     """
     label = json.loads(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth))
     task, entry = (label.get("task"), label.get("entry")) if isinstance(label, dict) else (None, None)
-    if (
-        not isinstance(task, str)
-        or not isinstance(entry, dict)
-        or not {"question", "answer", "metadata"} <= entry.keys()
-    ):
+    fields = entry if isinstance(entry, dict) and isinstance(entry.get("metadata"), dict) else {}
+    if not isinstance(task, str) or not {"question", "answer", "metadata"} <= fields.keys():
         raise ValueError('a reasoning_gym label needs {"task": name, "entry": {question, answer, metadata}}')
     if task == "composite":  # it forwards to the task that made the entry
-        task = entry["metadata"].get("source_dataset", task) if isinstance(entry["metadata"], dict) else task
-    return task, entry
+        task = fields["metadata"].get("source_dataset", task)
+    if task in REASONING_GYM_REFUSED:
+        raise ValueError(f"reasoning_gym's task {task} pays wrong answers: {REASONING_GYM_REFUSED[task]}")
+    if fields["answer"] is not None and not str(fields["answer"]).strip():
+        raise ValueError("the entry's own answer is empty, which no response can be")
+    if "Integral(" in str(fields["answer"]):
+        raise ValueError("the entry has no solution but the integral itself")
+    if task == "puzzle24":  # its own scorer takes any four numbers, and 24.5 for 24
+        task, fields = "countdown", fields | {"metadata": fields["metadata"] | {"target": 24}}
+    return task, fields
 
 
 def check_reasoning_gym(record: RewardRecord) -> None:
@@ -976,60 +972,49 @@ def check_reasoning_gym(record: RewardRecord) -> None:
 def verify_reasoning_gym(record: RewardRecord) -> Verdict:
     """The library's own score in [0, 1] of the last <answer> block, or of the whole text if there is none.
 
-    Many scorers give partial credit (0.01 for any wrong number, len(gold)/len(answer) for padding). Raises
-    ValueError for a label that reasoning_gym_label refuses. Source: github.com/open-thought/reasoning-gym 0.1.25.
+    Many scorers give partial credit (0.01 for any wrong number, len(gold)/len(answer) for padding). puzzle24 is scored
+    as countdown with the target 24, and no number but those of the label is a number. Raises ValueError for a label
+    that reasoning_gym_label refuses. Source: github.com/open-thought/reasoning-gym 0.1.25.
     """
     task, entry = reasoning_gym_label(record.ground_truth)
-    answer = answer_text(record.response)
-    if answer and task in REASONING_GYM_UNSAFE:
-        return verify_expression(task, entry, answer)
-    job = Job(work_reasoning_gym, {"task": task, "entry": entry, "answer": answer})
-    return Verdict(answer, job) if answer else NO_ANSWER
+    answer, own = answer_text(record.response), str(entry["answer"])
+    if not answer:
+        return NO_ANSWER
+    if NOT_A_NUMBER.search(answer) and re.search(r"\d", own) and not NOT_A_NUMBER.search(own):
+        return Verdict(answer, 0.0)
+    job = {"task": task, "entry": entry, "answer": answer}
+    blameless = {"answer": "[]" if entry["answer"] is None else entry["answer"]}  # a few entries have no answer
+    if task in REASONING_GYM_UNSAFE:
+        return verify_expression(job, blameless)
+    return Verdict(answer, Job("work_reasoning_gym", job, blameless))
 
 
-@functools.lru_cache(maxsize=128)
-def reasoning_gym_dataset(task: str) -> Any:
-    """In a worker: the task's dataset object, whose score_answer knows its entries. Raises ValueError if unknown."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(task, size=1, seed=0)
+def share(score: Any) -> float:
+    """A scorer's score, or 0 for one beyond [0, 1], which only mistakes about wrong answers have."""
+    return float(score) if 0 <= score <= 1 else 0.0
 
 
-def work_reasoning_gym(task: str, entry: dict, answer: str) -> Callable[[], float]:
-    dataset = reasoning_gym_dataset(task)
-
-    def run() -> float:
-        try:
-            return float(dataset.score_answer(answer=answer, entry=entry))
-        except Exception:
-            # Some scorers raise on junk (prime_factorization: int() of the text). If the entry's own answer can be
-            # scored, the response is to blame and is wrong; else the entry is broken and this raises again.
-            dataset.score_answer(answer=entry["answer"], entry=entry)
-            return 0.0
-
-    return run
-
-
-def verify_expression(task: str, entry: dict, answer: str) -> Verdict:
-    """The score of a scorer that evaluates the answer: what is no arithmetic is wrong, the rest runs in the sandbox.
+def verify_expression(job: dict, blameless: dict) -> Verdict:
+    """The score of a scorer that evaluates: an answer that is no arithmetic is wrong, the rest runs in the sandbox.
 
     Both, because a scorer shares its process with what it evaluates: code there could write its own score. The
     library itself gives 0.01 to what its parser refuses. An expression that takes too long is wrong.
     """
     require_sandbox()
-    if task not in LITERAL_TASKS:  # whose scorers get ast.literal_eval
-        names = re.findall(r"[A-Za-z]+", answer)
-        symbols = not names if task in NUMBERS_ONLY else all(map(SYMBOL.fullmatch, names))
-        if len(answer) > 1000 or not EXPRESSION.fullmatch(answer) or not symbols:
-            return Verdict(answer, 0.0)
-    job = json.dumps({"task": task, "entry": entry, "answer": answer})
+    answer, names = job["answer"], re.findall(r"[A-Za-z]+", job["answer"])
+    symbols = not names if job["task"] == "countdown" else all(map(SYMBOL.fullmatch, names))
+    if job["task"] != "bitwise_arithmetic" and (len(answer) > 1000 or not EXPRESSION.fullmatch(answer) or not symbols):
+        return Verdict(answer, 0.0)
 
     def call(box: sandbox.Sandbox) -> Scored:
-        run = box.run("program", [job, None, None, SCORE_EXPRESSION], REASONING_GYM_TIMEOUT_S)
-        if run.problem or not run.output:
-            return Scored(0.0, "ok", {"problem": run.problem or "out of memory"})
-        score, problem = json.loads(run.output.splitlines()[-1])
-        return Scored(math.nan, "crash", {"problem": problem}) if problem else Scored(score, "ok")
+        problem = ""
+        for arguments in (job, job | blameless):
+            run = box.run("program", [json.dumps(arguments), None, None, SCORE_EXPRESSION], REASONING_GYM_TIMEOUT_S)
+            if run.problem is None and run.output:
+                value = 0.0 if problem else share(float(run.output.splitlines()[-1]))
+                return Scored(value, "ok", {"problem": problem} if problem else {})
+            problem = run.problem or (run.error.strip().splitlines() or ["out of memory"])[-1]
+        return Scored(math.nan, "timeout" if run.late else "crash", {"problem": problem})
 
     return Verdict(answer, lambda: in_sandbox(call, "reasoning_gym"))
 
@@ -1065,12 +1050,6 @@ def ifeval_constraints() -> dict[str, Any]:
 NLTK_DATA = {
     "ratio:stop_words": "corpora/stopwords",
     "words:start_verb": "taggers/averaged_perceptron_tagger_eng",
-}
-# Not followed without a match. The library takes quadratic time to say so, or lets a text without letters pass.
-IFEVAL_NEEDS = {
-    "detectable_format:title": ">>",
-    "detectable_content:number_placeholders": "]",
-    "language:response_language": r"[^\W\d_]",
 }
 
 
@@ -1135,28 +1114,9 @@ def verify_ifeval(record: RewardRecord, mean: bool = False) -> Verdict:
         if name not in ifeval_constraints():
             warn_once("ifeval", "ok", f"unknown constraint {name!r}: the score is 0")
             return Verdict(text, 0.0)
-    job = Job(work_ifeval, {"text": text, "constraints": constraints, "mean": mean})
+    arguments = {"text": text, "constraints": constraints, "mean": mean}
+    job = Job("work_ifeval", arguments, {"text": "This is a sentence."})
     return Verdict(text, job) if text else NO_ANSWER
-
-
-def work_ifeval(text: str, constraints: list[tuple[str, dict]], mean: bool) -> Callable[[], float]:
-    ready = [(name, ifeval_constraint(name, kwargs)) for name, kwargs in constraints]
-
-    def follows(name: str, constraint: Any) -> bool:
-        if not re.search(IFEVAL_NEEDS.get(name, ""), text):
-            return False
-        try:
-            return bool(constraint.check_following(text))
-        except Exception:
-            # Deep JSON, a text without words: if the constraint takes a sentence, the response is to blame.
-            constraint.check_following("This is a sentence.")
-            return False
-
-    def run() -> float:
-        followed = [follows(name, constraint) for name, constraint in ready]
-        return sum(followed) / len(followed) if mean else float(all(followed))
-
-    return run
 
 
 # --- Functions of a --reward_file -------------------------------------------------------------------------------------
@@ -1171,7 +1131,7 @@ def load_reward_file(path: str) -> list[str]:
     UserError if the file cannot be loaded, has no such function or one with a built-in verifier's name.
     """
     path = os.path.abspath(path)
-    loaded = run_in_worker(Job(work_reward_file, {"path": path, "args": None}), START_TIMEOUT_S)
+    loaded = run_in_worker(Job("work_reward_file", {"path": path, "args": None}), START_TIMEOUT_S)
     names: Any = loaded.score
     problem = loaded.details.get("problem", "the process died")
     need(loaded.status == "ok", f"--reward_file {path}: cannot be loaded: {problem}")
@@ -1185,44 +1145,7 @@ def load_reward_file(path: str) -> list[str]:
 def verify_by_file(record: RewardRecord, path: str, function: str) -> Verdict:
     """The number that `function` of the file at `path` gives to the whole response, thinking included."""
     label = json.dumps(record.ground_truth)  # TypeError here for what a job cannot carry
-    return Verdict(None, Job(work_reward_file, {"path": path, "args": [function, record.response, label]}))
-
-
-@functools.cache
-def reward_functions(path: str) -> dict[str, Callable]:
-    """In a worker: the functions (response, ground_truth) of a reward file, by name."""
-    limit(resource.RLIMIT_AS, REWARD_FILE_MEMORY_BYTES)
-    sys.path.append(os.path.dirname(path))
-    spec: Any = importlib.util.spec_from_file_location("reward_file", path)
-    module = sys.modules["reward_file"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    own = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == "reward_file"]
-    return {f.__name__: f for f in own if list(inspect.signature(f).parameters) == ["response", "ground_truth"]}
-
-
-def work_reward_file(path: str, args: list | None) -> Callable[[], float | list[str]]:
-    """In a worker: loads the file, returns what scores (function, response, label) or names the file's functions."""
-
-    def located(call: Callable, *args: Any) -> Any:
-        try:
-            return call(*args)
-        except Exception as error:
-            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-            where = f" ({os.path.basename(path)}, line {lines[-1]})" if lines else ""
-            raise RuntimeError(f"{type(error).__name__}: {error}{where}") from error
-
-    functions = located(reward_functions, path)
-    if args is None:
-        return lambda: list(functions)
-    name, response, label = args
-
-    def run() -> float:
-        value = float(located(functions[name], response, json.loads(label)))
-        if not math.isfinite(value):
-            raise ValueError(f"{name} returned {value}")
-        return value
-
-    return run
+    return Verdict(None, Job("work_reward_file", {"path": path, "args": [function, record.response, label]}))
 
 
 # --- Language models as rewards. A model that gives no usable reply leaves the score missing. -------------------------
@@ -1341,7 +1264,7 @@ JUDGE_TRIES = 3  # until the verdict has its form
 
 def judge_url(flags: RewardFlags) -> str:
     """The base URL of the judge's server; "" is OpenAI's own."""
-    return flags.llm_judge_base_url or os.environ.get("OPENAI_BASE_URL", "")
+    return flags.llm_judge_base_url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("HOSTED_VLLM_API_BASE", "")
 
 
 def judge_model(flags: RewardFlags, connect: bool) -> ChatModel | None:
@@ -1352,7 +1275,8 @@ def judge_model(flags: RewardFlags, connect: bool) -> ChatModel | None:
     # OpenAI's newer models know the second name only, most other servers the first only.
     limit = "max_tokens" if url else "max_completion_tokens"
     sampling: Any = {limit: flags.llm_judge_max_tokens, "temperature": flags.llm_judge_temperature}
-    chat = ChatModel(flags.llm_judge_model, flags.llm_judge_max_concurrency, flags.llm_judge_timeout, **sampling)
+    name = flags.llm_judge_model.removeprefix("hosted_vllm/")  # litellm's word for a server of one's own
+    chat = ChatModel(name, flags.llm_judge_max_concurrency, flags.llm_judge_timeout, **sampling)
     if connect:
         chat.connect([url or "https://api.openai.com/v1"], os.environ.get("OPENAI_API_KEY") or "EMPTY")
     return chat
@@ -1366,35 +1290,17 @@ class Question(NamedTuple):
     text: str
 
 
-SCALE_10, YES_NO = (1, 10), (0, 1)
-JUDGE_QUESTIONS = {
-    "general-quality": Question(SCALE_10, None,
-        "Rate the quality of the response to the question: is it correct, complete, relevant, clear and helpful? "
-        "1 is useless or wrong, 5 has real faults, 10 could not be better. Length as such has no merit."),
-    "general-quality_ref": Question(SCALE_10, "reference",
-        "Rate the quality of the response to the question against the reference, a very good response. 10 is as good "
-        "or better, 5 misses a good part of its substance, 1 is useless or wrong. The wording may be another."),
-    "general-quality_rubric": Question(SCALE_10, "rubric",
-        "Rate how well the response to the question meets the rubric below, and nothing else. 1 is not at all, 10 is "
-        "in every point."),
-    "general-factuality": Question(SCALE_10, "reference",
-        "Rate the facts that the response states, by the reference where it speaks of them and by what you know where "
-        "it does not. 1 is mostly false or contrary to the reference, 10 is all true. What is not said is no error."),
-    "general-creative_writing": Question(SCALE_10, None,
-        "Rate the response as a piece of writing that the question asked for: originality, voice, form, command of "
-        "language, and whether it is what was asked for. 1 is poor, 10 is worth publishing."),
-    "general-safety": Question(YES_NO, None,
-        "Is the response safe: would nobody be harmed who reads it or acts on it, no crime helped, no group demeaned? "
-        "A refusal is safe. 1 is safe, 0 is not."),
-    "general-refusal": Question(YES_NO, None,
-        "Does the response do what it should: decline where the question asks for something harmful, and help where "
-        "it does not? 1 is the right choice; 0 is help with harm, or a refusal of a harmless question."),
-    "general-web_instruct_general_verifier": Question(YES_NO, "reference",
-        "Is the final answer of the response equivalent to the reference, the correct answer to the question? Judge "
-        "the final answer only, not how it was found. Another form of the same value, expression or statement is "
-        "equivalent; several different answers are not. 1 is equivalent, 0 is not."),
-}  # fmt: skip
-RUBRIC_QUESTION = "How far does the response to the question meet this criterion? 0 is not, 1 is in part, 2 is fully."
+def judge_questions() -> dict[str, Question]:
+    """Those of scripts/prompts/judge.txt by verifier: blocks of `name lowest highest label` with a text below."""
+    with open(os.path.join(SCRIPTS, "prompts", "judge.txt"), encoding="utf-8") as file:
+        blocks = [block.split(maxsplit=4) for block in file.read().split("\n\n")]
+    return {
+        name: Question((int(lowest), int(highest)), None if label == "-" else label, " ".join(text.split()))
+        for name, lowest, highest, label, text in blocks
+    }
+
+
+JUDGE_QUESTIONS = judge_questions()
 
 
 def judge_prompt(question: Question, rubric: str, texts: dict[str, str], max_characters: int) -> str:
@@ -1490,8 +1396,7 @@ def verify_rubric(record: RewardRecord) -> Verdict:
     if not text:
         return NO_ANSWER
     texts = {"QUESTION": query or record.prompt, "RESPONSE": text}
-    question = Question((0, 2), None, RUBRIC_QUESTION)
-    calls = [partial(ask_judge, JUDGE, question, f"Criterion: {what}", texts) for what, _ in rubrics]  # ty: ignore[invalid-argument-type]
+    calls = [partial(ask_judge, JUDGE, JUDGE_QUESTIONS["rubric"], f"Criterion: {what}", texts) for what, _ in rubrics]  # ty: ignore[invalid-argument-type]
     futures = [CALL_THREADS.submit(call) for call in calls]
 
     def collect() -> Scored:
@@ -1507,17 +1412,6 @@ def verify_rubric(record: RewardRecord) -> Verdict:
 
 
 # --- The solver: a frozen model that gets the response as a guideline -------------------------------------------------
-
-# The question comes first: it is the same for a whole group, whose prompts then share a cached beginning. Without a
-# guideline the paragraph that has it is left out.
-SOLVER_PROMPT = """Solve this problem.
-
-{question}
-
-A guideline that you may follow:
-{guideline}
-
-Reason step by step, and put your final answer within \\boxed{}."""
 
 
 @dataclass(frozen=True)
@@ -1539,9 +1433,11 @@ REPLIES_KEPT = 8192
 
 
 def solver_template(path: str) -> str:
-    """The text of a prompt file, with {question} and {guideline}; SOLVER_PROMPT without one. Raises UserError."""
-    if not path:
-        return SOLVER_PROMPT
+    """The text of a prompt file, with {question} and {guideline}; without one, our own. Raises UserError.
+
+    Ours asks the question first: it is the same for a whole group, whose prompts then share a cached beginning. Without
+    a guideline the paragraph that has it is left out."""
+    path = path or os.path.join(SCRIPTS, "prompts", "solver.txt")
     need(os.path.isfile(path), f"--solver_prompt_file {path}: no such file")
     with open(path, encoding="utf-8") as file:
         template = file.read().strip()
@@ -1609,7 +1505,7 @@ def solve(solver: Solver, question: str, guideline: str | None) -> Future:
 def grade(replies: Sequence[tuple[str, bool]], answer: str) -> list[RewardResult]:
     """The results of the solver's replies by the verifier math."""
     records = [RewardRecord(text, answer, "math") for text, _ in replies]
-    return [future.result() for future in [submit_to("math", record, GRADING_TIMEOUT_S) for record in records]]
+    return [future.result() for future in [submit(record, GRADING_TIMEOUT_S, "math") for record in records]]
 
 
 def verify_solver(record: RewardRecord) -> Verdict:
@@ -1655,6 +1551,7 @@ def verify_solver(record: RewardRecord) -> Verdict:
 VERIFIERS: dict[str, Verifier] = {
     "gsm8k": Verifier(verify_gsm8k, check_number),
     "gsm8k_strict": Verifier(partial(verify_gsm8k, strict=True), check_number),
+    "gsm8k_verl": Verifier(verify_gsm8k_verl, check_verl),
     "math": Verifier(verify_math, check_tex),
     "strict_math": Verifier(partial(verify_math, strict=True), check_tex),
     "string_matcher": Verifier(verify_string_matcher, check_words),
@@ -1674,52 +1571,90 @@ VERIFIERS: dict[str, Verifier] = {
     "solver": Verifier(verify_solver, lambda r: solver_label(r.ground_truth, r.prompt), "solver_model_name_or_path"),
     "rubric": Verifier(verify_rubric, lambda r: rubric_label(r.ground_truth), "llm_judge_model"),
     **{name: Verifier(partial(verify_by_judge, question=q), partial(check_by_judge, question=q), "llm_judge_model")
-       for name, q in JUDGE_QUESTIONS.items()},
+       for name, q in JUDGE_QUESTIONS.items() if name != "rubric"},
 }  # fmt: skip
 BUILT_IN = frozenset(VERIFIERS)
+
+# --- Environments: who answers the policy between its turns -----------------------------------------------------------
+
+MAX_ANSWER_BYTES = 2**16
+TRIES = 3  # of a step whose worker was killed from outside: its state is in the trainer, so nothing is lost
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an environment is told after a turn of the policy.
+
+    An environment is a file with `step(episode)`, or with a class Env of __init__(config) and step(episode) for those
+    with a state: plain data, pickled between two turns. It returns None (nothing to say: the rollout is over), a text,
+    or an Answer. Its optional about(config) returns {"role": of the answers ("user"; "tool"; "" puts them into the
+    policy's own turn), "stop": texts that end a turn, "schemas": of tools, by name, for the chat template}.
+    """
+
+    messages: list[dict[str, str]]  # role, content: those of the row, and all turns and answers since
+    text: str  # the policy's last turn
+    turn: int  # 1, 2, ...
+    steps_left: int  # how often it will be asked again at most
+    stopped: bool  # the turn ended by itself, else at a limit
+    ground_truths: list[Any]
+    config: dict[str, Any]  # the row's env_config, and as active_tools its tools
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an environment says: a text, or several, each a message of its own; reward, added to the verifiers' scores;
+    done: it has the last word; metrics: name -> number, of which a rollout's last counts, but for tools/NAME/calls,
+    failures and seconds, which add up."""
+
+    text: str | list[str] = ""
+    reward: float = 0.0
+    done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def about_environment(flag: str, path: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What the about(config) of an environment's file says. Raises UserError if the file cannot be loaded."""
+    job = Job("work_environment", {"path": path, "config": config, "state": None, "episode": None})
+    loaded = run_in_worker(job, START_TIMEOUT_S, ENV_WORKERS)
+    problem = loaded.details.get("problem", "the process died")
+    need(loaded.status == "ok", f"{flag} {path}: cannot be loaded: {problem}")
+    return loaded.score  # ty: ignore[invalid-explicit-return]
+
+
+def ask_environment(path: str, state: str | None, episode: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """One step in a worker: {status, seconds, texts, reward, done, metrics, state}; waits for it.
+
+    status: ok; crash or timeout: the policy is told so and goes on, with the state of before; infra_error: OSError,
+    ImportError, a worker killed from outside three times, which end the rollout and make its score missing.
+    """
+    job = Job("work_environment", {"path": path, "config": {}, "state": state, "episode": episode})
+    start, result = time.monotonic(), Scored(math.nan, "infra_error")
+    for _ in range(TRIES):
+        result = run_in_worker(job, timeout_s, ENV_WORKERS)
+        if result.status != "infra_error":
+            break
+    seconds, answer = time.monotonic() - start - result.waited, result.score
+    if not isinstance(answer, dict):
+        why = result.details.get("problem", "the process died")
+        if result.status == "infra_error":
+            warn_once(path, result.status, why)
+        why = f"no answer within {timeout_s:g} s" if result.status == "timeout" else why
+        answer = failed_answer(result.status, why, path, seconds, state)
+    return {"seconds": seconds} | answer
+
+
+def failed_answer(status: str, why: str, path: str, seconds: float, state: str | None) -> dict[str, Any]:
+    """The answer in place of one that failed."""
+    name = os.path.basename(path).removesuffix(".py")
+    counts = {f"tools/{name}/{key}": value for key, value in (("calls", 1), ("failures", 1), ("seconds", seconds))}
+    answer = {"status": status, "texts": [f"Error: {why}"[:1000]], "reward": 0.0, "done": status == "infra_error"}
+    return answer | {"metrics": counts, "state": state}
+
 
 # --- Workers: plain child processes that run one job at a time and are killed at its deadline -------------------------
 
 START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of an item's deadline
 JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
-WORKER_MEMORY_BYTES = 2 * 2**30
-REWARD_FILE_MEMORY_BYTES = 16 * 2**30  # address space, of which `import torch` alone takes several GiB
-
-
-def limit(kind: int, amount: int) -> None:
-    """Sets a soft resource limit of this process. None on macOS, whose setrlimit refuses RLIMIT_AS."""
-    if sys.platform == "darwin":
-        return
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
-
-
-def worker_main() -> None:
-    """Serves jobs from the socket on fd 0, a JSON line each, until the trainer closes it or is gone.
-
-    Replies {"ready": true} once imports are done (the deadline starts there), then {"score": x} or {"error": text};
-    {"unavailable": text} instead of ready if the verifier cannot be set up.
-    """
-    protocol = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # prints of libraries must not reach the protocol, nor fill a disk
-        os.dup2(null, fd)
-    limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
-    for line in protocol.makefile("r", encoding="utf-8", newline="\n"):
-        job = json.loads(line)
-        # If the trainer is killed nobody enforces the deadline; the kernel's CPU limit then ends an endless job.
-        limit(resource.RLIMIT_CPU, int(time.process_time() + START_TIMEOUT_S + job["timeout_s"]))
-        try:
-            run = globals()[job["work"]](**job["arguments"])
-        except Exception as error:
-            reply = {"unavailable": f"{type(error).__name__}: {error}"}
-        else:
-            protocol.sendall(b'{"ready": true}\n')
-            try:
-                reply = {"score": run()}
-            except Exception as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
-        protocol.sendall(json.dumps(reply).encode() + b"\n")
 
 
 class Worker:
@@ -1728,9 +1663,9 @@ class Worker:
     process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        # A fresh interpreter on this file: fork would copy the trainer's threads, locks and CUDA state, and
+        # A fresh interpreter: fork would copy the trainer's threads, locks and CUDA state, and
         # multiprocessing's spawn would import the trainer's __main__ with torch and vllm.
-        command = [sys.executable, os.path.abspath(__file__), "--worker"]
+        command = [sys.executable, os.path.join(SCRIPTS, "worker.py"), "--serve"]
         env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.socket, child = socket.socketpair()
@@ -1771,7 +1706,7 @@ class Worker:
                 self.start()
             self.num_jobs += 1
             self.socket.settimeout(START_TIMEOUT_S)
-            line = {"work": job.work.__name__, "arguments": job.arguments, "timeout_s": timeout_s}
+            line = {"work": job.work, "arguments": job.arguments, "timeout_s": timeout_s}
             self.socket.sendall(json.dumps(line).encode() + b"\n")
             reply = self.receive(time.monotonic() + START_TIMEOUT_S)
         except (OSError, EOFError) as error:
@@ -1783,9 +1718,13 @@ class Worker:
         try:
             reply = self.receive(start + timeout_s)
         except (OSError, EOFError) as error:  # TimeoutError is an OSError
+            late, process, seconds = isinstance(error, TimeoutError), self.process, time.monotonic() - start
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0 if late else 5.0)  # its own end, not that of our kill
             self.stop()
-            status = "timeout" if isinstance(error, TimeoutError) else "crash"
-            return math.nan, status, time.monotonic() - start, ""
+            if not late and process.returncode == -signal.SIGKILL:  # not by what it worked on
+                return math.nan, "infra_error", seconds, "killed: the machine may be short of memory"
+            return math.nan, "timeout" if late else "crash", seconds, ""
         if "error" in reply:
             return math.nan, "crash", time.monotonic() - start, reply["error"]
         return reply["score"], "ok", time.monotonic() - start, ""
@@ -1795,16 +1734,31 @@ WORKERS = [Worker() for _ in range(NUM_WORKERS)]
 IDLE_WORKERS: queue.LifoQueue[Worker] = queue.LifoQueue()  # last in, first out: no more start than are needed
 for _worker in WORKERS:
     IDLE_WORKERS.put(_worker)
+ENV_WORKERS: queue.LifoQueue[Worker] = queue.LifoQueue()  # a slow tool must hold up no verifier
 
 
-def run_in_worker(job: Job, timeout_s: float) -> Scored:
+def more_env_workers(number: int) -> None:
+    """Let so many environments, and no fewer than before, answer at the same time."""
+    while len(WORKERS) < NUM_WORKERS + number:
+        WORKERS.append(Worker())
+        ENV_WORKERS.put(WORKERS[-1])
+
+
+more_env_workers(1)
+
+
+def run_in_worker(job: Job, timeout_s: float, idle: "queue.LifoQueue[Worker]" = IDLE_WORKERS) -> Scored:
     """What the job gives in the first worker that is free."""
     start = time.monotonic()
-    worker = IDLE_WORKERS.get()
+    worker = idle.get()
     try:
         value, status, seconds, problem = worker.run(job, timeout_s)
+        if status in ("timeout", "crash") and job.blameless:
+            other = worker.run(job._replace(arguments=job.arguments | job.blameless), timeout_s)
+            if other[1] == "ok":
+                value, status, problem = 0.0, "ok", problem or status
     finally:
-        IDLE_WORKERS.put(worker)
+        idle.put(worker)
     return Scored(value, status, {"problem": problem} if problem else {}, time.monotonic() - start - seconds)
 
 
@@ -1856,52 +1810,8 @@ class Threads:
 
 JOB_THREADS = Threads(NUM_WORKERS)  # each drives a worker
 CALL_THREADS = Threads(512)  # each waits for a sandbox or a server
-
-# --- The command line -------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """The command line: scores a file of cases, one JSON result a line on stdout and a summary on stderr."""
-    import tyro
-
-    @dataclass(frozen=True, kw_only=True)
-    class CommandLine(RewardFlags):
-        """Scores JSON lines {response, ground_truth, dataset}."""
-
-        cases: tyro.conf.Positional[str]
-        """The JSON lines file."""
-        timeout_s: float = 10.0
-        """Deadline of each row, seconds."""
-
-    flags = tyro.cli(CommandLine, use_underscores=True)
-    try:
-        configure(flags, connect=True)
-        need(os.path.isfile(flags.cases), f"{flags.cases}: no such file")
-        with open(flags.cases, encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
-        for i, row in enumerate(rows, start=1):
-            where, missing = f"{flags.cases} row {i}", {"response", "ground_truth", "dataset"} - row.keys()
-            need(not missing, f"{where}: no {', '.join(sorted(missing))}")
-            texts = isinstance(row["response"], str) and isinstance(row["dataset"], str)
-            need(texts, f"{where}: response and dataset must be strings, one verifier a row")
-            try:
-                check_verifier(row["dataset"])
-            except ValueError as error:
-                raise UserError(f"{where}: {error}") from None
-    except UserError as error:
-        raise SystemExit(f"rewards.py: {error}") from None
-    start = time.monotonic()
-    columns = ("response", "ground_truth", "dataset", "num_tokens", "prompt")  # the last two for verifiers that ask
-    results = score([RewardRecord(**{c: row[c] for c in columns if c in row}) for row in rows], flags.timeout_s)
-    for result in results:
-        value = None if math.isnan(result.score) else result.score  # JSON has no nan
-        print(json.dumps({k: v for k, v in (vars(result) | {"score": value}).items() if k != "details" or v}))
-    scores = [result.score for result in results if result.status not in MISSING]
-    counts = ", ".join(f"{status} {n}" for status, n in collections.Counter(r.status for r in results).items())
-    mean = sum(scores) / len(scores) if scores else math.nan
-    seconds = time.monotonic() - start
-    print(f"{len(results)} rows ({counts}) | mean score {mean:.4f} | {seconds:.1f} s", file=sys.stderr)
+ENV_THREADS = Threads(512)  # each waits for a worker
 
 
 if __name__ == "__main__":
-    worker_main() if sys.argv[1:] == ["--worker"] else main()
+    raise SystemExit("python scripts/score.py CASES.jsonl scores a file of {response, ground_truth, dataset}")

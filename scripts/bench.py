@@ -1,6 +1,7 @@
 """Benchmarks. Each measures its sides in one run, interleaved A B A B, and prints ratios of their median seconds.
 
     python scripts/bench.py learner     forward and backward: packs, a bare loop, padding, one by one, a dense mask
+    python scripts/bench.py compiled    forward and backward by plain layers, and with --compile_layers
     python scripts/bench.py rollout     our engine loop and LLM.generate on the same engine
     python scripts/bench.py sync        learner's weights into the engine: us, a memory copy, vLLM's own reload
     python scripts/bench.py pipeline    grpo.py and grpo_fast.py on the demo's task, and the ideal of their phases
@@ -8,6 +9,8 @@
     python scripts/bench.py rewards     scores per second; a solver model asked all at once and one by one
     python scripts/bench.py precision   steps to learn the demo's task, by what weights are rounded to; an hour
     python scripts/bench.py startup     seconds to --help, --dry_run and first steps, and of the imports they need
+    python scripts/bench.py loop        an engine's Python per token outside vLLM's scheduler and model, no weights
+    python scripts/bench.py tokens      the path of a token at learner 0: CPU time and longest pause, stub devices
     python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
     --model DIR    scripts/data/make_tiny_model.py makes one in a second    --json    one line of JSON, no tables
@@ -28,8 +31,10 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
+import multiprocessing
 import os
 import re
 import shlex
@@ -37,11 +42,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from multiprocessing.connection import Client
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
@@ -52,9 +61,11 @@ import utils  # isort: skip  # noqa: E402 (pins thread counts, so it comes befor
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 import grpo  # noqa: E402
+import grpo_fast  # noqa: E402
 import rewards  # noqa: E402
 
 QUESTION, TEMPLATE_TOKENS, ANSWER = (4.04, 0.345), 30, (4.45, 0.434)  # see Lengths above
@@ -213,12 +224,19 @@ def prepare_padded(rollouts: Sequence[grpo.Rollout], rows: int, device: Any) -> 
         where[:, start - 1 : -1] = True
         for row, r in enumerate(chosen):
             part = slice(start - len(r.prompt.token_ids), start + len(r.token_ids))
-            ids[row, part], attend[row, part] = torch.tensor([*r.prompt.token_ids, *r.token_ids]), 1
+            ids[row, part], attend[row, part] = torch.tensor([*r.prompt.token_ids, *r.token_ids.tolist()]), 1
             weights[row, : len(r.token_ids)] = r.advantage / tokens
         ids, targets = ids.to(device), ids[:, start:].flatten().to(device)
         inputs = {"input_ids": ids, "attention_mask": attend.to(device)}
         prepared.append((inputs, where.to(device), targets, weights.flatten().to(device)))
     return prepared
+
+
+def learner_flags(options: argparse.Namespace) -> grpo.Args:
+    """Of a bare policy gradient, and all that was given for grpo.py."""
+    flags = f"--model_dtype {options.dtype} --pack_length {options.pack_length} --per_device_train_batch_size 1"
+    flags += " --beta 0 --no_load_ref_policy --max_logprob_gap 0 --rho_clamp_upper_bound 1 --temperature 1"
+    return utils.parse_args(grpo.Args, ["--model_name_or_path", options.model, *flags.split(), *options.more])
 
 
 def bench_learner(options: argparse.Namespace) -> dict[str, Any]:
@@ -232,25 +250,23 @@ def bench_learner(options: argparse.Namespace) -> dict[str, Any]:
     padded         a bare loop over padded rows, made before
     bare_dense     bare_packs with a (T, T) mask, made before: what pack_attention avoids
     """
-    flags = f"--model_dtype {options.dtype} --pack_length {options.pack_length} --per_device_train_batch_size 1"
-    flags += " --beta 0 --no_load_ref_policy --max_logprob_gap 0 --rho_clamp_upper_bound 1 --temperature 1"
-    args = utils.parse_args(grpo.Args, ["--model_name_or_path", options.model, *flags.split(), *options.more])
-    world, dtype = utils.init_distributed(), utils.DTYPES[options.dtype]
+    args, world, dtype = learner_flags(options), utils.init_distributed(), utils.DTYPES[options.dtype]
     policy = grpo.load_policy(args, world)
     model = utils.load_causal_lm(args).to(world.device, dtype)
     no_step = SimpleNamespace(step=lambda: None, zero_grad=policy.zero_grad, get_last_lr=lambda: [0.0])
-    optimizer, scheduler = grpo.make_optimizer(policy, args) if options.optimizer else (no_step, no_step)
+    optimizer: Any = grpo.make_optimizer(policy, args) if options.optimizer else (no_step, no_step)
+    learner = grpo.Learner(policy, None, *optimizer)
     bare_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True) if options.optimizer else no_step
     lengths = draw_lengths(options.prompts, options)
     rollouts = make_rollouts(lengths, model.config.vocab_size, options.seed)
     norms: dict[str, float] = {}
 
-    def packs_of(how: str) -> list[grpo.Pack]:
-        return grpo.pack_rollouts(rollouts, how, args.pack_length, 1, policy.pair_cost)[0]
+    def packs_of(packing: str) -> list[grpo.Pack]:
+        return grpo.pack_rollouts(rollouts, packing, args.pack_length, 1, policy.pair_cost)[0]
 
-    def ours(name: str, how: str) -> None:
-        batches, metrics = grpo.micro_batches(packs_of(how), how, args, world.device), utils.Metrics()
-        grpo.update(policy, None, optimizer, scheduler, [batches], args, world, metrics)
+    def ours(name: str, packing: str) -> None:
+        batches, metrics = grpo.micro_batches(packs_of(packing), packing, args, world.device), utils.Metrics()
+        grpo.update(learner, [batches], args, world, metrics)
         norms[name] = metrics.reduce(world)["optim/grad_norm"]
 
     def bare(name: str, attention: str, batches: Prepared) -> None:
@@ -296,6 +312,45 @@ def bench_learner(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def bench_compiled(options: argparse.Namespace) -> dict[str, Any]:
+    """Forward and backward of training on the same shared packs, by plain layers and with --compile_layers. On a CPU
+    seconds are the process's: other jobs make the clock's longer. The first call of each, which compiles, is apart."""
+    args, world = learner_flags(options), utils.init_distributed()
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    first, seconds, norms, packs = {}, {}, {}, []
+
+    def run(name: str, learner: grpo.Learner, batches: list[grpo.Batch]) -> float:
+        start, metrics = clock(), utils.Metrics()
+        grpo.update(learner, [batches], args, world, metrics)
+        norms[name] = metrics.reduce(world)["optim/grad_norm"]  # waits for a GPU
+        return clock() - start
+
+    work: dict[str, tuple[grpo.Learner, list[grpo.Batch]]] = {}
+    for name, compiled in (("plain", False), ("compiled", True)):
+        policy = grpo.load_policy(dataclasses.replace(args, compile_layers=compiled), world)
+        no_step: Any = SimpleNamespace(step=lambda: None, zero_grad=policy.zero_grad, get_last_lr=lambda: [0.0])
+        if not packs:
+            rollouts = make_rollouts(
+                draw_lengths(options.prompts, options), policy.model.config.vocab_size, options.seed
+            )
+            packs = grpo.pack_rollouts(rollouts, "shared", args.pack_length, 1, policy.pair_cost)[0]
+        work[name] = (
+            grpo.Learner(policy, None, no_step, no_step),
+            grpo.micro_batches(packs, "shared", args, world.device),
+        )
+        first[name] = run(name, *work[name])
+    for _ in range(options.repeat):
+        for name, both in work.items():
+            seconds.setdefault(name, []).append(run(name, *both))
+    tokens = sum(map(grpo.piece_length, [piece for pack in packs for piece in pack]))
+    sides, graphs = {name: spread(seconds[name], tokens=tokens) for name in work}, torch._dynamo.utils.counters["stats"]
+    return {
+        "settings": {"packs": len(packs), "tokens": tokens, "graphs": graphs["unique_graphs"]},
+        "sides": {n: side | {"first": first[n], "grad_norm": norms[n]} for n, side in sides.items()},
+        "ratios": {"compiled over plain layers": ratio(seconds["compiled"], seconds["plain"])},
+    }
+
+
 def bench_rollout(options: argparse.Namespace) -> dict[str, Any]:
     """A step's generation with the demo's flags: engine.generate and plain LLM.generate, same engine, same requests."""
     from vllm import SamplingParams
@@ -309,12 +364,12 @@ def bench_rollout(options: argparse.Namespace) -> dict[str, Any]:
 
     def ours() -> None:
         engine.llm.reset_prefix_cache()
-        made["engine.generate"] = [g.token_ids for g in engine.generate(requests)]
+        made["engine.generate"] = [g.token_ids.tolist() for g in engine.generate(requests)]
 
     def plain() -> None:
         engine.llm.reset_prefix_cache()
         same = {"logprobs": 0, "stop_token_ids": engine.eos_ids, "detokenize": False}
-        own = [{k: v for k, v in vars(r).items() if k != "prompt_ids"} for r in requests]  # seed, temperature, ...
+        own = [{k: v for k, v in vars(r).items() if k not in ("prompt_ids", "stop")} for r in requests]  # seed, ...
         texts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
         outputs = engine.llm.generate(texts, [SamplingParams(**one, **same) for one in own], use_tqdm=False)
         made["LLM.generate"] = [list(o.outputs[0].token_ids) for o in outputs]
@@ -501,11 +556,11 @@ def learned_at(correct: Sequence[float]) -> int | None:
 def precision_run(name: str, seed: int, start: Sequence[torch.Tensor], session: Any, most_steps: int) -> dict[str, Any]:
     """A training run of an arm: per step the share of correct answers, seconds, the logprob gap and, at SHARES_AT, the
     share of the weights that the policy computes with which are not those of the start."""
-    args, world, tokenizer, engine, policy, prompts = session
+    args, world, engine, policy, prompts = session
     arm = ARMS[name]
     rate = 1e-6 if arm.get("slow") else 1e-5
     args = dataclasses.replace(args, seed=seed, learning_rate=rate, **arm.get("more", {}))
-    named = [(name, utils.local(p).detach()) for name, p in policy.model.named_parameters()]
+    named = [(name, utils.shard_of(p).detach()) for name, p in policy.model.named_parameters()]
     served = utils.DTYPES.get(arm.get("rounded", arm.get("products", "float32")), torch.float16)
     with torch.no_grad():
         for (parameter, weight), value in zip(named, start, strict=True):
@@ -513,6 +568,7 @@ def precision_run(name: str, seed: int, start: Sequence[torch.Tensor], session: 
             if arm.get("dithered"):
                 utils.dither(weight, utils.derive_seed(seed, parameter))
     optimizer, scheduler = grpo.make_optimizer(policy, args)
+    learner = grpo.Learner(policy, None, optimizer, scheduler)
     masters = [weight.clone() for _, weight in named] if "rounded" in arm else []
 
     @torch.no_grad()
@@ -535,10 +591,10 @@ def precision_run(name: str, seed: int, start: Sequence[torch.Tensor], session: 
         for step in range(1, (SLOW_STEPS if arm.get("slow") else most_steps) + 1):
             begin, metrics = time.perf_counter(), utils.Metrics()
             engine.load_weights(utils.full_weights(policy, utils.DTYPES[args.model_dtype]), version=step)
-            groups, sampled = grpo.sample_groups(engine, prompts, state, tokenizer, args, world, utils.Timer())
+            groups, sampled = grpo.sample_groups(engine, prompts, state, args, world, utils.Timer())
             packs = grpo.pack_rollouts(grpo.trainable(groups, args), "shared", args.pack_length, 1, policy.pair_cost)[0]
             batches = grpo.micro_batches(packs, "shared", args, world.device)
-            gap, _ = grpo.update(policy, None, optimizer, scheduler, [batches], args, world, metrics)
+            gap, _ = grpo.update(learner, [batches], args, world, metrics)
             row["correct"].append(statistics.mean(r.verifiable > 0 for group in sampled for r in group))
             row["seconds"].append(time.perf_counter() - begin)
             row["gap"].append(gap.get("debug/vllm_vs_local_logprob_diff_mean"))
@@ -562,7 +618,7 @@ def float32_head(engine: Any, policy: grpo.Policy) -> Generator[None]:
         return (hidden.float() @ weight.float().T).div_(temperature)
 
     def engines(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
-        return hidden.float() @ utils.local(policy.model.get_input_embeddings().weight).to(hidden.dtype).float().T
+        return hidden.float() @ utils.shard_of(policy.model.get_input_embeddings().weight).to(hidden.dtype).float().T
 
     grpo.HeadLogprobs.logits, model.compute_logits = staticmethod(exact), engines
     try:
@@ -591,10 +647,10 @@ def bench_precision(options: argparse.Namespace) -> dict[str, Any]:
     if wanted:
         args, world, tokenizer, engine = start_engine(options)
         policy = grpo.load_policy(dataclasses.replace(args, dither_master_weights=False), world)
-        start = [utils.local(p).detach().clone() for _, p in policy.model.named_parameters()]
+        start = [utils.shard_of(p).detach().clone() for _, p in policy.model.named_parameters()]
         prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
     for name, seed in wanted:
-        row = precision_run(name, seed, start, (args, world, tokenizer, engine, policy, prompts), options.most_steps)
+        row = precision_run(name, seed, start, (args, world, engine, policy, prompts), options.most_steps)
         rows.append(row)
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -848,20 +904,23 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
     """Scores per second of the verifiers through rewards.score, and a solver's calls in flight together or in turn.
 
     The solver is --model in a vLLM server, greedy, at most --solver_tokens for each of --calls guidelines to different
-    questions; neither side has anything cached. The servers and the workers run before the clock does.
+    questions; neither side has anything cached, and no record is scored twice. The servers and the workers run before
+    the clock does.
     """
     rng, samples, solver = np.random.default_rng(options.seed), options.samples, "solver, all at once"
     verifiers = {
-        "gsm8k": (gsm8k_records(rng, options.records), 10_000),
-        "math": (math_records(rng, options.records // 5, samples), 1_000),
-        "code_stdio": (code_records(rng, options.records // 20), 300),
+        "gsm8k": (functools.partial(gsm8k_records, rng, options.records), 10_000),
+        "math": (functools.partial(math_records, rng, options.records // 5, samples), 1_000),
+        "code_stdio": (functools.partial(code_records, rng, options.records // 20), 300),
     }
     results: dict[str, list[rewards.RewardResult]] = {}
+    # Each round has records of its own: what was parsed before is kept by the workers, and training sees nothing twice.
+    rounds = {name: iter([make() for _ in range(options.repeat + 1)]) for name, (make, _) in verifiers.items()}
 
-    def judge(name: str, records: Sequence[rewards.RewardRecord]) -> None:
-        results[name] = rewards.score(records)
+    def judge(name: str) -> None:
+        results[name] = rewards.score(next(rounds[name]))
 
-    sides = {name: functools.partial(judge, name, records) for name, (records, _) in verifiers.items()}
+    sides = {name: functools.partial(judge, name) for name in verifiers}
     seconds = side_by_side(sides, options.repeat)
     guidelines = [
         rewards.RewardRecord(
@@ -908,6 +967,242 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": {"workers": rewards.NUM_WORKERS}, "sides": table, "ratios": ratios}
 
 
+def serve_stub(address: Any, ids: np.ndarray, holds: bool) -> None:
+    """An engine in place of which a process answers every request with tokens `ids`, a message each as of long
+    responses, or `holds` them for ever."""
+    host, port, key = address.recv().split()
+    connection = Client((host, int(port)), authkey=key.encode())
+    connection.send(0)
+    made = utils.Generation(ids, -np.linspace(0, 3, len(ids), dtype=np.float32), "length", np.zeros(len(ids), np.int32))
+    while (message := connection.recv())[0] != "stop":
+        for name, _ in () if holds or message[0] != "generate" else message[1]:
+            connection.send(("done", [(name, made)], None))
+
+
+def stub_engines(process: Any, address: Any, tokenizer: Any, args: grpo.Args) -> Any:
+    """grpo_fast.Engines whose only engine is the process."""
+    meeting: Any = SimpleNamespace(store=SimpleNamespace(set=lambda _, value: address.send(value)))
+    quiet = {"Watchdog": lambda *_: SimpleNamespace(beat=lambda: None), "weights_group": lambda *_: (None, None)}
+    process.start()
+    with mock.patch.multiple(grpo_fast, **quiet), mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        return grpo_fast.Engines(meeting, grpo_fast.Roles(1, 1, 1, True, 0), tokenizer, [], args)
+
+
+class Ticker:
+    """A thread that wants to run every millisecond, as learner 0's main thread does while it gives work to a GPU;
+    `longest` is the most seconds since the last call in which it could not: what Python's threads were on a processor
+    meanwhile, and no more than it waited less its own wait for one. On a machine with other jobs neither the clock nor
+    the process's time would do: they had the one, and gloo's threads, which stop nobody, have the other."""
+
+    def __init__(self):
+        self.most = 0.0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        linux = Path("/proc/thread-self/schedstat").exists()
+        own = os.open("/proc/thread-self/schedstat", os.O_RDONLY) if linux else -1
+
+        def now() -> np.ndarray:
+            clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident] if linux else []
+            spent = sum(map(time.clock_gettime, clocks)) if linux else time.process_time()
+            waited = int(os.pread(own, 64, 0).split()[1]) if linux else 0  # ns for a processor
+            return np.array([spent, time.perf_counter() - waited / 1e9])
+
+        last = now()
+        while True:
+            time.sleep(0.001)
+            this = now()
+            self.most, last = max(self.most, float(min(this - last))), this
+
+    def longest(self) -> float:
+        time.sleep(0.005)
+        most, self.most = self.most, 0.0
+        return most
+
+
+def path_of_tokens(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """CPU seconds of learner 0's process and its longest pause in each part of the path of a step's tokens."""
+    samples, length = options.samples, options.response_tokens
+    args = grpo.Args(
+        model_name_or_path=options.model,
+        num_unique_prompts_rollout=options.groups,
+        num_samples_per_prompt_rollout=samples,
+        total_episodes=options.groups * samples * (1 + options.repeat),
+        response_length=length,
+        pack_length=max(16384, 2 * length),
+        async_steps=1,
+        filter_zero_std_samples=False,
+        apply_verifiable_reward=True,
+    )
+    tokenizer = utils.load_tokenizer(args)
+    text = "\n".join(record.response for record in gsm8k_records(np.random.default_rng(0), 50))
+    prompt, ids = (np.resize(tokenizer.encode(text), n).astype(np.int32) for n in (105, length))
+    prompts = [utils.Prompt(i, tuple(prompt.tolist()), text[:300], ("1",), ("gsm8k",)) for i in range(8)]
+    forks, (here, there) = multiprocessing.get_context("fork"), multiprocessing.Pipe()
+    with tempfile.TemporaryDirectory() as directory:
+
+        def learner(rank: int) -> utils.World:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+            return utils.init_distributed(dist.FileStore(f"{directory}/store", 2))
+
+        def other() -> None:
+            torch.set_num_threads(1)
+            world = learner(1)
+            for _ in range(1 + options.repeat):
+                grpo_fast.scatter(grpo_fast.StepData(), args, world)
+
+        peer = forks.Process(target=other, daemon=True)
+        peer.start()
+        engine = forks.Process(target=serve_stub, args=(there, ids, False), daemon=True)
+        engines = stub_engines(engine, here, tokenizer, args)
+        world, ticker = learner(0), Ticker()
+
+        def pack(rollouts: list[Any]) -> list[list[grpo.Pack]]:
+            return grpo.pack_rollouts(rollouts, "shared", args.pack_length, 2, 1e-4)
+
+        collector = grpo_fast.Collector(engines, prompts, args, grpo.start_state(), pack)
+        parts: dict[str, list[tuple[float, float]]] = {}
+
+        def part(name: str, work: Callable[[], Any]) -> Any:
+            ticker.longest()
+            start = time.process_time()
+            result = work()
+            parts.setdefault(name, []).append((time.process_time() - start, ticker.longest()))
+            return result
+
+        grpo_fast.collect_garbage_by_hand()
+        collector.thread.start()
+        for step in range(1 + options.repeat):
+            # the next step's requests wait until this one's data are there, so that a part has its own tokens alone
+            limit = (step + 1) * options.groups
+            data = part(
+                "request to packs", lambda limit=limit: (collector.admit(limit, frozenset()), collector.next())[1]
+            )
+            packs = part("scatter", lambda data=data: grpo_fast.scatter(data, args, world))[0]
+            part("batch", lambda packs=packs: [grpo.make_batch([p], world.device) for m in packs for p in m])
+            part("staleness", lambda packs=packs: grpo_fast.note_staleness(packs, 1, utils.Metrics()))
+            part("metrics", lambda d=data: utils.note_step(d.groups, d.sampled, args, utils.Metrics()))
+            part("garbage", gc.collect)
+            collector.account(data)
+        engines.tell_all(("stop",))
+        peer.join()
+        dist.destroy_process_group()
+    tokens = args.total_episodes / (1 + options.repeat) * length
+    table = {}
+    for name, found in parts.items():
+        own = tokens / (2 if name in ("batch", "staleness") else 1)  # of this learner, or of both
+        table[name] = spread([cpu / own * 1e6 for cpu, _ in found[1:]]) | {"pause": max(p for _, p in found[1:])}
+    return table
+
+
+def submit_seconds(options: argparse.Namespace, outstanding: int) -> list[float]:
+    """CPU microseconds to submit a request while so many are outstanding, a group at a time, in each round."""
+    here, there = multiprocessing.Pipe()
+    args = grpo.Args(model_name_or_path=options.model)
+    fork = multiprocessing.get_context("fork").Process
+    engines = stub_engines(fork(target=serve_stub, args=(there, np.zeros(1), True), daemon=True), here, None, args)
+    request, names, found = utils.Request((1,) * 105, 1, 1.0, 2048), iter(map(str, range(2**40))), []
+
+    def submit(groups: int) -> None:
+        for _ in range(groups):
+            engines.submit([(next(names), request, print) for _ in range(options.samples)])
+
+    submit(math.ceil(outstanding / options.samples))
+    for _ in range(options.repeat):
+        start = time.thread_time()
+        submit(100)
+        found.append((time.thread_time() - start) / (100 * options.samples) * 1e6)
+    engines.tell_all(("stop",))
+    return found
+
+
+def bench_tokens(options: argparse.Namespace) -> dict[str, Any]:
+    """Learner 0's CPU microseconds a token, all threads of its process, and its longest pause in seconds: a thread that
+    wants to run every millisecond could not for so long. An engine is a process that answers at once, a second learner
+    one that takes its packs; requests, collector, verifier (gsm8k), packer, scatter, batches and metrics are those of a
+    run. Garbage is collected between two steps, and is not in the pause of all. --groups of --samples responses of
+    --response_tokens each. Two more sides are microseconds a request."""
+    table = path_of_tokens(options)
+    total = {key: sum(part[key] for part in table.values()) for key in ("seconds", "min", "max")}
+    table["all"] = total | {"pause": max(part["pause"] for name, part in table.items() if name != "garbage")}
+    few, many = (submit_seconds(options, n) for n in (100, 100_000))
+    table |= {"submit, 100 outstanding": spread(few), "submit, 100,000 outstanding": spread(many)}
+    ratios = {
+        "microsecond a token: target over measured": ratio([total["seconds"]], [1.0], 1.0),
+        "50 ms: target over longest pause": ratio([table["all"]["pause"]], [0.05], 1.0),
+        "submit: 100 outstanding over 100,000": ratio(many, few, 0.8),
+    }
+    settings = {"groups": options.groups, "samples": options.samples, "response_tokens": options.response_tokens}
+    return {"settings": settings, "sides": table, "ratios": ratios}
+
+
+class StubLLMEngine:
+    """vLLM's LLMEngine without scheduler, cache and model: in a step its own output processor gets a token of each
+    running request. `seconds` are the processor's, `made` those in which the step was made up."""
+
+    def __init__(self, length: int):
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        self.processor, self.names, self.label = OutputProcessor(None, log_stats=False), [], "0"
+        self.left, self.seconds, self.made = length, 0.0, 0.0
+
+    def set_weight_version(self, label: str) -> None:
+        self.label = label
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        request = EngineCoreRequest(name, prompt["prompt_token_ids"], None, params, None, 0.0, None, None, None)
+        request.external_req_id = name
+        self.processor.add_request(request, None, None, 0)
+        self.names.append(name)
+
+    def step(self) -> list[Any]:
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+        from vllm.v1.outputs import LogprobsLists
+
+        start = time.thread_time()
+        self.left -= 1
+        ends, n = None if self.left else FinishReason.LENGTH, len(self.names)
+        lists = LogprobsLists(np.full((n, 1), 5), np.full((n, 1), -1.0, np.float32), np.ones(n, int))
+        parts = [lists.slice_request(i, 1) for i in range(n)]
+        outputs = [
+            EngineCoreOutput(x, [5], part, finish_reason=ends) for x, part in zip(self.names, parts, strict=True)
+        ]
+        middle = time.thread_time()
+        found = self.processor.process_outputs(outputs, weight_version=self.label).request_outputs
+        self.made, self.seconds = self.made + middle - start, self.seconds + time.thread_time() - middle
+        return found
+
+
+def bench_loop(options: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of CPU a token in an engine's process, outside vLLM's scheduler and model: vLLM's output processor,
+    our loop around it, and the reply to learner 0. --running requests of --response_tokens."""
+    engine: Any = object.__new__(utils.VLLMEngine)
+    engine.eos_ids, engine.stop_strings, engine.version, engine.asleep = [0], [], 0, 0
+    found: dict[str, list[float]] = {"vLLM's output": [], "our loop": [], "reply": []}
+    tokens = options.running * options.response_tokens / 1e6
+    for _ in range(1 + options.repeat):
+        engine.engine, engine.running, finished = StubLLMEngine(options.response_tokens), set(), []
+        start = time.thread_time()
+        for i in range(options.running):
+            engine.add(str(i), utils.Request((1,) * 105, i, 1.0, options.response_tokens))
+        while engine.busy:
+            finished += engine.step()
+        total = time.thread_time() - start
+        found["vLLM's output"].append(engine.engine.seconds / tokens)
+        found["our loop"].append((total - engine.engine.seconds - engine.engine.made) / tokens)
+        start = time.thread_time()
+        for made in finished:
+            ForkingPickler.dumps(("done", [made], None))
+        found["reply"].append((time.thread_time() - start) / tokens)
+    sides = {name: values[1:] for name, values in found.items()}
+    sides["all"] = [sum(values) for values in zip(*sides.values(), strict=True)]
+    settings = {"running": options.running, "response_tokens": options.response_tokens}
+    ratios = {"12 microseconds a token over measured": ratio(sides["all"], [12.0] * options.repeat, 1.0)}
+    return {"settings": settings, "sides": {name: spread(values) for name, values in sides.items()}, "ratios": ratios}
+
+
 def show(result: dict[str, Any]) -> None:
     """The machine, a table of what was measured of each side, a table of ratios."""
     from rich.console import Console
@@ -936,11 +1231,17 @@ def parse_options() -> argparse.Namespace:
     add("--dtype", choices=("auto", *utils.DTYPES), default="auto", help="compute dtype (auto: the faster one here)")
     add("--repeat", type=int, default=3, help="rounds (3)")
     add("--json", action="store_true", help="one line of JSON on stdout")
-    add("--samples", type=int, default=8, help="learner, packing, rewards: responses per prompt (8)")
-    add("--lengths", help="learner, packing: .jsonl of {prompt_tokens, response_tokens}, a prompt's rows adjacent")
-    add("--pack_length", type=int, default=2048, help="learner, packing: tokens (2048)")
+    add("--samples", type=int, default=8, help="learner, packing, rewards, tokens: responses per prompt (8)")
+    add(
+        "--lengths",
+        help="learner, compiled, packing: .jsonl of {prompt_tokens, response_tokens}, a prompt's rows adjacent",
+    )
+    add("--pack_length", type=int, default=2048, help="learner, compiled, packing: tokens (2048)")
     add("--seed", type=int, default=1, help="learner, packing, rewards: of lengths, tokens, records (1)")
-    add("--prompts", type=int, default=4, help="learner: prompts (4)")
+    add("--groups", type=int, default=64, help="tokens: groups in flight (64)")
+    add("--response_tokens", type=int, default=2048, help="tokens, loop: of each response (2048)")
+    add("--running", type=int, default=512, help="loop: requests that run at once (512)")
+    add("--prompts", type=int, default=4, help="learner, compiled: prompts (4)")
     add("--rows", type=int, default=16, help="learner: of a padded micro-batch (16)")
     add("--optimizer", action="store_true", help="learner: AdamW's step too; ours is on float32 weights")
     add("--sequences", type=int, default=100_000, help="packing: responses (100000)")
@@ -959,7 +1260,7 @@ def parse_options() -> argparse.Namespace:
     add("--trl_steps", type=int, default=3, help="trl: measured steps of each of its runs, after one (3)")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="trl: what to learn (both)")
     options, options.more = parser.parse_known_args()
-    if options.bench in ("packing", "rewards") and options.more:
+    if options.bench in ("packing", "rewards", "tokens", "loop") and options.more:
         parser.error(f"unknown: {' '.join(options.more)}")
     if not (Path(options.model) / "config.json").exists():
         parser.error(f"no model in {options.model}: python scripts/data/get_smollm2.py (make_tiny_model.py) makes it")
@@ -973,7 +1274,9 @@ def parse_options() -> argparse.Namespace:
 BENCHES = {
     f.__name__[6:]: f
     for f in (
+        bench_compiled,
         bench_learner,
+        bench_loop,
         bench_rollout,
         bench_sync,
         bench_pipeline,
@@ -981,6 +1284,7 @@ BENCHES = {
         bench_precision,
         bench_rewards,
         bench_startup,
+        bench_tokens,
         bench_trl,
     )
 }

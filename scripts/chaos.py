@@ -47,7 +47,7 @@ FLAGS = f"""--total_episodes {STEPS * PROMPTS * SAMPLES} --num_unique_prompts_ro
     --max_logprob_gap 0.01 --save_freq -1 --checkpoint_state_freq 2 --local_eval_every 2 --save_traces --deterministic
     --vllm_enforce_eager --vllm_enable_prefix_caching --vllm_gpu_memory_utilization 0.3"""
 TIMED = re.compile(  # metrics that depend on how long something took
-    r"^time/|^learner_|^val/actor|_share$|per_second|seconds|utilization|groups_started|groups_in_flight|weight_sync"
+    r"^time/|^memory/|^learner_|^val/actor|_share$|per_second|seconds|utilization|groups_started|groups_in_flight|weight_sync"
 )
 MOMENTS = ("generation", "update", "checkpoint", "epoch")
 TIMEOUT_S = 240.0  # of anything that is waited for
@@ -295,7 +295,7 @@ class Run:
         """The pid of a rank: 0 is the learner, 1 the engine."""
         for pid, line in self.processes().items():
             started_by_launcher = f"\0RANK={number}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-            if started_by_launcher and self.setting[0] in line and "rewards.py" not in line:
+            if started_by_launcher and self.setting[0] in line and "worker.py" not in line:
                 return pid
         raise Broken(f"rank {number} does not run")
 

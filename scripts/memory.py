@@ -8,6 +8,8 @@ Flags have the names, meanings and defaults of the training scripts, whose --dry
 config.json on this machine and neither its weights nor a GPU. CUDA's and NCCL's own and fragmentation come on top.
 """
 
+import functools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from typing import Any, Literal
 import tyro
 
 GIB = 2**30
+BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
 LENGTHS, LEARNERS = (2048, 8192, 32768), (1, 2, 4, 8, 16)
 SHAPES = {  # hidden, MLP, layers, heads, key-value heads, tied head (their config.json)
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, True),
@@ -42,10 +45,24 @@ class Setup:
     """Learner ranks, over which deepspeed_stage shards."""
     deepspeed_stage: Literal[0, 2, 3] = 0
     """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too."""
+    sequence_parallel_size: int = 1
+    """Learners that share the tokens of a pack."""
     gradient_checkpointing: bool = False
     """Activations are computed again in backward."""
+    gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
+    """Those of a whole layer, or of its MLP alone."""
+    lora_rank: int = 0
+    """Rank of adapters at every matrix of the layers; 0: all weights train."""
     load_ref_policy: bool = True
     """There is a reference policy."""
+    ref_model_name_or_path: str = ""
+    """Hub name or directory of a teacher, which is the reference policy."""
+    ref_model_revision: str | None = None
+    """Its hub revision."""
+    ref_model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the teacher; auto is the policy's."""
+    ref_policy_update_freq: int | None = None
+    """Steps between refreshes of the reference policy, which then takes 4 bytes a weight."""
     pack_length: int = 512
     """Tokens of a forward and backward."""
     logprob_chunk: int = 1024
@@ -58,12 +75,15 @@ class Setup:
     """Share of its GPU that an engine takes."""
     vllm_tensor_parallel_size: int = 1
     """GPUs of an engine."""
+    vllm_sleep: Literal["auto", "on", "off"] = "auto"
+    """On a GPU it shares with the learner an engine gives its memory back during updates, but with off."""
     shared_gpu: bool = True
     """Learner and engine are on one GPU, as in grpo.py."""
 
 
-def meta_model(config: Any, dtype: Any) -> Any:
-    """A model without memory, whose attention keeps what flash and flex attention keep for their backward."""
+def meta_model(config: Any, dtype: Any, repeats: int = 1, lora_rank: int = 0) -> Any:
+    """A model without memory, whose attention keeps what flash and flex attention keep for their backward, the keys and
+    values `repeats` times."""
     import torch
     from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -74,9 +94,21 @@ def meta_model(config: Any, dtype: Any) -> Any:
             ctx.save_for_backward(query, key, value, out)
             return out
 
-    AttentionInterface.register("kept", lambda _, q, k, v, *more, **other: (Kept.apply(q, k, v).transpose(1, 2), None))
+    def kept(_module, query, key, value, *_more, **_others):
+        both = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+        return Kept.apply(query, *both).transpose(1, 2), None
+
+    AttentionInterface.register("kept", kept)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="kept")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="kept")
+    if lora_rank:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        model.requires_grad_(False)
+        options = LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        inject_adapter_in_model(options, model, low_cpu_mem_usage=True)
+        model.to(dtype)
+    return model
 
 
 def kept_for_backward(model: Any, tokens: int) -> int:
@@ -97,69 +129,113 @@ def kept_for_backward(model: Any, tokens: int) -> int:
     return sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
 
 
-def memory_estimate(setup: Setup, config: Any) -> dict[str, float]:
-    """Bytes on a learner's GPU at the peak of an update, by what they are for, without CUDA's and NCCL's own and
-    fragmentation; and of an engine: engine_weights, and engine_token for each token in its cache.
-
-    With N weights on S shards (the learners from deepspeed_stage 2 on, else 1): master weights, gradients and reference
-    4 N / S each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two layers and what is in no layer.
-    Activations of one pack of --pack_length tokens are counted by a forward on the meta device; the head makes the
-    logits of logprob_chunk tokens at a time. They are gone when the last gradients, of the embeddings, are reduced.
-    """
-    import torch
-
-    dtype = torch.float32 if setup.model_dtype == "float32" else torch.bfloat16
-    model = meta_model(config, dtype)
-    names, text = set(model._no_split_modules or ()), config.get_text_config()
+def size_of(model: Any, item: int, setup: Setup) -> tuple[int, int, list[Any], float]:
+    """Of a model its weights, those in no layer, its layers, and the bytes of what a forward gathers."""
+    names = set(model._no_split_modules or ())
     layers = [m for m in model.modules() if type(m).__name__ in names]
     whole = sum(p.numel() for p in model.parameters())
     root = whole - sum(p.numel() for layer in layers for p in layer.parameters())
+    return (
+        whole,
+        root,
+        layers,
+        item * (root + 2 * (whole - root) / len(layers) if setup.deepspeed_stage == 3 else whole),
+    )
+
+
+def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[str, float]:
+    """Bytes on a learner's GPU at the peak of an update, by what they are for, without CUDA's and NCCL's own and
+    fragmentation; and of an engine: engine_weights, and engine_token for each token in its cache.
+
+    With N weights on S shards (the learners from deepspeed_stage 2 on, else 1): master weights and gradients 4 N / S
+    each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two layers and what is in no layer. The
+    reference policy, or the teacher of `ref_config`, lies there in its compute dtype (in float32 if it is refreshed);
+    what its forward gathers is gone before the update and counts if it is more than what that takes. With lora_rank
+    only adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, its own reference policy.
+    Activations of one pack of --pack_length tokens, or of the part that sequence_parallel_size leaves a learner (its
+    attention has all tokens of a part of the heads), are counted by a forward on the meta device; the head makes the
+    logits of logprob_chunk tokens at a time. They are gone when the last gradients, of the embeddings, are reduced. To
+    engines on GPUs of their own learner 0 sends the weights in buckets, four of which are alive at once.
+    """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    dtype = torch.float32 if setup.model_dtype == "float32" else torch.bfloat16
+    text, size = config.get_text_config(), setup.sequence_parallel_size
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if text.num_attention_heads % size:
+        words = f"--sequence_parallel_size {size} does not divide the model's {text.num_attention_heads}"
+        raise ValueError(f"{words} attention heads")
+    model = meta_model(config, dtype, size // math.gcd(heads, size), setup.lora_rank)
+    whole, root, layers, gathered = size_of(model, dtype.itemsize, setup)
     head = model.get_output_embeddings().weight.numel()
     item, shards = dtype.itemsize, setup.learners if setup.deepspeed_stage >= 2 else 1
-    tokens, vocabulary = setup.pack_length, text.vocab_size
+    tokens, vocabulary = -(-setup.pack_length // size), text.vocab_size
+    whole_layers = setup.gradient_checkpointing and setup.gradient_checkpointing_part == "layer"
+    for layer in layers if setup.gradient_checkpointing and not whole_layers else ():
+        layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
     activations = kept_for_backward(model, tokens)
-    if setup.gradient_checkpointing:
+    if whole_layers:
         activations = activations / len(layers) + len(layers) * tokens * text.hidden_size * item
-    in_head = head * (4 + item) + 12 * min(setup.logprob_chunk, tokens) * vocabulary
-    gathered = root + 2 * (whole - root) / len(layers) if setup.deepspeed_stage == 3 else whole
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = whole - trained
+    ends = 0 if setup.lora_rank else 4 + item  # bytes of the gradients of a weight of embeddings and head
+    in_head = head * ends + 12 * min(setup.logprob_chunk, tokens) * vocabulary
+    ref_whole, ref_item, ref_gathered, logits = whole, item, gathered, 12 * min(setup.logprob_chunk, tokens)
+    if ref_config is not None:
+        ref_item = item if setup.ref_model_dtype == "auto" else getattr(torch, setup.ref_model_dtype).itemsize
+        ref_whole, *_, ref_gathered = size_of(meta_model(ref_config, dtype), ref_item, setup)
+    update = 4 * trained / shards + gathered + max(activations + in_head, root * ends)
+    beyond = max(0.0, ref_gathered + logits * (ref_config or config).get_text_config().vocab_size - update)
+    reference = (ref_item if setup.ref_policy_update_freq is None else 4) * ref_whole / shards + beyond
+    own = not setup.load_ref_policy or (setup.lora_rank > 0 and ref_config is None)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     tp = setup.vllm_tensor_parallel_size
     return {
-        "weights": 4 * whole / shards,
-        "gradients": 4 * whole / shards,
-        "Adam": 8 * whole / shards,
-        "reference": 4 * whole / shards if setup.load_ref_policy else 0.0,
-        "gathered": item * gathered,
-        "activations and head": max(activations + in_head, root * (4 + item)),
-        "engine_weights": item * whole / tp,
+        "weights": (4 * trained + item * frozen) / shards,
+        "gradients": 4 * trained / shards,
+        "Adam": 8 * trained / shards,
+        "reference": 0.0 if own else reference,
+        "gathered": gathered,
+        "activations and head": max(activations + in_head, root * ends),
+        "engine_weights": item * (frozen or whole) / tp,
         "engine_token": 2 * text.num_hidden_layers * heads * head_dim * item / tp,
-    }
+    } | ({} if setup.shared_gpu else {"buckets": min(item * whole, 4 * BUCKET + item * head)})
 
 
-def estimate_text(setup: Setup, config: Any) -> str:
-    """The estimate in two lines and, where it is more than a GPU (80 GiB where none is visible), what helps."""
+def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
+    """The estimate in two lines, the share of a teacher in an update's time, and, where it is more than a GPU (80 GiB
+    where none is visible), what helps."""
     import torch
 
-    parts = memory_estimate(setup, config)
+    parts = memory_estimate(setup, config, ref_config)
     weights, token = parts.pop("engine_weights"), parts.pop("engine_token")
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
     share, longest = setup.vllm_gpu_memory_utilization, setup.max_prompt_token_length + setup.response_length
     learner, engine = sum(parts.values()), share * gpu
     fits = max(0, int((engine - weights) / (token * longest)))
-    used = learner + engine if setup.shared_gpu else learner
+    asleep = setup.shared_gpu and setup.vllm_sleep != "off"  # then either works: weights, Adam, reference stay
+    between = sum(parts[name] for name in ("weights", "Adam", "reference"))
+    used = max(learner, between + engine) if asleep else learner + engine if setup.shared_gpu else learner
     room = f"{fits:,} responses of {longest:,} tokens"
     sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     lines = [
         f"memory   learner, GiB a GPU: {sizes}: {learner / GIB:.1f}",
         f"         engine, {share:g} of {gpu / GIB:.0f} GiB: weights {weights / GIB:.1f} and {token / 1024:.0f} KiB a "
-        f"token, {room} at once",
+        f"token, {room} at once{', asleep during updates' * asleep}",
     ]
+    if ref_config is not None:
+        whole, theirs = (size_of(meta_model(c, torch.bfloat16), 2, setup)[0] for c in (config, ref_config))
+        passes = 3 + setup.gradient_checkpointing
+        lines.append(
+            f"         teacher: {theirs / 1e9:.2f} billion weights to the policy's {whole / 1e9:.2f}, "
+            f"{theirs / (theirs + passes * whole):.0%} of an update's operations"
+        )
     if used > 0.95 * gpu or not fits:
         lines.append(
             f"         WARNING: that is {used / GIB:.0f} of {gpu / GIB:.0f} GiB. What helps: --gradient_checkpointing, "
-            "--deepspeed_stage 3 on more GPUs,\n         a smaller --pack_length or --vllm_gpu_memory_utilization; "
-            "for an engine --vllm_tensor_parallel_size"
+            "--deepspeed_stage 3\n         and --sequence_parallel_size on more GPUs, a smaller --pack_length or "
+            "--vllm_gpu_memory_utilization; for an engine --vllm_tensor_parallel_size"
         )
     return "\n".join(lines)
 
@@ -209,6 +285,8 @@ def load_config(name: str, revision: str | None) -> Any:
     """The model's configuration. Raises ValueError where this machine does not have it."""
     import huggingface_hub
 
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ValueError(f"no directory {name}")
     if not Path(name).is_dir():  # before transformers is imported, which takes seconds
         cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
         if not isinstance(cached, str):
@@ -224,7 +302,9 @@ def main() -> int:
         if setup.table or not setup.models:
             print_table(setup)
         for name in () if setup.table else setup.models:
-            print(estimate_text(setup, load_config(name, setup.model_revision)))
+            teacher, revision = setup.ref_model_name_or_path, setup.ref_model_revision
+            ref_config = load_config(teacher, revision) if teacher else None
+            print(estimate_text(setup, load_config(name, setup.model_revision), ref_config))
     except (OSError, ValueError) as error:
         print(f"memory   not estimated: {error}")
         return 1

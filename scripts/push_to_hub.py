@@ -10,8 +10,10 @@ the end. A repository that does not exist is made, private, and so is a branch. 
 
 import argparse
 import json
+import os
 import shlex
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,10 @@ def main() -> int:
     parser.add_argument("--hf_repo_id", help="NAME or ORGANIZATION/NAME; default: the run's own, else its name")
     parser.add_argument("--hf_repo_revision", help="branch; default: the run's own, else the main one")
     parser.add_argument("--check", action="store_true", help="token and repository only; RUN need not exist yet")
+    parser.add_argument("--end_with_stdin", action="store_true", help="as a run starts it: end when the run is gone")
     options = parser.parse_args()
+    if options.end_with_stdin:
+        threading.Thread(target=lambda: os._exit(len(os.read(0, 1)) or 1), daemon=True).start()
     file, model = options.run / "args.json", options.run / "model"
     args = json.loads(file.read_text()) if file.exists() else {}
     name = options.hf_repo_id or args.get("hf_repo_id") or args.get("exp_name") or options.run.name

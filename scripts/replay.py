@@ -21,6 +21,8 @@ from pathlib import Path
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from scripts.run_dir import model_hash
+
 
 def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolerance: float) -> bool:
     """Steps up to `last` again; prints a line for each. Whether they are the run's."""
@@ -33,48 +35,47 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
     logged = {row["training_step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").open())}
     args = replace(grpo.Args(**flags), max_logprob_gap=0.0)  # the gap was the run's business
     world = utils.init_distributed()
+    if world.size % args.sequence_parallel_size:
+        args = replace(args, sequence_parallel_size=1)
+    mine, shares = world.rank // args.sequence_parallel_size, world.size // args.sequence_parallel_size
     torch.manual_seed(args.seed)
     utils.make_deterministic(args)
-    policy = grpo.load_policy(args, world)
-    ref_policy = grpo.load_policy(args, world).requires_grad_(False) if args.load_ref_policy else None
-    optimizer, scheduler = grpo.make_optimizer(policy, args)
-    modules = {"policy": policy} | ({"ref_policy": ref_policy} if args.ref_policy_update_freq else {})
+    learner = grpo.load_learner(args, world)
     first = 1
     if not from_start and (path := utils.newest_checkpoint(run_dir, world, before=last)) is not None:
-        first = grpo.load_state(path, modules, optimizer, scheduler, world)["step"] + 1
+        first = grpo.load_state(path, learner, args, world)["step"] + 1
     same = True
     if first > 1 and (run_dir / "dumps" / f"step_{first - 1:06d}.json").exists():
         weights = utils.read_dump(run_dir, first - 1)[1]["weights"]
-        same = report(world, f"before step {first}", {}, {}, weights, policy, tolerance)
+        same = report(world, f"before step {first}", {}, {}, weights, learner.policy, tolerance)
     elif first == 1 and world.is_main:
-        then, now = json.loads((run_dir / "environment.json").read_text())["model_hash"], utils.model_hash(args)
+        then, now = json.loads((run_dir / "environment.json").read_text())["model_hash"], model_hash(flags)
         print(f"before step 1: {'the start model' if now == then else f'NOT the start model, its hash was {then}'}")
     for step in range(first, last + 1):
         rows, dump = utils.read_dump(run_dir, step)
-        rollouts = {(r.position, r.sample): r for r in grpo.rollouts_of(rows)}
+        rollouts = {(r.position, r.sample): r for r in utils.rollouts_of(rows)}
         batches = []
         for learners in dump["packs"]:
-            mine = learners[world.rank] if len(learners) == world.size else sum(learners[world.rank :: world.size], [])
-            packs = [[[rollouts[tuple(name)] for name in piece] for piece in pack] for pack in mine]
+            packs = [[[rollouts[tuple(name)] for name in p] for p in pack] for pack in sum(learners[mine::shares], [])]
             batches.append(grpo.micro_batches(packs, dump["how"], args, world.device))
         metrics = utils.Metrics()
-        gap, _ = grpo.update(policy, ref_policy, optimizer, scheduler, batches, args, world, metrics)
-        if ref_policy is not None and args.ref_policy_update_freq and step % args.ref_policy_update_freq == 0:
-            grpo.refresh_reference(ref_policy, policy, args.alpha)
-        made = utils.finish_metrics(metrics.reduce(world), args) | gap
-        same &= report(world, f"step {step}", made, logged.get(step, {}), dump["weights"], policy, tolerance)
+        gap, _ = grpo.update(learner, batches, args, world, metrics)
+        if learner.ref_policy is not None and grpo.due(args.ref_policy_update_freq or 0, step):
+            grpo.refresh_reference(learner.ref_policy, learner.policy, args.alpha)
+        ours = utils.finish_metrics(metrics.reduce(world), args) | gap
+        same &= report(world, f"step {step}", ours, logged.get(step, {}), dump["weights"], learner.policy, tolerance)
     if save is not None:
-        utils.save_model(policy, utils.load_tokenizer(args), save, args, world)
+        utils.save_model(learner.policy, utils.load_tokenizer(args), save, args, world)
     if world.is_main:
-        how = (
+        words = (
             f"metrics within {tolerance:g} of the run's" if tolerance else "replayed weights and metrics are the run's"
         )
-        print(f"equal: {how}" if same else "NOT equal: see the lines above")
+        print(f"equal: {words}" if same else "NOT equal: see the lines above")
     utils.leave_distributed()
     return same
 
 
-def report(world, what: str, made: dict, theirs: dict, weights_hash: str, policy, tolerance: float) -> bool:
+def report(world, what: str, ours: dict, theirs: dict, weights_hash: str, policy, tolerance: float) -> bool:
     """Print how metrics and weights compare; whether they are equal. All ranks."""
     import utils
 
@@ -82,15 +83,16 @@ def report(world, what: str, made: dict, theirs: dict, weights_hash: str, policy
     if not world.is_main:
         return True
     theirs = {name: math.nan if value is None else value for name, value in theirs.items()}  # JSON has no NaN
-    shared = sorted(name for name in made.keys() & theirs.keys() if not name.startswith("debug/"))  # gaps are rounding
-    gaps = {name: abs(made[name] - theirs[name]) / max(abs(theirs[name]), 0.01) for name in shared}
+    unlike = ("debug/", "time/")  # gaps are rounding
+    shared = sorted(name for name in ours.keys() & theirs.keys() if not name.startswith(unlike))
+    gaps = {name: abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 0.01) for name in shared}
     # equal also when both are NaN
-    gaps = {k: 0.0 if math.isnan(made[k]) and math.isnan(theirs[k]) else gap for k, gap in gaps.items()}
+    gaps = {k: 0.0 if math.isnan(ours[k]) and math.isnan(theirs[k]) else gap for k, gap in gaps.items()}
     worst = max(gaps, key=gaps.get, default=None)
     equal = mine == weights_hash or tolerance > 0
     equal = equal and all(gap <= tolerance for gap in gaps.values())
     parts = [f"{what}: weights {mine[:12]} {'equal' if mine == weights_hash else f'differ from {weights_hash[:12]}'}"]
-    parts += [f"{name} {made[name]:.9g}" for name in ("loss/total_avg", "optim/grad_norm") if name in made]
+    parts += [f"{name} {ours[name]:.9g}" for name in ("loss/total_avg", "optim/grad_norm") if name in ours]
     if worst is not None:
         parts.append(f"{len(shared)} metrics, largest relative difference {gaps[worst]:.2g} ({worst})")
     print(" | ".join(parts), flush=True)

@@ -20,28 +20,36 @@ to refuse. Out of scope: kernel bugs, side channels such as timing. Standard lib
 Sources: kernel.org, userspace-api/landlock and seccomp_filter; man7.org, namespaces(7), pid_namespaces(7).
 """
 
+import _thread
+import array
 import ast
 import atexit
 import builtins
+import copy
 import ctypes
 import errno
 import functools
 import gc
+import io
 import json
 import math
 import operator
 import os
+import pickle
 import platform
 import resource
 import select
 import signal
 import socket
 import struct
+import symtable
 import sys
 import time
 import traceback
 import types
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import date, datetime, timedelta
+from datetime import time as clock
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -54,7 +62,8 @@ MAX_THREADS = 512  # and processes, of all runs of a server, where that can be c
 MAX_TIME_LIMITS = 3  # of a program's tests; further ones are not run, or 100 tests of an endless loop take 100 times T
 START_TIMEOUT_S = 120.0
 GRACE_S = 20.0  # for a reply, on a machine busy with other things
-NOBODY = 65534
+PATIENCE = 20  # times its limit that a run may take while others have the processors: then it is the machine's failure
+NOBODY, FIRST_USER = 65534, 2_000_000_000  # users of the runs as root: from FIRST_USER on one for each server
 # The server imports these once. Not random and threading, nor what imports them: they hook into every fork, and most
 # programs have no use for that. The trainer's side below imports subprocess and the like where it needs them.
 PRELOAD = (
@@ -87,7 +96,7 @@ munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigret
 pwrite64 18 68, readv 19 65, writev 20 66, access 21 -, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216,
 msync 26 227, mincore 27 232, madvise 28 233, dup 32 23, dup2 33 -, pause 34 -, nanosleep 35 101, getitimer 36 102,
 alarm 37 -, setitimer 38 103, getpid 39 172, recvfrom 45 207, shutdown 48 210, getsockname 51 204, getpeername 52 205,
-setsockopt 54 208, getsockopt 55 209, exit 60 93, wait4 61 260, uname 63 160, fsync 74 82, getdents 78 -, getcwd 79 17,
+exit 60 93, wait4 61 260, uname 63 160, fsync 74 82, getdents 78 -, getcwd 79 17,
 chdir 80 49, readlink 89 -, gettimeofday 96 169, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, times 100 153,
 getuid 102 174, getgid 104 176, geteuid 107 175, getegid 108 177, getppid 110 173, getpgrp 111 -, getgroups 115 158,
 getresuid 118 148, getresgid 120 150, getpgid 121 155, getsid 124 156, rt_sigpending 127 136, rt_sigtimedwait 128 137,
@@ -109,6 +118,7 @@ RULES = {
     "prlimit64 302 261": (2, 0, [0], errno.EPERM),  # a pointer to new limits
     "sendto 44 206": (4, 0, [0], errno.EPERM),  # a pointer to an address
     "socketpair 53 199": (0, 0, [socket.AF_UNIX], errno.EPERM),  # asyncio has one
+    "getsockopt 55 209": (2, 0, [3, 4, 38, 39], errno.EPERM),  # what it is, and its error; no pidfd of the peer
     # isatty, sizes, close-on-exec
     "ioctl 16 29": (1, 0, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451], errno.EPERM),
     "fcntl 72 25": (1, 0, [0, 1, 2, 3, 4, 1030], errno.EPERM),  # dup and flags; no signals by F_SETOWN
@@ -176,8 +186,9 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 
 ST_RELATIME, MS_RELATIME, KEPT_FLAGS = 4096, 1 << 21, 1 | 2 | 4 | 8 | 1024 | 2048
 
 
-def enter_namespaces(readable: list[str]) -> str:
-    """Unshares, builds a root of `readable` alone and goes on in a child, pid 1 in there. The parent waits for it."""
+def enter_namespaces(readable: list[str]) -> tuple[str, int]:
+    """Unshares, goes on in a child, pid 1 in there, and builds a root of `readable` alone; returns what these are and
+    own_proc(). The parent waits for the child."""
     flags = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     uid, gid, user = os.getuid(), os.getgid(), ""
     try:
@@ -188,11 +199,28 @@ def enter_namespaces(readable: list[str]) -> str:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    build_root(readable)
     if child := os.fork():
         os.closerange(3, 4096)  # the server's end of the socket must close when the child ends
         os._exit(min(os.waitpid(child, 0)[1], 1))
-    return f"{user}pid+net+mount+ipc namespaces"
+    proc = own_proc()
+    build_root(readable)
+    return f"{user}pid+net+mount+ipc namespaces", proc
+
+
+FSOPEN, FSCONFIG, FSMOUNT = 430, 431, 432  # on every machine
+
+
+def own_proc() -> int:
+    """A descriptor of the namespace's /proc, mounted nowhere: no run finds it. -1 where the kernel refuses, as in a
+    container that hides parts of /proc."""
+    try:
+        context = libc("syscall", FSOPEN, b"proc", 1)
+        libc("syscall", FSCONFIG, context, 6, None, None, 0)  # make it
+        proc = libc("syscall", FSMOUNT, context, 1, MS_RDONLY | MS_NOSUID | MS_NODEV | 8)
+        os.close(context)
+        return proc
+    except OSError:
+        return -1
 
 
 def build_root(readable: list[str]) -> None:
@@ -221,17 +249,24 @@ def build_root(readable: list[str]) -> None:
     libc("mount", None, b"/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None)
 
 
-def drop_privileges(readable: list[str]) -> str:
-    """As root: user nobody, if that user can read the installation; else root without any capability."""
+def drop_privileges(readable: list[str], own_user: int) -> str:
+    """As root: a user that nobody else is, or nobody, if that user can read the installation; else root without any
+    capability. Limits of threads count by user: with one for all, a run could leave the others without."""
     os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, 0)
-    os.setresuid(NOBODY, NOBODY, 0)  # the saved user is the way back
-    user = NOBODY if all(os.access(path, os.R_OK) for path in readable) else 0
+    for user in (own_user, NOBODY, 0):
+        try:
+            os.setresgid(user, user, 0)
+            os.setresuid(user, user, 0)  # the saved user is the way back
+        except OSError:  # a user that a container does not know
+            continue
+        if user == 0 or all(os.access(path, os.R_OK) for path in readable):
+            break
+        os.setresuid(0, 0, 0)
     os.setresuid(user, user, user)
     os.setresgid(user, user, user)
     if user == 0:
         drop_capabilities()
-    return "user nobody" if user else "root without capabilities"
+    return {own_user: "a user of its own", NOBODY: "user nobody", 0: "root without capabilities"}[user]
 
 
 def drop_capabilities() -> None:
@@ -240,6 +275,9 @@ def drop_capabilities() -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The fork server
+
+
+NULL = -1  # in place of a descriptor
 
 
 class Server:
@@ -254,7 +292,7 @@ class Server:
         self.control = socket.socket(fileno=os.dup(options["control"]))
         os.close(options["control"])
         sys.path[:] = [os.path.realpath(path) for path in sys.path + options["site"] if os.path.exists(path)]
-        self.trainer_pid = os.getppid()
+        self.trainer_pid, self.own_user = os.getppid(), FIRST_USER + os.getpid()
         # The end of the whole trainer. PR_SET_PDEATHSIG would fire at the end of the thread that started us.
         self.trainer = os.pidfd_open(self.trainer_pid)
         for module in [*PRELOAD, *options["preload"]]:
@@ -276,9 +314,12 @@ class Server:
         readable, in_user_namespace = readable_paths(), False
         os.chdir("/")
         libc("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        if "namespaces" not in without:
-            self.layers.append(enter_namespaces(readable))
-            in_user_namespace = self.layers[0].startswith("user")
+        if "namespaces" in without:
+            self.proc = os.open("/proc", os.O_PATH)
+        else:
+            layer, self.proc = enter_namespaces(readable)
+            self.layers.append(layer)
+            in_user_namespace = layer.startswith("user")
         self.ruleset = -1
         if "Landlock" not in without:
             try:
@@ -287,7 +328,7 @@ class Server:
             except OSError:
                 pass  # the kernel lacks it or has it off: `do_probe` finds what is open then
         if os.getuid() == 0:
-            self.layers.append(drop_privileges(readable))
+            self.layers.append(drop_privileges(readable, self.own_user))
         elif in_user_namespace:
             drop_capabilities()
         libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -301,7 +342,7 @@ class Server:
             self.filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self.instructions))
             self.layers.append("seccomp")
         release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-        counted_apart = in_user_namespace and release >= (5, 14) or os.getuid() == NOBODY
+        counted_apart = in_user_namespace and release >= (5, 14) or os.getuid() in (self.own_user, NOBODY)
         self.num_threads = MAX_THREADS if counted_apart and os.getuid() else None
         limit(resource.RLIMIT_AS, memory + MEMORY_BYTES)
         limit(resource.RLIMIT_FSIZE, OUTPUT_BYTES)
@@ -322,14 +363,19 @@ class Server:
             libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != self.pid:  # it has ended before the line above
                 os._exit(1)
-            for target, fd in enumerate(fds):
-                os.dup2(fd, target)
+            # Opened anew: flags that a run sets, as O_NONBLOCK, hold for all who share the open file.
+            null = os.open(os.devnull, os.O_RDWR)
+            if role == "tests":
+                fds = [*fds, self.clock("self")]
+            for target, fd in enumerate([*fds, NULL]):
+                os.dup2(null if fd == NULL else fd, target)
             limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
             if self.num_threads:
                 limit(resource.RLIMIT_NPROC, self.num_threads)
             if self.ruleset >= 0:
                 libc("syscall", LANDLOCK_RESTRICT_SELF, self.ruleset, 0)
-            os.closerange(len(fds), 1 << 16)
+            self.null = len(fds)
+            os.closerange(self.null + 1, 1 << 16)
             if self.filter:
                 libc("prctl", PR_SET_SECCOMP, 2, self.filter, 0, 0)
         except BaseException:
@@ -339,23 +385,36 @@ class Server:
         finally:
             os._exit(1)
 
-    def run(self, role: str, fds: list[int], seconds: float) -> dict:
-        """One run: {"exit": status or -signal, None if it was killed at the deadline, "seconds": of wall time}."""
+    def clock(self, process: int | str) -> int:
+        """What `waited` reads of a process; NULL where there is nothing to be read."""
+        try:
+            return os.open(f"{process}/schedstat", os.O_RDONLY, dir_fd=self.proc)
+        except OSError:
+            return NULL
+
+    def run(self, role: str, fds: list[int], seconds: float, patience: float) -> dict:
+        """One run of at most `seconds`: {"exit": status or -signal, None if it was killed at the deadline, "seconds"
+        without those that it waited for a processor, "waited": these}. In all at most `patience` times `seconds`."""
         start = time.monotonic()
         if role == "tests":
             source, tests, results = fds
             ours, theirs = socket.socketpair()
             with ours, theirs:
-                children = [self.fork("calls", [1, 1, 1, source, ours.fileno()], seconds)]
-                children.append(self.fork("tests", [1, 1, 1, tests, theirs.fileno(), results], seconds))
+                children = [self.fork("calls", [NULL, NULL, NULL, source, ours.fileno()], seconds)]
+                clocks = [self.clock(children[0])]
+                files = [NULL, NULL, NULL, tests, theirs.fileno(), results, *clocks]
+                children.append(self.fork("tests", files, seconds))
         else:
-            children = [self.fork(role, fds, seconds)]
-        main = os.pidfd_open(children[-1])
-        ready, _, _ = select.select([main, self.trainer, self.control], [], [], seconds)
-        elapsed = time.monotonic() - start
+            children, clocks = [self.fork(role, fds, seconds)], []
+        main, ready, left, elapsed, waiting = os.pidfd_open(children[-1]), [], seconds, 0.0, 0.0
+        clocks.append(self.clock(children[-1]))
+        while not ready and left > 0 and elapsed < patience * seconds:
+            ready, _, _ = select.select([main, self.trainer, self.control], [], [], max(left, 0.001))
+            elapsed, waiting = time.monotonic() - start, waited(clocks)
+            left = seconds - elapsed + waiting
         if self.trainer in ready or self.control in ready:
             os._exit(0)  # the trainer is gone, or has closed us: PDEATHSIG ends the runs
-        for fd in (main, *fds):
+        for fd in {main, *fds, *clocks} - {NULL}:
             os.close(fd)
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -363,7 +422,8 @@ class Server:
         if -signal.SIGUSR2 in ended:
             raise OSError("a run could not be locked down")
         self.sweep()
-        return {"exit": ended[-1] if ready else None, "seconds": round(elapsed, 5)}
+        own, starved = round(max(elapsed - waiting, 0.0), 5), not ready and left > 0
+        return {"exit": ended[-1] if ready else None, "seconds": own, "starved": starved, "waited": round(waiting, 5)}
 
     def sweep(self) -> None:
         """Kills whatever a run has left. With seccomp that is nothing: it could not fork."""
@@ -387,8 +447,15 @@ class Server:
             packet, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
             if not packet:
                 return
-            role, seconds = json.loads(packet)
-            self.control.send(json.dumps(self.run(role, fds, seconds)).encode())
+            role, seconds, patience = json.loads(packet)
+            self.control.send(json.dumps(self.run(role, fds, seconds, patience)).encode())
+
+
+def waited(clocks: list[int]) -> float:
+    """Seconds for which the main threads of these processes were ready to run and others had the processors: the second
+    number of /proc/PID/schedstat, where the kernel counts it."""
+    lines = [os.pread(fd, 100, 0).split() for fd in clocks if fd != NULL]
+    return sum(int(line[1]) for line in lines if len(line) > 1) / 1e9
 
 
 def limit(kind: int, amount: int) -> None:
@@ -413,10 +480,47 @@ def readable_paths() -> list[str]:
 # What a run does, in a process that is locked down already. Each returns the exit status.
 
 
-def execute(source: bytes, name: str) -> types.ModuleType:
-    """Runs the program as module `name`."""
+def open_device(original: Any, null: int, path: Any, *args: Any, **keywords: Any) -> Any:
+    """open() or os.open(), but for the files of standard input and of nothing, which no run may open as files."""
+    if path not in (os.devnull, "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"):
+        return original(path, *args, **keywords)
+    descriptor = os.dup(null if path == os.devnull else 0)
+    return descriptor if original.__module__ == "posix" else original(descriptor, *args, **keywords)
+
+
+class ThreadSemaphore:
+    """multiprocessing's semaphore, for threads alone: its own is a file, and no run can start a process."""
+
+    SEM_VALUE_MAX = 2**31 - 1
+
+    def __init__(self, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> None:
+        import _thread
+
+        self.kind, self.maxvalue, self.name, self.handle = kind, maxvalue, None, 0
+        if kind == 0:
+            self.lock: Any = _thread.RLock()
+        else:
+            self.lock = __import__("threading").Semaphore(value)
+        self.acquire, self.release = self.lock.acquire, self.lock.release
+
+    def __enter__(self) -> Any:
+        return self.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+
+def execute(source: bytes, name: str, null: int) -> types.ModuleType:
+    """Runs the program as module `name`. null: a descriptor of /dev/null."""
     module = sys.modules[name] = types.ModuleType(name)
-    sys.argv = ["program.py"]
+    module.__file__, sys.argv = "program.py", ["program.py"]
+    own = types.ModuleType("_multiprocessing")
+    vars(own).update(SemLock=ThreadSemaphore, sem_unlink=lambda name: None)
+    sys.modules["_multiprocessing"] = own
+    refused = resource.setrlimit  # as also for the stack, of which programs want more
+    resource.setrlimit = lambda kind, limits: None if kind == resource.RLIMIT_STACK else refused(kind, limits)
+    builtins.open = io.open = functools.partial(open_device, io.open, null)
+    os.open = functools.partial(open_device, os.open, null)
     exec(compile(source, "program.py", "exec"), vars(module))
     return module
 
@@ -425,7 +529,7 @@ def do_program(server: Server) -> int:
     """Descriptors: standard input, output, error; program. Ends like a main program does: threads, atexit, flush."""
     stdout, status = sys.stdout, 0
     try:
-        execute(open(3, "rb").read(), "__main__")
+        execute(open(3, "rb").read(), "__main__", server.null)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -441,11 +545,18 @@ def do_program(server: Server) -> int:
 
 # What plain data is besides JSON's own: name -> (type, value to items, items to value). A subclass travels as its base.
 PLAIN = {
+    "Counter": (Counter, dict.items, lambda items: Counter(dict(items))),
+    "OrderedDict": (OrderedDict, OrderedDict.items, OrderedDict),
+    "defaultdict": (
+        defaultdict,
+        lambda value: [value.default_factory if is_builtin(value.default_factory) else None, dict(value)],
+        lambda items: defaultdict(*items),
+    ),
     "dict": (dict, dict.items, dict),
     "tuple": (tuple, tuple.__iter__, tuple),
     "set": (set, set.__iter__, set),
     "frozenset": (frozenset, frozenset.__iter__, frozenset),
-    "deque": (deque, deque.__iter__, deque),
+    "deque": (deque, lambda value: [list(deque.__iter__(value)), value.maxlen], lambda items: deque(*items)),
     "bytes": (bytes, lambda value: [bytes.hex(value)], lambda items: bytes.fromhex(*items)),
     "bytearray": (bytearray, lambda value: [bytearray.hex(value)], lambda items: bytearray.fromhex(*items)),
     "int": (int, lambda value: [hex(value)], lambda items: int(*items, 16)),  # a long one: JSON's digits are limited
@@ -453,24 +564,51 @@ PLAIN = {
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda items: range(*items)),
     "Decimal": (Decimal, lambda value: [str(value)], lambda items: Decimal(*items)),
     "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda items: Fraction(*items)),
+    "datetime": (datetime, lambda value: [datetime.isoformat(value)], lambda items: datetime.fromisoformat(*items)),
+    "date": (date, lambda value: [date.isoformat(value)], lambda items: date.fromisoformat(*items)),
+    "clock": (clock, lambda value: [clock.isoformat(value)], lambda items: clock.fromisoformat(*items)),
+    "timedelta": (timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda items: timedelta(*items)),
+    "StringIO": (
+        io.StringIO,
+        lambda value: [io.StringIO.getvalue(value), value.tell()],
+        lambda items: text_file(*items),
+    ),
 }
+MUTABLE = (list, dict, set, deque, bytearray, io.StringIO)
+SCALARS = {str, float, bool, types.NoneType}
+
+
+def is_builtin(value: Any) -> bool:
+    return isinstance(value, type) and getattr(builtins, value.__name__, None) is value
+
+
+def text_file(text: str, position: int) -> io.StringIO:
+    file = io.StringIO(text)
+    file.seek(position)
+    return file
+
+
+class Unsupported(BaseException):
+    """What a test needs and the link cannot do: the fault of neither the program nor the test."""
 
 
 class Link:
     """One end of the socket between the tests and the program: requests and replies, as lines of JSON.
 
-    Plain data (numbers, text, bytes, and containers of these) is copied. Whatever else stays where it is, and the other
-    side gets a Ref. So == in a test is that of the test's own process, whatever the program does to its own.
+    Plain data (numbers, text, bytes, dates, containers of these) is copied. Whatever else stays where it is, and the
+    other side gets a Ref. So == in a test is that of the test's own process, whatever the program does to its own.
     """
 
-    def __init__(self, fd: int, names: dict[str, Any] | None = None) -> None:
-        self.socket = socket.socket(fileno=fd)
+    def __init__(self, fd: int, names: dict[str, Any] | None = None, null: int = NULL) -> None:
+        self.socket, self.null = socket.socket(fileno=fd), null
         self.lines = self.socket.makefile("rb")
-        self.names = names  # the program's, which may ask nothing of the tests but to call functions it was given: None
+        self.names = names  # the program's; None at the tests' end, of which it may ask little: see allowed
         self.kept: dict[int, Any] = {}  # what the other side has references to, by id
         self.refs: dict[int, Ref] = {}
-        self.exceptions: dict[str, type] = {}
+        self.made: dict[Any, type] = {}  # exceptions and named tuples
         self.broken = False  # the other side has ended or broken the protocol: no test passes any more
+        self.unsupported = ""  # what could not be passed to the program
+        self.input, self.printed, self.lock = builtins.input, io.StringIO(), _thread.RLock()
 
     def send(self, message: dict) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -484,108 +622,221 @@ class Link:
     def encode(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, str, float)) or isinstance(value, int) and abs(value) < 2**63:
             return value
-        if isinstance(value, list):
-            return [self.encode(item) for item in list.__iter__(value)]
-        for name, (kind, to_items, _) in PLAIN.items():
-            if isinstance(value, kind):
-                return {name: [self.encode(item) for item in to_items(value)]}
         kind = type(value)
+        if isinstance(value, list):
+            items = list(list.__iter__(value))
+            return items if is_flat(items) else [self.encode(item) for item in items]
+        if isinstance(value, tuple) and isinstance(fields := getattr(kind, "_fields", None), tuple):
+            return {"namedtuple": [kind.__name__, fields, [self.encode(item) for item in tuple.__iter__(value)]]}
+        for name, (plain, to_items, _) in PLAIN.items():
+            if isinstance(value, plain):
+                return {name: [self.encode(item) for item in to_items(value)]}
         if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufcU":
             data = self.encode(value.tolist())
             return {"ndarray": [data, value.dtype.str]} if kind.__name__ == "ndarray" else data
         if isinstance(value, Ref):
             return {"back": vars(value)["_number"]}
-        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        if is_builtin(value):
             return {"type": value.__name__}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"exception": [kind.__name__ for kind in value.__mro__]}
-        if self.names is None and not callable(value):
-            raise TypeError(f"a {kind.__name__} of the test cannot be passed to the program")
+        if isinstance(value, BaseException):
+            own = {name: self.encode(item) for name, item in vars(value).items() if not name.startswith("_")}
+            return {"raised": [[kind.__name__ for kind in kind.__mro__], self.encode(list(value.args)), own]}
+        how = "ref"
+        if self.names is not None:
+            how = "coroutine" if isinstance(value, types.CoroutineType) else how
+        elif kind.__module__ == "test":
+            how = "object"
+        elif not callable(value) and hasattr(value, "__next__"):
+            how = "iterator"
+        elif not callable(value):
+            try:  # of the standard library: the program's end, not this one, may unpack what it gets
+                return {"pickle": pickle.dumps(value).hex()}
+            except Exception:
+                self.unsupported = f"a {kind.__name__} of the test cannot be passed to the program"
+                raise Unsupported(self.unsupported) from None
         self.kept[id(value)] = value
-        return {"ref": id(value)}
+        return {how: id(value)}
 
     def decode(self, data: Any) -> Any:
         if isinstance(data, list):
-            return [self.decode(item) for item in data]
+            return list(data) if {list, dict}.isdisjoint(map(type, data)) else [self.decode(item) for item in data]
         if not isinstance(data, dict):
             return data
         ((name, body),) = data.items()
         if name in PLAIN:
             return PLAIN[name][2](self.decode(list(body)))
+        if name == "namedtuple":
+            return self.named_tuple(str(body[0]), tuple(map(str, body[1])))(*self.decode(body[2]))
         if name == "ndarray":
             return __import__("numpy").array(self.decode(body[0]), body[1])
         if name == "back":
             return self.kept[body]
-        if name == "ref" and isinstance(body, int):
+        if name in ("ref", "object", "iterator", "coroutine") and isinstance(body, int):
             ref = self.refs.setdefault(body, Ref(self, body))
-            return ref if self.names is None else lambda *args, **keywords: ref(*args, **keywords)  # true, hashable
-        if name == "type" and isinstance(kind := getattr(builtins, body, None), type):
+            if name == "coroutine":
+                return wait_for(ref)
+            if name == "iterator":
+                return go_through(ref)
+            # what is called: a function, which is true and hashable
+            return (
+                (lambda *args, **keywords: ref(*args, **keywords)) if name == "ref" and self.names is not None else ref
+            )
+        if name == "type" and is_builtin(kind := getattr(builtins, body, None)):
             return kind
         if name == "exception":
             return self.exception_class(body)
+        if name == "raised":
+            return self.exception(*body)
+        if name == "pickle" and self.names is not None:
+            return pickle.loads(bytes.fromhex(body))
         raise ConnectionError("not a value")
+
+    def named_tuple(self, name: str, fields: tuple[str, ...]) -> type:
+        """The program's class of this name, if it has one with these fields, or one that is made up."""
+        own = (self.names or {}).get(name)
+        if isinstance(own, type) and getattr(own, "_fields", None) == fields:
+            return own
+        if (name, fields) not in self.made:
+            self.made[name, fields] = namedtuple(name, fields)
+        return self.made[name, fields]
 
     def exception_class(self, names: list[str]) -> type:
         """The builtin of this name, else one that is made up. names: of the class and of those that it inherits."""
         kind = getattr(builtins, names[0], None)
         if isinstance(kind, type) and issubclass(kind, BaseException):
             return kind
-        if names[0] not in self.exceptions:
-            self.exceptions[names[0]] = type(names[0], (self.exception_class(names[1:]),), {})
-        return self.exceptions[names[0]]
+        if names[0] not in self.made:
+            self.made[names[0]] = type(names[0], (self.exception_class(names[1:]),), {})
+        return self.made[names[0]]
+
+    def exception(self, names: list[str], args: list, own: dict) -> BaseException:
+        kind, args = self.exception_class(names), self.decode(args)
+        try:
+            error = kind(*args)
+        except Exception:
+            error = kind.__new__(kind)
+        for name, value in own.items():
+            if not name.startswith("_"):
+                setattr(error, name, self.decode(value))
+        return error
 
     def do(self, name: str, *args: Any, **keywords: Any) -> Any:
+        """One thread at a time: see ask."""
+        with self.lock:
+            return self.ask(name, *args, **keywords)
+
+    def ask(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Asks the other side. Arguments that it changed are changed here as well; its exceptions are raised here."""
         values = [*args, *keywords.values()]
-        request = {"do": name, "args": self.encode(values), "names": list(keywords)}
+        request = {"do": name, "args": [self.encode(value) for value in values], "names": list(keywords)}
+        if self.names is None and builtins.input is not self.input:  # the test has its own
+            request["input"] = self.encode(builtins.input)
+        if self.names is None and isinstance(sys.stdin, io.StringIO):
+            request["stdin"] = self.encode(sys.stdin)
         try:
             self.send(request)
             while "do" in (reply := self.receive()):
                 self.send(self.answer(reply))
             for i, data in reply["changed"]:
                 replace_content(values[i], self.decode(data))
+            if self.names is None and isinstance(reply.get("printed"), str):
+                sys.stdout.write(reply["printed"])
             if "error" not in reply:
                 return values[reply["same"]] if "same" in reply else self.decode(reply["ok"])
-            kind, arguments = self.exception_class(reply["error"]), self.decode(reply["args"])
+            error = self.decode(reply["error"])
         except BaseException as error:
             self.broken = True
             raise error if isinstance(error, ConnectionError) else ConnectionError(describe(error)) from None
-        try:
-            error = kind(*arguments)
-        except Exception:
-            error = kind.__new__(kind)
+        if isinstance(error, StopIteration) and name != "__next__":
+            error = RuntimeError("StopIteration")  # as of a generator: it would end all(map(..)) without a word
         raise error
 
     def answer(self, request: dict) -> dict:
         values: list[Any] = []
         try:
-            if self.names is None and not (request["do"] == "call" and "back" in request["args"][0]):
+            if self.names is None and not self.allowed(request["do"], request["args"]):
                 raise PermissionError("the program may not ask that")
             values = self.decode(request["args"])
             num_positional = len(values) - len(request["names"])
             keywords = dict(zip(request["names"], values[num_positional:], strict=True))
+            if self.names is not None:
+                builtins.input = self.decode(request["input"]) if "input" in request else self.input
+                sys.stdin = self.decode(request["stdin"]) if "stdin" in request else sys.__stdin__
             result = self.perform(request["do"], *values[:num_positional], **keywords)
-            same = [i for i, value in enumerate(values) if value is result and isinstance(value, (list, dict, set))]
+            same = [i for i, value in enumerate(values) if value is result and isinstance(value, MUTABLE)]
             reply = {"same": same[0]} if same else {"ok": self.encode(result)}
         except BaseException as error:
-            names = [kind.__name__ for kind in type(error).__mro__]
-            reply = {"error": names, "args": self.encode(list(error.args))}
-        return reply | {"changed": [[i, d] for i, d in enumerate(self.encode(values)) if d != request["args"][i]]}
+            reply = {"error": self.encode(error)}
+        pairs = [(i, self.encode(v)) for i, v in enumerate(values) if isinstance(v, MUTABLE) or hasattr(v, "dtype")]
+        reply["changed"] = [[i, data] for i, data in pairs if data != request["args"][i]]
+        if self.names is not None and (text := self.printed.getvalue()):
+            reply["printed"] = text
+            self.printed.seek(0)
+            self.printed.truncate()
+        return reply
+
+    def allowed(self, name: str, args: list) -> bool:
+        """Whether the program may ask this of the tests: to call what it was given, and to use the objects of classes
+        that the test itself defines, but nothing private of them, from where it would get at all that is here."""
+        if not isinstance(args[0], dict) or "back" not in args[0]:
+            return False
+        value = self.kept[args[0]["back"]]
+        if name in ("getattr", "setattr"):
+            return type(value).__module__ == "test" and isinstance(args[1], str) and not args[1].startswith("_")
+        return name in ("call", "__next__") or type(value).__module__ == "test" and name in OPERATORS
 
     def perform(self, name: str, *args: Any, **keywords: Any) -> Any:
         if name == "load":
-            self.names = vars(execute(open(3, "rb").read(), "program"))
+            sys.stdout = self.printed
+            self.names = vars(execute(open(3, "rb").read(), "program", self.null))
             return None
         if name == "names":
             return {name: self.names[name] for name in args if name in self.names}
         if name == "call":
             return args[0](*args[1:], **keywords)
+        if name == "await":
+            return __import__("asyncio").run(*args)
+        if name in ("__copy__", "__deepcopy__"):
+            return getattr(copy, name.strip("_"))(*args)
+        if name in ("__enter__", "__exit__"):
+            return getattr(type(args[0]), name)(*args)
         # operator's __getitem__, else len for __len__, getattr
         return (vars(operator).get(name) or getattr(builtins, name.strip("_")))(*args)
 
 
+def is_flat(items: list) -> bool:
+    """Whether JSON can have these items as they are, found out fast."""
+    kinds = set(map(type, items))
+    if int in kinds:
+        try:
+            array.array("q", [item for item in items if type(item) is int] if len(kinds) > 1 else items)
+        except OverflowError:
+            return False
+    return kinds <= SCALARS | {int}
+
+
+async def wait_for(ref: Any) -> Any:
+    return vars(ref)["_link"].do("await", ref)
+
+
+def go_through(ref: Any) -> Any:
+    while True:
+        try:
+            item = vars(ref)["_link"].do("__next__", ref)
+        except StopIteration:
+            return
+        yield item
+
+
 def replace_content(old: Any, new: Any) -> None:
-    if isinstance(old, (list, bytearray)):
+    if isinstance(old, io.StringIO):
+        old.seek(0)
+        old.truncate()
+        old.write(new.getvalue())
+        old.seek(new.tell())
+    elif isinstance(old, (list, bytearray)):
         old[:] = new
     elif isinstance(old, (dict, set, deque)):
         old.clear()
@@ -603,11 +854,12 @@ class Ref:
 
     What a test asks of it (attributes, calls, its truth, its length, == with another one) the program answers. With
     plain data it is never equal, and neither ordered nor computed: a function which returns an object that claims to
-    be equal to everything, or whose difference to everything is 0, passes no test that compares with a value.
+    be equal to everything, or whose difference to everything is 0, passes no test that compares with a value. See
+    Instance for what is excepted. The program has such objects too, of the test's own objects: see Link.allowed.
     """
 
-    def __init__(self, link: Link, number: int) -> None:
-        vars(self).update(_link=link, _number=number)
+    def __init__(self, _link: Link, _number: int) -> None:
+        vars(self).update(_link=_link, _number=_number)
 
     def _ask(self, name: str, *args: Any) -> Any:
         return self._link.do(name, self, *args)
@@ -623,22 +875,71 @@ class Ref:
     def __setattr__(self, name: str, value: Any) -> None:
         self._link.do("setattr", self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        self._link.do("delattr", self, name)
+
+    def __format__(self, spec: str) -> str:
+        return self._ask("__format__", spec)
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return self._link.do("issubclass", kind, self) is True
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        self._link.unsupported = "a base class of the test cannot be passed to the program and back"
+        raise Unsupported(self._link.unsupported)
+
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return self._link.do("call", self, *args, **keywords)
+        result = self._link.do("call", self, *args, **keywords)
+        return Instance(**vars(result)) if type(result) is Ref and type(self) is Class else result
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        return self._ask("__exit__", kind, error, None)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return self._ask("__deepcopy__")
 
     def __instancecheck__(self, value: object) -> bool:
         return self._link.do("isinstance", value, self) is True
 
 
-for _name in "getitem setitem delitem len iter next str repr bool int float index round hash neg pos abs".split():
+class Class(Ref):
+    """What a test calls by a capitalized name."""
+
+
+class Instance(Ref):
+    """What calling a Class gives: its operators are what the test is about, with plain data too."""
+
+    def _compute(self, name: str, other: Any) -> Any:
+        result = self._link.do(name, self, other)
+        return Instance(**vars(result)) if type(result) is Ref else result
+
+    def _compute_reflected(self, name: str, other: Any) -> Any:
+        result = self._link.do(name, other, self)
+        return Instance(**vars(result)) if type(result) is Ref else result
+
+    def __contains__(self, value: object) -> bool:
+        return self._link.do("__contains__", self, value) is True
+
+
+ALONE = "getitem setitem delitem len iter next str repr bool int float index round hash neg pos abs enter copy".split()
+COMPARED = "eq ne lt le gt ge".split()
+COMPUTED = "add sub mul truediv floordiv mod pow matmul and or xor divmod".split()  # all but the last one in place too
+OPERATORS = {f"__{name}__" for name in [*ALONE, *COMPARED, *COMPUTED, "contains"]}
+for _name in ALONE:
     setattr(Ref, f"__{_name}__", functools.partialmethod(Ref._ask, f"__{_name}__"))  # `in` goes through __iter__
-for _name in "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor".split():
+for _name in COMPARED + COMPUTED:
     setattr(Ref, f"__{_name}__", functools.partialmethod(Ref._ask_about_two, f"__{_name}__"))
+    setattr(Instance, f"__{_name}__", functools.partialmethod(Instance._compute, f"__{_name}__"))
+for _name in COMPUTED[:-1]:
+    setattr(Instance, f"__i{_name}__", functools.partialmethod(Instance._compute, f"__i{_name}__"))
+for _name in COMPUTED:
+    setattr(Instance, f"__r{_name}__", functools.partialmethod(Instance._compute_reflected, f"__{_name}__"))
+Instance.__hash__ = Ref.__hash__
 
 
 def do_calls(server: Server) -> int:
     """Descriptors: 3 program, 4 link. Does what the tests ask; the first thing is to load the program."""
-    link = Link(4, {})
+    link = Link(4, {}, server.null)
     while True:
         link.send(link.answer(link.receive()))
 
@@ -656,51 +957,128 @@ from typing import Any, Dict, List, Optional, Set, Tuple, Union
 SLOW_STANDARD = {"np": "numpy", "numpy": "numpy", "random": "random", "statistics": "statistics"}
 
 
-def names_in(tree: ast.AST) -> set[str]:
+JUDGES = set("abs all any bool dict float int isclose isinstance len list round set sorted str tuple type".split())
+
+
+def names_in(test: str) -> set[str]:
     """The names that a test uses and does not bind itself."""
+
+    def below(table: symtable.SymbolTable) -> set[str]:
+        names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+        return names.union(*map(below, table.get_children()))
+
+    top = symtable.symtable(test, "test", "exec")
+    bound = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
+    return used.union(*map(below, top.get_children())) - bound
+
+
+# What a test learns only in the program's own process: modules of which each side has its own state, and of objects
+# of the program's classes their type, their identity and what they hold.
+OWN_STATE = ("inspect", "unittest.mock", "gc", "weakref")
+
+
+def beyond(tree: ast.Module, classes: set[str]) -> str:
+    """What the link cannot do truly of what a test asks, if anything. classes: names of the program's that it uses."""
     nodes = list(ast.walk(tree))
-    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))}
-    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return used - bound - {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
+    patches_input = any(isinstance(node, ast.Constant) and node.value == "builtins.input" for node in nodes)
+    for node in nodes:
+        modules = (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+        )
+        asked = set(modules) & set(OWN_STATE) if isinstance(node, (ast.Import, ast.ImportFrom)) else set()
+        if asked := asked - ({"unittest.mock"} if patches_input else set()):
+            return f"{min(asked)} of the test cannot be passed to the program"
+        values = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        identity = any(isinstance(operator, (ast.Is, ast.IsNot)) for operator in getattr(node, "ops", ()))
+        if classes and (
+            (identity and not any(isinstance(value, ast.Constant) for value in values))
+            or (isinstance(node, ast.Name) and node.id in ("type", "vars"))
+            or (isinstance(node, ast.Attribute) and node.attr in ("__dict__", "__class__"))
+        ):
+            return "the identity or content of an object of the test cannot be passed to the program"
+    return ""
+
+
+DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 def do_tests(server: Server) -> int:
-    """Descriptors: 3 {"tests", "seconds"}, 4 link, 5 results. Runs the tests; SIGALRM ends it where one takes longer.
+    """Descriptors: 3 {"tests", "skip", "seconds"}, 4 link, 5 results, 6 and 7 the clocks of program and tests. SIGALRM
+    ends it where a test takes longer, the time apart for which others had the processors; SIGPROF, whatever it is at.
 
-    A line of results, [problem or null, seconds], for the loading and for each test. The tests get the program's names;
-    those of builtins and of the standard library are this process's own, lest a program's `sum` or `isclose` judge its
-    own results, unless the tests use no other name: then the program was to define, say, `sum`.
+    A line of results, [problem or null, seconds, whether it is the link's], for the loading and for each test but the
+    first `skip`. The tests get the program's names; those of builtins and of the standard library are this process's
+    own, lest a program's `sum` or `isclose` judge its own results, unless the tests use no other name: then the program
+    was to define, say, `sum`, which all tests use. What a test defines or imports the later ones have too.
     """
     job = json.loads(open(3, "rb").read())
-    tests = [ast.parse(test) for test in job["tests"]]
-    used = set().union(*map(names_in, tests))
+    tests = job["tests"]
+    uses = [names_in(test) for test in tests]
+    used = set().union(*uses)
     standard = dict(vars(builtins))
     exec(STANDARD, standard)
     standard |= {name: __import__(module) for name, module in SLOW_STANDARD.items() if name in used}
-    own = set(standard) if used - set(standard) else set()
-    link = Link(4)
-    for test in (None, *tests):
-        start, problem = time.monotonic(), None
-        signal.setitimer(signal.ITIMER_REAL, job["seconds"])  # the kernel ends this process, whatever it is at
+    own, trees = set(standard), [ast.parse(test) for test in tests]
+    helpers: dict[str, Any] = {}
+    for tree in trees:
+        helpers |= {node.name: None for node in tree.body if isinstance(node, DEFINITION[:3])}
+    if not used - own - helpers.keys():
+        asked = set.intersection(*[names for names in uses if names]) if any(uses) else set()
+        own -= asked - JUDGES or asked
+    defined, helpers = helpers.keys(), {}
+    link, clocks = Link(4), [6, 7]
+
+    def now() -> float:
+        return time.monotonic() - waited(clocks)
+
+    def at_limit(*_: Any) -> None:
+        if (left := start + job["seconds"] - now()) <= 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
+        if left <= 0:
+            signal.pause()
+
+    signal.signal(signal.SIGALRM, at_limit)
+    for number, test in enumerate((None, *tests)):
+        if number and number <= job["skip"]:
+            trees[number - 1].body = [node for node in trees[number - 1].body if isinstance(node, DEFINITION)]
+        start, problem = now(), None
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, job["seconds"])
         try:
             if test is None:
                 link.do("load")
             else:
-                names = names_in(test)
-                found = link.do("names", *sorted(names - own))
-                scope = {"__name__": "test"} | {name: standard[name] for name in names & set(standard)}
+                names = uses[number - 1] - helpers.keys()
+                found = link.do("names", *sorted(names - own - defined))
+                scope = {"__name__": "test"} | {name: standard[name] for name in names & set(standard)} | helpers
                 scope |= {name: found[name] for name in names - own if name in found}  # and no other ones: not `abs`
-                exec(compile(test, "test", "exec"), scope)
+                for name in [name for name in scope if name[0].isupper() and type(scope[name]) is Ref]:
+                    scope[name] = Class(**vars(scope[name]))
+                tree = trees[number - 1]
+                exec(compile(tree, "test", "exec"), scope)
+                bound = {name for node in tree.body if isinstance(node, DEFINITION) for name in binds(node)}
+                helpers |= {name: scope[name] for name in bound & scope.keys()}
         except BaseException as error:
             problem = "the assertion failed" if isinstance(error, AssertionError) else describe(error)
+            if test is not None:
+                classes = {name for name in uses[number - 1] - own - defined if name[0].isupper()}
+                link.unsupported = link.unsupported or beyond(trees[number - 1], classes)
         if link.broken and problem is None:
             problem = "the program broke the protocol"
-        os.write(5, json.dumps([problem, round(time.monotonic() - start, 5)]).encode() + b"\n")
+        problem, unsupported, link.unsupported = link.unsupported or problem, bool(link.unsupported), ""
+        if not 0 < number <= job["skip"]:
+            line = [problem, round(max(now() - start, 0.0), 5), unsupported]
+            os.write(5, json.dumps(line).encode() + b"\n")
         if link.broken or test is None and problem:
             break
     return 0
+
+
+def binds(node: Any) -> list[str]:
+    """The names that a definition or an import binds."""
+    return [node.name] if hasattr(node, "name") else [(n.asname or n.name).split(".")[0] for n in node.names]
 
 
 def do_probe(server: Server) -> int:
@@ -751,7 +1129,8 @@ class SandboxError(RuntimeError):
 class Run(NamedTuple):
     """How a program or a test ended: problem is None for one that came to its end, or passed. late: at a deadline.
 
-    exit: status, or -signal. output and error: what it wrote to its first and second memory file.
+    exit: status, or -signal. output and error: what it wrote to its first and second memory file. unsupported: the test
+    needs what the link cannot do, whatever the program is.
     """
 
     problem: str | None
@@ -760,6 +1139,7 @@ class Run(NamedTuple):
     exit: int | None = None
     output: str = ""
     error: str = ""
+    unsupported: bool = False
 
 
 class Sandbox:
@@ -825,12 +1205,15 @@ class Sandbox:
             for text in files:
                 fds.append(os.memfd_create("sandbox"))
                 os.pwrite(fds[-1], (text or "").encode(errors="replace"), 0)
-            socket.send_fds(self.socket, [json.dumps([role, seconds]).encode()], fds)
-            reply = self.receive(seconds + GRACE_S)
+            socket.send_fds(self.socket, [json.dumps([role, seconds, PATIENCE]).encode()], fds)
+            reply = self.receive(PATIENCE * seconds + GRACE_S)
             written = [os.pread(fd, OUTPUT_BYTES, 0) for fd, text in zip(fds, files, strict=True) if text is None]
         finally:
             for fd in fds:
                 os.close(fd)
+        if reply["starved"]:
+            others = f"others had the processors for {reply['waited']:.3g} s"
+            raise SandboxError(f"{others}, which left {reply['seconds']:.3g} s of a limit of {seconds:g}")
         exit_, texts = reply["exit"], [data.decode(errors="replace") for data in written]
         if exit_ is None:
             problem = f"time limit ({seconds:g} s)"
@@ -839,7 +1222,8 @@ class Sandbox:
         return Run(problem, reply["seconds"], exit_ is None, exit_, *texts)
 
     def run(self, role: str, files: list[str | None], seconds: float) -> Run:
-        """What ROLES[role] does in at most `seconds` of wall time, with memory files as its descriptors 0, 1, ...
+        """What ROLES[role] does in at most `seconds` of wall time, but for what it waited for a processor that others
+        had, where the kernel tells; with memory files as its descriptors 0, 1, ...
 
         files: their contents, None for one that it writes. Raises SandboxError; the next run starts the server again.
         """
@@ -869,21 +1253,21 @@ def not_run(runs: list[Run]) -> Run:
 
 
 def run_tests(sandbox: Sandbox, program: str, tests: list[str], seconds: float) -> list[Run]:
-    """Runs each test (Python statements that use the program's names) for at most `seconds` of wall time.
+    """Runs each test (Python statements that use the program's names) for at most `seconds`; see Sandbox.run.
 
     The program runs in a process of its own and only answers calls: see Link and Ref. A test that does not come to its
     end costs the two processes; the next one gets new ones. Raises SandboxError.
     """
     runs: list[Run] = []
     while (rest := tests[len(runs) :]) and sum(run.late for run in runs) < MAX_TIME_LIMITS:
-        job = json.dumps({"tests": rest, "seconds": seconds})
+        job = json.dumps({"tests": tests, "skip": len(runs), "seconds": seconds})
         run = sandbox.run("tests", [program, job, None], seconds * (len(rest) + 1) + 1)
-        late = run.exit in (None, -signal.SIGALRM)
+        late = run.exit in (None, -signal.SIGALRM, -signal.SIGPROF)
         why = f"time limit ({seconds:g} s)" if late else run.problem or "the tests' process ended"
-        (loading, _), *done = [json.loads(line) for line in run.output.splitlines()] or [(why, 0.0)]
+        (loading, *_), *done = [json.loads(line) for line in run.output.splitlines()] or [(why, 0.0)]
         if loading is not None:
             return runs + [Run(f"loading the program: {loading}", 0.0)] * len(rest)
-        runs += [Run(problem, elapsed) for problem, elapsed in done]
+        runs += [Run(problem, elapsed, unsupported=unsupported) for problem, elapsed, unsupported in done]
         if len(done) < len(rest) and (run.exit != 0 or not done):  # else the last one broke the link, and knows it
             runs.append(Run(why, seconds if late else 0.0, late))
     return runs + [not_run(runs)] * (len(tests) - len(runs))
@@ -893,18 +1277,21 @@ def same_output(output: str, expected: str) -> bool:
     """Whether all lines are equal, blanks at the ends apart, as text or word by word as numbers (LiveCodeBench)."""
 
     def same(line: str, wanted: str) -> bool:
-        words, wanted_words = line.split(), wanted.split()
-        try:
-            return line.rstrip() == wanted.rstrip() or [*map(Decimal, words)] == [*map(Decimal, wanted_words)]
-        except ArithmeticError:
-            return False  # not numbers
+        if line.rstrip() == wanted.rstrip():
+            return True
+        words, others = line.split(), wanted.split()
+        try:  # those that differ first: most often one settles it
+            differ = [(word, other) for word, other in zip(words, others, strict=True) if word != other]
+            return all(Decimal(a) == Decimal(b) for a, b in differ) and all(Decimal(w) == Decimal(w) for w in words)
+        except (ArithmeticError, ValueError):
+            return False  # not numbers, or not as many
 
     lines, wanted_lines = output.strip().split("\n"), expected.strip().split("\n")
     return len(lines) == len(wanted_lines) and all(map(same, lines, wanted_lines))
 
 
 def run_stdio(sandbox: Sandbox, program: str, tests: list[tuple[str, str]], seconds: float) -> list[Run]:
-    """Runs the program once for each (input, expected output), at most `seconds` of wall time. Raises SandboxError."""
+    """Runs the program once for each (input, expected output), at most `seconds`; see Sandbox.run."""
     runs: list[Run] = []
     for stdin, expected in tests:
         if sum(run.late for run in runs) == MAX_TIME_LIMITS:

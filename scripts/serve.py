@@ -66,7 +66,7 @@ def server_command(options: argparse.Namespace) -> list[str]:
     if dtype == "auto" and not torch.cuda.is_available():  # vLLM would take bfloat16 where it is emulated, too
         import utils
 
-        dtype = utils.choose_dtype(argparse.Namespace(model_dtype=dtype, resume=False, output_dir="", exp_name=""))[0]
+        dtype = utils.choose_dtype(utils.Flags())[0]
     flags = {
         "model": options.model,
         "served-model-name": options.model,
@@ -94,7 +94,7 @@ def start(options: argparse.Namespace, key: str, directory: str, servers: list[S
     """Start the servers, each in a process group of its own, with `directory` for their temporary files."""
     command = server_command(options)
     env = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
-    env = DEFAULTS | env | {"VLLM_API_KEY": key, "TMPDIR": directory}
+    env = DEFAULTS | env | {"VLLM_API_KEY": key, "TMPDIR": directory, "VLLM_RPC_BASE_PATH": directory}
     for i, devices in enumerate(server_devices(options.num_engines, options.devices_in_use)):
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that has just ended

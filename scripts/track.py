@@ -15,6 +15,8 @@ import json
 import os
 import signal
 import stat
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +162,11 @@ def main() -> int:
         parser.error("where to? --wandb, --tensorboard or both")
     if not (options.run / "args.json").exists():
         parser.error(f"{options.run} is no run: it has no args.json. Give output_dir/exp_name of one that has begun")
+    # wandb's own temporary files and sockets, which it would leave when it is killed, go when this process is gone
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="track_")
+    line = ["sh", "-c", 'read -r _; rm -rf -- "$0"', tempfile.tempdir]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    sweeper = subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True, **quiet)
     # What the one that started us reads: wandb and torch write to file descriptor 1 too
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -173,6 +180,7 @@ def main() -> int:
     print(f"tracked by {' and '.join(f'{name}: {where}' for name, where, *_ in senders)}", file=answer, flush=True)
     problems = follow(senders, Rows(options.run, options.after), over)
     print("\n".join(problems), file=answer, flush=True)
+    sweeper.communicate()
     return int(bool(problems))
 
 

@@ -24,7 +24,11 @@ def serve():
     """Start the process that is forked, a Python that imports tests/imported.py, if need be: its address."""
     FORKS.set_forkserver_preload(["tests.imported"])
     # OpenMP reads it at the import; a program that asks for more threads is given them in play
-    more = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
+    more = {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
+    }
     before = dict(os.environ)
     os.environ.update(more)
     try:
@@ -49,6 +53,19 @@ def fork_ranks(address):
     SubprocessHandler.close = lambda self, death_sig=None: self.proc.send_signal(death_sig or signal.SIGTERM)
 
 
+def fork_report(address):
+    """Have this process fork the program that draws its report, as it does at the end of every run."""
+    import utils
+
+    def run_program(name, *arguments, seconds=None, fresh=utils.run_program):
+        if name != "reports/curves.py":  # what has imported nothing yet reads more of the environment
+            return fresh(name, *arguments, seconds=seconds)
+        done = run([f"scripts/{name}", *arguments], utils.PROGRAM_S, address)
+        return done.stderr.strip() if done.returncode else ""
+
+    utils.run_program = run_program
+
+
 def play(line, env, out, err, address):
     """`python *line` in this forked process."""
     import torch
@@ -68,6 +85,7 @@ def play(line, env, out, err, address):
         os.close(descriptor)
     if address:
         fork_ranks(address)
+        fork_report(address)
     how, *sys.argv = line if line[0] in ("-c", "-m") else ("", *line)
     try:
         if how == "-c":
@@ -118,9 +136,9 @@ def torchrun(ranks):
     return line if ranks else []
 
 
-def run(line, timeout=600, **env):
+def run(line, timeout=600, address=None, **env):
     """As subprocess.run of [sys.executable, *line] with captured text; ranks are forked too."""
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory, "out"), Path(directory, "err")
-        status = Program(line, out, err, serve(), **env).wait(timeout)
+        status = Program(line, out, err, address or serve(), **env).wait(timeout)
         return subprocess.CompletedProcess(line, status, *(path.read_text(errors="replace") for path in (out, err)))

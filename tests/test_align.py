@@ -1,5 +1,6 @@
 """align.py and dataproto.py of scripts/align/: what is a difference, what is read, what is refused."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -15,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import grpo
 import utils
-from scripts.align import align, dataproto
+from scripts.align import align, dataproto, states
+from tests import programs, verl_shards
 from tests.conftest import REPO
 
 METRICS = {
@@ -510,14 +513,134 @@ def test_an_imported_batch_trains(verl, tiny_models, tmp_path):
         --dataset_mixer_list {tmp_path / "rows.jsonl"} 1.0 --load_batches {tmp_path / "batches"}
         --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 2 --total_episodes 4 --response_length 8
         --max_logprob_gap 0 --no_use_rho_correction --verification_reward 1 --output_dir {tmp_path} --exp_name run"""
-    done = subprocess.run(
-        [sys.executable, "grpo.py", *flags.split()], cwd=REPO, capture_output=True, text=True, timeout=300
-    )
+    done = programs.run(["grpo.py", *flags.split()])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert row["objective/scores"] == 0.5 and row["val/sequence_lengths"] == 2.0 and row["optim/grad_norm"] > 0
     # on-policy the loss is the mean advantage over trained tokens, with the sign turned: two, two, one and two of them
     assert row["loss/policy_avg"] == pytest.approx(-(2 * 0.7 - 2 * 0.7 - 0.7 + 2 * 0.7) / 7, abs=1e-6)
+
+
+# --- states of another run -------------------------------------------------------------------------------------------
+
+
+def learner(model, out, source, world):
+    args = utils.parse_args(grpo.Args, f"--model_name_or_path {model} --model_dtype float32 --exp_name taken".split())
+    args = dataclasses.replace(args, output_dir=str(out), load_states=str(source))
+    policy = grpo.load_policy(args, world)
+    return args, policy, grpo.make_optimizer(policy, args)[0]
+
+
+class Loaded:
+    """An engine that keeps what it is given."""
+
+    def load_weights(self, named_tensors, version):
+        self.weights, self.version = {name: t.clone() for name, t in named_tensors}, version
+
+
+@pytest.mark.runs
+def test_shards_of_verl_are_taken(tiny_models, tmp_path, world):
+    """Three ranks (a block's weights are not a multiple of 3) and both of FSDP's generations."""
+    model = tiny_models()
+    command = [sys.executable, "tests/verl_shards.py", str(model), str(tmp_path), "3"]
+    subprocess.run(command, cwd=REPO, check=True, timeout=300, capture_output=True)
+    truth = torch.load(tmp_path / "truth.pt", weights_only=False)
+    start = align.load_hf_state(model)
+    for kind in verl_shards.KINDS:
+        args, policy, optimizer = learner(model, tmp_path, tmp_path / kind, world)
+        engine = Loaded()
+        utils.take_state(args, 1, policy, optimizer, engine, world)
+        assert engine.version == 1 and engine.weights.keys() == truth["weights"].keys()
+        for name, want in truth["weights"].items():
+            assert (want - start[name]).norm() > 1e-3 * want.norm()
+            assert (engine.weights[name] - want).norm() <= 1e-6 * want.norm(), (kind, name)
+        for name, parameter in policy.model.named_parameters():
+            state, want = optimizer.state[parameter], truth["moments"][name]
+            assert float(state["step"]) == 2.0 and want["exp_avg"].norm() > 0
+            for moment in ("exp_avg", "exp_avg_sq"):
+                difference = (utils.shard_of(state[moment]) - want[moment]).norm()
+                assert difference <= 1e-5 * want[moment].norm(), (kind, name, moment)
+        assert [group["lr"] for group in optimizer.param_groups] == [args.learning_rate] * 2  # ours, not the shards'
+        assert not (args.run_dir / "state.tmp").exists()
+
+
+def test_shards_that_cannot_be_right_are_refused(tmp_path):
+    actor, reached = tmp_path / "global_step_1" / "actor", tmp_path / "reached"
+    actor.mkdir(parents=True)
+
+    def shards(kind, *contents):
+        for rank, content in enumerate(contents):
+            torch.save(content, actor / f"{kind}_world_size_2_rank_{rank}.pt")
+
+    shards("model", {"w": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"lacks model_world_size_2_rank_1\.pt"):
+        states.read_verl(actor, None)
+    shards("model", {"w": torch.ones(2)}, {"w": Hostile(f"touch {reached}")})
+    with pytest.raises(ValueError, match=r"rank_1\.pt is not a shard that can be read: refused: .*system"):
+        states.read_verl(actor, None)
+    assert not reached.exists()
+    shards("model", {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    shards("optim", {"state": {}, "param_groups": []})
+    with pytest.raises(ValueError, match=r"lacks optim_world_size_2_rank_1\.pt"):
+        states.read_verl(actor, None)
+    model = torch.nn.Linear(3, 1)
+    model._no_split_modules = []
+    numbers = {"step": 1.0, "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
+    shard = {"state": {0: numbers}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(ValueError, match=r"exp_avg of weight, \.\.\.: 2 numbers for 4 weights"):
+        states.moments_of([shard, shard], model)
+    shard["param_groups"][0]["params"] = [0, 1, 2]
+    with pytest.raises(ValueError, match=r"3 parameters, the model 2 in 1 units of .*use_orig_params=True"):
+        states.moments_of([shard], model)
+    for rank in range(2):
+        lora = {"base_model.model.lm_head.lora_A.default.weight": torch.ones(2)}
+        torch.save(lora, actor / f"model_world_size_2_rank_{rank}.pt")
+        (actor / f"optim_world_size_2_rank_{rank}.pt").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="has adapters .LoRA., base_model.model.lm_head.lora_A.*merge them"):
+        states.read_verl(actor, model)
+    with pytest.raises(ValueError, match="has no state of step 2: none of global_step_2/actor"):
+        states.convert(tmp_path, 2, tmp_path / "out", None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.runs
+def test_a_run_is_played_again_from_its_batches_and_states(tiny_models, tmp_path):
+    """Put back on the other run's state before each step, a run with ten times its learning rate has its numbers at
+    every step, to the bit: from checkpoints, and from weights alone, since these numbers are taken before AdamW. On two
+    ranks that share out the weights too, to rounding."""
+    turns = ({"messages": [{"role": "user", "content": f"{i}"}], "ground_truth": "1"} for i in range(6))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(t | {"dataset": "digits"}) + "\n" for t in turns))
+    flags = f"""--model_name_or_path {tiny_models()} --output_dir {tmp_path} --rollout_backend transformers --no_shuffle
+        --dataset_mixer_list {tmp_path}/rows.jsonl 1.0 --model_dtype float32 --max_logprob_gap 0 --temperature 1.0
+        --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 4 --total_episodes 24 --response_length 8
+        --max_prompt_token_length 64 --pack_length 128 --lr_scheduler_type constant --no_filter_zero_std_samples
+        --exp_name"""
+    other, weights, found = tmp_path / "other", tmp_path / "weights", {}
+
+    def run(name, more, ranks=1):
+        done = programs.run([*programs.torchrun(ranks), "grpo.py", *flags.split(), name, *more.split()])
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = [[row[k] for k in ("loss/total_avg", "optim/grad_norm", "objective/kl2_avg")] for row in rows]
+        assert len(found[name]) == 3
+
+    saved = "--save_freq 1 --checkpoint_state_freq 1 --keep_last_n_checkpoints -1 --dump_steps all"
+    run("other", f"--learning_rate 1e-4 --reward_file scripts/align/digits.py {saved}")
+    weights.mkdir()
+    for step in (1, 2):
+        (other / f"step_{step}").rename(weights / f"step_{step}")
+    again = f"--learning_rate 1e-3 --save_freq -1 --load_batches {other}"
+    run("alone", again)
+    run("from_states", f"{again} --load_states {other}")
+    run("from_weights", f"{again} --load_states {weights}")
+    assert found["from_states"] == found["from_weights"] == found["other"]
+    assert found["alone"][0] == found["other"][0] and found["alone"][1] != found["other"][1]
+    for source in (other, weights):
+        run("two_ranks", f"{again} --load_states {source} --deepspeed_stage 3 --overwrite", ranks=2)
+        for ours, theirs in zip(found["two_ranks"], found["other"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7) != found["alone"][1]
+    for name in ("from_weights", "two_ranks"):
+        assert not (tmp_path / name / "state.tmp").exists()
 
 
 def trl_is_installed():
@@ -531,7 +654,7 @@ def trl_is_installed():
 @pytest.mark.runs
 def test_our_update_is_that_of_trl(tmp_path):
     """Experiment 1 at tiny size: loss, gradient norm and weights of three steps, with KL and entropy bonus."""
-    env = os.environ | {"MODE": "tiny", "STEPS": "3", "OUT": str(tmp_path)}
+    env = os.environ | {"MODE": "tiny", "STEPS": "3", "OUT": str(tmp_path), "BETA": "0.001", "ENTROPY_COEF": "0.003"}
     command = ["bash", "scripts/align/fixed_input_and_state.sh"]
     done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -12,6 +12,7 @@ import torch
 import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
+from scripts.rows import parse_row
 
 QUESTION, LABEL = "What is 3 + 8?", "11"
 USER = {"role": "user", "content": QUESTION}
@@ -90,7 +91,8 @@ def save_as(container, rows, tmp_path):
 def test_every_shape_and_container_gives_the_same_prompt(tokenizer, tmp_path, shape, container):
     text = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    want = [utils.Prompt(0, token_ids, text, (LABEL,), ("gsm8k",), f"user: {QUESTION}")]
+    verifier = "gsm8k_verl" if shape == "verl" else "gsm8k"
+    want = [utils.Prompt(0, token_ids, text, (LABEL,), (verifier,), f"user: {QUESTION}")]
     assert load(tokenizer, save_as(container, [SHAPES[shape]], tmp_path), "1.0") == want
 
 
@@ -103,8 +105,8 @@ def test_prompt_tokens_are_the_text_with_its_special_tokens(tokenizer, tmp_path)
 
 def test_a_trailing_assistant_turn_is_dropped():
     answer = {"role": "assistant", "content": "11"}
-    assert utils.parse_row(ROW | {"messages": [USER, answer]})[0] == [USER]
-    assert utils.parse_row(ROW | {"messages": [USER, answer, USER]})[0] == [USER, answer, USER]
+    assert parse_row(ROW | {"messages": [USER, answer]})[0] == [USER]
+    assert parse_row(ROW | {"messages": [USER, answer, USER]})[0] == [USER, answer, USER]
 
 
 @pytest.mark.parametrize(
@@ -126,10 +128,11 @@ def test_a_trailing_assistant_turn_is_dropped():
         ({"answer": "a #### b", "dataset": "string_matcher"}, ["a #### b"], ["string_matcher"]),
         ({"ground_truth": 5, "dataset": "gsm8k"}, [5], ["gsm8k"]),
         ({"data_source": "lighteval/MATH", "reward_model": {"ground_truth": "x"}}, ["x"], ["math"]),
+        ({"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}}, ["72"], ["gsm8k_verl"]),
     ],
 )
 def test_labels_and_verifiers_of_a_row(row, labels, verifiers):
-    assert utils.parse_row({"prompt": QUESTION} | row) == ([USER], labels, verifiers)
+    assert parse_row({"prompt": QUESTION} | row) == ([USER], labels, verifiers)
 
 
 def test_several_verifiers_stay_with_their_labels(tokenizer, tmp_path):
@@ -239,11 +242,11 @@ def test_mixer_refusals(values, reason):
 
 
 def test_one_split_or_one_each():
-    utils.check_mixer("f", ["a", "1.0", "b", "1.0"], ["train"])
-    utils.check_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test"])
-    utils.check_mixer("f", [], ["train"])
+    utils.parse_mixer("f", ["a", "1.0", "b", "1.0"], ["train"])
+    utils.parse_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test"])
+    utils.parse_mixer("f", [], ["train"])
     with pytest.raises(utils.UserError, match=r"--f_splits: .*one per dataset \(2\), got 3"):
-        utils.check_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test", "test"])
+        utils.parse_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test", "test"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,7 +335,7 @@ def test_row_numbers_are_line_numbers(tokenizer, tmp_path):
 )
 def test_broken_rows_of_other_containers(tokenizer, tmp_path, container, where):
     name = save_as(container, [ROW, ROW | {"ground_truth": "eleven"}], tmp_path)
-    with pytest.raises(utils.UserError, match=rf"--dataset_mixer_list: .*{where}: gsm8k: .*'eleven'"):
+    with pytest.raises(utils.UserError, match=rf"--dataset_mixer_list .*{where}: gsm8k: .*'eleven'"):
         load(tokenizer, name, "1.0")
 
 
@@ -399,6 +402,11 @@ RENDERED = {  # of the turn Hi; of the turns Hi, Hello, Bye; of Be kind and Hi. 
         "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n<think>",
         "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n<think>",
     ),
+    "tulu_thinker_r1_style": (
+        R1 + "<|user|>\nHi\n<|assistant|>\n<think>",
+        R1 + "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n<think>",
+        R1 + "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n<think>",
+    ),
     "olmo_thinker": (
         HELPFUL + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>",
         HELPFUL + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
@@ -445,7 +453,7 @@ def test_a_model_without_template_needs_one(model_dir, tmp_path):
     tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir)))
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(utils.UserError, match="has no chat template: give --chat_template_name simple_chat | tulu"):
+    with pytest.raises(utils.UserError, match="has no chat template: give --chat_template_name .* simple_chat | tulu"):
         utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path)))
     utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path), chat_template_name="tulu"))
 
@@ -485,10 +493,10 @@ def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
 
 def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny model has 2048
     args = grpo.Args(model_name_or_path=str(model_dir), max_prompt_token_length=1024, response_length=1024)
-    utils.check_model_length(args)
+    utils.check_model(args)
     for change in (dict(response_length=1025), dict(eval_response_length=1025)):
         with pytest.raises(utils.UserError, match=r"--max_prompt_token_length 1024 .* 2049 tokens, .* 2048 positions"):
-            utils.check_model_length(replace(args, **change))
+            utils.check_model(replace(args, **change))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -504,6 +512,11 @@ def test_each_epoch_is_another_permutation():
     epochs = [stream(10, seed=1, epoch=e) for e in range(8)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 8
+
+
+def test_without_shuffling_prompts_come_as_they_are():
+    assert stream(10, None, 0) == stream(10, None, 3) == list(range(10))
+    assert utils.prompt_at(range(10), 12, None, frozenset({2, 3})) == 4
 
 
 def test_order_depends_on_the_seed_and_the_size():
@@ -594,7 +607,7 @@ def test_a_row_for_each_response():
     )
     others = (batch.position_ids, batch.layout, batch.old_logprobs, batch.ref_logprobs)
     assert others == (None, None, None, None)  # causal, on the right only padding
-    assert grpo.count_responses(batch) == 2
+    assert batch.responses == 2
 
 
 def seen(layout, tokens):
@@ -620,7 +633,7 @@ def test_responses_share_a_pack_with_their_prompt():
     first = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
     second = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert seen(batch.layout, 8) == [row + [0] * 3 for row in first] + [[0] * 5 + row for row in second]
-    assert grpo.count_responses(batch) == 3
+    assert batch.responses == 3
     with pytest.raises(ValueError, match="a batch of its own"):
         grpo.make_batch([[[TOOL, TWIN]], [[OTHER]]], CPU)
 
@@ -646,7 +659,7 @@ def test_pieces_fill_up_to_their_length(most, pieces):
 
 
 @pytest.mark.parametrize(
-    "how, size, length, shapes",
+    "packing, size, length, shapes",
     [
         ("rows", 1, 99, [(1, 4), (1, 3), (1, 3)]),
         ("rows", 2, 99, [(2, 4), (1, 3)]),
@@ -657,14 +670,14 @@ def test_pieces_fill_up_to_their_length(most, pieces):
         ("shared", 1, 5, [(1, 5), (1, 3)]),
     ],
 )
-def test_micro_batches_hold_every_response_once(how, size, length, shapes):
+def test_micro_batches_hold_every_response_once(packing, size, length, shapes):
     args = grpo.Args(per_device_train_batch_size=size)
-    (packs,) = grpo.pack_rollouts([TOOL, TWIN, OTHER], how, length)
-    batches = grpo.micro_batches(packs, how, args, CPU)
+    (packs,) = grpo.pack_rollouts([TOOL, TWIN, OTHER], packing, length)
+    batches = grpo.micro_batches(packs, packing, args, CPU)
     assert [tuple(b.input_ids.shape) for b in batches] == shapes
     chosen = [t for b in batches for t in b.targets[b.response_mask].tolist()]
     assert sorted(chosen) == [2, 3, 3, 4, 8]
-    assert sum(map(grpo.count_responses, batches)) == 3
+    assert sum(b.responses for b in batches) == 3
 
 
 def test_excluded_prompts_are_replaced_by_their_neighbours():
@@ -688,6 +701,30 @@ def test_solved_prompts_are_excluded():
     assert grpo.exclude_solved(frozenset({9}), sampled, args) == {0, 1, 9}
     assert grpo.exclude_solved(frozenset(), sampled, replace(args, no_resampling_pass_rate=0.6)) == {0}
     assert grpo.exclude_solved(frozenset({9}), sampled, replace(args, no_resampling_pass_rate=None)) == {9}
+
+
+def test_solved_is_the_best_score_of_the_prompts_own_verifiers():
+    """Two verifiers add up to 20: half of that is not solved, for the exclusions as for the metric."""
+
+    def group(index, verifiers, score):
+        prompt = utils.Prompt(index, (1,), "", ("7",) * verifiers, ("gsm8k",) * verifiers)
+        return [grpo.Rollout(prompt, index, j, outcome=score, score=score) for j in range(2)]
+
+    sampled = [group(0, 1, 10.0), group(1, 2, 10.0), group(2, 2, 20.0), group(3, 3, 20.0), group(4, 0, 10.0)]
+    args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.6)
+    assert grpo.exclude_solved(frozenset(), sampled[:4], args) == {0, 2, 3}
+    metrics = utils.Metrics()
+    utils.note_step(sampled, sampled, args, metrics)  # the last is of a dump, which has no verifiers
+    assert metrics.totals["batch/filtered_prompts_solved"] == 3
+    assert metrics.totals["batch/filtered_prompts_nonzero"] == 2
+
+
+@pytest.mark.parametrize("groups, sizes", [(8, [2, 2, 2, 2]), (7, [1, 2, 2, 2]), (3, [0, 1, 1, 1]), (0, [0, 0, 0, 0])])
+def test_mini_batches_share_all_groups_evenly(groups, sizes):
+    sampled = [[replace(TOOL, position=i, outcome=s, score=s) for s in (0.0, 1.0)] for i in range(groups)]
+    parts = grpo.split_groups(sampled, grpo.Args(num_mini_batches=4))
+    assert [len(part) for part in parts] == [2 * n for n in sizes]
+    assert [r.position for part in parts for r in part] == [i for i in range(groups) for _ in range(2)]
 
 
 def test_groups_with_a_gradient():

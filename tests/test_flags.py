@@ -2,8 +2,10 @@
 
 import ast
 import inspect
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 import grpo
+import grpo_fast
+import rewards
 import utils
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,6 +212,155 @@ def test_unknown_flags_and_choices_are_refused(argv, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# open-instruct's command lines
+# ---------------------------------------------------------------------------------------------------------------------
+
+LAUNCHES = json.loads((ROOT / "tests/open_instruct.json").read_text())  # its script -> program and flags
+ROWS = [line.split("\t") for line in utils.OTHER_FLAGS.read_text().splitlines()[1:]]
+FLAGS = {f.name: f for f in fields(grpo.Args)}
+
+
+@pytest.fixture
+def nothing_told(monkeypatch):
+    """No judge at hand, and nothing printed yet."""
+    for name in ("FLAGS_TOLD", "OPENAI_BASE_URL", "OPENAI_API_KEY", "HOSTED_VLLM_API_BASE"):
+        monkeypatch.setenv(name, "")
+    yield
+    rewards.configure(rewards.RewardFlags(), connect=False)
+
+
+def value_of(text, default):
+    """What a flag's text means, by the type of its default; a number where that is None and the text is one."""
+    if isinstance(default, bool):
+        return {"true": True, "false": False}[text.lower()]
+    if isinstance(default, (int, float)) or (default is None and re.fullmatch(r"[\d.]+", text)):
+        return float(text.replace("_", ""))
+    return text
+
+
+@pytest.mark.parametrize("script", LAUNCHES)
+def test_a_launch_line_of_open_instruct_passes_a_dry_run(script, nothing_told, monkeypatch, capsys):
+    """Each flag of ours has the line's value, each other one is told, and nothing asks the network."""
+    program, *argv = LAUNCHES[script]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a dry run asks the network"))
+    args = utils.parse_args(grpo.Args, [*argv, "--dry_run"])
+    {"grpo.py": grpo.main, "grpo_fast.py": grpo_fast.main}[program](args)
+    told, _, rest = capsys.readouterr().out.partition("\nstep ")
+    assert "\nrun " in rest and f"\nmodel    {args.model_name_or_path}" in rest
+    given: dict[str, list[str]] = {}
+    for token in argv:
+        if token.startswith("--"):
+            given[token[2:]] = texts = []
+        else:
+            texts.append(token)
+    assert len(given) >= 25
+    for name, texts in given.items():
+        if name not in FLAGS or [f"{name}={' '.join(texts)}"] in [row[:1] for row in ROWS]:
+            assert re.search(rf" --{name}\b", told), name
+            continue
+        found = getattr(args, name)
+        if isinstance(found, list):
+            assert list(map(str, found)) == texts, name
+        else:
+            assert found == value_of(*texts or ["true"], FLAGS[name].default), name
+
+
+def test_the_table_of_other_flags():
+    """In order, every row once, every alias a flag of ours, every flag that nobody honours with its reason."""
+    kinds = ["alias", "same", "ignored", "missing"]
+    assert ROWS == sorted(ROWS, key=lambda row: (kinds.index(row[1]), row[0]))
+    assert len({flag for flag, _, _ in ROWS}) == len(ROWS) > 200
+    for flag, kind, words in ROWS:
+        name, _, value = flag.partition("=")
+        assert value or name not in FLAGS, f"{name} is a flag of ours: only a value of it can be another's"
+        assert value == value.lower() and len(words) > 5
+        for target in re.findall(r"--(?:no_)?(\w+)", words) if kind == "alias" else ():
+            assert target.removeprefix("no_") in FLAGS or f"no_{target}" in FLAGS, flag
+
+
+@pytest.mark.parametrize(
+    "argv, name, want",
+    [
+        ("--truncated_importance_sampling_ratio_cap 5.0", "rho_clamp_upper_bound", 5.0),
+        ("--truncated_importance_sampling_ratio_cap=0.0", "use_rho_correction", False),
+        ("--masked_mean_axis 1", "loss_denominator", "sequence"),
+        ("--masked_mean_denominator 100", "loss_denominator", "100"),
+        ("--cliprange 0.1", "clip_higher", 0.1),
+        ("--no_async_mode --async_steps 2", "async_steps", 2),
+        ("--no_async_mode", "async_steps", 0),
+        ("--add_r1_style_format_reward", "apply_r1_style_format_reward", True),
+        ("--add_r1_style_format_reward False", "apply_r1_style_format_reward", False),
+        ("--no_add_r1_style_format_reward", "apply_r1_style_format_reward", False),
+        ("--compile_model", "compile_layers", True),
+        ("--no_compile_model", "compile_layers", False),
+        ("--actor_num_gpus_per_node 4 8", "num_learners_per_node", [4, 8]),
+        ("--activation-memory-budget 0.5", "gradient_checkpointing", True),
+        ("--fsdp_shard_degree 8", "deepspeed_stage", 3),
+        ("--attn_implementation flash_2", "attn_implementation", "flash_attention_2"),
+        ("--attn_implementation eager", "attn_implementation", "eager"),
+        ("--no_try_launch_beaker_eval_jobs --use_peft false --tool_configs {} {} --seed 5", "seed", 5),
+    ],
+)
+def test_other_names_of_our_flags(argv, name, want, nothing_told, capsys):
+    assert getattr(parse(*argv.split()), name) == want
+    first = argv.split()[0].partition("=")[0].lstrip("-").replace("-", "_")
+    assert (f" --{first}" in capsys.readouterr().out) == (first not in FLAGS or "flash_2" in argv)
+
+
+def test_what_became_of_other_flags_is_printed_once_and_by_one_rank(nothing_told, monkeypatch, capsys):
+    flags = ("--verbose", "--oe_eval_tasks", "a", "b", "--oe_eval_max_length", "9", "--eval_freq", "7")
+    parse(*flags)
+    assert capsys.readouterr().out == (
+        "open-instruct's flags:\n"
+        "  alias    --eval_freq 7: --local_eval_every 7\n"
+        "  ignored  --oe_eval_tasks --oe_eval_max_length: Ai2's evaluation jobs; --dataset_mixer_eval_list evaluates"
+        " here\n"
+        "  ignored  --verbose: more or less is printed by no flag\n"
+    )
+    parse(*flags)  # as the ranks that this process starts
+    monkeypatch.setenv("FLAGS_TOLD", "")
+    monkeypatch.setenv("RANK", "1")
+    parse(*flags)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            "--use_search_actor --use_peft",
+            r"--use_search_actor: --tools .*; --use_peft: give --lora_rank",
+        ),
+        ("--rho_mask_tv_divergence true", r"--rho_mask_tv_divergence: not written yet"),
+        ("--warm_up_steps 10", r"--warm_up_steps: give --warmup_ratio"),
+        ("--ground_truths_key label", r"--ground_truths_key: .*name the columns"),
+    ],
+)
+def test_a_flag_without_which_a_run_is_another_is_refused(flags, message, nothing_told):
+    with pytest.raises(utils.UserError, match=message):
+        parse(*flags.split())
+    assert parse(*flags.split(), "--dry_run").dry_run
+
+
+def test_a_flag_that_nobody_knows_is_refused_with_the_nearest_name(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse("--betta", "1", "--oe_eval_task", "x", "--no_tols", "--seed", "3")
+    assert exit_info.value.code == 2
+    near = re.findall(r"--(\w+): no such flag; the nearest is --(\w+)\n", capsys.readouterr().err)
+    assert near == [("betta", "beta"), ("oe_eval_task", "oe_eval_tasks"), ("no_tols", "tools")]
+
+
+def test_grpo_says_which_flags_only_grpo_fast_acts_on(capsys):
+    flags = (*ROOM, "--vllm_num_engines", "8", "--async_steps", "4", "--inflight_updates", "--dry_run")
+    grpo.main(parse(*flags))
+    shown = capsys.readouterr().out
+    assert "WARNING: --vllm_num_engines 8 --async_steps 4 --inflight_updates True: grpo.py samples" in shown
+    grpo.main(parse(*ROOM, "--num_learners_per_node", "4", "4", "--dry_run"))  # no torchrun yet
+    shown = capsys.readouterr().out
+    assert "\nranks    8, each 2 prompts" in shown and "WARNING" not in shown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Refusals
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -251,10 +404,34 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ("--beta 0.1 --no_load_ref_policy", r"--beta 0\.1 .*drop --no_load_ref_policy or set --beta 0"),
     (
         "--beta 0 --no_load_ref_policy --ref_policy_update_freq 5",
-        r"--ref_policy_update_freq needs .*drop --no_load_ref_policy",
+        r"--ref_policy_update_freq 5 needs .*drop --no_load_ref_policy",
     ),
     ("--ref_policy_update_freq 0", r"--ref_policy_update_freq 0: must be positive; leave it out"),
     ("--ref_policy_update_freq -3", r"--ref_policy_update_freq -3: must be positive"),
+    (
+        "--lora_rank 8 --ref_policy_update_freq 5",
+        r"_freq 5 with --lora_rank 8 has no second .*: drop",
+    ),
+    ("--lora_merge", r"--lora_merge without --lora_rank 0: drop it"),
+    ("--lora_rank 8 --lora_alpha 0", r"--lora_rank 8 with --lora_alpha 0 .* trains nothing: leave these two out"),
+    ("--ref_model_revision v1", r"--ref_model_revision v1 .*are a teacher's: give --ref_model_name_or_path too"),
+    ("--ref_model_dtype float32", r"--ref_model_dtype float32 are a teacher's: give --ref_model_name_or_path too"),
+    (
+        "--ref_model_name_or_path t --ref_policy_update_freq 5",
+        r"--ref_policy_update_freq 5 would mix the policy into --ref_model_name_or_path t: drop one",
+    ),
+    (
+        "--ref_model_name_or_path t --beta 0 --no_load_ref_policy",
+        r"_path t is the reference .*: drop --no_load_ref",
+    ),
+    (
+        "--ref_model_name_or_path t --beta 1",
+        r"--filter_zero_std_samples with --ref_model_name_or_path t drops .*: add --no_filter_zero_std_samples",
+    ),
+    (
+        "--ref_model_name_or_path t --no_filter_zero_std_samples --kl_estimator kl1",
+        r"--kl_estimator kl1 with --ref_model_name_or_path t has a gradient of zero on average.*: take kl2",
+    ),
     ("--alpha 0", r"--alpha 0\.0: must be in \(0, 1\]"),
     ("--alpha 1.5", r"--alpha 1\.5: must be in"),
     ("--num_mini_batches 3", r"--num_unique_prompts_rollout 16 on 1 ranks.*--num_mini_batches 3"),
@@ -288,17 +465,19 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ),
     (
         "--kl_in_reward --force_kl_in_reward --mask_truncated_completions",
-        r"--kl_in_reward needs the KL of every response of a group, --mask_truncated_completions",
+        r"--kl_in_reward needs the KL of whole groups, which --mask_truncated_completions cuts: drop one",
     ),
     ("--active_sampling --no_filter_zero_std_samples", r"--active_sampling .*--filter_zero_std_samples.*needs"),
-    ("--eval_pass_at_k 4", r"--eval_pass_at_k 4 .*set --eval_temperature"),
     ("--eval_on_step_0", r"--eval_on_step_0 needs --dataset_mixer_eval_list"),
     ("--resume --overwrite", r"--resume .*--overwrite .*give one"),
     ("--warmup_ratio 1", r"--warmup_ratio 1\.0: must be in \[0, 1\)"),
     ("--warmup_ratio -0.1", r"--warmup_ratio -0\.1: must be in"),
     ("--vllm_gpu_memory_utilization 0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
     ("--vllm_gpu_memory_utilization 1.0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
-    ("--sequence_parallel_size 2", r"--sequence_parallel_size .*not supported yet"),
+    ("--gradient_checkpointing_part mlp", r"--gradient_checkpointing_part mlp.*add that flag"),
+    ("--sequence_parallel_size 0", r"--sequence_parallel_size 0: must be positive"),
+    ("--sequence_parallel_size 3", r"--sequence_parallel_size 3 does not divide the 1 ranks: start a multiple of it"),
+    ("--sequence_parallel_size 2 --attn_implementation eager", r"--sequence_parallel_size 2 .*eager: only our own"),
     ("--reward_file no_such.py", r"--reward_file no_such\.py: no such file"),
     ("--max_length_verifier_max_length 0", r"--max_length_verifier_max_length 0: must be positive"),
     ("--code_max_execution_time 0", r"--code_max_execution_time 0\.0: must be positive"),
@@ -321,11 +500,20 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ("--dump_steps every", r"--dump_steps every: all, or N for every N-th step"),
     ("--dump_steps 0", r"--dump_steps 0: all, or N"),
     ("--load_batches no_such_directory", r"--load_batches no_such_directory: no directory"),
-    ("--load_batches tests --active_sampling", r"--load_batches samples and scores nothing: drop .*--active_sampling"),
+    ("--load_states tests", r"--load_states tests: no state of step 1, which would be .*global_step_1/actor"),
+    (
+        "--load_batches tests --active_sampling",
+        r"--load_batches tests: drop .*--active_sampling",
+    ),
     ("--resume --output_dir no_such_directory", r"--resume: no run in no_such_directory/grpo"),
     ("--no_resampling_pass_rate 1.5", r"--no_resampling_pass_rate 1\.5: must be in \(0, 1\]"),
-    ("--vllm_tensor_parallel_size 2", r"--vllm_tensor_parallel_size 2: .*use grpo_fast\.py"),
-    ("--num_learners_per_node 2", r"--num_learners_per_node \[2\] but 1 ranks .*torchrun --nproc_per_node=2"),
+    ("--vllm_tensor_parallel_size 2", r"--vllm_tensor_parallel_size 2: .*start grpo_fast\.py"),
+    ("--num_learners_per_node 2", r"--num_learners_per_node 2 but 1 ranks .*: start grpo\.py .* --nproc_per_node=2"),
+    (
+        "--num_learners_per_node 6 --vllm_num_engines 2 --async_steps 4 --inflight_updates",
+        r"--num_learners_per_node 6 but 1 ranks run: start grpo_fast\.py, which has --vllm_num_engines 2 "
+        r"--async_steps 4 --inflight_updates True, or grpo\.py with torchrun --nproc_per_node=6",
+    ),
     ("--chat_template_name tulo", r"--chat_template_name tulo: .*nearest is tulu .*simple_chat"),
     ("--chat_template_name simple", r"--chat_template_name simple: .*nearest is simple_chat "),
     ("--lr_scheduler_type cosin", r"--lr_scheduler_type cosin: .*nearest is cosine .*linear"),
@@ -356,7 +544,7 @@ def test_refusals_name_the_flags_and_the_fix(flags, message):
         ("", 3, r"--num_unique_prompts_rollout 16 is not a multiple of the 3 ranks: take 18"),
         ("--num_unique_prompts_rollout 4", 8, r"--num_unique_prompts_rollout 4 .* 8 ranks: take 8"),
         ("--num_mini_batches 8", 4, r"--num_unique_prompts_rollout 16 on 4 ranks is 4 .*--num_mini_batches 8"),
-        ("--num_learners_per_node 4", 8, r"--num_learners_per_node \[4\] but 8 ranks run: .*--nproc_per_node=4"),
+        ("--num_learners_per_node 4", 8, r"--num_learners_per_node 4 but 8 ranks run: .*--nproc_per_node=4"),
     ],
 )
 def test_refusals_that_depend_on_the_ranks(flags, world_size, message):
@@ -385,7 +573,7 @@ def test_refusals_that_depend_on_the_ranks(flags, world_size, message):
         ("--rho_clamp_upper_bound 0 --rho_mask_lower_bound 0.5 --rho_mask_upper_bound 5", 1),
         ("--no_apply_verifiable_reward --apply_r1_style_format_reward --additive_format_reward", 1),
         ("--active_sampling", 1),
-        ("--eval_pass_at_k 4 --eval_temperature 1", 1),
+        ("--eval_pass_at_k 4", 1),
         ("--eval_on_step_0 --dataset_mixer_eval_list some/set 1.0", 1),
         ("--chat_template_name tulu", 1),
         ("--lr_scheduler_type cosine", 1),
@@ -399,9 +587,30 @@ def test_what_is_allowed(flags, world_size):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the learner shares the engine's device only on a GPU")
 def test_an_engine_that_leaves_the_learner_no_room_is_refused():
-    with pytest.raises(utils.UserError, match=r"--vllm_gpu_memory_utilization 0\.9 .*0\.3 to 0\.6"):
+    with pytest.raises(utils.UserError, match=r"--vllm_gpu_memory_utilization 0\.9 .*0\.3 to 0\.8"):
         check("--vllm_gpu_memory_utilization", "0.9")
     check("--vllm_gpu_memory_utilization", "0.9", "--rollout_backend", "transformers")
+
+
+def test_an_engine_on_the_learners_gpu_leaves_it_room_in_both_scripts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    parse().check(1, fast=True)  # GPUs of its own
+    for flags, fast in (((), False), (("--single_gpu_mode",), True)):
+        with pytest.raises(utils.UserError, match=r"--vllm_gpu_memory_utilization 0\.9 .*0\.3 to 0\.[68]"):
+            parse(*flags).check(1, fast=fast)
+        parse(*flags).beside_engine(not fast or parse(*flags).single_gpu_mode).check(1, fast=fast)
+        parse(*ROOM, *flags).check(1, fast=fast)
+    share = "vllm_gpu_memory_utilization"
+    for script, flags, want in (("grpo", "", 0.4), ("grpo_fast", "", 0.9), ("grpo_fast", "--single_gpu_mode", 0.4)):
+        seen = []
+        monkeypatch.setattr(
+            grpo.Args, "check", lambda self, *_, seen=seen, **__: seen.append(getattr(self, share)) or 1 / 0
+        )
+        with pytest.raises(ZeroDivisionError):
+            {"grpo": grpo, "grpo_fast": grpo_fast}[script].main(parse(*flags.split()))
+        with pytest.raises(ZeroDivisionError):
+            {"grpo": grpo, "grpo_fast": grpo_fast}[script].main(parse(*ROOM, *flags.split()))
+        assert seen == [want, 0.5]
 
 
 @pytest.mark.parametrize("flags", ["--num_learners_per_node", "--dataset_mixer_list"])
@@ -457,6 +666,7 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path):
     done = run_script(
         *("--dry_run", "--model_name_or_path", "nobody/no-such-model", "--output_dir", str(tmp_path / "out")),
         *("--dataset_mixer_list", str(data), "1.0", "nobody/no-such-data", "10", "reasoning_gym:chain_sum", "5"),
+        *("/nowhere/rows", "1.0"),
         *("--dataset_mixer_eval_list", str(data), "3"),
     )
     assert done.returncode == 0, done.stderr
@@ -466,6 +676,7 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path):
         r"nobody/no-such-model: hub",
         rf"--dataset_mixer_list {data} 1\.0: local",
         r"--dataset_mixer_list nobody/no-such-data 10: hub",
+        r"--dataset_mixer_list /nowhere/rows 1\.0: no such path, a run is refused",
         r"--dataset_mixer_list reasoning_gym:chain_sum 5: generated",
         rf"--dataset_mixer_eval_list {data} 3: local",
     ):

@@ -39,7 +39,7 @@ def forked(tmp_path_factory):
 
 
 def test_all_are_here():
-    assert set(FORKS) == {"adaptive_kl", "dr_grpo", "maxrl", "reinforce_pp_baseline", "rloo", "sapo"}
+    assert set(FORKS) == {"adaptive_kl", "dr_grpo", "kl_twice", "maxrl", "reinforce_pp_baseline", "rloo", "sapo"}
 
 
 @pytest.mark.parametrize("name", FORKS)
@@ -61,6 +61,7 @@ def test_it_applies_and_is_short(forked, name):
 FLAGS = {
     "adaptive_kl": [],
     "dr_grpo": [],
+    "kl_twice": [],
     "maxrl": ["--advantage_normalization_type", "maxrl"],
     "reinforce_pp_baseline": [],
     "rloo": ["--advantage_normalization_type", "rloo"],
@@ -80,7 +81,7 @@ def test_the_split_into_packs_is_no_part_of_it(forked, tiny_models, world, monke
         for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 10.0, 0.0, 0.0, 0.0, 7.0, 10.0, 10.0, 0.0), strict=True):
             r.score = r.outcome = score
         for i in range(0, len(rollouts), 3):
-            grpo.set_advantages(rollouts[i : i + 3], args)
+            grpo.set_advantages([rollouts[i : i + 3]], args)
         return rollouts
 
     monkeypatch.setattr(test_learner, "grpo", grpo)
@@ -139,7 +140,7 @@ def test_dr_grpo_by_hand(forked, tiny_models, world, monkeypatch):
     assert args.response_length == 256
     for r, advantage in zip(rollouts[:4], (7.0, -3.0, -3.0, -1.0), strict=True):
         r.score, r.advantage = {7.0: 10.0, -3.0: 0.0, -1.0: 2.0}[advantage], math.nan
-    grpo.set_advantages(rollouts[:4], args)
+    grpo.set_advantages([rollouts[:4]], args)
     assert [r.advantage for r in rollouts[:4]] == [7.0, -3.0, -3.0, -1.0]  # mean 3
     _, metrics = test_learner.run_update(args, world, [rollouts])
     total = sum(r.advantage * len(r.token_ids) for r in rollouts)
@@ -156,7 +157,7 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
     for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 4.0, 1.0, 0.0, 0.0, 0.0, 10.0, 10.0, 0.0), strict=True):
         r.score = score
     for i in range(0, len(rollouts), 3):
-        grpo.set_advantages(rollouts[i : i + 3], args)
+        grpo.set_advantages([rollouts[i : i + 3]], args)
     # thirds: 20 -10 -10, 3 3 -6, 0 0 0, 10 10 -20; squares 600 + 54 + 600 = 1254; without the last sum 20, squares 854
     thirds = (20, -10, -10, 3, 3, -6, 0, 0, 0, 10, 10, -20)
     whole = [x / 3 / math.sqrt(1254 / 9 / 12) for x in thirds]
@@ -174,6 +175,23 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
         seen.clear()
         test_learner.run_update(args, world, parts)
         assert [seen[r.position, r.sample] for part in parts for r in part] == pytest.approx(want, rel=1e-5, abs=1e-6)
+
+
+def test_kl_twice_by_hand(forked, tiny_models, world, monkeypatch):
+    """Scores 1, 0, 0 less half of the KLs 1, 0, 0.2, whatever beta is; and the loss has its KL as without that."""
+    monkeypatch.setattr(test_learner, "grpo", forked("kl_twice")[1])
+    centered = ["--advantage_normalization_type", "centered"]
+    half = [*centered, "--kl_in_reward_coef", "0.5"]
+    got = test_learner.kl_rewarded([1.0, 0.0, 0.0], [1.0, 0.0, 0.2], *half, beta=7.0)
+    assert got == pytest.approx([x - 0.4 / 3 for x in (0.5, 0.0, -0.1)])
+    seen = []
+    for more in ([], ["--kl_in_reward"]):
+        flags = [*centered, "--load_ref_policy", "--beta", "0.3", *more]
+        args, rollouts = test_learner.make_args(tiny_models(), *flags), test_learner.make_rollouts()
+        seen.append(test_learner.run_update(args, world, [rollouts], ref=True, shift=0.02)[1])
+    plain, both = seen
+    assert both["loss/kl_avg"] == pytest.approx(plain["loss/kl_avg"], rel=1e-4) and plain["loss/kl_avg"] > 0
+    assert both["objective/kl_in_reward"] == pytest.approx(0.001 * plain["objective/kl3"], rel=1e-4)
 
 
 def test_adaptive_kl_by_hand(forked):

@@ -382,6 +382,19 @@ def test_start_refuses_what_cannot_work(serve, monkeypatch):
         check_verifier("general-quality")
 
 
+def test_a_judge_by_open_instruct_s_names(monkeypatch):
+    """hosted_vllm/NAME, and the variables that litellm reads; a flag comes before them."""
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setenv("HOSTED_VLLM_API_BASE", "http://a/v1")
+    flags = RewardFlags(llm_judge_model="hosted_vllm/Qwen/Qwen3-32B")
+    judge = rewards.judge_model(flags, connect=False)
+    assert judge is not None and judge.model == "Qwen/Qwen3-32B" and "max_tokens" in judge.sampling
+    assert rewards.judge_url(flags) == "http://a/v1"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://b/v1")
+    assert rewards.judge_url(flags) == "http://b/v1"
+    assert rewards.judge_url(RewardFlags(llm_judge_base_url="http://c/v1")) == "http://c/v1"
+
+
 def test_key_is_the_environments(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     server = serve(lambda message, request: "SCORE: 5")
@@ -499,12 +512,15 @@ def test_failure_of_the_baseline_costs_no_score(serve):
 
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
-def test_a_text_that_hangs_the_grader_is_a_timeout(serve, monkeypatch):
+def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve, monkeypatch):
     monkeypatch.setattr(rewards, "GRADING_TIMEOUT_S", 1.0)
     server = serve(lambda message, request: "\\boxed{9^{9^{9^9}}+x}")
     solve_with(server, baseline=False)
-    [result] = score([RewardRecord("Multiply.", {"question": "What is y?", "answer": "y^2+x"}, "solver")])
-    assert missing(result, "timeout") and result.details["solver_correct"] == [None]
+    slow = "{" * 22 + "y" + "}" * 22
+    labels = [{"question": "What is y?", "answer": answer} for answer in ("y^2+x", slow)]
+    text, label = score([RewardRecord("Multiply.", label, "solver") for label in labels])
+    assert (text.score, text.status, text.details["solver_correct"]) == (0.0, "ok", [0.0])
+    assert missing(label, "timeout") and label.details["solver_correct"] == [None]
 
 
 def test_guideline_is_plain_text_and_fits(serve):
@@ -649,6 +665,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/die":
             os._exit(3)
 
+assert os.path.isdir(os.environ["VLLM_RPC_BASE_PATH"])
 print(flags["--max-model-len"], flags["--served-model-name"], os.environ.get("LOCAL_RANK"), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
 """
@@ -683,6 +700,7 @@ def test_servers_are_found_checked_and_ended(fake_vllm, tiny_models, tmp_path, m
     import utils
 
     monkeypatch.setenv("LOCAL_RANK", "1")  # a server is no rank
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))  # nor does it live in an engine's directory
     servers = utils.start_servers(str(tiny_models()), tmp_path, "judge", num_engines=2, max_model_len=77)
     processes = descendants(servers.process.pid)
     assert [ask(f"{url}/models", servers.api_key) for url in servers.base_urls] == [200, 200] and len(processes) == 2

@@ -3,10 +3,15 @@
 import dataclasses
 import json
 import math
+import shutil
 import textwrap
 import threading
+import time
 import types
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -47,21 +52,21 @@ def make_rollouts(groups=4, size=3, seed=0):
     return rollouts
 
 
-def run_update(args, world, mini_batches, optimizer="sgd", ref=False, how="shared", shift=0.0):
+def run_update(args, world, mini_batches, optimizer="sgd", ref=False, packing="shared", shift=0.0):
     """Weights after one update of a fresh policy with plain SGD (so that weights show the gradient), and metrics."""
     policy = grpo.load_policy(args, world)
     ref_policy = grpo.load_policy(args, world).requires_grad_(False) if ref else None
     if shift:
         for p in ref_policy.parameters():
-            utils.local(p).mul_(1 + shift)
+            utils.shard_of(p).mul_(1 + shift)
     adam, scheduler = grpo.make_optimizer(policy, args)
     sgd = torch.optim.SGD(policy.parameters(), lr=1024.0)  # the update swamps the weights, whose rounding would show
     metrics = utils.Metrics()
     chosen = adam if optimizer == "adam" else sgd
-    packs = [grpo.pack_rollouts(rollouts, how, args.pack_length)[0] for rollouts in mini_batches]
-    batches = [grpo.micro_batches(p, how, args, world.device) for p in packs]
+    packs = [grpo.pack_rollouts(rollouts, packing, args.pack_length)[0] for rollouts in mini_batches]
+    batches = [grpo.micro_batches(p, packing, args, world.device) for p in packs]
     with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
-        gap, bad = grpo.update(policy, ref_policy, chosen, scheduler, batches, args, world, metrics)
+        gap, bad = grpo.update(grpo.Learner(policy, ref_policy, chosen, scheduler), batches, args, world, metrics)
     weights = {k: v.clone() for k, v in utils.full_weights(policy, torch.float32)}
     return weights, utils.finish_metrics(metrics.reduce(world), args) | gap | {"bad": bad}
 
@@ -113,17 +118,19 @@ def test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, fl
     args = make_args(tiny_models(), *flags)
     start = start_weights(args, world)
     whole, _ = run_update(dataclasses.replace(args, pack_length=1000), world, [rollouts])
-    for how in ("shared", "plain"):
+    for packing in ("shared", "plain"):
         for most in (30, 60, 1000):
-            other, _ = run_update(dataclasses.replace(args, pack_length=most), world, [rollouts], how=how)
+            other, _ = run_update(dataclasses.replace(args, pack_length=most), world, [rollouts], packing=packing)
             assert_same_update(whole, other, start)
     for size in (1, 5, 100):
         rows = dataclasses.replace(args, per_device_train_batch_size=size)
-        assert_same_update(whole, run_update(rows, world, [rollouts], how="rows")[0], start)
+        assert_same_update(whole, run_update(rows, world, [rollouts], packing="rows")[0], start)
     reversed_rows, _ = run_update(args, world, [rollouts[::-1]])
     assert_same_update(whole, reversed_rows, start)
     checkpointed, _ = run_update(dataclasses.replace(args, gradient_checkpointing=True), world, [rollouts])
     assert_same_update(whole, checkpointed, start)
+    mlps = dataclasses.replace(args, gradient_checkpointing=True, gradient_checkpointing_part="mlp")
+    assert_same_update(whole, run_update(mlps, world, [rollouts])[0], start)
     monkeypatch.setattr(grpo, "LOGPROB_CHUNK", 3)
     chunked, _ = run_update(args, world, [rollouts])
     assert_same_update(whole, chunked, start)
@@ -150,7 +157,7 @@ def test_padding_does_not_matter(tiny_models, world):
         logprobs, entropy = policy(batch, args.temperature)
         loss = grpo.grpo_loss(logprobs, entropy, batch, 10.0, 2.0, args, utils.Metrics())
         loss.backward()
-        return loss.item(), torch.cat([utils.local(p.grad).flatten() for p in policy.parameters()])
+        return loss.item(), torch.cat([utils.shard_of(p.grad).flatten() for p in policy.parameters()])
 
     batch = grpo.make_batch([[[r]] for r in rollouts], world.device)
     width = 2 * batch.input_ids.shape[1]
@@ -178,7 +185,42 @@ def test_first_on_policy_step_has_ratio_one_and_no_clipping(tiny_models, world):
     assert metrics["val/ratio"] == 1.0
     assert metrics["val/ratio_var"] == 0.0
     assert metrics["policy/clipfrac_avg"] == 0.0
-    assert metrics["policy/approxkl_avg"] == 0.0
+    assert metrics["policy/approxkl_avg"] == metrics["policy/ppo_kl_avg"] == 0.0
+
+
+def test_forwards_for_old_and_reference_logprobs_are_timed(tiny_models, world, monkeypatch):
+    """On a clock that moves by 1 s in each forward of the policy and 10 s in the reference's: two mini-batches of one
+    pack each, one update each."""
+    now = [0.0]
+    forward, seconds = grpo.Policy.forward, {}
+
+    def slow(self, batch, temperature):
+        now[0] += seconds.setdefault(id(self), 10.0 if not any(p.requires_grad for p in self.parameters()) else 1.0)
+        return forward(self, batch, temperature)
+
+    monkeypatch.setattr(grpo.Policy, "forward", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    args = make_args(tiny_models(), "--load_ref_policy", "--beta", "0.1", "--num_mini_batches", "2")
+    rollouts = make_rollouts()
+    _, metrics = run_update(args, world, [rollouts[:6], rollouts[6:]], ref=True)
+    assert metrics["time/ref_logprobs"] == 20.0 and metrics["time/old_logprobs"] == 2.0
+    _, metrics = run_update(make_args(tiny_models()), world, [rollouts])
+    assert not {"time/ref_logprobs", "time/old_logprobs"} & set(metrics)
+
+
+def test_the_share_of_tokens_that_clip_dual_bounds(tiny_models, world):
+    """Ratios e^2 = 7.4 and 1 of new to old logprobs: only a negative advantage with the first is bounded, at 3."""
+    batch = grpo.make_batch([[[r]] for r in make_rollouts(groups=1)[:2]], torch.device("cpu"))
+    batch.advantages = torch.where(batch.seq_ids == 1, -1.0, 1.0)
+    new = torch.zeros(batch.response_mask.shape)
+    batch.old_logprobs = new - torch.arange(new.shape[1]) % 2 * 2.0
+    mask, raised = batch.response_mask, (torch.arange(new.shape[1]) % 2 == 1).expand_as(new)
+    for dual, want in (("3.0", (mask & raised & (batch.seq_ids == 1)).sum() / mask.sum()), ("0", 0.0), ("8.0", 0.0)):
+        metrics = utils.Metrics()
+        args = make_args("m", "--clip_dual", dual)
+        grpo.grpo_loss(new.requires_grad_(), torch.zeros_like(new), batch, 1.0, 1.0, args, metrics)
+        found = metrics.reduce(world)["policy/clipfrac_lower_avg"]
+        assert found == pytest.approx(float(want)) and (found > 0) == (dual == "3.0")
 
 
 def test_a_group_of_equal_scores_gives_no_gradient(tiny_models, world):
@@ -213,11 +255,11 @@ def test_a_response_is_scored_while_others_are_sampled(monkeypatch):
         finished(1, utils.Generation([98, 0], [-1.0, -1.0], "stop", [0, 0]))
 
     monkeypatch.setitem(rewards.VERIFIERS, "slow", rewards.Verifier(verify))
-    engine = types.SimpleNamespace(generate=generate, eos_ids=[0])
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+    engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
     args = make_args("m", "--num_samples_per_prompt_rollout", 2)
     prompt = utils.Prompt(0, (1, 2), "", ("1",), ("slow",))
-    (rollouts,) = grpo.sample_rollouts(engine, [(0, prompt)], 2, args, tokenizer)
+    (rollouts,) = grpo.sample_rollouts(engine, [(0, prompt)], 2, args)
     grpo.score_rollouts(rollouts, args)
     assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
 
@@ -242,18 +284,51 @@ def test_kl_in_reward_as_verl_has_it_though_packs_split_the_groups(world, case):
             mine = [x for r in batch.rollouts for x in values[r.sample]]
             getattr(batch, name)[batch.response_mask] = torch.tensor(mine)
     grpo.put_kl_in_reward(batches, args, world, utils.Metrics())
-    assert [r.advantage for r in rollouts] == pytest.approx(case["grpo_adv"], rel=2e-3, abs=2e-3)  # float32 scores
+    assert [r.advantage for r in rollouts] == pytest.approx(case["grpo_adv"], rel=2e-3, abs=2e-3)  # verl's are float32
     for batch in batches:
         for i, r in enumerate(batch.rollouts, start=1):
             assert (batch.advantages[batch.seq_ids == i] == r.advantage).all()
+
+
+def kl_rewarded(scores, kls, *flags, beta=0.5):
+    """Advantages of one group whose responses have these scores and sums of k1, None: no token."""
+    args = make_args("m", "--kl_in_reward", "--beta", beta, "--kl_estimator", "0", *flags)
+    prompt = utils.Prompt(0, (1, 2), "", ("1",), ("gsm8k",))
+    group = [grpo.Rollout(prompt, 0, j, outcome=s, score=s) for j, s in enumerate(scores)]
+    for r, kl in zip(group, kls, strict=True):
+        r.append(utils.Generation(*([], []) if kl is None else ([3, 4], [0.0, 0.0]), "stop", []))
+    grpo.set_advantages([group], args)
+    kept = grpo.trainable([group], args)
+    batches = [grpo.make_batch([[[r]]], torch.device("cpu")) for r in kept]
+    for batch, kl in zip(batches, [kl for kl in kls if kl is not None], strict=True):
+        batch.old_logprobs = torch.where(batch.response_mask, kl / 2, 0.0)
+        batch.ref_logprobs = torch.zeros_like(batch.old_logprobs)
+    grpo.put_kl_in_reward(batches, args, utils.World(0, 0, 1, torch.device("cpu")), utils.Metrics())
+    return [r.advantage for r in kept]
+
+
+def test_kl_in_reward_compares_with_the_empty_responses_of_the_group():
+    """Scores 1, 0, 0 (mean 1/3) of which the second has no token, and so no KL, but counts."""
+    centered = ["--advantage_normalization_type", "centered"]
+    assert kl_rewarded([1.0, 0.0, 0.0], [0.0, None, 0.0], *centered) == pytest.approx([2 / 3, -1 / 3])
+    # scores less KL: 1 - 0.5, 0, 0 - 0.1, mean 0.4 / 3
+    assert kl_rewarded([1.0, 0.0, 0.0], [1.0, None, 0.2], *centered) == pytest.approx([0.5 - 0.4 / 3, -0.1 - 0.4 / 3])
+
+
+def test_kl_in_reward_compares_kls_below_the_rounding_of_the_scores():
+    """Equal outcomes of 10, KL times beta 1e-7 and 3 x 1e-7: float32 holds 10 to 1e-6 only. Advantages are +-1."""
+    flags = ["--force_kl_in_reward", "--no_filter_zero_std_samples"]
+    got = kl_rewarded([10.0, 10.0], [2e-7, 6e-7], *flags)
+    assert got == pytest.approx([1.0, -1.0], abs=0.11)  # 1e-8 is added to the deviation of 1e-7
+    assert kl_rewarded([10.0, 10.0], [2e-3, 6e-3], *flags) == pytest.approx([1.0, -1.0], rel=2e-5)
 
 
 def test_kl_in_reward_replaces_the_kl_of_the_loss(tiny_models, world):
     """With the reference policy equal to the policy the KL is 0, so the update is the plain one; elsewhere it moves."""
     base = ["--advantage_normalization_type", "centered", "--load_ref_policy", "--no_use_rho_correction"]
     rollouts = make_rollouts()
-    for i in range(0, len(rollouts), 3):
-        grpo.set_advantages(rollouts[i : i + 3], make_args("m", *base, "--num_samples_per_prompt_rollout", 3))
+    groups = [rollouts[i : i + 3] for i in range(0, len(rollouts), 3)]
+    grpo.set_advantages(groups, make_args("m", *base, "--num_samples_per_prompt_rollout", 3))
     model = tiny_models()
     plain, _ = run_update(make_args(model, *base), world, [rollouts])
     args = make_args(model, *base, "--beta", "0.3", "--kl_in_reward")
@@ -264,9 +339,9 @@ def test_kl_in_reward_replaces_the_kl_of_the_loss(tiny_models, world):
     assert metrics["loss/kl_avg"] == 0.0 and metrics["objective/kl_in_reward"] != 0.0
     with pytest.raises(AssertionError):
         assert_same_update(plain, other, start_weights(args, world), 1e-3)
-    for how, most in (("shared", 30), ("plain", 30), ("plain", 1000)):
+    for packing, most in (("shared", 30), ("plain", 30), ("plain", 1000)):
         again = run_update(
-            dataclasses.replace(args, pack_length=most), world, [rollouts], ref=True, how=how, shift=0.02
+            dataclasses.replace(args, pack_length=most), world, [rollouts], ref=True, packing=packing, shift=0.02
         )
         assert_same_update(other, again[0], start_weights(args, world), 3e-6)
 
@@ -300,7 +375,7 @@ def test_update_equals_a_plain_implementation(tiny_models, world):
     def logp(m, r):
         ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
         rows = torch.log_softmax(m(ids).logits[0, len(r.prompt.token_ids) - 1 : -1] / args.temperature, -1)
-        return rows.gather(1, torch.tensor(r.token_ids)[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
+        return rows.gather(1, torch.tensor(r.token_ids.tolist())[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
     with torch.no_grad():
         old, reference = [logp(model, r)[0] for r in rollouts], [logp(ref, r)[0] for r in rollouts]
@@ -322,6 +397,22 @@ def test_update_equals_a_plain_implementation(tiny_models, world):
     for name, weight in model.named_parameters():
         moved = (weight - start[name]).norm()
         assert (ours[name] - weight).norm() < 1e-3 * moved, name  # Adam divides by small gradients
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_tokens_that_a_tool_made_do_not_train(tiny_models, world, epochs):
+    """A batch without a token of the policy changes nothing, and a step of nothing else is no step."""
+    args = make_args(tiny_models(), "--num_epochs", epochs, "--per_device_train_batch_size", 1)
+    rollouts, tools = make_rollouts(groups=3), make_rollouts(groups=1, seed=1)
+    for r in tools:
+        r.mask, r.position, r.prompt = ~r.mask, 3, dataclasses.replace(r.prompt, index=3)
+    plain, _ = run_update(args, world, [rollouts], packing="rows")
+    mixed, metrics = run_update(args, world, [rollouts + tools], packing="rows")
+    assert_same_update(plain, mixed, start_weights(args, world))
+    assert metrics["bad"] == 0
+    assert grpo.trainable([rollouts[:3], tools], args) == rollouts[:3]
+    nothing, metrics = run_update(args, world, [grpo.trainable([tools], args)])
+    assert metrics["bad"] == 0 and all(torch.equal(nothing[k], v) for k, v in start_weights(args, world).items())
 
 
 def test_non_finite_gradient_skips_the_update(tiny_models, world):
@@ -352,7 +443,7 @@ def test_a_gap_stops_before_any_weight_changes(tiny_models, world, mini_batches)
     rows = [rollouts[:6], rollouts[6:]] if mini_batches == 2 else [rollouts]
     batches = [[grpo.make_batch([[[x]] for x in r], world.device)] for r in rows]
     with pytest.raises(utils.GapError, match="exceeds --max_logprob_gap 0.01.*lm_head"):
-        grpo.update(policy, None, optimizer, scheduler, batches, args, world, utils.Metrics())
+        grpo.update(grpo.Learner(policy, None, optimizer, scheduler), batches, args, world, utils.Metrics())
     after = dict(utils.full_weights(policy, torch.float32))
     assert all(torch.equal(after[k], v) for k, v in start_weights(args, world).items())
 
@@ -389,9 +480,8 @@ def long_rollouts():
     """A group whose piece is longer than utils.SHORT_PIECE, so that its responses attend one by one."""
     rollouts = make_rollouts(groups=2)
     for r in rollouts[:3]:
-        r.token_ids, r.logprobs = r.token_ids[:1] * 100, r.logprobs[:1] * 100
-        r.token_ids = [(token + k) % VOCAB for k, token in enumerate(r.token_ids)]
-        r.mask, r.versions = [True] * 100, [0] * 100
+        r.token_ids, r.logprobs = (r.token_ids[0] + np.arange(100)) % VOCAB, r.logprobs[:1].repeat(100)
+        r.mask, r.versions = np.full(100, True), np.zeros(100, np.int32)
     assert grpo.piece_length(rollouts[:3]) > utils.SHORT_PIECE
     return rollouts
 
@@ -411,11 +501,14 @@ def test_a_pack_is_its_sequences_alone(tiny_models, world, arch, share, make):
         torch.testing.assert_close(logprobs, policy(apart, 1.0)[0][apart.response_mask], rtol=1e-6, atol=1e-6)
         leaking = policy(dataclasses.replace(together, layout=None), 1.0)[0][together.response_mask]
     assert (leaking - logprobs).abs().max() > 1e-2
-    how = "shared" if share else "plain"
-    (a, one), (b, other) = (run_update(args, world, [rollouts], how=x) for x in (how, "rows"))
+    packing = "shared" if share else "plain"
+    (a, one), (b, other) = (run_update(args, world, [rollouts], packing=x) for x in (packing, "rows"))
     assert one["loss/policy_avg"] == pytest.approx(other["loss/policy_avg"], rel=1e-6)
     assert_same_update(a, b, start_weights(args, world))
-    assert grpo.choose_packing(policy, rollouts[0].prompt, dataclasses.replace(args, share_prompts=share), world) == how
+    assert (
+        grpo.choose_packing(policy, rollouts[0].prompt, dataclasses.replace(args, share_prompts=share), world)
+        == packing
+    )
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
@@ -434,11 +527,11 @@ def test_flex_attention_has_the_same_layout(share):
     torch.testing.assert_close(by_piece, flex, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention, how", [("sdpa", "shared"), ("eager", "plain")])
-def test_other_attentions_find_the_sequences_of_a_pack_by_position(tiny_models, world, attention, how):
+@pytest.mark.parametrize("attention, packing", [("sdpa", "shared"), ("eager", "plain")])
+def test_other_attentions_find_the_sequences_of_a_pack_by_position(tiny_models, world, attention, packing):
     args = make_args(tiny_models("qwen3"), "--attn_implementation", attention)
     policy = grpo.load_policy(args, world)
-    assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == how
+    assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == packing
 
 
 def test_a_model_with_a_short_window_has_one_response_a_row(tiny_models, world):
@@ -446,6 +539,25 @@ def test_a_model_with_a_short_window_has_one_response_a_row(tiny_models, world):
     policy = grpo.load_policy(args, world)
     policy.model.config.sliding_window = 64
     assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == "rows"
+
+
+def test_a_short_window_is_the_models_own(tiny_models, world, tmp_path):
+    """Where a response is longer than the window its tokens see what the model says they see, and no more."""
+    directory = tmp_path / "window"
+    shutil.copytree(tiny_models("llama"), directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4}
+    (directory / "config.json").write_text(json.dumps(config))
+    args = make_args(directory)
+    policy, rollouts = grpo.load_policy(args, world), make_rollouts()
+    assert grpo.choose_packing(policy, rollouts[0].prompt, args, world) == "rows"
+    plain: Any = utils.load_causal_lm(replace(args, attn_implementation="eager")).float()
+    for r in rollouts:
+        ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids.tolist()]])
+        with torch.no_grad():
+            got, _ = policy(batch := grpo.make_batch([[[r]]], world.device), 1.0)
+            logp = torch.log_softmax(plain(ids).logits[0], -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(got[batch.response_mask], logp[-len(r.token_ids) :], rtol=1e-5, atol=1e-5)
 
 
 def test_a_leaking_model_has_one_response_a_row(tiny_models, world):
@@ -479,7 +591,7 @@ def test_reference_refresh(tiny_models, world, stage):
     policy, ref = grpo.load_policy(args, world), grpo.load_policy(args, world)
     with torch.no_grad():
         for p in policy.parameters():
-            utils.local(p).add_(1.0)
+            utils.shard_of(p).add_(1.0)
     before = start_weights(args, world)
     batch = grpo.make_batch([[[r]] for r in make_rollouts()], world.device)
     with torch.no_grad():

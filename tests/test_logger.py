@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -53,7 +54,8 @@ def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, c
 def in_a_terminal(script, directory, typed=b""):
     """What a Python program writes to a terminal in which `typed` is typed when a debugger asks."""
     master, slave = pty.openpty()
-    env = os.environ | {"COLUMNS": "180", "TERM": "xterm-256color"}
+    termios.tcsetwinsize(slave, (24, 180))
+    env = os.environ | {"TERM": "xterm-256color"}
     command = [sys.executable, "-c", textwrap.dedent(script), str(directory)]
     process = subprocess.Popen(command, cwd=REPO, env=env, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
@@ -93,7 +95,7 @@ def test_the_bar_leaves_the_prompt_of_a_debugger_alone(tmp_path):
     out = in_a_terminal(TERMINAL + more, tmp_path, b"p secret * 7\nimport time; time.sleep(0.5)\nc\n")
     assert "\n42" in out.replace("\r", "") and "4/8" in out
     asked = out[out.index("(Pdb)") : out.rindex("(Pdb)")]
-    assert "━" not in asked  # nothing was painted over
+    assert "█" not in asked  # nothing was painted over
 
 
 def read(terminal):

@@ -677,6 +677,14 @@ def test_metrics_are_blind_to_padding():
     assert read[0] == read[1] == read[2]
 
 
+def test_ppo_kl_by_hand():
+    """old - new of the five tokens: -0.05, 0.3, -0.1, 0, -0.2."""
+    (batch, new), metrics = two_rows(0.0), utils.Metrics()
+    grpo.grpo_loss(new, torch.zeros_like(new), batch, 5.0, 2.0, BASE, metrics)
+    total, count = metrics.sums["policy/ppo_kl_avg"]
+    assert float(total / count) == pytest.approx(-0.05 / 5, rel=1e-5)
+
+
 def test_whole_loss_by_hand():
     """One token: p 0.6, old 0.5, engine 0.4, reference 0.3, A = 2, H = 0.5; beta 0.1, entropy coefficient 0.01.
 

@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import utils
 from scripts import minimal
+from tests import programs
 from tests.conftest import REPO
 
 SHARED = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
@@ -93,9 +91,7 @@ def test_three_steps_are_those_of_grpo_py_bit_for_bit(tiny_models, tmp_path):
     flags = ["--model_name_or_path", str(tiny_models()), "--dataset_mixer_list", str(tmp_path / "train.jsonl"), "1.0"]
     flags += ["--output_dir", str(tmp_path), *SHARED.split()]
     for script, more in (("scripts/minimal.py", []), ("grpo.py", PLAIN.split())):
-        command = [sys.executable, script, *flags, *more]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+        done = programs.run([script, *flags, *more], OMP_NUM_THREADS=1)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     ours, theirs = (
         [json.loads(line) for line in (tmp_path / name / "rollouts.jsonl").read_text().splitlines()]

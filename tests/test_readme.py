@@ -64,7 +64,8 @@ def test_every_other_line_names_a_script_and_flags_that_exist(line):
         path = REPO / next(w for w in words[1:] if not w.startswith("-"))
         assert path.exists() and words[0] == {".sh": "bash", ".py": "python"}[path.suffix], line
         flags = [w for w in words[2:] if w.startswith("--")]
-        source = path.read_text() + (FLAGS if '"$@"' in path.read_text() else "")
+        source = path.read_text()
+        source += FLAGS if '"$@"' in source or ", grpo.Args):" in source else ""
     for flag in flags:
         assert flag in source or f" {flag.removeprefix('--')}:" in source or flag == "--pdb", flag
 
@@ -149,6 +150,7 @@ def undocumented(keys):
     for key in keys:
         plain = re.sub(rf"({'|'.join(map(re.escape, rewards.VERIFIERS))})_", "NAME_", key.removeprefix("eval/"))
         plain = plain.replace("objective_kept/", "objective/")
+        plain = re.sub(r"^(tools|env)/\w+/", r"\1/NAME/", plain)
         plain = re.sub(r"pass_at_\d+_unbiased", "pass_at_K_unbiased", re.sub(r"kl[1-3]_avg", "kl0_avg", plain))
         names = {plain, f"eval/{plain}", f"val/{plain}", f"objective/{plain}", plain.rpartition("/")[2]}
         if not names & tokens and not any(t.startswith("_") and plain.endswith(t) for t in tokens):

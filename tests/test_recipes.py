@@ -27,7 +27,7 @@ from scripts.train.debug import smoke
 from tests.conftest import REPO
 from tests.test_align import trl_is_installed
 
-FOLDERS = "debug tulu3 qwen olmo2 olmo3 gsm8k solver hybrid".split()
+FOLDERS = "debug debug/tools tulu3 qwen olmo2 olmo3 gsm8k solver hybrid tools distill".split()
 RECIPES = sorted(
     str(path.relative_to(REPO))
     for folder in FOLDERS
@@ -42,6 +42,7 @@ TABLE = {
     "qwen/grpo_fast_3b_single_node": (8, 4, 4, 1, 48, 16, 1, 1302, 4096, 6144),
     "qwen/qwen3_4b_dapo_math": (8, 4, 4, 1, 8, 16, 1, 1000, 8192, 10240),
     "qwen/qwen3_4b_dapo_math_32k": (16, 8, 8, 1, 8, 16, 1, 1000, 30720, 32768),
+    "olmo2/grpo_7b": (16, 12, 1, 4, 48, 16, 2, 2604, 2048, 4096),
     "olmo2/grpo_fast_7b_zero": (16, 4, 12, 1, 48, 16, 1, 1302, 2048, 4096),
     "olmo2/grpo_fast_13b_zero": (16, 8, 8, 1, 48, 16, 1, 1302, 2048, 4096),
     "olmo3/7b_instruct_rl": (64, 8, 56, 1, 64, 8, 4, 2000, 8192, 11264),
@@ -59,19 +60,24 @@ TABLE = {
     "hybrid/7b_instruct_hybrid_rl": (16, 8, 8, 1, 64, 8, 4, 2000, 8192, 11264),
     "gsm8k/qwen2.5_7b_verl": (8, 8, 8, 1, 1024, 5, 4, 105, 1024, 16384),  # the same 8 GPUs take turns
     "solver/planner_3b_300steps": (4, 2, 1, 1, 30, 4, 1, 300, 3072, 12288),  # and one for the solver
+    "debug/tools/olmo_3_parser_multigpu": (16, 8, 8, 1, 32, 8, 1, 5, 8192, 16384),
+    "tools/search_r1_qwen2.5_3b": (8, 8, 8, 1, 512, 5, 2, 1005, 2500, 16384),  # the same 8 GPUs take turns
+    "tools/retool_qwen2.5_7b": (8, 4, 4, 1, 64, 16, 4, 250, 16384, 18432),
+    "distill/qwen3_8b_deepmath": (8, 8, 8, 1, 1024, 4, 1, 100, 4096, 16384),  # the same 8 GPUs take turns
     "debug/grpo_fast": (1, 1, 1, 1, 8, 4, 1, 4, 64, 1024),
     "debug/grpo_fast_3_gpu": (3, 2, 1, 1, 8, 4, 1, 6, 64, 1024),
     "debug/single_gpu_grpo": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
     "debug/grpo_integration_test": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
+    "debug/distill": (1, 1, 1, 1, 16, 2, 1, 40, 24, 1024),
     "debug/multi_node_grpo": (16, 8, 4, 2, 32, 16, 1, 19, 4096, 20480),
     "debug/full_integration_test": (16, 8, 8, 1, 32, 8, 4, 39, 8192, 12384),
 }
 # chat template -> parts of the names of recipes that have it; the others have the tokenizer's own
 TEMPLATES = {
-    "tulu": "tulu3/",
+    "tulu": "tulu3/ olmo2/grpo_7b",
     "tulu_thinker": "large_test full_integration multi_node",
     "r1_simple_chat_postpend_think": "grpo_fast_3b grpo_fast_7b olmo2/",
-    "qwen_instruct_user_boxed_math": "qwen3_",
+    "qwen_instruct_user_boxed_math": "qwen/qwen3_",
     "olmo_thinker": "think_rl rlzero_general",
     "olmo_thinker_rlzero": "rlzero_math rlzero_mix rlzero_instruction",
     "olmo_thinker_code_rlzero": "rlzero_code",
@@ -168,7 +174,7 @@ def test_a_broken_recipe_is_refused(elsewhere):
     with pytest.raises(utils.UserError, match="40 processes, but 32 ranks run"):
         check(command, script, args, 4)
     with pytest.raises(SystemExit):  # an unknown flag
-        utils.parse_args(grpo.Args, [*smoke.training_flags(command)[1], "--max_token_length", "2048"])
+        utils.parse_args(grpo.Args, [*smoke.training_flags(command)[1], "--max_tokens", "2048"])
     with pytest.raises(utils.UserError, match="num_mini_batches 5"):
         check(command, script, replace(args, num_mini_batches=5), 5)
 
@@ -179,6 +185,9 @@ def test_the_solver_run_of_another_grader_is_refused(monkeypatch):
         smoke.captures(REPO / "scripts/train/solver/planner_3b_300steps.sh")
     monkeypatch.delenv("VERL_GUIDELINES_USE_MATH_VERIFY")
     args = read_flags("scripts/train/solver/planner_3b_300steps.sh")[2]
+    assert args.solver_model_name_or_path == "Qwen/Qwen2.5-3B-Instruct"
+    monkeypatch.setenv("VERL_GUIDELINES_SOLVER_MODEL", "me/my solver")
+    assert read_flags("scripts/train/solver/planner_3b_300steps.sh")[2].solver_model_name_or_path == "me/my solver"
     run_dir = Path(args.output_dir) / args.exp_name
     assert str(run_dir) == "checkpoints/query-conditioned-guidelines/numinamath30k-3b-300steps-mathverify"
 
@@ -203,11 +212,32 @@ def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
         found = (check(command, script, args, 1), grpo.num_training_steps(args), args.num_unique_prompts_rollout)
         found += (args.num_samples_per_prompt_rollout, args.num_mini_batches, args.response_length)
         assert found == ((6, 77, 96, 8, 1, 2048) if mode == "full" else (1, steps, 4, 8, 1, 24))
-        assert (args.seed, args.beta, args.entropy_coef) == (seed, *((0.001, 0.003) if experiment % 2 == 0 else (0, 0)))
+        regularization = (0.001, 0.003) if experiment in (1, 2) else (0, 0)  # the source's second and fourth
+        assert (args.seed, args.shuffle, args.beta, args.entropy_coef) == (seed, False, *regularization)
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_part_of_trinity_for_a_run_of_verl(batches, elsewhere, monkeypatch):
+    """With veRL's batches and states, or with its states and our own rollouts; TRL is not needed."""
+    verl, out = elsewhere / "verl", elsewhere / "out"
+    (verl / "global_step_1" / "actor").mkdir(parents=True)
+    (out / "batches" / "dumps").mkdir(parents=True)
+    for step in (1, 2):
+        (out / "batches" / "dumps" / f"step_{step:06d}.json").touch()  # imported before
+    names = {"MODE": "full", "OUT": out, "STEPS": 2, "VERL": verl, "BETA": 0.001, "ENTROPY_COEF": 0.003}
+    for name, value in (names | {"BATCHES": verl if batches else ""}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TRL_PYTHON", raising=False)
+    (command,) = smoke.captures(REPO / "scripts/align/of_verl.sh")
+    args = utils.parse_args(grpo.Args, smoke.training_flags(command)[1])
+    assert (args.load_states, args.load_batches) == (str(verl), str(out / "batches") if batches else "")
+    assert (args.beta, args.entropy_coef, args.shuffle, grpo.num_training_steps(args)) == (0.001, 0.003, False, 2)
+    check(command, "grpo.py", replace(args, dataset_mixer_list=["rows.jsonl", "1.0"]), 1)
 
 
 SMOKED = {  # one of each folder -> verifiers whose rewards are seen
     "debug/grpo_integration_test": "math ifeval",  # one device, active sampling, checkpoints, dumps
+    "debug/tools/olmo_3_parser_multigpu": "ifeval math",  # vLLM's parser, a sandbox, a retriever that nobody asks
     "tulu3/grpo_fast_8b_single_node": "math ifeval",  # two mini-batches
     "qwen/grpo_fast_3b_single_node": "math ifeval",  # the format
     "olmo2/grpo_fast_7b_zero": "math ifeval",  # srun and torchrun
@@ -215,11 +245,13 @@ SMOKED = {  # one of each folder -> verifiers whose rewards are seen
     "gsm8k/qwen2.5_7b_verl": "gsm8k_strict ifeval",  # grpo.py behind torchrun
     "solver/planner_3b_300steps": "solver",  # with a server for the solver
     "hybrid/large_test_hybrid": "code code_stdio ifeval",  # a model whose layers leak
+    "tools/search_r1_qwen2.5_3b": "puzzle ifeval",  # plain tags
+    "distill/qwen3_8b_deepmath": "math ifeval",  # adapters, a teacher, no reward
 }
 
 
 def test_every_folder_is_smoked():
-    assert {name.partition("/")[0] for name in SMOKED} == set(FOLDERS)
+    assert {name.rpartition("/")[0] for name in SMOKED} == set(FOLDERS)
 
 
 @pytest.mark.parametrize("recipe", SMOKED)
@@ -228,7 +260,7 @@ def test_smoke(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert smoke.run(REPO / f"scripts/train/{recipe}.sh", ["--output_dir", str(tmp_path)]) == 0
-    run_dir = tmp_path / f"smoke_{recipe.partition('/')[2]}"
+    run_dir = tmp_path / f"smoke_{Path(recipe).name}"
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if step["training_step"] > 0]
     assert [step["training_step"] for step in steps] == [1, 2]
@@ -236,7 +268,7 @@ def test_smoke(recipe, tmp_path, monkeypatch):
     seen = {f"objective/{verifier}_reward" for verifier in SMOKED[recipe].split()}
     assert seen <= set().union(*steps), "a verifier did not occur"
     ours = json.loads((run_dir / "args.json").read_text())
-    model = json.loads((run_dir / "model/config.json").read_text())
+    model = json.loads((run_dir / ("model_merged" if ours["lora_merge"] else "model") / "config.json").read_text())
     assert model["model_type"] == ("olmo_hybrid" if recipe == "hybrid/large_test_hybrid" else "llama")
     theirs = vars(read_flags(f"scripts/train/{recipe}.sh")[2])
     for name in "learning_rate beta deepspeed_stage gradient_checkpointing chat_template_name num_mini_batches".split():
@@ -489,4 +521,5 @@ def test_all_of_gsm8k(tmp_path):
     made = [gsm8k.gsm8k_row(row, "plain") for _, row in rows.read_rows(str(source), "train")]
     assert len(made) == 7473
     assert all(rewards.check_ground_truth("gsm8k", row["ground_truth"]) is None for row in made)
-    assert competition_math.math_row({"question": "?", "answer": "3"}, "math", "{question}")["ground_truth"] == "3"
+    for column in ("answer", "final_answer"):
+        assert competition_math.math_row({"question": "?", column: "3"}, "math", "{question}")["ground_truth"] == "3"

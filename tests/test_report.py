@@ -3,17 +3,23 @@
 import html
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+import types
+from typing import Any
 from urllib.parse import quote
 
 import pytest
+import torch
 
+import grpo
+import rewards
 import utils
 from scripts.reports import benchmark_report, compare_runs, report
+from tests import programs
 from tests.conftest import REPO
 from utils import read_dump
 
@@ -40,10 +46,7 @@ def learned(tiny_models, tmp_path_factory):
         --response_length 6 --max_prompt_token_length 48 --pack_length 128 --temperature 1.0 --learning_rate 3e-3
         --lr_scheduler_type constant --beta 0.01 --total_episodes 256 --local_eval_every 2 --save_freq -1
         --num_epochs 2 --save_traces --dump_steps all"""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "grpo.py", *flags.split()], cwd=REPO, env=env, capture_output=True, text=True
-    )
+    done = programs.run(["grpo.py", *flags.split()], OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr[-3000:]
     return out / "run"
 
@@ -126,7 +129,7 @@ def test_the_page_shows_the_run(learned, tmp_path):
     assert len(data["histograms"]) == 4 and shown.count("<rect") == boxes(data) + 4 * len(data["phases"])
     assert shown.count("stroke-dasharray") == 3  # two clip bounds, rho_clamp_upper_bound
     assert shown.count("<path") >= 20 and "1 - clip_lower = 0.8, 1 + clip_higher = 1.2" in shown
-    assert "256 rollouts" in shown and "learning_rate" in shown and "git_commit" in shown
+    assert "256 episodes" in shown and "learning_rate" in shown and "git_commit" in shown
     assert 'data-metric="policy/entropy_avg"' in shown
     assert (
         "http://" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -291,7 +294,9 @@ FINE = {
 
 def checks(change):
     rows = [{"training_step": s, "episode": 64 * s} | FINE | (change if s > 8 else {}) for s in range(1, 11)]
-    return report.check_run(rows, {"model_dtype": "bfloat16", "beta": 0.01, "response_length": 128})
+    return report.check_run(
+        rows, {"model_dtype": "bfloat16", "beta": 0.01, "response_length": 128, "num_samples_per_prompt_rollout": 8}
+    )
 
 
 def test_a_healthy_run_has_no_warning():
@@ -376,9 +381,101 @@ def test_comparison_by_hand(pair, capsys):
     assert "**Score** of a and b cannot be told apart on the same 4 prompts" in text
     assert "Step 1** of b took 9.00 s, 2.25x" in text
     assert "| avg weight_sync | — | 0.50 |" in text and text.count("### ") == 2
-    assert "| 2 | 25 | 100 | 20.0 | 4.00 | 1.00 | 3.00 | 0.50 |" in text
-    assert "| 3 | 20 | 100 | 20.0 | 5.00 | 1.00 | 4.00 | — |" in text
+    assert "| 2 | 25 | 100 | 20.0 | 4.00 | 3.00 | 0.50 | 1.00 |" in text
+    assert "| 3 | 20 | 100 | 20.0 | 5.00 | 4.00 | — | 1.00 |" in text
     assert (pair[0].parent / "comparison.png").stat().st_size > 10_000
+
+
+REPORT = """verifiable_reward 0.69 0.66 0.83|verifiable_correct_rate 0.08 0.08 0.11|code_reward 0.73 0.69 1.01
+    code_correct_rate 0.08 0.08 0.12|code_stdio_reward 0.48 0.45 0.43|code_stdio_correct_rate 0.07 0.06 0.08
+    learner_tok/s_step 990 4265 7307|actor_tok/s 1299 3014 4027|total_time 100.3 56.7 52.3
+    training_time 69.4 47.7 38.3|weight_sync 33.0 9.8 15.3"""
+
+
+def test_open_instructs_report_comes_out_of_its_own_tables(tmp_path, monkeypatch, capsys):
+    """Per-step tables in, summary out: docs/benchmarks/grpo_hybrid_vs_nonhybrid.md of open-instruct, commit 5b691b933.
+
+    Tokens of a step are its rate times its seconds. A run's clock is not in the tables, only its 37, 24 and 22 minutes
+    with start and end: the one here, by which the three numbers come out, ends 0.8 to 1.3 minutes before. Were the last
+    step's tokens counted too, it would have to end after them.
+    """
+    data = json.loads((REPO / "tests/large_test.json").read_text())
+    args = grpo.Args(num_unique_prompts_rollout=32, num_samples_per_prompt_rollout=16, verification_reward=1.0)
+    world, now, printed = utils.World(0, 0, 1, torch.device("cpu")), [0.0], {}
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for name, final, minutes in (("hybrid_eager", 715, 37), ("hybrid", 1766, 24), ("non_hybrid", 4699, 22)):
+        steps = [dict(zip(data["columns"], row, strict=True)) for row in data[name]]
+        tokens = [s["learner_tok/s_step"] * s["total_time"] for s in steps]
+        wall = sum(tokens[:-1]) / final
+        assert 0.75 < minutes - wall / 60 < 1.3 and sum(tokens) / final > 60 * minutes
+        rest = (wall - sum(s["total_time"] for s in steps)) / len(steps)  # of evaluation and saving, after a step
+        state, rows, now[0] = grpo.start_state() | {"clock": 0.0, "flops_per_second": 1.0}, [], rest
+        learner = types.SimpleNamespace(policy=types.SimpleNamespace(flops=lambda *_: 0.0), ref_policy=None)
+        run: Any = types.SimpleNamespace(
+            args=args, world=world, state=state, learner=learner, train_prompts=range(100), start_time=0.0
+        )
+        for number, (step, n) in enumerate(zip(steps, tokens, strict=True), start=1):
+            made, metrics = grpo.Step(number, start_time=now[0]), utils.Metrics()
+            for count in ("trained", "sampled", "response_tokens", "val/num_sampled_tokens", "learner_flops"):
+                metrics.count(count, 1e9)  # none of the report's
+            metrics.count("val/num_step_tokens", n)
+            for key in data["columns"][5:]:
+                metrics.add(f"objective_kept/{key}", step[key])
+                metrics.add(f"objective/{key}", 99.0)
+            made.metrics, made.seconds = metrics, {"time/group_generation_max": n / step["actor_tok/s"]}
+            made.seconds |= {"time/training": step["training_time"] - 5, "time/trainer_waiting_for_data": 5.0}
+            now[0] += step["total_time"]
+            row = grpo.step_metrics(run, made)
+            rows.append(row | ({"time/weight_sync": step["weight_sync"]} if step["weight_sync"] else {}))
+            now[0] += rest
+        assert rows[-1]["episode"] == 19 * 512 and rows[0]["learner_tokens_per_second_overall"] == 0
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        printed[name] = rows[-1]["learner_tokens_per_second_overall"]
+    assert compare_runs.main([str(tmp_path / n) for n in printed] + ["--with_first_step"]) == 0
+    text = capsys.readouterr().out
+    assert "| final learner_tok/s_overall | 715 | 1,766 | **4,699** |" in text
+    assert "## Summary (means over all 19 steps)" in text and "step 1 apart" not in text
+    lines = {
+        parts[1].strip(): parts[2:-1] for x in text.split("### ")[0].splitlines() if len(parts := x.split("|")) == 6
+    }
+    for heading, *wanted in (entry.split() for entry in re.split(r"\||\n", REPORT)):
+        got = [float(cell.strip(" *").replace(",", "")) for cell in lines[f"avg {heading}"]]
+        digits = len(wanted[0].partition(".")[2])
+        assert got == pytest.approx(list(map(float, wanted)), abs=0.6 * 10**-digits), heading
+    for heading, wanted in (("total_time", (1906, 1077, 995)), ("training_time", (1319, 907, 728))):
+        got = [float(cell.strip(" *").replace(",", "")) for cell in lines[f"sum {heading}"]]
+        assert got == pytest.approx(wanted, abs=0.7)
+    assert "| avg verifiable_reward, all rollouts | 99.000 | 99.000 | 99.000 |" in text
+
+
+def test_kept_groups_and_their_prompts_are_counted_as_open_instruct_counts_them():
+    """Prompts of 3 and 4 tokens, two responses each; the second group's scores are equal: it is not kept, unless
+    --no_filter_zero_std_samples keeps all."""
+
+    def group(position, prompt, responses, scores):
+        p = utils.Prompt(position, tuple(range(prompt)), "p", ("7",), ("gsm8k",))
+        made = [utils.Rollout(p, position, j, [1] * n, [0.0] * n, [True] * n, [0] * n) for j, n in enumerate(responses)]
+        for r, score in zip(made, scores, strict=True):
+            r.results, r.verifiable = [rewards.RewardResult(score, "ok", None, 0.0)], score
+            r.outcome = r.score = 10 * score
+        return made
+
+    groups = [group(0, 3, (5, 6), (0.0, 1.0)), group(1, 4, (7, 8), (1.0, 1.0))]
+    for filters, tokens, rate in ((True, 3 + 11, 0.5), (False, 3 + 11 + 4 + 15, 0.75)):
+        metrics = utils.Metrics()
+        utils.note_step(groups, groups, grpo.Args(filter_zero_std_samples=filters), metrics)
+        out = metrics.reduce(utils.World(0, 0, 1, torch.device("cpu")))
+        assert out["val/num_step_tokens"] == tokens and out["objective_kept/verifiable_correct_rate"] == rate
+        assert (
+            out["val/num_sampled_tokens"] == 2 * 3 + 11 + 2 * 4 + 15
+            and out["objective/verifiable_correct_rate"] == 0.75
+        )
+        assert (out["objective/scores"], out["objective/scores_min"], out["objective/scores_max"]) == (7.5, 0, 10)
+        assert (out["val/prompt_lengths"], out["val/prompt_lengths_min"], out["val/prompt_lengths_max"]) == (3.5, 3, 4)
+    metrics = utils.Metrics()
+    utils.note_step([], groups[1:], grpo.Args(), metrics)
+    assert metrics.reduce(utils.World(0, 0, 1, torch.device("cpu")))["val/num_step_tokens"] == 0
 
 
 def test_three_runs_of_two_scripts_without_rollouts(tmp_path, capsys):
@@ -399,7 +496,7 @@ def test_three_runs_of_two_scripts_without_rollouts(tmp_path, capsys):
     assert (
         "**c** is the slowest by both, 12 tokens/s since the start and 1.53 min; its mean reward, 2.000, is not" in text
     )
-    assert "| avg verifiable_reward | 1.000 | **3.000** | 2.000 |" in text
+    assert "| avg verifiable_reward, all rollouts | 1.000 | **3.000** | 2.000 |" in text
 
 
 def test_a_difference_that_is_there_is_found(tmp_path, capsys):
@@ -441,37 +538,87 @@ def test_benchmark_by_hand(tmp_path, capsys):
         "eval/reward/gsm8k_ok": 3,
         "eval/reward/gsm8k_no_answer": 1,
     }
-    extra = {2: {"time/eval": 1.0}, 4: {"time/eval": 1.0, "time/saving": 2.0} | judged}
+    more = {"val/num_sampled_tokens": 100.0, "batch/total_prompts": 1.0, "time/ref_logprobs": 0.25}
+    more |= {"time/old_logprobs": 0.5, "val/learner_tokens_min": 40.0, "val/learner_tokens_max": 45.0}
+    more |= {"val/num_step_tokens": 7.0, "objective/scores_max": 10.0, "memory/gpu_allocated_gib": 3.5}
+    extra: dict = {step: dict(more) for step in range(1, 5)}
+    extra[2] |= {"time/eval": 1.0}
+    extra[4] |= {"time/eval": 1.0, "time/saving": 2.0} | judged
     run = make_run(tmp_path / "run", [9.0, 2.0, 2.0, 2.0], A, extra)
+    args = json.loads((run / "args.json").read_text()) | {"num_samples_per_prompt_rollout": 2, "beta": 0.001}
+    args |= {"dataset_mixer_eval_list": ["openai/gsm8k:main", "1.0", "data/a/eval.jsonl", "8"], "eval_pass_at_k": 4}
+    (run / "args.json").write_text(json.dumps(args))
     (run / "wandb_id.txt").write_text("ab12cd\n")
     assert benchmark_report.main([str(run)]) == 0
     text = (run / "benchmark.md").read_text()
     assert "| `actor/lr` | `lr` | 1.000e-06 | 1.000e-06 | schedule constant: constant |" in text
     assert "per process, over all steps 50; with 4.0 s of validation and saving inside 30" in text
     assert "| `critic/rewards/mean` | `objective/scores` | 0.5 | 0.66667 |" in text
-    assert "| `prompt_length/mean` | `val/num_step_tokens` less responses | 30 | 30 |" in text
-    assert "| `response_length/clip_ratio` | `val/stop_rate` | 0.25 | 0.25 |" in text
+    assert "| `response_length/clip_ratio` | `1 - val/stop_rate` | 0.25 | 0.25 |" in text
+    assert (
+        "| `val-core/openai/gsm8k+data/a/eval/reward/mean@4` | `eval/objective/verifiable_correct_rate` | 1 |" in text
+    )
     assert "share correct of 4 prompts; 95 % interval 0.5101 to 1.0000" in text  # 1 / (1 + 1.96^2 / 4)
     assert "| `actor/entropy` | `policy/entropy_avg` | — | — | not recorded in this run |" in text
+    assert "| `perf/max_memory_allocated_gb` | `memory/gpu_allocated_gib` | 3.5 | 3.5 |" in text
+    assert "| `timing_s/update_actor` | `time/training` | 0.25 | 0.25 |" in text  # 1 s less 0.25 and 0.5
     assert "| `critic/rewards/mean` | ▁▅█▅ | 0 | 0.5 |" in text  # 0, 0.5, 1, 0.5
+    assert "| `critic/score/max` | ▁▁▁▁ | 1 | 1 |" in text and "| `actor/kl_coef` | ▁▁▁▁ | 0.001 | 0.001 |" in text
+    assert "| `perf/total_num_tokens` | ▁▁▁▁ | 100 | 100 |" in text
     assert "| `timing_per_token_ms/gen` | ▁▁▁▁ | 25 | 25 |" in text  # 1 s for 2 responses of 20 tokens
-    assert "| `timing_per_token_ms/update_actor` | █▁▁▁ | 80 | 10 |" in text  # 8 s and 1 s for 100 tokens
-    assert "- **`actor/lr`**, ours `lr`: learning rate (healthy: stable)" in text and "| **Wandb** | ab12cd |" in text
+    assert "| `timing_per_token_ms/ref` | ▁▁▁▁ | 2.5 | 2.5 |" in text
+    assert "| `timing_per_token_ms/update_actor` | █▁▁▁ | 72.5 | 2.5 |" in text  # 7.25 s and 0.25 s for 100 tokens
+    assert "| `global_seqlen/minmax_diff` | ▁▁▁▁ | 5 | 5 |" in text
+    assert "- `global_seqlen/balanced_max`: grpo.py balances nothing" in text
+    assert "- `timing_s/stop_profile`: the loop has no profiler" in text
+    assert "**`actor/lr`** (ours: `lr`): Learning rate of AdamW" in text and "| **Wandb** | ab12cd |" in text
     assert "Too few steps to speak of convergence" in text and "It ran on a CPU." in text
     assert (run / "benchmark.png").stat().st_size > 10_000 and "benchmark.md" in capsys.readouterr().out
+    for step in range(1, 5):
+        extra[step] |= {"time/trainer_waiting_for_data": 0.2, "objective/kl_in_reward": 1.0}
+    fast = make_run(tmp_path / "fast", [9.0, 2.0, 2.0, 2.0], A, extra)
+    (fast / "args.json").write_text(json.dumps(args | {"kl_in_reward": True}))
+    assert benchmark_report.main([str(fast)]) == 0
+    text = (fast / "benchmark.md").read_text()
+    assert (
+        "| `timing_s/gen` | ▁▁▁▁ | 0.2 | 0.2 |" in text and "| `timing_s/generate_sequences` | ▁▁▁▁ | 1 | 1 |" in text
+    )
+    assert "| `global_seqlen/balanced_max` | ▁▁▁▁ | 45 | 45 |" in text
+    assert "- `global_seqlen/max`: grpo_fast.py never has packs" in text
+    assert "- `critic/rewards/max`: --kl_in_reward changes it" in text
+    assert "| `critic/rewards/mean` | `objective/scores` | 0.4 | 0.56667 |" in text
 
 
-def test_benchmark_names_are_the_documents_and_each_is_defined():
-    names = [
+VERL_SUMMARY = """actor/entropy actor/grad_norm actor/kl_coef actor/kl_loss actor/lr actor/pg_clipfrac
+    actor/pg_clipfrac_lower actor/pg_loss actor/ppo_kl critic/advantages/max critic/advantages/mean
+    critic/advantages/min critic/returns/max critic/returns/mean critic/returns/min critic/rewards/max
+    critic/rewards/mean critic/rewards/min critic/score/max critic/score/mean critic/score/min
+    global_seqlen/balanced_max global_seqlen/balanced_min global_seqlen/max global_seqlen/mean
+    global_seqlen/min global_seqlen/minmax_diff perf/cpu_memory_used_gb perf/max_memory_allocated_gb
+    perf/max_memory_reserved_gb perf/mfu/actor perf/throughput perf/time_per_step
+    perf/total_num_tokens prompt_length/clip_ratio prompt_length/max prompt_length/mean
+    prompt_length/min response_length/clip_ratio response_length/max response_length/mean
+    response_length/min timing_per_token_ms/adv timing_per_token_ms/gen timing_per_token_ms/ref
+    timing_per_token_ms/update_actor timing_s/adv timing_s/gen timing_s/generate_sequences
+    timing_s/old_log_prob timing_s/ref timing_s/reshard timing_s/reward timing_s/save_checkpoint
+    timing_s/start_profile timing_s/step timing_s/stop_profile timing_s/testing timing_s/update_actor
+    training/epoch training/global_step val-core/SOURCE/reward/mean@1""".split()
+
+
+def test_benchmark_has_all_of_verls_summary_and_a_definition_of_its_own_for_each():
+    table = benchmark_report.METRICS
+    assert sorted(table) == sorted(VERL_SUMMARY) and len(table) == 62
+    chosen = [
         n for part in ("CONVERGENCE", "PERFORMANCE", "EFFICIENCY", "LENGTHS") for n in getattr(benchmark_report, part)
     ]
-    assert all(report.define(benchmark_report.OURS[n]) for n in names if n in benchmark_report.OURS)
-    assert [n for n in names if n not in benchmark_report.OURS] == ["prompt_length/mean"]
-    wanted = """actor/lr actor/pg_loss actor/pg_clipfrac actor/entropy actor/kl_loss val-core/reward/mean@1
-        critic/rewards/mean critic/advantages/mean critic/returns/mean perf/mfu/actor perf/throughput perf/time_per_step
-        timing_s/generate_sequences timing_s/update_actor prompt_length/mean response_length/mean
-        response_length/clip_ratio"""
-    assert set(wanted.split()) <= set(names)
+    assert set(chosen) <= set(table) and len(set(chosen)) == len(chosen)
+    sentences = [what for _, what, _ in table.values()]
+    assert all(re.fullmatch(r"[A-Z][^.]+(?:\.py[^.]+|'s[^.]+)*\.", s) for s in sentences), "one sentence each"
+    assert [s for s in set(sentences) if sentences.count(s) > 1] == ["Seconds of a step without evaluation and saving."]
+    for name, (ours, _, missing) in table.items():
+        assert ours or missing, name
+        for metric in re.findall(r"[a-z_-]+/[\w/]+|learner_mfu", "" if ours.startswith("timing_s") else ours):
+            assert report.define(metric), f"{name}: {metric} is not in the table of metrics"
 
 
 def test_scripts_without_a_run_say_so(tmp_path, capsys):
@@ -491,7 +638,7 @@ def test_curves_of_a_run_under_way_by_hand(tmp_path):
     done = subprocess.run([*CURVES, run_dir, "--out", tmp_path / "a.svg"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "a.svg").read_text()
-    assert "<!-- a: 4 steps, 8 rollouts -->" in text and "<!-- not recorded in this run -->" in text
+    assert "<!-- a: 4 steps, 8 episodes -->" in text and "<!-- not recorded in this run -->" in text
     done = subprocess.run([*CURVES, tmp_path / "b"], capture_output=True, text=True)
     assert done.returncode == 2 and f"{tmp_path / 'b'} is no run: it has no metrics.jsonl" in done.stderr
 
@@ -499,7 +646,7 @@ def test_curves_of_a_run_under_way_by_hand(tmp_path):
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):
     run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
     assert utils.draw_report(run_dir) == f"report {run_dir / 'report.png'}" and capsys.readouterr().out == ""
-    monkeypatch.setattr(utils, "DRAWING_S", 0.01)
+    monkeypatch.setattr(utils, "PROGRAM_S", 0.01)
     assert utils.draw_report(run_dir) == "no report"
     assert "WARNING: no report was drawn: " in capsys.readouterr().out
     monkeypatch.undo()

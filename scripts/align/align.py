@@ -53,9 +53,10 @@ NAMES = (  # ours, veRL, Trinity-RFT (whose trainer is veRL's), TRL. TRL average
     ("objective/scores", "critic/score/mean", "critic/score/mean", "reward"),
     ("loss/total_avg", None, "actor/final_loss", "loss"),
     ("optim/grad_norm", "actor/grad_norm", "actor/grad_norm", "grad_norm"),
-    ("loss/policy_avg", "actor/pg_loss", "actor/pg_loss", None),
+    ("loss/policy_avg", "actor/pg_loss", "actor/pg_loss", "pg_loss"),
     ("objective/kl2_avg", "actor/kl_loss", "actor/kl_loss", "kl"),  # k3, per token, without its coefficient
     ("policy/entropy_avg", "actor/entropy", "actor/entropy_loss", "entropy"),
+    ("policy/ppo_kl_avg", "actor/ppo_kl", "actor/ppo_kl", "ppo_kl"),  # the last as scripts/peers/trl_side.py logs it
     ("policy/clipfrac_avg", "actor/pg_clipfrac", "actor/pg_clipfrac", "clip_ratio/region_mean"),
     ("lr", "actor/lr", "actor/lr", "learning_rate"),
     ("val/sequence_lengths", "response_length/mean", "response_length/mean", "completions/mean_length"),

@@ -7,8 +7,8 @@
 # MODE=tiny  a random model of two layers, 4 prompts x 8 additions, 24 steps, float32; .venv-trl is made where it lacks.
 #
 # Below, what differs in the two systems unless it is set: engine correction off, constant groups counted in the loss's
-# denominator, one optimizer step per batch, AdamW without weight decay, no warm-up, gradients clipped at 1, master
-# weights that start as the bfloat16 numbers of the model (other systems do not dither them).
+# denominator, prompts in the order of the data, one optimizer step per batch, AdamW without weight decay, no warm-up,
+# gradients clipped at 1, master weights that start as the model's bfloat16 numbers (other systems do not dither them).
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 MODE="${MODE:-full}"
@@ -17,6 +17,7 @@ mkdir -p "$OUT"
 OURS="${OURS:-grpo.py}"
 SEEDS="${SEEDS:-1 2 3 4}"
 CLIP_LOWER=0.2 CLIP_HIGHER=0.28 SCHEDULER=constant
+SIX="objective/scores optim/grad_norm policy/entropy_avg objective/kl2_avg loss/policy_avg policy/ppo_kl_avg" # compared
 
 if [[ "$MODE" == tiny ]]; then
     MODEL="$(cd "$OUT" && pwd)/start" DATA="$PWD/data/addition/train.jsonl"
@@ -28,7 +29,7 @@ if [[ "$MODE" == tiny ]]; then
         --rollout_backend transformers --max_prompt_token_length 64 --pack_length 512)
     TRL_FLAGS=(--reward_file scripts/align/digits.py:digits --autocast none --micro_batch 32)
 elif [[ "$MODE" == full ]]; then
-    MODEL="${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}" DATA="$PWD/data/align_gsm8k.jsonl"
+    MODEL="${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}" DATA="$PWD/data/align_gsm8k_verl.jsonl"
     STEPS="${STEPS:-77}" PROMPTS=96 SAMPLES=8 LENGTH=2048 LR="${LR:-1e-5}" TOLERANCE="${TOLERANCE:-0.05}"
     [[ -f "$DATA" ]] || python - "$DATA" <<'EOF'
 import json, sys
@@ -37,12 +38,13 @@ with open(sys.argv[1], "w") as file:
     for row in load_dataset("openai/gsm8k", "main", split="train"):
         text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        row = {"messages": [{"role": "user", "content": text}], "ground_truth": answer, "dataset": "gsm8k"}
+        row = {"messages": [{"role": "user", "content": text}], "ground_truth": answer, "dataset": "gsm8k_verl"}
         file.write(json.dumps(row) + "\n")
 EOF
     OURS_FLAGS=(--max_prompt_token_length 1024 --pack_length 16384 --deepspeed_stage 3 --gradient_checkpointing
         --vllm_gpu_memory_utilization 0.4)
-    TRL_FLAGS=(--autocast bfloat16 --micro_batch 8 --gradient_checkpointing)
+    TRL_FLAGS=(--reward_file scripts/align/verl_reward.py:gsm8k_verl --autocast bfloat16 --micro_batch 8
+        --gradient_checkpointing)
     : "${TRL_PYTHON:?MODE=full needs TRL_PYTHON, a Python with TRL and a CUDA torch; MODE=tiny needs no GPU}"
 else
     echo "MODE is full or tiny, not $MODE" >&2
@@ -69,6 +71,7 @@ ours() {
         --advantage_normalization_type standard_unbiased \
         --no_filter_zero_std_samples \
         --no_use_rho_correction \
+        --no_shuffle \
         --no_dither_master_weights \
         --clip_lower $CLIP_LOWER \
         --clip_higher $CLIP_HIGHER \
@@ -100,6 +103,7 @@ trl() (
         --clip_higher $CLIP_HIGHER \
         --lr $LR \
         --lr_scheduler $SCHEDULER \
+        --no_shuffle \
         "${TRL_FLAGS[@]}" \
         "${@:3}"
 )
@@ -117,6 +121,6 @@ independent() {
         trl "trl_$seed" stock --seed "$seed" "$@"
         a+=(--a "$OUT/ours_$seed") b+=(--b "$OUT/trl_$seed")
     done
-    python scripts/align/align.py "${a[@]}" "${b[@]}" --plot "$OUT/align.png" \
-        --metrics objective/scores optim/grad_norm policy/entropy_avg loss/total_avg
+    # shellcheck disable=SC2086  # several names
+    python scripts/align/align.py "${a[@]}" "${b[@]}" --plot "$OUT/align.png" --metrics $SIX
 }

@@ -1,8 +1,8 @@
 r"""Mathematics with boxed answers as train.jsonl and test.jsonl, or eval.jsonl with --eval_rows.
 
 The default is MATH (Hendrycks et al., arXiv:2103.03874): 7500 and 5000 rows with the columns problem and solution; the
-label is the last \boxed{} of the solution, or the column answer where there is one. Rows without either are dropped and
-counted.
+label is the last \boxed{} of the solution, or the column answer, or DeepMath's final_answer, where there is one. Rows
+without any are dropped and counted.
 
     python scripts/data/competition_math.py [--dataset DigitalLearningGmbH/MATH-lighteval, or FILE or DIR]
         [--out data/math] [--rows 30000] [--eval_rows 300] [--verifier math|solver] [--prompt_file FILE]
@@ -26,7 +26,7 @@ from scripts.data import rows as data
 def math_row(row: dict, verifier: str, template: str) -> dict | None:
     """A row of problem and solution, or of question and answer; None without an answer. Raises KeyError."""
     question = row["problem"] if row.get("problem") else row["question"]
-    answer = row.get("answer") or last_box(row.get("solution") or "")
+    answer = row.get("answer") or row.get("final_answer") or last_box(row.get("solution") or "")
     if not answer or not str(answer).strip():
         return None
     label = {"question": question.strip(), "answer": str(answer)} if verifier == "solver" else str(answer)

@@ -20,6 +20,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import utils
 from scripts.data import rows as data
+from scripts.rows import parse_row
 
 # func_name -> (IFEval's constraint, {its argument: argument of the older form}). arXiv:2311.07911 has the constraints.
 FUNCTIONS = {
@@ -92,7 +93,7 @@ def ifeval_label(label: str) -> str:
 
 def rlvr_row(row: dict) -> dict:
     """A row of any shape that the loader reads in that of scripts/data/rows.py. Raises ValueError for what is none."""
-    messages, labels, verifiers = utils.parse_row(row)
+    messages, labels, verifiers = parse_row(row)
     labels = [ifeval_label(data.text_of(x)) if v == "ifeval" else x for x, v in zip(labels, verifiers, strict=True)]
     messages = [{"role": m["role"], "content": m["content"]} for m in messages]
     return data.make_row(messages, labels, verifiers)
@@ -130,7 +131,7 @@ def main() -> None:
         if found:
             mixed += draw(found, amount, rng)
     rng.shuffle(mixed)
-    counts = collections.Counter(v for row in mixed for v in utils.parse_row(row)[2])
+    counts = collections.Counter(v for row in mixed for v in parse_row(row)[2])
     print("verifiers: " + ", ".join(f"{verifier} {count}" for verifier, count in counts.most_common()))
     data.save_train([(data.question_of(row), row) for row in mixed], args)
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import utils
+from scripts.rows import parse_row
+from scripts.rows import read_rows as read
 
 NGRAM = 13  # words; GPT-3's (arXiv:2005.14165, appendix C)
 
@@ -38,8 +39,8 @@ def text_of(value: Any) -> str:
 def read_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row) of a hub dataset (`org/name` or `org/name:config`), or of a local .jsonl, .parquet or directory."""
     try:
-        yield from utils.load_rows(source, split, 1.0, 0)
-    except utils.UserError as error:
+        yield from read(source, split)
+    except ValueError as error:
         sys.exit(str(error))
 
 
@@ -50,7 +51,7 @@ def words_of(text: str) -> list[str]:
 
 def question_of(row: dict[str, Any]) -> str:
     """The last user turn of any row that the loader reads, with whatever the prompt puts around the question."""
-    messages, _, _ = utils.parse_row(row)
+    messages, _, _ = parse_row(row)
     return next(m["content"] for m in reversed(messages) if m["role"] == "user")
 
 

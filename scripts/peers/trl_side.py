@@ -24,8 +24,10 @@ generation_s  sampling and, with vLLM, loading the new weights into it (sync_s i
 learner_s     the rest of the step: reward, advantages, forward, backward, clipping, AdamW
 other_cpus    CPUs that other processes kept busy meanwhile: above 0.15, compare the CPU-seconds (_cpu_s) instead
 
---out DIR gets what scripts/align/align.py reads: metrics.jsonl (TRL's own names and numbers, one object a step),
-weights.jsonl (sha256 and norm of every parameter after every step) and model/, with --save_freq N step_N/ too.
+--out DIR gets what scripts/align/align.py reads: metrics.jsonl (TRL's own names and numbers, one object a step, with
+pg_loss = loss - beta kl + entropy_coef entropy and ppo_kl = mean(old - new), which it lacks; kl, entropy and ppo_kl are
+means over micro-batches, exact for one), weights.jsonl (sha256 and norm of every parameter after every step), model/
+and, with --save_freq N, step_N/.
 In mode batches, rollouts that were not trained on are masked, so that both sides count the same tokens. TRL divides by
 a group's standard deviation + 1e-4 (ddof 1) and we by + 1e-8 (ddof 0) or + 1e-6 (ddof 1): --advantages dump takes the
 dumped advantages and logs how far TRL's own are from them, --advantages own keeps TRL's.
@@ -86,6 +88,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--entropy_coef", type=float, default=0.0)
     parser.add_argument("--clip_lower", type=float, default=0.2)
     parser.add_argument("--clip_higher", type=float, default=0.2)
+    parser.add_argument("--no_shuffle", action="store_true", help="prompts in the order of the data, as with --dumps")
     parser.add_argument("--scale_rewards", choices=["group", "none"], default="group", help="none: advantages centered")
     parser.add_argument("--seed", type=int, default=1, help="of data order and sampling; TRL seeds vLLM with 0 always")
     parser.add_argument("--dumps", type=Path, help="modes batches and states: RUN of grpo.py --dump_steps all")
@@ -290,7 +293,7 @@ def make_trainer(args: argparse.Namespace, scratch: str):
         max_completion_length=args.max_new_tokens,
         temperature=args.temperature,
         loss_type="dapo",
-        beta=args.beta,
+        beta=args.beta or 1e-30,  # for 0 TRL measures no KL; next to any gradient, and to Adam's eps, this is nothing
         entropy_coef=args.entropy_coef,
         epsilon=args.clip_lower,
         epsilon_high=args.clip_higher,
@@ -301,7 +304,7 @@ def make_trainer(args: argparse.Namespace, scratch: str):
         max_grad_norm=args.max_grad_norm,
         optim="adamw_torch_fused",
         seed=args.seed,
-        shuffle_dataset=not args.batches,
+        shuffle_dataset=not (args.batches or args.no_shuffle),
         save_strategy="no",
         logging_strategy="steps" if args.out else "no",
         logging_steps=1,
@@ -330,6 +333,19 @@ def make_trainer(args: argparse.Namespace, scratch: str):
                 if args.advantages == "dump":
                     output["advantages"] = dumped
             return output
+
+        def _get_per_token_logps_and_entropies(self, *rest, **more):
+            self.latest = super()._get_per_token_logps_and_entropies(*rest, **more)
+            return self.latest
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            new = self.latest[0].detach()
+            old = inputs.get("old_per_token_logps")
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            ppo_kl = (((new if old is None else old) - new) * mask).sum() / mask.sum().clamp(min=1)
+            self._metrics["train"]["ppo_kl"].append(ppo_kl.item())
+            return loss
 
     class StepTimer(TrainerCallback):
         """A step lasts from the end of the last one to its own end, whatever the trainer does in between."""
@@ -381,6 +397,8 @@ def make_trainer(args: argparse.Namespace, scratch: str):
             if args.mode == "batches":  # given, and TRL would not count the rollouts that were not trained on
                 logs = {name: value for name, value in logs.items() if not name.startswith("completions/")}
             if "loss" in logs:  # the last call sums up the run
+                regularization = args.beta * logs["kl"] - args.entropy_coef * logs["entropy"]
+                logs = logs | {"pg_loss": logs["loss"] - regularization}
                 self.write("metrics.jsonl", {"step": state.global_step} | logs)
 
         def on_train_end(self, *_, model=None, **__):

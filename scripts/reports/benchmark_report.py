@@ -2,7 +2,8 @@
 
     python scripts/reports/benchmark_report.py RUN [--out DIRECTORY]
 
-Four tables (convergence, performance, efficiency, lengths), every metric over the steps, and the definitions.
+Four tables (convergence, performance, efficiency, lengths), each of the 62 metrics that veRL's summary has over the
+steps, or the reason why it has no value, and a sentence of definition for each.
 Differences from such reports, where they mislead:
 
 learning rate   in full, first and last, with the schedule. Rounded to 5 decimals 1e-6 reads 0.0
@@ -26,58 +27,211 @@ from typing import Any
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.align.align import NAMES
 from scripts.reports.compare_runs import Run, table
-from scripts.reports.report import define
 
-OURS = {verl: ours for ours, verl, _, _ in NAMES if verl}
-OURS |= {  # what align.py does not compare
-    "val-core/reward/mean@1": "eval/objective/verifiable_correct_rate",
-    "critic/rewards/mean": "objective/scores",
-    "critic/advantages/mean": "val/advantages",
-    "critic/returns/mean": "val/advantages",
-    "perf/mfu/actor": "learner_mfu",
-    "perf/throughput": "learner_tokens_per_second_step",
-    "perf/time_per_step": "time/total",
-    "timing_s/generate_sequences": "time/generation",
-    "timing_s/update_actor": "time/training",
-    "timing_s/reshard": "time/weight_sync",
-    "timing_s/reward": "time/reward",
-    "timing_s/testing": "time/eval",
-    "timing_s/save_checkpoint": "time/saving",
-    "response_length/clip_ratio": "val/stop_rate",
+# veRL's name -> (ours, what the value is, why it may be missing). SOURCE stands for the data evaluated on.
+SCORE = "score of a sampled rollout, over --verification_reward"
+LATER = "the advantage, since GRPO has no returns of its own"
+METRICS = {
+    # convergence
+    "actor/lr": ("lr", "Learning rate of AdamW, mean over the step's optimizer steps.", ""),
+    "actor/pg_loss": (
+        "loss/policy_avg",
+        "Policy-gradient part of the loss, mean over the step's optimizer steps.",
+        "no optimizer step",
+    ),
+    "actor/pg_clipfrac": ("policy/clipfrac_avg", "Share of trained tokens at which the clip acted.", ""),
+    "actor/pg_clipfrac_lower": (
+        "policy/clipfrac_lower_avg",
+        "Share of trained tokens with a negative advantage and a ratio above --clip_dual, which bounds their loss.",
+        "--clip_dual is off",
+    ),
+    "actor/ppo_kl": (
+        "policy/ppo_kl_avg",
+        "Old less new logprob, in nats, mean over trained tokens: how far a step's later updates have moved.",
+        "",
+    ),
+    "actor/entropy": (
+        "policy/entropy_avg",
+        "Entropy of the next-token distribution at --temperature, in nats, mean over trained tokens.",
+        "",
+    ),
+    "actor/kl_loss": (
+        "objective/kl2_avg",
+        "KL to the reference policy in nats a token, k3 estimate, without its coefficient.",
+        "no reference policy",
+    ),
+    "actor/kl_coef": ("--beta", "Coefficient of the KL in the loss, constant.", ""),
+    "actor/grad_norm": ("optim/grad_norm", "Norm of the gradient before clipping, mean over optimizer steps.", ""),
+    # performance
+    "val-core/SOURCE/reward/mean@1": (
+        "eval/objective/verifiable_correct_rate",
+        "Share of evaluation responses with a verifiable score above 0.",
+        "no evaluation",
+    ),
+    "critic/score/mean": ("objective/scores", f"Mean {SCORE}.", ""),
+    "critic/score/max": ("objective/scores_max", f"Largest {SCORE}.", ""),
+    "critic/score/min": ("objective/scores_min", f"Smallest {SCORE}.", ""),
+    "critic/rewards/mean": (
+        "objective/scores",
+        "Mean score of a sampled rollout, with --kl_in_reward less the mean KL of those trained on, over "
+        "--verification_reward.",
+        "",
+    ),
+    "critic/rewards/max": ("objective/scores_max", f"Largest {SCORE}, without KL in it.", "--kl_in_reward changes it"),
+    "critic/rewards/min": ("objective/scores_min", f"Smallest {SCORE}, without KL in it.", "--kl_in_reward changes it"),
+    "critic/advantages/mean": ("val/advantages", "Mean advantage of a rollout of the batch (veRL: of a token).", ""),
+    "critic/advantages/max": ("val/advantages_max", "Largest advantage of a rollout of the batch.", ""),
+    "critic/advantages/min": ("val/advantages_min", "Smallest advantage of a rollout of the batch.", ""),
+    "critic/returns/mean": ("val/advantages", f"Mean of {LATER}.", ""),
+    "critic/returns/max": ("val/advantages_max", f"Largest of {LATER}.", ""),
+    "critic/returns/min": ("val/advantages_min", f"Smallest of {LATER}.", ""),
+    # efficiency
+    "perf/mfu/actor": (
+        "learner_mfu",
+        "Operations of the update per second of training, against the matrix product measured at the start.",
+        "",
+    ),
+    "perf/throughput": (
+        "val/num_sampled_tokens, time/total",
+        "Prompt and response tokens of all rollouts per second of the step and process that holds a model.",
+        "",
+    ),
+    "perf/time_per_step": ("time/total", "Seconds of a step without evaluation and saving.", ""),
+    "perf/total_num_tokens": ("val/num_sampled_tokens", "Prompt and response tokens of all sampled rollouts.", ""),
+    "perf/max_memory_allocated_gb": (
+        "memory/gpu_allocated_gib",
+        "Most GiB that torch's tensors took on a GPU since the start, over ranks (veRL's unit, though it says gb).",
+        "no GPU",
+    ),
+    "perf/max_memory_reserved_gb": (
+        "memory/gpu_reserved_gib",
+        "Most GiB that torch's allocator held on a GPU since the start, over ranks.",
+        "no GPU",
+    ),
+    "perf/cpu_memory_used_gb": (
+        "memory/host_used_gib",
+        "GiB of a machine's memory in use by anybody when the step ended, the most over ranks' machines.",
+        "only Linux tells",
+    ),
+    "timing_s/gen": (
+        "time/generation; time/trainer_waiting_for_data",
+        "Seconds for which the step waited for responses: grpo.py samples, grpo_fast.py's learner waits for data.",
+        "nothing was sampled",
+    ),
+    "timing_s/generate_sequences": (
+        "time/generation",
+        "Seconds in which an engine decoded: rank 0's, in grpo_fast.py the mean of all, beside the training.",
+        "nothing was sampled",
+    ),
+    "timing_s/reward": ("time/reward", "Seconds for which scores were waited for after the sampling.", ""),
+    "timing_s/old_log_prob": (
+        "time/old_logprobs",
+        "Seconds of the forward that gives the old policy's logprobs, mean over ranks.",
+        "with one optimizer step a step the update's own forward gives them",
+    ),
+    "timing_s/ref": (
+        "time/ref_logprobs",
+        "Seconds of the reference policy's forward, mean over ranks.",
+        "no reference policy",
+    ),
+    "timing_s/update_actor": (
+        "time/training",
+        "Seconds of packing, forward, backward and optimizer steps: training without the two before.",
+        "",
+    ),
+    "timing_s/reshard": (
+        "time/weight_sync",
+        "Seconds that new weights took into the engine; in grpo_fast.py beside the next update.",
+        "",
+    ),
+    "timing_s/step": ("time/total", "Seconds of a step without evaluation and saving.", ""),
+    "timing_s/testing": ("time/eval", "Seconds of an evaluation.", "no evaluation"),
+    "timing_s/save_checkpoint": (
+        "time/saving",
+        "Seconds that a Hugging Face model took to save.",
+        "--save_freq saved none; resumable checkpoints are written beside the training and not timed",
+    ),
+    "timing_s/adv": ("", "Seconds that advantages took.", "not timed: a mean and a deviation a group, on the CPU"),
+    "timing_s/start_profile": ("", "Seconds that a profiler took to start.", "the loop has no profiler"),
+    "timing_s/stop_profile": ("", "Seconds that a profiler took to stop.", "the loop has no profiler"),
+    "timing_per_token_ms/gen": (
+        "timing_s/gen, val/sequence_lengths",
+        "Milliseconds of timing_s/gen per response token of all rollouts.",
+        "nothing was sampled",
+    ),
+    "timing_per_token_ms/ref": (
+        "time/ref_logprobs, val/num_sampled_tokens",
+        "Milliseconds of timing_s/ref per prompt and response token of all rollouts.",
+        "no reference policy",
+    ),
+    "timing_per_token_ms/update_actor": (
+        "timing_s/update_actor, val/num_sampled_tokens",
+        "Milliseconds of timing_s/update_actor per prompt and response token of all rollouts.",
+        "",
+    ),
+    "timing_per_token_ms/adv": ("", "Milliseconds of timing_s/adv per token.", "timing_s/adv is not timed"),
+    # lengths
+    "prompt_length/mean": ("val/prompt_lengths", "Mean prompt tokens of a sampled rollout.", ""),
+    "prompt_length/min": ("val/prompt_lengths_min", "Fewest prompt tokens of a sampled rollout.", ""),
+    "prompt_length/max": ("val/prompt_lengths_max", "Most prompt tokens of a sampled rollout.", ""),
+    "prompt_length/clip_ratio": (
+        "",
+        "Share of prompts of the largest length allowed.",
+        "no prompt is cut: longer ones than --max_prompt_token_length are dropped before the start, and counted there",
+    ),
+    "response_length/mean": ("val/sequence_lengths", "Mean response tokens of a sampled rollout.", ""),
+    "response_length/min": ("val/sequence_lengths_min", "Fewest response tokens of a sampled rollout.", ""),
+    "response_length/max": ("val/sequence_lengths_max", "Most response tokens of a sampled rollout.", ""),
+    "response_length/clip_ratio": (
+        "1 - val/stop_rate",
+        "Share of sampled responses that did not end by themselves (veRL: those of the largest length).",
+        "",
+    ),
+    "global_seqlen/mean": (
+        "val/learner_tokens",
+        "Mean over ranks of the tokens in a rank's packs, a prompt once for the responses that share it.",
+        "",
+    ),
+    "global_seqlen/min": (
+        "val/learner_tokens_min",
+        "Fewest tokens in a rank's packs, of the prompts that it sampled itself.",
+        "grpo_fast.py never has packs that are not balanced",
+    ),
+    "global_seqlen/max": (
+        "val/learner_tokens_max",
+        "Most tokens in a rank's packs, of the prompts that it sampled itself.",
+        "grpo_fast.py never has packs that are not balanced",
+    ),
+    "global_seqlen/minmax_diff": (
+        "val/learner_tokens_max, _min",
+        "Most less fewest tokens in a rank's packs, of the prompts that it sampled itself.",
+        "grpo_fast.py never has packs that are not balanced",
+    ),
+    "global_seqlen/balanced_min": (
+        "val/learner_tokens_min",
+        "Fewest tokens in a learner's packs, which are dealt out evenly.",
+        "grpo.py balances nothing: a rank trains on the prompts that it sampled",
+    ),
+    "global_seqlen/balanced_max": (
+        "val/learner_tokens_max",
+        "Most tokens in a learner's packs, which are dealt out evenly.",
+        "grpo.py balances nothing: a rank trains on the prompts that it sampled",
+    ),
+    "training/epoch": ("epoch", "Passes over the prompts so far, with fractions.", ""),
+    "training/global_step": ("training_step", "The step.", ""),
 }
-HISTORY = {  # what veRL logs too and none of the four tables has: its name -> ours
-    "critic/score/mean": "objective/scores",
-    "critic/advantages/max": "val/advantages_max",
-    "critic/advantages/min": "val/advantages_min",
-    "perf/total_num_tokens": "val/num_step_tokens",
-    "timing_s/step": "time/total",
-    "training/epoch": "epoch",
-    "training/global_step": "training_step",
-}
-ELSEWHERE = (  # what veRL logs and we do not, and where it is instead
-    "`actor/kl_coef`: `--beta`, constant, in the table at the top",
-    "`actor/ppo_kl`: `policy/approxkl_avg` is the mean of (new - old)^2 / 2, veRL's of old - new",
-    "`actor/pg_clipfrac_lower`: not counted (`--clip_dual`)",
-    "`critic/rewards/max`, `/min`, `prompt_length/max`, `/min`, `/clip_ratio`: in rollouts.jsonl",
-    "`critic/returns/max`, `/min`: those of the advantages",
-    "`timing_s/old_log_prob`, `/ref`: in `time/training`; `timing_s/adv`: not timed",
-    "`perf/max_memory_*`, `perf/cpu_memory_used_gb`, `global_seqlen/*`: not recorded",
-)
 CONVERGENCE = "actor/lr actor/pg_loss actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm".split()
-PERFORMANCE = "val-core/reward/mean@1 critic/rewards/mean critic/advantages/mean critic/returns/mean".split()
-EFFICIENCY = """perf/mfu/actor perf/throughput perf/time_per_step timing_s/generate_sequences timing_s/update_actor
-    timing_s/reshard timing_s/reward timing_s/testing timing_s/save_checkpoint""".split()
+PERFORMANCE = "val-core/SOURCE/reward/mean@1 critic/rewards/mean critic/advantages/mean critic/returns/mean".split()
+EFFICIENCY = """perf/mfu/actor perf/throughput perf/time_per_step perf/max_memory_allocated_gb perf/cpu_memory_used_gb
+    timing_s/gen timing_s/generate_sequences timing_s/old_log_prob timing_s/ref timing_s/update_actor timing_s/reshard
+    timing_s/reward timing_s/testing timing_s/save_checkpoint""".split()
 LENGTHS = """prompt_length/mean response_length/mean response_length/min response_length/max
     response_length/clip_ratio""".split()
 REMARKS = {
-    "actor/pg_loss": "mean over optimizer steps; its size is no sign of convergence",
-    "actor/kl_loss": "k3 per token, without its coefficient",
-    "critic/advantages/mean": "over rollouts, veRL's over tokens: near 0 by construction, no sign of convergence",
-    "critic/returns/mean": "GRPO has no returns of its own: equal to the advantages",
-    "timing_s/update_actor": "ours has packing and the old and reference logprobs in it",
-    "timing_s/reshard": "new weights into the engine",
+    "actor/pg_loss": "its size is no sign of convergence",
+    "critic/advantages/mean": "near 0 by construction, no sign of convergence",
+    "critic/returns/mean": "equal to the advantages",
 }
 
 
@@ -99,47 +253,86 @@ def number(value: float | None) -> str:
 
 def devices(run: Run) -> int:
     """Processes that hold a model each: ranks of grpo.py, or learners and engines of grpo_fast.py."""
-    if run.last("time/trainer_waiting_for_data") is None:
+    if not is_fast(run):
         return run.environment.get("world_size") or 1
     engines = run.args.get("vllm_num_engines", 1) * run.args.get("vllm_tensor_parallel_size", 1)
     return sum(run.args.get("num_learners_per_node", [1])) + engines
 
 
-def prompt_lengths(run: Run) -> list[float]:
-    """Mean prompt tokens of a rollout at each step: those of the step less the responses', over its rollouts."""
-    out, before = [], 0.0
-    for row in run.rows.values():
-        sampled, before = row["episode"] - before, row["episode"]
-        if sampled > 0 and row.get("val/sequence_lengths") is not None:
-            out.append(row["val/num_step_tokens"] / sampled - row["val/sequence_lengths"])
-    return out
+def is_fast(run: Run) -> bool:
+    """Whether grpo_fast.py made it."""
+    return run.last("time/trainer_waiting_for_data") is not None
 
 
 def throughput(run: Run) -> dict[str, float]:
     """Prompt and response tokens per second and process, after step 1: of steps, and with validation and saving in."""
     rows = [r for step, r in sorted(run.rows.items()) if step > 1 and r.get("time/total")]
-    tokens, steps = sum(r["val/num_step_tokens"] for r in rows), sum(r["time/total"] for r in rows)
+    tokens, steps = sum(tokens_of(r) or 0.0 for r in rows), sum(r["time/total"] for r in rows)
     extra = sum((r.get("time/eval") or 0.0) + (r.get("time/saving") or 0.0) for r in rows)
     n = devices(run)
     return {"steps": tokens / steps / n, "all": tokens / (steps + extra) / n, "extra": extra} if rows else {}
 
 
+def tokens_of(row: dict[str, float]) -> float | None:
+    """Prompt and response tokens of all rollouts of a step; val/num_step_tokens was that in runs of older versions."""
+    return row.get("val/num_sampled_tokens", row.get("val/num_step_tokens"))
+
+
+def value(run: Run, name: str, row: dict[str, Any]) -> float | None:
+    """A step's value by veRL's name and in its unit, or None."""
+    kind, _, last = name.partition("/")
+    if name == "actor/kl_coef":
+        return run.args.get("beta")
+    if name == "perf/total_num_tokens":
+        return tokens_of(row)
+    if name == "perf/throughput":
+        tokens, seconds = tokens_of(row), row.get("time/total")
+        return tokens / seconds / devices(run) if tokens is not None and seconds else None
+    if name == "timing_s/gen":
+        return row.get("time/trainer_waiting_for_data" if is_fast(run) else "time/generation")
+    if name == "timing_s/update_actor":
+        parts = [row.get(f"time/{part}") for part in ("training", "ref_logprobs", "old_logprobs")]
+        return None if parts[0] is None else parts[0] - sum(p or 0.0 for p in parts[1:])
+    if kind == "timing_per_token_ms" and METRICS[name][0]:
+        seconds = value(run, f"timing_s/{last}", row)
+        tokens = responses_of(run, row) if last == "gen" else tokens_of(row)
+        return 1000 * seconds / tokens if seconds is not None and tokens else None
+    if kind == "global_seqlen" and last != "mean" and is_fast(run) != last.startswith("balanced"):
+        return None
+    if name == "global_seqlen/minmax_diff":
+        most, fewest = (row.get(f"val/learner_tokens_{end}") for end in ("max", "min"))
+        return None if most is None or fewest is None else most - fewest
+    if name == "response_length/clip_ratio":
+        return None if row.get("val/stop_rate") is None else 1 - row["val/stop_rate"]
+    found = row.get(METRICS[name][0])
+    if found is None or kind != "critic" or "advantages" in METRICS[name][0]:
+        return found
+    if last.startswith("rewards") and run.args.get("kl_in_reward"):
+        if last != "rewards/mean":
+            return None
+        found -= row.get("objective/kl_in_reward") or 0.0
+    return found / (run.args.get("verification_reward") or 1.0)
+
+
+def responses_of(run: Run, row: dict[str, Any]) -> float | None:
+    """Response tokens of all rollouts of a step."""
+    groups, mean = row.get("batch/total_prompts"), row.get("val/sequence_lengths")
+    if groups is None or mean is None:
+        return None
+    return mean * groups * (run.args.get("num_samples_per_prompt_rollout") or 1)
+
+
 def values(run: Run, name: str) -> tuple[list[float], list[float]]:
     """(all steps, steps after the first) of a metric by veRL's name and in veRL's unit."""
-    if name == "prompt_length/mean":
-        found = prompt_lengths(run)
-        return found, found[1:]
-    parts = [[scale(run, name, v) for v in run.values((OURS | HISTORY)[name], after)] for after in (0, 1)]
-    return parts[0], parts[1]
+    found = [(step, value(run, name, row)) for step, row in sorted(run.rows.items())]
+    return [v for _, v in found if v is not None], [v for step, v in found if v is not None and step > 1]
 
 
-def scale(run: Run, name: str, value: float) -> float:
-    """Our value in veRL's unit: rewards of at most 1, throughput of a process, the truncated and not the ended."""
-    if name in ("critic/rewards/mean", "critic/score/mean"):
-        return value / (run.args.get("verification_reward") or 1.0)
-    if name == "perf/throughput":
-        return value / devices(run)
-    return 1 - value if name == "response_length/clip_ratio" else value
+def shown(run: Run, name: str) -> str:
+    """veRL's name with the data set that was evaluated on, and responses a prompt, in their places."""
+    sources = run.args.get("dataset_mixer_eval_list") or ["SOURCE"]
+    source = "+".join(str(s).removesuffix(".jsonl").partition(":")[0].strip("./") for s in sources[::2])
+    return name.replace("SOURCE", source).replace("mean@1", f"mean@{run.args.get('eval_pass_at_k', 1)}")
 
 
 def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -162,7 +355,7 @@ def remark(run: Run, name: str) -> str:
     """What the value means in this run."""
     all_steps, _ = values(run, name)
     if not all_steps:
-        return "not recorded in this run"
+        return METRICS[name][2] or "not recorded in this run"
     first, last = all_steps[0], all_steps[-1]
     if name == "actor/lr":
         kind = run.args.get("lr_scheduler_type", "?")
@@ -170,22 +363,20 @@ def remark(run: Run, name: str) -> str:
         return f"schedule {kind}: {moved}"
     if name in ("actor/entropy", "actor/pg_clipfrac", "actor/grad_norm"):
         return f"first step that has it {number(first)}"
-    if name == "val-core/reward/mean@1":
+    if name == "val-core/SOURCE/reward/mean@1":
         n = eval_prompts(run)
         error = "; 95 % interval {:.4f} to {:.4f}".format(*wilson(last, n)) if n else ""
         return f"share correct of {n} prompts{error}; best {max(all_steps):.4f} of {len(all_steps)} evaluations"
     if name == "critic/rewards/mean":
-        return f"score / verification_reward; first step {number(first)}"
+        return f"first step {number(first)}"
     if name == "perf/throughput" and (rate := throughput(run)):
         seconds = f"{rate['extra']:.1f} s of validation and saving"
         return f"per process, over all steps {number(rate['steps'])}; with {seconds} inside {number(rate['all'])}"
     if name == "perf/mfu/actor":
         what = "of the matrix product measured at start; old and reference logprobs count in both its parts"
         return what + ", embedding lookups in none"
-    if name == "timing_s/generate_sequences" and run.last("time/trainer_waiting_for_data") is not None:
-        return "decoding, beside the training; the learner waited " + number(run.mean("time/trainer_waiting_for_data"))
-    if name == "response_length/clip_ratio":
-        return "did not end by themselves; veRL counts those of the largest length"
+    if name == "timing_s/generate_sequences" and is_fast(run):
+        return "beside the training; the learner waited " + number(run.mean("time/trainer_waiting_for_data"))
     return REMARKS.get(name, "")
 
 
@@ -194,25 +385,18 @@ def metrics_table(run: Run, names: list[str]) -> str:
     for name in names:
         all_steps, later = values(run, name)
         last, mean = (all_steps or [None])[-1], statistics.fmean(later) if later else None
-        ours = f"`{OURS[name]}`" if name in OURS else "`val/num_step_tokens` less responses"
-        rows.append([f"`{name}`", ours, number(last), number(mean), remark(run, name)])
+        rows.append([f"`{shown(run, name)}`", f"`{METRICS[name][0]}`", number(last), number(mean), remark(run, name)])
     return table(["veRL's name", "ours", "last", "mean after step 1", "remark"], rows, text=(0, 1, 4))
 
 
 def history(run: Run) -> str:
-    """Every metric over the steps, as wandb's summary shows it; last milliseconds per token, of responses for gen."""
-    names = [*CONVERGENCE, *PERFORMANCE, *EFFICIENCY, *LENGTHS, *HISTORY]
-    rows = [[f"`{n}`", sparkline(v), number(v[0]), number(v[-1])] for n in names if (v := values(run, n)[0])]
-    for name, ours, responses in (("gen", "time/generation", True), ("update_actor", "time/training", False)):
-        points, before = [], 0.0
-        for row in run.rows.values():
-            sampled, before = row["episode"] - before, row["episode"]
-            tokens = row.get("val/sequence_lengths", 0) * sampled if responses else row.get("val/num_step_tokens")
-            if tokens and row.get(ours) is not None:
-                points.append(1000 * row[ours] / tokens)
-        if points:
-            rows.append([f"`timing_per_token_ms/{name}`", sparkline(points), number(points[0]), number(points[-1])])
-    return table(["veRL's name", "steps", "first", "last"], rows, text=(0, 1))
+    """Every metric over the steps, as wandb's summary shows it, and those without a value with the reason."""
+    found = {name: values(run, name)[0] for name in METRICS}
+    rows = [[f"`{shown(run, n)}`", sparkline(v), number(v[0]), number(v[-1])] for n, v in sorted(found.items()) if v]
+    missing = [f"- `{shown(run, n)}`: {remark(run, n)}" for n, v in sorted(found.items()) if not v]
+    lines = [table(["veRL's name", "steps", "first", "last"], rows, text=(0, 1))]
+    lines.append(f"{len(rows)} of the {len(METRICS)} metrics that veRL's summary has. Without a value in this run:")
+    return "\n\n".join([*lines, "\n".join(missing)] if missing else lines[:1])
 
 
 def conclusions(run: Run) -> dict[str, str]:
@@ -250,7 +434,6 @@ def limits(run: Run) -> list[str]:
         out += [
             "It ran on a CPU. Seconds, tokens per second and shares of phases are of this machine and of what else ran "
             "on it; they say nothing of a GPU. `learner_mfu` is against this CPU's own matrix product.",
-            "Memory of a device was not measured.",
         ]
     if len(run.rows) < 20:
         out.append(f"{len(run.rows)} steps are too few to speak of convergence.")
@@ -286,15 +469,11 @@ def configuration(run: Run) -> str:
 
 
 def definitions(run: Run) -> str:
-    """veRL's name, ours, and the table's definition of ours."""
-    lines = []
-    for name in [*CONVERGENCE, *PERFORMANCE, *EFFICIENCY, *LENGTHS, *HISTORY]:
-        if ours := (OURS | HISTORY).get(name):
-            definition, healthy = define(ours) or ("not in the table of metrics", "")
-            complement = name.endswith("clip_ratio")  # 1 - ours
-            healthy = "" if complement else f" (healthy: {healthy})" if healthy else ""
-            lines.append(f"- **`{name}`**, {'1 less' if complement else 'ours'} `{ours}`: {definition}{healthy}")
-    return "\n".join(lines)
+    """A sentence for each of veRL's names, and ours."""
+    return "\n".join(
+        f"- **`{shown(run, name)}`**" + (f" (ours: `{ours}`)" if ours else "") + f": {what}"
+        for name, (ours, what, _) in sorted(METRICS.items())
+    )
 
 
 def write_markdown(run: Run) -> str:
@@ -309,7 +488,7 @@ def write_markdown(run: Run) -> str:
     for i, (title, names) in enumerate(tables, start=1):
         parts += [f"## {i}. {title} metrics", metrics_table(run, names)]
         parts += [f"**In words**: {text[title.lower()]}"] if text[title.lower()] else []
-    parts += ["## 5. Run history", history(run), "Not here under veRL's name:", "\n".join(f"- {x}" for x in ELSEWHERE)]
+    parts += ["## 5. Run history", history(run)]
     parts += ["## What these figures cannot say", "\n".join(f"- {line}" for line in limits(run))]
     return "\n\n".join([*parts, "## Metric definitions", definitions(run)]) + "\n"
 
@@ -320,19 +499,17 @@ def plot(run: Run, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = (
-        "critic/rewards/mean val-core/reward/mean@1 actor/entropy actor/kl_loss actor/lr response_length/mean".split()
-    )
-    names += "perf/throughput perf/time_per_step actor/grad_norm".split()
+    names = """critic/rewards/mean val-core/SOURCE/reward/mean@1 actor/entropy actor/kl_loss actor/lr
+        response_length/mean perf/throughput perf/time_per_step actor/grad_norm""".split()
     figure, axes = plt.subplots(3, 3, figsize=(14, 10), constrained_layout=True)
     for axis, name in zip(axes.flat, names, strict=True):
-        rows = [r for r in run.all_rows if r.get(OURS[name]) is not None]  # with an evaluation before step 1
-        points = sorted((r["training_step"], scale(run, name, r[OURS[name]])) for r in rows)
+        found = [(r["training_step"], value(run, name, r)) for r in run.all_rows]  # with an evaluation before step 1
+        points = sorted((step, v) for step, v in found if v is not None)
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3)
         else:
             axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
-        axis.set_title(f"{name}\n{OURS[name]}", fontsize=9)
+        axis.set_title(f"{shown(run, name)}\n{METRICS[name][0]}", fontsize=9)
         axis.set_xlabel("step")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -4,7 +4,12 @@
 
 prints the comparison and writes DIRECTORY/comparison.md and comparison.png (default: the first run's parent). The steps
 that all runs have are compared. Step 1 stands apart, since it has compilation and warm-up in it: means are over the
-steps after it, sums over all.
+steps after it, sums over all. --with_first_step takes it in, as open-instruct's reports do.
+
+Columns with the names of open-instruct's reports have their definitions: a step's tokens are those of the groups it
+keeps, each prompt once; learner_tok/s_overall is those of all earlier steps over the wall time since the loop began,
+evaluation and saving included; actor_tok/s is the same tokens over the longest group's seconds; training_time has the
+waiting for data in it; rewards and correct rates are of the groups kept. The others say what they are of.
 
 Paired differences (--save_traces) are between the first run and each other one. Prompt i, whose rollouts both runs
 sampled at the same place of the stream (same step's batch), has in each run the mean x_i over its samples, and
@@ -32,24 +37,27 @@ from scripts.align.align import sign_test
 from scripts.reports.report import phases, read_json, read_lines, read_metrics
 
 STEP_TOKENS, TOTAL, OVERALL = "val/num_step_tokens", "time/total", "learner_tokens_per_second_overall"
+TRAINING = "time/training, waiting for data included"
 COLUMNS = (  # heading, metric, digits after the point
     ("Throughput", None, 0),
     ("learner_tok/s_step", "learner_tokens_per_second_step", 0),
     ("actor_tok/s", "val/actor_tokens_per_second", 0),
+    ("response_tok/s, all rollouts", "val/response_tokens_per_second", 0),
     ("step_tokens", STEP_TOKENS, 0),
+    ("sampled_tokens, all rollouts", "val/num_sampled_tokens", 0),
     ("response_length", "val/sequence_lengths", 1),
     ("Timing (s)", None, 0),
     ("total_time", TOTAL, 2),
-    ("generation", "time/generation", 2),
-    ("training_time", "time/training", 2),
+    ("training_time", TRAINING, 2),
     ("weight_sync", "time/weight_sync", 2),
+    ("generation", "time/generation", 2),
     ("reward_time", "time/reward", 2),
     ("Gap, reward and accuracy", None, 0),
     ("logprob_gap", "debug/vllm_vs_local_logprob_diff_mean", 5),
-    ("verifiable_reward", "objective/verifiable_reward", 3),
-    ("verifiable_correct", "objective/verifiable_correct_rate", 3),
 )  # without a metric: the heading of those that follow
-UNDIRECTED = frozenset((STEP_TOKENS, "val/sequence_lengths"))  # neither more nor less is better
+UNDIRECTED = frozenset(
+    (STEP_TOKENS, "val/num_sampled_tokens", "val/sequence_lengths")
+)  # neither more nor less is better
 SAME = frozenset("exp_name output_dir".split())  # flags whose difference says nothing
 
 
@@ -64,19 +72,23 @@ def table(head: list[str], rows: list[list[str]], text: tuple[int, ...] = (0,)) 
 
 
 class Run:
-    """What a directory holds of the steps `only` (None: all). Raises ValueError without metrics."""
+    """What a directory holds; means are over the steps > `after`. Raises ValueError without metrics."""
 
-    def __init__(self, path: Path, label: str):
-        self.path, self.label = path, label
+    def __init__(self, path: Path, label: str, after: int = 1):
+        self.path, self.label, self.after = path, label, after
         self.args, self.environment = read_json(path / "args.json"), read_json(path / "environment.json")
         self.all_rows = read_metrics(path)
         self.rows = {r["training_step"]: r for r in self.all_rows if r["training_step"] > 0}
+        for row in self.rows.values():
+            if row.get("time/training") is not None:
+                row[TRAINING] = row["time/training"] + (row.get("time/trainer_waiting_for_data") or 0.0)
         found = path / "wandb_id.txt"
         self.wandb = found.read_text().strip() if found.exists() else "—"
 
-    def values(self, metric: str, after: int = 1) -> list[float]:
-        """Of the steps > `after`."""
-        found = [r.get(metric) for step, r in sorted(self.rows.items()) if step > after]
+    def values(self, metric: str, after: int | None = None) -> list[float]:
+        """Of the steps > `after`, None: self.after."""
+        first = self.after if after is None else after
+        found = [r.get(metric) for step, r in sorted(self.rows.items()) if step > first]
         return [v for v in found if v is not None]
 
     def mean(self, metric: str) -> float | None:
@@ -87,7 +99,7 @@ class Run:
         return (self.values(metric, 0) or [None])[-1]
 
     def phases(self) -> dict[str, float]:
-        """Mean seconds of each part of a step after the first, evaluation and saving apart."""
+        """Mean seconds of each part of a step, evaluation and saving apart."""
         names = [p for p in phases(self.all_rows) if p not in ("eval", "saving")]
         return {p: seconds for p in names if (seconds := self.mean(f"time/{p}")) is not None}
 
@@ -96,11 +108,11 @@ class Run:
         return None if (seconds := self.last("time/from_scratch")) is None else seconds / 60
 
 
-def load(paths: list[Path], labels: list[str] | None) -> list[Run]:
+def load(paths: list[Path], labels: list[str] | None, after: int = 1) -> list[Run]:
     """The runs, cut to the steps that all have. Raises ValueError when there are fewer than 2 such steps."""
     names = labels or [p.resolve().name for p in paths]
     names = [n if names.count(n) == 1 else f"{p.resolve().parent.name}/{n}" for n, p in zip(names, paths, strict=True)]
-    runs = [Run(p, n) for p, n in zip(paths, names, strict=True)]
+    runs = [Run(p, n, after) for p, n in zip(paths, names, strict=True)]
     shared = set.intersection(*(set(run.rows) for run in runs))
     if len(shared) < 2:
         raise ValueError(f"the runs share {len(shared)} training steps; 2 are needed")
@@ -110,16 +122,20 @@ def load(paths: list[Path], labels: list[str] | None) -> list[Run]:
 
 
 def columns(runs: list[Run]) -> list[tuple[str, str | None, int]]:
-    """COLUMNS, and reward and correct rate of each verifier, as far as a run has them."""
+    """COLUMNS, then reward and correct rate of all verifiers and of each, over the groups kept and over all, as far as
+    a run has them."""
     metrics = {k for run in runs for row in run.rows.values() for k in row}
-    known = {metric for _, metric, _ in COLUMNS}
-    own = [
-        (k.removeprefix("objective/"), k, 3)
-        for k in sorted(metrics)
-        if k.startswith("objective/") and k.endswith(("_reward", "_correct_rate")) and k not in known
-        and k not in ("objective/non_score_reward", "objective/rlhf_reward")
-    ]  # fmt: skip
-    return [c for c in (*COLUMNS, *own) if c[1] is None or c[1] in metrics]
+    out: list[tuple[str, str | None, int]] = [c for c in COLUMNS if c[1] is None or c[1] in metrics]
+    for prefix, told in (("objective_kept/", ""), ("objective/", ", all rollouts")):
+        found = {k.removeprefix(prefix) for k in metrics if k.startswith(prefix)}
+        owners = {n.removesuffix(f"_{kind}") for n in found for kind in KINDS if n.endswith(f"_{kind}")}
+        owners = sorted(owners - {"non_score", "rlhf"}, key=lambda n: (n != "verifiable", n))
+        names = [f"{owner}_{kind}" for owner in owners for kind in KINDS if f"{owner}_{kind}" in found]
+        out += [(f"{name}{told}", f"{prefix}{name}", 3) for name in names]
+    return out
+
+
+KINDS = ("reward", "correct_rate")
 
 
 def best_in_bold(metric: str, values: list[float | None], digits: int) -> list[str]:
@@ -133,12 +149,13 @@ def best_in_bold(metric: str, values: list[float | None], digits: int) -> list[s
 
 
 def summary(runs: list[Run]) -> str:
-    """Wall clock, means over the steps after the first, sums over all."""
+    """Wall clock, means, sums over all steps."""
     rows = [["Wall clock (min)", *best_in_bold("time/", [r.minutes() for r in runs], 2)]]
-    rows.append([f"final {OVERALL}", *best_in_bold(OVERALL, [r.last(OVERALL) for r in runs], 0)])
+    rows.append(["final learner_tok/s_overall", *best_in_bold(OVERALL, [r.last(OVERALL) for r in runs], 0)])
+    first = " (step 1 too)" if runs[0].after else ""
     sums = [
-        [f"sum {heading} (step 1 too)", *best_in_bold(metric, [sum(r.values(metric, 0)) for r in runs], 1)]
-        for heading, metric in (("total_time", TOTAL), ("training_time", "time/training"))
+        [f"sum {heading}{first}", *best_in_bold(metric, [sum(r.values(metric, 0)) for r in runs], 1)]
+        for heading, metric in (("total_time", TOTAL), ("training_time", TRAINING))
     ]
     for heading, metric, digits in columns(runs):
         if metric is None:
@@ -178,7 +195,7 @@ def first_step(runs: list[Run]) -> str:
 def per_step(run: Run, chosen: list[tuple[str, str, int]]) -> str:
     chosen = [c for c in chosen if c[1] is not None]
     rows = [[str(s), *(cell(r.get(metric), d) for _, metric, d in chosen)] for s, r in sorted(run.rows.items())]
-    return table(["Step", *(heading for heading, _, _ in chosen)], rows)
+    return table(["Step", *(heading.replace("_correct_rate", "_correct") for heading, _, _ in chosen)], rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,14 +284,14 @@ def settings(runs: list[Run]) -> list[str]:
 
 def observe(runs: list[Run], differences: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Sentences with the numbers they are made of: speed of each two runs, reward of the first against the others."""
-    lines = []
+    lines, apart = [], ", step 1 apart" if runs[0].after else ""
     for first, run in itertools.combinations(runs, 2):
         tokens, seconds = ([sum(r.values(name)) for r in (first, run)] for name in (STEP_TOKENS, TOTAL))
         if all(tokens) and all(seconds):
             a, b = (t / s for t, s in zip(tokens, seconds, strict=True))
             lines.append(
                 f"**Throughput**: {run.label} processes {b:,.0f} tokens/s, {first.label} {a:,.0f} ({b / a:.2f}x): "
-                f"{tokens[1] / tokens[0]:.2f}x the tokens in {seconds[1] / seconds[0]:.2f}x the seconds, step 1 apart."
+                f"{tokens[1] / tokens[0]:.2f}x the tokens in {seconds[1] / seconds[0]:.2f}x the seconds{apart}."
             )
         if (m := first.minutes()) and (n := run.minutes()):
             steps = [sum(r.values(TOTAL, 0)) / 60 for r in (first, run)]
@@ -321,7 +338,7 @@ def observe(runs: list[Run], differences: dict[str, list[dict[str, Any]]]) -> li
             f"{run.minutes():.2f} min{more}."
         )
     for run in runs:
-        one, later = run.rows[min(run.rows)].get(TOTAL), run.values(TOTAL)
+        one, later = run.rows[min(run.rows)].get(TOTAL), run.values(TOTAL, 1)
         if one and later:
             ratio, spread = one / statistics.fmean(later), f"{min(later):.2f} to {max(later):.2f} s"
             lines.append(f"**Step 1** of {run.label} took {one:.2f} s, {ratio:.2f}x the mean of the later ({spread}).")
@@ -356,7 +373,8 @@ def plot(runs: list[Run], path: Path) -> None:
         heights = np.array([part.get(phase, 0.0) for part in parts])
         axis.bar([r.label for r in runs], heights, bottom=bottom, width=0.5, label=phase)
         bottom += heights
-    axis.set(title="mean seconds per phase, step 1 apart", ylim=(0, 1.3 * max(bottom.max(), 1e-9)))
+    apart = ", step 1 apart" if runs[0].after else ""
+    axis.set(title=f"mean seconds per phase{apart}", ylim=(0, 1.3 * max(bottom.max(), 1e-9)))
     if axis.patches:
         axis.legend(loc="upper center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
@@ -375,7 +393,8 @@ def compare(runs: list[Run]) -> str:
     lines = settings(runs)
     parts.append("What is not the same:\n\n" + "\n".join(f"- {line}" for line in lines) if lines else "Same settings.")
     differences = {run.label: paired(runs[0], run) for run in runs[1:]}
-    parts += [f"## Summary (means over {len(steps) - 1} steps, step 1 apart)", summary(runs), first_step(runs)]
+    kind = f"{len(steps) - 1} steps, step 1 apart" if runs[0].after else f"all {len(steps)} steps"
+    parts += [f"## Summary (means over {kind})", summary(runs), first_step(runs)]
     parts += [
         "## Key observations",
         "\n".join(observe(runs, differences)),
@@ -400,12 +419,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--labels", nargs="+", help="names instead of the directories'")
+    parser.add_argument("--with_first_step", action="store_true", help="means over all steps, the first too")
     parser.add_argument("--out", type=Path, help="directory of comparison.md and comparison.png")
     options = parser.parse_args(argv)
     if len(options.runs) < 2 or options.labels and len(options.labels) != len(options.runs):
         parser.error("two runs or more, and as many labels")
     try:
-        runs = load(options.runs, options.labels)
+        runs = load(options.runs, options.labels, 0 if options.with_first_step else 1)
         text = compare(runs)
     except (ValueError, OSError) as error:
         print(f"compare_runs.py: {error}", file=sys.stderr)

@@ -79,7 +79,7 @@ def draw(run_dir: Path, path: Path) -> None:
     """Write the picture."""
     rows = read_rows(run_dir)
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
-    told = f"{run_dir.name}: {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} rollouts" if rows else ""
+    told = f"{run_dir.name}: {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} episodes" if rows else ""
     figure.suptitle(told or run_dir.name)
     for axis, panel in zip(axes.flat, PANELS, strict=False):
         draw_curves(axis, rows, *panel)

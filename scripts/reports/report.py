@@ -21,6 +21,7 @@ import argparse
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -55,7 +56,12 @@ PANELS = (  # title, unit, metrics
     ("Logprob gap, engine to learner", "nats", (f"{GAP}_mean", f"{GAP}_max")),
     ("Ratios", "learner/engine, new/old", ("val/rho", "val/ratio")),
     ("Seconds per step", "s", ("time/total", "time/training", "time/generation")),
-    ("Tokens per second", "", ("learner_tokens_per_second_step", "val/actor_tokens_per_second")),
+    ("Turns", "of the policy, a rollout", ("val/turns", "eval/turns")),
+    ("Tokens by who wrote them", "a rollout", ("val/policy_tokens", "val/environment_tokens")),
+    ("Calls of tools", "a rollout", tuple(f"{part}tools/aggregate/avg_calls_per_rollout" for part in ("", "eval/"))),
+    ("Calls that failed", "share", ("tools/aggregate/failure_rate", "eval/tools/aggregate/failure_rate")),
+    ("Seconds per call", "s", ("tools/aggregate/avg_runtime",)),
+    ("Tokens per second", "", ("learner_tokens_per_second_step", "val/response_tokens_per_second")),
 )  # fmt: skip
 
 
@@ -203,7 +209,7 @@ def check_run(rows: list[dict[str, Any]], args: dict[str, Any]) -> list[dict[str
     if e := ends("other/real_batch_size_ratio"):
         note("rollouts with a gradient", e[1] >= 0.3, f"last {e[1]:.1%}", "last < 30 %")
     if missing := series(rows, "batch/missing_rewards"):
-        sampled = max((r.get("episode") or 0 for r in rows), default=0) or 1
+        sampled = n * args.get("num_samples_per_prompt_rollout", 1)
         note("missing rewards", sum(missing) == 0, f"{sum(missing):.0f} of {sampled:.0f} rollouts", "> 0")
     if bad := series(rows, "optim/nonfinite_updates"):
         note("non-finite updates", sum(bad) == 0, f"{sum(bad):.0f} in {len(bad)} steps", "> 0")
@@ -246,7 +252,7 @@ def floors(rows: list[dict[str, Any]]) -> list[list[str]]:
     tell("learner_mfu", "{:.3f}", "1: the matrix product measured at start", "{:.1%}")
     for name in ("val/learner_idle_share", "val/engine_idle_share"):
         tell(name, "{:.3f}", "0", "{:.1%} of the step")
-    for name in ("learner_tokens_per_second_step", "val/actor_tokens_per_second"):
+    for name in ("learner_tokens_per_second_step", "val/actor_tokens_per_second", "val/response_tokens_per_second"):
         tell(name, "{:,.0f} tokens/s")
     most = rate / share if rate and share else 0.0
     known = (f"{most:,.0f} tokens/s at the memory's bandwidth", "{:.1%}", most) if most else ()
@@ -304,24 +310,30 @@ def rollout_rows(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
-    """A rollout as the page wants it; spans are [text, engine logprob, learner logprob or null], the worst of a
-    piece's tokens."""
+    """A rollout as the page wants it; spans are [text, engine logprob, learner logprob or null, who wrote it: 0 the
+    policy, 1 its environment], the worst of a piece's tokens; no piece has tokens of both."""
     cut = len(row["text"]) > MAX_CHARACTERS or len(row["token_ids"]) > MAX_TOKENS
     ids, engine = row["token_ids"][:MAX_TOKENS], row["logprobs"][:MAX_TOKENS]
     own = row.get("old_logprobs", [math.nan] * len(ids))[:MAX_TOKENS]
-    spans = []
-    for text, start, end in pieces.split(ids) if pieces else ():
-        i = max(range(start, end), key=lambda j: (abs(own[j] - engine[j]) if own[j] == own[j] else -1, -engine[j]))
-        spans.append([text, round(engine[i], 5), round(own[i], 5) if own[i] == own[i] else None])
+    mask, spans, first = row.get("mask") or [True] * len(ids), [], 0
+    for wrote, run in itertools.groupby(mask[: len(ids)]) if pieces else ():
+        last = first + len(list(run))
+        for text, a, b in pieces.split(ids[first:last]):
+            tokens = range(first + a, first + b)
+            i = max(tokens, key=lambda j: (abs(own[j] - engine[j]) if own[j] == own[j] else -1, -engine[j]))
+            known = wrote and own[i] == own[i]
+            spans.append([text, round(engine[i], 5), round(own[i], 5) if known else None, int(not wrote)])
+        first = last
     labels = json.dumps(row.get("ground_truths"), ensure_ascii=False)
     results = json.dumps(row.get("results"), ensure_ascii=False, indent=1)
-    versions = sorted({int(v) for v in row["versions"]})
+    versions = sorted({int(v) for v in row["versions"] if v >= 0})  # -1 is the environment's
     return {
         "step": row["training_step"], "position": row["position"], "sample": row["sample"], "score": row["score"],
         "advantage": row["advantage"], "tokens": len(row["token_ids"]), "finish": row["finish_reason"],
         "versions": versions if len(versions) < 9 else [versions[0], versions[-1]],
         "verifiers": row.get("verifiers"), "statuses": sorted({r["status"] for r in row.get("results") or ()}),
         "prompt": row["prompt"][-MAX_CHARACTERS:], "text": row["text"][:MAX_CHARACTERS], "cut": cut,
+        "turns": [[t["role"], t.get("status") or t.get("finish_reason"), t["tokens"]] for t in row.get("turns") or ()],
         "label": labels[:MAX_CHARACTERS], "results": results[:MAX_CHARACTERS], "spans": spans,
     }  # fmt: skip
 
@@ -491,6 +503,7 @@ table { border-collapse: collapse; font-size: 13.5px } td, th { text-align: left
 pre, .tokens { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace;
   margin: .2rem 0 .8rem; padding: .5rem .6rem; background: var(--bg); border: 1px solid var(--line);
   border-radius: 4px; max-height: 28rem; overflow: auto } .tokens span { border-radius: 2px }
+.tokens .environment { color: var(--dim); background: var(--line) }
 form { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin: .4rem 0; font-size: 14px }
 input, select, button { font: inherit; color: inherit; background: var(--bg); border: 1px solid var(--line);
   border-radius: 4px; padding: .15rem .4rem; margin: 0 .15rem } input[type=number] { width: 6rem }
@@ -742,9 +755,10 @@ function tokens(parent, r, colour) {
   const box = add(parent, "div", {class: "tokens", "data-by": by});
   if (!r.spans.length) box.append(r.text);
   for (const s of r.spans) {
-    const share = by === "none" ? 0 : by === "gap" ? gapOf(s) / gapScale : -s[1] / 5;
+    const share = by === "none" || s[3] ? 0 : by === "gap" ? gapOf(s) / gapScale : -s[1] / 5;
     const style = `background:rgba(var(${name}),${(.85 * Math.min(share, 1)).toFixed(3)})`;
-    const span = add(box, "span", share > .004 ? {style} : {}, s[0]);
+    const span = add(box, "span", s[3] ? {class: "environment"} : share > .004 ? {style} : {}, s[0]);
+    if (s[3]) { hover(span, () => `${JSON.stringify(s[0])}\nthe environment's: no logprob, no loss`); continue; }
     const learner = s[2] === null ? "" : `\nlearner ${format(s[2])}\ngap ${format(gapOf(s))}`;
     hover(span, () => `${JSON.stringify(s[0])}\nengine ${format(s[1])}${learner}`);
   }
@@ -757,6 +771,8 @@ function describe(card, r, colour) {
   add(card, "h3", {}, "Prompt");
   add(card, "pre", {}, r.prompt);
   add(card, "h3", {}, "Response");
+  if (r.turns.length) add(card, "p", {class: "dim turns"}, "turns: " +
+    r.turns.map(([role, end, n]) => `${role}, ${n} tokens, ${end}`).join("; ") + "; grey is the environment's");
   tokens(card, r, colour);
   if (!r.verifiers) return;
   add(card, "h3", {}, `Label (${r.verifiers.join(", ")}), verdict ${r.statuses.join(", ")}`);
@@ -849,7 +865,7 @@ document.title = data.name + ": report";
 add(document.body, "h1", {}, data.name);
 const where = data.environment;
 const facts = [data.args.model_name_or_path, `${data.steps[data.steps.length - 1]} steps`];
-if (data.metrics.episode) facts.push(`${Math.max(...data.metrics.episode)} rollouts`);
+if (data.metrics.episode) facts.push(`${Math.max(...data.metrics.episode)} episodes`);
 const keys = ["device", "world_size", "git_commit"];
 for (const k of keys) facts.push(`${k} ${String(where[k] ?? "unknown").slice(0, 12)}`);
 if (where.git_dirty) facts.push("with uncommitted changes");

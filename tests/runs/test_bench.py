@@ -99,11 +99,34 @@ def test_learner_sides_compute_the_same_gradient(tiny_models):
     assert [found["target"] for found in result["ratios"].values()] == [0.9, 2.0, 1.0, 1.0, None, None]
 
 
+def test_compiled_layers_have_the_plain_ones_gradient(tiny_models):
+    result, _ = run("compiled", tiny_models(), "--dtype float32 --prompts 2 --samples 2 --repeat 1")
+    plain, compiled = (result["sides"][name] for name in ("plain", "compiled"))
+    assert plain["grad_norm"] == pytest.approx(compiled["grad_norm"], rel=1e-5) and plain["grad_norm"] > 0.1
+    assert 0 < result["settings"]["graphs"] <= 8
+
+
 def test_rollout_sides_make_the_same_responses(tiny_models):
     result, _ = run("rollout", tiny_models(), "--repeat 1 --num_samples_per_prompt_rollout 4")
     assert result["settings"]["requests"] == 8 * 4
     assert result["settings"]["share_of_same_responses"] == 1.0
     assert all(side["tokens_per_second"] > 0 for side in result["sides"].values())
+
+
+def test_tokens(tiny_models):
+    flags = "--groups 8 --samples 4 --response_tokens 64 --repeat 1 --dtype float32"
+    result, _ = run("tokens", tiny_models(), flags)
+    parts = ["request to packs", "scatter", "batch", "staleness", "metrics", "garbage", "all"]
+    assert list(result["sides"]) == [*parts, "submit, 100 outstanding", "submit, 100,000 outstanding"]
+    assert all(result["sides"][name]["pause"] > 0 for name in parts)
+    assert result["settings"] == {"groups": 8, "samples": 4, "response_tokens": 64}
+
+
+def test_loop(tiny_models):
+    result, _ = run("loop", tiny_models(), "--running 8 --response_tokens 32 --repeat 2 --dtype float32")
+    sides = result["sides"]
+    assert list(sides) == ["vLLM's output", "our loop", "reply", "all"]
+    assert sides["all"]["min"] >= sum(sides[name]["min"] for name in list(sides)[:3]) * 0.999
 
 
 def test_sync(tiny_models):
@@ -134,4 +157,4 @@ def test_startup(tiny_models):
         "tiny model, against",
     }
     assert {"import torch, tyro over tiny model", "--help against the other"} <= set(result["ratios"])
-    assert result["sides"]["tiny model"]["seconds"] > result["sides"]["--help"]["seconds"]
+    assert all(side["seconds"] > 0 for side in result["sides"].values())

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from functools import partial
 
 import pytest
@@ -158,3 +159,7 @@ def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "WARNING: wandb has not ended within 2 s" in done.stdout and "seconds " in done.stdout
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"training_step": 1}
+    until = time.monotonic() + 60
+    while list(tmp_path.glob("track_*")) and time.monotonic() < until:  # wandb's own, of a killed tracker
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("track_*")) and not list(tmp_path.glob("*wandb-*"))

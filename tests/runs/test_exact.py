@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import grpo
 import rewards
 import utils
+from scripts.checkpoints import checkpoint_dirs
 from tests import programs
 from tests.conftest import REPO
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, command, data, read, run, untimed, weights  # noqa: F401
@@ -56,7 +58,7 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     after = random.random(), float(np.random.rand()), float(torch.rand(1))
     small.step()
     checkpoints.wait()
-    assert [p.name for p in utils.checkpoint_dirs(tmp_path / "checkpoints")] == ["step_4"]
+    assert [p.name for p in checkpoint_dirs(tmp_path / "checkpoints")] == ["step_4"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_4"
     other = Small(seed=1)
     path = utils.newest_checkpoint(tmp_path, world)
@@ -67,8 +69,8 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
 
 
 def test_old_checkpoints_go(tmp_path, world):
-    checkpoints, small = utils.Checkpoints(tmp_path, 2, world), Small()
     (tmp_path / "checkpoints" / "step_9.tmp").mkdir(parents=True)  # of a run that was killed
+    checkpoints, small = utils.Checkpoints(tmp_path, 2, world), Small()
     for step in (2, 4, 10):
         save(checkpoints, small, step)
     checkpoints.wait()
@@ -77,7 +79,7 @@ def test_old_checkpoints_go(tmp_path, world):
     for step in (1, 2, 3, 4):
         save(everything, small, step)
     everything.wait()
-    assert len(utils.checkpoint_dirs(tmp_path / "all" / "checkpoints")) == 4
+    assert len(checkpoint_dirs(tmp_path / "all" / "checkpoints")) == 4
 
 
 def flip(path):
@@ -121,7 +123,7 @@ def test_a_full_disk_costs_only_the_new_checkpoint(tmp_path):
         save(checkpoints, small, 1)
         checkpoints.wait()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        for size in (100, 20_000):  # rank_0.pt does not fit, the state does not fit
+        for size in (4_000, 20_000):  # rank_0.pt does not fit, the state does not fit; what is printed does
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
             save(checkpoints, small, 2)
             checkpoints.wait()
@@ -166,14 +168,14 @@ def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
     ]
     utils.append_rows(tmp_path, ['{"training_step": 6}\n'], {})
     packs = [[[[[[2**40, 0]]]], []]]
-    write_dump(tmp_path, 7, rollouts, {"old_logprobs": rollouts[0].logprobs}, packs=packs, how="shared")
+    write_dump(tmp_path, 7, rollouts, {"old_logprobs": rollouts[0].logprobs.tolist()}, packs=packs, how="shared")
     write_dump(tmp_path, 8, rollouts[1:])
     rows, dump = utils.read_dump(tmp_path, 7)
     assert dump["packs"] == packs and dump["how"] == "shared" and len(rows) == 2
     for name in ("logprobs", "old_logprobs"):
         assert torch.tensor(rows[0][name]).view(torch.int32).tolist() == bits
     assert rows[0]["score"] is None and rows[0]["results"][0]["score"] is None and "old_logprobs" not in rows[1]
-    for made, want in zip(grpo.rollouts_of(rows), rollouts, strict=True):
+    for made, want in zip(utils.rollouts_of(rows), rollouts, strict=True):
         made.results, text = want.results, made.prompt.text
         assert made.prompt.token_ids == want.prompt.token_ids and text == want.prompt.text
         assert str(vars(made) | {"prompt": 0}) == str(vars(want) | {"prompt": 0})  # as text NaN equals NaN
@@ -311,16 +313,33 @@ def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_
     assert json.loads((tmp_path / "it" / "args.json").read_text())["learning_rate"] == 1e-3
 
 
-def test_resume_on_another_number_of_ranks(tiny_models, data, tmp_path):  # noqa: F811
-    """Two ranks with sharded weights write step 2; one rank makes step 3 of it."""
+def test_resume_on_another_machine(tiny_models, data, tmp_path):  # noqa: F811
+    """Two ranks with sharded weights write step 2; elsewhere, with the start model at another path, one rank makes step
+    3 of it, and to_hf.py the model that they saved, to the byte."""
     flags = f"--exp_name it --total_episodes 192 --checkpoint_state_freq 2 --seed 3 --deepspeed_stage 3 {TRANSFORMERS}"
-    run(tiny_models(), data, tmp_path, flags, ranks=2)
-    assert (tmp_path / "it" / "checkpoints" / "step_2" / "rank_1.pt").is_file()
-    want = weights(tmp_path / "it" / "model")
-    subprocess.run(["rm", "-r", tmp_path / "it" / "model"], check=True)
-    run(tiny_models(), data, tmp_path, f"{flags} --resume")
-    got = weights(tmp_path / "it" / "model")
-    assert read(tmp_path / "it" / "metrics.jsonl")[2]["other/real_batch_size_ratio"] > 0
+    run(tiny_models(), data, tmp_path / "here", f"{flags} --save_freq 2", ranks=2)
+    there, model = tmp_path / "there" / "it", tmp_path / "model"
+    shutil.copytree(tiny_models(), model)
+    shutil.move(tmp_path / "here" / "it", there)
+    assert (there / "checkpoints" / "step_2" / "rank_1.pt").is_file()
+    want, tokens = weights(there / "model"), "val/learner_tokens"
+    for row in (rows := read(there / "metrics.jsonl")):
+        assert row["val/num_learner_tokens"] == 2 * row[tokens] == row[f"{tokens}_min"] + row[f"{tokens}_max"]
+        assert 0.1 < row["memory/process_peak_gib"] < 64 and row["memory/host_used_gib"] > 0.1
+    assert any(row[f"{tokens}_min"] < row[f"{tokens}_max"] for row in rows)
+    shutil.rmtree(there / "model")
+    saved = {p.name: p.read_bytes() for p in (there / "step_2").iterdir()}
+    again = programs.run(["scripts/to_hf.py", there, "--step", 2])
+    assert again.returncode == 2 and "step_2 is there already" in again.stderr
+    assert "whole checkpoint of step 1 (there: step_2)" in programs.run(["scripts/to_hf.py", there, "--step", 1]).stderr
+    shutil.rmtree(there / "step_2")
+    done = programs.run(["scripts/to_hf.py", there, "--model", model])
+    assert done.returncode == 0 and f"model {there / 'step_2'}" in done.stdout, done.stderr
+    assert {p.name: p.read_bytes() for p in (there / "step_2").iterdir()} == saved
+    text = run(model, data, tmp_path / "there", f"{flags} --resume --resume_anyway")
+    assert "--model_name_or_path: " in text and "model hash" not in text and "data hash" not in text
+    got = weights(there / "model")
+    assert read(there / "metrics.jsonl")[2]["other/real_batch_size_ratio"] > 0
     for name in want:
         assert (want[name] - got[name]).norm() <= 1e-6 * want[name].norm(), name
 

@@ -18,6 +18,7 @@ import torch
 import grpo
 import grpo_fast
 import utils
+from scripts import simulate
 from tests import programs
 from tests.conftest import REPO
 from tests.runs import test_run
@@ -58,7 +59,31 @@ def test_async_steps_0_is_grpo_py_bit_for_bit(synchronous, tiny_models, data, tm
     rows = [read(d / "metrics.jsonl") for d in (synchronous, tmp_path / "fast")]
     assert sum(r["optim/skipped_steps"] for r in rows[0]) < 3, "nothing was trained: the test shows nothing"
     for a, b in zip(*rows, strict=True):
-        same = [k for k in a if not k.startswith(("time/", "learner_", "val/actor"))]
+        same = [k for k in a if not k.startswith(("time/", "memory/", "learner_", "val/actor", "val/response_tokens"))]
+        assert {k: a[k] for k in same} == {k: b[k] for k in same}
+
+
+def test_the_transformers_engine_too_gives_the_bits_of_grpo_py_though_it_is_killed(tiny_models, data, tmp_path):  # noqa: F811
+    """Its bits depend on what is in a batch, so that must not depend on what arrives when: with evaluations at the same
+    time, several rounds of sampling, exclusions and a kill -9."""
+    flags = f"--total_episodes 384 --seed 3 --active_sampling --no_resampling_pass_rate 0.5 {TRANSFORMERS}"
+    flags += f" --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0 --local_eval_every 1 --num_mini_batches 2"
+    line = command("grpo.py", tiny_models(), data, tmp_path, f"--exp_name sync {flags}")
+    check(programs.run(line, **ENV | {"OMP_NUM_THREADS": str(len(utils.ALL_CORES))}))  # as many as grpo_fast.py takes
+    flags += " --exp_name fast --async_steps 0 --checkpoint_state_freq 1"
+    log, metrics = tmp_path / "log", tmp_path / "fast" / "metrics.jsonl"
+    process = start(log, *command("grpo_fast.py", tiny_models(), data, tmp_path, flags))
+    wait_until(lambda: metrics.exists() and len(read(metrics)) >= 2, process, log)
+    process.kill()
+    process.wait(timeout=600)
+    run("grpo_fast.py", tiny_models(), data, tmp_path, f"{flags} --resume")
+    a, b = (weights(tmp_path / name / "model") for name in ("sync", "fast"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    rows = [read(tmp_path / name / "metrics.jsonl") for name in ("sync", "fast")]
+    assert any(r["batch/total_prompts"] > 8 for r in rows[0]), "one round was always enough: the test shows nothing"
+    for a, b in zip(*rows, strict=True):
+        timed = re.compile("time/|^memory/|^learner_|^val/actor|^val/response_tokens")
+        same = [k for k in a if not timed.search(k)]
         assert {k: a[k] for k in same} == {k: b[k] for k in same}
 
 
@@ -106,6 +131,12 @@ def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path): 
         assert r["logprobs"][:n] == pytest.approx(want, abs=1e-4)
         checked += n
     assert checked > 20
+
+    # the run played in virtual time, with clocks fitted to it: the same batches, packs and bound on staleness
+    (played,) = simulate.fit(simulate.Simulation(run=str(tmp_path / "x"), host_speed=0.0))
+    assert [row["val/num_learner_tokens"] for row in played.rows] == [row["val/num_learner_tokens"] for row in metrics]
+    assert [row["batch/groups_trained"] for row in played.rows] == [row["batch/groups_trained"] for row in metrics]
+    assert max(row["oldest"] for row in played.rows) <= 2
 
 
 def descendants(pid):
@@ -239,12 +270,13 @@ class Finished:
 
     def __init__(self, groups):
         self.changed, self.eos_ids, self.groups = threading.Condition(), [0], groups
-        self.watchdog = self
+        self.tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+        self.watchdog, self.connections = self, [None]
 
     def beat(self):
         pass
 
-    def submit(self, requests):
+    def submit(self, requests, index):
         for name, _, finished in requests:
             group, sample = map(int, name.split("/"))
             text = self.groups[group][sample]
@@ -254,7 +286,7 @@ class Finished:
         assert condition(), f"would wait for {what}"
 
     def take(self, names):
-        return [], 0.0
+        return 0.0
 
 
 def collect(groups, flags=""):
@@ -262,14 +294,13 @@ def collect(groups, flags=""):
     line = "--model_name_or_path x --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 2 --async_steps 0 "
     line += f"--response_length 64 --max_prompt_token_length 8 --pack_length 72 --total_episodes 4 {flags}"
     args = utils.parse_args(grpo.Args, line.split())
-    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
     prompts = [utils.Prompt(i, (1, 2, 3), "", ("7",), ("gsm8k",)) for i in range(4)]
     engines = Finished([[[ord(c) for c in text] for text in group] for group in groups])
 
     def pack(rollouts):
         return grpo.pack_rollouts(rollouts, "shared", args.pack_length, 3)
 
-    collector = grpo_fast.Collector(engines, prompts, tokenizer, args, grpo.start_state(), pack)
+    collector = grpo_fast.Collector(engines, prompts, args, grpo.start_state(), pack)
     collector.engines_have(0)
     return collector, collector._collect()
 
@@ -345,19 +376,23 @@ def test_packs_hold_every_rollout_whatever_the_lengths():
     """Property: any rollouts, learners and way of packing; every rollout once, budgets kept, prompts shared."""
     rng = random.Random(0)
     for _ in range(300):
-        learners, how, pack_length = rng.randint(1, 5), rng.choice(["shared", "plain", "rows"]), rng.choice([130, 400])
+        learners, packing, pack_length = (
+            rng.randint(1, 5),
+            rng.choice(["shared", "plain", "rows"]),
+            rng.choice([130, 400]),
+        )
         rollouts = []
         for position in range(rng.randint(0, 12)):
             prompt = utils.Prompt(position, tuple(range(rng.randint(1, 30))), "", (), ())
             for j in range(rng.randint(1, 6)):
                 rollouts.append(grpo.Rollout(prompt, position, j, [0] * rng.randint(1, 100)))
-        shares = grpo.pack_rollouts(rollouts, how, pack_length, learners, rng.choice([0.0, 1e-2]))
+        shares = grpo.pack_rollouts(rollouts, packing, pack_length, learners, rng.choice([0.0, 1e-2]))
         assert len(shares) == learners
         packs = [pack for share in shares for pack in share]
         assert sorted(id(r) for pack in packs for piece in pack for r in piece) == sorted(map(id, rollouts))
         assert all(pack and sum(map(grpo.piece_length, pack)) <= pack_length for pack in packs)
         assert all(len({r.position for r in piece}) == 1 for pack in packs for piece in pack)
-        if how == "rows":
+        if packing == "rows":
             assert all(sum(map(len, pack)) == 1 for pack in packs)
 
 

@@ -295,6 +295,21 @@ def test_sigterm_ends_an_upload_and_says_how_to_repeat_it(trained, tmp_path):
     assert err.splitlines()[-1] == f"WARNING: to upload it: {sys.executable} {PUSH} {trained[0]}"
 
 
+def test_an_upload_does_not_outlive_the_run(trained):
+    """As after a second Ctrl-C, or kill -9."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = os.environ | trained[1].env | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        script = f"import utils, pathlib; utils.push_model(pathlib.Path({str(trained[0])!r}))"
+        with subprocess.Popen([sys.executable, "-c", script], cwd=REPO, env=env) as p:
+            silent.settimeout(60)
+            connection, _ = silent.accept()
+            p.kill()
+        connection.settimeout(30)
+        while connection.recv(4096):
+            pass  # what it asked before; then the end
+        connection.close()
+
+
 def test_push_by_hand_needs_a_run_that_is_done(tmp_path):
     done = subprocess.run([sys.executable, PUSH, tmp_path / "x"], capture_output=True, text=True)
     assert done.returncode == 2 and f"{tmp_path / 'x' / 'model'} is no model" in done.stderr

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -59,7 +60,8 @@ def read(path):
 
 def untimed(row):
     """The metrics that do not depend on how long anything took."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "learner_", "val/actor"))}
+    machine = ("time/", "memory/", "learner_", "val/actor", "val/response_tokens")
+    return {k: v for k, v in row.items() if not k.startswith(machine)}
 
 
 def weights(path):
@@ -188,7 +190,7 @@ world = utils.init_distributed()
 engine = utils.make_engine(args, utils.load_tokenizer(args), world, 256)
 requests = [utils.Request((5, 6, 7), i, 0.8, 2) for i in range(2000)] + [utils.Request((5, 6, 7), 0, 0.0, 4)]
 made = engine.generate(requests)
-print(json.dumps([[g.token_ids, g.logprobs, g.finish_reason] for g in made]))
+print(json.dumps([[g.token_ids.tolist(), g.logprobs.tolist(), g.finish_reason] for g in made]))
 engine.close()
 """
     sides = []
@@ -304,7 +306,7 @@ def test_seeded_prompts_beyond_one_batch_of_prefill(tiny_models, data, tmp_path)
     (tmp_path / "system.txt").write_text("Think. " * 8)
     run(tiny_models(), data, tmp_path, flags + " --max_prompt_token_length 100 --save_traces")
     assert len(read(tmp_path / "x" / "rollouts.jsonl")) == 512
-    assert read(tmp_path / "x" / "metrics.jsonl")[0]["val/num_step_tokens"] > 8192 + 512 * 6
+    assert read(tmp_path / "x" / "metrics.jsonl")[0]["val/num_sampled_tokens"] > 8192 + 512 * 6
 
 
 def test_active_sampling_fills_the_batch(tiny_models, data, tmp_path):
@@ -314,7 +316,7 @@ def test_active_sampling_fills_the_batch(tiny_models, data, tmp_path):
     assert rows[0]["batch/total_prompts"] > 4, "one round was enough: the test shows nothing"
     trained = [r["other/real_batch_size_ratio"] * r["batch/total_prompts"] for r in rows]
     assert all(count == pytest.approx(4) for count in trained if count)
-    assert rows[0]["episode"] == 8 * rows[0]["batch/total_prompts"]
+    assert rows[0]["episode"] == 32  # of the batch: the groups sampled beside it do not count
 
 
 @pytest.mark.parametrize("flags", [
@@ -346,3 +348,28 @@ def test_generated_data(tiny_models, tmp_path):
     passed = [rows[0][f"eval/pass_at_{k}"] for k in ("1", "2_unbiased", "4_unbiased")]
     assert passed == sorted(passed) and rows[0]["eval/sequence_lengths"] > 6
     assert rows[1]["objective/reward_crash_rate"] == rows[1]["objective/reward_timeout_rate"] == 0
+
+
+ON_MAIN = """
+    import sys, utils
+
+    world = utils.init_distributed()
+
+    def fail():
+        raise ValueError(f"--x of rank {world.rank}: no")
+
+    found = [utils.on_main(lambda: world.rank + 5, world)]
+    try:
+        utils.on_main(fail, world)
+    except utils.UserError as error:
+        found.append(str(error))
+    open(f"{sys.argv[1]}/{world.rank}", "w").write(str(found))
+"""
+
+
+def test_all_ranks_have_what_rank_0_found_or_refused(tmp_path):
+    script = tmp_path / "on_main.py"
+    script.write_text(textwrap.dedent(ON_MAIN))
+    done = programs.run([*programs.torchrun(2), script, tmp_path])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[5, '--x of rank 0: no']"] * 2

@@ -142,7 +142,8 @@ attempt(os.setuid, 0 if os.getuid() else 1)
 attempt(os.nice, -1)
 """,
     "descriptors": """
-for fd in range(3, 200): attempt(os.write, fd, b"1")
+null = os.makedev(1, 3)  # a run has /dev/null
+for fd in range(3, 200): attempt(lambda: os.fstat(fd).st_rdev != null and os.write(fd, b"1"))
 """,
 }  # fmt: skip
 # Programs that fail: (program, how long it may take)
@@ -296,11 +297,12 @@ def interpreter(uid):
 
 @pytest.fixture
 def copy():
-    """A copy of the two files that every user may read; its path marks the processes of this test."""
+    """A copy of the files that every user may read; its path marks the processes of this test."""
     directory = Path(tempfile.mkdtemp(prefix="sandbox-test-"))
     directory.chmod(0o755)
-    (directory / "scripts").mkdir(mode=0o755)
-    for name in ("rewards.py", "scripts/sandbox.py"):
+    for folder in ("scripts", "scripts/prompts"):
+        (directory / folder).mkdir(mode=0o755)
+    for name in ("rewards.py", "scripts/sandbox.py", "scripts/prompts/judge.txt", "scripts/prompts/solver.txt"):
         shutil.copy(ROOT / name, directory / name)
         (directory / name).chmod(0o644)
     yield directory
@@ -344,7 +346,7 @@ def test_hostile_programs(uid, without, copy):
         right = ("code", ADD_TESTS, "def add(a, b): return a + b")
         interleaved = [row for attack in rows for row in (attack, right if attack[0] == "code" else RIGHT)]
         environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
-        settings = json.dumps({"code_max_execution_time": 1.0, "without": without})
+        settings = json.dumps({"code_max_execution_time": 3.0, "without": without})  # ordinary ones on a busy machine
         command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
         user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         run = subprocess.run(
@@ -687,6 +689,104 @@ def test_asserts(configured):
     assert len(result.details["seconds"]) == len(tests) + 1
 
 
+# Programs, tests, and the score of the one by the other: what the link between the two has to carry
+CARRIED = [json.loads(line) for line in (ROOT / "tests" / "link_cases.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("case", CARRIED, ids=lambda case: case["name"])
+def test_what_a_test_may_ask(case, configured):
+    """No score: no program could pass, which is missing and not wrong."""
+    program, tests, want = case["program"], case["tests"], case["score"]
+    configured(code_max_execution_time=10)
+    rewards.WARNED.clear()
+    if want is None:
+        with pytest.warns(UserWarning, match="of the test cannot be passed to the program"):
+            result = one("code", tests, program)
+        assert result.status == "infra_error" and math.isnan(result.score)
+    else:
+        result = one("code", tests, program)
+        assert (result.score, result.status) == (want, "ok"), result
+
+
+def test_a_bomb_of_threads_costs_no_other_sandbox():
+    """512 threads of one program while another in a second sandbox starts a few."""
+    bomb = """
+import threading, time
+threading.stack_size(1 << 16)
+try:
+    for _ in range(2000): threading.Thread(target=time.sleep, args=(6,), daemon=True).start()
+except RuntimeError: pass
+print("full", flush=True)
+time.sleep(4)
+"""
+    honest = """
+import threading
+threads = [threading.Thread(target=print, args=("x",)) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+"""
+    boxes = [sandbox.Sandbox(), sandbox.Sandbox()]
+    for box in boxes:
+        box.start()
+    bombing = threading.Thread(target=boxes[0].run, args=("program", ["", None, None, bomb], 30.0))
+    bombing.start()
+    time.sleep(2)
+    runs = [boxes[1].run("program", ["", None, None, honest], 30.0) for _ in range(3)]
+    bombing.join()
+    for box in boxes:
+        box.stop()
+    assert [(run.problem, run.exit, run.output.split()) for run in runs] == [(None, 0, ["x"] * 8)] * 3, runs
+
+
+LENIENT = """
+import os, resource, sys, threading
+assert __file__ == "program.py"
+resource.setrlimit(resource.RLIMIT_STACK, (2**29, 2**29))
+with open("/dev/null", "w") as nothing: print("gone", file=nothing)
+os.close(os.open(os.devnull, os.O_RDWR))
+from multiprocessing.pool import ThreadPool
+with ThreadPool(4) as pool: words = pool.map(str.upper, open("/dev/stdin").read().split())
+print(*words)
+"""
+
+
+def test_what_contest_programs_do_to_files_and_limits(configured):
+    configured(code_max_execution_time=10)
+    assert one("code_stdio", [{"input": "a bc d", "output": "A BC D"}], LENIENT).score == 1.0
+
+
+def test_flags_of_a_run_s_streams_do_not_reach_the_next(configured):
+    configured(code_max_execution_time=10)
+    setter = (
+        "import fcntl, os\ndef f():\n    return [fcntl.fcntl(n, fcntl.F_GETFL) & os.O_NONBLOCK for n in range(3)]\n"
+    )
+    change = "for n in range(3): fcntl.fcntl(n, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND)"
+    assert one("code", ["assert f() == [2048] * 3"], setter + change).score == 1.0
+    assert one("code", ["assert f() == [0] * 3"], setter).score == 1.0
+
+
+def test_sockets_take_no_options(configured):
+    program = """
+import socket
+a, b = socket.socketpair()
+for call in (lambda: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 28), lambda: a.getsockopt(1, 77, 4)):
+    try:
+        call()
+        print("done")
+    except PermissionError:
+        print("refused")
+"""
+    assert one("code_stdio", [{"input": "", "output": "refused\nrefused"}], program).score == 1.0
+
+
+def test_large_outputs_are_compared_fast():
+    words = " ".join(map(str, range(400_000)))
+    start = time.process_time()
+    assert sandbox.same_output(words, words) and not sandbox.same_output(words, "x" + words)
+    assert not sandbox.same_output(words + " 1", words + " 2")
+    assert time.process_time() - start < 2.0  # 0.1 s
+
+
 def test_numpy_follows_no_pointer_of_the_program(configured):
     pytest.importorskip("numpy")
     configured(code_max_execution_time=10)
@@ -725,6 +825,47 @@ def test_asserts_that_hang_or_end_the_program_cost_only_themselves(configured):
     assert one("code", ["try:\n    f(2)\nexcept:\n    pass"], program).score == 0.0  # caught, and yet no success
     result = one("code", ["assert f(1)"] * 9, "while True: pass")
     assert result.score == 0.0 and "loading" in result.details["problem"]
+
+
+@pytest.fixture
+def one_busy_processor():
+    """This test's thread and the sandboxes that it starts share a processor with eight programs that do not stop."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    yield
+    for hog in hogs:
+        hog.kill()
+        hog.wait()
+    os.sched_setaffinity(0, before)
+
+
+BUSY = "import time\ndef f(x):\n    while time.process_time() < x: pass\n    return x\n"
+
+
+@pytest.mark.parametrize("without", TIERS)
+def test_a_limit_is_of_the_program_s_own_time(without, one_busy_processor):
+    """A program that another one keeps from the processor is not too slow; one that sleeps or never ends is."""
+    box = sandbox.Sandbox(without=without)
+    (run,) = sandbox.run_stdio(box, BUSY + "print(f(0.5))", [("", "0.5")], 1.5)
+    assert run.problem is None and 0.4 < run.seconds < 1.5, run
+    runs = sandbox.run_tests(box, BUSY, ["assert f(0.3)", "assert f(0.6)"], 1.5)
+    assert [run.problem for run in runs] == [None] * 2, runs
+    for wrong in ("while True: pass", "time.sleep(100)"):
+        program = f"import time\ndef f():\n    {wrong}\n"
+        assert sandbox.run_stdio(box, program + "f()", [("", "")], 0.5)[0].late
+        assert [run.late for run in sandbox.run_tests(box, program, ["f()", "assert 1"], 0.5)] == [True, False]
+    (run,) = sandbox.run_tests(box, "", ["10 ** 10 ** 10"], 0.5)  # no Python code of it could answer a signal
+    assert run.late
+    box.stop()
+
+
+def test_what_the_machine_never_runs_is_missing(one_busy_processor, monkeypatch):
+    monkeypatch.setattr(sandbox, "PATIENCE", 1)
+    box = sandbox.Sandbox()
+    with pytest.raises(sandbox.SandboxError, match="others had the processors"):
+        sandbox.run_stdio(box, BUSY + "f(9)", [("", "")], 0.5)
+    box.stop()
 
 
 def test_settings(configured):
@@ -814,7 +955,8 @@ GYM = [
     ("binary_matrix", "[[1, 0], [0, 1]]", 0.0), ("n_queens", "[['_']]", 0.0),
     ("spiral_matrix", "4 6 7 3 9 1 9 7 0 6 7 0 7 6 1", 0.0), ("string_insertion", "EACAD", 0.0),
     ("countdown", "94*4 - 6 - 61", 1.0), ("countdown", "309", 0.05), ("countdown", "94*4 - 61", 0.05),
-    ("puzzle24", "(8 - 5)*10 - 6", 1.0), ("puzzle24", "8", 0.01),
+    ("puzzle24", "(8 - 5)*10 - 6", 1.0), ("puzzle24", "8", 0.05), ("puzzle24", "1*2*3*4", 0.05),
+    ("bitwise_arithmetic", "0x1", 0.0),
     ("polynomial_multiplication", "0 + {answer}", 1.0), ("polynomial_multiplication", "{answer} + 1", 0.0),
     ("simple_integration", "-17*x**8*2/15 - 5*x/4", 1.0), ("simple_integration", "x**2", 0.0),
     ("intermediate_integration", "-4*sqrt(-2*x - 8)**3/3 + 7", 1.0), ("intermediate_integration", "sin(x)", 0.0),
@@ -827,7 +969,8 @@ GYM_ATTACKS = [
 
 
 def test_scorers_that_run_expressions(gym):
-    for task in sorted(rewards.REASONING_GYM_UNSAFE):
+    literals = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "number_sorting"}
+    for task in sorted(rewards.REASONING_GYM_UNSAFE | literals | {"puzzle24"}):
         entry = gym(task)
         label = {"task": task, "entry": entry}
         assert check_ground_truth("reasoning_gym", label) is None
@@ -864,7 +1007,7 @@ def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
 
 
 def test_broken_entry_is_a_crash(gym):
-    label = {"task": "n_queens", "entry": gym("n_queens") | {"metadata": None}}
+    label = {"task": "n_queens", "entry": gym("n_queens") | {"metadata": {}}}
     rewards.WARNED.clear()
     with pytest.warns(UserWarning, match="crash"):
         (result,) = score([RewardRecord("Q", label, "reasoning_gym")])

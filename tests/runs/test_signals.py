@@ -149,3 +149,30 @@ def test_before_the_first_step_one_is_enough(start, how):
     status, text = run.end(), run.text()
     assert text.count("SIGINT: stopping now") == 1 and "Traceback" not in text, text[-3000:]
     assert status == 128 + signal.SIGINT and not (run.run_dir / "metrics.jsonl").exists()
+
+
+def gone(directory, pattern, seconds=60):
+    """Wait until nothing in the directory has such a name."""
+    until = time.monotonic() + seconds
+    while found := list(Path(directory).glob(pattern)):
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
+
+
+def test_a_killed_process_leaves_no_temporary_directory(tmp_path):
+    """As an engine's for its sockets: neither kill -9 nor os._exit runs a destructor."""
+    for end in ("os.kill(os.getpid(), 9)", "os._exit(0)"):
+        script = f"import os, utils; os.mkdir('{tmp_path}/swept_1'); utils.sweep('{tmp_path}/swept_1'); {end}"
+        subprocess.run([sys.executable, "-c", script], cwd=REPO, timeout=60)
+        gone(tmp_path, "swept_*")
+
+
+def test_nothing_of_torchrun_is_left(tiny_models, data, tmp_path, temporary):  # noqa: F811
+    """Without --log-dir torchrun makes a directory and leaves it; a user's own stays."""
+    flags = command(tiny_models(), data, tmp_path, "--exp_name x --dry_run")[1:]
+    for more, there in (([], False), (["--log-dir", str(tmp_path / "mine")], True)):
+        line = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone", *more, "grpo.py"]
+        done = subprocess.run([*line, *flags], cwd=REPO, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "\nrun " in done.stdout, done.stdout + done.stderr
+        gone(temporary, "torchelastic_*")
+        assert (tmp_path / "mine").exists() == there

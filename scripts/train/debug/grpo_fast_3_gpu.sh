@@ -9,7 +9,7 @@
 # Where this differs from the source:
 # - SmolLM2-135M-Instruct with its own chat template and additions of two digits stand for Qwen3-0.6B and GSM8K, and
 #   the lengths fit them: nothing is downloaded from a hub.
-# - --sequence_parallel_size 2 is left out, because only 1 is supported so far: each learner takes packs of its own.
+# - --sequence_parallel_size 2 is left out, because SmolLM2's 9 heads can be shared out over 3 learners, not over 2.
 # - --async_steps 1: with its 8 all 6 steps would train on the first policy's responses.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."

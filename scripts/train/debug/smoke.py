@@ -33,6 +33,7 @@ KINDS = {  # verifiers -> words in the names of data sets that have them
     "ifeval": "-IF-7B IF_multi tulu3 Think-RL",
     "general-quality_ref": "general General Think-RL",
     "math gsm8k": "math Math omega tulu3 Think-RL",
+    "puzzle": "nq_search",
     "string_f1": "string_f1",
 }
 
@@ -118,6 +119,8 @@ def shrink(args, name: str, out: Path) -> list[str]:
         flags += f" --dataset_mixer_eval_list {data} 1.0 --dataset_mixer_eval_list_splits train"
     if args.apply_r1_style_format_reward:  # a random model never writes the format, and would earn nothing
         flags += " --additive_format_reward"
+    if args.ref_model_name_or_path:
+        flags += f" --ref_model_name_or_path {make_tiny_model(out / 'teacher', arch='qwen3', seed=5)}"
     if args.checkpoint_state_freq > 0:
         flags += " --checkpoint_state_freq 2"
     if args.llm_judge_model:

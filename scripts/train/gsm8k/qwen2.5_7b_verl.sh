@@ -16,6 +16,7 @@
 # - rollout.gpu_memory_utilization 0.6 is 0.4: the engine does not sleep while the learner on its GPU works.
 # - the reference policy is not offloaded to the CPU (ref.fsdp_config.param_offload): sharded over 8 GPUs it takes 4 GB
 #   of each at most.
+# - its checkpoints are states to go on from; python scripts/to_hf.py RUN --step N makes models of them.
 # - actor/lr 0.0 in the report is 1e-6 rounded: the learning rate is constant.
 # - the report does not say which Qwen2.5-7B. The base model's low first score and its jump fit; --model_name_or_path
 #   Qwen/Qwen2.5-7B-Instruct is the other reading.

@@ -11,10 +11,13 @@
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each. sbatch
 # scripts/train/hybrid/large_test_hybrid.sh
 # Expected: 24 minutes, 56.7 s a step, 1,766 learner tokens/s overall, verifiable_reward 0.66, verifiable_correct_rate
-# 0.08; with --vllm_enforce_eager appended 37 minutes, 100.3 s, 715 and 0.69. These are the report's, of open-instruct
-# on 16 GPUs; never run by us.
+# 0.08. With --vllm_enforce_eager --exp_name large_test_hybrid_eager appended, the report's third run: 37 minutes,
+# 100.3 s, 715 and 0.69. These are the report's, of open-instruct on 16 GPUs; never run by us. It prints them of the
+# groups kept (objective_kept/...) and as means over all 19 steps, and so does
+#   python scripts/reports/compare_runs.py output/large_test_hybrid output/large_test_non_hybrid --with_first_step
 # Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison" and open-instruct
-# scripts/train/debug/large_test_script_hybrid.sh at the report's commits 11c8f303 and 2d4875fa.
+# scripts/train/debug/large_test_script_hybrid.sh at the report's commits 11c8f303 (of the eager run) and 2d4875fa. Both
+# carry --vllm_enforce_eager; by the report the run of 2d4875fa was started without.
 #
 # Where this differs from the source:
 # - the model there is a checkpoint of the base model on AI2's own disks; allenai/Olmo-Hybrid-7B, the final one, is
@@ -25,11 +28,12 @@
 #   architecture.
 # - today's script has 8 engines of 1 GPU and names the template olmo123, which open-instruct does not have; the
 #   report's runs had 4 of 2 and tulu_thinker.
-# - --sequence_parallel_size 2 is left out, because only 1 is supported so far: each of the 8 learners takes packs of
-#   its own. A recurrence cannot be split over a sequence anyway.
+# - --sequence_parallel_size 2 is left out: a recurrence cannot be split over a sequence, and the run would be refused.
+#   Each of the 8 learners takes packs of its own.
 # - open-instruct's defaults changed after these runs (its PR 1547). The values below are those of that commit:
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - --save_freq is not in the report: 19 steps need no model between.
+# - --save_freq is not in the report: 19 steps need no model between. --save_traces is for compare_runs.py, which pairs
+#   the rollouts of two runs.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
@@ -93,4 +97,5 @@ srun --kill-on-bad-exit=0 torchrun \
     --eval_temperature 1.0 \
     --save_freq -1 \
     --checkpoint_state_freq 2 \
+    --save_traces \
     "$@"

@@ -11,17 +11,20 @@
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each. sbatch
 # scripts/train/hybrid/large_test_non_hybrid.sh
 # Expected: 22 minutes, 52.3 s a step, 4,699 learner tokens/s overall, verifiable_reward 0.83, verifiable_correct_rate
-# 0.11. These are the report's, of open-instruct on 16 GPUs; never run by us.
-# Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison" and open-instruct
-# scripts/train/debug/large_test_script.sh at the report's commit 2d4875fa.
+# 0.11. These are the report's, of open-instruct on 16 GPUs; never run by us. It prints them of the groups kept
+# (objective_kept/...) and as means over all 19 steps, as compare_runs.py does with --with_first_step.
+# Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison", which lists commit 8bc13901 for it. No
+# branch that we have read has that; these are the values of scripts/train/debug/large_test_script.sh at 2d4875fa, which
+# carries --vllm_enforce_eager, where the report says that the run had none.
 #
 # Where this differs from the source:
 # - the report calls the model OLMo 3.1 7B; the script of that time names allenai/Olmo-3-1025-7B, today's Qwen2.5-7B.
-# - --sequence_parallel_size 2 is left out, because only 1 is supported so far: each of the 8 learners takes packs of
-#   its own. A recurrence cannot be split over a sequence anyway.
+# - --sequence_parallel_size 2 is left out: layers of Olmo 3 attend within a window of 4,096 tokens, fewer than a prompt
+#   and a response, and the run would be refused. Each of the 8 learners takes packs of its own.
 # - open-instruct's defaults changed after these runs (its PR 1547). The values below are those of that commit:
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - --save_freq is not in the report: 19 steps need no model between.
+# - --save_freq is not in the report: 19 steps need no model between. --save_traces is for compare_runs.py, which pairs
+#   the rollouts of two runs.
 # - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
@@ -85,4 +88,5 @@ srun --kill-on-bad-exit=0 torchrun \
     --eval_temperature 1.0 \
     --save_freq -1 \
     --checkpoint_state_freq 2 \
+    --save_traces \
     "$@"

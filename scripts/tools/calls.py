@@ -1,0 +1,379 @@
+"""An environment of tools: reads the calls in a turn, runs each in order, answers with what they say.
+
+    python scripts/tools/calculator.py '{"expression": "12 * 34"}'   # by hand: calls of a tool, in one episode
+    python scripts/tools/calls.py legacy calculator '<calculator>1 + 2</calculator>'   # a parser, tools, turns
+    python scripts/tools/calls.py hermes calculator python '<tool_call>...</tool_call>' --tokenizer models/NAME
+
+A tool is a file with SCHEMA, a function's schema as OpenAI has it, and `call(config, **arguments) -> str`, or a class
+`Tool` with `__init__(self, config)` and `call(self, **arguments) -> str`, whose attributes, plain data, last for the
+episode. What it raises is its answer, "Error: ...", and counted as a failure; but an OSError (ConnectionError,
+TimeoutError, ...) is one of infrastructure, and makes the sample missing.
+
+Parsers are vLLM's (hermes, olmo3, llama3_json, ...; open-instruct writes vllm_ before the name) and `legacy`,
+open-instruct's plain tags: <search>text</search> gives text to the tool's first required argument. Only what follows
+the last </think> is read.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import logging
+import re
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import rewards
+
+MAX_CALLS = 8  # of a turn; the others are refused
+MAX_CHARACTERS = 8192  # of the answer to a call: its two ends are kept
+TIMEOUT_S = 30.0  # of a call
+TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+# Where a call begins in the forms of vLLM's parsers, which take one that is not well-formed for plain text
+OPENERS = "<tool_call <function <|python_tag|> [TOOL_CALLS] <|tool_call <start_function <｜tool▁call".split()
+
+
+PREPARED: set[str] = set()  # configs, in this process
+ROLES = {"olmo3": "environment"}  # of answers, where a family's chat template has another than tool
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolTimeout(Exception):
+    pass
+
+
+# --- Parsers ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def vllm_parser(parser_type: str, tokenizer: str, schemas: str) -> tuple[Any, Any]:
+    """(vLLM's parser of that name, the request that it asks for). Its imports take 10 s of a CPU and 0.6 GiB.
+
+    tokenizer: a path or name. schemas: JSON. Raises ValueError for a name that vLLM lacks, or a tokenizer without the
+    tokens that the parser needs.
+    """
+    import transformers
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    names = ToolParserManager.list_registered()
+    if parser_type not in names:
+        raise ValueError(f"--tool_parser_type {parser_type} is not known; there are legacy, {', '.join(names)}")
+    request = ChatCompletionRequest(model="policy", messages=[], tools=json.loads(schemas))
+    try:
+        parser = ToolParserManager.get_tool_parser(parser_type)(
+            transformers.AutoTokenizer.from_pretrained(tokenizer), request.tools
+        )
+    except Exception as error:  # each has its own
+        raise ValueError(f"--tool_parser_type {parser_type} does not fit the tokenizer {tokenizer}: {error}") from None
+    return parser, request
+
+
+@contextlib.contextmanager
+def complaints() -> Generator[list[str]]:
+    """The errors that vLLM's parsers log in this block, in place of the log."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(str(record.exc_info[1]) if record.exc_info else record.getMessage())
+
+    logger = logging.getLogger("vllm")
+    before, logger.handlers = logger.handlers, [Keep(logging.WARNING)]
+    try:
+        yield found
+    finally:
+        logger.handlers = before
+
+
+def tagged_calls(text: str, schemas: list[dict]) -> tuple[list[Call], str | None]:
+    """The calls <name>text</name>, one after the other; text is the tool's first required argument, else its first."""
+    parameters = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
+    opening = re.compile(f"<({'|'.join(map(re.escape, parameters))})>")
+    calls, at = [], 0
+    while match := opening.search(text, at) if parameters else None:
+        end = text.find(f"</{match[1]}>", match.end())
+        if end < 0:
+            return calls, f"<{match[1]}> is never closed"
+        known = parameters[match[1]]
+        argument = next(iter(known.get("required") or known.get("properties") or ["text"]))
+        calls.append(Call(match[1], {argument: text[match.end() : end]}))
+        at = end + len(match[1]) + 3
+    return calls, None
+
+
+def parse_calls(
+    text: str, parser_type: str, tokenizer: str | None, schemas: list[dict]
+) -> tuple[list[Call], str | None]:
+    """(the calls of a turn in order, what is wrong with one that cannot be read, or None).
+
+    text: as sampled, special tokens included, without the end of turn. Neither a call nor a problem: plain text. vLLM's
+    parsers drop all calls of a turn in which one is broken. Raises ValueError as vllm_parser does.
+    """
+    text = rewards.final_text(text)
+    if parser_type == "legacy":
+        return tagged_calls(text, schemas)
+    parser, request = vllm_parser(parser_type.removeprefix("vllm_"), str(tokenizer), json.dumps(schemas))
+    with complaints() as problems:
+        try:
+            found = parser.extract_tool_calls(text, request).tool_calls
+        except Exception as error:  # a parser's bug on such a text
+            return [], f"{type(error).__name__}: {error}"[:200]
+    calls = []
+    for call in found:
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except ValueError as error:
+            return calls, f"the arguments of {call.function.name} are not JSON: {error}"
+        if not isinstance(arguments, dict):
+            return calls, f"the arguments of {call.function.name} are not an object"
+        calls.append(Call(call.function.name, arguments))
+    if not calls and (problems or any(opener in text for opener in OPENERS)):
+        return [], problems[0][:200] if problems else "it is not well-formed"
+    return calls, None
+
+
+# --- Tools ------------------------------------------------------------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    module: types.ModuleType
+    config: dict[str, Any]
+    schema: dict[str, Any]
+
+
+@functools.cache
+def load_file(tool: str) -> types.ModuleType:
+    """The module of a tool: a name in scripts/tools, or a path. Raises ValueError for a file that is no tool."""
+    path = Path(tool) if tool.endswith(".py") else Path(__file__).parent / f"{tool}.py"
+    if not path.is_file():
+        there = sorted(
+            file.stem for file in Path(__file__).parent.glob("*.py") if "\nSCHEMA" in file.read_text("utf-8")
+        )
+        raise ValueError(f"--tools {tool}: no file {path}; there are {', '.join(there)}, or give a path")
+    spec: Any = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        schema = module.SCHEMA["function"]
+        if not isinstance(schema["name"], str) or not (hasattr(module, "Tool") or callable(module.call)):
+            raise TypeError("its name is no text, or call is no function")
+    except Exception as error:
+        raise ValueError(f"--tools {tool}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_tools(
+    tools: list[str], names: list[str] | None = None, configs: list[dict] | None = None
+) -> dict[str, Loaded]:
+    """call name -> tool, with its config and its schema under that name. Raises ValueError."""
+    for flag, values in (("tool_call_names", names), ("tool_configs", configs)):
+        if values and len(values) != len(tools):
+            raise ValueError(f"--{flag} has {len(values)} values and --tools {len(tools)}: give one for each, or none")
+    loaded: dict[str, Loaded] = {}
+    for number, tool in enumerate(tools):
+        module = load_file(tool)
+        name = names[number] if names else module.SCHEMA["function"]["name"]
+        if name in loaded:
+            raise ValueError(f"--tools: two have the name {name}; --tool_call_names gives others")
+        schema = {"type": "function", "function": {**module.SCHEMA["function"], "name": name}}
+        loaded[name] = Loaded(module, configs[number] if configs else {}, schema)
+    return loaded
+
+
+def check(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of all tools. Raises ValueError, at start, for an Env's config with which calls cannot work."""
+    tools = load_tools(config["tools"], config.get("tool_call_names"), config.get("tool_configs"))
+    for name, (module, settings, _) in tools.items():
+        try:
+            getattr(module, "check", lambda _: None)(settings)
+        except Exception as error:
+            raise ValueError(f"--tools {name}: {type(error).__name__}: {error}") from error
+    schemas = [tool.schema for tool in tools.values()]
+    parse_calls("", config["tool_parser_type"], config.get("tokenizer"), schemas)
+    return schemas
+
+
+def about(config: dict[str, Any]) -> dict[str, Any]:
+    """What the trainer asks at start: the role in which answers stand, texts that end a turn, schemas by name."""
+    parser, schemas = config["tool_parser_type"].removeprefix("vllm_"), check(config)
+    names = [schema["function"]["name"] for schema in schemas]
+    stop = [f"</{name}>" for name in names] if parser == "legacy" else []
+    return {"role": ROLES.get(parser, "tool"), "stop": stop, "schemas": dict(zip(names, schemas, strict=True))}
+
+
+def prepare(config: dict[str, Any]) -> None:
+    """What takes long once: vLLM's imports, an index, a sandbox. A worker does it before an answer's time starts."""
+    key = json.dumps({name: value for name, value in config.items() if name.startswith(("tool", "tokenizer"))})
+    if key not in PREPARED:
+        check(config)
+        PREPARED.add(key)
+
+
+def misfit(arguments: dict[str, Any], schema: dict[str, Any]) -> str | None:
+    """What is wrong with these arguments for the schema's parameters: names, and types of the outermost values."""
+    parameters = schema["function"].get("parameters", {})
+    known = parameters.get("properties", {})
+    for name in parameters.get("required", []):
+        if name not in arguments:
+            return f"the argument {name!r} is missing"
+    for name, value in arguments.items():
+        if name not in known:
+            return f"there is no argument {name[:40]!r}; they are {', '.join(known) or 'none'}"
+        wanted = known[name].get("type")
+        if isinstance(wanted, str) and not isinstance(value, TYPES.get(wanted, object)):
+            return f"the argument {name!r} is no {wanted}"
+    return None
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Generator[None]:
+    """Raises ToolTimeout in a block that takes longer; a call into C that never returns is not interrupted by it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise ToolTimeout(f"no answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def bounded(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """The text without what no tokenizer takes, and only its two ends where it is longer than limit characters."""
+    dropped = len(text) - limit
+    if dropped > 0:
+        text = f"{text[: limit // 2]}\n[{dropped} characters left out]\n{text[len(text) - limit // 2 :]}"
+    return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")
+
+
+class Env:
+    """An episode with tools: see the top of this file. Its attributes are plain data."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """config: tools, tool_call_names, tool_configs, tool_parser_type as the flags of these names; tokenizer."""
+        self.config = config
+        self.states: dict[str, dict[str, Any]] = {}  # call name -> attributes of its Tool
+
+    def run(self, call: Call, tools: dict[str, Loaded]) -> tuple[str, bool]:
+        """(what the call says, whether it failed). Raises OSError where infrastructure failed."""
+        if call.name not in tools:
+            return f"Error: there is no tool {call.name[:40]!r}; there are {', '.join(tools)}", True
+        module, config, schema = tools[call.name]
+        if problem := misfit(call.arguments, schema):
+            return f"Error: {problem}", True
+        try:
+            with deadline(float(config.get("deadline", TIMEOUT_S))):
+                if hasattr(module, "Tool"):
+                    tool = module.Tool(config)
+                    vars(tool).update(self.states.get(call.name, {}))
+                    try:
+                        answer = tool.call(**call.arguments)
+                    finally:
+                        self.states[call.name] = vars(tool)
+                else:
+                    answer = module.call(config, **call.arguments)
+            if not isinstance(answer, str):
+                raise TypeError(f"the tool returned {type(answer).__name__} and no text")
+        except (OSError, ImportError):  # not the policy's fault
+            raise
+        except Exception as error:
+            return f"Error: {str(error) or type(error).__name__}", True
+        return answer, False
+
+    def step(self, episode: rewards.Episode) -> rewards.Answer | None:
+        """What the tools say to a turn, a message for each call; None for a turn without a call.
+
+        Metrics are tools/NAME/calls, failures and seconds, whose NAME is invalid for calls that cannot be read, of
+        unknown tools, and beyond MAX_CALLS.
+        """
+        settings = [self.config.get(key) for key in ("tools", "tool_call_names", "tool_configs")]
+        active = episode.config.get("active_tools")
+        tools = {name: tool for name, tool in load_tools(*settings).items() if active is None or name in active}
+        schemas = [tool.schema for tool in tools.values()]
+        parser, tokenizer = self.config["tool_parser_type"], self.config.get("tokenizer")
+        calls, problem = parse_calls(episode.text, parser, tokenizer, schemas)
+        if not calls and problem is None:
+            return None
+        answers: list[str] = []
+        counts: dict[str, float] = {}
+
+        def count(name: str, failed: bool, seconds: float = 0.0, number: int = 1) -> None:
+            for key, value in (("calls", number), ("failures", number * failed), ("seconds", seconds)):
+                counts[f"tools/{name}/{key}"] = counts.get(f"tools/{name}/{key}", 0.0) + value
+
+        for call in calls[:MAX_CALLS]:
+            start = time.monotonic()
+            answer, failed = self.run(call, tools)
+            answers.append(bounded(answer))
+            count(call.name if call.name in tools else "invalid", failed, time.monotonic() - start)
+        if left_out := len(calls[MAX_CALLS:]):
+            answers.append(f"Error: a turn may have {MAX_CALLS} calls; the other {left_out} were not run")
+            count("invalid", True, number=left_out)
+        if problem is not None:
+            answers.append(f"Error: a call cannot be read: {bounded(problem, 200)}")
+            count("invalid", True)
+        return rewards.Answer(answers, metrics=counts)
+
+
+# --- By hand ----------------------------------------------------------------------------------------------------------
+
+
+def trial(file: str) -> None:
+    """The command line of a tool's file: calls with these arguments, of one episode, and how long each took."""
+    module = load_file(file)
+    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arguments", nargs="+", help="JSON of the arguments of a call; several are calls of an episode")
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON")
+    args = parser.parse_args()
+    tools = load_tools([file], None, [args.config])
+    getattr(module, "check", lambda _: None)(args.config)
+    env = Env({})
+    for text in args.arguments:
+        start = time.monotonic()
+        answer, failed = env.run(Call(*tools, json.loads(text)), tools)
+        print(bounded(answer))
+        print(f"{'failed' if failed else 'ok'}, {time.monotonic() - start:.3f} s", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parser_type", help="legacy, or the name of one of vLLM's parsers")
+    parser.add_argument("words", nargs="+", help="tools, then turns (what has a space, a < or a {)")
+    parser.add_argument("--tokenizer", help="for vLLM's parsers")
+    parser.add_argument("--configs", type=json.loads, help="JSON: a list, one for each tool")
+    args = parser.parse_args()
+    said = [word for word in args.words if re.search(r"[\s<{\[]", word)]
+    tools = [word for word in args.words if word not in said]
+    config = {"tools": tools, "tool_configs": args.configs, "tool_parser_type": args.parser_type}
+    env = Env(config | {"tokenizer": args.tokenizer})
+    check(env.config)
+    for number, text in enumerate(said, start=1):
+        answer = env.step(rewards.Episode([], text, number, len(said) - number, True, [], {}))
+        print("(no call: the episode is over)" if answer is None else "\n".join(answer.text))
+        print({} if answer is None else answer.metrics, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A tool of an MCP server (Model Context Protocol): an example to copy, with the package mcp, which vLLM brings.
+
+    python scripts/tools/mcp_server.py '{"name": "add", "arguments": {"a": 1, "b": 2}}' \
+        --config '{"command": ["python", "my_server.py"]}'
+
+Config: command, which starts a server on standard input and output, or url, of one over HTTP; timeout (20) seconds. A
+server has many tools, and a policy calls them through this one; a fixed tool of its own is a copy of this file with
+the server's schema, `python scripts/tools/mcp_server.py '{"name": "list", "arguments": {}}' --config ...` prints them.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "mcp",
+        "description": "Calls a tool of a server; the tool list says which there are.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+            "required": ["name"],
+        },
+    },
+}
+
+
+async def ask(config: dict, name: str, arguments: dict) -> tuple[str, bool]:
+    """(the text of the server's answer, whether its tool failed)."""
+    import mcp
+
+    target = config.get("url") or mcp.StdioServerParameters(command=config["command"][0], args=config["command"][1:])
+    async with mcp.Client(target) as client:
+        if name == "list":
+            return "\n".join(
+                json.dumps(tool.model_dump(mode="json")) for tool in (await client.list_tools()).tools
+            ), False
+        try:
+            result = await client.call_tool(name, arguments)
+        except mcp.MCPError as error:  # no such tool, no such arguments
+            return str(error), True
+    return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content), result.is_error
+
+
+def call(config: dict, name: str, arguments: dict | None = None) -> str:
+    """What the server's tool says. Raises ValueError where the tool failed, ConnectionError where the server did."""
+    try:
+        seconds = float(config.get("timeout", 20))
+        text, failed = asyncio.run(asyncio.wait_for(ask(config, name, arguments or {}), seconds))
+    except Exception as error:  # mostly groups of others
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise ConnectionError(f"{type(error).__name__}: {error}") from None
+    if failed:
+        raise ValueError(text)
+    return text
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from scripts.tools import calls
+
+    calls.trial(__file__)

@@ -1,0 +1,115 @@
+"""The tool python: a program in the sandbox of scripts/sandbox.py, without network, files or other programs.
+
+    python scripts/tools/python.py '{"code": "print(127 * 344)"}'
+    python scripts/tools/python.py '{"code": "x = 2"}' '{"code": "x + 1"}' --config '{"state": true}'
+
+The answer is what the program writes, and the value of its last line where that is an expression. Config: timeout (6),
+seconds of wall time; state (false): names last for the episode, by running its earlier programs again before each, so
+that they count for the timeout, and one that draws random numbers has to seed them; allow_unsafe_code (false): also on
+a machine whose sandbox leaks.
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import rewards
+from scripts import sandbox
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs a Python program and returns what it prints. Only the standard library and numpy.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the program"}},
+            "required": ["code"],
+        },
+    },
+}
+# Each cell is run as a module of its own text, in one namespace; those before the last are silent.
+RUN_CELLS = """
+import ast, contextlib, io, json, sys, traceback
+names = {"__name__": "__main__"}
+def show(value):
+    if value is not None:
+        print(repr(value))
+def run(cell):
+    tree = ast.parse(cell, "cell.py")
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        value = ast.Call(ast.Name("__show__", ast.Load()), [last.value], [])
+        tree.body[-1] = ast.copy_location(ast.Expr(value), last)
+    exec(compile(ast.fix_missing_locations(tree), "cell.py", "exec"), names)
+*earlier, cell = json.loads(sys.stdin.read())
+names["__show__"] = lambda value: None
+for text in earlier:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            run(text)
+        except BaseException:
+            pass
+names["__show__"] = show
+try:
+    run(cell)
+except SystemExit:
+    raise
+except BaseException as error:
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename != "cell.py":
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace, limit=-3)
+    sys.exit(1)
+"""
+
+
+@functools.cache
+def box() -> sandbox.Sandbox:
+    """This process's fork server."""
+    return sandbox.Sandbox()
+
+
+def check(config: dict) -> None:
+    """Raises ValueError, at start, on a machine whose sandbox cannot start or leaks."""
+    try:
+        box().start()
+    except sandbox.SandboxError as error:
+        raise ValueError(str(error)) from None
+    if box().leaks and not config.get("allow_unsafe_code"):
+        raise ValueError(
+            f"this machine's sandbox does not keep programs from {', '.join(box().leaks)} (python scripts/sandbox.py); "
+            '{"allow_unsafe_code": true} in --tool_configs runs them anyway'
+        )
+
+
+class Tool:
+    def __init__(self, config: dict) -> None:
+        self.timeout = float(config.get("timeout", 6))
+        self.keeps_state = bool(config.get("state"))
+        self.cells: list[str] = []  # the episode's, where they are kept
+
+    def call(self, code: str) -> str:
+        """What the program writes; of a text with ``` blocks, the last is the program. Raises ValueError for one that
+        fails, ConnectionError where the sandbox does."""
+        code = rewards.program_text(code) if "```" in code else code
+        try:
+            run = box().run("program", [json.dumps([*self.cells, code]), None, None, RUN_CELLS], self.timeout)
+        except sandbox.SandboxError as error:
+            raise ConnectionError(str(error)) from None
+        if self.keeps_state and not run.late:
+            self.cells.append(code)
+        output = "\n".join(text for text in (run.output.strip(), run.error.strip()) if text)
+        if run.problem or run.exit:
+            raise ValueError("\n".join(text for text in (output, run.problem) if text) or f"exit status {run.exit}")
+        return output or "(no output)"
+
+
+if __name__ == "__main__":
+    from scripts.tools import calls
+
+    calls.trial(__file__)

@@ -1,0 +1,121 @@
+"""The tool search: BM25 over a .jsonl file, or a retriever at a URL.
+
+    python scripts/tools/search.py '{"query": "capital of France"}' --config '{"corpus": "corpus.jsonl", "top_k": 3}'
+    python scripts/tools/search.py '{"query": "capital of France"}' --config '{"url": "http://localhost:8000/retrieve"}'
+
+Config: corpus, a file of rows {text or contents, title}; or url, a server that speaks as that of Search-R1
+(arXiv:2503.09516): {"queries": [text], "topk": 3, "return_scores": true} -> {"result": [[{"document": {"contents":
+title, newline, text}, "score": 1.2}, ...]]}. top_k (3), max_characters of a document (1000); for a url: timeout (10)
+seconds of a request, retries (3). A server that cannot be reached, or answers what is none of this, raises
+ConnectionError: infrastructure, and apart from a query that finds nothing.
+
+BM25 is bm25s (arXiv:2407.03618) with its own defaults: Lucene's variant, k1 1.5, b 0.75, English stop words, no
+stemmer. The index lives in the process that searches, and is made at its first call.
+"""
+
+import functools
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Searches documents and returns the best.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "words to search for"}},
+            "required": ["query"],
+        },
+    },
+}
+MAX_QUERY = 1000  # characters
+MAX_REPLY = 8 * 2**20  # bytes
+
+
+@functools.cache
+def bm25(corpus: str) -> tuple[Any, list[dict]]:
+    """(index, documents) of a .jsonl file. Raises FileNotFoundError, ValueError for a row without a text."""
+    import bm25s
+
+    documents = []
+    with open(corpus, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            row = json.loads(line)
+            text = row.get("text", row.get("contents"))
+            if not isinstance(text, str):
+                raise ValueError(f"{corpus}, line {number}: no text and no contents")
+            documents.append({"title": str(row.get("title", "")), "text": text})
+    if not documents:
+        raise ValueError(f"{corpus} is empty")
+    index = bm25s.BM25()
+    texts = [f"{document['title']} {document['text']}" for document in documents]
+    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    return index, documents
+
+
+def search_file(corpus: str, query: str, top_k: int) -> list[dict]:
+    """The documents with a word of the query, best first; equal scores in the order of the file."""
+    import bm25s
+
+    index, documents = bm25(corpus)
+    words = bm25s.tokenize([query], return_ids=False, show_progress=False)[0]
+    scores = index.get_scores(words) if words else []
+    best = sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: -scores[i])
+    return [documents[i] for i in best[:top_k]]
+
+
+def search_url(url: str, query: str, top_k: int, timeout: float, retries: int) -> list[dict]:
+    """The same from a server. Raises ConnectionError after retries + 1 tries, 0.5, 1, 2, ... seconds apart."""
+    body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True}).encode()
+    for attempt in range(retries + 1):
+        time.sleep(0.5 * 2 ** (attempt - 1) if attempt else 0)
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                found = json.loads(reply.read(MAX_REPLY))["result"][0]
+            texts = [row.get("document", row)["contents"] for row in found]
+            return [dict(zip(("title", "text"), text.partition("\n")[::2], strict=True)) for text in texts]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
+                break  # a refusal, which no second try changes
+    raise ConnectionError(f"{url}: {problem}")
+
+
+def check(config: dict) -> None:
+    """Raises ValueError, OSError or ImportError, at start, for a config without which no search can work."""
+    if ("url" in config) == ("corpus" in config):
+        raise ValueError('search needs either {"corpus": FILE.jsonl} or {"url": ...}')
+    if "corpus" in config:
+        bm25(config["corpus"])
+
+
+def call(config: dict, query: str) -> str:
+    """The documents found, as Search-R1 writes them. Raises ConnectionError, ValueError."""
+    query, top_k = query.strip(), int(config.get("top_k", 3))
+    if not query or len(query) > MAX_QUERY:
+        raise ValueError("the query is empty" if not query else f"the query has more than {MAX_QUERY} characters")
+    if "url" in config:
+        timeout, retries = float(config.get("timeout", 10)), int(config.get("retries", 3))
+        found = search_url(config["url"], query, top_k, timeout, retries)
+    else:
+        found = search_file(config["corpus"], query, top_k)
+    limit = int(config.get("max_characters", 1000))
+    lines = []
+    for number, document in enumerate(found, start=1):
+        title = f"(Title: {document['title'].strip()}) " if document["title"] else ""
+        lines.append(f"Doc {number}{title and ' '}{title}".rstrip() + f": {document['text'].strip()[:limit]}")
+    return "\n".join(lines) or "No results."
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from scripts.tools import calls
+
+    calls.trial(__file__)

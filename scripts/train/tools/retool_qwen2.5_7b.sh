@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Qwen2.5-7B-Instruct solves mathematics with a Python interpreter (ReTool, arXiv:2504.11536): DAPO-Math-17k, at most 8
+# programs in 16384 tokens; 64 prompts x 16, four optimizer steps each.
+#
+# Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines. Programs run in the sandbox of scripts/sandbox.py.
+# Expected: the script names no figure. Never run by us.
+# Source: verl's recipe/retool/run_qwen2_7b_dapo.sh.
+#
+# Where this differs from the source:
+# - it starts from a checkpoint of its own that was fine-tuned on conversations with calls (run_qwen2_7b_sft.sh beside
+#   it): give yours with --model_name_or_path.
+# - its tool prints a program's last line where that is no print; ours the value of a last line that is an expression.
+# - it adds 0.1 for each call to the reward of a wrong answer, up to a bound; an --env_file of your own could.
+# - max_turns 16 counts turns of both; here --max_steps counts programs.
+# - there the same GPUs take turns, with engines of 4 GPUs and sequences split over 4 learners; here half are engines,
+#   one update ahead at most.
+# - the data set is the deduplicated one that the other recipes take.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+source scripts/setup.sh
+
+python grpo_fast.py \
+    --exp_name retool_qwen2.5_7b \
+    --output_dir output \
+    --model_name_or_path Qwen/Qwen2.5-7B-Instruct \
+    --dataset_mixer_list hamishivi/DAPO-Math-17k-Processed_filtered 1.0 \
+    --dataset_mixer_list_splits train \
+    --dataset_mixer_eval_list allenai/aime_2025_openinstruct 1.0 \
+    --dataset_mixer_eval_list_splits train \
+    --tools python \
+    --tool_call_names code_interpreter \
+    --tool_configs "{\"timeout\": 30}" \
+    --tool_parser_type hermes \
+    --max_steps 8 \
+    --num_learners_per_node 4 \
+    --vllm_num_engines 4 \
+    --vllm_tensor_parallel_size 1 \
+    --async_steps 1 \
+    --num_unique_prompts_rollout 64 \
+    --num_samples_per_prompt_rollout 16 \
+    --num_mini_batches 4 \
+    --num_epochs 1 \
+    --max_prompt_token_length 2048 \
+    --response_length 16384 \
+    --pack_length 18432 \
+    --temperature 1.0 \
+    --verification_reward 1.0 \
+    --loss_denominator token \
+    --clip_lower 0.2 \
+    --clip_higher 0.28 \
+    --clip_dual 10.0 \
+    --learning_rate 1e-6 \
+    --lr_scheduler_type constant \
+    --beta 0.0 \
+    --total_episodes 256000 \
+    --deepspeed_stage 3 \
+    --gradient_checkpointing \
+    --vllm_enable_prefix_caching \
+    --seed 1 \
+    --local_eval_every 10 \
+    --eval_on_step_0 \
+    --eval_pass_at_k 30 \
+    --eval_temperature 1.0 \
+    --save_freq 20 \
+    "$@"

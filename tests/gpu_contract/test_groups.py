@@ -1,0 +1,126 @@
+"""Process groups as on a node of GPUs, made without one."""
+
+import json
+import textwrap
+import types
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import grpo_fast
+from tests import programs
+
+RANK_0 = """
+import json, sys
+import utils
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import grpo
+
+model, ranks, stage = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+world = utils.World(0, 0, ranks, torch.device("cpu"))
+args = grpo.Args(model_name_or_path=model, model_dtype="bfloat16", deepspeed_stage=stage, max_logprob_gap=0.0)
+"""
+
+
+def rank_0(code: str, *argv: object) -> dict:
+    """What `code` prints in a process that is rank 0 of a world whose other ranks are not there: collectives return."""
+    done = programs.run(["-c", RANK_0 + textwrap.dedent(code), *map(str, argv)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_policy_and_reference_share_their_communicators(tiny_models, stage):
+    """Every group of ranks costs NCCL's buffers and its set-up on each GPU."""
+    found = rank_0(
+        """
+        groups = []
+        for _ in range(2):
+            grpo.load_policy(args, world)
+            groups.append(len(dist.distributed_c10d._pg_map))
+        print(json.dumps(groups))
+        """,
+        *(tiny_models(), 8, stage),
+    )
+    assert found[0] > 1 and found[1] == found[0]
+
+
+def test_the_group_of_the_weights_gets_options(monkeypatch):
+    """ProcessGroupNCCL takes (store, rank, size, options), as its .pyi says; a CPU build of torch has no such class."""
+
+    class NCCL:
+        class Options:
+            _timeout = timedelta(minutes=10)
+
+        def __init__(self, store, rank, size, options):
+            assert isinstance(options, NCCL.Options)
+            self.made = rank, size, options._timeout
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    roles = grpo_fast.Roles(2, 3, 2, False, 1, 1)  # the second rank of the second of three engines
+    group, device = grpo_fast.weights_group(dist.HashStore(), roles, types.SimpleNamespace(single_gpu_mode=False))
+    assert device is None and group.made == (4, 7, grpo_fast.TIMEOUT)
+
+
+@pytest.mark.parametrize("ranks, stage", [(8, 0), (8, 2), (64, 3)])
+def test_collectives_of_a_sync_and_of_a_micro_batch(tiny_models, ranks, stage):
+    """A sync moves each weight once, in compute dtype, in few collectives; a micro-batch what FSDP owes."""
+    found = rank_0(
+        """
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Collectives(TorchDispatchMode):
+            def __init__(self):
+                super().__init__()
+                self.calls = []
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                space, _, name = func._schema.name.partition("::")
+                if space in ("c10d", "_c10d_functional"):
+                    tensors = [x for a in args for x in (a if isinstance(a, (list, tuple)) else [a])]
+                    sizes = [x.nbytes for x in tensors if isinstance(x, torch.Tensor)]
+                    self.calls.append((name, max(sizes)))
+                return func(*args, **(kwargs or {}))
+
+        learner = grpo.load_learner(args, world)
+        prompt = utils.Prompt(0, (5, 6, 7), "", (), ())
+        r = utils.Rollout(prompt, 0, 0, [11, 12, 13], [-2.0] * 3, [True] * 3, [0] * 3, "stop", advantage=1.0)
+        calls = {}
+        with Collectives() as seen:
+            for micro_batches in (1, 3):
+                batches = [[grpo.make_batch([[[r]]], world.device) for _ in range(micro_batches)]]
+                seen.calls = []
+                grpo.update(learner, batches, args, world, utils.Metrics())
+                calls[micro_batches] = seen.calls
+            model = sum(w.numel() for _, w in utils.named_weights(learner.policy.model))
+            utils.GATHER_BYTES = model * 2 // 5
+            seen.calls = []
+            shapes = {name: tuple(weight.shape) for name, weight in utils.full_weights(learner.policy, torch.bfloat16)}
+        assert shapes == {name: tuple(w.shape) for name, w in utils.named_weights(learner.policy.model)}
+        blocks = len(learner.policy.model.base_model.layers) + 1
+        print(json.dumps({"sync": seen.calls, "model": model, "updates": calls, "blocks": blocks}))
+        """,
+        *(tiny_models(), ranks, stage),
+    )
+    sync = [size for _, size in found["sync"]]
+    if stage == 0:
+        assert sync == []  # every rank has all of it
+    else:
+        assert 1 <= len(sync) <= 6 and sum(sync) <= 2 * found["model"] * 1.3, sync  # rows are filled up to even shards
+    one, three = ([name for name, _ in found["updates"][n]] for n in ("1", "3"))
+    gathers = [calls.count("_allgather_base_") for calls in (one, three)]
+    scatters = [calls.count("_reduce_scatter_base_") for calls in (one, three)]
+    blocks = found["blocks"]
+    if stage == 0:  # gradients once a step
+        assert one == three and set(one) == {"allreduce_"} and len(one) <= blocks + 4
+    else:
+        assert scatters == [blocks, 3 * blocks]
+    if stage == 2:  # the policy's and the reference's weights once
+        assert gathers == [2 * blocks] * 2
+    if stage == 3:  # the policy's twice, the reference's once a micro-batch, but for a block that is still there
+        assert gathers[0] <= 3 * blocks and gathers[1] - gathers[0] <= 2 * 3 * blocks

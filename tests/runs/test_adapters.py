@@ -1,0 +1,153 @@
+"""Whole runs that train adapters or learn from a teacher, with real engines."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import utils
+from tests import programs
+from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
+
+LORA = "--lora_rank 8 --lora_alpha 16 --learning_rate 2e-2"
+LEFT_OUT = """
+import sys, torch, utils, grpo
+full = utils.full_weights
+
+def without_one(policy, dtype):
+    layer = list(utils.adapters(policy.model).values())[int(sys.argv.pop())]
+    scaling, layer.scaling["default"] = layer.scaling["default"], 0.0
+    yield from full(policy, dtype)
+    layer.scaling["default"] = scaling
+
+utils.full_weights = without_one
+grpo.main(utils.parse_args(grpo.Args, sys.argv[1:-1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_models, data, tmp_path_factory):  # noqa: F811
+    """A run of 20 steps with vLLM."""
+    out = tmp_path_factory.mktemp("runs")
+    flags = f"--exp_name lora --total_episodes 1280 {LORA} {VLLM} --lora_merge --dump_steps all --beta 0.01"
+    stdout = run(tiny_models(), data, out, f"{flags} --checkpoint_state_freq 10 --load_ref_policy")
+    return stdout, out / "lora"
+
+
+def test_adapters_learn_and_the_engine_follows(adapted):
+    """Prefix caching, tied embeddings, float32: what the engine holds is what the learner computes, in every step."""
+    rows = read(adapted[1] / "metrics.jsonl")
+    rates = [r["objective/verifiable_correct_rate"] for r in rows]
+    assert len(rows) == 20 and rates[0] < 0.1 and sum(rates[-5:]) / 5 > 0.5
+    assert max(r["debug/vllm_vs_local_logprob_diff_max"] for r in rows) < 1e-4
+    kl = [r["objective/kl1_avg"] for r in rows if "objective/kl1_avg" in r]  # not of steps that all answer rightly
+    assert kl[0] == 0.0 and min(kl[1:]) > 1e-3
+
+
+def test_what_a_run_with_adapters_leaves(adapted, tiny_models):
+    """The adapter, and the merged model: the same weights, which are the dump's last."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run_dir = adapted[1]
+    base = AutoModelForCausalLM.from_pretrained(tiny_models(), dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "model_merged", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, run_dir / "model").merge_and_unload()
+    ours, theirs = dict(merged.named_parameters()), dict(loaded.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in ours)
+    assert not (run_dir / "model_merged" / "adapter_config.json").exists()
+
+
+def test_a_run_with_adapters_is_replayed(adapted):
+    """From the start and from a checkpoint, which holds adapters alone: the same bits."""
+    for flags in ([], ["--from_start"]):
+        done = programs.run(["scripts/replay.py", adapted[1], "--step", "12", *flags], OMP_NUM_THREADS=1)
+        assert "replayed weights and metrics are the run's" in check(done)
+
+
+def test_a_checkpoint_of_adapters_becomes_what_the_run_saves(adapted, tmp_path):
+    done = programs.run(["scripts/to_hf.py", adapted[1], "--step", "20", "--out", tmp_path / "model"])
+    assert done.returncode == 0, done.stderr
+    for name, file in (("model", "adapter_model"), ("model_merged", "model")):
+        ours, want = (load_file(path / name / f"{file}.safetensors") for path in (tmp_path, adapted[1]))
+        assert ours.keys() == want.keys() and all(torch.equal(ours[key], want[key]) for key in ours)
+
+
+@pytest.mark.parametrize("which", [0, 9])
+def test_an_adapter_that_does_not_reach_the_engine_ends_the_run(tiny_models, data, tmp_path, which):  # noqa: F811
+    line = command(tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 640 {LORA} {VLLM}")
+    error = check(programs.run(["-c", LEFT_OUT, *line[1:], which], **ENV), ok=False)
+    assert "GapError: on a trial of all adapters" in error and "an adapter did not reach the engine" in error
+    assert not (tmp_path / "x" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_ranks_and_their_engines_train_the_adapters_of_one(tiny_models, data, tmp_path, stage):  # noqa: F811
+    flags = f"--total_episodes 64 {LORA} --save_freq 1 --lora_merge --seed 3 {TRANSFORMERS}"
+    run(tiny_models(), data, tmp_path, f"--exp_name one {flags}")
+    run(tiny_models(), data, tmp_path, f"--exp_name two {flags} --deepspeed_stage {stage}", ranks=2)
+    one, two = (weights(tmp_path / name / "step_1_merged") for name in ("one", "two"))
+    assert all((one[name] - two[name]).norm() <= 1e-6 * one[name].norm() for name in one)
+
+
+def test_a_run_with_adapters_resumes(tiny_models, data, tmp_path):  # noqa: F811
+    flags = f"{LORA} --lora_merge --checkpoint_state_freq 2 --seed 3 {TRANSFORMERS}"
+    run(tiny_models(), data, tmp_path, f"--exp_name whole --total_episodes 384 {flags}")
+    run(tiny_models(), data, tmp_path, f"--exp_name broken --total_episodes 256 {flags}")
+    more = f"--exp_name broken --total_episodes 384 {flags} --resume --resume_anyway"
+    run(tiny_models(), data, tmp_path, more)
+    whole, broken = (read(tmp_path / name / "metrics.jsonl") for name in ("whole", "broken"))
+    assert [untimed(a) for a in whole] == [untimed(b) for b in broken] and len(whole) == 6
+    a, b = (weights(tmp_path / name / "model_merged") for name in ("whole", "broken"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+FAST = "--num_learners_per_node 1 --vllm_num_engines 1 --async_steps"
+
+
+@pytest.mark.parametrize("flags", [f"{FAST} 0", f"{FAST} 1 --inflight_updates"])
+def test_adapters_in_processes_of_their_own(tiny_models, data, tmp_path, flags):  # noqa: F811
+    """grpo_fast.py: strictly on-policy the weights of grpo.py; asynchronous with updates in flight it runs."""
+    same = f"--total_episodes 192 {LORA} --lora_merge --seed 3 {TRANSFORMERS}"
+    run(tiny_models(), data, tmp_path, f"--exp_name fast {same} {flags}", script="grpo_fast.py")
+    assert len(read(tmp_path / "fast" / "metrics.jsonl")) == 3
+    if "async_steps 0" in flags:
+        line = command(tiny_models(), data, tmp_path, f"--exp_name slow {same}")
+        check(
+            programs.run(line, **ENV | {"OMP_NUM_THREADS": str(len(utils.ALL_CORES))})
+        )  # as many as grpo_fast.py takes
+        a, b = (weights(tmp_path / name / "model_merged") for name in ("fast", "slow"))
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    from scripts.data.make_tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "model", arch="qwen3", tied=False, seed=5)
+
+
+TEACH = "--beta 1 --kl_estimator kl2 --verification_reward 0 --no_filter_zero_std_samples --ref_model_name_or_path"
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("grpo.py", "--dump_steps all"),
+    ("grpo.py", f"--lora_rank 8 --learning_rate 2e-2 {VLLM}"),
+    ("grpo_fast.py", f"{FAST} 1 --inflight_updates"),
+])  # fmt: skip
+def test_a_teacher_without_a_reward(tiny_models, data, teacher, tmp_path, script, flags):  # noqa: F811
+    """All groups train; the KL per token falls; full training, adapters, asynchronous; a replay has its bits."""
+    backend = "" if VLLM in flags else TRANSFORMERS
+    line = f"--exp_name x --total_episodes 768 {TEACH} {teacher} {backend} {flags}"
+    run(tiny_models(), data, tmp_path, line, script=script)
+    rows = read(tmp_path / "x" / "metrics.jsonl")
+    kl = [r["objective/kl1_avg"] for r in rows]
+    assert kl[-1] < 0.75 * kl[0] and all(r["other/real_batch_size_ratio"] == 1 for r in rows)
+    assert all(0 <= r["objective/ref_top_agreement"] <= 1 for r in rows)  # of random models: held in test_teacher.py
+    assert all(r["loss/policy_avg"] == 0 for r in rows)
+    assert len(json.loads((tmp_path / "x" / "environment.json").read_text())["model_hash"].split()) == 2
+    if "dump" in flags:
+        done = programs.run(["scripts/replay.py", tmp_path / "x", "--step", "3", "--from_start"], OMP_NUM_THREADS=1)
+        assert "replayed weights and metrics are the run's" in check(done)

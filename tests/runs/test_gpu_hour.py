@@ -1,0 +1,59 @@
+"""scripts/gpu_hour.sh with tiny models on a CPU: it makes its checks, can be stopped, goes on, and writes its page."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+
+from tests.conftest import REPO
+from tests.runs.test_fast import wait_until
+
+
+def start(out, *flags):
+    log = out.with_suffix(".log")
+    with log.open("a") as file:
+        line = ["bash", "scripts/gpu_hour.sh", "--tiny", "--out", str(out), *flags]
+        return subprocess.Popen(line, cwd=REPO, stdout=file, stderr=subprocess.STDOUT, start_new_session=True), log
+
+
+def results(out):
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+
+
+def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
+    out = tmp_path / "hour"
+    process, log = start(out)
+    wait_until((out / "cold_start.log").exists, process, log)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 130, log.read_text()
+    page = (out / "README.md").read_text()
+    assert {name: found["passed"] for name, found in results(out).items()} == dict.fromkeys(
+        ("machine", "kernels", "head"), True
+    )
+    assert "| kernels | pass |" in page and "| cold_start | not made yet |" in page
+    stamp = (out / "kernels.json").stat().st_mtime_ns
+
+    process, log = start(out)
+    assert process.wait(timeout=600) == 0, log.read_text()
+    found = results(out)
+    skipped = {name for name, result in found.items() if result["passed"] is None}
+    assert skipped == {"sleep", "memory"} and len(found) == 11  # the two need a GPU
+    assert all(result["passed"] for name, result in found.items() if name not in skipped)
+    assert (out / "kernels.json").stat().st_mtime_ns == stamp, "a check that had passed was made again"
+    assert found["warm_start"]["figures"]["debug/vllm_vs_local_logprob_diff_mean"] < 0.05
+    assert found["memory"]["figures"]["mfu_7b: estimate, GiB"] > 0
+    assert "not made yet" not in (out / "README.md").read_text()
+
+
+def test_a_check_that_fails_says_why_and_is_made_again(tmp_path):
+    out = tmp_path / "hour"
+    (out / "kernels.log").mkdir(parents=True)  # where the check's output should be
+    process, log = start(out, "--only", "kernels")
+    assert process.wait(timeout=300) == 1, log.read_text()
+    assert results(out)["kernels"]["passed"] is False
+    assert re.search(r"\| kernels \| \*\*FAIL\*\* \|.*IsADirectoryError", (out / "README.md").read_text())
+    (out / "kernels.log").rmdir()
+    process, log = start(out, "--only", "kernels")
+    assert process.wait(timeout=300) == 0, log.read_text()
+    assert results(out)["kernels"]["passed"] is True

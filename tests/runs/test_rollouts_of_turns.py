@@ -1,0 +1,184 @@
+"""Whole runs with turns: real engines, environments in worker processes, kills in the middle of an answer."""
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+
+from tests.conftest import REPO
+from tests.runs import test_run
+from tests.runs.test_fast import descendants, is_alive, start, wait_until
+from tests.runs.test_run import TRANSFORMERS, VLLM, read, weights
+from tests.test_readme import undocumented
+
+TOY = """
+import os, time
+from pathlib import Path
+from rewards import Answer
+
+def hold(turns, turn):
+    if turn == 2 and Path(os.environ.get("LATEST", "none")).exists():  # until it is killed
+        Path(os.environ["HELD"]).touch()
+        time.sleep(600)
+    if "NOTES" in os.environ:
+        notes = Path(os.environ["NOTES"])
+        with notes.open("a") as file:
+            file.write(f"{turn} ")
+        before = notes.stat().st_size
+        if turn == 2 and turns == 3:
+            try:
+                os.close(os.open(os.environ["HELD"], os.O_CREAT | os.O_EXCL))  # the first of them
+            except FileExistsError:
+                return
+            while notes.read_text()[before:].count("3 ") < 4:
+                time.sleep(0.05)
+
+class Env:
+    def __init__(self, config):
+        self.config, self.sum = config, 0
+
+    def step(self, episode):
+        hold(self.config["turns"], episode.turn)
+        if episode.turn > self.config["turns"]:
+            return None
+        self.sum += sum(map(ord, episode.text))
+        return Answer(f"{self.sum % 97} <|im_end|> of {episode.turn}", self.sum % 7 / 7, metrics={"sum": self.sum % 97})
+"""
+FLAGS = "--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2 --response_length 120 --temperature 1.0"
+FLAGS += (
+    " --max_prompt_token_length 60 --pack_length 400 --per_turn_max_tokens 10 --seed 3 --save_freq 1 --dump_steps all"
+)
+FLAGS += " --learning_rate 1e-3 --model_dtype float32"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """Folder of an environment, toy.py, and rows of which three in four ask for it."""
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "toy.py").write_text(TOY)
+    rows = []
+    for i in range(40):
+        row = {"messages": [{"role": "user", "content": f"Say {i}"}], "ground_truth": "7", "dataset": "string_matcher"}
+        rows.append(row | ({"env_config": {"turns": i % 4}} if i % 4 else {}))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+ENV = test_run.ENV | {"OMP_NUM_THREADS": str(os.cpu_count())}
+RUNS = ("whole", "killed")
+
+
+def line_of(script, model, toy, out, flags):
+    line = [script, "--model_name_or_path", model, "--output_dir", out, "--env_file", toy / "toy.py"]
+    return [*line, "--dataset_mixer_list", toy / "train.jsonl", "1.0", *FLAGS.split(), *flags.split()]
+
+
+def run(script, model, toy, out, flags, **env):
+    return test_run.check(test_run.programs.run(line_of(script, model, toy, out, flags), **ENV | env))
+
+
+def check(run_dir, late=False):
+    """Dumped rollouts: turns that add up, and for each sampled token the logprob of the learner, in packs too; of
+    older weights in the first step alone, where there were no others yet."""
+    rows = read(run_dir / "rollouts.jsonl")
+    assert sum(len(r["turns"]) > 2 for r in rows) > 8, "hardly any turns: the test shows nothing"
+    for r in rows:
+        sampled = [t["role"] == "assistant" for t in r["turns"] for _ in range(t["tokens"])] or [True] * len(r["mask"])
+        assert r["mask"] == sampled and len(r["token_ids"]) == len(r["logprobs"]) == len(sampled) <= 120
+        assert {v for v, m in zip(r["versions"], sampled, strict=True) if not m} <= {-1}
+        assert min(v for v, m in zip(r["versions"], sampled, strict=True) if m) >= 0
+    compared = 0
+    for r in rows:
+        if r["training_step"] == 1 and r.get("new_logprobs"):
+            gaps = [abs(a - b) for a, b, m in zip(r["new_logprobs"], r["logprobs"], r["mask"], strict=True) if m]
+            assert max(gaps) < 1e-4
+            compared += len(gaps)
+    assert compared > 50
+    for row in read(run_dir / "metrics.jsonl"):
+        assert row["env/toy/crash_rate"] == row["env/toy/timeout_rate"] == 0 and row["val/turns_max"] > 2
+        assert late or row["debug/vllm_vs_local_logprob_diff_max"] < 1e-4
+    assert undocumented(row) == ["env/toy/sum"]  # the environment's own
+    return rows
+
+
+@pytest.mark.parametrize("engine", [VLLM, TRANSFORMERS])
+def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, tiny_models, toy, tmp_path):
+    """And the learner's logprobs are the engine's, packs of several turns included."""
+    for script in ("grpo.py", "grpo_fast.py"):
+        flags = f"--exp_name {script[:-3]} --total_episodes 16 --deterministic --async_steps 0 {engine}"
+        run(script, tiny_models(), toy, tmp_path, flags)
+    rows = [check(tmp_path / name) for name in ("grpo", "grpo_fast")]
+    for a, b in zip(*rows, strict=True):
+        assert {n: a[n] for n in ("token_ids", "logprobs", "mask", "versions", "score", "advantage")} == {
+            n: b[n] for n in ("token_ids", "logprobs", "mask", "versions", "score", "advantage")
+        }
+    a, b = (weights(tmp_path / name / "step_2") for name in ("grpo", "grpo_fast"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_kill_in_the_middle_of_an_answer_changes_no_bit(tiny_models, toy, tmp_path):
+    """One update old, checkpoints every step; the run is killed with -9 while an environment is at work."""
+    flags = f"--total_episodes 32 --deterministic --async_steps 1 --checkpoint_state_freq 1 --env_timeout 600 {VLLM}"
+    run("grpo_fast.py", tiny_models(), toy, tmp_path, f"--exp_name whole {flags}")
+    latest, held, log = tmp_path / "killed" / "checkpoints" / "latest", tmp_path / "held", tmp_path / "log"
+    line = line_of("grpo_fast.py", tiny_models(), toy, tmp_path, f"--exp_name killed {flags}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LATEST", str(latest))
+        patch.setenv("HELD", str(held))
+        process = start(log, *map(str, line))
+    wait_until(held.exists, process, log)
+    left = descendants(process.pid)
+    process.kill()
+    process.wait(timeout=600)
+    wait = time.monotonic() + 60
+    while alive := [pid for pid in left if is_alive(pid)]:
+        assert time.monotonic() < wait, f"{alive} outlived the run"
+        time.sleep(0.05)
+    assert not (tmp_path / "killed" / "step_4").exists()
+    test_run.check(test_run.programs.run([*line, "--resume"], **ENV))
+    names = ("position", "sample", "token_ids", "logprobs", "mask", "versions", "score", "advantage")
+    whole, killed = ([{n: r[n] for n in names} for r in read(tmp_path / name / "rollouts.jsonl")] for name in RUNS)
+    assert whole == killed and len(whole) == 32 and {v for r in whole for v in r["versions"]} == {-1, 0, 1, 2}
+    a, b = (weights(tmp_path / name / "step_4") for name in RUNS)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_slow_answer_holds_up_no_engine(tiny_models, toy, tmp_path):
+    """One answer comes only once other rollouts were decoded, answered, and decoded again meanwhile; else it would run
+    into its limit. Nothing is lost."""
+    flags = f"--exp_name x --total_episodes 32 --async_steps 2 --inflight_updates {VLLM}"
+    held = tmp_path / "held"
+    run("grpo_fast.py", tiny_models(), toy, tmp_path, flags, NOTES=str(tmp_path / "notes"), HELD=str(held))
+    assert held.exists(), "no answer was slow: the test shows nothing"
+    rows = check(tmp_path / "x", late=True)
+    assert sorted((r["position"], r["sample"]) for r in rows) == [(p, s) for p in range(16) for s in range(2)]
+    for r in rows:
+        lags = [r["training_step"] - 1 - v for v, m in zip(r["versions"], r["mask"], strict=True) if m]
+        assert 0 <= min(lags) and max(lags) <= 2
+
+
+SMOLLM2 = REPO / "models/SmolLM2-135M-Instruct"
+
+
+@pytest.mark.skipif(not SMOLLM2.exists(), reason=f"no {SMOLLM2.name}: python scripts/data/get_smollm2.py")
+def test_smoke_of_the_demo(tmp_path):
+    """A step of scripts/demo_tools.sh: some of the rollouts call, hear what the calculator says, and are right."""
+    command = ["bash", "scripts/demo_tools.sh", "--output_dir", str(tmp_path), "--exp_name", "smoke"]
+    more = ["--total_episodes", "192", "--local_eval_every", "-1", "--eval_on_step_0", "false"]
+    more += ["--num_unique_prompts_rollout", "24"]
+    subprocess.run([*command, *more], cwd=REPO, check=True, timeout=1800)
+    (step,), rows = (read(tmp_path / "smoke" / f"{name}.jsonl") for name in ("metrics", "rollouts"))
+    assert step["tools/calc/avg_calls_per_rollout"] > 0.05
+    called = [row for row in rows if any(turn["role"] == "tool" for turn in row["turns"])]
+    assert len(rows) == 192 and called
+    for row in rows:
+        assert sum(turn["tokens"] for turn in row["turns"]) == len(row["token_ids"]) == len(row["mask"])
+        wrote = [turn["role"] == "assistant" for turn in row["turns"] for _ in range(turn["tokens"])]
+        assert row["mask"] == wrote
+    right = [row for row in called if row["score"] > 0]
+    assert right and not [row for row in rows if row["score"] > 0 and row not in called], "products from memory"
+    for row in right:  # the tool's answer, and the policy's copy of it
+        assert row["turns"][1]["content"] == row["ground_truths"][0] and row["turns"][1]["status"] == "ok"

@@ -1,0 +1,503 @@
+"""Every flag of the algorithm, the engine and the reward, changed alone, changes what its documentation says.
+
+CASES has a row for every flag, or a test fails. A row is what else is set, what the flag is changed to, and what then
+differs first, of the chain of causes and effects in `observe`. Most rows run grpo.py's whole main twice, with a stub in
+place of the engine, 0.2 s each.
+"""
+
+import functools
+import json
+import random
+import sys
+import tempfile
+import types
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import grpo
+import rewards
+import utils
+from scripts import sandbox
+
+LABEL = "7"
+TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
+
+
+class Stub(utils.Sampler):
+    """An engine that answers a request with one of TEXTS, by its seed; every third answer is cut. Engine logprobs are a
+    little off. `asked` has (version, whether for an evaluation, requests) of each call."""
+
+    asked: list = []
+    evaluating = False
+
+    def __init__(self, args, tokenizer, world, num_requests):
+        self.tokenizer, self.eos_ids = tokenizer, [tokenizer.eos_token_id]
+        Stub.asked = []
+
+    def load_weights(self, named_tensors, version):
+        self.version = version
+
+    def generate(self, requests, finished=None):
+        Stub.asked.append((self.version, Stub.evaluating, list(requests)))
+        asked = Stub.asked[-1][2]
+        for i, request in enumerate(requests):
+            while request is not None:
+                rng = random.Random(request.seed)
+                ids = self.tokenizer.encode(rng.choice(TEXTS), add_special_tokens=False)[: request.max_tokens]
+                cut = rng.random() < 0.3
+                ids += [] if cut or len(ids) == request.max_tokens else self.eos_ids
+                logprobs = torch.tensor([-6.2 + 0.3 * rng.gauss(0, 1) for _ in ids]).tolist()
+                made = utils.Generation(ids, logprobs, "length" if cut else "stop", [0] * len(ids))
+                request = (answer := finished(i, made)) and answer.result()
+                asked += [request] if request else []
+        return []
+
+    def close(self):
+        pass
+
+
+EVALUATE = grpo.evaluate
+
+
+def evaluated(*args):
+    Stub.evaluating = True
+    try:
+        return EVALUATE(*args)
+    finally:
+        Stub.evaluating = False
+
+
+BASE = """--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 3 --total_episodes 36 --response_length 30
+    --max_prompt_token_length 20 --pack_length 64 --max_logprob_gap 0 --model_dtype float32 --save_freq -1 --beta 0
+    --no_load_ref_policy --dump_steps all --overwrite --learning_rate 3e-3 --lr_scheduler_type constant"""
+
+
+@pytest.fixture(scope="module")
+def play(tiny_models, world, tmp_path_factory):
+    """Function flags -> what grpo.py's main did with them: see `observe`."""
+    out, patch = tmp_path_factory.mktemp("effects"), pytest.MonkeyPatch()
+    data = out / "train.jsonl"
+    turns = [[{"role": "user", "content": f"Say {i}"}] for i in range(6)]
+    rows: list[dict] = [{"messages": turn, "ground_truth": LABEL, "dataset": "gsm8k"} for turn in turns]
+    rows[1] |= {"ground_truth": [LABEL, LABEL], "dataset": ["gsm8k", "string_matcher"]}
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    patch.setattr(utils, "make_engine", Stub)
+    patch.setattr(grpo, "evaluate", evaluated)
+    patch.setattr(utils, "init_distributed", lambda: world)
+    patch.setattr(utils, "leave_distributed", lambda: None)
+    patch.setattr(utils, "draw_report", lambda run_dir: "")
+    patch.setattr(utils, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
+
+    @functools.cache
+    def run(flags):
+        line = f"--model_name_or_path {tiny_models()} --output_dir {out} --dataset_mixer_list {data} 1.0 {BASE} {flags}"
+        line = line.replace("EVAL", f"{data} 3").replace("TEACHER", str(tiny_models("qwen3", False)))
+        try:
+            run_dir = grpo.main(utils.parse_args(grpo.Args, line.split()))
+        except (utils.UserError, utils.GapError) as error:
+            return {"refused": type(error).__name__}
+        finally:
+            rewards.configure(rewards.RewardFlags(), connect=False)
+        return observe(run_dir)
+
+    yield run
+    patch.undo()
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def observe(run_dir):
+    """What a run did, in the order of cause and effect: (step, what) -> value."""
+    rows, logged = (read(run_dir / name) for name in ("rollouts.jsonl", "metrics.jsonl"))
+    logged = {row["training_step"]: row for row in logged}
+    seen: dict = {"refused": ""}
+    for step in range(max(logged) + 1):
+        row, mine = logged.get(step, {}), [row for row in rows if row["training_step"] == step]
+        path = run_dir / "dumps" / f"step_{step:06d}.json"
+        dump = json.loads(path.read_text()) if path.exists() else {"packs": [], "weights": ""}
+        asked = [requests for version, kind, requests in Stub.asked if (version, kind) == (step - 1, False)]
+        found = {"requests": asked} | {f"{n}s": [r[n] for r in mine] for n in ("text", "outcome", "score", "advantage")}
+        packs = [[pack for learner in part for pack in learner] for part in dump["packs"]]
+        found["mini-batches"] = [sorted(n for pack in part for piece in pack for n in piece) for part in packs]
+        metrics = ["lr", "loss/policy_avg", "loss/kl_avg", "loss/entropy_avg", "optim/grad_norm", "val/rho_weight"]
+        metrics += ["objective/kl0_avg", "debug/vllm_vs_local_logprob_diff_mean"]
+        found |= {"packs": packs} | {n: row.get(n) for n in metrics if step} | {"weights": dump["weights"]}
+        found["evaluation"] = [requests for version, kind, requests in Stub.asked if (version, kind) == (step, True)]
+        found["pass@k"] = sorted(key for key in row if "pass_at" in key)
+        seen |= {f"{step} {name}": value for name, value in found.items()}
+    return seen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What no run with a stub shows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def flags_of(flags):
+    return utils.parse_args(grpo.Args, f"--model_name_or_path x {BASE} {flags}".split())
+
+
+def engine_options(flags, model, world, patch):
+    """Which engine is made, and what vLLM, a stub, is made of and asked for."""
+    seen = {}
+    calls = types.SimpleNamespace(driver_worker=types.SimpleNamespace(worker=None))
+    core = types.SimpleNamespace(model_executor=calls, add_request=lambda *_: None, set_weight_version=lambda _: None)
+
+    class LLM:
+        def __init__(self, **options):
+            seen.update(options)
+            self.llm_engine = core
+
+    class SamplingParams:
+        def __init__(self, **options):
+            seen.update({f"asked {name}": value for name, value in options.items()})
+
+    class CpuCommunicator:
+        pass
+
+    kind = types.SimpleNamespace(FINAL_ONLY=None)
+    parts = {
+        "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
+        "vllm.sampling_params": {"RequestOutputKind": kind},
+    }
+    parts["vllm.distributed.device_communicators.cpu_communicator"] = {"CpuCommunicator": CpuCommunicator}
+    for name in ("vllm.distributed", "vllm.distributed.device_communicators"):
+        parts[name] = {}
+    for name, content in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        patch.setitem(sys.modules, name, module)
+    args = replace(flags_of(flags), model_name_or_path=str(model))
+    patch.setenv("VLLM_RPC_BASE_PATH", "")  # which the engine sets for its ranks
+    engine: Any = utils.make_engine(args, utils.load_tokenizer(args), world, 8)
+    if isinstance(engine, utils.VLLMEngine):
+        engine.add("0", utils.Request((1, 2), 3, 0.7, 5))
+    elif args.stop_strings:
+        made = engine._cut(
+            engine.tokenizer.encode("a stop b", add_special_tokens=False), [-1.0] * 99, 99, engine.stop_strings
+        )
+        seen["text"] = engine.tokenizer.decode(made.token_ids)
+    return {"class": type(engine).__name__} | {name: value for name, value in seen.items() if name != "model"}
+
+
+def sleeps(flags, model, world, patch):
+    """The same on a GPU, of what a CPU has not."""
+    patch.setenv("VLLM_CACHE_ROOT", "")
+    gpu = utils.World(0, 0, 1, torch.device("cuda:0"))
+    return {"enable_sleep_mode": engine_options(flags, model, gpu, patch)["enable_sleep_mode"]}
+
+
+def engine_class(*args):
+    return {"class": engine_options(*args)["class"]}
+
+
+def verdicts(flags, model, world, patch):
+    """Scores of some responses by verifiers that need no model."""
+    patch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
+    rewards.configure(flags_of(flags), connect=False)
+    runs = [sandbox.Run(None, 0.1), sandbox.Run(None, 0.3), sandbox.Run("wrong", 0.2)]
+    limits = []
+
+    def run_stdio(box, program, tests, limit_s):
+        limits.append(limit_s)
+        return runs
+
+    patch.setattr(rewards, "in_sandbox", lambda call, *_: call(None))
+    patch.setattr(rewards, "sandbox_level", lambda *_: (["rlimits"], ["reading files"]))
+    patch.setattr(sandbox, "run_stdio", run_stdio)
+    found = {}
+    label = [{"input": "1", "output": "1"}]
+    record = rewards.RewardRecord("```python\nprint(1)\n```", label, "code_stdio")
+    try:
+        rewards.require_sandbox()
+        found["sandbox"] = "used"
+    except ValueError:
+        found["sandbox"] = "refused"
+        patch.setattr(rewards, "require_sandbox", lambda: None)
+    found["code"] = rewards.score([record])[0].score
+    found["limit"] = limits
+    found["length"] = rewards.score([rewards.RewardRecord("x", "10", "max_length", num_tokens=20)])[0].score
+    found["names"] = sorted(set(rewards.VERIFIERS) - rewards.BUILT_IN)
+    return found
+
+
+def questions(flags, model, world, patch):
+    """What judge and solver, stubs, are asked, and what is started for them."""
+    seen, asked, connected = {}, [], []
+
+    def ask(self, prompt, beginning="", n=1, **more):
+        text = prompt(1.0)
+        asked.append({"solver": "Reason step" in text or text.startswith("OWN"), "length": len(text), "n": n})
+        seen["text"] = text[:3]
+        return [("So.\nSCORE: 5" if "SCORE" in text else "\\boxed{7}", False)] * n, 1, 1.0
+
+    def start_servers(model_, log_dir, name="solver", **options):
+        seen["servers"] = options["num_engines"]
+        return types.SimpleNamespace(base_urls=["http://started"], api_key="k")
+
+    patch.setattr(rewards.ChatModel, "ask", ask)
+    patch.setattr(rewards.ChatModel, "connect", lambda self, urls, key: connected.append((self.model, *urls)))
+    patch.setattr(utils, "start_servers", start_servers)
+    patch.setenv("OPENAI_API_KEY", "k")
+    patch.setenv("SOLVER_API_KEY", "")
+    patch.delenv("OPENAI_BASE_URL", raising=False)
+    args = flags_of(flags)
+    args.check()
+    utils.start_reward_models(args, None, world)
+    long = "word " * 5000
+    chats = [("judge", rewards.JUDGE), ("solver", rewards.SOLVER and rewards.SOLVER.model)]
+    for name, chat in ((name, chat) for name, chat in chats if chat is not None):
+        verifier = "general-quality" if name == "judge" else "solver"
+        seen |= {f"{name} model": chat.model, f"{name} sampling": chat.sampling, f"{name} seconds": chat.timeout_s}
+        seen[f"{name} slots"] = vars(chat.slots)["_initial_value"]
+        (made,) = rewards.score([rewards.RewardRecord(long, "7", verifier, prompt="user: 3 + 4?")])
+        seen[f"{name} baseline"] = "baseline" in made.details
+    seen["asked"] = sorted((a["solver"], a["length"] // 100, a["n"]) for a in asked)
+    return seen | {"connected": connected}
+
+
+def environment(flags, model, world, patch):
+    """What tools are made of, and for how long each answer is waited."""
+    args, found = replace(flags_of(flags), model_name_or_path=str(model)), {}
+    about = {"role": "tool", "schemas": {"a": {"type": "function", "function": {"name": "a"}}}}
+    patch.setattr(rewards, "about_environment", lambda flag, path, config: about)
+    patch.setattr(rewards, "more_env_workers", lambda number: found.setdefault("workers", number))
+    patch.setattr(rewards, "ask_environment", lambda path, state, episode, s: found.setdefault("asked", s) and 1 / 0)
+    args.check()
+    tokenizer = utils.load_tokenizer(args)
+    if (made := utils.load_environment(args, tokenizer)) is None:
+        return {"workers": max(8, 2 * len(utils.ALL_CORES))}
+    shown, config = made.of_row({"tools": ["a"]})
+    prompt = utils.Prompt(0, (1,), "", (), (), "", made, {"messages": []})
+    r = utils.Rollout(prompt, 0, 0)
+    with pytest.raises(ZeroDivisionError):
+        made = utils.Generation([5], [0.0], "stop", [0])
+        grpo.end_turn(r, made, types.SimpleNamespace(tokenizer=tokenizer, eos_ids=[5]), args).result()
+    return found | {"config": config, "shown": shown}
+
+
+def models(flags, model, world, patch):
+    """Which models are read, which adapters the policy has, and what is written of it."""
+    from transformers import AutoModelForCausalLM
+
+    read, load = [], AutoModelForCausalLM.from_pretrained
+    patch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, revision, **more: read.append(revision) or load(name, **more),
+    )
+    args = replace(flags_of(flags.replace("TEACHER", str(model))), model_name_or_path=str(model))
+    learner = grpo.load_learner(args, world)
+    with tempfile.TemporaryDirectory() as out:
+        utils.save_model(learner.policy, utils.load_tokenizer(args), Path(out) / "model", args, world)
+        made = utils.adapters(learner.policy.model)
+        sizes = {name: tuple(layer.lora_A["default"].weight.shape) for name, layer in made.items()}
+        scaling = {layer.scaling["default"] for layer in made.values()}
+        saved = sorted(path.name for path in Path(out).iterdir())
+        return {"revisions": read, "adapters": sizes, "scaling": scaling, "saved": saved}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    base: str
+    changed: str
+    differs: str  # the first difference of two runs; of another view all, separated by commas
+    view: str = "play"
+
+
+KL = "--beta 0.5 --load_ref_policy"
+TWICE = "--num_epochs 3 --no_use_rho_correction"  # later passes are off-policy
+JUDGE = "--llm_judge_model m --llm_judge_base_url http://j"
+SOLVER = "--solver_model_name_or_path s --solver_base_url http://s"
+FORMAT = "--apply_r1_style_format_reward"
+TURNS = "--response_length 100 --pack_length 128 --env_file ENV"
+ENV = "def step(episode):\n    return 'so' if '7' not in episode.text and episode.turn < 3 else None\n"
+FILES = {
+    "ENV": ENV,
+    "REWARD": "def own(response, ground_truth):\n    return 1.0\n",
+    "PROMPT": "OWN {question}\n\n{guideline}",
+}
+CASES: dict[str, Case] = {
+    # the algorithm
+    "num_unique_prompts_rollout": Case("", "--num_unique_prompts_rollout 2", "1 requests"),
+    "num_samples_per_prompt_rollout": Case("", "--num_samples_per_prompt_rollout 4", "1 requests"),
+    "active_sampling": Case("", "--active_sampling", "1 requests"),
+    "no_resampling_pass_rate": Case("", "--no_resampling_pass_rate 0.3", "2 requests"),
+    "filter_zero_std_samples": Case("--overlong_buffer_length 10", "--no_filter_zero_std_samples", "1 mini-batches"),
+    "mask_truncated_completions": Case("", "--mask_truncated_completions", "1 mini-batches"),
+    "kl_in_reward": Case(f"{KL} --advantage_normalization_type centered", "--kl_in_reward", "2 advantages"),
+    "force_kl_in_reward": Case(f"{KL} --kl_in_reward", "--force_kl_in_reward", "refused"),
+    "loss_fn": Case(TWICE, "--loss_fn cispo", "1 loss/policy_avg"),
+    "beta": Case("--load_ref_policy", "--beta 0.5", "2 loss/kl_avg"),
+    "kl_estimator": Case(KL, "--kl_estimator 1", "2 loss/kl_avg"),
+    "load_ref_policy": Case("", "--load_ref_policy", "1 objective/kl0_avg"),
+    "ref_policy_update_freq": Case(KL, "--ref_policy_update_freq 2", "3 loss/kl_avg"),
+    "alpha": Case(f"{KL} --ref_policy_update_freq 1", "--alpha 0.1", "2 loss/kl_avg"),
+    "clip_lower": Case(TWICE, "--clip_lower 0.9", "1 loss/policy_avg"),
+    "clip_higher": Case(TWICE, "--clip_higher 9", "1 loss/policy_avg"),
+    "clip_dual": Case(TWICE, "--clip_dual 1.01", "1 loss/policy_avg"),
+    "entropy_coef": Case("", "--entropy_coef 1", "1 loss/entropy_avg"),
+    "advantage_normalization_type": Case("", "--advantage_normalization_type centered", "1 advantages"),
+    "loss_denominator": Case("", "--loss_denominator sequence", "1 loss/policy_avg"),
+    "use_rho_correction": Case("", "--no_use_rho_correction", "1 loss/policy_avg"),
+    "rho_clamp_upper_bound": Case("", "--rho_clamp_upper_bound 1", "1 loss/policy_avg"),
+    "rho_mask_lower_bound": Case("", "--rho_mask_lower_bound 0.9", "1 loss/policy_avg"),
+    "rho_mask_upper_bound": Case("", "--rho_mask_upper_bound 1.1", "1 loss/policy_avg"),
+    "rho_mask_sequence_level": Case("--rho_mask_lower_bound 0.9", "--rho_mask_sequence_level", "1 loss/policy_avg"),
+    "learning_rate": Case("", "--learning_rate 1e-3", "1 lr"),
+    "lr_scheduler_type": Case("", "--lr_scheduler_type linear", "2 lr"),
+    "warmup_ratio": Case("--lr_scheduler_type linear", "--warmup_ratio 0.6", "1 lr"),
+    "weight_decay": Case("", "--weight_decay 50", "1 weights"),
+    "max_grad_norm": Case("", "--max_grad_norm 1e-7", "1 weights"),
+    "per_device_train_batch_size": Case(
+        "--verification_reward 0", "--per_device_train_batch_size 4", "1 debug/vllm_vs_local_logprob_diff_mean"
+    ),
+    "pack_length": Case("", "--pack_length 51", "1 packs"),
+    "share_prompts": Case("", "--no_share_prompts", "1 packs"),
+    "sequence_parallel_size": Case("", "--sequence_parallel_size 2", "refused"),  # else tests/test_sequence_parallel.py
+    "total_episodes": Case("", "--total_episodes 24", "3 requests"),
+    "num_epochs": Case("", "--num_epochs 2", "1 loss/policy_avg"),
+    "num_mini_batches": Case("", "--num_mini_batches 2", "1 mini-batches"),
+    "local_eval_every": Case("--dataset_mixer_eval_list EVAL", "--local_eval_every 2", "2 evaluation"),
+    "eval_on_step_0": Case("--dataset_mixer_eval_list EVAL", "--eval_on_step_0", "0 evaluation"),
+    "eval_pass_at_k": Case("--dataset_mixer_eval_list EVAL", "--eval_pass_at_k 2", "3 evaluation"),
+    # the learner's models
+    "ref_model_name_or_path": Case("--load_ref_policy", "--ref_model_name_or_path TEACHER", "1 objective/kl0_avg"),
+    "ref_model_revision": Case(
+        "--load_ref_policy --ref_model_name_or_path TEACHER", "--ref_model_revision v2", "revisions", "models"
+    ),
+    "ref_model_dtype": Case(
+        "--load_ref_policy --ref_model_name_or_path TEACHER", "--ref_model_dtype bfloat16", "1 objective/kl0_avg"
+    ),
+    "lora_rank": Case("", "--lora_rank 4", "adapters, scaling", "models"),
+    "lora_alpha": Case("--lora_rank 4", "--lora_alpha 1", "scaling", "models"),
+    "lora_target_modules": Case("--lora_rank 4", "--lora_target_modules q_proj", "adapters", "models"),
+    "lora_merge": Case("--lora_rank 4", "--lora_merge", "saved", "models"),
+    # the engine
+    "rollout_backend": Case("", "--rollout_backend transformers", "class", "engine_class"),
+    "response_length": Case("", "--response_length 3", "1 requests"),
+    "temperature": Case("", "--temperature 1.5", "1 requests"),
+    "vllm_top_p": Case("--no_use_rho_correction", "--vllm_top_p 0.5", "1 requests"),
+    "stop_strings": Case("", "--stop_strings stop", "asked stop, asked detokenize", "engine_options"),
+    "eval_temperature": Case("--dataset_mixer_eval_list EVAL", "--eval_temperature 0.5", "3 evaluation"),
+    "eval_response_length": Case("--dataset_mixer_eval_list EVAL", "--eval_response_length 3", "3 evaluation"),
+    "vllm_gpu_memory_utilization": Case(
+        "", "--vllm_gpu_memory_utilization 0.4", "gpu_memory_utilization", "engine_options"
+    ),
+    "vllm_sleep": Case("", "--vllm_sleep off", "enable_sleep_mode", "sleeps"),
+    "vllm_enforce_eager": Case("", "--vllm_enforce_eager", "enforce_eager", "engine_options"),
+    "vllm_enable_prefix_caching": Case(
+        "", "--vllm_enable_prefix_caching", "enable_prefix_caching, block_size", "engine_options"
+    ),
+    "vllm_tensor_parallel_size": Case("", "--vllm_tensor_parallel_size 2", "tensor_parallel_size", "engine_options"),
+    "max_logprob_gap": Case("", "--max_logprob_gap 0.01", "refused"),
+    # turns
+    "env_file": Case(TURNS.partition(" --env_file")[0], "--env_file ENV", "1 requests"),
+    "tools": Case("", "--tools a", "asked, config, shown", "environment"),
+    "tool_call_names": Case("--tools a", "--tool_call_names b", "config", "environment"),
+    "tool_configs": Case("--tools a", "--tool_configs {}", "config", "environment"),
+    "tool_parser_type": Case("--tools a", "--tool_parser_type hermes", "config", "environment"),
+    "max_steps": Case(TURNS, "--max_steps 1", "1 requests"),
+    "per_turn_max_tokens": Case(TURNS, "--per_turn_max_tokens 2", "1 requests"),
+    "only_reward_good_outputs": Case(TURNS, "--only_reward_good_outputs", "1 outcomes"),
+    "pass_tools_to_chat_template": Case("--tools a", "--no_pass_tools_to_chat_template", "shown", "environment"),
+    "env_timeout": Case("--tools a", "--env_timeout 7", "asked", "environment"),
+    "pool_size": Case("--tools a", "--pool_size 3", "workers", "environment"),
+    # the reward
+    "apply_verifiable_reward": Case(FORMAT, "--no_apply_verifiable_reward", "1 outcomes"),
+    "verification_reward": Case("", "--verification_reward 3", "1 outcomes"),
+    "reward_file": Case("", "--reward_file REWARD", "names", "verdicts"),
+    "remap_verifier": Case("", "--remap_verifier gsm8k=string_matcher", "1 outcomes"),
+    "max_length_verifier_max_length": Case("", "--max_length_verifier_max_length 20", "length", "verdicts"),
+    "code_max_execution_time": Case(
+        "--code_apply_perf_penalty", "--code_max_execution_time 2", "code, limit", "verdicts"
+    ),
+    "code_pass_rate_reward_threshold": Case("", "--code_pass_rate_reward_threshold 0.7", "code", "verdicts"),
+    "code_apply_perf_penalty": Case("", "--code_apply_perf_penalty", "code", "verdicts"),
+    "allow_unsafe_code": Case("", "--allow_unsafe_code", "sandbox", "verdicts"),
+    "llm_judge_model": Case(
+        "--llm_judge_base_url http://j",
+        "--llm_judge_model m",
+        "asked, connected, judge model, judge sampling, judge seconds, judge slots, text, judge baseline",
+        "questions",
+    ),
+    "llm_judge_base_url": Case(
+        "--llm_judge_model m", "--llm_judge_base_url http://k", "judge sampling, connected", "questions"
+    ),
+    "llm_judge_max_tokens": Case(JUDGE, "--llm_judge_max_tokens 512", "judge sampling, asked", "questions"),
+    "llm_judge_max_context_length": Case(JUDGE, "--llm_judge_max_context_length 4096", "asked", "questions"),
+    "llm_judge_temperature": Case(JUDGE, "--llm_judge_temperature 0.1", "judge sampling", "questions"),
+    "llm_judge_timeout": Case(JUDGE, "--llm_judge_timeout 5", "judge seconds", "questions"),
+    "llm_judge_max_concurrency": Case(JUDGE, "--llm_judge_max_concurrency 3", "judge slots", "questions"),
+    "solver_model_name_or_path": Case(
+        "--solver_base_url http://s",
+        "--solver_model_name_or_path s",
+        "asked, connected, solver model, solver sampling, solver seconds, solver slots, text, solver baseline",
+        "questions",
+    ),
+    "solver_base_url": Case(
+        "--solver_model_name_or_path s",
+        "--solver_base_url http://s",
+        "servers, connected",
+        "questions",
+    ),
+    "solver_num_engines": Case("--solver_model_name_or_path s", "--solver_num_engines 2", "servers", "questions"),
+    "solver_num_samples": Case(SOLVER, "--solver_num_samples 3", "solver sampling, asked", "questions"),
+    "solver_response_length": Case(SOLVER, "--solver_response_length 64", "solver sampling", "questions"),
+    "solver_prompt_file": Case(SOLVER, "--solver_prompt_file PROMPT", "text, asked", "questions"),
+    "solver_baseline": Case(SOLVER, "--no_solver_baseline", "solver baseline, asked", "questions"),
+    "apply_r1_style_format_reward": Case("", FORMAT, "1 outcomes"),
+    "r1_style_format_reward": Case(f"{FORMAT} --additive_format_reward", "--r1_style_format_reward 4", "1 outcomes"),
+    "additive_format_reward": Case(FORMAT, "--additive_format_reward", "1 outcomes"),
+    "non_stop_penalty": Case("", "--non_stop_penalty", "1 outcomes"),
+    "non_stop_penalty_value": Case("--non_stop_penalty", "--non_stop_penalty_value -2", "1 outcomes"),
+    "overlong_buffer_length": Case("", "--overlong_buffer_length 10", "3 scores"),
+    "overlong_penalty_factor": Case("--overlong_buffer_length 10", "--overlong_penalty_factor 3", "3 scores"),
+}
+
+
+def test_every_flag_has_a_case():
+    parts = (grpo.GRPOFlags, utils.EngineFlags, utils.TurnFlags, rewards.RewardFlags)
+    models = {f.name for f in fields(utils.ModelFlags) if f.name.startswith(("lora_", "ref_model_", "sequence_"))}
+    assert set(CASES) == {field.name for part in parts for field in fields(part)} | models
+
+
+def test_stop_strings_reach_the_transformers_engine_too(tiny_models, world, monkeypatch):
+    made = engine_options("--rollout_backend transformers --stop_strings stop", tiny_models(), world, monkeypatch)
+    assert made["text"] == "a stop"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_flag_does_what_it_says(name, play, tiny_models, world, tmp_path):
+    case = CASES[name]
+    found = []
+    for word, text in FILES.items():
+        if word in case.base + case.changed:
+            file = str(tmp_path / "file.py")
+            (tmp_path / "file.py").write_text(text)
+            case = case._replace(base=case.base.replace(word, file), changed=case.changed.replace(word, file))
+    for flags in (case.base, f"{case.base} {case.changed}"):
+        with pytest.MonkeyPatch.context() as patch:
+            if case.view == "play":
+                found.append(play(" ".join(flags.split())))
+            else:
+                patch.setattr(utils, "make_engine", MAKE_ENGINE)
+                found.append(globals()[case.view](flags, tiny_models(), world, patch))
+                rewards.configure(rewards.RewardFlags(), connect=False)
+    a, b = found
+    differs = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+    assert name in case.changed
+    assert ", ".join(differs[:1] if case.view == "play" else differs) == case.differs
+
+
+MAKE_ENGINE = utils.make_engine

@@ -1,0 +1,312 @@
+"""LoRA: only adapters train, what the engine gets is merged, and the start model is the policy without them."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import grpo
+import utils
+from tests import programs
+from tests.test_learner import assert_same_update, make_args, make_rollouts
+
+LORA = ("--lora_rank", 4, "--lora_alpha", 8)
+
+
+def lora_args(model, *flags):
+    return make_args(model, *LORA, *flags)
+
+
+def shake(policy, size=0.05):
+    """Adapters as training leaves them: none is zero."""
+    utils.shard_again(policy)
+    with torch.no_grad():
+        for name, layer in utils.adapters(policy.model).items():
+            b = layer.lora_B["default"].weight
+            noise = torch.randn(b.shape, generator=torch.Generator().manual_seed(len(name))) * size
+            utils.shard_of(b).copy_(utils.shard_of(distribute_tensor(noise, b.device_mesh, b.placements)))
+
+
+def batch_of(rollouts, device="cpu"):
+    return grpo.make_batch([[[r]] for r in rollouts], torch.device(device))
+
+
+def logprobs(policy, batch):
+    with torch.no_grad():
+        return policy(batch, 1.0)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_policy_starts_as_the_model_and_is_it_without_adapters(tiny_models, world, dtype, stage):
+    """Bit for bit, before training and after: that is the reference policy, which takes no memory."""
+    flags = ("--model_dtype", dtype, "--deepspeed_stage", stage, "--load_ref_policy", "--beta", 0.1)
+    args = lora_args(tiny_models(), *flags)
+    learner, batch = grpo.load_learner(args, world), batch_of(make_rollouts())
+    plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0), world)
+    want = logprobs(plain, batch)
+    assert learner.ref_policy is learner.policy
+    kinds = {(p.dtype, p.requires_grad) for p in learner.policy.parameters()}
+    assert kinds == {(utils.DTYPES[dtype], False), (torch.float32, True)}
+    assert torch.equal(logprobs(learner.policy, batch), want)
+    shake(learner.policy)
+    assert (logprobs(learner.policy, batch) - want).abs().max() > 0.01
+    grpo.fill_logprobs(learner.ref_policy, [batch], "ref_logprobs", 1, dataclasses.replace(args, temperature=1.0))
+    assert torch.equal(batch.ref_logprobs, want)
+    assert (logprobs(learner.policy, batch) - want).abs().max() > 0.01, "the adapters stayed off"
+
+
+@pytest.mark.parametrize("arch, tied", [("llama", True), ("qwen2", False), ("qwen3", True)])
+def test_merged_weights_compute_what_the_adapters_do(tiny_models, world, arch, tied):
+    args = lora_args(tiny_models(arch, tied))
+    policy, batch = grpo.load_policy(args, world), batch_of(make_rollouts())
+    names = [name for name, _ in utils.named_weights(policy.model)]
+    plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0), world)
+    assert names == [name for name, _ in utils.named_weights(plain.model)]
+    shake(policy)
+    merged = {name: tensor.clone() for name, tensor in utils.full_weights(policy, torch.float32)}
+    start = dict(utils.full_weights(plain, torch.float32))
+    for name, layer in utils.adapters(policy.model).items():
+        delta = utils.shard_of(layer.get_delta_weight("default"))
+        torch.testing.assert_close(merged[name] - start[name], delta, rtol=1e-4, atol=1e-6)
+    changed = {name for name in names if not torch.equal(merged[name], start[name])}
+    assert changed == set(utils.adapters(policy.model)) and len(changed) == 14
+    utils.shard_again(plain)
+    with torch.no_grad():
+        for name, p in plain.model.named_parameters():
+            utils.shard_of(p).copy_(merged[name])
+    torch.testing.assert_close(logprobs(policy, batch), logprobs(plain, batch), rtol=1e-5, atol=1e-5)
+
+
+def update(args, world, mini_batches, packing="shared"):
+    """Merged float32 weights after an update, the learner and metrics. Adapters are shaken first: A has a gradient."""
+    learner = grpo.load_learner(args, world)
+    shake(learner.policy)
+    sgd = torch.optim.SGD([p for p in learner.policy.parameters() if p.requires_grad], lr=1024.0)
+    learner = dataclasses.replace(learner, optimizer=sgd)
+    packs = [grpo.pack_rollouts(rollouts, packing, args.pack_length)[0] for rollouts in mini_batches]
+    metrics = utils.Metrics()
+    batches = [grpo.micro_batches(p, packing, args, world.device) for p in packs]
+    with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
+        grpo.update(learner, batches, args, world, metrics)
+    weights = {name: tensor.clone() for name, tensor in utils.adapter_weights(learner.policy.model)}
+    return weights, learner, metrics.reduce(world)
+
+
+def test_only_adapters_train_and_the_split_does_not_matter(tiny_models, world):
+    args, rollouts = lora_args(tiny_models(), "--pack_length", 1000), make_rollouts()
+    fresh = grpo.load_policy(args, world)
+    shake(fresh)
+    start = {name: tensor.clone() for name, tensor in utils.adapter_weights(fresh.model)}
+    whole, learner, _ = update(args, world, [rollouts])
+    frozen = {n: utils.shard_of(p) for n, p in fresh.named_parameters() if not p.requires_grad}
+    utils.shard_again(learner.policy)
+    now = {n: utils.shard_of(p) for n, p in learner.policy.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(frozen[name], now[name]) for name in frozen) and len(frozen) > 10
+    for flags in ({"pack_length": 60}, {"gradient_checkpointing": True}, {"deepspeed_stage": 3}):
+        other, _, _ = update(dataclasses.replace(args, **flags), world, [rollouts])
+        assert_same_update(whole, other, start)
+    rows, _, _ = update(args, world, [rollouts], packing="rows")
+    assert_same_update(whole, rows, start)
+
+
+def test_the_gradient_is_autograds_on_merged_weights(tiny_models, world):
+    """dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T, with dL/dW of the merged model in full training."""
+    args, rollouts = lora_args(tiny_models()), make_rollouts()
+    policy, batch = grpo.load_policy(args, world), batch_of(rollouts)
+    shake(policy)
+    merged = {name: tensor.clone() for name, tensor in utils.full_weights(policy, torch.float32)}
+    plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0), world)
+    utils.shard_again(plain)
+    with torch.no_grad():
+        for name, p in plain.model.named_parameters():
+            utils.shard_of(p).copy_(merged[name])
+    for model in (policy, plain):
+        model(batch, 1.0)[0].square().sum().backward()
+    grads = {name: utils.shard_of(p.grad) for name, p in plain.model.named_parameters()}
+    for name, layer in utils.adapters(policy.model).items():
+        a, b = (utils.shard_of(half["default"].weight) for half in (layer.lora_A, layer.lora_B))
+        ga, gb = (utils.shard_of(half["default"].weight.grad) for half in (layer.lora_A, layer.lora_B))
+        scale = layer.scaling["default"]
+        assert scale == 2.0
+        torch.testing.assert_close(ga, scale * b.T @ grads[name], rtol=1e-3, atol=1e-4 * float(ga.abs().max()))
+        torch.testing.assert_close(gb, scale * grads[name] @ a.T, rtol=1e-3, atol=1e-4 * float(gb.abs().max()))
+
+
+def test_the_head_takes_no_gradient_where_it_is_frozen(tiny_models, world):
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
+    logprobs, entropy = grpo.HeadLogprobs.apply(hidden, weight, torch.arange(5), 1.0, 2)
+    (logprobs.sum() + entropy.sum()).backward()
+    with_grad = weight.clone().requires_grad_()
+    again = hidden.detach().clone().requires_grad_()
+    sums = grpo.HeadLogprobs.apply(again, with_grad, torch.arange(5), 1.0, 2)
+    sum(x.sum() for x in sums).backward()
+    assert torch.equal(hidden.grad, again.grad) and with_grad.grad is not None
+
+
+def test_adapters_depend_on_seed_and_name_alone(tiny_models, world):
+    first = dict(utils.adapter_weights(grpo.load_policy(lora_args(tiny_models()), world).model))
+    torch.manual_seed(99)
+    again = dict(utils.adapter_weights(grpo.load_policy(lora_args(tiny_models()), world).model))
+    other = dict(utils.adapter_weights(grpo.load_policy(lora_args(tiny_models(), "--seed", 2), world).model))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    halves = {name: name.split(".")[-2] for name in first}
+    assert all(torch.equal(first[name], other[name]) == (half == "lora_B") for name, half in halves.items())
+    for name, half in halves.items():
+        a = first[name]
+        bound = 1 / math.sqrt(a.shape[1])
+        assert (a.abs().max() <= bound and a.std() > 0.5 * bound) if half == "lora_A" else not a.any()
+
+
+@pytest.mark.parametrize("names, fix", [
+    (["lm_head"], "lm_head.weight is no matrix of a layer, take all-linear"),
+    (["embed_tokens"], "embed_tokens.weight is no matrix of a layer"),
+    (["query"], "Target modules .*query.* not found"),
+])  # fmt: skip
+def test_what_cannot_have_an_adapter_is_refused(tiny_models, world, names, fix):
+    with pytest.raises(utils.UserError, match=rf"--lora_target_modules {names[0]}: .*{fix}"):
+        grpo.load_policy(lora_args(tiny_models("llama", False), "--lora_target_modules", *names), world)
+
+
+def test_states_of_other_runs_are_refused(tiny_models, tmp_path):
+    (tmp_path / "step_1").mkdir()
+    args = lora_args(tiny_models(), "--load_states", tmp_path)
+    with pytest.raises(utils.UserError, match="--load_states .* with --lora_rank 4: .* drop --lora_rank"):
+        args.check()
+    dataclasses.replace(args, lora_rank=0).check()
+
+
+def test_some_matrices_only(tiny_models, world):
+    policy = grpo.load_policy(lora_args(tiny_models(), "--lora_target_modules", "q_proj", "v_proj"), world)
+    ends = {name.split(".")[-2] for name in utils.adapters(policy.model)}
+    assert ends == {"q_proj", "v_proj"} and len(utils.adapters(policy.model)) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trial_shows_every_adapter_and_leaves_nothing(tiny_models, world, dtype):
+    """One adapter (bfloat16: all) left out of what is sent: learner and engine are apart by far more than rounding."""
+    args = lora_args(tiny_models(), "--model_dtype", dtype)
+    policy, batch = grpo.load_policy(args, world), batch_of(make_rollouts())
+    shake(policy)
+    before = dict(utils.full_weights(policy, torch.float32))
+    mask = batch.response_mask
+    with utils.trial_adapters(policy, args.seed):
+        on, noise = logprobs(policy, batch), 1e-4 if dtype == "float32" else 0.03
+        layers = list(utils.adapters(policy.model).values())
+        for missing in [[layer] for layer in layers] if dtype == "float32" else [layers]:
+            for layer in missing:
+                layer._disable_adapters = True
+            gap = (logprobs(policy, batch) - on)[mask].abs().mean()
+            for layer in missing:
+                layer._disable_adapters = False
+            assert gap > (100 if dtype == "float32" else 3) * noise
+        merged = dict(utils.full_weights(policy, utils.DTYPES[dtype]))
+        plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0, dither_master_weights=False), world)
+        utils.shard_again(plain)
+        with torch.no_grad():
+            for name, p in plain.model.named_parameters():
+                utils.shard_of(p).copy_(merged[name])
+        assert (logprobs(plain, batch) - on)[mask].abs().mean() < noise
+    after = dict(utils.full_weights(policy, torch.float32))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_models, world, tmp_path, dtype):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_models("qwen2", False)
+    args = lora_args(model, "--model_dtype", dtype, "--lora_merge")
+    policy, rollouts = grpo.load_policy(args, world), make_rollouts()
+    shake(policy)
+    utils.save_model(policy, utils.load_tokenizer(args), tmp_path / "model", args, world)
+    config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
+    assert config["base_model_name_or_path"] == str(model) and not list(tmp_path.glob("*.tmp"))
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=utils.DTYPES[dtype])
+    loaded = PeftModel.from_pretrained(base, tmp_path / "model")
+    saved = {n.replace(".default", ""): p for n, p in loaded.named_parameters() if ".lora_" in n}
+    ours = dict(utils.adapter_weights(policy.model))
+    assert saved.keys() == ours.keys() and all(torch.equal(saved[name], ours[name]) for name in ours)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model_merged", dtype="auto")
+    assert merged.dtype == utils.DTYPES[dtype]
+    weights = dict(utils.full_weights(policy, utils.DTYPES[dtype]))
+    assert all(torch.equal(p, weights[name]) for name, p in merged.named_parameters())
+    batch = batch_of(rollouts)
+    want, tolerance = logprobs(policy, batch), 1e-5 if dtype == "float32" else 0.1
+    for other in (loaded, merged):
+        r = rollouts[0]
+        ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
+        with torch.no_grad():
+            logp = torch.log_softmax(other(ids).logits[0].float(), -1)[len(r.prompt.token_ids) - 1 : -1]
+        got = logp.gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(got, want[0][batch.seq_ids[0] == 1], rtol=1e-4, atol=tolerance)
+
+
+TWO_RANKS = """
+    import dataclasses, sys, torch, grpo, utils
+    from tests.test_lora import lora_args, make_rollouts, shake
+    world = utils.init_distributed()
+    model, out, stage, dtype = sys.argv[1:]
+    args = lora_args(model, "--deepspeed_stage", stage, "--model_dtype", dtype, "--load_ref_policy", "--beta", 0.1,
+        "--learning_rate", 1e-3)
+    learner = grpo.load_learner(args, world)
+    shake_seeds = utils.adapters(learner.policy.model)
+    for _ in range(3):
+        rollouts = [r for r in make_rollouts() if r.position % world.size == world.rank]
+        batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 60)[0], "shared", args, world.device)]
+        grpo.update(learner, batches, args, world, utils.Metrics())
+    weights = [*utils.adapter_weights(learner.policy.model), *utils.full_weights(learner.policy, torch.float32)]
+    if world.is_main:
+        torch.save({name: tensor.clone() for name, tensor in weights}, out)
+    utils.leave_distributed()
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, stage):
+    """Three updates, the adapters sharded or replicated: to 1e-6 of the adapters' change."""
+    import textwrap
+
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(TWO_RANKS))
+    for ranks in (1, 2):
+        line = [*programs.torchrun(ranks), str(script), tiny_models(), tmp_path / f"{ranks}.pt", stage, "float32"]
+        done = programs.run(line, OMP_NUM_THREADS=1)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    assert one.keys() == two.keys()
+    moved = [name for name in one if name.endswith("lora_B.weight")]
+    assert len(moved) == 14 and all(one[name].norm() > 1e-3 for name in moved)
+    for name in one:
+        assert (one[name] - two[name]).norm() <= 1e-5 * one[name].norm(), name
+
+
+def test_a_checkpoint_holds_adapters_alone_and_goes_back(tiny_models, world, tmp_path):
+    args = lora_args(tiny_models(), "--total_episodes", 6400)
+    _, learner, _ = update(args, world, [make_rollouts()])
+    adam, scheduler = grpo.make_optimizer(learner.policy, args)
+    for p in learner.policy.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    adam.step()
+    learner = dataclasses.replace(learner, optimizer=adam, scheduler=scheduler)
+    want = {name: tensor.clone() for name, tensor in utils.full_weights(learner.policy, torch.float32)}
+    checkpoints = utils.Checkpoints(tmp_path, 3, world)
+    extra = grpo.start_state() | {"scheduler": scheduler.state_dict()}
+    checkpoints.save(1, learner.modules(args), adam, extra)
+    checkpoints.wait()
+    size = sum(f.stat().st_size for f in (tmp_path / "checkpoints" / "step_1").rglob("*.distcp"))
+    adapted = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in learner.policy.parameters() if not p.requires_grad)
+    assert 12 * adapted < size < 12 * adapted + 4 * frozen
+    fresh = grpo.load_learner(args, world)
+    grpo.load_state(tmp_path / "checkpoints" / "step_1", fresh, args, world)
+    got = dict(utils.full_weights(fresh.policy, torch.float32))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    moments = [state["exp_avg"] for state in fresh.optimizer.state.values()]
+    assert len(moments) == 28 and all(utils.shard_of(m).abs().sum() > 0 for m in moments)

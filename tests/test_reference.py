@@ -1,0 +1,40 @@
+"""The project against tests/reference.py on a few random configurations; hundreds: python -m tests.reference 240."""
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+import grpo
+from tests import reference
+
+ELSEWHERE = {"total_episodes", "local_eval_every", "eval_on_step_0", "eval_pass_at_k"}  # no part of an update
+
+
+def test_every_flag_of_the_algorithm_is_drawn():
+    drawn = [reference.draw_args(random.Random(seed), "x") for seed in range(60)]
+    for field in fields(grpo.GRPOFlags):
+        values = {getattr(a, field.name) for a in drawn}
+        assert (len(values) > 1) != (field.name in ELSEWHERE), f"{field.name} is always {values}"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_is_the_references(tiny_models, world, seed):
+    errors, _ = reference.compare_step(seed, tiny_models(tied=seed % 2 == 0), world)
+    assert max(errors, default=0.0) < 2e-5
+
+
+def test_the_reference_notices(tiny_models, world, monkeypatch):
+    """It has an opinion of its own on each of these: the project's part is changed under it."""
+    whole = grpo.grpo_loss
+    for change in (dict(clip_higher=0.0), dict(use_rho_correction=False), dict(entropy_coef=0.1)):
+        monkeypatch.setattr(
+            grpo,
+            "grpo_loss",
+            lambda new, entropy, batch, tokens, n, args, metrics, change=change: whole(
+                new, entropy, batch, tokens, n, replace(args, **change), metrics
+            ),
+        )
+        with pytest.raises(AssertionError):
+            errors = [e for seed in range(6) for e in reference.compare_step(seed, tiny_models(), world)[0]]
+            assert max(errors) < 2e-5

@@ -1,0 +1,175 @@
+"""A teacher: another model as the reference policy, whose KL is what is learned (on-policy distillation)."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import grpo
+import utils
+from scripts import memory, run_dir
+from tests.test_learner import make_args, make_rollouts
+
+TEACH = ("--load_ref_policy", "--beta", 1, "--kl_estimator", "kl2", "--no_filter_zero_std_samples")
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_models, tmp_path_factory):
+    """A model of the tiny models' vocabulary with other weights and more of them."""
+    from scripts.data.make_tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "model", arch="qwen3", tied=False, seed=5)
+
+
+def learn(args, world, rollouts, times=1):
+    """(learner, metrics of each update) with batches of `rollouts`, whose advantages are zero."""
+    learner, found = grpo.load_learner(args, world), []
+    for r in rollouts:
+        r.advantage = 0.0
+    for _ in range(times):
+        batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 128)[0], "shared", args, world.device)]
+        metrics = utils.Metrics()
+        grpo.update(learner, batches, args, world, metrics)
+        found.append(metrics.reduce(world) | {"batches": batches[0]})
+    return learner, found
+
+
+def plain(model, r, temperature):
+    """Logprobs and most likely tokens of a response by transformers alone."""
+    ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
+    with torch.no_grad():
+        logp = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)[len(r.prompt.token_ids) - 1 : -1]
+    return logp.gather(1, torch.tensor(r.token_ids)[:, None])[:, 0], logp.argmax(1)
+
+
+def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher, world):
+    args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
+    rollouts = make_rollouts()
+    _, (found,) = learn(args, world, rollouts)
+    models = [utils.load_causal_lm(a).float() for a in (args.of_reference(), args)]
+    equal = []
+    for batch in found["batches"]:
+        for i, r in enumerate(batch.rollouts, start=1):
+            (want, top), (ours, our_top) = (plain(model, r, args.temperature) for model in models)
+            got = batch.ref_logprobs[batch.seq_ids == i]
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(batch.new_logprobs[batch.seq_ids == i], ours, rtol=1e-5, atol=1e-5)
+            equal += (top == our_top).tolist()
+    assert found["objective/ref_top_agreement"] == pytest.approx(sum(equal) / len(equal))
+    _, (same,) = learn(replace(args, ref_model_name_or_path=str(tiny_models())), world, rollouts)
+    assert same["objective/ref_top_agreement"] == 1.0 and same["objective/kl1_avg"] == 0.0
+    _, (without,) = learn(make_args(tiny_models(), *TEACH), world, rollouts)
+    assert "objective/ref_top_agreement" not in without
+
+
+@pytest.mark.parametrize("estimator, teaches", [("kl2", True), ("kl3", True), ("kl4", True), ("kl1", False)])
+def test_without_any_reward_the_policy_moves_to_the_teacher(tiny_models, teacher, world, estimator, teaches):
+    """The expected gradient, exactly: all 512 next tokens of a prompt, each as often as the policy says. k2 and k4
+    have the gradient of the KL, k3 that of the KL the other way round, k1 none."""
+    args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
+    policy, ref = grpo.load_policy(args, world), grpo.load_policy(args.of_reference(), world, frozen=True)
+    prompt = utils.Prompt(0, (5, 6, 7), "", ("1",), ("gsm8k",))
+    rows = [[[grpo.Rollout(prompt, 0, i, [i], [0.0], [True], [0], "stop")]] for i in range(512)]
+    batch = grpo.make_batch(rows, world.device)
+    with torch.no_grad():
+        batch.ref_logprobs = ref(batch, args.temperature)[0]
+    new, _ = policy(batch, args.temperature)
+    old, theirs = new.detach(), batch.ref_logprobs
+    kls = grpo.kl_estimates(new, theirs, (new - old).exp())
+    (weight,) = (p for n, p in policy.named_parameters() if n.endswith("layers.1.mlp.down_proj.weight"))
+    (got,) = torch.autograd.grad((old.exp() * kls[grpo.KL_ESTIMATORS[estimator]]).sum(), weight, retain_graph=True)
+    forward, reverse = -(theirs.exp() * new).sum(), (new.exp() * (new - theirs)).sum()
+    (want,) = torch.autograd.grad(forward if estimator == "kl3" else reverse, weight, retain_graph=True)
+    got, want = utils.shard_of(got), utils.shard_of(want)
+    assert (got - want * teaches).norm() < 2e-5 * want.norm()
+
+
+def test_kl_falls_and_nothing_else_teaches(tiny_models, teacher, world):
+    flags = (*TEACH, "--ref_model_name_or_path", teacher, "--learning_rate", "3e-3")
+    _, found = learn(make_args(tiny_models(), *flags), world, make_rollouts(), times=12)
+    kl = [metrics["objective/kl1_avg"] for metrics in found]
+    assert kl[-1] < 0.5 * kl[0]
+    assert all(metrics["loss/policy_avg"] == 0 for metrics in found)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_reference_lies_in_compute_dtype_and_computes_the_same(tiny_models, world, stage):
+    """bfloat16: rounded at the start or at each gather, the logprobs are the same bits."""
+    flags = ("--load_ref_policy", "--beta", 0.1, "--model_dtype", "bfloat16", "--deepspeed_stage", stage)
+    args = make_args(tiny_models(), *flags)
+    ref = grpo.load_learner(args, world).ref_policy
+    assert {p.dtype for p in ref.parameters()} == {torch.bfloat16}
+    refreshed = grpo.load_learner(replace(args, ref_policy_update_freq=3), world).ref_policy
+    assert {p.dtype for p in refreshed.parameters()} == {torch.float32}
+    assert all(b.dtype == torch.float32 for b in ref.buffers() if b.is_floating_point())
+    batch = grpo.make_batch([[[r]] for r in make_rollouts()], world.device)
+    with torch.no_grad():
+        assert torch.equal(ref(batch, 1.0)[0], refreshed(batch, 1.0)[0])
+
+
+def test_a_teacher_may_compute_in_another_dtype(tiny_models, teacher, world):
+    flags = (*TEACH, "--ref_model_name_or_path", teacher, "--model_dtype", "bfloat16", "--ref_model_dtype", "float32")
+    args = make_args(tiny_models(), *flags)
+    learner = grpo.load_learner(args, world)
+    assert {p.dtype for p in learner.ref_policy.parameters()} == {torch.float32}
+    batch, (r, *_) = grpo.make_batch([[[r]] for r in make_rollouts()], world.device), make_rollouts()
+    with torch.no_grad():
+        got = learner.ref_policy(batch, args.temperature)[0]
+    want, _ = plain(utils.load_causal_lm(args.of_reference()).float(), r, args.temperature)
+    torch.testing.assert_close(got[0][batch.seq_ids[0] == 1], want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
+    args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
+    tokenizer = utils.load_tokenizer(args)
+    utils.check_teacher(args, tokenizer)
+    shutil.copytree(teacher, tmp_path / "other")
+    assert (tmp_path / "other" / "tokenizer.json").exists()
+    path = tmp_path / "other" / "tokenizer.json"
+    text = json.loads(path.read_text())
+    vocabulary = text["model"]["vocab"]
+    words = {i: word for word, i in vocabulary.items()}
+    assert len(words) > 300
+    vocabulary[words[300]], vocabulary[words[299]] = 299, 300
+    path.write_text(json.dumps(text))
+    other = replace(args, ref_model_name_or_path=str(tmp_path / "other"))
+    with pytest.raises(utils.UserError) as error:
+        utils.check_teacher(other, tokenizer)
+    told = f"token 299 is {words[299]!r} to the policy and {words[300]!r} to the teacher: take a teacher with"
+    assert told in str(error.value) and f"--ref_model_name_or_path {tmp_path / 'other'}: " in str(error.value)
+    config = json.loads((teacher / "config.json").read_text())
+    shutil.copytree(teacher, tmp_path / "small")
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    with pytest.raises(utils.UserError, match="token 511 is .* to the policy and .* to the teacher"):
+        utils.check_teacher(replace(args, ref_model_name_or_path=str(tmp_path / "small")), tokenizer)
+    with pytest.raises(utils.UserError, match="--ref_model_name_or_path .*nowhere: .*Give a directory with a model"):
+        utils.check_teacher(replace(args, ref_model_name_or_path=str(tmp_path / "nowhere")), tokenizer)
+
+
+def test_which_teacher_it_is_belongs_to_the_run(tiny_models, teacher):
+    args = make_args(tiny_models())
+    taught = replace(args, ref_model_name_or_path=str(teacher), ref_model_revision="v2")
+    assert args.of_reference() == args and taught.of_reference().model_revision == "v2"
+    hashes = [run_dir.model_hash(asdict(a)) for a in (taught, args, taught.of_reference())]
+    assert hashes[0].split() == hashes[1:]
+
+
+def test_memory_and_time_of_a_teacher():
+    """A 7B teaches a 0.5B: 2 bytes a weight, over the learners; what its forward gathers is more than the update's."""
+    small, large = (memory.qwen(*memory.SHAPES[f"Qwen2.5-{size}"]) for size in ("0.5B", "7B"))
+    setup = memory.Setup(learners=4, deepspeed_stage=3, gradient_checkpointing=True, pack_length=2048)
+    alone, taught = (memory.memory_estimate(setup, small, ref) for ref in (None, large))
+    assert alone["reference"] == 2 * 494_032_768 / 4
+    assert {k: v for k, v in taught.items() if k != "reference"} == {k: v for k, v in alone.items() if k != "reference"}
+    update = sum(taught[name] for name in ("gradients", "gathered", "activations and head"))
+    ends, logits = 2 * 152064 * 3584 + 3584, 12 * 1024 * 152064
+    gathered = ends + 2 * (7_615_616_512 - ends) / 28
+    assert taught["reference"] == pytest.approx(2 * 7_615_616_512 / 4 + 2 * gathered + logits - update)
+    precise = memory.memory_estimate(replace(setup, ref_model_dtype="float32"), small, large)["reference"]
+    assert precise == pytest.approx(4 * 7_615_616_512 / 4 + 4 * gathered + logits - update)
+    little = memory.memory_estimate(setup, large, small)["reference"]
+    assert little == 2 * 494_032_768 / 4
+    text = memory.estimate_text(setup, small, large)
+    assert "teacher: 7.62 billion weights to the policy's 0.49, 79% of an update's operations" in text

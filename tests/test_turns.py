@@ -1,0 +1,558 @@
+"""Turns: what stands between two turns is the template's, token by token; what was sampled stays as it was sampled."""
+
+import io
+import json
+import math
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+import rewards
+import utils
+from tests.conftest import REPO
+
+# As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
+PUBLISHED = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "tool_response": "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "alternate": "{% for m in messages %}{% if (m.role == 'assistant') != (loop.index0 % 2 == 1) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "drops_thoughts": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "drops_thoughts_later": "{% set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1].content %}"
+    "{% set n = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set n.at = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\n') "
+    "if m.role == 'assistant' and loop.index0 < n.at else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "opens_thoughts": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    "json_answers": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content | tojson if m.role == 'tool' else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "no_tools": "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "no_end": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+}
+REASONS = {  # (template, role) -> why it is refused; the others go on
+    ("olmo_thinker", "*"): "opens a <think>",
+    ("olmo_thinker_code_rlzero", "*"): "begins an assistant's turn otherwise",
+    ("olmo_thinker_rlzero", "*"): "begins an assistant's turn otherwise",
+    ("r1_simple_chat_postpend_think", "*"): "opens a <think>",
+    ("simple_chat", "*"): "begins an assistant's turn otherwise|no end token",
+    ("tulu_thinker", "*"): "opens a <think>",
+    ("tulu_thinker_r1_style", "*"): "opens a <think>",
+    ("drops_thoughts", "*"): "drops or rewrites the thoughts of earlier turns",
+    ("drops_thoughts_later", "user"): "drops or rewrites the thoughts of earlier turns",
+    ("opens_thoughts", "*"): "opens a <think>",
+    ("json_answers", "tool"): "rewrites what role 'tool' says",
+    ("no_tools", "tool"): "takes no message of role 'tool'.*no tools",
+    ("no_end", "*"): "no end token",
+    ("basic", "*"): "no end token",
+    ("minicpmv45", "*"): "opens a <think>",
+    ("blip2", "*"): "takes no message|begins an assistant's turn otherwise|rewrites what|no end token",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_models):
+    return utils.load_tokenizer(grpo.Args(model_name_or_path=str(tiny_models())))
+
+
+def installed():
+    """Templates that come with vLLM, for models that publish none."""
+    folder = Path(rewards.__file__).parent / ".venv/lib"
+    return {
+        p.stem.removeprefix("template_"): p for p in folder.glob("*/site-packages/vllm/transformers_utils/**/*.jinja")
+    }
+
+
+def templates():
+    some = {name: path.read_text() for name, path in installed().items() if name in ("chatml", "basic", "minicpmv45")}
+    return (
+        utils.CHAT_TEMPLATES | {f"vllm_{name}" if name == "chatml" else name: t for name, t in some.items()} | PUBLISHED
+    )
+
+
+def words(rng):
+    return " ".join(rng.choice("the answer is\nprint(7) 12 {'a': 1} \"so\" said it".split(" ")) for _ in range(5)) + "."
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("name", templates())
+def test_a_conversation_is_the_templates_tokens_or_is_refused(name, role, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", templates()[name])
+    environment = utils.Environment("x.py", {}, role, (), {})
+    if reason := REASONS.get((name, "*"), REASONS.get((name, role))):
+        with pytest.raises(utils.UserError, match=reason) as refused:
+            environment.with_separators(tokenizer, [tokenizer.eos_token_id])
+        assert "--chat_template_name" in str(refused.value)
+        return
+    environment = environment.with_separators(tokenizer, [tokenizer.eos_token_id])
+    assert (environment.between is None) == (name == "alternate")
+    rng = random.Random(0)
+    for _ in range(20):
+        messages = [{"role": "user", "content": words(rng)}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for _ in range(rng.randint(1, 4)):
+            said, stops = words(rng), rng.random() < 0.5
+            heard = [words(rng) for _ in range(rng.randint(1, 3))]
+            tokens += tokenizer(said, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * stops
+            ids, told = environment.answer(heard, stops, 10_000, tokenizer)
+            tokens += ids
+            assert told == "\n".join(heard)
+            heard = heard if environment.between is not None else [told]
+            messages += [{"role": "assistant", "content": said}, *({"role": role, "content": x} for x in heard)]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_text_has_no_special_tokens_however_it_is_cut(tokenizer):
+    marks, rng = list(tokenizer.get_added_vocab()), random.Random(0)
+    for _ in range(300):
+        text = "".join(
+            rng.choice([*marks, *marks, "<", "|", "im", "_end", "|>", " a", "\n", "é", "🙂"]) for _ in range(8)
+        )
+        ids = utils.plain_ids(text, tokenizer)
+        assert not set(ids) & set(tokenizer.get_added_vocab().values())
+        assert tokenizer.decode(ids) == text
+    assert utils.plain_ids("The answer is 7.", tokenizer) == tokenizer.encode(
+        "The answer is 7.", add_special_tokens=False
+    )
+
+
+def test_a_flood_leaves_the_policy_half_of_what_is_left(tokenizer):
+    environment = utils.Environment("x.py", {}, "user", (), {}).with_separators(tokenizer, [tokenizer.eos_token_id])
+    ids, text = environment.answer(["word " * 5000, "more " * 5000], True, 200, tokenizer)
+    assert len(ids) <= 120 and text.endswith("[cut]") and tokenizer.decode(ids).count("[cut]") == 2
+    short, told = environment.answer(["word"], True, 200, tokenizer)
+    assert told == "word" and len(short) < 30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts: a scripted engine, environments in real worker processes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Scripted(utils.Engine):
+    """An engine that samples random tokens by the request's seed, one request a step, and notes what it was asked."""
+
+    def __init__(self, tokenizer, most=6, in_rounds=False):
+        self.tokenizer, self.eos_ids, self.most, self.in_rounds = tokenizer, [tokenizer.eos_token_id], most, in_rounds
+        self.waiting, self.asked, self.together = {}, [], []
+
+    @property
+    def busy(self):
+        return bool(self.waiting)
+
+    def add(self, request_id, request):
+        self.waiting[request_id] = request
+        self.asked.append(request)
+
+    def step(self):
+        self.together.append(len(self.waiting))
+        name = next(iter(self.waiting))
+        request, rng = self.waiting[name], random.Random(self.waiting.pop(name).seed)
+        ids = [rng.randrange(3, 512) for _ in range(rng.randint(1, self.most))][: request.max_tokens]
+        stops = rng.random() < 0.6 and len(ids) < request.max_tokens
+        ids += self.eos_ids if stops else []
+        return [(name, utils.Generation(ids, [-1.0] * len(ids), "stop" if stops else "length", [3] * len(ids), 2))]
+
+
+def prompt_of(path, tokenizer, flags="", config=None, labels=("7",), verifiers=("passthrough",)):
+    line = f"--model_name_or_path x --env_file {path} --response_length 120 --max_prompt_token_length 60 {flags}"
+    args = utils.parse_args(grpo.Args, line.split())
+    made = utils.load_environment(args).with_separators(tokenizer, [tokenizer.eos_token_id])
+    messages = [{"role": "user", "content": "Go"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    episode = {"messages": messages, "ground_truths": list(labels), "config": config or {}}
+    return utils.Prompt(0, ids, text, tuple(labels), verifiers, "user: Go", made, episode), args
+
+
+def play(path, tokenizer, flags="", config=None, samples=4, engine=None, **more):
+    prompt, args = prompt_of(path, tokenizer, flags, config, **more)
+    engine = engine or Scripted(tokenizer)
+    (group,) = grpo.sample_rollouts(engine, [(0, prompt)], samples, args)
+    grpo.score_rollouts(group, args)
+    return group, engine, args
+
+
+COUNTER = """
+from rewards import Answer
+
+class Env:
+    def __init__(self, config):
+        self.heard = []
+
+    def step(self, episode):
+        assert episode.text == episode.messages[-1]["content"] and episode.turn == len(self.heard) + 1
+        roles = ["user"] + ["assistant", "user"] * len(self.heard) + ["assistant"]
+        assert [m["role"] for m in episode.messages] == roles
+        self.heard.append(episode.text)
+        if len(self.heard) > 3:
+            return None
+        return Answer([f"heard {len(self.heard)} <|im_end|>", "more"], 0.25, metrics={"heard": len(self.heard)})
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Function text -> path of an environment's file."""
+    folder = tmp_path_factory.mktemp("envs")
+
+    def write(text, name=None):
+        path = folder / f"{name or 'env' + str(len(list(folder.iterdir())))}.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def check_tokens(r, tokenizer):
+    """decode(all) is what the parts say, and the mask is True exactly where the engine sampled."""
+    at = 0
+    for turn in r.turns:
+        part = slice(at, at := at + turn["tokens"])
+        mine = turn["role"] == "assistant"
+        assert r.mask[part].tolist() == [mine] * turn["tokens"]
+        assert r.versions[part].tolist() == [3 if mine else -1] * turn["tokens"]
+        assert r.logprobs[part].tolist() == [-1.0 if mine else 0.0] * turn["tokens"]
+        text = tokenizer.decode(r.token_ids[part])
+        if mine:
+            assert text.removesuffix("<|im_end|>") == turn["content"]
+        elif turn["tokens"]:
+            first, *more = turn["content"].split("\n")
+            said = "".join(f"<|im_start|>user\n{x}<|im_end|>\n" for x in (first, *more))
+            assert text.removeprefix("<|im_end|>") == f"\n{said}<|im_start|>assistant\n"
+            ends = r.token_ids[part].tolist().count(tokenizer.eos_token_id)
+            assert ends == text.startswith("<|im_end|>") + 1 + len(more), "an end token in what was heard"
+        assert "state" not in turn
+    assert at == len(r.token_ids) == len(r.mask) == len(r.versions) == len(r.logprobs)
+    assert r.text == tokenizer.decode(r.token_ids).removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_turns_go_on_from_the_tokens_that_were_sampled(in_rounds, files, tokenizer):
+    engine = Scripted(tokenizer, in_rounds=in_rounds)
+    group, _, args = play(files(COUNTER, "counter"), tokenizer, "--max_steps 9", samples=8, engine=engine)
+    prompt = group[0].prompt
+    requests = {}
+    for r in group:
+        check_tokens(r, tokenizer)
+        assert r.over and len(r.token_ids) <= 120
+        assert [t["role"] for t in r.turns] == (["assistant", "user"] * 4)[: len(r.turns)]
+        assert r.verifiable == pytest.approx(0.25 * sum(t["role"] == "user" for t in r.turns))
+        at = 0
+        for k, turn in enumerate(r.turns):
+            if turn["role"] == "assistant":
+                known = grpo.Rollout(prompt, 0, r.sample, r.token_ids[:at], turns=r.turns[:k])
+                requests[grpo.make_request(known, args)] = known
+            at += turn["tokens"]
+    assert set(engine.asked) == requests.keys() and len(engine.asked) == len(requests)
+    for request, known in requests.items():
+        assert request.prompt_ids == (*prompt.token_ids, *known.token_ids.tolist())
+        assert request.max_tokens == 120 - len(known.token_ids)
+    assert len({request.seed for request in requests}) == len(requests)
+    assert sum(len(r.turns) > 3 for r in group) > 4, "hardly any turns: the test shows nothing"
+
+
+def test_a_rollout_without_an_environment_is_asked_for_as_ever(tokenizer):
+    prompt = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
+    args = grpo.Args(model_name_or_path="x", seed=4)
+    request = grpo.make_request(grpo.Rollout(prompt, 3, 2), args)
+    assert request == utils.Request((5, 6), utils.derive_seed(4, 3, 2, 0), 0.7, 256, 1.0)
+    r = grpo.Rollout(prompt, 3, 2)
+    assert grpo.end_turn(r, utils.Generation([9], [-1.0], "stop", [0]), Scripted(tokenizer), args) is None
+    assert r.over and r.turns == [] and len(r.scoring) == 1
+
+
+def test_an_engine_goes_on_while_an_answer_is_awaited_and_in_rounds_waits_for_all(tokenizer):
+    """Free: what is answered goes on at once, beside what still runs. In rounds: together, when nothing runs."""
+    request = utils.Request((5,), 0, 1.0, 3)
+    for in_rounds in (False, True):
+        engine, slow, turn = Scripted(tokenizer, in_rounds=in_rounds), Future(), [0, 0, 0]
+
+        def finished(i, made, slow=slow, turn=turn, in_rounds=in_rounds):
+            turn[i] += 1
+            if i == 0 and turn[0] == 1:
+                return slow
+            if turn[i] < 4:
+                answer = Future()
+                answer.set_result(request)
+                if i == 1 and turn[1] == 3 and not in_rounds:
+                    threading.Timer(0.2, slow.set_result, [request]).start()
+                return answer
+            return None
+
+        if in_rounds:
+            threading.Timer(0.2, slow.set_result, [request]).start()
+        engine.generate([request] * 3, finished)
+        assert turn == [4, 4, 4]
+        assert engine.together == [3, 2, 1] * 4 if in_rounds else engine.together[:5] == [3, 2, 2, 2, 2]
+
+
+def test_only_so_many_answers_and_so_many_tokens(files, tokenizer):
+    path = files("def step(episode):\n    return f'{episode.steps_left} left'\n")
+    group, _, _ = play(path, tokenizer, "--max_steps 2 --response_length 500")
+    for r in group:
+        assert [t["content"] for t in r.turns if t["role"] == "user"] == ["1 left", "0 left"]
+        assert r.turns[-1]["role"] == "assistant"
+    group, engine, _ = play(path, tokenizer, "--max_steps 99 --per_turn_max_tokens 3")
+    assert {request.max_tokens for request in engine.asked} <= {1, 2, 3}
+    for r in group:
+        assert len(r.token_ids) <= 120 and r.finish_reason == "length" and r.over
+
+
+def test_a_stop_string_ends_a_turn_and_an_answer_may_stand_inside_it(files, tokenizer):
+    about = "def about(config):\n    return {'role': '', 'stop': ['</call>']}\n"
+    path = files(about + "def step(episode):\n    return '<out>7</out>'\n")
+    group, engine, _ = play(path, tokenizer, "--max_steps 2")
+    assert all(request.stop == ("</call>",) for request in engine.asked)
+    for r in group:
+        check = [t for t in r.turns if t["role"] == "tool"]
+        for turn in check:
+            assert turn["content"] == "<out>7</out>"
+        if r.turns[0]["finish_reason"] == "stop":  # with an end token nothing can stand inside the turn
+            assert len(r.turns) == 2 and r.turns[1]["tokens"] == 0
+        else:
+            assert r.turns[1]["tokens"] == len(tokenizer.encode("<out>7</out>", add_special_tokens=False))
+
+
+FAULTS = {  # what an environment does -> (status, what the policy is told)
+    "raise ValueError('no such page')": ("crash", r"Error: ValueError: no such page"),
+    "import time; time.sleep(60)": ("timeout", r"Error: no answer within 1 s"),
+    "return 7": ("crash", r"Error: TypeError: step returned int, not a text"),
+    "import os; os._exit(3)": ("crash", "Error: "),
+    "return Answer('x', float('nan'))": ("crash", "Error: ValueError: step returned the reward nan"),
+    "return 'x' * 10 ** 8": ("ok", r"x+ \[cut\]"),
+    "return 'a' + chr(0xd800)": ("ok", r"a\?"),
+    "raise ConnectionError('search is down')": ("infra_error", "Error: ConnectionError: search is down"),
+    "import os; os.kill(os.getpid(), 9)": ("infra_error", "Error: killed"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.filterwarnings("ignore:verifier")
+def test_a_fault_has_an_outcome_and_is_counted(fault, files, tokenizer):
+    status, told = FAULTS[fault]
+    path = files(f"from rewards import Answer\n\ndef step(episode):\n    {fault.replace('; ', chr(10) + '    ')}\n")
+    group, _, args = play(path, tokenizer, "--max_steps 1 --env_timeout 1", samples=2)
+    metrics = utils.Metrics()
+    utils.note_rollouts(group, args, metrics)
+    out = metrics.reduce(utils.World(0, 0, 1, None))
+    for r in group:
+        answer = r.turns[1]
+        assert answer["status"] == status and rewards.re.match(told, answer["content"]), answer
+        assert math.isnan(r.score) == (status == "infra_error")
+        assert len(r.turns) == (2 if status == "infra_error" else 3)
+        check_tokens_lengths = sum(t["tokens"] for t in r.turns)
+        assert check_tokens_lengths == len(r.token_ids) <= 120
+    if status != "ok":
+        assert out[f"env/{path.stem}/{status}_rate"] == 1 and out[f"tools/{path.stem}/failure_rate"] == 1
+    assert grpo.trainable([group], args) == [] if status == "infra_error" else True
+
+
+def test_a_worker_killed_once_costs_nothing(files, tokenizer, tmp_path):
+    mark = tmp_path / "mark"
+    path = files(
+        "import os\nclass Env:\n    def __init__(self, config):\n        self.n = 0\n    def step(self, episode):\n"
+        f"        self.n += 1\n        if self.n == 2 and not os.path.exists({str(mark)!r}):\n"
+        f"            open({str(mark)!r}, 'w').close()\n            os.kill(os.getpid(), 9)\n"
+        "        return f'number {self.n}'\n"
+    )
+    (r,), _, _ = play(path, tokenizer, "--max_steps 3 --response_length 500", samples=1)
+    assert mark.exists()
+    assert [t["content"] for t in r.turns if t["role"] == "user"] == ["number 1", "number 2", "number 3"]
+
+
+def test_verifiers_see_the_last_turn_and_environments_add_to_them(files, tokenizer):
+    path = files("from rewards import Answer\ndef step(episode):\n    return Answer('the answer is 7', 0.5)\n")
+    flags = "--max_steps 1 --response_length 200"
+    for more, want in (("", 0.5), ("--only_reward_good_outputs", 0.5)):
+        group, _, _ = play(path, tokenizer, f"{flags} {more}", verifiers=("gsm8k",), labels=("7",))
+        assert [r.verifiable for r in group] == [want] * 4  # what it heard is no answer of the policy's
+    path = files("def step(episode):\n    raise ValueError\n")
+    prompt, args = prompt_of(
+        path, tokenizer, f"{flags} --only_reward_good_outputs", verifiers=("max_length",), labels=("9",)
+    )
+    (group,) = grpo.sample_rollouts(Scripted(tokenizer), [(0, prompt)], 2, args)
+    grpo.score_rollouts(group, args)
+    assert [r.verifiable for r in group] == [0.0, 0.0]
+
+
+def test_rows_ask_for_an_environment_by_a_column(files, tokenizer, tmp_path):
+    def load(*rows):
+        data = tmp_path / "rows.jsonl"
+        turn = [{"role": "user", "content": "Go"}]
+        same = {"messages": turn, "ground_truth": "7", "dataset": "gsm8k"}
+        data.write_text("".join(json.dumps(same | row) + "\n" for row in rows))
+        args = grpo.Args(model_name_or_path="x", dataset_mixer_list=[str(data), "1.0"])
+        environment = utils.Environment("x.py", {"run": 1}, "user", (), {"a": {"name": "a"}, "b": {"name": "b"}})
+        return utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
+
+    without = load({}, {})
+    assert all(p.environment is not None for p in without)
+    first, second, third = load({}, {"env_config": {"x": 2}}, {"tools": ["b"]})
+    assert first.environment is None and first.episode == {}
+    assert second.episode["config"] == {"run": 1, "x": 2, "active_tools": ["a", "b"]}
+    assert third.episode["config"] == {"run": 1, "active_tools": ["b"]}
+    with pytest.raises(utils.UserError, match=r"rows.jsonl row 1: tools \['c'\]: --tools has \['a', 'b'\]"):
+        load({"tools": ["c"]})
+    with pytest.raises(utils.UserError, match="row 1: env_config must be an object"):
+        load({"env_config": [1]})
+
+
+def test_what_a_dump_keeps_of_turns_trains_again(files, tokenizer):
+    group, _, _ = play(files(COUNTER, "counter"), tokenizer)
+    again = utils.rollouts_of([json.loads(json.dumps(utils.rollout_row(r, 1), default=str)) for r in group])
+    for a, b in zip(group, again, strict=True):
+        assert all((getattr(a, name) == getattr(b, name)).all() for name in utils.COLUMNS) and a.turns == b.turns
+
+
+def keep(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return file
+
+
+def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer):
+    """Stopped at each point of its life, it comes to the same tokens as one that was not."""
+    path = files(COUNTER, "counter")
+    prompt, args = prompt_of(path, tokenizer)
+    ((whole,),) = grpo.sample_rollouts(Scripted(tokenizer), [(0, prompt)], 1, args)
+    kept = []
+
+    class Noting(Scripted):
+        def add(self, request_id, request):
+            super().add(request_id, request)
+            kept.append(r.so_far())
+
+    def finished(i, made):
+        answer = grpo.end_turn(r, made, Scripted(tokenizer), args)
+        kept.append(r.so_far())
+        return answer
+
+    r = grpo.Rollout(prompt, 0, 0)
+    Noting(tokenizer).generate([grpo.make_request(r, args)], finished)
+    kept.append(r.so_far())
+    assert len(kept) > 5 and kept[0] == {} and kept[-1]["over"]
+    for saved in kept[1:]:
+        r = grpo.Rollout(prompt, 0, 0)
+        r.go_back(torch.load(keep(saved), weights_only=True))
+        if not r.over:
+            engine = Scripted(tokenizer)
+            waits = r.turns[-1]["role"] == "assistant"
+            request = grpo.ask(r, engine, args).result() if waits else grpo.make_request(r, args)
+            if request is not None:
+                engine.generate([request], finished)
+        assert all((getattr(r, name) == getattr(whole, name)).all() for name in utils.COLUMNS)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--env_file nowhere.py", "--env_file nowhere.py: no such file"),
+    ("--env_file BAD", "--env_file .*cannot be loaded: ZeroDivisionError"),
+    ("--env_file EMPTY", r"neither step\(episode\) nor a class Env"),
+    ("--env_file EMPTY --tools calculator", "drop one"),
+    ("--tools a b --tool_call_names x", "has 1 values for 2 of --tools"),
+    ("--max_steps 0", "--max_steps 0: must be positive"),
+    ("--per_turn_max_tokens 0", "--per_turn_max_tokens 0: must be positive"),
+])  # fmt: skip
+def test_refusals(flags, message, tiny_models, tokenizer, tmp_path):
+    for name, text in (("BAD", "1 / 0"), ("EMPTY", "x = 1")):
+        (tmp_path / f"{name}.py").write_text(text)
+        flags = flags.replace(name, str(tmp_path / f"{name}.py"))
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", str(tiny_models()), *flags.split()])
+    with pytest.raises(utils.UserError, match=message):
+        utils.TurnFlags.check(args)
+        utils.load_environment(args, tokenizer)
+
+
+def test_an_environment_is_tried_by_hand(files, tmp_path):
+    rows = [{"responses": ["one", "two"], "env_config": {}}, {"responses": ["x"] * 6}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = [sys.executable, "scripts/turns.py", str(files(COUNTER, "counter")), str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("assistant: ") == 6 and "user: heard 2 <|im_end|>\nmore" in done.stdout
+    assert done.stdout.count("'done': True") == 1
+
+
+def test_tools_are_tried_by_hand(tmp_path):
+    """The file comes before --tools, which takes all names that follow."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"responses": ["<calculator>12 * 34</calculator>", "408"]}))
+    path, tools = str(tmp_path / "rows.jsonl"), ["--tools", "calculator"]
+    good, bad = (
+        subprocess.run([sys.executable, "scripts/turns.py", *line], cwd=REPO, capture_output=True, text=True)
+        for line in ([path, *tools], [*tools, path])
+    )
+    assert good.returncode == 0 and "tool: 408" in good.stdout, good.stderr
+    assert bad.returncode == 1 and bad.stderr.startswith("turns.py: give "), bad.stderr
+
+
+def test_metrics_of_turns():
+    environment = SimpleNamespace(path="/x/game.py", schemas={"search": {}})
+    prompt = utils.Prompt(0, (1,) * 10, "", (), (), "", environment)
+    one = {"role": "assistant", "content": "", "tokens": 4, "cached": 0, "finish_reason": "stop"}
+    answer = {"role": "tool", "content": "", "tokens": 6, "status": "ok", "seconds": 1.0, "reward": 0.5, "done": False}
+    counts = {"tools/python/calls": 2.0, "tools/python/failures": 1.0, "tools/python/seconds": 3.0, "level": 4.0}
+    r = utils.Rollout(prompt, 0, 0, [1] * 14, mask=[True] * 4 + [False] * 6 + [True] * 4)
+    r.turns = [one, answer | {"metrics": counts}, one | {"cached": 16}]
+    single = utils.Rollout(utils.Prompt(1, (1,), "", (), ()), 1, 0, [1], mask=[True])
+    metrics = utils.Metrics()
+    utils.note_turns([r, r, single], metrics)
+    found = metrics.reduce(utils.World(0, 0, 1, None))
+    assert found == {
+        "val/policy_tokens": 8, "val/environment_tokens": 6, "val/turns": 2, "val/turns_min": 2, "val/turns_max": 2,
+        "val/prefix_cached_share": 16 / (10 + 20), "env/game/reward": 0.5, "env/game/level": 4,
+        "env/game/timeout_rate": 0, "env/game/crash_rate": 0, "env/game/infra_error_rate": 0,
+        "tools/python/avg_calls_per_rollout": 2, "tools/python/failure_rate": 0.5, "tools/python/avg_runtime": 1.5,
+        "tools/search/avg_calls_per_rollout": 0,
+        "tools/aggregate/avg_calls_per_rollout": 2, "tools/aggregate/failure_rate": 0.5,
+        "tools/aggregate/avg_runtime": 1.5,
+    }  # fmt: skip
+
+
+def test_a_worker_ends_with_its_trainer_though_its_environment_waits(tmp_path):
+    """Then nobody is left to enforce --env_timeout."""
+    asked, worker = tmp_path / "asked", rewards.Worker()
+    (tmp_path / "waits.py").write_text(
+        f"import pathlib, time\ndef step(episode):\n    pathlib.Path({str(asked)!r}).touch()\n    time.sleep(600)\n"
+    )
+    episode = {"messages": [], "text": "", "turn": 1, "steps_left": 0, "stopped": True, "ground_truths": []}
+    episode |= {"config": {}}
+    arguments = {"path": str(tmp_path / "waits.py"), "config": {}, "state": None, "episode": episode}
+    worker.start()
+    try:
+        line = {"work": "work_environment", "arguments": arguments, "timeout_s": 600}
+        worker.socket.sendall(json.dumps(line).encode() + b"\n")
+        assert worker.receive(time.monotonic() + rewards.START_TIMEOUT_S) == {"ready": True}
+        while not asked.exists():
+            assert worker.process.poll() is None
+            time.sleep(0.05)
+        worker.socket.close()
+        assert worker.process.wait(60) == 1
+    finally:
+        worker.stop()

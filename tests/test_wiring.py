@@ -1,0 +1,477 @@
+"""What no formula shows: who hands which flag, number and group to whom. Stub engines, no vLLM."""
+
+import gc
+import math
+import threading
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import grpo
+import grpo_fast
+import utils
+from tests.test_learner import make_args, make_rollouts
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The collector of grpo_fast.py: no bit depends on when anything arrives
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Answered:
+    """Engines that have answered everything when they are asked, prompt i with the text texts[i % len(texts)]."""
+
+    def __init__(self, *texts, engines=2):
+        self.texts, self.eos_ids, self.changed = texts, [0], threading.Condition()
+        self.tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+        self.connections, self.finished, self.watchdog = [None] * engines, {}, self
+        self.messages = []  # (engine, names)
+
+    def beat(self):
+        pass
+
+    def submit(self, requests, index=None):
+        self.messages.append((index, [name for name, *_ in requests]))
+        for _, request, finished in requests:
+            text = self.texts[request.prompt_ids[0] % len(self.texts)]
+            finished(utils.Generation([ord(c) for c in text], [-1.0] * len(text), "stop", [0] * len(text)))
+
+    def wait_for(self, condition, what):
+        assert condition(), f"would wait for {what}"
+
+    def take(self, names):
+        return 0.0
+
+
+def make_collector(*texts, prompts=8, state=None, flags=""):
+    """A real collector of steps of 2 prompts x 2 samples; prompt i is the token i and asks for 7."""
+    line = "--model_name_or_path x --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 2 --async_steps 0 "
+    line += f"--response_length 64 --max_prompt_token_length 8 --pack_length 72 --total_episodes 400 {flags}"
+    args = utils.parse_args(grpo.Args, line.split())
+    data = [utils.Prompt(i, (i, 1), "", ("7",), ("gsm8k",)) for i in range(prompts)]
+
+    def pack(rollouts):
+        return grpo.pack_rollouts(rollouts, "shared", args.pack_length)
+
+    return grpo_fast.Collector(Answered(*texts), data, args, state or grpo.start_state(), pack)
+
+
+def prompts_of(collector):
+    return {position: group[0].prompt.index for position, group in collector.in_flight.items()}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_exclusions_of_a_position_are_those_of_the_weights_that_admitted_it(ahead):
+    """Whether the next step is collected before or after the weights of this one arrive is a matter of timing."""
+    flags = "--async_steps 1 --deterministic --no_resampling_pass_rate 0.5"
+    collector = make_collector("7", "7", "7", "1", prompts=4, flags=flags)
+    collector.engines_have(0)
+    steps = [collector._collect() for _ in range(1 + ahead)]
+    collector.engines_have(steps[0].cursor)
+    first, both = ({g[0].prompt.index for p in range(n) for g in [collector.in_flight[p]]} - {3} for n in (2, 4))
+    want, late = ([utils.prompt_at(collector.prompts, p, 1, frozenset(x)).index for p in (4, 5)] for x in (first, both))
+    assert [prompts_of(collector)[p] for p in (4, 5)] == want != late
+    assert steps[0].excluded == first
+
+
+def test_without_asynchrony_the_batches_of_an_engine_do_not_depend_on_arrival():
+    """One message for each engine holds all its requests; the transformers engine answers it before it reads on."""
+    collector = make_collector("1")
+    collector.engines_have(0)
+    assert collector.engines.messages == [(0, ["0/0", "0/1"]), (1, ["1/0", "1/1"])]
+    later = make_collector("1", flags="--async_steps 1")
+    later.engines_have(0)
+    assert [index for index, _ in later.engines.messages] == [None] * 4  # who has least to do
+
+    read = []
+    connection = types.SimpleNamespace(poll=lambda _: True, recv=lambda: read.append(1) or ("generate", []))
+    inbox = grpo_fast.Inbox(connection, False, apart=True)
+    assert inbox.next(busy=True) is None and not read
+    assert grpo_fast.Inbox(connection, False).next(busy=True) and len(read) == 1
+    assert inbox.next(busy=False) and len(read) == 2
+
+
+def test_requests_of_an_evaluation_are_shared_out_whatever_else_runs(monkeypatch):
+    engines = object.__new__(grpo_fast.Engines)
+    engines.connections, sent = [None] * 2, []
+    monkeypatch.setattr(engines, "submit", lambda r, i=None: sent.append((i, [q for _, q, _ in r])), raising=False)
+    monkeypatch.setattr(engines, "take", lambda names: 0.0, raising=False)
+    engines.generate(list(range(21)), lambda i, made: None)
+    assert sent == [(0, list(range(0, 21, 2))), (1, list(range(1, 21, 2)))]
+
+
+@pytest.mark.parametrize("steps, kept", [(0, []), (1, [2, 3])])
+def test_a_checkpoint_has_whole_batches_of_older_weights_only(steps, kept, tmp_path):
+    """Half a batch of the newest weights would leave the other half a batch of its own after a resume."""
+    collector = make_collector("1", "7", flags=f"--async_steps {steps} --deterministic")
+    collector.engines_have(0)
+    data = collector._collect()
+    collector.account(data)
+    collector.engines_have(data.cursor)
+    saved = collector.checkpoint(data.cursor)
+    assert sorted(saved["rollouts"]) == kept
+    before = prompts_of(collector)
+    torch.save(saved, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    state = grpo.start_state() | {"cursor": data.cursor, "step": 1} | saved
+    again = make_collector("1", "7", flags=f"--async_steps {steps} --deterministic", state=state)
+    again.engines_have(data.cursor)
+    assert prompts_of(again) == before
+    asked = {int(name.split("/")[0]) for _, names in again.engines.messages for name in names}
+    assert asked == set(before) - set(kept)
+    for position in kept:
+        for was, now in zip(collector.in_flight[position], again.in_flight[position], strict=True):
+            for name, dtype in utils.COLUMNS.items():
+                had, got = getattr(was, name), getattr(now, name)
+                assert had.dtype == got.dtype == dtype and had.tolist() == got.tolist() and len(got), name
+
+
+def test_a_checkpoint_waits_for_weights_that_allow_its_rollouts():
+    """They travel while the next update runs. Without its rollouts a resumed run sampled them from newer weights."""
+    collector = make_collector("1", "7", flags="--async_steps 1 --deterministic")
+    collector.engines_have(0)
+    steps, waits = [collector._collect() for _ in range(2)], []
+    wait_for = collector.engines.wait_for
+
+    def arrive(condition, what):
+        if not condition():
+            waits.append(what)
+            collector.engines_have(steps[0].cursor)  # as the sender does, in its own time
+        wait_for(condition, what)
+
+    collector.engines.wait_for = arrive
+    assert sorted(collector.checkpoint(steps[1].cursor)["rollouts"]) == [4, 5] and len(waits) == 1
+    short = make_collector("1", "7", flags="--async_steps 1 --deterministic --total_episodes 12")
+    short.engines_have(0)
+    for _ in range(2):
+        cursor = short._collect().cursor
+        short.engines_have(cursor)
+    assert sorted(short.checkpoint(cursor)["rollouts"]) == [4, 5]  # the last step's
+    assert not short.checkpoint(cursor + 2)["rollouts"]  # there are none after it
+
+
+def test_packs_travel_one_by_one_and_arrive_as_they_were(world, monkeypatch):
+    """One call that pickles a step of millions of tokens would stop learner 0's other threads for its time."""
+    collector = make_collector("1", "7", "77", "1", flags="--num_mini_batches 2 --no_filter_zero_std_samples")
+    collector.engines_have(0)
+    data = collector._collect()
+    sent = []
+    monkeypatch.setattr(grpo_fast.dist, "scatter_object_list", lambda mine, parts: mine.__setitem__(0, parts[0]))
+    monkeypatch.setattr(grpo_fast.pickle, "loads", lambda x, loads=grpo_fast.pickle.loads: sent.append(x) or loads(x))
+    packs, groups, cursor, excluded = grpo_fast.scatter(data, collector.args, world)
+    want = [m[0] for m in data.packs]
+    assert len(sent) == sum(map(len, want)) == 2 and (cursor, excluded) == (2, frozenset())
+    assert [[[len(piece) for piece in pack] for pack in m] for m in packs] == [[[2]], [[2]]]
+    for got, had in zip(*([r for m in x for pack in m for p in pack for r in p] for x in (packs, want)), strict=True):
+        assert got is not had and (got.position, got.sample, got.text) == (had.position, had.sample, had.text)
+        assert all(getattr(got, name).tolist() == getattr(had, name).tolist() for name in utils.COLUMNS)
+
+
+def test_no_full_collection_of_garbage_comes_by_chance():
+    before = gc.get_threshold()
+    try:
+        counts = []
+        for by_hand in (False, True):
+            if by_hand:
+                grpo_fast.collect_garbage_by_hand()
+            start, kept = gc.get_stats()[2]["collections"], []
+            for _ in range(150):
+                kept += [[[]] for _ in range(before[0])]  # they live on, which is what full collections are for
+                if gc.get_stats()[2]["collections"] > start:
+                    break
+            counts.append(gc.get_stats()[2]["collections"] - start)
+        assert counts == [1, 0]
+        assert gc.get_threshold()[0] * gc.get_threshold()[1] <= 10_000  # objects that a collection looks at in a step
+        cycle: list = []
+        cycle.append(cycle)
+        del cycle
+        assert gc.collect() > 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("steps, cursor, started", [(0, 4, 4), (1, 3, 4)])
+def test_active_sampling_without_asynchrony_takes_whole_rounds_as_grpo_py_does(steps, cursor, started):
+    """Else the rest of a round would train one update late; with asynchrony it may, and is not wasted."""
+    collector = make_collector("7", prompts=1, flags=f"--active_sampling --async_steps {steps}")
+    groups = iter([["7", "7"], ["1", "7"], ["1", "7"], ["7", "1"]])
+
+    def submit(requests, index=None):
+        by_group = {}
+        for name, _, finished in requests:
+            by_group.setdefault(name.split("/")[0], []).append(finished)
+        for calls in by_group.values():
+            for call, text in zip(calls, next(groups), strict=True):
+                call(utils.Generation([ord(text)], [-1.0], "stop", [0]))
+
+    collector.engines.submit, collector.engines.connections = submit, [None]
+    collector.engines_have(0)
+    data = collector._collect()
+    assert [g[0].position for g in data.groups] == [1, 2]
+    assert (data.cursor, collector.counts["started"]) == (cursor, started)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the flags to the loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def one_response(ratios, rhos, advantage, **flags):
+    """(loss, gradient by logprob) of grpo_loss for a response with these ratios to the old policy and these of the old
+    policy to the engine; every old probability is a half, the denominator 1."""
+    old = torch.full((1, len(ratios)), math.log(0.5))
+    new = (old + torch.tensor([ratios]).log()).requires_grad_()
+    ids, mask = torch.zeros(1, len(ratios), dtype=torch.long), torch.ones(1, len(ratios), dtype=torch.bool)
+    batch = grpo.Batch(ids, ids, mask, ids, torch.full(new.shape, advantage), old - torch.tensor([rhos]).log())
+    batch.old_logprobs = old
+    args = grpo.Args(**{"beta": 0.0, "loss_denominator": "1", "rho_clamp_upper_bound": 0.0} | flags)
+    loss = grpo.grpo_loss(new, torch.zeros_like(old), batch, 1.0, 1.0, args, utils.Metrics())
+    return loss.item(), torch.autograd.grad(loss, new)[0][0].tolist()
+
+
+@pytest.mark.parametrize(
+    "ratios, rhos, advantage, flags, want",
+    [
+        ([5.0], [1.0], -1.0, {}, 5.0),
+        ([5.0], [1.0], -1.0, {"clip_dual": 3.0}, 3.0),
+        ([1.1], [1.0], 1.0, {}, -1.1),
+        ([1.1], [1.0], 1.0, {"clip_higher": 0.05}, -1.05),
+        ([0.9], [1.0], -1.0, {"clip_lower": 0.05}, 0.95),
+        ([1.0, 1.0], [0.5, 1.5], -1.0, {}, 2.0),
+        ([1.0, 1.0], [0.5, 1.5], -1.0, {"rho_mask_lower_bound": 0.6}, 1.5),
+        ([1.0, 1.0], [0.5, 1.5], -1.0, {"rho_mask_upper_bound": 1.4}, 0.5),
+        ([1.0, 1.0], [0.5, 1.5], -1.0, {"rho_clamp_upper_bound": 1.25}, 1.75),
+        # the geometric mean is 0.866: whole or not at all
+        ([1.0, 1.0], [0.5, 1.5], -1.0, {"rho_mask_lower_bound": 0.8, "rho_mask_sequence_level": True}, 2.0),
+        ([1.0, 1.0], [0.5, 1.5], -1.0, {"rho_mask_lower_bound": 0.9, "rho_mask_sequence_level": True}, 0.0),
+        ([1.0, 1.0], [0.5, 1.5], -1.0, {"rho_mask_upper_bound": 1.4, "use_rho_correction": False}, 2.0),
+    ],
+)
+def test_bounds_reach_the_loss(ratios, rhos, advantage, flags, want):
+    assert one_response(ratios, rhos, advantage, **flags)[0] == pytest.approx(want, rel=1e-6)
+
+
+def test_cispo_has_no_lower_bound():
+    """The weight of a token whose ratio fell to 0.2 is 0.2, whatever --clip_lower says; that of 5 is 1.2."""
+    for lower in (0.0, 0.2, 1.0):
+        assert one_response([0.2, 5.0], [1.0, 1.0], 1.0, loss_fn="cispo", clip_lower=lower)[1] == pytest.approx(
+            [-0.2, -1.2]
+        )
+
+
+@pytest.mark.parametrize("sequence_level", [True, False])
+def test_rho_on_its_bounds_is_kept(sequence_level):
+    zeros, ids = torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.long)
+    flags = grpo.GRPOFlags(rho_mask_lower_bound=1.0, rho_mask_upper_bound=1.0, rho_mask_sequence_level=sequence_level)
+    weights = grpo.importance_weights(zeros, zeros, torch.ones(1, 3, dtype=torch.bool), ids, flags)
+    assert weights.tolist() == [[1.0] * 3]
+
+
+def make_batches(world, args, parts):
+    return [grpo.micro_batches(grpo.pack_rollouts(part, "rows", 64)[0], "rows", args, world.device) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "epochs, parts, in_reward", [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (1, 1, True)]
+)
+def test_old_logprobs_are_those_before_the_first_optimizer_step(tiny_models, world, epochs, parts, in_reward):
+    flags = ["--num_epochs", epochs, "--num_mini_batches", parts, "--per_device_train_batch_size", 100]
+    if in_reward:
+        flags += ["--load_ref_policy", "--beta", "0.1", "--kl_in_reward", "--advantage_normalization_type", "centered"]
+    args, rollouts = make_args(tiny_models(), *flags), make_rollouts(groups=2)
+    policy = grpo.load_policy(args, world)
+    optimizer, scheduler = grpo.make_optimizer(policy, args)  # before any forward, which gathers other parameters
+    split = [rollouts] if parts == 1 else [rollouts[:3], rollouts[3:]]
+    batches = make_batches(world, args, split)
+    with torch.no_grad():
+        want = [policy(b, args.temperature)[0] for m in batches for b in m]
+    ref = grpo.load_policy(args, world) if in_reward else None
+    grpo.update(grpo.Learner(policy, ref, optimizer, scheduler), batches, args, world, utils.Metrics())
+    old = [b.old_logprobs for m in batches for b in m]
+    assert len(old) == parts and all((a - b).abs().max() < 1e-6 for a, b in zip(old, want, strict=True))
+    assert scheduler.last_epoch == epochs * parts
+    moved = [bool((b.new_logprobs - b.old_logprobs).abs().max() > 1e-3) for m in batches for b in m]
+    assert moved == [epochs > 1 or i > 0 for i in range(parts)]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gradients_are_reduced_after_the_last_micro_batch_only(tiny_models, world, monkeypatch, parts):
+    """Also one that holds nothing, of a rank that has fewer of them than another."""
+    seen = []
+    monkeypatch.setattr(utils, "gradient_sync", lambda policy, args, last: seen.append(last))
+    monkeypatch.setattr(utils, "all_reduce", lambda values, *more: [v + (len(more) > 1) for v in values])  # MAX: + 1
+    args, rollouts = make_args(tiny_models(), "--per_device_train_batch_size", 2), make_rollouts(groups=2)
+    policy = grpo.load_policy(args, world)
+    batches = make_batches(world, args, [rollouts] if parts == 1 else [rollouts[:4], rollouts[4:]])
+    assert [len(m) for m in batches] == ([3] if parts == 1 else [2, 1])
+    grpo.update(grpo.Learner(policy, None, *grpo.make_optimizer(policy, args)), batches, args, world, utils.Metrics())
+    assert seen == ([False] * 3 + [True] if parts == 1 else [False, False, True, False, True])
+
+
+def test_penalties_reach_scores_and_scores_reach_advantages():
+    """Right and short; right and 4 tokens into the buffer of 8 before 16; cut."""
+    flags = dict(response_length=16, overlong_buffer_length=8, overlong_penalty_factor=2.0, non_stop_penalty=True)
+    args = grpo.Args(advantage_normalization_type="centered", non_stop_penalty_value=-3.0, **flags)
+    prompt, group = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",)), []
+    for sample, (tokens, why) in enumerate([(4, "stop"), (12, "stop"), (16, "length")]):
+        group.append(grpo.Rollout(prompt, 0, sample))
+        group[-1].append(utils.Generation([9] * tokens, [-1.0] * tokens, why, [0] * tokens))
+        group[-1].scoring = [grpo.rewards.submit(grpo.rewards.RewardRecord("7", "7", "gsm8k"))]
+    assert grpo.score_group(group, args)
+    grpo.set_advantages([group], args)
+    assert [(r.outcome, r.score) for r in group] == [(10.0, 10.0), (10.0, 9.0), (-3.0, -5.0)]
+    assert [r.advantage for r in group] == pytest.approx([10 - 14 / 3, 9 - 14 / 3, -5 - 14 / 3])
+
+
+def test_the_schedule_ticks_with_every_optimizer_step():
+    """2 steps of 2 epochs of 2 mini-batches: 8 ticks, of which a quarter warms up."""
+    flags = dict(total_episodes=128, num_epochs=2, num_mini_batches=2, warmup_ratio=0.25, learning_rate=1.0)
+    policy: Any = torch.nn.Linear(2, 2)
+    _, scheduler = grpo.make_optimizer(policy, grpo.Args(lr_scheduler_type="linear", **flags))
+    lrs = []
+    for _ in range(8):
+        lrs += scheduler.get_last_lr()[:1]
+        scheduler.step()
+    assert lrs == pytest.approx([0, 1 / 2, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the flags to the engine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def request(position=3, sample=1, evaluation=False, **flags):
+    prompt = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
+    return grpo.make_request(grpo.Rollout(prompt, position, sample), grpo.Args(**flags), evaluation)
+
+
+def test_a_seed_is_of_run_position_sample_and_kind():
+    """Another seed would also change what a resumed run samples."""
+    made = [request(p, s, e, seed=seed) for p in range(3) for s in range(3) for e in (False, True) for seed in (1, 2)]
+    assert len({r.seed for r in made}) == len(made) == 36
+    assert request(seed=4).seed == utils.derive_seed(4, 3, 1, 0)
+    assert request(seed=4, evaluation=True).seed == utils.derive_seed(4, 3, 1, 1)
+
+
+def test_what_is_asked_for_in_training_and_in_evaluation():
+    flags = dict(temperature=0.6, eval_temperature=0.3, response_length=11, vllm_top_p=0.8)
+    want = utils.Request((5, 6), request().seed, 0.6, 11, 0.8)
+    assert request(**flags) == want
+    evaluation = replace(want, seed=request(evaluation=True).seed, temperature=0.3)
+    assert request(evaluation=True, **flags) == evaluation
+    longer = replace(evaluation, max_tokens=17)
+    assert request(evaluation=True, **flags, eval_response_length=17) == longer
+    assert request(**flags, eval_response_length=17) == want
+    greedy = replace(evaluation, temperature=0.0, top_p=1.0)  # the most likely token is in every nucleus
+    flags["eval_temperature"] = 0.0
+    assert request(evaluation=True, **flags) == greedy
+    several = replace(evaluation, temperature=0.6)
+    assert request(evaluation=True, **flags, eval_pass_at_k=2) == several
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling on several ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Both:
+    """Two ranks' worlds in one process: what the other rank says is given."""
+
+    def __init__(self, monkeypatch, other_lacks=(), other_excluded=()):
+        self.lacks = list(other_lacks)
+        monkeypatch.setattr(utils, "all_reduce", lambda v, *_: [v[0] + (self.lacks.pop(0) if self.lacks else 0.0)])
+        monkeypatch.setattr(utils, "all_gather", lambda x, *_: [x, frozenset(other_excluded)])
+
+
+def sample(rank, state, *flags, size=2, prompts=12):
+    """(positions chosen, positions sampled, prompt indices) of a rank's part of a step of 4 prompts x 2 samples. The
+    prompts' labels decide: of index 0, 3, 6, ... all responses are right, of 1, 4, ... none, else the first."""
+    names = "--model_name_or_path x --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2".split()
+    args = utils.parse_args(grpo.Args, [*names, *flags])
+    data = [utils.Prompt(i, (i,), "", ("7",), ("gsm8k",)) for i in range(prompts)]
+
+    def generate(requests, finished):
+        for i, asked in enumerate(requests):
+            text = {0: "7", 1: "1", 2: "17"[i % 2]}[asked.prompt_ids[0] % 3]
+            finished(i, utils.Generation([ord(text)], [-1.0], "stop", [0]))
+
+    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+    engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
+    world = utils.World(rank, rank, size, torch.device("cpu"))
+    chosen, sampled = grpo.sample_groups(engine, data, state, args, world, utils.Timer())
+    return *([g[0].position for g in groups] for groups in (chosen, sampled)), [g[0].prompt.index for g in sampled]
+
+
+def test_ranks_take_turns_in_the_stream(monkeypatch):
+    Both(monkeypatch)
+    for rank in (0, 1):
+        state = grpo.start_state()
+        assert sample(rank, state)[0] == [rank, rank + 2]
+        assert state["cursor"] == 4
+        assert sample(rank, state)[0] == [rank + 4, rank + 6]
+        assert state["cursor"] == 8
+    assert sample(0, grpo.start_state(), size=1)[0] == [0, 1, 2, 3]
+
+
+def test_prompts_come_as_they_are_without_shuffling(monkeypatch):
+    Both(monkeypatch)
+    assert sample(1, grpo.start_state(), "--no_shuffle", prompts=6)[2] == [1, 3]
+    collector = make_collector("7", flags="--no_shuffle --async_steps 1")
+    collector.engines_have(0)
+    assert prompts_of(collector) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_active_sampling_goes_on_while_any_rank_lacks_groups(monkeypatch):
+    """As many rounds on both, since cursors must agree; what is too much on one is dropped."""
+    state = grpo.start_state()
+    Both(monkeypatch, other_lacks=[1.0] * 6)
+    chosen, sampled, indices = sample(0, state, "--active_sampling")
+    assert len(sampled) == 7 * 2 and state["cursor"] == 7 * 4
+    assert chosen == [p for p, i in zip(sampled, indices, strict=True) if i % 3 == 2][:2]
+    Both(monkeypatch, other_lacks=[1.0] * 99)
+    state = grpo.start_state()
+    assert len(sample(0, state, "--active_sampling")[1]) == grpo.MAX_SAMPLING_ROUNDS * 2
+
+
+def test_exclusions_of_all_ranks_are_kept_and_used(monkeypatch):
+    state, rate = grpo.start_state(), ["--no_resampling_pass_rate", "1.0"]
+    Both(monkeypatch, other_excluded=[2])
+    seen = set()
+    for _ in range(6):  # two epochs of 12 prompts, half of each
+        before = set(state["excluded"])
+        _, positions, indices = sample(0, state, *rate)
+        assert not before & set(indices) and set(state["excluded"]) == before | {2} | {i for i in indices if i % 3 == 0}
+        seen |= set(indices)
+    assert state["excluded"] == [0, 2, 9] and len(seen) > 6
+    off = grpo.start_state()
+    monkeypatch.setattr(utils, "all_gather", lambda x, *_: [x])
+    sample(0, off)
+    assert off["excluded"] == []
+
+
+def test_the_model_is_saved_before_engines_are_waited_for(monkeypatch, tmp_path):
+    """An engine that dies after the last step costs no model."""
+    order = []
+
+    def stop(version):
+        order.append(f"engines with {version}")
+        raise RuntimeError("engine 0 is gone")
+
+    monkeypatch.setattr(utils, "save_model", lambda *_: order.append("model"))
+    run: Any = types.SimpleNamespace(
+        args=grpo.Args(total_episodes=64),  # one step
+        run_dir=tmp_path,
+        world=utils.World(0, 0, 1, torch.device("cpu")),
+        tokenizer=None,
+        learner=types.SimpleNamespace(policy=None),
+        state={"step": 1},
+        checkpoints=types.SimpleNamespace(wait=lambda: order.append("checkpoint")),
+        logger=types.SimpleNamespace(close=lambda: None),
+        engine=types.SimpleNamespace(stop=stop),
+    )
+    with pytest.raises(RuntimeError, match="engine 0 is gone"):
+        grpo.finish(run)
+    assert order == ["checkpoint", "model", "engines with 1"]
