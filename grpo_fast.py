@@ -751,7 +751,9 @@ class Collector:
         return group, when - self.started_at.pop(position)
 
     def next(self) -> StepData:
-        """The next step's data; raises what the thread raised."""
+        """The next step's data; raises what the thread raised. The first call starts it: a signal then meets a step."""
+        if self.thread.ident is None:
+            self.start()
         data = self.ready.get()
         if data is None:
             raise self.error  # ty: ignore[invalid-raise]
@@ -923,7 +925,6 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
 
         assert sender is not None
         sender.collector = collector = Collector(engines, run.train_prompts, args, state, pack)
-        collector.start()
         clocks = list(engines.clocks)
 
     # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
