@@ -1261,6 +1261,7 @@ class VLLMEngine(Engine):
         on_cpu = world.device.type == "cpu"
         if not on_cpu:  # torch writes the device into what it compiles, vLLM keeps that by rank: see tests/gpu_contract
             os.environ["VLLM_CACHE_ROOT"] = os.path.join(VLLM_CACHE, f"device_{world.device.index}")
+        prepare_compiler()
         from vllm import LLM
 
         max_model_len = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
@@ -1457,13 +1458,9 @@ class TransformersEngine(Engine):
             sampled.append(logprobs.gather(1, noisy.argmax(-1, keepdim=True)))
             return noisy
 
-        config = GenerationConfig(
-            max_new_tokens=max(r.max_tokens for r in requests),
-            do_sample=False,
-            eos_token_id=self.eos_ids,
-            pad_token_id=pad,
-            stop_strings=(stop := [*self.stop_strings, *requests[0].stop]) or None,
-        )
+        longest, stop = max(r.max_tokens for r in requests), [*self.stop_strings, *requests[0].stop]
+        ends = {"eos_token_id": self.eos_ids, "pad_token_id": pad, "stop_strings": stop or None}
+        config = GenerationConfig(max_new_tokens=longest, do_sample=False, **ends)
         sequences = self.model.generate(
             input_ids=input_ids,
             attention_mask=torch.tensor(attend, device=self.device),
@@ -1589,7 +1586,7 @@ def _flex_attention() -> Any:
 
     if not torch.cuda.is_available():
         return flex_attention
-    setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010  # beyond it the fallback makes all pairs
+    prepare_compiler()  # beyond torch's own limit of graphs the fallback makes all pairs
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -1788,12 +1785,8 @@ def load_causal_lm(args: Flags) -> Any:
     # each pack has a layout of its own, for which a compiled layer would be compiled again
     attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
     AttentionInterface.register(PACK_ATTENTION, attention)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        args.model_name_or_path,
-        revision=args.model_revision,
-        dtype="auto",
-        attn_implementation=args.attn_implementation,
-    )
+    source = {"revision": args.model_revision, "attn_implementation": args.attn_implementation}
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="auto", **source)
     if args.attn_implementation == "sdpa" and model._supports_attention_backend and within_window(model.config, args):
         model.set_attn_implementation(PACK_ATTENTION)
     for module in model.modules():  # old and new logprobs must agree; eval() would also switch checkpointing off
@@ -1817,13 +1810,23 @@ def checkpoint_layers(model: Any, part: str) -> None:
         mlp.forward = functools.partial(checkpoint, mlp.forward, use_reentrant=False)
 
 
+def prepare_compiler() -> None:
+    """Inductor keeps precompiled C++ headers where its import finds the temporary directory: in its cache, then. And
+    more graphs of a function than torch's 8: rows, packs, with and without gradients."""
+    setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010
+    tempfile.tempdir = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    os.makedirs(tempfile.tempdir, exist_ok=True)
+    importlib.import_module("torch._inductor.codecache")  # asks where that is
+    tempfile.tempdir = None
+
+
 def compile_layers(model: Any) -> bool:
     """Have torch.compile fuse what stands between the matrix products of each decoder layer. Before FSDP and below
     checkpointing, both of which stay outside. Any number of tokens is one graph; attention over a pack is left out.
     Raises UserError where the model does not say what its layers are."""
     layers = blocks_of(model)
     need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
-    setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010  # rows, packs, with and without gradients
+    prepare_compiler()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     return True
@@ -2255,9 +2258,8 @@ class Stop:
         """From now on; the first rank of a node says on stderr what happens next, and sweeps up after torchrun."""
         for made in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
             if made.name.startswith("torchelastic_") and os.environ.get("LOCAL_RANK") == "0":  # not a --log-dir
-                sweep(
-                    made, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done"
-                )  # torchrun, which restarts us
+                # when torchrun, which restarts us, is gone
+                sweep(made, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done")
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -17,6 +17,8 @@ MODULES = """grpo grpo_fast scripts.sandbox tyro tyro._backends._argparse_format
     vllm.v1.executor.uniproc_executor vllm.v1.worker.cpu_worker"""
 for name in MODULES.split():
     importlib.import_module(name)
+    if name == "grpo":
+        importlib.import_module("utils").prepare_compiler()
 
 import torch  # noqa: E402
 from torch._inductor import cpu_vec_isa  # noqa: E402

@@ -132,5 +132,16 @@ def test_a_home_of_machines_of_several_kinds_shares_no_kernels(tmp_path):
     """Inductor's cache gave the code written for one processor's vectors to another's compiler: half the numbers were
     what memory held. ATEN_CPU_CAPABILITY makes the second of these processes a machine without AVX-512."""
     environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"} | {"HOME": str(tmp_path)}
+    environment |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}  # half a minute for each kind
     for kind in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):
         subprocess.run([sys.executable, "-c", KERNEL], cwd=REPO, env=environment | kind, check=True)
+
+
+def test_the_compiler_s_headers_are_not_in_the_temporary_directory(tmp_path):
+    """Torch's import decides where; the run's own temporary files stay where they were."""
+    code = "import tempfile, utils; utils.prepare_compiler(); print(tempfile.gettempdir())"
+    code += "; from torch._inductor import codecache; print(codecache._HEADER_DIR)"
+    environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
+    temporary, headers = done.stdout.splitlines()[-2:]
+    assert temporary == str(tmp_path) and headers.startswith(str(tmp_path / "cache")), done.stdout + done.stderr
