@@ -139,13 +139,13 @@ def _sequence_group(_world: Any, size: int) -> Any:
     return dist.new_subgroups(size)[0]  # of neighbours
 
 
-def sequence_group(args: Any) -> Any:
+def sequence_group(args: "Flags") -> Any:
     """The group of --sequence_parallel_size neighbouring ranks that share their packs' tokens, or None. All ranks."""
     size = args.sequence_parallel_size
     return _sequence_group(dist.group.WORLD, size) if size > 1 else None
 
 
-def share(thing: Any, args: Any, world: World) -> list[Any]:
+def share(thing: Any, args: "Flags", world: World) -> list[Any]:
     """The object of each rank of this one's sequence_group, its own as it is. All ranks must call it."""
     everyone, group = [thing] * args.sequence_parallel_size, sequence_group(args)
     if group is not None:
@@ -154,7 +154,7 @@ def share(thing: Any, args: Any, world: World) -> list[Any]:
     return everyone
 
 
-def leads(args: Any, world: World) -> bool:
+def leads(args: "Flags", world: World) -> bool:
     """Whether this rank speaks for its sequence_group, whose ranks compute the same losses."""
     return world.rank % args.sequence_parallel_size == 0
 
@@ -2030,7 +2030,9 @@ def _whole(named: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Iterator[tup
         yield name, part.reshape(-1, *weight.shape[1:])[: len(weight)]
 
 
-def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World, merge: bool = False) -> None:
+def save_model(
+    policy: "grpo.Policy", tokenizer: "Tokenizer", path: Path, args: Flags, world: World, merge: bool = False
+) -> None:
     """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed). Where it
     has adapters, and not to `merge`, these are written, in peft's; with --lora_merge PATH_merged has the model too.
     What training does not change is the start model's own, byte for byte: what transformers would write anew has names
@@ -2497,7 +2499,7 @@ class Gap:
         if len(d):  # a tool may have made all tokens
             self.parts.append(torch.stack([*(c.sum() for c in columns), d.abs().max()]))
 
-    def check(self, args: Any, world: World, when: str) -> dict[str, float]:
+    def check(self, args: "grpo.Args", world: World, when: str) -> dict[str, float]:
         """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
         sums, most = [0.0] * 6, 0.0
         for *row, largest in torch.stack(self.parts).tolist() if self.parts and leads(args, world) else ():
