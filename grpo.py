@@ -12,7 +12,7 @@ Every rank holds a shard of the learner and its own vLLM engine on the same devi
     sync      the new weights into the engine                                  engine.load_weights
 
 Strictly on-policy: no rollout is older than the weights that train on it. grpo_fast.py imports the maths from here.
-To change the algorithm, copy this file and edit it.
+Flags and their refusals come first, to be looked up: begin at make_request. To change the algorithm: README, Fork it.
 
 Shapes: P prompts and G rollouts per prompt in a step, N = P * G, B rows of a micro-batch, T tokens of the longest row,
 V vocabulary, W ranks. Per-token tensors are (B, T), aligned to `targets`: position t is about predicting targets[t].
@@ -60,7 +60,7 @@ class GRPOFlags:
     no_resampling_pass_rate: float | None = None
     """Do not sample a prompt again whose mean score reached this share of the highest; None is off."""
     filter_zero_std_samples: bool = True
-    """Leave groups of equal scores out of the update: their advantages are zero. Loss denominators count the rest."""
+    """Leave groups of equal outcomes (scores before penalties) out of the update. Loss denominators count the rest."""
     mask_truncated_completions: bool = False
     """Leave responses that hit the length limit out of the update; they still count in their group's mean."""
     kl_in_reward: bool = False
@@ -309,8 +309,8 @@ def make_request(r: Rollout, args: Args, evaluation: bool = False) -> utils.Requ
     the same rollouts come out of any number of ranks; evaluation has its own seeds, temperature and length."""
     turn = [sum(t["role"] == "assistant" for t in r.turns)] if r.turns else []
     seed = utils.derive_seed(args.seed, r.position, r.sample, int(evaluation), *turn)
-    several = args.temperature if args.eval_pass_at_k > 1 else 0.0  # greedy ones would be equal
-    temperature = args.eval_temperature or several if evaluation else args.temperature
+    default = args.temperature if args.eval_pass_at_k > 1 else 0.0  # several greedy responses would be equal
+    temperature = (args.eval_temperature or default) if evaluation else args.temperature
     length, stop = room(r, args, evaluation), ()
     if r.prompt.environment is not None:
         length, stop = min(length, args.per_turn_max_tokens or length), r.prompt.environment.stop
@@ -483,8 +483,8 @@ def sample_groups(
 
 
 def turn(args: Args, world: World) -> int:
-    """When it is this rank's turn, as positions are dealt out: so that ranks which share their packs have together what
-    is dealt to one where there are so many fewer."""
+    """The first of a step's positions that is this rank's; it takes every W-th from there. Without
+    --sequence_parallel_size its rank. S ranks that share packs have together what one rank of W / S would have."""
     place, member = divmod(world.rank, args.sequence_parallel_size)
     return place + member * (world.size // args.sequence_parallel_size)
 
@@ -658,8 +658,8 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
     """Packs as rows, padded on the right. Several rows must have one response each.
 
     A piece is p_1 .. p_{n-1}, then for each response (y_1 .. y_m) the segment p_n y_1 .. y_{m-1} with targets
-    y_1 .. y_m. A segment continues the prompt's positions and attends to the prompt and itself: see utils.Layout. A row
-    of one response needs no layout: causal attention never looks right, at the padding.
+    y_1 .. y_m: where p_n stands y_1 is predicted. A segment continues the prompt's positions and attends to the prompt
+    and itself: see utils.Layout. A row of one response needs none: causal attention never looks right, at the padding.
     """
     lengths = [sum(map(piece_length, pack)) for pack in packs]
     shape = (len(packs), max(lengths))
@@ -670,10 +670,10 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
         end = 0
         for piece in pack:
             prompt = np.array(piece[0].prompt.token_ids)
-            part = slice(end, end := end + len(prompt) - 1)
+            part, end = slice(end, end + len(prompt) - 1), end + len(prompt) - 1
             input_ids[i, part], position_ids[i, part] = prompt[:-1], np.arange(len(prompt) - 1)
             for r in piece:
-                part = slice(end, end := end + len(r.token_ids))
+                part, end = slice(end, end + len(r.token_ids)), end + len(r.token_ids)
                 rollouts.append(r)
                 targets[i, part], input_ids[i, part] = r.token_ids, np.concatenate([prompt[-1:], r.token_ids[:-1]])
                 position_ids[i, part] = np.arange(len(prompt) - 1, len(prompt) - 1 + len(r.token_ids))
@@ -747,7 +747,7 @@ class HeadLogprobs(torch.autograd.Function):
             p = logp.exp()
             return p.mul_(logp.add_(entropy[:, None]).mul_(h[:, None] / temperature).add_(g[:, None])).neg_()
 
-        at_target = but_for_onehot(logp.gather(1, targets[:, None])) + g[:, None]
+        at_target = but_for_onehot(logp.gather(1, targets[:, None])) + g[:, None]  # a copy, before logp is used up
         return but_for_onehot(logp).to(weight.dtype).scatter_(1, targets[:, None], at_target.to(weight.dtype))
 
     @staticmethod
@@ -917,7 +917,7 @@ def policy_loss(
     dapo   ratio_t = exp(new_t - old_t);  L_t = max(-A ratio_t, -A clip(ratio_t, 1 - lower, 1 + higher))
            PPO, arXiv:1707.06347, eq. 7, with DAPO's two bounds, arXiv:2503.14476. clip_dual c > 1 adds
            L_t <- min(L_t, -c A) where A < 0: dual-clip PPO, arXiv:1912.09729.
-    cispo  L_t = -A sg(clip(ratio_t, 1 - lower, 1 + higher)) new_t                 MiniMax-M1, arXiv:2506.13585
+    cispo  L_t = -A sg(clip(ratio_t, 1 - lower, 1 + higher)) new_t, lower inf in grpo_loss  MiniMax-M1, arXiv:2506.13585
     gspo   as dapo with the response's ratio exp(mean_t(new_t - old_t)), whose gradient is spread evenly over its
            tokens (GSPO-token), arXiv:2507.18071
 
@@ -1028,7 +1028,7 @@ def grpo_loss(
     if args.entropy_coef:
         parts["entropy"] = -args.entropy_coef * aggregate(entropy, *how)
     for name, part in parts.items():
-        metrics.add(f"loss/{name}_avg", part, 0.0)  # parts add up; `update` counts the optimizer steps
+        metrics.add(f"loss/{name}_avg", part, 0.0)  # parts add up; take_step counts the optimizer steps
     note("policy/clipfrac_avg", clipped.float())
     note("policy/clipfrac_lower_avg", (batch.advantages < 0) & (ratio > (args.clip_dual or math.inf)))
     note("policy/entropy_avg", entropy)
@@ -1060,10 +1060,10 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics
     everyone = sum(utils.all_gather(mine, world)[:: args.sequence_parallel_size], [])
     advantages = {}
     for _, rows in itertools.groupby(sorted(everyone), key=lambda row: row[0]):
-        group = list(rows)
-        scores = torch.tensor([score for *_, score, _ in group] + group[0][-1], dtype=torch.float64)
+        positions, samples, rewards_less_kl, tokenless = zip(*rows, strict=True)
+        scores = torch.tensor([*rewards_less_kl, *tokenless[0]], dtype=torch.float64)  # the latter are in no batch
         values = compute_advantages(scores, len(scores), args.advantage_normalization_type).tolist()
-        advantages |= {(position, j): value for (position, j, *_), value in zip(group, values, strict=False)}
+        advantages |= zip(zip(positions, samples, strict=True), values, strict=False)
     for batch in batches:
         for r in batch.rollouts:
             r.advantage = advantages[r.position, r.sample]
@@ -1111,7 +1111,7 @@ def update(
     rounds = utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)
     work = [(batches, int(n)) for batches, n in zip(mini_batches, rounds, strict=True)]
     gap = prepare(learner, work, args, world, metrics)
-    policy, single, bad = learner.policy, not needs_old_logprobs(args, len(work)), 0
+    policy, single, bad = learner.policy, not needs_old_logprobs(args, len(work)), 0  # single: new are the old logprobs
     gap_metrics = {} if single else gap.check(args, world, "on this step's rollouts")
     for _ in range(args.num_epochs):
         for batches, n in work:
@@ -1148,7 +1148,7 @@ def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> b
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     metrics.add("optim/grad_norm", norm)
     for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
-        metrics.add(name, 0.0, args.sequence_parallel_size / world.size)
+        metrics.add(name, 0.0, args.sequence_parallel_size / world.size)  # 1 over all ranks: grpo_loss adds the values
     if math.isfinite(norm):
         learner.optimizer.step()
     return math.isfinite(norm)
@@ -1559,7 +1559,7 @@ def main(args: Args) -> Path | None:
         rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size
         evaluated = math.ceil(len(run.eval_prompts) / world.size) * args.eval_pass_at_k
         run.engine = engine = utils.make_engine(args, run.tokenizer, world, max(rollouts, evaluated))
-        for version, when, check in starts(policy, args, state["step"]):
+        for version, when, check in starts(policy, args, state["step"]):  # once; with adapters a trial of them before
             engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=version)
             probe = sample_probes(engine, world.rank, prompts[world.rank % len(prompts)], 1, args)
             engine.sleep(1)

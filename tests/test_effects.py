@@ -469,7 +469,8 @@ CASES: dict[str, Case] = {
 def test_every_flag_has_a_case():
     parts = (grpo.GRPOFlags, utils.EngineFlags, utils.TurnFlags, rewards.RewardFlags)
     models = {f.name for f in fields(utils.ModelFlags) if f.name.startswith(("lora_", "ref_model_", "sequence_"))}
-    assert set(CASES) == {field.name for part in parts for field in fields(part)} | models
+    flags = {field.name for part in parts for field in fields(part)} | models
+    assert set(CASES) == flags, f"a row in CASES, or a flag, is missing: {sorted(set(CASES) ^ flags)}"
 
 
 def test_stop_strings_reach_the_transformers_engine_too(tiny_models, world, monkeypatch):

@@ -251,6 +251,21 @@ def test_on_policy_every_loss_has_the_policy_gradient(loss_fn):  # -A grad log p
 
 
 @pytest.mark.parametrize("loss_fn", LOSS_FNS)
+def test_off_policy_no_loss_mixes_the_responses_of_a_row(loss_fn):
+    """tests/test_learner.py's splits are on policy, where a mean over the row is one over the response: ratio 1."""
+    generator, sizes = torch.Generator().manual_seed(0), (1, 4, 2, 5)
+    new, old = -3 * torch.rand(2, 1, sum(sizes), generator=generator, dtype=torch.float64)
+    advantages = per_token(*(a for a, n in zip((2.0, -1.0, 0.5, -3.0), sizes, strict=True) for _ in range(n)))
+    seq_ids = torch.arange(1, 5).repeat_interleave(torch.tensor(sizes))[None]
+    mask = torch.rand(seq_ids.shape, generator=generator) < 0.8
+    together = loss_of(new, old, advantages, loss_fn, mask=mask, seq_ids=seq_ids)
+    parts = [x.split(sizes, 1) for x in (new, old, advantages, mask)]
+    alone = [loss_of(n, o, a, loss_fn, mask=m) for n, o, a, m in zip(*parts, strict=True)]
+    for got, want in zip(together, zip(*alone, strict=True), strict=True):
+        assert_close(got, torch.cat(want, 1))
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_FNS)
 @pytest.mark.parametrize("gap", [500.0, -500.0, INF, -INF])
 def test_huge_log_ratios_stay_finite(loss_fn, gap):
     old = torch.tensor([[-1.0, -1.0]])
