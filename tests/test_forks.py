@@ -1,4 +1,4 @@
-"""scripts/forks/*.diff apply to grpo.py, are short, and are their papers' formulas, for every split into packs."""
+"""scripts/forks/*.diff apply, are short, and are their papers' formulas, for every split into packs."""
 
 import importlib.util
 import json
@@ -19,40 +19,52 @@ FORKS = {path.stem: path for path in sorted((REPO / "scripts" / "forks").glob("*
 MOST_LINES = 20
 
 
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    """Function name -> directory with grpo.py as scripts/forks/name.diff makes it, and that file as a module."""
+    """Function name -> directory with grpo.py and utils.py as scripts/forks/name.diff makes them, and grpo.py as a
+    module, which has utils.py's as grpo.utils."""
     made = {}
 
     def get(name):
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
-            (directory / "grpo.py").write_text((REPO / "grpo.py").read_text())
-            subprocess.run(["git", "apply", str(FORKS[name])], cwd=directory, check=True)
-            spec = importlib.util.spec_from_file_location(f"grpo_{name}", directory / "grpo.py")
-            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
-            spec.loader.exec_module(module)
-            made[name] = directory, module
+            for file in ("grpo.py", "utils.py"):
+                (directory / file).write_text((REPO / file).read_text())
+            done = subprocess.run(["git", "apply", str(FORKS[name])], cwd=directory, capture_output=True, text=True)
+            if done.returncode:
+                fix = "make the diff again; on a branch of your own, whose lines these are now, this test may fail"
+                pytest.fail(f"{FORKS[name].name} does not apply: {fix}\n{done.stderr}", pytrace=False)
+            with pytest.MonkeyPatch.context() as patch:
+                if "+++ b/utils.py" in FORKS[name].read_text():
+                    patch.setitem(sys.modules, "utils", load(f"utils_{name}", directory / "utils.py"))
+                made[name] = directory, load(f"grpo_{name}", directory / "grpo.py")
         return made[name]
 
     return get
 
 
 def test_all_are_here():
-    assert set(FORKS) == {"adaptive_kl", "dr_grpo", "kl_twice", "maxrl", "reinforce_pp_baseline", "rloo", "sapo"}
+    assert set(FORKS) == set(FLAGS)
 
 
 @pytest.mark.parametrize("name", FORKS)
 def test_it_applies_and_is_short(forked, name):
     """In at most 20 changed lines, with paper, formula and commands in its head, as formatted as grpo.py is."""
     directory, _ = forked(name)
-    head, _, body = FORKS[name].read_text().partition("--- a/grpo.py\n+++ b/grpo.py\n")
-    assert sum(line[0] in "+-" for line in body.splitlines()) <= MOST_LINES
+    head, *files = re.split(r"^--- a/.*\n\+\+\+ b/.*\n", FORKS[name].read_text(), flags=re.MULTILINE)
+    assert sum(line[0] in "+-" for body in files for line in body.splitlines()) <= MOST_LINES
     assert re.search(r"arXiv:\d{4}\.\d{5}", head) and f"git apply scripts/forks/{name}.diff" in head
     tried = subprocess.run(["patch", "-p1", "--dry-run", "-R", "-i", str(FORKS[name])], cwd=directory)
     assert tried.returncode == 0
     for command in ("check --ignore I", "format --check"):  # without rewards.py beside it imports sort otherwise
-        line = [sys.executable, "-m", "ruff", *command.split(), "--config", str(REPO / "pyproject.toml"), "grpo.py"]
+        line = [sys.executable, "-m", "ruff", *command.split(), "--config", str(REPO / "pyproject.toml"), "."]
         done = subprocess.run(line, cwd=directory, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -60,6 +72,7 @@ def test_it_applies_and_is_short(forked, name):
 # What a fork is asked for in the command of its head
 FLAGS = {
     "adaptive_kl": [],
+    "competence": [],
     "dr_grpo": [],
     "kl_twice": [],
     "maxrl": ["--advantage_normalization_type", "maxrl"],
@@ -194,6 +207,24 @@ def test_kl_twice_by_hand(forked, tiny_models, world, monkeypatch):
     assert both["objective/kl_in_reward"] == pytest.approx(0.001 * plain["objective/kl3"], rel=1e-4)
 
 
+def test_competence_by_hand(forked):
+    """Of 1000 prompts the easiest 100 at first, sqrt(0.01 + 0.99 / 4) = 0.5074 of them after 500 positions, all from
+    2000 on; a position is all the state there is, and a seed draws others."""
+    prompt_at = forked("competence")[1].utils.prompt_at
+    prompts = range(1000)
+    assert {prompt_at(prompts, 0, seed) for seed in range(3000)} == set(range(100))
+    half = {prompt_at(prompts, 500, seed) for seed in range(9000)}
+    assert max(half) == 507 and len(half) > 500  # 508 prompts
+    assert {prompt_at(prompts, position, 1) > 900 for position in range(2000, 2100)} == {True, False}
+    forward = [prompt_at(prompts, position, 1) for position in range(300)]
+    assert [prompt_at(prompts, position, 1) for position in reversed(range(300))] == forward[::-1]
+    assert forward != [prompt_at(prompts, position, 2) for position in range(300)]
+    first = prompt_at(prompts, 7, 1)
+    assert prompt_at(prompts, 7, 1, {first, first + 1}) == first + 2
+    assert prompt_at(prompts, 7, 1, set(prompts)) == first
+    assert [prompt_at(range(3), position, None) for position in range(4)] == [0, 1, 2, 0]
+
+
 def test_adaptive_kl_by_hand(forked):
     adapt_beta = forked("adaptive_kl")[1].adapt_beta
     for kl, want in ((0.01, 0.5), (0.011, 0.505), (0.009, 0.495), (9.0, 0.51), (0.0, 0.49), (-9.0, 0.49)):
@@ -204,7 +235,7 @@ def test_adaptive_kl_by_hand(forked):
 def test_adaptive_kl_steers_a_run(forked, tiny_models, tmp_path):
     """beta of each step is the last one's, by the KL that the last step logged; --resume goes on with it."""
     directory, grpo = forked("adaptive_kl")
-    for file in ("utils.py", "rewards.py", "scripts"):
+    for file in ("rewards.py", "scripts"):
         (directory / file).symlink_to(REPO / file)
     with (tmp_path / "train.jsonl").open("w") as file:
         for i in range(32):
