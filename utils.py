@@ -566,7 +566,7 @@ class EngineFlags(Refusing):
     vllm_sleep: Literal["auto", "on", "off"] = "auto"
     """grpo.py: the engine gives the GPU's memory back while the learner works; auto: where it can, vLLM on a GPU."""
     vllm_enable_prefix_caching: bool = False
-    """Share prompt prefixes between requests; salted by weight version, so never stale."""
+    """Share prompt prefixes between requests; salted by load of weights, so never stale."""
     vllm_tensor_parallel_size: int = 1
     """GPUs per engine in grpo_fast.py; grpo.py has one."""
     max_logprob_gap: float = 0.1
@@ -1310,7 +1310,7 @@ class VLLMEngine(Engine):
         self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         self.stop_strings = list(args.stop_strings)
         self.running: set[str] = set()
-        self.version = -1
+        self.version, self.loads = -1, 0
         self.engine.set_weight_version("-1")
         self.asleep = 0
 
@@ -1327,7 +1327,7 @@ class VLLMEngine(Engine):
             self.worker.reload_weights(weights_iterator=named_tensors)
             if self.asleep:
                 self.llm.wake_up(["kv_cache"])
-        self.version, self.asleep = version, 0
+        self.version, self.asleep, self.loads = version, 0, self.loads + 1
         core: Any = self.engine.engine_core
         if not core.engine_core.batch_queue:  # else tokens of the weights before are still to come: see step
             self.engine.set_weight_version(str(version))
@@ -1359,8 +1359,8 @@ class VLLMEngine(Engine):
                 raise RuntimeError("the engine gave its weights back: load_weights first")
             self.llm.wake_up()
             self.asleep = 0
-        # The salt keeps prefix-cache blocks of older weights from being found.
-        prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
+        # The salt keeps prefix-cache blocks of older weights from being found: --load_states loads a version twice
+        prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.loads)}
         self.engine.add_request(request_id, prompt, params)
         self.running.add(request_id)
 

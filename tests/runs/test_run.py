@@ -205,6 +205,28 @@ engine.close()
     assert sides[0][-1][0] == sides[1][-1][0], "greedy tokens differ"
 
 
+def test_two_weights_of_one_version_share_no_prefix(tiny_models):
+    """As --load_states loads them: the learner's own after a step, and another run's after that step."""
+    script = f"""
+import torch, utils
+args = utils.parse_args(__import__("grpo").Args, ["--model_name_or_path", {str(tiny_models())!r}, "--model_dtype",
+    "float32", "--max_prompt_token_length", "80", *{VLLM!r}.split()])
+engine = utils.make_engine(args, utils.load_tokenizer(args), utils.init_distributed(), 1)
+model = utils.load_causal_lm(args).requires_grad_(False)
+made = []
+for version, scale in ((1, 1), (1, 3), (2, 1)):
+    for parameter in model.parameters():
+        parameter.mul_(scale)
+    engine.load_weights(((name, w.clone()) for name, w in utils.named_weights(model)), version)
+    (generation,) = engine.generate([utils.Request(tuple(range(5, 75)), 0, 1.0, 8)])
+    made.append((generation.token_ids.tolist(), generation.logprobs.tolist(), generation.versions.tolist()))
+assert made[0] != made[1], "the weights make no difference"
+assert made[1][:2] == made[2][:2] and [m[2][0] for m in made] == [1, 1, 2], made
+engine.close()
+"""
+    check(programs.run(["-c", script], **ENV))
+
+
 RANKS = "--total_episodes 64 --save_freq 1 --save_traces --seed 3"
 
 
