@@ -327,11 +327,11 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
             raise SystemExit(done.returncode)
         tokens, told, missing = json.loads(done.stdout)
     if {"-h", "--help"} & set(tokens):  # in panels, one for each class that cls is made of; names stay flat
-        groups = [c for c in reversed(cls.__mro__) if is_dataclass(c) and vars(c).get("__annotations__")]
-        panels: Any = make_dataclass(cls.__name__, [(g.__name__, g, field(default_factory=g)) for g in groups])
-        panels.__doc__ = cls.__doc__
-        cls = tyro.conf.OmitArgPrefixes[panels]
-    args = tyro.cli(cls, args=tokens, use_underscores=True)
+        groups = [c for c in reversed(cls.__mro__) if is_dataclass(c) and not any(map(is_dataclass, c.__bases__))]
+        ours = [functools.partial(g, **{f.name: getattr(cls(), f.name) for f in fields(g)}) for g in groups]
+        named = [(g.__name__, g, field(default_factory=make)) for g, make in zip(groups, ours, strict=True)]
+        cls = make_dataclass(cls.__name__, named, namespace={"__doc__": cls.__doc__})
+    args = tyro.cli(cls, args=tokens, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
     if told and os.environ.get("RANK", "0") == "0" and os.environ.get("FLAGS_TOLD") != told:
         os.environ["FLAGS_TOLD"] = told  # for the ranks that grpo_fast.py starts
         print(told, flush=True)

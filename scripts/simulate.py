@@ -1,6 +1,6 @@
 """Play a run of grpo_fast.py on any number of GPUs: its own code with clocks for models, in virtual time.
 
-    python scripts/simulate.py --gpus 8 --num_learners_per_node 6 --vllm_num_engines 2 \\
+    python scripts/simulate.py --num_learners_per_node 6 --vllm_num_engines 2 \\
         --model_name_or_path Qwen2.5-7B --num_unique_prompts_rollout 1024 --num_samples_per_prompt_rollout 5
     python scripts/simulate.py --what plan --gpus 64 ...      the best numbers of learners and engines, and why
     python scripts/simulate.py --what fit --run RUN           clocks fitted to a run's metrics.jsonl; then it is played
@@ -192,13 +192,22 @@ class Time:
         """Stand-ins for the modules that grpo_fast.py waits with."""
         clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=lambda: self.now)
 
-        def thread(target: Callable, args: tuple = (), daemon: bool = True) -> SimpleNamespace:
-            return SimpleNamespace(start=lambda: self.spawn(target, *args))
+        def thread(target: Callable, args: tuple = (), daemon: bool = True) -> Thread:
+            return Thread(lambda: self.spawn(target, *args))
 
         # nobody waits while holding a lock
         threads = SimpleNamespace(Thread=thread, Condition=lambda: Condition(self), Lock=contextlib.nullcontext)
         queues = SimpleNamespace(Queue=lambda maxsize: Queue(self, maxsize))
         return {"time": clock, "threading": threads, "queue": queues}
+
+
+@dataclass
+class Thread:
+    spawn: Callable[[], Task]
+    ident: int | None = None  # of one that was started
+
+    def start(self) -> None:
+        self.ident = id(self.spawn())
 
 
 class Condition(contextlib.nullcontext):
@@ -333,6 +342,9 @@ class Simulation(SimulationFlags, grpo.Args):
     gradient_checkpointing: bool = True
     num_learners_per_node: list[int] = field(default_factory=lambda: [4])
     vllm_num_engines: int = 4
+
+
+Simulation.__doc__ = __doc__  # of --help
 
 
 # --- What is sampled --------------------------------------------------------------------------------------------------
@@ -640,7 +652,6 @@ class Play:
         engines.wait_loaded(0)
         self.collector = collector = self.kind(engines, prompts, args, grpo.start_state(), pack)
         sender.collector = collector
-        collector.start()
         clocks = list(engines.clocks)
         speed = {"itemsize": self.dtype.itemsize, "bytes_per_second": roofline.GPUS[args.gpu].bandwidth}
         for step in range(1, grpo.num_training_steps(args) + 1):
