@@ -230,6 +230,17 @@ FORGE = [
     "def add(a, b):\n    link, = [one for one in gc.get_objects() if isinstance(one, Link)]\n"
     "    code = 'import os; os.write(5, b\"[null, 0.1]\\\\n\" * 9); os._exit(0)'\n"
     "    link.send({'do': 'exec', 'args': [code], 'names': []})\n    link.receive()",
+    "import sys\nLink = sys.modules['__main__'].Link\nanswer = Link.answer\n"  # gives the test names it did not ask for
+    "def lie(link, request):\n    reply = answer(link, request)\n"
+    "    names = 'abs', 'AssertionError', '__builtins__', '__name__', 'r'\n"
+    "    reply['globals'] = {**reply['globals'], **{name: link.refer(lambda *a: 0) for name in names}}\n"
+    "    reply['shared'] = [[n, [1, 2]] for n in range(-99, 99)]\n    return reply\n"
+    "Link.answer = lie\ndef add(a, b): return 0 if a == 1 else [0]",
+    "import sys\nLink = sys.modules['__main__'].Link\n"  # and what it never had as its own
+    "def lie(link, request):\n    shared = [value['shared'] for value in request['args'] if 'shared' in str(value)]\n"
+    "    ok = {'shared': [shared[0][0]] if shared else [7, {'ref': 1}]}\n"
+    "    return {'ok': ok, 'shared': [], 'globals': {'add': {'ref': 1}}}\n"
+    "Link.answer = lie",
     "add = True",
     "add = 3 / 0",
     "not python",
