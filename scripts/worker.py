@@ -44,7 +44,8 @@ MEASURES = """
 length 1 mm millimeter millimetre, 10 cm centimeter centimetre, 100 dm, 1000 m meter metre, 1000000 km kilometer
 kilometre, 25.4 in inch inche, 304.8 ft foot feet, 914.4 yd yard, 1609344 mi mile; mass 1 mg milligram, 1000 g gram,
 1000000 kg kilogram; time 1 s sec second, 60 min minute, 3600 h hr hour, 86400 day, 604800 week; volume 1 ml milliliter
-millilitre, 10 cl, 1000 l liter litre; money 1 cent ¢, 100 $ dollar usd; share 1/100 % percent; angle 1 ° degree deg
+millilitre, 10 cl, 1000 l L liter litre; money 1 cent ¢, 100 $ dollar usd; share 1/100 % percent; angle 1 ° degree deg;
+speed 1 m/s, 5/18 km/h kph, 0.44704 mph
 """
 UNITS: dict[str, tuple[str, Fraction]] = {}
 for _line in MEASURES.split(";"):
@@ -75,10 +76,19 @@ def number_in_words(text: str) -> int | None:
 
 
 FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textrm|operatorname)\s*\{([^{}]*)\}")
-SPACE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,!;: ]|~|\\q?quad")
+SPACE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[,!;: ]|~|\\q?quad")  # not \\, which ends a row of a matrix
 GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+|(?:\s\d{3})+)(?![\d,]|\s\d)")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{?(\d+)\}?")
 MIXED = re.compile(r"(?<![\w^}{.)])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|(?<=\s)(\d+)/(\d+))(?![\w^])")
+SCIENTIFIC = re.compile(
+    r"(?<![\w.^{)])([-+]?\d+(?:\.\d+)?)\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))(?![\w.^])"
+)
+SET_OF = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|\\vert|\||:)(.*)\\\}")
+ANGLE = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*°")
+UNIT_AT_END = re.compile(
+    r"(.*?[\w})])\s+(?:(sq|cu)(?:uare|bic)?\.?\s+)?([a-zA-Z]{2,}|[mgshlL])\.?\s*(?:\^\s*\{?(\d)\}?)?"
+)
+TIME = re.compile(r"(\d{1,2}):(\d\d)(?: ([ap]m))?")
 OR = re.compile(r"\s*(?:\\lor|\\vee|\\wedge|\\land|\b(?:or|and)\b|;)\s*")
 
 
@@ -111,7 +121,11 @@ def clean(tex: str) -> str:
         text = GROUPED.sub(lambda m: re.sub(r"[\s,]", "", m[0]), text)
     text = MIXED.sub(mixed, REPEATING.sub(repeating, text))
     text = re.sub(r"(?<![\w.^{])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])", lambda m: plain(Fraction(m[0])), text)
-    text = re.sub(r"(?<=\d)\s+(?=\d)", ",", text)
+    text = SCIENTIFIC.sub(lambda m: plain(Fraction(m[1]) * Fraction(10) ** int(m[2] or m[3])), text)
+    if match := SET_OF.fullmatch(text):
+        text = match[1].strip()
+    text = re.sub(r"(?<=\d)\s+(?=\d)", ",", text.removeprefix("\\approx").strip())
+    text = re.sub(r"(?<=:\d\d)\s*([ap])\.?m\.?(?![a-z])", lambda m: f" {m[1].lower()}m", text, flags=re.IGNORECASE)
     words = number_in_words(re.sub(r"^(?:an?|the)\s", "", text))
     return str(words) if words is not None and re.search(r"[a-z]", text, re.IGNORECASE) else text
 
@@ -166,6 +180,25 @@ NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([a-z](?:,[a-z])*\))?")
 RELATION = re.compile(r"<|>|\\(?:le|ge|leq|geq|lt|gt|leqslant|geqslant)(?![a-zA-Z])|[≤≥]")
 
 
+def solutions(text: str) -> tuple[str, str]:
+    """(x, "1,2") of x=1, x=2; ("", text) where it is no such list."""
+    parts = [[side.strip() for side in part.split("=")] for part in text.split(",")]
+    names = {part[0] for part in parts}
+    if len(parts) > 1 and len(names) == 1 and all(len(part) == 2 and NAME.fullmatch(part[0]) for part in parts):
+        return parts[0][0], ",".join(part[1] for part in parts)
+    return "", text
+
+
+def without_unit(text: str) -> tuple[str, tuple | None]:
+    r"""5\sqrt3 and what cm^2 is of 5\sqrt3 cm^2; text and None where no length, mass, time or the like ends it."""
+    match = UNIT_AT_END.fullmatch(text)
+    unit = match[3].lower() if match else ""
+    unit = unit.removesuffix("s") if unit not in UNITS else unit
+    if match is None or unit not in UNITS and unit != "unit":
+        return text, None
+    return match[1], (UNITS.get(unit, unit), match[4] or {"sq": "2", "cu": "3"}.get(match[2]))
+
+
 def is_word(text: str) -> bool:
     """Whether letters are a word or points of a figure, and not a product: a product's are in order, none of eijlo."""
     if not re.fullmatch(r"[a-zA-Z]{2,}(?:[\s'-]+[a-zA-Z]+)*", text):
@@ -191,6 +224,13 @@ def same(gold: str, answer: str) -> bool:
     if is_word(re.sub(r"^an?\s+", "", gold)) or text_only and gold.isalpha():
         words = [re.sub(r"^(?:an?|the)\s+", "", " ".join(text.lower().split())) for text in (gold, answer)]
         return gold == answer if re.fullmatch(r"[A-Z]+", gold) else words[0] == words[1]
+    times = [TIME.fullmatch(text) for text in (gold, answer)]
+    if times[0] and times[1]:
+        (hour, minute, half), (hour2, minute2, half2) = times[0].groups(), times[1].groups()
+        return (int(hour), minute) == (int(hour2), minute2) and (not half or not half2 or half == half2)
+    (name, gold), (other, answer) = solutions(gold), solutions(answer)
+    if name and other and name != other:
+        return False
     if "=" not in gold and "=" in answer and not RELATION.search(answer):
         sides = [side.strip() for side in answer.split("=")]
         if NAME.fullmatch(sides[0]) or NAME.fullmatch(sides[-1]):
@@ -208,9 +248,16 @@ def same(gold: str, answer: str) -> bool:
     numbers = [[quantity(part) for part in text.split(",")] for text in (gold, answer)]
     if all(all(parts) for parts in numbers):
         return sorted(numbers[0]) == sorted(numbers[1])
+    if "°" in gold + answer and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", gold + answer):
+        gold, answer = (ANGLE.sub(r"{(\\frac{\1\\pi}{180})}", text) for text in (gold, answer))
     if ("°" in gold) != ("°" in answer) and "\\pi" in gold + answer:
         gold, answer = (re.sub(r"°", r"\\cdot\\frac{\\pi}{180}", text) for text in (gold, answer))
     gold, answer = gold.replace("°", ""), answer.replace("°", "")
+    (bare, unit), (bare2, other) = without_unit(gold), without_unit(answer)
+    if unit and other and unit != other:
+        return False
+    if unit and other or not re.search(r"(?<![a-zA-Z])[a-zA-Z]\W*\d?\W*$", gold if unit else answer):
+        gold, answer = bare, bare2  # a single letter alone may be a factor
     if RELATION.search(answer) and not RELATION.search(gold) and gold[:1] in "[(":
         gold, answer = answer, gold
     from math_verify import verify
