@@ -147,7 +147,7 @@ def check_verifier(name: str) -> str:
             f"unknown verifier {name!r}: known are {', '.join(VERIFIERS)}; did you mean {near[0]!r}? "
             "(a function of your own needs --reward_file)"
         )
-    if (needs := VERIFIERS[name].needs) and not getattr(FLAGS, needs):
+    if (needs := VERIFIERS[name].needs) and not (getattr(FLAGS, needs) or getattr(FLAGS, "dry_run", False)):
         raise ValueError(f"verifier {name} needs a model: set --{needs}")
     return name
 

@@ -47,6 +47,11 @@ def sources_text(args: utils.Flags) -> str:
         lines.append(f"data     --system_prompt_override_file {system}: no such file, a run is refused")
     if judge and not (rewards.judge_url(args) or os.environ.get("OPENAI_API_KEY")):
         lines.append(f"judge    {judge}: no --llm_judge_base_url and no $OPENAI_API_KEY, a run is refused")
+    for pair in filter(None, (args.remap_verifier or "").split(",")):
+        name = pair.partition("=")[2].strip().lower()
+        needs = rewards.VERIFIERS[name].needs if name in rewards.VERIFIERS else None
+        if needs and not getattr(args, needs):
+            lines.append(f"judge    --remap_verifier {pair}: {name} needs --{needs}, a run is refused")
     return "\n".join(lines)
 
 

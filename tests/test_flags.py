@@ -334,12 +334,23 @@ def test_what_became_of_other_flags_is_printed_once_and_by_one_rank(nothing_told
         ("--rho_mask_tv_divergence true", r"--rho_mask_tv_divergence: not written yet"),
         ("--warm_up_steps 10", r"--warm_up_steps: give --warmup_ratio"),
         ("--ground_truths_key label", r"--ground_truths_key: .*name the columns"),
+        ("--max_steps 0", r"--max_steps 0: leave it out"),
     ],
 )
 def test_a_flag_without_which_a_run_is_another_is_refused(flags, message, nothing_told):
     with pytest.raises(utils.UserError, match=message):
         parse(*flags.split())
     assert parse(*flags.split(), "--dry_run").dry_run
+
+
+def test_a_judge_that_a_remapped_verifier_lacks_is_told_in_a_dry_run(nothing_told, capsys):
+    """open-instruct names the judge of rubrics in a variable of the environment, not in the line."""
+    flags = ("--remap_verifier", "general_rubric=rubric", "--apply_evolving_rubric_reward", "true")
+    grpo.main(parse(*ROOM, *flags, "--dry_run"))
+    told = "judge    --remap_verifier general_rubric=rubric: rubric needs --llm_judge_model, a run is refused"
+    assert told in capsys.readouterr().out.splitlines()
+    with pytest.raises(utils.UserError, match=r"rubric needs a model: set --llm_judge_model"):
+        check(*flags[:2])
 
 
 def test_a_flag_that_nobody_knows_is_refused_with_the_nearest_name(capsys):

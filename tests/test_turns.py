@@ -477,7 +477,7 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer):
     ("--env_file EMPTY", r"neither step\(episode\) nor a class Env"),
     ("--env_file EMPTY --tools calculator", "drop one"),
     ("--tools a b --tool_call_names x", "has 1 values for 2 of --tools"),
-    ("--max_steps 0", "--max_steps 0: must be positive"),
+    ("--max_steps -1", "--max_steps -1: must be positive"),
     ("--per_turn_max_tokens 0", "--per_turn_max_tokens 0: must be positive"),
 ])  # fmt: skip
 def test_refusals(flags, message, tiny_models, tokenizer, tmp_path):
