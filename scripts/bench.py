@@ -904,8 +904,9 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
     """Scores per second of the verifiers through rewards.score, and a solver's calls in flight together or in turn.
 
     The solver is --model in a vLLM server, greedy, at most --solver_tokens for each of --calls guidelines to different
-    questions; neither side has anything cached, and no record is scored twice. The servers and the workers run before
-    the clock does.
+    questions; one by one are the first --calls_in_turn of these, and the ratio is of seconds a token. Neither side has
+    anything cached, and no record is scored twice. The servers and the workers run before the clock does. Each is told
+    on stderr when it is done.
     """
     rng, samples, solver = np.random.default_rng(options.seed), options.samples, "solver, all at once"
     verifiers = {
@@ -914,20 +915,29 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
         "code_stdio": (functools.partial(code_records, rng, options.records // 20), 300),
     }
     results: dict[str, list[rewards.RewardResult]] = {}
+
+    def judge(name: str, batches: Sequence[Sequence[rewards.RewardRecord]]) -> None:
+        start = time.perf_counter()
+        results[name] = [result for batch in batches for result in rewards.score(batch)]
+        passed = time.perf_counter() - start
+        count, rate = len(results[name]), len(results[name]) / passed
+        told = f"{name}: {count:,} scores in {passed:.1f} s, {rate:,.{0 if rate > 10 else 1}f} a second"
+        print(told, file=sys.stderr, flush=True)
+
     # Each round has records of its own: what was parsed before is kept by the workers, and training sees nothing twice.
-    rounds = {name: iter([make() for _ in range(options.repeat + 1)]) for name, (make, _) in verifiers.items()}
-
-    def judge(name: str) -> None:
-        results[name] = rewards.score(next(rounds[name]))
-
-    sides = {name: functools.partial(judge, name) for name in verifiers}
-    seconds = side_by_side(sides, options.repeat)
+    rounds = {name: iter([make() for _ in range(options.repeat)]) for name, (make, _) in verifiers.items()}
+    for name, (make, _) in verifiers.items():
+        judge(f"warm-up, {name}", [make()[:40]])  # workers and sandboxes start
+    seconds = side_by_side(
+        {name: lambda name=name: judge(name, [next(rounds[name])]) for name in verifiers}, options.repeat, warm_up=False
+    )
     guidelines = [
         rewards.RewardRecord(
             "Add the tens, then the ones.", {"question": f"What is {a}+{b}?", "answer": a + b}, "solver"
         )
         for a, b in zip(range(10, 10 + options.calls), rng.integers(10, 100, options.calls).tolist(), strict=True)
     ]
+    print("starting the solver", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         servers = utils.start_servers(options.model, Path(directory), max_model_len=1024, model_dtype=options.dtype)
         os.environ["SOLVER_API_KEY"] = servers.api_key
@@ -940,12 +950,13 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
 
         def solve(name: str, batches: Sequence[Sequence[rewards.RewardRecord]]) -> None:
             rewards.configure(flags, connect=True)  # nothing of the round before is kept
-            results[name] = [result for batch in batches for result in rewards.score(batch)]
+            judge(name, batches)
 
-        solve("warm-up", [guidelines])
+        in_turn = [[record] for record in guidelines[: options.calls_in_turn]]
+        solve("warm-up, solver", [guidelines[: options.calls_in_turn]])
         sides = {
             solver: lambda: solve(solver, [guidelines]),
-            "solver, one by one": lambda: solve("solver, one by one", [[record] for record in guidelines]),
+            "solver, one by one": lambda: solve("solver, one by one", in_turn),
         }
         seconds |= side_by_side(sides, options.repeat, warm_up=False)
         utils.stop_servers(servers)
@@ -963,7 +974,8 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
             tokens = sum(result.details.get("tokens", 0) for result in results[name])
             table[name] |= {"tokens": tokens, "tokens_per_second": tokens / table[name]["seconds"]}
     name = f"solver, {options.calls} calls: all at once over one by one"
-    ratios[name] = ratio(seconds[solver], seconds["solver, one by one"], 8.0)
+    a_token = [[t / table[side]["tokens"] for t in seconds[side]] for side in (solver, "solver, one by one")]
+    ratios[name] = ratio(*a_token, 8.0)
     return {"settings": {"workers": rewards.NUM_WORKERS}, "sides": table, "ratios": ratios}
 
 
@@ -1248,8 +1260,9 @@ def parse_options() -> argparse.Namespace:
     add("--learners", type=int, nargs="+", default=[8, 64], help="packing: counts of learners (8 64)")
     add("--steps", type=int, default=6, help="pipeline, trl: measured steps of each of our runs (6)")
     add("--warmup_steps", type=int, default=2, help="pipeline, trl: steps before them (2)")
-    add("--records", type=int, default=20_000, help="rewards: gsm8k scores; a fifth as many math, a 20th code (20000)")
+    add("--records", type=int, default=10_000, help="rewards: gsm8k scores; a fifth as many math, a 20th code (10000)")
     add("--calls", type=int, default=64, help="rewards: guidelines for the solver (64)")
+    add("--calls_in_turn", type=int, default=4, help="rewards: of these also asked one by one (4)")
     add("--solver_tokens", type=int, default=64, help="rewards: longest text of the solver (64)")
     add("--results", default=str(ROOT / "runs" / "precision.jsonl"), help="precision: its runs (runs/precision.jsonl)")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="precision: of the runs (1 2 3)")

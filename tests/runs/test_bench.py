@@ -136,13 +136,18 @@ def test_sync(tiny_models):
 
 
 def test_rewards(tiny_models):
-    result, _ = run("rewards", tiny_models(), "--repeat 1 --records 400 --calls 4 --solver_tokens 8")
+    """A line for each family as it is done; the table has the whole afterwards."""
+    flags = "--repeat 1 --records 400 --calls 4 --calls_in_turn 2 --solver_tokens 8"
+    result, stderr = run("rewards", tiny_models(), flags)
     sides = result["sides"]
     assert list(sides) == ["gsm8k", "math", "code_stdio", "solver, all at once", "solver, one by one"]
     assert [side["missing"] for side in sides.values()] == [0] * 5
     assert sides["gsm8k"]["mean score"] == pytest.approx(2 / 3, abs=0.01) and sides["code_stdio"]["mean score"] == 1.0
     assert sides["math"]["mean score"] == 5 / 8  # of eight answers to a label three are spelled as it, two otherwise
-    assert 4 <= sides["solver, one by one"]["tokens"] <= 4 * 8
+    assert 4 <= sides["solver, all at once"]["tokens"] <= 4 * 8 and 2 <= sides["solver, one by one"]["tokens"] <= 2 * 8
+    told = [line.split(" scores in ")[0] for line in stderr.splitlines() if " scores in " in line]
+    counts = ["gsm8k: 400", "math: 80", "code_stdio: 20", "solver, all at once: 4", "solver, one by one: 2"]
+    assert [line for line in told if not line.startswith("warm-up")] == counts and len(told) == 9
     assert [found["target"] for found in result["ratios"].values()] == [1.0, 1.0, 1.0, 8.0]
 
 
