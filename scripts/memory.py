@@ -104,9 +104,8 @@ def meta_model(config: Any, dtype: Any, repeats: int = 1, lora_rank: int = 0) ->
     if lora_rank:
         from peft import LoraConfig, inject_adapter_in_model
 
-        model.requires_grad_(False)
         options = LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        inject_adapter_in_model(options, model, low_cpu_mem_usage=True)
+        inject_adapter_in_model(options, model, low_cpu_mem_usage=True)  # freezes the rest
         model.to(dtype)
     return model
 

@@ -140,6 +140,22 @@ def test_a_7b_model_by_hand():
     assert memory.memory_estimate(replace(setup, learners=16), config)["Adam"] == parts["Adam"] / 2
 
 
+def test_adapters_of_a_7b_model_by_hand():
+    """Rank 16 at the seven matrices of each layer: 16 x (inputs + outputs), float32; the model is frozen, in bfloat16,
+    its own reference, and without adapters in the engine."""
+    config = memory.qwen(*memory.SHAPES["Qwen2.5-7B"])
+    setup = memory.Setup(learners=8, deepspeed_stage=3, gradient_checkpointing=True, pack_length=4096, lora_rank=16)
+    parts, whole = (memory.memory_estimate(replace(setup, lora_rank=rank), config) for rank in (16, 0))
+    trained = 16 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert parts["weights"] == (4 * trained + 2 * 7_615_616_512) / 8
+    assert 2 * parts["gradients"] == parts["Adam"] == 8 * trained / 8
+    assert parts["reference"] == 0 < whole["reference"]
+    assert memory.memory_estimate(setup, config, config)["reference"] >= 2 * 7_615_616_512 / 8  # a teacher
+    assert parts["engine_weights"] == whole["engine_weights"] and parts["engine_token"] == whole["engine_token"]
+    less = whole["activations and head"] - parts["activations and head"]  # the head takes no gradient
+    assert less == pytest.approx(152064 * 3584 * 6, rel=0.05)
+
+
 def test_mlps_alone_are_recomputed():
     """Kept then: all of a layer but what is as wide as its MLP, of which a whole layer's recomputation keeps one."""
     config = memory.qwen(*memory.SHAPES["Qwen2.5-7B"])
