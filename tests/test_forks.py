@@ -77,6 +77,7 @@ FLAGS = {
     "kl_twice": [],
     "maxrl": ["--advantage_normalization_type", "maxrl"],
     "reinforce_pp_baseline": [],
+    "repetition": ["--repetition_penalty", "0.3"],
     "rloo": ["--advantage_normalization_type", "rloo"],
     "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
 }
@@ -95,6 +96,8 @@ def test_the_split_into_packs_is_no_part_of_it(forked, tiny_models, world, monke
             r.score = r.outcome = score
         for i in range(0, len(rollouts), 3):
             grpo.set_advantages([rollouts[i : i + 3]], args)
+        for r in rollouts if name == "repetition" else ():
+            r.token_rewards = [-0.3 * (token % 3 == 0) for token in r.token_ids.tolist()]
         return rollouts
 
     monkeypatch.setattr(test_learner, "grpo", grpo)
@@ -205,6 +208,40 @@ def test_kl_twice_by_hand(forked, tiny_models, world, monkeypatch):
     plain, both = seen
     assert both["loss/kl_avg"] == pytest.approx(plain["loss/kl_avg"], rel=1e-4) and plain["loss/kl_avg"] > 0
     assert both["objective/kl_in_reward"] == pytest.approx(0.001 * plain["objective/kl3"], rel=1e-4)
+
+
+def test_repetition_by_hand(forked, monkeypatch):
+    """Of 5 6 5 6 7 5 6 the bigram 5 6 is there again at tokens 2 and 5: 0.5 off tokens 2, 3, 5 and 6, wherever the
+    response lies in a batch, after rollouts.jsonl, and with the advantages anew that --kl_in_reward makes."""
+    _, grpo = forked("repetition")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    monkeypatch.setattr(grpo, "REPEATED", 2)
+    assert grpo.utils is not sys.modules["utils"]
+    flags = "--repetition_penalty 0.5 --kl_in_reward --beta 0.1 --advantage_normalization_type centered"
+    args = test_learner.make_args("m", *flags.split(), "--load_ref_policy")
+    prompt = grpo.utils.Prompt(0, (1, 2, 3), "", (), ())
+    group = [grpo.Rollout(prompt, 0, j) for j in range(3)]
+    for r, ids in zip(group, ([5, 6, 5, 6, 7, 5, 6], [9], [8, 8, 8]), strict=True):
+        r.append(grpo.utils.Generation(ids, [0.0] * len(ids), "stop", [0] * len(ids)))
+    grpo.score_rollouts(group, args)
+    want = [[0, 0, -0.5, -0.5, 0, -0.5, -0.5], [0], [0, -0.5, -0.5]]
+    assert [r.token_rewards for r in group] == want
+    for r, score in zip(group, (6.0, 3.0, 0.0), strict=True):
+        r.score = score
+    grpo.set_advantages([group], args)
+    kept = grpo.utils.rollouts_of([json.loads(json.dumps(grpo.utils.rollout_row(r, 1), default=str)) for r in group])
+    shared, plain = [group], [[r] for r in kept]
+    rows = [[[r]] for r in group]
+    world = grpo.utils.World(0, 0, 1, torch.device("cpu"))
+    for batch in (grpo.make_batch(packs, world.device) for packs in ([shared], [plain], rows)):
+        for again in (False, True):
+            if again:
+                batch.old_logprobs = batch.ref_logprobs = torch.zeros_like(batch.advantages)
+                grpo.put_kl_in_reward([batch], args, world, grpo.utils.Metrics())
+            for i, (a, rewards) in enumerate(zip((3.0, 0.0, -3.0), want, strict=True), start=1):
+                assert batch.advantages[batch.seq_ids == i].tolist() == [a + x for x in rewards]
+    probe = grpo.Rollout(prompt, 1, 0, [4, 4], [0.0, 0.0], [True, True])
+    assert not grpo.make_batch([[[probe]]], world.device).advantages.any()
 
 
 def test_competence_by_hand(forked):
