@@ -6,7 +6,7 @@
     python scripts/simulate.py --what fit --run RUN           clocks fitted to a run's metrics.jsonl; then it is played
     python scripts/simulate.py --what records                 verl's asynchronous settings on 128 H20, as published
     python scripts/simulate.py --what dropping ...            admission against dropping old rollouts, the same prompts
-    python scripts/simulate.py --what scale ...               8, 64, 512 and 4,096 GPUs
+    python scripts/simulate.py --what scale --gpus 512 ...    8, 64, ... GPUs, with as many more prompts
 
 Flags are those of grpo_fast.py, and a few of its own. Real: all of grpo_fast's threads and messages: run_engine with
 its Inbox, Engines, Collector with its admission, accounting and packer, Sender, send_weights and the plan of buckets.
@@ -16,7 +16,8 @@ thread runs at a time and time stands still meanwhile; when all wait, it jumps t
 learner 0 really took is charged (--host_speed 0: nothing is, and the same flags give the same figures to the last bit).
 
 Not played: evaluation, checkpoints, verifiers, failures, transformers' batches, which end together; vLLM keeps a place
-in its cache for the whole of a response, where it would preempt. No clock has been held against a GPU yet.
+in its cache for the whole of a response, where it would preempt. Adapters, several turns and sequence parallelism are
+refused. No clock has been held against a GPU yet.
 """
 
 import contextlib
@@ -307,7 +308,7 @@ class SimulationFlags:
     steps: int = 6
     """Training steps; means leave out the first."""
     gpus: int = 8
-    """plan: GPUs to divide."""
+    """plan: GPUs to divide; scale: the most that are played."""
     gpu: Literal["h100", "h200", "h20", "a100", "4090"] = "h100"
     """Data sheet of scripts/roofline.py."""
     length_mean: float = 232.0
@@ -541,6 +542,8 @@ class Play:
     """A run of `args.steps` steps; `rows` has each step's metrics under their names in metrics.jsonl."""
 
     def __init__(self, args: Any, clocks: Clocks | None = None, drawn: Drawn | None = None, kind: Any = None):
+        for name, plain in (("lora_rank", 0), ("sequence_parallel_size", 1), ("env_file", ""), ("tools", [])):
+            utils.need(getattr(args, name) == plain, f"--{name} {getattr(args, name)}: is not played, leave it out")
         batch = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
         whole = args.steps + 2 * (args.async_steps + 1)  # see `mean`
         dtype = "float32" if args.model_dtype == "float32" else "bfloat16"
@@ -822,7 +825,7 @@ def plan(args: Any) -> list[Play]:
 def scale(args: Any) -> None:
     """The run of 8 GPUs on more of them, with as many more prompts a step."""
     learners, engines, prompts = args.num_learners_per_node[0], args.vllm_num_engines, args.num_unique_prompts_rollout
-    for times in (1, 8, 64, 512):
+    for times in (n for n in (1, 8, 64, 512) if n == 1 or (learners + engines) * n <= args.gpus):
         flags = replace(
             args,
             num_learners_per_node=[learners * times],
@@ -1042,10 +1045,11 @@ def fit(args: Any) -> list[Play]:
     return [play]
 
 
-# of metrics.jsonl; the last are counts, which have to be equal where lengths and scores are the run's own
+# of metrics.jsonl; the last four have to be equal where lengths and scores are the run's own
 FITTED = """time/total time/training time/trainer_waiting_for_data time/generation time/generation_waiting_for_trainer
-    time/weight_sync_pause time/gather val/num_steps_off_policy val/sequence_lengths val/num_learner_tokens
-    batch/groups_trained batch/groups_filtered batch/groups_in_flight""".split()
+    time/weight_sync_pause time/gather val/learner_idle_share val/engine_idle_share val/num_steps_off_policy
+    batch/groups_in_flight val/sequence_lengths val/num_learner_tokens batch/groups_trained
+    batch/groups_filtered""".split()
 
 
 def spread(lengths: np.ndarray) -> str:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import pytest
 
@@ -138,6 +139,25 @@ def test_clocks_fitted_to_a_run_play_it_again(args, tmp_path, capsys, asynchrono
 def test_fit_wants_a_run_of_grpo_fast(tmp_path):
     with pytest.raises(utils.UserError, match="no metrics.jsonl"):
         simulate.fit(simulate.Simulation(run=str(tmp_path)))
+
+
+@pytest.mark.parametrize("flags, word", [
+    ({"lora_rank": 8}, "--lora_rank 8: is not played"),
+    ({"sequence_parallel_size": 2}, "--sequence_parallel_size 2: is not played"),
+    ({"tools": ["calculator"]}, "--tools .'calculator'.: is not played"),
+])  # fmt: skip
+def test_what_is_not_played_is_refused(flags, word):
+    with pytest.raises(utils.UserError, match=word):
+        simulate.Play(simulate.Simulation(**flags))
+
+
+def test_help_has_every_flag_and_the_defaults_of_a_simulation(capsys):
+    with pytest.raises(SystemExit):
+        utils.parse_args(simulate.Simulation, ["--help"])
+    shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert all(f"--{f.name}" in shown for f in fields(simulate.Simulation))
+    assert "P, prompts per step over all ranks. (default: 1024)" in shown  # grpo.py's is 16
+    assert "--what fit --run RUN" in shown  # what --what's own text points to
 
 
 def test_a_split_that_does_not_fit_is_refused_with_its_reason(capsys):
