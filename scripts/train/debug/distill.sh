@@ -2,19 +2,21 @@
 # On-policy distillation on one device: SmolLM2-135M-Instruct with noise in its weights learns from the original.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: KL per token falls from 0.48, how far is not measured (scripts/README.md, "A teacher"); runs/debug_distill.
+# Expected: in 20 steps KL per token falls from 0.39 to 0.06, greedy accuracy on 20 held-out sums goes from 0.80 to 0.95
+# (the teacher's: 0.85), in runs/debug_distill; measured on a CPU (scripts/README.md, "Adapters and teachers").
 # Source: the method of GKD, arXiv:2306.13649, and of Thinking Machines, "On-Policy Distillation": responses of the
 # student, the reverse KL to the teacher at each token, no reward.
 #
 # Where this differs from the source:
-# - the student is the teacher with 8 % of noise, the prompts are the demo's sums: nothing is downloaded from a hub.
+# - the student is the teacher with 5.5 % of noise, the prompts are the demo's sums: nothing is downloaded from a hub.
+# - temperature 0.5, of student and teacher alike: the sources have 1, where a model of 135M answers a sum with anything.
 # - the KL is a term of the loss, estimator k2, with the gradient of the source's advantage, -log(student / teacher).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/setup.sh
 python scripts/data/get_smollm2.py
 python scripts/data/make_addition.py
-python scripts/data/disturb.py models/SmolLM2-135M-Instruct models/disturbed --noise 0.08
+python scripts/data/disturb.py models/SmolLM2-135M-Instruct models/disturbed --noise 0.055
 
 python grpo.py \
     --exp_name debug_distill \
@@ -29,14 +31,15 @@ python grpo.py \
     --dataset_mixer_list data/addition/train.jsonl 1.0 \
     --dataset_mixer_eval_list data/addition/eval.jsonl 1.0 \
     --num_unique_prompts_rollout 16 \
-    --num_samples_per_prompt_rollout 2 \
+    --num_samples_per_prompt_rollout 16 \
+    --num_mini_batches 4 \
     --max_prompt_token_length 64 \
-    --response_length 24 \
+    --response_length 16 \
     --pack_length 1024 \
-    --temperature 1.0 \
+    --temperature 0.5 \
     --learning_rate 3e-5 \
-    --lr_scheduler_type constant \
-    --total_episodes 1280 \
+    --lr_scheduler_type linear \
+    --total_episodes 5120 \
     --local_eval_every 10 \
     --eval_on_step_0 \
     --save_freq -1 \
