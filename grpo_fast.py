@@ -312,12 +312,7 @@ def gather_weights(policy: grpo.Policy, manifest: Manifest, dtype: torch.dtype) 
 
 
 def receive_weights(
-    group: dist.ProcessGroup,
-    manifest: Manifest,
-    dtype: torch.dtype,
-    device: torch.device,
-    wire: list[float],
-    inbox: Any,
+    group: dist.ProcessGroup, manifest: Manifest, dtype: torch.dtype, device: torch.device, wire: list, inbox: Any
 ):
     """Yield (name, tensor) of a broadcast, bucket by bucket, on an engine whose Inbox, on its first rank, says that the
     next can come once the one before is loaded; appends the seconds spent on the wire."""
@@ -470,9 +465,10 @@ class Engines(utils.Sampler):
     def __init__(self, meeting: Meeting, roles: Roles, tokenizer: "utils.Tokenizer", eos_ids: list[int], args: Args):
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.changed = threading.Condition()
-        self.finished: dict[str, float] = {}  # and when
+        self.finished: dict[str, float] = {}  # and when; 0: not yet, and waited for
         self.on_finish: dict[str, Callable[[Generation], Future | None]] = {}
         self.rounds: dict[str, Round] = {}
+        self.tells_all = args.deterministic  # checkpoints wait for rollouts that nobody takes
         self.in_rounds = args.deterministic and args.has_turns  # then no batch depends on when an answer comes
         self.loaded: dict[int, int] = {}  # version -> engines that have it
         self.ready = 0  # engines that wait for a bucket of the weights announced
@@ -542,9 +538,10 @@ class Engines(utils.Sampler):
             round_ = self.rounds.pop(name)
             round_.left -= 1
             if request is None:
+                if name in self.finished or self.tells_all:
+                    self.changed.notify_all()
                 self.finished[name] = time.perf_counter()
                 del self.on_finish[name]
-                self.changed.notify_all()
             else:
                 round_.following[name] = request
             following = round_.following if round_.left == 0 else {}
@@ -587,7 +584,9 @@ class Engines(utils.Sampler):
 
     def take(self, request_ids: Sequence[str]) -> float:
         """Wait for requests, and all that went on in their place: when the last one ended."""
-        self.wait_for(lambda: all(i in self.finished for i in request_ids), f"request {request_ids[0]}")
+        for i in reversed(request_ids):  # to be woken for one of them, where the last ends last
+            self.finished.setdefault(i, 0.0)
+            self.wait_for(lambda i=i: self.finished[i] > 0, f"request {i}")
         with self.changed:
             return max([self.finished.pop(i) for i in request_ids])
 
@@ -1013,6 +1012,7 @@ def collect_garbage_by_hand() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(1000, 10, 2**30)
+    sys.setswitchinterval(1e-3)  # with 5 ms a thread that has to wait for several others stood still for 140
 
 
 def note_staleness(packs: Sequence[Sequence[Pack]], step: int, metrics: utils.Metrics) -> None:

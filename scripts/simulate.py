@@ -845,6 +845,7 @@ class Dropping(grpo_fast.Collector):
 
     def __init__(self, engines: Any, prompts: Any, args: Any, *rest: Any):
         super().__init__(engines, prompts, replace(args, active_sampling=True), *rest)
+        engines.tells_all = True  # what ended is looked for, not taken by name
         self.ended, self.left, self.dropped, self.step = deque(), {}, [], 0
         self.ready.maxsize = max(int(args.async_steps) - 1, 1)  # one more waits to be put
 

@@ -3,6 +3,7 @@
 import gc
 import math
 import threading
+import time
 import types
 from dataclasses import replace
 from typing import Any
@@ -100,6 +101,25 @@ def test_requests_of_an_evaluation_are_shared_out_whatever_else_runs(monkeypatch
     monkeypatch.setattr(engines, "take", lambda names: 0.0, raising=False)
     engines.generate(list(range(21)), lambda i, made: None)
     assert sent == [(0, list(range(0, 21, 2))), (1, list(range(1, 21, 2)))]
+
+
+@pytest.mark.parametrize("deterministic, wakes", [(False, 1), (True, 4)])
+def test_a_group_and_not_each_of_its_responses_wakes_the_collector(deterministic, wakes):
+    """But for --deterministic, where checkpoints wait for what nobody takes."""
+    engines: Any = object.__new__(grpo_fast.Engines)
+    engines.changed, engines.dead, engines.tells_all, told = threading.Condition(), None, deterministic, []
+    notify = engines.changed.notify_all
+    engines.changed.notify_all = lambda: (told.append(1), notify())
+    engines.finished, engines.on_finish = {}, dict.fromkeys("abcd", lambda made: None)
+    engines.rounds = {name: grpo_fast.Round(0, [name], 1) for name in "abcd"}
+    when = []
+    collector = threading.Thread(target=lambda: when.append(engines.take("abc")), daemon=True)
+    collector.start()
+    time.sleep(0.1)  # it waits
+    for name in "dabc":
+        engines._ended(name, None)
+    collector.join(60)
+    assert len(told) == wakes and engines.finished.keys() == {"d"} and when[0] >= engines.finished["d"] > 0
 
 
 @pytest.mark.parametrize("steps, kept", [(0, []), (1, [2, 3])])

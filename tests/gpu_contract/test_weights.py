@@ -40,7 +40,7 @@ def engines():
     made.changed, made.dead, made.device = threading.Condition(), None, torch.device("cpu")
     made.locks, made.clocks = [threading.Lock() for _ in pipes], [grpo_fast.Clock() for _ in pipes]
     made.finished, made.on_finish, made.owner, made.loads = {}, {}, {}, [0, 0]
-    made.rounds, made.in_rounds = {}, False
+    made.rounds, made.in_rounds, made.tells_all = {}, False, False
     made.loaded, made.ready, made.group = {}, 0, Group(made)
     made.watchdog = types.SimpleNamespace(beat=lambda: None)
     for i in range(2):
