@@ -2,14 +2,14 @@
 # On-policy distillation on one device: SmolLM2-135M-Instruct with noise in its weights learns from the original.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: in 20 steps KL per token falls from 0.39 to 0.06, greedy accuracy on 20 held-out sums goes from 0.80 to 0.95
+# Expected: in 20 steps KL per token falls from 0.39 to 0.06, greedy accuracy on held-out sums rises from 0.80 to 0.95
 # (the teacher's: 0.85), in runs/debug_distill; measured on a CPU (scripts/README.md, "Adapters and teachers").
 # Source: the method of GKD, arXiv:2306.13649, and of Thinking Machines, "On-Policy Distillation": responses of the
 # student, the reverse KL to the teacher at each token, no reward.
 #
 # Where this differs from the source:
 # - the student is the teacher with 5.5 % of noise, the prompts are the demo's sums: nothing is downloaded from a hub.
-# - temperature 0.5, of student and teacher alike: the sources have 1, where a model of 135M answers a sum with anything.
+# - temperature 0.5, of student and teacher: the sources have 1, where a model of 135M answers a sum with anything.
 # - the KL is a term of the loss, estimator k2, with the gradient of the source's advantage, -log(student / teacher).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
