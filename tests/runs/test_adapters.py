@@ -25,6 +25,18 @@ utils.full_weights = without_one
 grpo.main(utils.parse_args(grpo.Args, sys.argv[1:-1]))
 """
 
+LACKS = """
+import os, sys, safetensors.torch, grpo_fast, utils
+name, rank, receive = "model.layers.0.mlp.up_proj.weight", os.environ["RANK"], grpo_fast.receive_weights
+start = safetensors.torch.load_file(sys.argv[sys.argv.index("--model_name_or_path") + 1] + "/model.safetensors")
+
+def without_one(*args):
+    yield from ((n, start[n].to(w.dtype) if (n, rank) == (name, "2") else w) for n, w in receive(*args))
+
+grpo_fast.receive_weights = without_one
+grpo_fast.main(utils.parse_args(grpo_fast.Args))
+"""
+
 
 @pytest.fixture(scope="module")
 def adapted(tiny_models, data, tmp_path_factory):  # noqa: F811
@@ -81,6 +93,15 @@ def test_an_adapter_that_does_not_reach_the_engine_ends_the_run(tiny_models, dat
     error = check(programs.run(["-c", LEFT_OUT, *line[1:], which], **ENV), ok=False)
     assert "GapError: on a trial of all adapters" in error and "an adapter did not reach the engine" in error
     assert not (tmp_path / "x" / "metrics.jsonl").exists()
+
+
+def test_an_adapter_that_the_second_of_two_engines_lacks_ends_the_run(tiny_models, data, tmp_path):  # noqa: F811
+    """grpo_fast.py asks each of its engines."""
+    (tmp_path / "lacks.py").write_text(LACKS)
+    flags = f"--exp_name x --total_episodes 192 {LORA} {TRANSFORMERS} --num_learners_per_node 1 --vllm_num_engines 2"
+    line = command(tiny_models(), data, tmp_path, flags, ranks=3, script=str(tmp_path / "lacks.py"))
+    error = check(programs.run(line, **ENV), ok=False)
+    assert "GapError: on a trial of all adapters" in error and "an adapter did not reach the engine" in error
 
 
 @pytest.mark.parametrize("stage", [0, 3])
