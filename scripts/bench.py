@@ -1191,7 +1191,7 @@ def bench_loop(options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of CPU a token in an engine's process, outside vLLM's scheduler and model: vLLM's output processor,
     our loop around it, and the reply to learner 0. --running requests of --response_tokens."""
     engine: Any = object.__new__(utils.VLLMEngine)
-    engine.eos_ids, engine.stop_strings, engine.version, engine.asleep = [0], [], 0, 0
+    engine.eos_ids, engine.stop_strings, engine.version, engine.asleep, engine.loads = [0], [], 0, 0, 0
     found: dict[str, list[float]] = {"vLLM's output": [], "our loop": [], "reply": []}
     tokens = options.running * options.response_tokens / 1e6
     for _ in range(1 + options.repeat):

@@ -115,7 +115,8 @@ def test_a_group_and_not_each_of_its_responses_wakes_the_collector(deterministic
     when = []
     collector = threading.Thread(target=lambda: when.append(engines.take("abc")), daemon=True)
     collector.start()
-    time.sleep(0.1)  # it waits
+    while not engines.changed._waiters:  # ty: ignore[missing-attribute]
+        time.sleep(0.001)
     for name in "dabc":
         engines._ended(name, None)
     collector.join(60)

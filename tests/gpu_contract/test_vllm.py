@@ -138,7 +138,7 @@ class LateEngine:
 def make_engine(monkeypatch, llm_engine, **more):
     engine: Any = object.__new__(utils.VLLMEngine)
     engine.engine, engine.running, engine.eos_ids, engine.stop_strings = llm_engine, set(), [0], []
-    engine.version = engine.asleep = 0
+    engine.version = engine.asleep = engine.loads = 0
     vars(engine).update(more)
     kinds = types.SimpleNamespace(RequestOutputKind=types.SimpleNamespace(FINAL_ONLY="final only"))
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(SamplingParams=types.SimpleNamespace))
