@@ -125,6 +125,8 @@ def test_a_dead_engine_ends_the_wait(engines):
     """The queue is bounded: a learner must not wait for room in it, and hears of the death with the next weights."""
     sender = grpo_fast.Sender(engines)
     engines.ends[0].close()
+    while engines.dead is None:  # it is its own thread that finds out
+        time.sleep(0.001)
     for _ in range(2):
         gather(sender, weakref.WeakSet())
     with pytest.raises(RuntimeError, match="engine 0 is gone while weights were sent"):
