@@ -503,6 +503,7 @@ def test_batches_that_do_not_fit_are_refused(verl, tmp_path, capsys, change, wan
     assert compare("import", source, tmp_path / "out") == 2  # no step in its name
 
 
+@pytest.mark.runs
 def test_an_imported_batch_trains(verl, tiny_models, tmp_path):
     """grpo.py --load_batches takes an import: two prompts of two rollouts, one step."""
     tensors, arrays, info = verl_batch()

@@ -696,6 +696,7 @@ def wait_for_the_end_of(pids):
     assert not left
 
 
+@pytest.mark.runs
 def test_servers_are_found_checked_and_ended(fake_vllm, tiny_models, tmp_path, monkeypatch):
     import utils
 
@@ -722,6 +723,7 @@ def test_servers_are_found_checked_and_ended(fake_vllm, tiny_models, tmp_path, m
         utils.start_servers(str(tiny_models()), tmp_path)
 
 
+@pytest.mark.runs
 def test_serve_by_hand(fake_vllm, tiny_models, tmp_path, monkeypatch):
     """Without a pipe for its stdin it stays until SIGTERM, with its servers' words on stderr; nothing is left over."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

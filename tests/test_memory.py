@@ -105,6 +105,7 @@ SETTINGS += [  # adapters on a frozen model: its weights, activations, logits
 SETTINGS += [LONG | {"sequence_parallel_size": size} for size in (1, 2, 4)]  # activations
 
 
+@pytest.mark.runs
 def test_estimate_against_an_update():
     command = [sys.executable, "-c", textwrap.dedent(MEASURE), json.dumps(SETTINGS)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=600)
