@@ -38,6 +38,7 @@ import operator
 import os
 import pickle
 import platform
+import re
 import resource
 import select
 import signal
@@ -48,7 +49,7 @@ import sys
 import time
 import traceback
 import types
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, timedelta, timezone
 from datetime import time as clock
 from decimal import Decimal
@@ -586,7 +587,16 @@ PLAIN = {
         lambda value: [io.StringIO.getvalue(value), value.tell()],
         lambda items: text_file(*items),
     ),
+    "Pattern": (re.Pattern, lambda value: [value.pattern, value.flags], lambda items: re.compile(*items)),
+    "ChainMap": (ChainMap, lambda value: value.maps, lambda items: ChainMap(*items)),
+    "namespace": (
+        types.SimpleNamespace,
+        lambda value: vars(value).items(),
+        lambda items: types.SimpleNamespace(**dict(items)),
+    ),
 }
+# Of these only the type itself is plain data, and only what does not hold itself, as a tree whose nodes know their root
+EXACTLY = (ChainMap, types.SimpleNamespace)
 # Values that their text makes again, of modules that are imported where one is met
 TEXTUAL = {f"pathlib.{pure}{kind}Path" for pure in ("", "Pure") for kind in ("Posix", "Windows")} | {"uuid.UUID"}
 TEXTUAL |= {f"ipaddress.IPv{n}{kind}" for n in (4, 6) for kind in ("Address", "Network", "Interface")}
@@ -606,7 +616,7 @@ def is_builtin(value: Any) -> bool:
 
 
 def is_mutable(value: Any) -> bool:
-    return isinstance(value, MUTABLE) or type(value).__name__ == "ndarray"
+    return isinstance(value, MUTABLE) or type(value) in EXACTLY or type(value).__name__ == "ndarray"
 
 
 def named_zone(offset: timedelta, name: str) -> timezone:
@@ -647,6 +657,7 @@ class Link:
         self.given: dict[str, Any] = {}
         self.scope: dict[str, Any] = {}
         self.seeded: dict[str, Any] = {}  # module whose generator the test has seeded: the state last told
+        self.path: list[Any] = []  # what is being encoded, of EXACTLY's types
         self.broken = False  # the other side has ended or broken the protocol: no test passes any more
         self.unsupported = ""  # what could not be passed to the program
         self.recursion = sys.getrecursionlimit()
@@ -674,7 +685,11 @@ class Link:
             return {"text": [name, str(value)]}
         for name, (plain, to_items, _) in PLAIN.items():
             if isinstance(value, plain):
-                return {name: [self.encode(item) for item in to_items(value)]}
+                if plain not in EXACTLY:
+                    return {name: [self.encode(item) for item in to_items(value)]}
+                if kind is plain and (items := self.held(value, to_items)) is not None:
+                    return {name: items}
+                break
         if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufcU":
             data = self.encode(value.tolist())
             return {"ndarray": [data, value.dtype.str]} if kind.__name__ == "ndarray" else data
@@ -706,6 +721,20 @@ class Link:
                 self.unsupported = f"a {kind.__name__} of the test cannot be passed to the program"
                 raise Unsupported(self.unsupported) from None
         return self.refer(value, how)
+
+    def held(self, value: Any, to_items: Any) -> list | None:
+        """The items of a value of EXACTLY's types; None where it holds itself."""
+        if any(value is above for above in self.path):
+            raise RecursionError
+        self.path.append(value)
+        try:  # a ChainMap is a view of its dicts: they are what both sides have
+            return [(self.share if type(value) is ChainMap else self.encode)(item) for item in to_items(value)]
+        except RecursionError:
+            if self.path[1:]:
+                raise
+            return None
+        finally:
+            self.path.pop()
 
     def refer(self, value: Any, how: str = "ref") -> dict:
         self.kept[id(value)] = value
@@ -1051,6 +1080,11 @@ def replace_content(old: Any, new: Any) -> None:
     elif isinstance(old, (dict, set, deque)):
         old.clear()
         (old.extend if isinstance(old, deque) else old.update)(new)
+    elif isinstance(old, ChainMap) and isinstance(new, ChainMap):
+        old.maps[:] = new.maps
+    elif type(old) is type(new) is types.SimpleNamespace:
+        vars(old).clear()
+        vars(old).update(vars(new))
     elif type(old).__name__ == "ndarray":
         old[...] = new
 
