@@ -177,6 +177,7 @@ def same_quantity(gold: tuple[Fraction, str], answer: tuple[Fraction, str]) -> b
 
 
 NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([a-z](?:,[a-z])*\))?")
+UNORDERED = re.compile(r"\\\{.*,.*\\\}|(?!.*\\in(?![a-z]))[^()\[\]=]*,[^()\[\]=]*")
 RELATION = re.compile(r"<|>|\\(?:le|ge|leq|geq|lt|gt|leqslant|geqslant)(?![a-zA-Z])|[≤≥]")
 
 
@@ -212,7 +213,7 @@ def same(gold: str, answer: str) -> bool:
 
     Decided here: points and words (letter by letter), choice letters, numbers (exactly; fractions by their first six
     decimals or more), units, lists of numbers, names before an equals sign; every side of an equation has to equal the
-    label. The rest is math-verify's, gold first, or second where only the answer is an inequality.
+    label. The rest is math-verify's, gold first, or second where only the answer is an inequality or a tuple.
     """
     text_only = FONT.fullmatch(gold.strip())
     gold, answer = clean(gold), clean(answer)
@@ -260,6 +261,8 @@ def same(gold: str, answer: str) -> bool:
         gold, answer = bare, bare2  # a single letter alone may be a factor
     if RELATION.search(answer) and not RELATION.search(gold) and gold[:1] in "[(":
         gold, answer = answer, gold
+    if f"{answer[:1]}{answer[-1:]}" == "()" and UNORDERED.fullmatch(gold) and not RELATION.search(gold):
+        gold, answer = answer, gold  # (4,3) for \{3,4\}: math-verify heeds the order of its first alone
     from math_verify import verify
 
     return bool(verify(parse(gold), parse(answer), timeout_seconds=None))
