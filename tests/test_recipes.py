@@ -192,7 +192,7 @@ def test_the_solver_run_of_another_grader_is_refused(monkeypatch):
     assert str(run_dir) == "checkpoints/query-conditioned-guidelines/numinamath30k-3b-300steps-mathverify"
 
 
-@pytest.mark.parametrize("experiment, runs, steps", [(0, 1, 24), (1, 1, 24), (2, 4, 40), (3, 4, 40)])
+@pytest.mark.parametrize("experiment, runs, steps", [(0, 1, 24), (1, 1, 24), (2, 4, 24), (3, 4, 24)])
 @pytest.mark.parametrize("mode", ["tiny", "full"])
 def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
     """The flags of our side; tests/test_align.py runs the first experiment against TRL, where that is installed."""

@@ -16,7 +16,8 @@
 # - its tool code runs on a hosted server, ours in the sandbox of scripts/sandbox.py on the learners' machines.
 # - its search asks Google through serper.dev, ours a retriever of your own. Its browse (jina.ai) has no counterpart:
 #   what it takes is a file like scripts/tools/search.py.
-# - --sequence_parallel_size 2 has no counterpart.
+# - --sequence_parallel_size 2 is left out: layers of Olmo 3 attend within a window of 4,096 tokens, fewer than a prompt
+#   and a response, and the run would be refused.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
 source scripts/setup.sh
