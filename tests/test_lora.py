@@ -308,5 +308,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_back(tiny_models, world, tmp
     grpo.load_state(tmp_path / "checkpoints" / "step_1", fresh, args, world)
     got = dict(utils.full_weights(fresh.policy, torch.float32))
     assert all(torch.equal(got[name], want[name]) for name in want)
-    moments = [state["exp_avg"] for state in fresh.optimizer.state.values()]
-    assert len(moments) == 28 and all(utils.shard_of(m).abs().sum() > 0 for m in moments)
+    kept, found = ([o.state[p] for p in o.param_groups[0]["params"]] for o in (adam, fresh.optimizer))
+    assert len(found) == 28 and all(utils.shard_of(state["exp_avg"]).abs().sum() > 0 for state in found)
+    for a, b in zip(kept, found, strict=True):
+        assert len(a) == 3 and all(torch.equal(utils.shard_of(a[name]), utils.shard_of(b[name])) for name in a)

@@ -190,6 +190,22 @@ def test_packs_travel_one_by_one_and_arrive_as_they_were(world, monkeypatch):
         assert all(getattr(got, name).tolist() == getattr(had, name).tolist() for name in utils.COLUMNS)
 
 
+def test_neighbours_get_the_same_packs(world, monkeypatch):
+    """--sequence_parallel_size 2 with four learners: ranks 0 and 1 share the first packs, 2 and 3 the others."""
+    data = grpo_fast.StepData(pickled=[[[grpo_fast.to_bytes([[n]])] for n in m] for m in (("a", "bb"), ("ccc", "d"))])
+    args, sent, told = grpo.Args(sequence_parallel_size=2), [], []
+    monkeypatch.setattr(
+        grpo_fast.dist, "scatter_object_list", lambda mine, parts: told.extend(parts) or mine.__setitem__(0, parts[0])
+    )
+    done, loads = types.SimpleNamespace(wait=lambda: None), grpo_fast.pickle.loads
+    monkeypatch.setattr(grpo_fast.dist, "isend", lambda x, i: sent.append((i, loads(x.numpy()))) or done)
+    packs, *_ = grpo_fast.scatter(data, args, utils.World(0, 0, 4, world.device))
+    assert packs == [[[["a"]]], [[["ccc"]]]]
+    assert sent == [(i, [[n]]) for i, share in ((1, ("a", "ccc")), (2, ("bb", "d")), (3, ("bb", "d"))) for n in share]
+    sizes = [[[len(p) for p in share] for share in m] for m in data.pickled]
+    assert [part[0] for part in told] == [[m[i] for m in sizes] for i in (0, 0, 1, 1)]
+
+
 def test_no_full_collection_of_garbage_comes_by_chance():
     before = gc.get_threshold()
     try:

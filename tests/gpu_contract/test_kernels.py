@@ -67,17 +67,30 @@ def test_the_compiled_head_is_the_head():
     assert graphs == [2, 2, 2]  # forward, backward: what the first number of tokens compiled does for all
 
 
-@pytest.mark.parametrize("flags", ["", "--compile_layers"])
-def test_the_head_is_compiled_where_it_pays(tiny_models, world, monkeypatch, flags):
-    """On a CPU with --compile_layers; without it a CPU's numbers are scripts/minimal.py's bit for bit."""
+class OnGPU(torch.Tensor):
+    """One that says so."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("flags, gpu", [("", False), ("--compile_layers", False), ("", True)])
+def test_the_head_is_compiled_where_it_pays(tiny_models, world, monkeypatch, flags, gpu):
+    """On a GPU, three times as many tokens at once; on a CPU with --compile_layers, without which its numbers are
+    scripts/minimal.py's bit for bit."""
     seen = []
     apply = grpo.HeadLogprobs.apply
-    plain: Any = lambda *a: (seen.append(a[5]), apply(*a[:5], False, *a[6:]))[1]  # noqa: E731
+    plain: Any = lambda *a: (seen.append(a[4:6]), apply(*a[:5], False, *a[6:]))[1]  # noqa: E731
     monkeypatch.setattr(grpo.HeadLogprobs, "apply", plain)
     monkeypatch.setattr(torch, "compile", lambda work, **_: work)
     args = utils.parse_args(
         grpo.Args, ["--model_name_or_path", str(tiny_models()), "--model_dtype", "float32", *flags.split()]
     )
     policy = grpo.load_policy(args, world)
+    if gpu:
+
+        def move(_module, _inputs, out):
+            out.last_hidden_state = out.last_hidden_state.as_subclass(OnGPU)
+
+        policy.model.base_model.register_forward_hook(move)
     grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, world)
-    assert set(seen) == {bool(flags)}
+    assert set(seen) == {(grpo.LOGPROB_CHUNK * (3 if gpu else 1), gpu or bool(flags))}
