@@ -1229,13 +1229,12 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
-    """The logprob gap on a few fresh rollouts that are not being trained on. All ranks."""
-    rollouts = [r for group in groups for r in group][: args.per_device_train_batch_size]
-    rollouts = utils.share(rollouts, args, world)[0]
-    batch = make_batch([[[r]] for r in rollouts], world.device)
-    fill_logprobs(policy, [batch], "old_logprobs", 1, args)
-    gap = Gap()
-    gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
+    """The logprob gap on fresh rollouts that are not being trained on. All ranks, each with as many."""
+    rollouts, gap = sum(utils.share([r for group in groups for r in group], args, world), []), Gap()
+    batches = micro_batches([[[r]] for r in rollouts], "rows", args, world.device)
+    fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
+    for batch in batches:
+        gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
     return gap.check(args, world, when)
 
 
@@ -1252,21 +1251,22 @@ def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
     """Raise GapError unless the engine has all adapters. All ranks, inside utils.trial_adapters.
 
     Those of a first update, with B near 0, change less than rounding: an engine that lacks them looks healthy. On a
-    trial they move a logprob by about a nat. Of that learner and engine may be apart by 0.2 % in float32, where one
-    adapter of SmolLM2's 210 is worth 0.7 % at least, and by 30 % in bfloat16, whose rounding is 7 %.
+    trial they move a logprob by about a nat. By how much of that the worst engine may be apart: 0.2 % in float32, where
+    one adapter of SmolLM2's 210 is worth 0.7 % at least, and 30 % in bfloat16, whose rounding is 7 %.
     """
     batch = make_batch([[[r]] for part in utils.share(groups, args, world) for g in part for r in g], world.device)
     for name in ("old_logprobs", "ref_logprobs"):  # the latter without adapters
         fill_logprobs(policy, [batch], name, 1, args)
     rows, off = batch.old_logprobs, batch.ref_logprobs
     assert rows is not None and off is not None
-    pairs = ((rows - other)[batch.response_mask].abs().sum() for other in (batch.vllm_logprobs, off))
-    apart, moved = utils.all_reduce([float(x) for x in pairs], world)
+    gaps = response_mean((rows - batch.vllm_logprobs).abs(), batch.response_mask, batch.seq_ids)  # each of one engine
+    (apart,) = utils.all_reduce([float(gaps.max().nan_to_num(math.inf))], world, dist.ReduceOp.MAX)
+    moved, n = utils.all_reduce([float((rows - off)[batch.response_mask].abs().sum()), len(batch.places)], world)
     limit = 0.002 if args.model_dtype == "float32" else 0.3
-    if not apart <= limit * moved:
+    if not apart <= limit * moved / n:
         raise utils.GapError(
-            f"{when}: learner and engine are apart by {apart / moved:.2%} of what adapters do to logprobs, more than "
-            f"{limit:.1%}: an adapter did not reach the engine"
+            f"{when}: learner and engine are apart by {apart * n / moved:.2%} of what adapters do to logprobs, more "
+            f"than {limit:.1%}: an adapter did not reach the engine"
         )
     return {}
 
@@ -1414,8 +1414,7 @@ def set_up(args: Args, world: World) -> Run:
     tried = [choose_packing(learner.policy, train_prompts[0], args, world)]
     if learner.ref_policy is not None and args.ref_model_name_or_path:
         tried.append(choose_packing(learner.ref_policy, train_prompts[0], args.of_reference(), world))
-    packing = max(tried, key=list(PACKING).index)  # what both models can compute
-    rest = learner, state, checkpoints, packing, world
+    rest = learner, state, checkpoints, max(tried, key=list(PACKING).index), world  # packing: what both can compute
     return Run(args, world, start_time, tokenizer, train_prompts, eval_prompts, run_dir, *rest)
 
 
@@ -1441,7 +1440,8 @@ def train(run: Run, step: Step, probe: Sequence[Group], args: Args) -> None:
     step.batches = [micro_batches(packs, run.packing, args, world.device) for packs in step.packs]
     step.gap_metrics, bad = update(learner, step.batches, args, world, step.metrics)
     if not step.gap_metrics:
-        step.gap_metrics = measure_gap(learner.policy, probe, "on this step's rollouts", args, world)
+        few = sum(probe, [])[: args.per_device_train_batch_size]
+        step.gap_metrics = measure_gap(learner.policy, [few], "on this step's rollouts", args, world)
     step.metrics.count("optim/nonfinite_updates", bad / world.size)  # every rank saw the same
     handle_nonfinite(run, step, bad)
     if learner.ref_policy is not None and due(args.ref_policy_update_freq or 0, step.number):

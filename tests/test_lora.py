@@ -216,6 +216,30 @@ def test_a_trial_shows_every_adapter_and_leaves_nothing(tiny_models, world, dtyp
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_engine_of_many_that_lacks_adapters_is_found(tiny_models, world, dtype):
+    """60 engines with a response each, the last without one adapter (bfloat16: all): in a mean over them it is lost."""
+    args, rollouts = lora_args(tiny_models(), "--model_dtype", dtype), make_rollouts(groups=20)
+    policy, batch = grpo.load_policy(args, world), batch_of(rollouts)
+
+    def sampled(engines):
+        grpo.fill_logprobs(policy, [batch], "old_logprobs", 1, args)
+        for i in engines:
+            rollouts[i].logprobs = batch.old_logprobs[batch.seq_ids == i + 1].numpy()
+
+    with utils.trial_adapters(policy, args.seed):
+        sampled(range(60))
+        assert grpo.check_trial(policy, [rollouts], "now", args, world) == {}
+        layers = list(utils.adapters(policy.model).values())[slice(3, 4) if dtype == "float32" else slice(None)]
+        for off in (True, False):
+            for layer in layers:
+                layer._disable_adapters = off
+            if off:
+                sampled([59])
+        with pytest.raises(utils.GapError, match="now: learner and engine are apart by .*an adapter did not reach"):
+            grpo.check_trial(policy, [rollouts], "now", args, world)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_models, world, tmp_path, dtype):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -190,6 +190,36 @@ def test_packs_travel_one_by_one_and_arrive_as_they_were(world, monkeypatch):
         assert all(getattr(got, name).tolist() == getattr(had, name).tolist() for name in utils.COLUMNS)
 
 
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+def test_the_gap_of_every_engine_is_measured(tiny_models, world, bad):
+    """Not that of the first per_device_train_batch_size, 1 by default: the others may have other weights."""
+    flags = ("--vllm_num_engines", 3, "--per_device_train_batch_size", 1)
+    args = replace(make_args(tiny_models(), *flags), max_logprob_gap=0.1)
+    policy, prompt = grpo.load_policy(args, world), utils.Prompt(0, (5, 6, 7), "", (), ())
+    batch = grpo.make_batch([[[grpo.Rollout(prompt, 0, 0, [8, 9], [0.0, 0.0], [True, True])]]], world.device)
+    grpo.fill_logprobs(policy, [batch], "old_logprobs", 1, args)
+
+    class Three(grpo_fast.Engines):
+        def __init__(self):
+            self.versions = []
+
+        def wait_loaded(self, version):
+            self.versions.append(version)
+
+        def generate(self, requests, finished):
+            for i in range(len(requests)):
+                finished(i, utils.Generation([8, 9], batch.old_logprobs[0, 2:] - float(i == bad), "length", [4, 4]))
+
+    run = types.SimpleNamespace(engine=Three(), args=args, world=world, train_prompts=[prompt])
+    run.learner = types.SimpleNamespace(policy=policy)
+    if bad is None:
+        assert grpo_fast.check_engines(run, 4, "now")["debug/vllm_vs_local_logprob_diff_max"] < 1e-6
+    else:
+        with pytest.raises(utils.GapError, match="now: mean .* 0.333 .*over 6 sampled tokens"):
+            grpo_fast.check_engines(run, 4, "now")
+    assert run.engine.versions == [4]
+
+
 def test_neighbours_get_the_same_packs(world, monkeypatch):
     """--sequence_parallel_size 2 with four learners: ranks 0 and 1 share the first packs, 2 and 3 the others."""
     data = grpo_fast.StepData(pickled=[[[grpo_fast.to_bytes([[n]])] for n in m] for m in (("a", "bb"), ("ccc", "d"))])
