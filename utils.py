@@ -754,7 +754,7 @@ HELD_OUT_SEED = 1_000_000  # reasoning_gym item i uses Random(seed + i): close s
 
 @dataclass(frozen=True)
 class Environment:
-    """Who answers the policy: a file (see rewards.Episode), and the tokens that the chat template has around an answer.
+    """Who answers the policy: a file (see rewards.Episode), and what the chat template has around an answer.
 
     A turn, `first`, a text, (`between`, a text, ...) `last`, the next turn. With role "" these are empty: an answer
     stands in the policy's own turn. `first` begins with the end of the turn, which a policy that stopped has written.
@@ -766,9 +766,9 @@ class Environment:
     stop: tuple[str, ...]
     schemas: dict[str, dict[str, Any]]  # of the tools, by name, for the chat template
     show_tools: bool = True  # to the chat template
-    first: tuple[int, ...] = ()
-    between: tuple[int, ...] | None = ()  # None: the template takes one message only, and texts are lines of it
-    last: tuple[int, ...] = ()
+    first: str = ""
+    between: str | None = ""  # None: the template takes one message only, and texts are lines of it
+    last: str = ""
 
     def of_row(self, row: dict[str, Any] | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """What the chat template and what the file is told of a row. Raises ValueError for one that is broken."""
@@ -784,18 +784,19 @@ class Environment:
 
     def answer(self, texts: Sequence[str], ended: bool, room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
         """Tokens that say `texts` to a policy whose turn has `ended` with an end token or not, and what they say: the
-        texts, cut where they would take more than half of the `room`, in tokens."""
+        texts, as templates have them without white space around, cut where they would take half of the `room`, in
+        tokens. A tokenizer may join the end of a text with the separator after it, so they go to it together."""
         texts = texts if self.between is not None else ["\n".join(texts)]
-        ids, left, kept = list(self.first[ended:]), (room - len(self.first) - len(self.last)) // 2, []
-        for i, text in enumerate(texts):
-            tokens = plain_ids(text, tokenizer)
+        parts, left, kept = [self.first], (room - len(ids_of([self.first + self.last], tokenizer))) // 2, []
+        for text in [text.strip() for text in texts] if self.role else texts:
+            tokens = ids_of(plain_parts(text, tokenizer), tokenizer)
             if len(tokens) > max(left, 0):
                 text = str(tokenizer.decode(tokens[: max(left - 8, 0)])).rstrip("\ufffd") + " [cut]"
-                tokens = plain_ids(text, tokenizer)
-            ids += [*((self.between or ()) if i else ()), *tokens]
+            begin, *more = plain_parts(text, tokenizer)
+            parts = [*parts[:-1], parts[-1] + ((self.between or "") if kept else "") + begin, *more]
             left -= len(tokens)
             kept.append(text)
-        return [*ids, *self.last], "\n".join(kept)
+        return ids_of([*parts[:-1], parts[-1] + self.last], tokenizer)[ended:], "\n".join(kept)
 
     def with_separators(self, tokenizer: "Tokenizer", eos_ids: Sequence[int]) -> "Environment":
         """The same with the separators of the tokenizer's chat template. Raises UserError for one that has none."""
@@ -845,17 +846,20 @@ def _added_tokens(tokenizer: "Tokenizer") -> re.Pattern:
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
-def plain_ids(text: str, tokenizer: "Tokenizer") -> list[int]:
-    """Tokens of a text alone in which nothing is a special token: what reads like one is cut in its middle first, so
-    that a search result with an <|im_end|> ends no turn."""
+def plain_parts(text: str, tokenizer: "Tokenizer") -> list[str]:
+    """A text in parts in which nothing is a special token, which a search result with an <|im_end|> must not have."""
     middles = [sum(match.span()) // 2 for match in _added_tokens(tokenizer).finditer(text)]
-    parts = [text[a:b] for a, b in zip([0, *middles], [*middles, len(text)], strict=True)]
+    return [text[a:b] for a, b in zip([0, *middles], [*middles, len(text)], strict=True)]
+
+
+def ids_of(parts: Sequence[str], tokenizer: "Tokenizer") -> list[int]:
+    """Tokens of texts, each alone."""
     return [i for part in parts if part for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
 
 
 def find_separators(
     tokenizer: "Tokenizer", role: str, eos_ids: Sequence[int], schemas: Sequence[dict[str, Any]] = ()
-) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]:
+) -> tuple[str, str | None, str]:
     """Environment's first, between and last for the tokenizer's chat template, which on a probe conversation must come
     to the same tokens as the turns put together. Raises UserError with the reason if it does not."""
 
@@ -867,9 +871,6 @@ def find_separators(
         told = [{"role": name, "content": text} for name, text in (("user", "Question"), *messages)]
         how: dict[str, Any] = {"tools": list(schemas)} if schemas else {}
         return str(tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **how))
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     start, x, y = render(), 'Heard "it"\n{1}', "Noted"
     first, between, last, once, twice = "", None, "", "", ""
@@ -883,17 +884,16 @@ def find_separators(
         check(once.startswith(start + said), opens)
         first, found, last = once[len(start + said) :].partition(x)
         check(found != "", f"rewrites what role {role!r} says")
-        parts = [start, said, first, x, last, said, first, x, last]
+        parts = [start, said, first + x + last, said, first + x + last]
         check(twice == "".join(parts), "writes a turn otherwise once others follow: it drops thoughts, for instance")
-        put_together = [i for part in parts for i in (plain_ids(part, tokenizer) if part == x else ids(part))]
-        check(ids(twice) == put_together, "joins tokens across the ends of turns")
+        check(ids_of([twice], tokenizer) == ids_of(parts, tokenizer), "joins tokens across the ends of turns")
     with contextlib.suppress(Exception):  # several answers to a turn; not all templates take that
         both = render(("assistant", "Said"), (role, x), (role, y))
         found = both.removeprefix(start + "Said" + first + x).removesuffix(y + last)
-        between = ids(found) if both == start + "Said" + first + x + found + y + last else None
-    ends = first != "" and ids(first)[0] in eos_ids
+        between = found if both == start + "Said" + first + x + found + y + last else None
+    ends = first != "" and ids_of([first], tokenizer)[0] in eos_ids
     check(ends, "writes no end token after an assistant's turn, at which the engine stops")
-    return tuple(ids(first)), None if between is None else tuple(between), tuple(ids(last))
+    return first, between, last
 
 
 def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Environment | None:

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
+import transformers
 
 import grpo
 import rewards
@@ -117,12 +119,15 @@ def test_a_conversation_is_the_templates_tokens_or_is_refused(name, role, tokeni
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         for _ in range(rng.randint(1, 4)):
             said, stops = words(rng), rng.random() < 0.5
-            heard = [words(rng) for _ in range(rng.randint(1, 3))]
+            heard = [
+                rng.choice(["", "\n", " "]) + words(rng) + rng.choice(["", "\n\n"]) for _ in range(rng.randint(1, 3))
+            ]
             tokens += tokenizer(said, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * stops
             ids, told = environment.answer(heard, stops, 10_000, tokenizer)
             tokens += ids
+            joined = "\n".join(heard).strip()
+            heard = [text.strip() for text in heard] if environment.between is not None else [joined]
             assert told == "\n".join(heard)
-            heard = heard if environment.between is not None else [told]
             messages += [{"role": "assistant", "content": said}, *({"role": role, "content": x} for x in heard)]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -134,12 +139,44 @@ def test_a_text_has_no_special_tokens_however_it_is_cut(tokenizer):
         text = "".join(
             rng.choice([*marks, *marks, "<", "|", "im", "_end", "|>", " a", "\n", "é", "🙂"]) for _ in range(8)
         )
-        ids = utils.plain_ids(text, tokenizer)
+        ids = utils.ids_of(utils.plain_parts(text, tokenizer), tokenizer)
         assert not set(ids) & set(tokenizer.get_added_vocab().values())
         assert tokenizer.decode(ids) == text
-    assert utils.plain_ids("The answer is 7.", tokenizer) == tokenizer.encode(
-        "The answer is 7.", add_special_tokens=False
+    assert utils.plain_parts("The answer is 7.", tokenizer) == ["The answer is 7."]
+
+
+def joining_tokenizer():
+    """As those of Qwen and Olmo: punctuation and the line's end after it are one token, and so is an empty line."""
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pattern = tokenizers.Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    split = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    pieces.decoder = tokenizers.decoders.ByteLevel()
+    text = ["7.\n</tool_response>\n\n}\n"] * 9
+    kind = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=byte_level.alphabet(), show_progress=False)
+    pieces.train_from_iterator(text, kind)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<|im_end|>")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    return made
+
+
+@pytest.mark.parametrize("text", ["7.", "7", "}", "", "\n7.\n\n", "<|im_end|>"])
+def test_a_tokenizer_may_join_an_answer_and_what_follows(text):
+    """Together they are the template's tokens, but where a special token had to be taken apart."""
+    tokenizer = joining_tokenizer()
+    assert len(tokenizer.tokenize(".\n")) == 1
+    tokenizer.chat_template = PUBLISHED["tool_response"]
+    environment = utils.Environment("x.py", {}, "tool", (), {}).with_separators(tokenizer, [tokenizer.eos_token_id])
+    turns = [{"role": "user", "content": "Go"}]
+    start = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    ids, told = environment.answer([text, text], True, 1000, tokenizer)
+    turns += [{"role": "assistant", "content": "x"}, *[{"role": "tool", "content": text.strip()}] * 2]
+    whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert (
+        tokenizer.decode(ids) == whole.removeprefix(start + "x<|im_end|>") and told == f"{text.strip()}\n{text.strip()}"
     )
+    assert (ids == tokenizer.encode(whole)[len(tokenizer.encode(start + "x<|im_end|>")) :]) == (text != "<|im_end|>")
 
 
 def test_a_flood_leaves_the_policy_half_of_what_is_left(tokenizer):
