@@ -43,7 +43,8 @@ def translate(argv: Sequence[str], known: set[str]) -> tuple[list[str], dict[tup
             if what == "alias":
                 instead = [v for word in why.split() for v in (values or [text] if word == "{}" else [word])]
                 tokens, why = instead + rest, " ".join(instead)
-            shown = f" {text}" if what == "alias" or f"{flag}={text.lower()}" in table else ""
+            valued = flag == name and (what == "alias" or f"{flag}={text.lower()}" in table)  # --no_x says it itself
+            shown = f" {text}" if valued else ""
             told.setdefault((what, why), []).append(f"--{name}{shown}")
         elif token.startswith("--") and name not in known and not name.startswith("tyro_"):
             near = difflib.get_close_matches(name, [*known, *table], 1, 0)[0].partition("=")[0]

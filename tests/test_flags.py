@@ -335,6 +335,8 @@ def test_what_became_of_other_flags_is_printed_once_and_by_one_rank(nothing_told
         ("--warm_up_steps 10", r"--warm_up_steps: give --warmup_ratio"),
         ("--ground_truths_key label", r"--ground_truths_key: .*name the columns"),
         ("--max_steps 0", r"--max_steps 0: leave it out"),
+        ("--no_mask_tool_use", r"^--no_mask_tool_use: answers never have a loss"),
+        ("--mask_tool_use False", r"^--mask_tool_use False: answers never have a loss"),
     ],
 )
 def test_a_flag_without_which_a_run_is_another_is_refused(flags, message, nothing_told):
