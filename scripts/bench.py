@@ -11,6 +11,7 @@
     python scripts/bench.py startup     seconds to --help, --dry_run and first steps, and of the imports they need
     python scripts/bench.py loop        an engine's Python per token outside vLLM's scheduler and model, no weights
     python scripts/bench.py tokens      the path of a token at learner 0: CPU time and longest pause, stub devices
+    python scripts/bench.py tools       an engine's tokens per second with 64 fast tools, and with a slow one among them
     python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
     --model DIR    scripts/data/make_tiny_model.py makes one in a second    --json    one line of JSON, no tables
@@ -1148,6 +1149,52 @@ def bench_tokens(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": settings, "sides": table, "ratios": ratios}
 
 
+def serve_vllm(address: Any, args: grpo.Args) -> None:
+    """grpo_fast.py's engine in a process of its own, with the weights it starts with."""
+    meeting: Any = SimpleNamespace(store=SimpleNamespace(get=lambda _: address.recv().encode(), set=lambda *_: None))
+    quiet = {"Watchdog": lambda *_: None, "weights_group": lambda *_: (None, None)}
+    with mock.patch.multiple(grpo_fast, join=lambda *_: utils.init_distributed(), **quiet):
+        grpo_fast.run_engine(args, grpo_fast.Roles(1, 1, 1, False, 0), meeting)
+
+
+def bench_tools(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second from an engine of grpo_fast.py to learner 0, of --calls rollouts of --turns turns that are
+    answered at once, and with one that waits --tool_seconds, until the others are done. A turn has 32 tokens, a first
+    one 1 to 32: never do all wait."""
+    here, there = multiprocessing.Pipe()
+    text = "import time\ndef step(e):\n    time.sleep(e.config.get('wait', 0) * (e.turn == 1))\n    return 'Go on.'\n"
+    with tempfile.TemporaryDirectory() as directory:
+        (env := Path(directory, "env.py")).write_text(text)
+        more = f"--env_file {env} --max_steps {options.turns - 1} --per_turn_max_tokens 32 --response_length 1024"
+        args = utils.parse_args(grpo.Args, [*demo_flags(options), *more.split()])
+        how: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+        process = how.Process(target=serve_vllm, args=(there, args), daemon=True)
+        engines = stub_engines(process, here, tokenizer := utils.load_tokenizer(args), args)
+        engines.eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
+        environment = utils.load_environment(args, tokenizer)
+        prompt = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)[0]
+
+        def play(slow: float) -> float:
+            rollouts = [utils.Rollout(prompt, i, 0) for i in range(options.calls)]
+            rollouts[0].prompt = dataclasses.replace(prompt, episode=prompt.episode | {"config": {"wait": slow}})
+            first = [dataclasses.replace(grpo.make_request(r, args), max_tokens=1 + r.position % 32) for r in rollouts]
+            ends, start = [], time.perf_counter()
+
+            def ended(i: int, made: utils.Generation) -> Any:
+                ends.append((time.perf_counter(), i, len(made.token_ids)))
+                return grpo.end_turn(rollouts[i], made, engines, args)
+
+            engines.generate(first, ended)
+            last = max(at for at, i, _ in ends if i or not slow)
+            return (last - start) / sum(tokens for at, _, tokens in ends if at <= last)
+
+        rounds = [(play(0), play(options.tool_seconds)) for _ in range(1 + options.repeat)]
+        engines.tell_all(("stop",))
+    fast, slow = zip(*rounds[1:], strict=True)  # seconds of a token
+    sides = {"all fast": spread(fast, tokens=1), "one slow": spread(slow, tokens=1)}
+    return {"settings": {}, "sides": sides, "ratios": {"one slow": ratio(slow, fast, 1 - 1 / options.calls)}}
+
+
 class StubLLMEngine:
     """vLLM's LLMEngine without scheduler, cache and model: in a step its own output processor gets a token of each
     running request. `seconds` are the processor's, `made` those in which the step was made up."""
@@ -1261,7 +1308,7 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, default=6, help="pipeline, trl: measured steps of each of our runs (6)")
     add("--warmup_steps", type=int, default=2, help="pipeline, trl: steps before them (2)")
     add("--records", type=int, default=10_000, help="rewards: gsm8k scores; a fifth as many math, a 20th code (10000)")
-    add("--calls", type=int, default=64, help="rewards: guidelines for the solver (64)")
+    add("--calls", type=int, default=64, help="rewards: guidelines for the solver; tools: rollouts (64)")
     add("--calls_in_turn", type=int, default=4, help="rewards: of these also asked one by one (4)")
     add("--solver_tokens", type=int, default=64, help="rewards: longest text of the solver (64)")
     add("--results", default=str(ROOT / "runs" / "precision.jsonl"), help="precision: its runs (runs/precision.jsonl)")
@@ -1270,6 +1317,8 @@ def parse_options() -> argparse.Namespace:
     add("--most_steps", type=int, default=40, help="precision: steps of a run that does not learn (40)")
     add("--against", help="startup: another checkout to measure in the same rounds")
     add("--sides", nargs="+", help="startup: only those whose name has one of these parts")
+    add("--turns", type=int, default=8, help="tools: of a rollout (8)")
+    add("--tool_seconds", type=float, default=30.0, help="tools: of the slow one (30)")
     add("--trl_steps", type=int, default=3, help="trl: measured steps of each of its runs, after one (3)")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="trl: what to learn (both)")
     options, options.more = parser.parse_known_args()
@@ -1298,6 +1347,7 @@ BENCHES = {
         bench_rewards,
         bench_startup,
         bench_tokens,
+        bench_tools,
         bench_trl,
     )
 }
