@@ -12,16 +12,19 @@ import utils
 from tests.test_learner import assert_same_update, make_args, make_rollouts, run_update, start_weights
 
 
-def test_compiled_layers_make_the_same_update(tiny_models, world):
+def test_compiled_layers_make_the_same_update(tiny_models, world, monkeypatch):
     """Among each other to 1e-6 in float32, as any split; to the plain layers, whose sums have another order, 3e-6."""
     args, rollouts = make_args(tiny_models(), "--pack_length", 1000), make_rollouts()
     start = start_weights(args, world)
     plain, _ = run_update(args, world, [rollouts])
     torch._dynamo.reset()
-    args = dataclasses.replace(args, compile_layers=True)
+    torch._dynamo.utils.counters.clear()
+    args, asked, ask = dataclasses.replace(args, compile_layers=True), [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda work, **how: asked.append(work) or ask(work, **how))
     whole, _ = run_update(args, world, [rollouts])
     assert_same_update(plain, whole, start, 3e-6)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 2 and len({work.__self__ for work in asked if hasattr(work, "__self__")}) == 2  # not the head alone
     assert any((plain[name] != whole[name]).any() for name in plain)  # it was compiled
     for most, packing in ((60, "shared"), (30, "plain")):
         other, _ = run_update(dataclasses.replace(args, pack_length=most), world, [rollouts], packing=packing)
