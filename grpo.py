@@ -107,8 +107,10 @@ class GRPOFlags:
     # optimizer
     learning_rate: float = 2e-5
     """Peak of AdamW."""
-    lr_scheduler_type: str = "linear"
-    """A schedule of transformers: linear, cosine, constant, constant_with_warmup, ..."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = "linear"
+    """A schedule of transformers that takes no more than warmup_ratio and the run's length."""
     warmup_ratio: float = 0.0
     """Share of optimizer steps with rising learning rate."""
     weight_decay: float = 0.0
@@ -151,7 +153,6 @@ class Args(GRPOFlags, utils.Flags):
         self.check_batch(world_size, fast)
         self.check_loss()
         self.check_sampling()
-        utils.check_known("lr_scheduler_type", self.lr_scheduler_type, utils.SCHEDULERS)
         rewards.configure(self, connect=False)
 
     def check_batch(self, world_size: int, fast: bool) -> None:

@@ -9,7 +9,6 @@ import bisect
 import contextlib
 import copy
 import ctypes
-import difflib
 import functools
 import gc
 import hashlib
@@ -339,13 +338,6 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
     return args
 
 
-def check_known(flag: str, value: str, known: Iterable[str]) -> None:
-    """Raise UserError for a value that is not among the known ones, naming the nearest."""
-    if value not in known:
-        near = difflib.get_close_matches(value, known, 1, 0)[0]
-        raise UserError(f"--{flag} {value}: unknown; nearest is {near} (known: {' | '.join(known)})")
-
-
 def number_in(text: str) -> float:
     """A finite number as a flag's text has it, or NaN."""
     with contextlib.suppress(ValueError):
@@ -534,8 +526,8 @@ class DataFlags(Refusing):
     def check(self) -> None:
         positive(self, "max_prompt_token_length")
         need(self.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
-        if self.chat_template_name is not None:
-            check_known("chat_template_name", self.chat_template_name, CHAT_TEMPLATES)
+        if self.chat_template_name not in (None, *CHAT_TEMPLATES):
+            self.refuse(f"--chat_template_name: there is none of this name, take one of {' | '.join(CHAT_TEMPLATES)}")
         for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
             parse_mixer(flag, getattr(self, flag), getattr(self, f"{flag}_splits"))
 
@@ -1741,11 +1733,6 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 
 
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
-
-
-# transformers.SchedulerType, whose import takes longer than all of --help
-SCHEDULERS = """linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt
-    reduce_lr_on_plateau cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy""".split()
 
 
 def check_model(args: Flags) -> None:
