@@ -346,7 +346,7 @@ def sample_probes(engine: Sampler, position: int, prompt: Prompt, samples: int, 
 
 
 def end_turn(
-    r: Rollout, made: utils.Generation, engine: Sampler, args: Args, evaluation: bool = False
+    r: Rollout, generation: utils.Generation, engine: Sampler, args: Args, evaluation: bool = False
 ) -> Future[utils.Request | None] | None:
     """Take in what the policy says. None: the rollout is over and on its way to its verifiers; else the future of the
     request for the next turn, or of None, once the environment has answered.
@@ -355,11 +355,12 @@ def end_turn(
     {role, content, tokens, status, seconds, reward, done, metrics, state}. Their tokens add up to r.token_ids.
     """
     with utils.LOCK:
-        r.append(made)
+        r.append(generation)
         r.over = r.prompt.environment is None
         if not r.over:
-            turn = {"role": "assistant", "content": text_of(made.token_ids, engine), "tokens": len(made.token_ids)}
-            r.turns.append(turn | {"cached": made.cached, "finish_reason": made.finish_reason})
+            ids = generation.token_ids
+            turn = {"role": "assistant", "content": text_of(ids, engine), "tokens": len(ids)}
+            r.turns.append(turn | {"cached": generation.cached, "finish_reason": generation.finish_reason})
             r.over = answers_left(r, args) == 0 or room(r, args, evaluation) <= 0
     return start_scoring(r, engine, args) if r.over else ask(r, engine, args, evaluation)
 
@@ -457,8 +458,8 @@ def sample_groups(
     """This rank's groups of a step (P / W of them, scored, with advantages) and all groups sampled; moves the state's
     cursor and exclusions.
 
-    Rank r takes positions cursor + r, cursor + r + W, ..., see `turn`. With active_sampling rounds of P prompts go on
-    until every rank has its P / W groups with a gradient.
+    Rank r takes positions cursor + r, cursor + r + W, ..., see `stream_offset`. With active_sampling rounds of P
+    prompts go on until every rank has its P / W groups with a gradient.
     """
     wanted, size = args.num_unique_prompts_rollout // world.size, args.num_samples_per_prompt_rollout
     chosen: list[Group] = []
@@ -466,7 +467,7 @@ def sample_groups(
     excluded = frozenset(state["excluded"])
     for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
         cursor = state["cursor"]
-        positions = range(cursor + turn(args, world), cursor + args.num_unique_prompts_rollout, world.size)
+        positions = range(cursor + stream_offset(args, world), cursor + args.num_unique_prompts_rollout, world.size)
         state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
             order = args.seed if args.shuffle else None
@@ -483,7 +484,7 @@ def sample_groups(
     return chosen[:wanted], sampled
 
 
-def turn(args: Args, world: World) -> int:
+def stream_offset(args: Args, world: World) -> int:
     """The first of a step's positions that is this rank's; it takes every W-th from there. Without
     --sequence_parallel_size its rank. S ranks that share packs have together what one rank of W / S would have."""
     place, member = divmod(world.rank, args.sequence_parallel_size)
@@ -586,7 +587,7 @@ class Batch:
     responses: int = 0  # with at least one token to train on
 
     def __post_init__(self):
-        if self.places is None:  # asked of a GPU, either would wait for it
+        if self.places is None:  # FSDP copies a batch by its fields; asked of a GPU, either would wait for it
             self.places = self.response_mask.flatten().nonzero()[:, 0]
             self.host_places = [self.places]
             self.responses = self.seq_ids.flatten()[self.places].unique().numel()
@@ -1116,8 +1117,8 @@ def update(
     gap_metrics = {} if single else gap.check(args, world, "on this step's rollouts")
     for _ in range(args.num_epochs):
         for batches, n in work:
-            local = [float(sum(len(b.places) for b in batches)), float(sum(b.responses for b in batches))]
-            tokens, sequences = (x / args.sequence_parallel_size for x in utils.all_reduce(local, world))
+            mine = [float(sum(len(b.places) for b in batches)), float(sum(b.responses for b in batches))]
+            tokens, sequences = (x / args.sequence_parallel_size for x in utils.all_reduce(mine, world))
             for i in range(n):
                 utils.gradient_sync(policy, args, last=i == n - 1)
                 idle = i >= len(batches)
@@ -1389,7 +1390,7 @@ def load_groups(step: int, state: dict[str, Any], args: Args, world: World) -> l
     if (len(groups), sizes) != (args.num_unique_prompts_rollout, {args.num_samples_per_prompt_rollout}):
         args.refuse(f"--load_batches step {step} has {len(groups)} groups of {sorted(sizes)} rollouts, not {wanted}")
     state["cursor"] += len(groups)
-    return list(groups.values())[turn(args, world) :: world.size]
+    return list(groups.values())[stream_offset(args, world) :: world.size]
 
 
 def set_up(args: Args, world: World) -> Run:
@@ -1400,8 +1401,7 @@ def set_up(args: Args, world: World) -> Run:
     tokenizer = utils.load_tokenizer(args)
     environment = utils.load_environment(args, tokenizer)
     if args.load_batches:
-        everything = load_groups(1, start_state(), args, World(0, 0, 1, world.device))
-        train_prompts = [group[0].prompt for group in everything]
+        train_prompts = [g[0].prompt for g in load_groups(1, start_state(), args, World(0, 0, 1, world.device))]
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)

@@ -520,10 +520,10 @@ class Engines(utils.Sampler):
             for request_id, generation in content if kind == "done" else ():
                 self._ended(request_id, generation)
 
-    def _ended(self, name: str, made: Generation | Future) -> None:
+    def _ended(self, name: str, ended: Generation | Future) -> None:
         """A response has ended, or what answers it."""
         try:
-            answer = made.result() if isinstance(made, Future) else self.on_finish[name](made)
+            answer = ended.result() if isinstance(ended, Future) else self.on_finish[name](ended)
             if isinstance(answer, Future):
                 answer.add_done_callback(functools.partial(self._ended, name))
             else:

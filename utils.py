@@ -906,9 +906,9 @@ def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Envir
     path = os.path.abspath(path)
     about = rewards.about_environment("--tools" if args.tools else "--env_file", path, config)
     stop, schemas = tuple(about.get("stop", ())), about.get("schemas", {})
-    made = Environment(path, config, about.get("role", "user"), stop, schemas, args.pass_tools_to_chat_template)
+    loaded = Environment(path, config, about.get("role", "user"), stop, schemas, args.pass_tools_to_chat_template)
     model = args.model_name_or_path, args.model_revision
-    return made if tokenizer is None else made.with_separators(tokenizer, eos_token_ids(*model, tokenizer))
+    return loaded if tokenizer is None else loaded.with_separators(tokenizer, eos_token_ids(*model, tokenizer))
 
 
 def _tokenizer(flag: str, name: str, revision: str | None) -> Any:
@@ -932,8 +932,8 @@ def check_teacher(args: Flags, tokenizer: "Tokenizer") -> None:
     names = [(a.model_name_or_path, a.model_revision) for a in (args, args.of_reference())]
     both = tokenizer, _tokenizer("ref_model_name_or_path", *names[1])
     ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in both)
-    rows, most = (AutoConfig.from_pretrained(n, revision=r).get_text_config().vocab_size for n, r in names)
-    ours |= {} if rows <= most else {most: "a row of the head"}  # which could be sampled
+    rows, teacher_rows = (AutoConfig.from_pretrained(n, revision=r).get_text_config().vocab_size for n, r in names)
+    ours |= {} if rows <= teacher_rows else {teacher_rows: "a row of the head"}  # which could be sampled
     for i in sorted(ours.keys() | theirs.keys()):
         if ours.get(i) != theirs.get(i):
             words = f"token {i} is {ours.get(i)!r} to the policy and {theirs.get(i)!r} to the teacher"
@@ -1271,10 +1271,10 @@ class VLLMEngine(Engine):
             sweep(os.environ["VLLM_RPC_BASE_PATH"])
         if on_cpu and args.vllm_enable_prefix_caching:
             options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
-        most = min(num_requests, 1024)
+        max_num_seqs = min(num_requests, 1024)
         # vLLM's CUDA graphs end at 512, and have steps of 16
-        if not on_cpu and not args.vllm_enforce_eager and most > 512:
-            options["max_cudagraph_capture_size"] = 16 * math.ceil(most / 16)
+        if not on_cpu and not args.vllm_enforce_eager and max_num_seqs > 512:
+            options["max_cudagraph_capture_size"] = 16 * math.ceil(max_num_seqs / 16)
         with fenced_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch
             self.llm = LLM(
@@ -1283,7 +1283,7 @@ class VLLMEngine(Engine):
                 dtype=args.model_dtype,
                 seed=args.seed,
                 max_model_len=max_model_len,
-                max_num_seqs=most,
+                max_num_seqs=max_num_seqs,
                 tensor_parallel_size=args.vllm_tensor_parallel_size,
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=args.vllm_gpu_memory_utilization,
@@ -2221,18 +2221,18 @@ def take_state(
 ) -> None:
     """With --load_states: the other run's weights and moments after `step` into learner and engine; step 0 is the start
     model. All ranks. Raises UserError where there is no such state."""
-    path, made = Path(args.load_states) / "checkpoints" / f"step_{step}", args.run_dir / "state.tmp"
+    path, converted = Path(args.load_states) / "checkpoints" / f"step_{step}", args.run_dir / "state.tmp"
     if not args.load_states or step == 0:
         return
     if not path.is_dir():
-        path, more = made, (args.load_states, step, made, "--model", args.model_name_or_path)
+        path, more = converted, (args.load_states, step, converted, "--model", args.model_name_or_path)
         need(not (problem := on_main(lambda: run_program("align/states.py", *more, seconds=1500.0), world)), problem)
     shard_again(policy)
     load_checkpoint(path, {"policy": policy}, optimizer, world)
     if engine is not None:
         engine.load_weights(full_weights(policy, DTYPES[args.model_dtype]), version=step)
     dist.barrier()  # all have read it
-    shutil.rmtree(made, ignore_errors=True)
+    shutil.rmtree(converted, ignore_errors=True)
 
 
 class Stop:
@@ -2245,10 +2245,10 @@ class Stop:
 
     def listen(self) -> None:
         """From now on; the first rank of a node says on stderr what happens next, and sweeps up after torchrun."""
-        for made in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
-            if made.name.startswith("torchelastic_") and os.environ.get("LOCAL_RANK") == "0":  # not a --log-dir
+        for directory in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
+            if directory.name.startswith("torchelastic_") and os.environ.get("LOCAL_RANK") == "0":  # not a --log-dir
                 # when torchrun, which restarts us, is gone
-                sweep(made, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done")
+                sweep(directory, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done")
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -2731,7 +2731,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 class Logger:
     """Console, metrics.jsonl, samples.jsonl and trackers, all on rank 0; other ranks get a silent one."""
 
-    COLUMNS = (  # (heading, metric, format)
+    SHOWN = (  # (heading, metric, format)
         ("score", "objective/scores", "{:.3f}"),
         ("correct", "objective/verifiable_correct_rate", "{:.3f}"),
         ("eval", "eval/objective/verifiable_correct_rate", "{:.3f}"),
@@ -2771,12 +2771,12 @@ class Logger:
         with self.path.open("a") as file:
             file.write(json.dumps(metrics, default=str) + "\n")
         if not self.header_shown:
-            headings = [h.rjust(max(7, len(h))) for h, _, _ in self.COLUMNS]
+            headings = [h.rjust(max(7, len(h))) for h, _, _ in self.SHOWN]
             self.say(" ".join(["step".rjust(9), *headings, "left".rjust(8)]))
             self.header_shown = True
         step = metrics["training_step"]
         cells = [f"{step}/{self.num_steps}".rjust(9)]
-        for heading, name, fmt in self.COLUMNS:
+        for heading, name, fmt in self.SHOWN:
             value = metrics.get(name)
             cells.append(("" if value is None else fmt.format(value)).rjust(max(7, len(heading))))
         left = self._time_left(step)
