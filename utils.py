@@ -604,7 +604,7 @@ class ProcessFlags(Refusing):
 
 @dataclass(frozen=True)
 class TurnFlags(Refusing):
-    """Turns: who answers the policy, see the README's "Tools and environments"."""
+    """Turns: who answers the policy, see scripts/README.md, Environments."""
 
     env_file: str = ""
     """Python file whose step(episode), or class Env, answers a response or ends it. Empty is off."""
