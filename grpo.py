@@ -365,7 +365,7 @@ def end_turn(
     return start_scoring(r, engine, args) if r.over else ask(r, engine, args, evaluation)
 
 
-def text_of(token_ids: Any, engine: Sampler) -> str:
+def text_of(token_ids: np.ndarray, engine: Sampler) -> str:
     """The text of tokens but an end token; a <think> that is a special token survives."""
     ends = len(token_ids) > 0 and token_ids[-1] in engine.eos_ids
     ids = token_ids[:-1] if ends else token_ids  # an array: of a list transformers looks at each element's type
@@ -500,9 +500,9 @@ def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Arg
     return excluded | {p.index for p, mean in means if mean >= rate * rewards.max_score(args, len(p.verifiers))}
 
 
-def share_groups(groups: list[Group], args: Args, world: World) -> list[Group]:
+def share_groups(groups: list[Group], args: Args) -> list[Group]:
     """This rank's groups and those of the ranks that work on the same packs, in stream order. All ranks."""
-    return sorted(sum(utils.share(groups, args, world), []), key=lambda group: group[0].position)
+    return sorted(sum(utils.share(groups, args), []), key=lambda group: group[0].position)
 
 
 def split_groups(groups: Sequence[Group], args: Args) -> list[list[Rollout]]:
@@ -592,7 +592,7 @@ class Batch:
             self.host_places = [self.places]
             self.responses = self.seq_ids.flatten()[self.places].unique().numel()
 
-    def part(self, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def part(self, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """input_ids, position_ids, targets and places of this rank's columns."""
         positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
         positions = positions if self.position_ids is None else self.position_ids
@@ -771,7 +771,7 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 @functools.cache
-def chunk_function(work: Any, compiled: bool, backend: Any = "inductor") -> Any:
+def chunk_function(work: Callable, compiled: bool, backend: str | Callable = "inductor") -> Callable:
     """`work` of HeadLogprobs, or compiled for any number of tokens: what reads and writes the logits once a pass."""
     if not compiled:
         return work
@@ -790,7 +790,7 @@ def chunk_function(work: Any, compiled: bool, backend: Any = "inductor") -> Any:
 class Policy(torch.nn.Module):
     """A causal LM whose forward gives what GRPO needs: logprobs of the targets and entropies, never logits."""
 
-    def __init__(self, model: Any, group: Any = None):
+    def __init__(self, model: Any, group: dist.ProcessGroup | None = None):
         super().__init__()
         self.model: Any = model
         matrices, head = utils.matmul_parameters(model)
@@ -823,7 +823,7 @@ class Policy(torch.nn.Module):
         hidden, targets = hidden.flatten(0, 1).index_select(0, places), targets.flatten()[places]
         gpu = hidden.is_cuda
         options = temperature, LOGPROB_CHUNK * (3 if gpu else 1), gpu or self.compiled
-        found: list[Any] = [*HeadLogprobs.apply(hidden, weight, targets, *options)]
+        found: list[Tensor] = [*HeadLogprobs.apply(hidden, weight, targets, *options)]
         if self.note_tops:  # for another product with the head
             found.append(torch.cat([(x @ weight.detach().T).argmax(1) for x in hidden.detach().split(options[1])]))
         zeros, where = torch.zeros(shape, device=places.device), (places // shape[1], places % shape[1])
@@ -1232,7 +1232,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
     """The logprob gap on fresh rollouts that are not being trained on. All ranks, each with as many."""
-    rollouts, gap = sum(utils.share([r for group in groups for r in group], args, world), []), Gap()
+    rollouts, gap = sum(utils.share([r for group in groups for r in group], args), []), Gap()
     batches = micro_batches([[[r]] for r in rollouts], "rows", args, world.device)
     fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
     for batch in batches:
@@ -1256,7 +1256,7 @@ def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
     trial they move a logprob by about a nat. By how much of that the worst engine may be apart: 0.2 % in float32, where
     one adapter of SmolLM2's 210 is worth 0.7 % at least, and 30 % in bfloat16, whose rounding is 7 %.
     """
-    batch = make_batch([[[r]] for part in utils.share(groups, args, world) for g in part for r in g], world.device)
+    batch = make_batch([[[r]] for part in utils.share(groups, args) for g in part for r in g], world.device)
     for name in ("old_logprobs", "ref_logprobs"):  # the latter without adapters
         fill_logprobs(policy, [batch], name, 1, args)
     rows, off = batch.old_logprobs, batch.ref_logprobs
@@ -1576,7 +1576,7 @@ def main(args: Args) -> Path | None:
             step.groups, step.sampled = sample_groups(engine, prompts, state, args, world, step.timer)
             engine.sleep()
         with step.timer("training"):
-            for rollouts in split_groups(share_groups(step.groups, args, world), args):
+            for rollouts in split_groups(share_groups(step.groups, args), args):
                 step.packs += pack_rollouts(rollouts, run.packing, args.pack_length, 1, policy.pair_cost)
             train(run, step, step.sampled, args)
         with step.timer("weight_sync"):

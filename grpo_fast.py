@@ -170,7 +170,7 @@ def launch(args: Args) -> None:
 PASSED_ON: list[int] = []  # signals
 
 
-def pass_on(number: int, frame: Any) -> None:
+def pass_on(number: int, frame: object) -> None:
     """Send a signal to all child processes, the ranks; end where there is none yet."""
     PASSED_ON.append(number)
     if sys.platform == "linux":
@@ -424,7 +424,7 @@ class Inbox:
         """The engine can take a bucket of weights."""
         self.connection.send(("ready", None, None))
 
-    def next(self, busy: bool) -> Any:
+    def next(self, busy: bool) -> tuple | None:
         """What the engine does next: a message, or None for a decoding step if it is `busy`."""
         while not (self.apart and busy):
             if self.expected and not self.answered and (self.inflight or not busy):
@@ -590,7 +590,7 @@ class Engines(utils.Sampler):
         with self.changed:
             return max([self.finished.pop(i) for i in request_ids])
 
-    def generate(self, requests: Sequence[Request], finished: Callable[[int, Generation], Any]) -> None:
+    def generate(self, requests: Sequence[Request], finished: Callable[[int, Generation], Future | None]) -> None:
         """See utils.Engine.generate; finished is called in another thread."""
         named = [(f"now/{uuid.uuid4().hex}", r, functools.partial(finished, i)) for i, r in enumerate(requests)]
         for i in range(len(self.connections)):
@@ -807,7 +807,7 @@ class Sender:
         self.collector: Collector | None = None
         self.work: queue.Queue = queue.Queue(maxsize=2)
         self.metrics: dict[str, float] = {}
-        self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -857,7 +857,7 @@ class Sender:
                 self._broadcast(*held.popleft())
         return num_bytes
 
-    def _to_host(self, bucket: torch.Tensor, gathered: Any) -> tuple[torch.Tensor, None]:
+    def _to_host(self, bucket: torch.Tensor, gathered: torch.cuda.Event | None) -> tuple[torch.Tensor, None]:
         if gathered is None:
             return bucket, None
         host = torch.empty_like(bucket, device="cpu", pin_memory=True)  # torch keeps what it pins for the next time
@@ -867,7 +867,7 @@ class Sender:
             self.stream.synchronize()
         return host, None
 
-    def _broadcast(self, bucket: torch.Tensor, gathered: Any) -> None:
+    def _broadcast(self, bucket: torch.Tensor, gathered: torch.cuda.Event | None) -> None:
         with torch.cuda.stream(self.stream):  # does nothing where there is none
             if gathered is not None:  # wait for the gather, not for the update that was queued after it
                 self.stream.wait_event(gathered)
@@ -901,8 +901,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     run.eval_world = World(0, world.local_rank, 1, world.device)  # learner 0 only
     state, policy, dtype = run.state, run.learner.policy, utils.DTYPES[args.model_dtype]
     manifest = plan_weights(policy, dtype)
-    engines: Any = None  # these three: learner 0
-    sender = collector = None
+    engines = sender = collector = None  # learner 0 alone has them
     clocks: list[Clock] = []
     if world.is_main:
         meeting.store.set("learner loaded", "")
@@ -922,7 +921,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             shares = world.size // args.sequence_parallel_size
             return grpo.pack_rollouts(rollouts, run.packing, args.pack_length, shares, policy.pair_cost)
 
-        assert sender is not None
+        assert sender is not None and engines is not None
         sender.collector = collector = Collector(engines, run.train_prompts, args, state, pack)
         clocks = list(engines.clocks)
 
@@ -979,7 +978,7 @@ def check_engines(
     return check(run.learner.policy, probe[0], when, run.args, run.world)
 
 
-def scatter(data: StepData, args: Args, world: World) -> Any:
+def scatter(data: StepData, args: Args, world: World) -> tuple[list[list[Pack]], list[Group], int, frozenset[int]]:
     """This learner's packs of each mini-batch, groups to measure the gap on, cursor, exclusions. All learners."""
     parts: list[Any] = [None] * world.size
     shares = [i // args.sequence_parallel_size for i in range(world.size)]
@@ -989,7 +988,7 @@ def scatter(data: StepData, args: Args, world: World) -> Any:
         parts = [(mine, some, data.cursor, data.excluded) for mine in sizes]
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parts)
-    sizes, *rest = mine[0]
+    sizes, some, cursor, excluded = mine[0]
     pickled = [m[0] for m in data.pickled] or [[torch.empty(n, dtype=torch.uint8) for n in m] for m in sizes]
     if world.is_main:
         work = [dist.isend(pack, i) for i in range(1, world.size) for m in data.pickled for pack in m[shares[i]]]
@@ -997,7 +996,7 @@ def scatter(data: StepData, args: Args, world: World) -> Any:
         work = [dist.irecv(pack, 0) for m in pickled for pack in m]
     for sent in work:
         sent.wait()
-    return [[pickle.loads(pack.numpy()) for pack in m] for m in pickled], *rest
+    return [[pickle.loads(pack.numpy()) for pack in m] for m in pickled], some, cursor, excluded
 
 
 def to_bytes(pack: Pack) -> torch.Tensor:

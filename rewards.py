@@ -134,7 +134,7 @@ class Verifier(NamedTuple):
     that must be set."""
 
     verify: Callable[[RewardRecord], Verdict]
-    check: Callable[[RewardRecord], Any] = lambda record: None
+    check: Callable[[RewardRecord], object] = lambda record: None
     needs: str = ""
 
 
@@ -235,7 +235,7 @@ def need(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def positive(flags: Any, names: str, zero: bool = False) -> None:
+def positive(flags: object, names: str, zero: bool = False) -> None:
     """Raise UserError for a flag that is not above 0, with `zero` for one below; None is none."""
     for name, value in ((name, getattr(flags, name)) for name in names.split()):
         must = "not be negative" if zero else "be positive"
@@ -1421,7 +1421,7 @@ class Solver:
     model: ChatModel
     template: str
     replies: collections.OrderedDict[tuple[str, str | None], Future] = field(default_factory=collections.OrderedDict)
-    lock: Any = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 SOLVER: Solver | None = None

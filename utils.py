@@ -79,6 +79,7 @@ REPO = Path(__file__).resolve().parent
 OTHER_FLAGS = REPO / "scripts" / "train" / "open_instruct.tsv"  # flag or flag=value, what happens to it, what or why
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TRIAL = 0.1  # see trial_adapters
+Modules = dict[str, "grpo.Policy"]  # those that a checkpoint holds, by name
 GATHER_BYTES = 5 * 2**28  # of a collective that makes weights whole: a dozen for a 7B in bfloat16
 
 # --- Processes and flags ----------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def init_distributed(store: dist.Store | None = None, timeout: timedelta | None 
     return World(rank, local_rank, size, device)
 
 
-def all_reduce(values: Sequence[float], world: World, op: Any = dist.ReduceOp.SUM) -> list[float]:
+def all_reduce(values: Sequence[float], world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
     """Each value reduced over all ranks in float64. All ranks must call it."""
     tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo carries it even where GPUs use nccl
     if world.size > 1:
@@ -134,17 +135,17 @@ def all_gather(thing: T, world: World) -> list[T]:
 
 
 @functools.cache
-def _sequence_group(_world: Any, size: int) -> Any:
+def _sequence_group(_world: object, size: int) -> dist.ProcessGroup | None:
     return dist.new_subgroups(size)[0]  # of neighbours
 
 
-def sequence_group(args: "Flags") -> Any:
+def sequence_group(args: "Flags") -> dist.ProcessGroup | None:
     """The group of --sequence_parallel_size neighbouring ranks that share their packs' tokens, or None. All ranks."""
     size = args.sequence_parallel_size
     return _sequence_group(dist.group.WORLD, size) if size > 1 else None
 
 
-def share(thing: Any, args: "Flags", world: World) -> list[Any]:
+def share(thing: T, args: "Flags") -> list[T]:
     """The object of each rank of this one's sequence_group, its own as it is. All ranks must call it."""
     everyone, group = [thing] * args.sequence_parallel_size, sequence_group(args)
     if group is not None:
@@ -188,15 +189,15 @@ def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     return {"flops_per_second": flops, "bytes_per_second": copied, "itemsize": dtype.itemsize}
 
 
-def best_seconds(work: Callable[[], Any], times: int = 4) -> float:
-    """Wall seconds of the fastest of some calls."""
+def best_seconds(work: Callable[[], object]) -> float:
+    """Wall seconds of the fastest of four calls."""
 
     def once() -> None:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    return min(timeit.repeat(once, number=1, repeat=times))
+    return min(timeit.repeat(once, number=1, repeat=4))
 
 
 def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
@@ -491,7 +492,7 @@ class ModelFlags(Refusing):
         if self.lora_rank and (self.lora_alpha == 0 or self.lora_target_modules == []):
             self.refuse("--lora_rank with --lora_alpha and --lora_target_modules trains nothing: leave these two out")
 
-    def of_reference(self) -> Any:
+    def of_reference(self) -> Self:
         """The flags with which the reference policy loads: the teacher's, or these."""
         name, revision, dtype = self.ref_model_name_or_path, self.ref_model_revision, self.ref_model_dtype
         if not name:
@@ -1022,7 +1023,7 @@ def load_prompts(
             except ValueError as error:
                 raise UserError(f"--{flag} {where}: {error}") from None
             how: dict[str, Any] = {"tools": tools} if tools else {}
-            text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **how)
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **how))
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(token_ids) > args.max_prompt_token_length:
                 dropped += 1
@@ -1105,7 +1106,7 @@ class Generation(Columns):
     cached: int = 0  # tokens of the request that the prefix cache had
 
 
-Finished = Callable[[int, Generation], Any] | None  # see Sampler.generate
+Finished = Callable[[int, Generation], Future | None] | None  # see Sampler.generate
 LOCK = threading.Lock()  # of a rollout's tokens and turns, which grow in one thread while another keeps them
 
 
@@ -1503,18 +1504,18 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.group), None
 
 
-def exchange(x: torch.Tensor, split: int, join: int, group: Any) -> torch.Tensor:
+def exchange(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Cut dimension `split` into a part for each rank of the group, and put together along `join` what they sent."""
     return torch.cat(AllToAll.apply(torch.stack(x.chunk(group.size(), split)), group).unbind(), join)
 
 
-def columns(x: torch.Tensor, group: Any) -> torch.Tensor:
+def columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's columns of (B, T), which are as many on each rank of the group: filled up with zeros."""
     n = -(-x.shape[1] // group.size())
     return torch.nn.functional.pad(x, (0, n * group.size() - x.shape[1])).split(n, 1)[group.rank()]
 
 
-def all_columns(mine: torch.Tensor, length: int, group: Any) -> torch.Tensor:
+def all_columns(mine: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
     """(B, T) of what each rank has for its columns. Every rank computes the same loss from it, so the gradient of a
     part is taken where that part was made, and not added up."""
     parts = [torch.empty_like(mine) for _ in range(group.size())]
@@ -1573,7 +1574,7 @@ class Layout:
 
 
 @functools.cache
-def _flex_attention() -> Any:
+def _flex_attention() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
     if not torch.cuda.is_available():
@@ -1620,7 +1621,7 @@ def pack_attention(
     dropout: float = 0.0,
     layout: Layout | None = None,
     flex: bool | None = None,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
@@ -1842,11 +1843,9 @@ def dither(weight: torch.Tensor, seed: int) -> None:
 
 
 @functools.cache
-def _mesh(world: Any, kind: str, shape: tuple[int, int]) -> Any:
-    """The ranks of `world` as (replicate, shard), once: policy and reference share its communicators."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+def _mesh(_world: object, kind: str, shape: tuple[int, int]) -> dist.DeviceMesh:
+    """All ranks as (replicate, shard), once: policy and reference share its communicators."""
+    return dist.init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
@@ -2127,7 +2126,7 @@ class Checkpoints:
         for old in self.root.glob("*.tmp") if world.is_main else ():  # of a run that was killed
             shutil.rmtree(old, ignore_errors=True)
 
-    def save(self, step: int, modules: dict[str, Any], optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
+    def save(self, step: int, modules: Modules, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
         """Start to write everything a resume needs; returns once it is copied, and training may go on. The optimizer is
         that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added."""
         import torch.distributed.checkpoint as dcp
@@ -2155,7 +2154,7 @@ class Checkpoints:
             self.thread.join()
             self.thread = None
 
-    def _finish(self, writing: Any, temporary: Path) -> None:
+    def _finish(self, writing: Future, temporary: Path) -> None:
         from torch.distributed.checkpoint import CheckpointException
 
         try:
@@ -2185,7 +2184,7 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
     return Path(found) if (found := on_main(find, world)) else None
 
 
-def _learner_state(modules: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _learner_state(modules: Modules, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
     trained = StateDictOptions(ignore_frozen_params=True)
@@ -2194,9 +2193,7 @@ def _learner_state(modules: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     return {"policy": policy, "optimizer": optimizer_state} | others
 
 
-def load_checkpoint(
-    path: Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, world: World
-) -> dict[str, Any]:
+def load_checkpoint(path: Path, modules: Modules, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Load a checkpoint into modules and optimizer; returns rank 0's `extra` and restores the random state. The number
     of ranks may have changed."""
     import torch.distributed.checkpoint as dcp
@@ -2414,13 +2411,13 @@ class Metrics:
         """Add to a number that is summed over ranks, not averaged."""
         self.totals[name] += number
 
-    def add(self, name: str, total: Any, count: Any = 1.0) -> None:
+    def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
         """Add `total` over `count` samples; tensors are read only in `reduce`, so this never waits for a GPU."""
         entry = self.sums[name]
         entry[0] = entry[0] + (total.detach().double() if isinstance(total, torch.Tensor) else total)
         entry[1] = entry[1] + (count.detach().double() if isinstance(count, torch.Tensor) else count)
 
-    def add_all(self, name: str, values: Any) -> None:
+    def add_all(self, name: str, values: Sequence[float] | np.ndarray) -> None:
         """Mean, and `_min` / `_max`, of a list or an array."""
         if len(values):
             self.add(name, float(np.sum(values)), len(values))

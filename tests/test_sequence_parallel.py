@@ -299,7 +299,7 @@ def test_ranks_that_share_packs_have_the_groups_of_one_rank(monkeypatch, size, n
         monkeypatch.setattr(utils, "share", lambda *_, members=members: [groups for groups, _, _ in members])
         want, then, plain = sampled(share, number // size, 1)
         for groups, state, args in members:
-            mine = grpo.split_groups(grpo.share_groups(groups, args, None), args)
+            mine = grpo.split_groups(grpo.share_groups(groups, args), args)
             one = grpo.split_groups(want, plain)
             names = [[[(r.position, r.sample, r.prompt.index) for r in part] for part in x] for x in (mine, one)]
             assert names[0] == names[1] and state == then and then["cursor"] == 72
