@@ -1661,6 +1661,7 @@ class Worker:
     """A child process, started on its first job and again after each kill. Used by one thread at a time."""
 
     process: subprocess.Popen | None = None
+    start_s = 0.0  # the longest start so far, of any worker
 
     def start(self) -> None:
         # A fresh interpreter: fork would copy the trainer's threads, locks and CUDA state, and
@@ -1704,11 +1705,12 @@ class Worker:
         try:
             if self.process is None:
                 self.start()
-            self.num_jobs += 1
+            self.num_jobs, start = self.num_jobs + 1, time.monotonic()
             self.socket.settimeout(START_TIMEOUT_S)
             line = {"work": job.work, "arguments": job.arguments, "timeout_s": timeout_s}
             self.socket.sendall(json.dumps(line).encode() + b"\n")
-            reply = self.receive(time.monotonic() + START_TIMEOUT_S)
+            reply = self.receive(start + START_TIMEOUT_S)
+            Worker.start_s = max(Worker.start_s, time.monotonic() - start)
         except (OSError, EOFError) as error:
             problem = self.stop() if self.process else ""
             return math.nan, "infra_error", 0.0, problem or repr(error)
@@ -1735,13 +1737,14 @@ IDLE_WORKERS: queue.LifoQueue[Worker] = queue.LifoQueue()  # last in, first out:
 for _worker in WORKERS:
     IDLE_WORKERS.put(_worker)
 ENV_WORKERS: queue.LifoQueue[Worker] = queue.LifoQueue()  # a slow tool must hold up no verifier
+SPARE_ENV_WORKERS: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # vLLM's parsers take 7 s and 0.5 GiB in each
 
 
 def more_env_workers(number: int) -> None:
     """Let so many environments, and no fewer than before, answer at the same time."""
     while len(WORKERS) < NUM_WORKERS + number:
         WORKERS.append(Worker())
-        ENV_WORKERS.put(WORKERS[-1])
+        SPARE_ENV_WORKERS.put(WORKERS[-1])
 
 
 more_env_workers(1)
@@ -1750,7 +1753,13 @@ more_env_workers(1)
 def run_in_worker(job: Job, timeout_s: float, idle: "queue.LifoQueue[Worker]" = IDLE_WORKERS) -> Scored:
     """What the job gives in the first worker that is free."""
     start = time.monotonic()
-    worker = idle.get()
+    try:
+        worker = idle.get(timeout=Worker.start_s)
+    except queue.Empty:  # waited as long as a start takes: quick answers take turns, slow ones soon have one each
+        if idle is ENV_WORKERS:
+            with contextlib.suppress(queue.Empty):
+                idle.put(SPARE_ENV_WORKERS.get_nowait())
+        worker = idle.get()
     try:
         value, status, seconds, problem = worker.run(job, timeout_s)
         if status in ("timeout", "crash") and job.blameless:

@@ -572,6 +572,43 @@ def test_metrics_of_turns():
     }  # fmt: skip
 
 
+def test_quick_answers_take_turns_and_slow_ones_get_a_worker_each(tmp_path, monkeypatch):
+    """A start costs seconds and, with vLLM's parsers, half a GiB: it has to be worth it."""
+    (tmp_path / "meets.py").write_text(
+        "import os, pathlib, time\ndef step(episode):\n"
+        "    here, wanted = pathlib.Path(__file__).parent, episode.config['wanted']\n"
+        "    (here / f'worker_{os.getpid()}').touch()\n"
+        "    while len(list(here.glob('worker_*'))) < wanted:\n        time.sleep(0.01)\n"
+    )
+    monkeypatch.setattr(rewards, "ENV_WORKERS", rewards.queue.LifoQueue())
+    monkeypatch.setattr(rewards, "SPARE_ENV_WORKERS", rewards.queue.SimpleQueue())
+    own = [rewards.Worker() for _ in range(8)]
+    episode = {"messages": [], "text": "", "turn": 1, "steps_left": 0, "stopped": True, "ground_truths": []}
+
+    def started(wanted, patience):
+        monkeypatch.setattr(rewards.Worker, "start_s", patience)
+        config = {"config": {"wanted": wanted}}
+        asked = [
+            rewards.ENV_THREADS.submit(
+                lambda: rewards.ask_environment(str(tmp_path / "meets.py"), None, episode | config, 600)
+            )
+            for _ in range(16)
+        ]
+        assert [answer.result(600)["status"] for answer in asked] == ["ok"] * 16
+        return sum(worker.process is not None for worker in own)
+
+    try:
+        rewards.ENV_WORKERS.put(own[0])
+        for worker in own[1:]:
+            rewards.SPARE_ENV_WORKERS.put(worker)
+        assert started(wanted=1, patience=600.0) == 1
+        assert started(wanted=3, patience=0.01) >= 3
+    finally:
+        for worker in own:
+            if worker.process:
+                worker.stop()
+
+
 def test_a_worker_ends_with_its_trainer_though_its_environment_waits(tmp_path):
     """Then nobody is left to enforce --env_timeout."""
     asked, worker = tmp_path / "asked", rewards.Worker()
