@@ -44,13 +44,26 @@ def fork_ranks(address):
     """Have torchrun, or grpo_fast.py's launcher, in this process fork its ranks as well. They are not its children."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    server = multiprocessing.forkserver._forkserver
-    server._forkserver_address, server.ensure_running = address, lambda: None  # ty: ignore[missing-attribute]
+    connect(address)
     out, err = (f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2))
     SubprocessHandler._popen = lambda self, args, env: Program(
         [word for word in args[1:] if word != "-u"], out, err, address=address, **env
     )
     SubprocessHandler.close = lambda self, death_sig=None: self.proc.send_signal(death_sig or signal.SIGTERM)
+
+
+def connect(address):
+    """Have this process fork its programs from the one at this address."""
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_address, server.ensure_running = address, lambda: None  # ty: ignore[missing-attribute]
+    if server._forkserver_alive_fd is None:  # ty: ignore[missing-attribute]
+        server._forkserver_alive_fd = os.dup(1)  # a forked process gets one, and ours is no child of the forking one
+
+
+def python_that_forks(path):
+    """Write a program that runs `python LINE` in a process forked from ours, for shell scripts that find it on PATH."""
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.programs "{serve()}" "$@"\n')
+    path.chmod(0o755)
 
 
 def fork_report(address):
@@ -142,3 +155,11 @@ def run(line, timeout=600, address=None, **env):
         out, err = Path(directory, "out"), Path(directory, "err")
         status = Program(line, out, err, address or serve(), **env).wait(timeout)
         return subprocess.CompletedProcess(line, status, *(path.read_text(errors="replace") for path in (out, err)))
+
+
+if __name__ == "__main__":
+    from tests import programs  # the forked process imports it by this name
+
+    programs.connect(sys.argv[1])
+    out, err = (f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2))
+    sys.exit(programs.Program(sys.argv[2:], out, err, sys.argv[1]).wait())

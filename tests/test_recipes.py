@@ -24,6 +24,7 @@ import rewards
 import utils
 from scripts.data import competition_math, gsm8k, rlvr, rows
 from scripts.train.debug import smoke
+from tests import programs
 from tests.conftest import REPO
 from tests.test_align import trl_is_installed
 
@@ -258,7 +259,8 @@ def test_every_folder_is_smoked():
 @pytest.mark.runs
 def test_smoke(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPO))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    programs.python_that_forks(tmp_path / "python")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert smoke.run(REPO / f"scripts/train/{recipe}.sh", ["--output_dir", str(tmp_path)]) == 0
     run_dir = tmp_path / f"smoke_{Path(recipe).name}"
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
