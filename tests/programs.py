@@ -57,7 +57,8 @@ def connect(address):
     server = multiprocessing.forkserver._forkserver
     server._forkserver_address, server.ensure_running = address, lambda: None  # ty: ignore[missing-attribute]
     if server._forkserver_alive_fd is None:  # ty: ignore[missing-attribute]
-        server._forkserver_alive_fd = os.dup(1)  # a forked process gets one, and ours is no child of the forking one
+        # a forked process is given one, and this one is no child of the process that forks
+        server._forkserver_alive_fd = os.dup(1)  # ty: ignore[unresolved-attribute]
 
 
 def python_that_forks(path):
