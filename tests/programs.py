@@ -58,7 +58,7 @@ def connect(address):
     server._forkserver_address, server.ensure_running = address, lambda: None  # ty: ignore[missing-attribute]
     if server._forkserver_alive_fd is None:  # ty: ignore[missing-attribute]
         # a forked process is given one, and this one is no child of the process that forks
-        server._forkserver_alive_fd = os.dup(1)  # ty: ignore[unresolved-attribute]
+        server._forkserver_alive_fd = os.dup(1)  # ty: ignore[missing-attribute]
 
 
 def python_that_forks(path):
