@@ -1253,18 +1253,18 @@ def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
     """Raise GapError unless the engine has all adapters. All ranks, inside utils.trial_adapters.
 
     Those of a first update, with B near 0, change less than rounding: an engine that lacks them looks healthy. On a
-    trial they move a logprob by about a nat. By how much of that the worst engine may be apart: 0.2 % in float32, where
-    one adapter of SmolLM2's 210 is worth 0.7 % at least, and 30 % in bfloat16, whose rounding is 7 %.
+    trial they move a logprob by about a nat. Of that the worst engine may be apart by 0.2 % in float32, where one adapter
+    of SmolLM2's 210 is worth 0.7 % at least, and by 30 % in bfloat16, whose rounding is 7 %, more of less than 8 tokens.
     """
+    limit, least = (0.002, 1) if args.model_dtype == "float32" else (0.3, 8)
     batch = make_batch([[[r]] for part in utils.share(groups, args) for g in part for r in g], world.device)
     for name in ("old_logprobs", "ref_logprobs"):  # the latter without adapters
         fill_logprobs(policy, [batch], name, 1, args)
-    rows, off = batch.old_logprobs, batch.ref_logprobs
+    rows, off, mask = batch.old_logprobs, batch.ref_logprobs, batch.response_mask  # a row is of one engine
     assert rows is not None and off is not None
-    gaps = response_mean((rows - batch.vllm_logprobs).abs(), batch.response_mask, batch.seq_ids)  # each of one engine
+    gaps = torch.where(mask, (rows - batch.vllm_logprobs).abs(), 0.0).sum(1) / mask.sum(1).clamp(min=least)
     (apart,) = utils.all_reduce([float(gaps.max().nan_to_num(math.inf))], world, dist.ReduceOp.MAX)
-    moved, n = utils.all_reduce([float((rows - off)[batch.response_mask].abs().sum()), len(batch.places)], world)
-    limit = 0.002 if args.model_dtype == "float32" else 0.3
+    moved, n = utils.all_reduce([float((rows - off)[mask].abs().sum()), len(batch.places)], world)
     if not apart <= limit * moved / n:
         raise utils.GapError(
             f"{when}: learner and engine are apart by {apart * n / moved:.2%} of what adapters do to logprobs, more "
