@@ -1253,8 +1253,8 @@ def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
     """Raise GapError unless the engine has all adapters. All ranks, inside utils.trial_adapters.
 
     Those of a first update, with B near 0, change less than rounding: an engine that lacks them looks healthy. On a
-    trial they move a logprob by about a nat. Of that the worst engine may be apart by 0.2 % in float32, where one adapter
-    of SmolLM2's 210 is worth 0.7 % at least, and by 30 % in bfloat16, whose rounding is 7 %, more of less than 8 tokens.
+    trial they move a logprob by a nat or so. The worst engine may be apart by 0.2 % of that in float32, where each of
+    SmolLM2's 210 adapters is worth 0.7 % or more, by 30 % in bfloat16: rounding is 7 %, more of less than 8 tokens.
     """
     limit, least = (0.002, 1) if args.model_dtype == "float32" else (0.3, 8)
     batch = make_batch([[[r]] for part in utils.share(groups, args) for g in part for r in g], world.device)
