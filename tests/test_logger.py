@@ -224,6 +224,7 @@ def test_a_tracker_gets_all_rows_and_the_end(fake, tmp_path, world, capsys):
         ("hang init", "WARNING: wandb has not ended within 2 s"),
     ],
 )
+@pytest.mark.runs
 def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(
     fake, what, words, tmp_path, world, capsys, monkeypatch
 ):

@@ -300,6 +300,7 @@ TWO_RANKS = """
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.runs
 def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, stage):
     """Three updates, the adapters sharded or replicated: to 1e-6 of the adapters' change."""
     import textwrap

@@ -588,6 +588,7 @@ def gym_tasks():
     return sorted(DATASETS)
 
 
+@pytest.mark.runs
 def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant():
     """Each task's own answer is worth 1.0, a constant less, unless it is the answer; or the task is refused."""
     rows, refused = [], []

@@ -166,6 +166,7 @@ def test_a_split_that_does_not_fit_is_refused_with_its_reason(capsys):
     assert "no room, a learner needs" in capsys.readouterr().out
 
 
+@pytest.mark.runs
 def test_the_study_s_ranking_on_8_h100():
     """6 learners and 2 engines beat 4 and 4 where learners are the bottleneck: Qwen2.5-7B, GSM8K, 1,024 x 5. Worked out
     by hand it was about 42 and 62 s a step."""

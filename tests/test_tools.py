@@ -443,6 +443,7 @@ def test_products_of_the_demo(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["add", "fail", "nothing", "list", "no server"])
+@pytest.mark.runs
 def test_a_tool_of_an_mcp_server(tmp_path, case):
     pytest.importorskip("mcp", reason="mcp is not installed: pip install mcp")
     (tmp_path / "server.py").write_text(MCP_SERVER)

@@ -34,6 +34,7 @@ def rank_0(code: str, *argv: object) -> dict:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.runs
 def test_policy_and_reference_share_their_communicators(tiny_models, stage):
     """Every group of ranks costs NCCL's buffers and its set-up on each GPU."""
     found = rank_0(
