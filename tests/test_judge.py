@@ -513,7 +513,7 @@ def test_failure_of_the_baseline_costs_no_score(serve):
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
 def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve, monkeypatch):
-    monkeypatch.setattr(rewards, "GRADING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rewards, "GRADING_TIMEOUT_S", 3.0)
     server = serve(lambda message, request: "\\boxed{9^{9^{9^9}}+x}")
     solve_with(server, baseline=False)
     slow = "{" * 22 + "y" + "}" * 22

@@ -848,7 +848,7 @@ PILLS = ["\\boxed{9^{9^{9^9}}}", "\\boxed{" + "{" * 100_000 + "2" + "}" * 100_00
 
 def test_what_the_answer_makes_slow_is_wrong_and_what_the_label_makes_slow_is_missing():
     rows = [("math", "\\sqrt{2}", PILLS[0]), ("math", PILLS[1], "\\boxed{\\sqrt{2}}")]
-    answer, label = score_rows(rows, timeout_s=2.0)
+    answer, label = score_rows(rows, timeout_s=3.0)
     assert (answer.score, answer.status, answer.details) == (0.0, "ok", {"problem": "timeout"})
     assert label.status == "timeout" and math.isnan(label.score)
 
@@ -858,7 +858,7 @@ def test_poison_pill_costs_nobody_else():
     wrong = [("math", "\\frac12", boxed_fraction(n, 3 * n), 0.0) for n in range(2, 8)]
     rows = [row for pair in zip(easy, wrong, strict=True) for row in pair]
     rows[3:3] = [("math", "\\sqrt{2}", pill, None) for pill in PILLS * 2]
-    results = score_rows(rows, timeout_s=2.0)
+    results = score_rows(rows, timeout_s=3.0)
     for row, result in zip(rows, results, strict=True):
         if row[3] is None:
             assert (result.status, result.score) == ("ok", 0.0) and result.details["problem"]

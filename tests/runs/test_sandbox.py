@@ -1008,7 +1008,7 @@ def test_literal_of_a_list_still_gets_the_scorers_tenth(gym):
 
 
 def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
-    monkeypatch.setattr(rewards, "REASONING_GYM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rewards, "REASONING_GYM_TIMEOUT_S", 3.0)
     label = {"task": "countdown", "entry": gym("countdown")}
     results = score(
         [RewardRecord("9**9**9", label, "reasoning_gym"), RewardRecord("94*4 - 6 - 61", label, "reasoning_gym")]
