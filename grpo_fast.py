@@ -126,9 +126,9 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
     if args.vllm_sleep == "on":
         args.refuse("--vllm_sleep: engines of grpo_fast.py work while the learners do: drop it")
     gpus, here = torch.cuda.device_count(), ranks if world_size is None else ranks_per_node
-    if gpus and here > gpus and not args.single_gpu_mode and not planned:
-        fix = "lower them, or share one GPU with --single_gpu_mode"
-        args.refuse(f"{processes} need {here} GPUs on a node, {gpus} are visible: {fix}")
+    here = max(per_node) if args.single_gpu_mode else here  # an engine may share one, NCCL refuses two learners
+    if gpus and here > gpus and not planned:
+        args.refuse(f"{processes} need {here} GPUs on a node, {gpus} are visible: lower them, or add --single_gpu_mode")
 
 
 def launch(args: Args) -> None:
@@ -872,7 +872,7 @@ class Sender:
             if gathered is not None:  # wait for the gather, not for the update that was queued after it
                 self.stream.wait_event(gathered)
             there = self.engines.device or (bucket.device if self.stream is None else "cuda")
-            data = bucket.view(torch.uint8).to(there, non_blocking=True)
+            data = bucket.view(torch.uint8).to(there)  # waits for a copy: gloo would send what has not come yet
             self.engines.group.broadcast([data], dist.BroadcastOptions()).wait()
             if data.is_cuda:  # else all would be on their way at once
                 self.stream.synchronize()

@@ -121,6 +121,31 @@ def test_a_broadcast_waits_for_every_engine_and_no_learner_for_a_drain(engines, 
     assert sender.metrics["val/weight_sync_bytes"] == 4 * BUCKETS and len(alive) == 0
 
 
+class OnGPU:
+    """A bucket on a GPU: of a copy that nobody waits for nothing has come yet when `to` returns."""
+
+    def __init__(self, values):
+        self.values = torch.tensor(values, dtype=torch.uint8)
+
+    def view(self, dtype):
+        return self
+
+    def to(self, device, non_blocking=False):
+        return torch.zeros_like(self.values) if non_blocking else self.values.clone()
+
+
+def test_what_gloo_sends_has_arrived_on_the_host():
+    """--single_gpu_mode: torch pins what it copies to the host and copies on the stream; gloo knows no streams."""
+    sent = []
+    sender: Any = object.__new__(grpo_fast.Sender)
+    group = types.SimpleNamespace(
+        broadcast=lambda data, options: sent.extend(data[0].tolist()) or types.SimpleNamespace(wait=lambda: None)
+    )
+    sender.engines, sender.stream = types.SimpleNamespace(device=torch.device("cpu"), group=group), None
+    sender._broadcast(OnGPU([1, 2, 3]), None)
+    assert sent == [1, 2, 3]
+
+
 def test_a_dead_engine_ends_the_wait(engines):
     """The queue is bounded: a learner must not wait for room in it, and hears of the death with the next weights."""
     sender = grpo_fast.Sender(engines)
