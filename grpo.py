@@ -1247,6 +1247,7 @@ def starts(policy: Policy, args: Args, step: int) -> Iterator[tuple[int, str, Ca
         with utils.trial_adapters(policy, args.seed):
             yield step - 1, "on a trial of all adapters", check_trial
     yield step, "before the first rollout", measure_gap
+    utils.shard_again(policy)  # an engine that slept wakes next, beside what a step leaves
 
 
 def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
@@ -1554,8 +1555,7 @@ def main(args: Args) -> Path | None:
     run = set_up(args, world)
     state, policy, prompts = run.state, run.learner.policy, run.train_prompts
     run.servers = utils.start_reward_models(args, run.run_dir, world)
-    engine = None  # --load_batches needs none
-    gap_metrics = {"debug/vllm_vs_local_logprob_diff_mean": math.nan}
+    engine, gap_metrics = None, {"debug/vllm_vs_local_logprob_diff_mean": math.nan}  # --load_batches needs no engine
     if not args.load_batches:
         rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size
         evaluated = math.ceil(len(run.eval_prompts) / world.size) * args.eval_pass_at_k

@@ -1579,8 +1579,7 @@ def _flex_attention() -> Callable:
 
     if not torch.cuda.is_available():
         return flex_attention
-    prepare_compiler()  # beyond torch's own limit of graphs the fallback makes all pairs
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, **prepare_compiler())  # beyond its limit the fallback makes all pairs
 
 
 # Options for flex attention's kernels, the first that run: torch's own take up to 150 KB of shared memory for heads of
@@ -1596,7 +1595,7 @@ def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: tor
     backward. Returns "", or why none is left."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     kv_heads, width = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
-    layout, why = Layout([(tokens // 2, [tokens // 4, tokens - tokens // 2 - tokens // 4])], device), ""
+    layout, why = Layout([(tokens // 2, [tokens // 4, tokens - tokens // 2 - tokens // 4])], device), "as before"
     while FLEX_OPTIONS:
         try:
             q, k, v = (
@@ -1798,14 +1797,15 @@ def checkpoint_layers(model: Any, part: str) -> None:
         mlp.forward = functools.partial(checkpoint, mlp.forward, use_reentrant=False)
 
 
-def prepare_compiler() -> None:
+def prepare_compiler() -> dict[str, Any]:
     """Inductor keeps precompiled C++ headers where its import finds the temporary directory: in its cache, then. And
-    more graphs of a function than torch's 8: rows, packs, with and without gradients."""
+    more graphs of a function than torch's 8; by options too, which it returns: a GPU's backward sees no setting."""
     setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010
     tempfile.tempdir = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     os.makedirs(tempfile.tempdir, exist_ok=True)
     importlib.import_module("torch._inductor.codecache")  # asks where that is
     tempfile.tempdir = None
+    return {"dynamic": True, "recompile_limit": 64}
 
 
 def compile_layers(model: Any) -> bool:
@@ -1814,9 +1814,9 @@ def compile_layers(model: Any) -> bool:
     Raises UserError where the model does not say what its layers are."""
     layers = blocks_of(model)
     need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
-    prepare_compiler()
+    options = prepare_compiler()
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = torch.compile(layer.forward, **options)
     return True
 
 
@@ -2144,7 +2144,8 @@ class Checkpoints:
         if problem := max(all_gather(problem, self.world)):  # nobody goes on alone
             return self._failed(temporary, problem)
         state = _learner_state(modules, optimizer)
-        writing = dcp.async_save(state, checkpoint_id=temporary / "state", process_group=self.group)
+        writer = dcp.filesystem._FileSystemWriter(temporary / "state", per_thread_copy_ahead=0)  # else CUDA on GPU 0
+        writing = dcp.async_save(state, storage_writer=writer, process_group=self.group)
         self.thread = threading.Thread(target=self._finish, args=(writing, temporary))
         self.thread.start()
 

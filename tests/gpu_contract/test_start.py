@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,17 @@ def test_the_packing_probe_gives_its_memory_back(tiny_models, world, share):
     args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32", share_prompts=share)
     policy = grpo.load_policy(args, world)
     assert grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, world) != "rows"
+    assert all(isinstance(p, DTensor) for p in policy.parameters())
+
+
+def test_the_first_gap_gives_its_memory_back(tiny_models, world):
+    """The engine slept meanwhile and wakes for the first rollouts, before an update frees them."""
+    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32")
+    policy = grpo.load_policy(args, world)
+    group = [utils.Rollout(utils.Prompt(0, (5, 6, 7), "", (), ()), 0, 0, [8, 9], [-1.0] * 2, [True] * 2)]
+    for _, when, check in grpo.starts(policy, replace(args, max_logprob_gap=0.0), 0):
+        assert check(policy, [group], when, replace(args, max_logprob_gap=0.0), world)
+        assert not all(isinstance(p, DTensor) for p in policy.parameters())
     assert all(isinstance(p, DTensor) for p in policy.parameters())
 
 
@@ -82,6 +94,19 @@ def test_sleep_is_refused_where_nothing_can(monkeypatch):
         check("--vllm_sleep on --rollout_backend transformers")
     with pytest.raises(utils.UserError, match="--vllm_sleep on: engines of grpo_fast.py"):
         check("--vllm_sleep on", fast=True)
+
+
+def test_an_engine_may_share_a_gpu_and_a_learner_may_not(monkeypatch):
+    """NCCL refuses two ranks on one GPU, after minutes of loading."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def check(flags):
+        line = f"--model_name_or_path x --single_gpu_mode {flags}"
+        grpo_fast.check_fast_args(utils.parse_args(grpo.Args, line.split()), None, 1)
+
+    check("--num_learners_per_node 2 --vllm_num_engines 2")
+    with pytest.raises(utils.UserError, match="--num_learners_per_node .* need 3 GPUs on a node, 2 are visible"):
+        check("--num_learners_per_node 3 --vllm_num_engines 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,6 +193,8 @@ def test_the_first_kernel_options_that_run_are_taken(small_gpu, monkeypatch, fit
     """Forward and backward, over as many tokens as a pack has: the defaults exceed what some GPUs have."""
     monkeypatch.setattr(Kernel, "fits", fits)
     why = utils.fit_flex_attention(CONFIG, torch.float32, 300, torch.device("cpu"))
+    teachers = utils.fit_flex_attention(CONFIG, torch.float32, 300, torch.device("cpu"))  # tried after the policy's
+    assert bool(why) == bool(teachers)
     assert len(utils.FLEX_OPTIONS) == left and ("shared memory" in why) == (left == 0)
     assert {tokens for _, tokens in Kernel.seen} == {300} and Kernel.seen[-1][0] == "backward"
     assert Kernel.seen[0] == ("forward", 300)

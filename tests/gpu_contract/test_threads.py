@@ -2,9 +2,11 @@
 
 import threading
 import types
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 
 import grpo
 import grpo_fast
@@ -71,3 +73,60 @@ def test_the_collector_never_waits_for_the_gpu(gpu):
     data = collector.next()
     assert len(data.sampled) == 2 and {"time/reward", "time/packing"} <= data.seconds.keys()
     assert Event.waited == [] and gpu == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What other threads do not have
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """A decoder layer of which each word makes another graph."""
+
+    def forward(self, x, word):
+        return x + len(word)
+
+
+def test_a_backward_may_compile_as_often(monkeypatch):
+    """On a GPU it has a thread of its own, which makes recomputed layers and attention again where a guard fails; what
+    is set in torch._dynamo.config is set for one thread (pytorch's issue 186537)."""
+    graphs, real = [], torch.compile
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    layer: Any = Layer()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda work, **how: real(work, backend=count, **how))
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr("torch.nn.attention.flex_attention.flex_attention", lambda x, word: x + len(word))
+        attend = utils._flex_attention.__wrapped__()
+        utils.compile_layers(types.SimpleNamespace(_no_split_modules=["Layer"], modules=lambda: [layer]))
+    for work in (attend, layer.forward):
+        torch._dynamo.reset()
+        graphs.clear()
+        thread = threading.Thread(target=lambda work=work: [work(torch.ones(2), "a" * i) for i in range(12)])
+        thread.start()
+        thread.join()
+        assert len(graphs) == 12, work
+
+
+def test_a_checkpoint_is_written_without_the_gpu(world, tmp_path, monkeypatch):
+    """It is on the host by then. The loader that torch takes in the writing thread where there is a GPU waits for that
+    thread's stream: one of GPU 0, on which the CUDA of each rank would take half a GiB."""
+    made = []
+
+    def overlapping(resolve, **how):
+        made.append(threading.current_thread().name)
+        return filesystem._SerialCpuLoader(resolve)
+
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", overlapping)
+    there = types.SimpleNamespace(is_available=lambda: True)  # a device, as far as torch's writer asks
+    monkeypatch.setattr(torch, torch._C._get_privateuse1_backend_name(), there, raising=False)
+    monkeypatch.setattr(utils, "run_program", lambda *_, **__: "")
+    model: Any = torch.nn.Linear(2, 2)
+    checkpoints = utils.Checkpoints(tmp_path, 1, world)
+    checkpoints.save(1, {"policy": model}, torch.optim.AdamW(model.parameters()), {})
+    checkpoints.wait()
+    assert list(tmp_path.glob("checkpoints/step_1.tmp/state/*.distcp")) and made == []
