@@ -1393,8 +1393,7 @@ class TransformersEngine(Engine):
         self.model.to(world.device).eval().requires_grad_(False)
         self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults slip in
         if args.model_dtype == "bfloat16":  # of strided rows a CPU's product copies the head for each: GiB, a minute
-            head = self.model.get_output_embeddings()
-            head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+            self.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: (x[0].contiguous(),))
         self.tokenizer, self.device = tokenizer, world.device
         self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         self.stop_strings = list(args.stop_strings)
@@ -1436,7 +1435,6 @@ class TransformersEngine(Engine):
         pad = self.eos_ids[0]
         padded = [[pad] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests]
         attend = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
-        input_ids = torch.tensor(padded, device=self.device)
         temperatures = torch.tensor([[r.temperature or 1.0] for r in requests], device=self.device)
         greedy = torch.tensor([[r.temperature == 0] for r in requests], device=self.device)
         generators = [torch.Generator().manual_seed(r.seed) for r in requests]
@@ -1455,7 +1453,7 @@ class TransformersEngine(Engine):
         ends = {"eos_token_id": self.eos_ids, "pad_token_id": pad, "stop_strings": stop or None}
         config = GenerationConfig(max_new_tokens=longest, do_sample=False, **ends)
         sequences = self.model.generate(
-            input_ids=input_ids,
+            input_ids=torch.tensor(padded, device=self.device),
             attention_mask=torch.tensor(attend, device=self.device),
             generation_config=config,
             logits_processor=LogitsProcessorList([seeded_sample]),
