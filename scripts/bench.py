@@ -709,6 +709,14 @@ def draw_precision(rows: Sequence[dict[str, Any]], results: Path) -> Path:
     return path
 
 
+LLAMA = "import torch, tyro; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
+
+
+def cached() -> dict[str, str]:
+    """The environment of a start whose bytecode is kept from the one before, as it is unless somebody forbids it."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def first_step(script: str, root: Path, flags: Sequence[str]) -> float:
     """Seconds from the start of a run of one step to its line in metrics.jsonl."""
     with tempfile.TemporaryDirectory() as directory:
@@ -716,7 +724,7 @@ def first_step(script: str, root: Path, flags: Sequence[str]) -> float:
         line = [sys.executable, script, *flags, "--output_dir", directory, "--exp_name", "run"]
         line += ["--total_episodes", "64", "--local_eval_every", "-1", "--save_freq", "-1"]
         start = time.perf_counter()
-        with log.open("w") as out, subprocess.Popen(line, cwd=root, stdout=out, stderr=out) as process:
+        with log.open("w") as out, subprocess.Popen(line, cwd=root, env=cached(), stdout=out, stderr=out) as process:
             while not metrics.exists() or '"training_step": 1,' not in metrics.read_text():
                 if process.poll() is not None:
                     raise SystemExit(f"bench.py: {shlex.join(line)}\n{log.read_text()[-3000:]}")
@@ -729,6 +737,7 @@ def bench_startup(options: argparse.Namespace) -> dict[str, Any]:
     the caches, does not count. Beside this checkout that of --against, in the same rounds.
 
     LLM()          vLLM's engine as the demo has it, bare: what no run with vLLM can be faster than
+    import llama   torch, tyro and a model's code from transformers, bare: the same of --dry_run with a memory estimate
     tiny model     a random model of two layers, --rollout_backend transformers, to the end of the first step
     demo           grpo_fast.py as scripts/demo.sh has it, the evaluation before training included, to the same
     """
@@ -746,11 +755,14 @@ def bench_startup(options: argparse.Namespace) -> dict[str, Any]:
         tiny += ["--dataset_mixer_list", str(ROOT / "data" / "addition" / "train.jsonl"), "1.0"]
 
         def python(root: Path, *line: str) -> float:
-            quiet = {"cwd": root, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            quiet = {"cwd": root, "env": cached(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             return stopwatch(lambda: subprocess.run([sys.executable, *line], check=True, **quiet))
 
         theirs: dict[str, Callable[[Path], float]] = {
             "import torch, tyro": lambda root: python(root, "-c", "import torch, tyro"),
+            "import llama": lambda root: python(
+                root, "-c", f"import torch, tyro; from {LLAMA} import LlamaForCausalLM"
+            ),
             "from vllm import LLM": lambda root: python(root, "-c", "from vllm import LLM"),
             "LLM()": lambda root: python(root, "-c", f"from vllm import LLM; LLM(**{llm})"),
         }
@@ -774,6 +786,7 @@ def bench_startup(options: argparse.Namespace) -> dict[str, Any]:
     for name, reference, times in (
         ("--help", "import torch, tyro", 1.5),
         ("--dry_run", "import torch, tyro", 2),
+        ("--dry_run", "import llama", None),
         ("tiny model", "import torch, tyro", 3),
         ("demo", "from vllm import LLM", 2),
         ("demo", "LLM()", None),

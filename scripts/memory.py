@@ -295,8 +295,8 @@ def load_config(name: str, revision: str | None) -> Any:
     return AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
 
 
-def main() -> int:
-    setup = tyro.cli(Setup, description=__doc__, use_underscores=True)
+def tell(setup: Setup) -> int:
+    """Print what is asked for; the exit status."""
     try:
         if setup.table or not setup.models:
             print_table(setup)
@@ -311,4 +311,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(tell(tyro.cli(Setup, description=__doc__, use_underscores=True)))

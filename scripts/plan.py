@@ -7,9 +7,7 @@
 
 import json
 import os
-import runpy
 import sys
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,6 +16,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 import utils
+from scripts import memory
 
 ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
     lora_rank load_ref_policy ref_model_name_or_path ref_model_revision ref_model_dtype ref_policy_update_freq
@@ -64,10 +63,7 @@ def main() -> None:
     print("dtype    {}: {}".format(*utils.choose_dtype(args)))
     print(sources_text(args))
     known = {name: values[name] for name in ESTIMATED_BY + NOT_FLAGS if name in values}
-    flags = [f"--{name}={v}" if not isinstance(v, bool) else f"--{'no_' * (not v)}{name}" for name, v in known.items()]
-    sys.argv = utils.program("memory.py", args.model_name_or_path, *flags)[1:]
-    with suppress(SystemExit):  # what it could not do it has printed
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    memory.tell(memory.Setup((args.model_name_or_path,), **known))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The memory estimate of --dry_run against the bytes that an update really holds."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import textwrap
 from dataclasses import fields, replace
 
 import pytest
+import torch
 
 import grpo
 import grpo_fast
@@ -200,10 +202,17 @@ def test_an_engine_that_sleeps_and_buckets_on_their_way():
     assert small["buckets"] == small["engine_weights"]
 
 
-def test_the_readmes_table():
+SMALLEST = memory.SHAPES["Qwen2.5-0.5B"]
+
+
+def test_the_readmes_table(monkeypatch):
     readme = (REPO / "scripts/README.md").read_text()
-    setup = memory.Setup(deepspeed_stage=3, gradient_checkpointing=True)
-    assert memory.row("Qwen2.5-0.5B", memory.qwen(*memory.SHAPES["Qwen2.5-0.5B"]), setup) in readme
+    setup, config = memory.Setup(deepspeed_stage=3, gradient_checkpointing=True), memory.qwen(*SMALLEST)
+    model = memory.meta_model(config, torch.bfloat16)
+    kept = functools.cache(functools.partial(memory.kept_for_backward, model))  # the same for any number of learners
+    monkeypatch.setattr(memory, "meta_model", lambda *_: model)
+    monkeypatch.setattr(memory, "kept_for_backward", lambda _, tokens: kept(tokens))
+    assert memory.row("Qwen2.5-0.5B", config, setup) in readme
     assert all(f"| {name} |" in readme for name in memory.SHAPES)
 
 

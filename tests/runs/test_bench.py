@@ -160,11 +160,10 @@ def test_rewards(tiny_models):
 
 def test_startup(tiny_models):
     """Whole processes, of a run until its first step is in metrics.jsonl."""
-    result, _ = run("startup", tiny_models(), "--repeat 1 --sides torch tiny --against .")
-    assert set(result["sides"]) == {
-        "import torch, tyro",
-        "tiny model",
-        "tiny model, against",
+    result, _ = run("startup", tiny_models(), "--repeat 1 --sides torch help model, --against .")
+    assert set(result["sides"]) == {"import torch, tyro", "--help", "--help, against", "tiny model, against"}
+    assert set(result["ratios"]) == {
+        *(f"import torch, tyro over {name}" for name in ("--help", "--help, against", "tiny model, against")),
+        "--help against the other",
     }
-    assert {"import torch, tyro over tiny model", "tiny model against the other"} <= set(result["ratios"])
     assert all(side["seconds"] > 0 for side in result["sides"].values())
