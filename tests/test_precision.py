@@ -103,7 +103,7 @@ def test_the_choice_does_not_change_while_other_processes_compute():
     """Products of several threads, one dtype after the other, gave the wrong answer 2 times of 40 beside them;
     wall time on one core did so, with 1 GFLOP/s in both, beside more of them than a turn has room for."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: sum(range(10000))"]) for _ in range(8)]
-    ratios = [half / full for half, full in (utils.core_speeds([torch.bfloat16, torch.float32]) for _ in range(8))]
+    ratios = [half / full for half, full in (utils.core_speeds([torch.bfloat16, torch.float32]) for _ in range(4))]
     for process in busy:
         process.kill()
     assert max(ratios) < 0.9 or min(ratios) > 1.1
@@ -120,28 +120,25 @@ def test_a_server_on_a_cpu_takes_what_the_processor_is_fast_in(monkeypatch, tiny
         assert command[command.index("--dtype") + 1] == dtype
 
 
-KERNEL = """import utils, torch
-add = torch.compile(lambda x: torch.where(x % 3 == 1, x + 1, x - 1), dynamic=True)
-x = torch.arange(17, dtype=torch.int32)  # one vector of 512 bits, two of 256, and a rest
-assert add(x).equal(torch.where(x % 3 == 1, x + 1, x - 1)), "wrong numbers"
+CACHE = """import tempfile, utils
+utils.prepare_compiler()
+from torch._inductor import codecache
+print(tempfile.gettempdir(), codecache._HEADER_DIR, codecache.cache_dir())
 """
 
 
-@pytest.mark.runs
 def test_a_home_of_machines_of_several_kinds_shares_no_kernels(tmp_path):
     """Inductor's cache gave the code written for one processor's vectors to another's compiler: half the numbers were
-    what memory held. ATEN_CPU_CAPABILITY makes the second of these processes a machine without AVX-512."""
-    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"} | {"HOME": str(tmp_path)}
-    environment |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}  # half a minute for each kind
+    what memory held. ATEN_CPU_CAPABILITY makes the second of these processes a machine without AVX-512. The compiler's
+    headers are in the cache too, though torch's import would have them in the temporary directory, which stays."""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    caches = set()
     for kind in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):
-        subprocess.run([sys.executable, "-c", KERNEL], cwd=REPO, env=environment | kind, check=True)
-
-
-def test_the_compiler_s_headers_are_not_in_the_temporary_directory(tmp_path):
-    """Torch's import decides where; the run's own temporary files stay where they were."""
-    code = "import tempfile, utils; utils.prepare_compiler(); print(tempfile.gettempdir())"
-    code += "; from torch._inductor import codecache; print(codecache._HEADER_DIR)"
-    environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
-    temporary, headers = done.stdout.splitlines()[-2:]
-    assert temporary == str(tmp_path) and headers.startswith(str(tmp_path / "cache")), done.stdout + done.stderr
+        line, how = [sys.executable, "-c", CACHE], {"cwd": REPO, "env": environment | kind, "text": True}
+        done = subprocess.run(line, capture_output=True, **how)
+        temporary, headers, cache = done.stdout.split()[-3:]
+        assert temporary == str(tmp_path) and headers.startswith(cache), done.stdout + done.stderr
+        assert cache.startswith(f"{tmp_path}/.cache/torchinductor/")
+        caches.add(cache)
+    assert len(caches) == 1 + ("AVX512" in torch.backends.cpu.get_cpu_capability())

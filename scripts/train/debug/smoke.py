@@ -121,6 +121,8 @@ def shrink(args, name: str, out: Path) -> list[str]:
         flags += " --additive_format_reward"
     if args.ref_model_name_or_path:
         flags += f" --ref_model_name_or_path {make_tiny_model(out / 'teacher', arch='qwen3', seed=5)}"
+    if args.tools:  # each worker imports vLLM for the parser
+        flags += " --pool_size 1"
     if args.checkpoint_state_freq > 0:
         flags += " --checkpoint_state_freq 2"
     if args.llm_judge_model:
