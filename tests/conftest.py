@@ -1,3 +1,4 @@
+import compileall
 import os
 from pathlib import Path
 
@@ -8,6 +9,16 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which an engine fil
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config):
+    """Programs that tests start find bytecode where PYTHONDONTWRITEBYTECODE would have each compile its own. Those of
+    units are forked from a process without vLLM, which none of them starts."""
+    if not hasattr(config, "workerinput"):  # a worker's, of which there are several
+        compileall.compile_dir(REPO, maxlevels=0, quiet=2)
+        compileall.compile_dir(REPO / "scripts", quiet=2)
+    if config.option.markexpr == "not runs":
+        os.environ["TESTS_OF_UNITS"] = "1"
 
 
 def pytest_collection_modifyitems(items):

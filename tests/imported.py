@@ -15,19 +15,24 @@ MODULES = """grpo grpo_fast scripts.sandbox tyro tyro._backends._argparse_format
     vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
     vllm.model_executor.layers.quantization.online.base vllm.model_executor.models.llama
     vllm.v1.executor.uniproc_executor vllm.v1.worker.cpu_worker"""
+UNITS = "TESTS_OF_UNITS" in os.environ  # which start no engine of vLLM
 for name in MODULES.split():
+    if UNITS and name.startswith("vllm."):
+        continue
     importlib.import_module(name)
     if name == "grpo":
         importlib.import_module("utils").prepare_compiler()
 
 import torch  # noqa: E402
-from torch._inductor import cpu_vec_isa  # noqa: E402
-from vllm.v1.sample.ops.logprobs import batched_count_greater_than  # noqa: E402
 
-cpu_vec_isa.valid_vec_isa_list()  # each takes a compiler and a Python to see
-for rows in (2, 3):  # what vLLM compiles for its first response, and then for any number of them
-    with torch.inference_mode():
-        batched_count_greater_than(torch.zeros(rows, 512), torch.zeros(rows, 1))
+if not UNITS:
+    from torch._inductor import cpu_vec_isa
+    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+
+    cpu_vec_isa.valid_vec_isa_list()  # each takes a compiler and a Python to see
+    for rows in (2, 3):  # what vLLM compiles for its first response, and then for any number of them
+        with torch.inference_mode():
+            batched_count_greater_than(torch.zeros(rows, 512), torch.zeros(rows, 1))
 gc.collect()
 gc.freeze()  # the programs' collections need not look at what was imported
 server = os.getpid()

@@ -9,10 +9,13 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -40,14 +43,16 @@ def serve():
     return multiprocessing.forkserver._forkserver._forkserver_address  # ty: ignore[missing-attribute]
 
 
-def fork_ranks(address):
-    """Have torchrun, or grpo_fast.py's launcher, in this process fork its ranks as well. They are not its children."""
+def fork_ranks(address, children):
+    """Have torchrun, or grpo_fast.py's launcher, in this process fork its ranks as well: where it was forked, or as its
+    `children`, which end with it and hear its signals."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     connect(address)
     out, err = (f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2))
+    how = {"address": address, "context": multiprocessing.get_context("fork")} if children else {"address": address}
     SubprocessHandler._popen = lambda self, args, env: Program(
-        [word for word in args[1:] if word != "-u"], out, err, address=address, **env
+        [word for word in args[1:] if word != "-u"], out, err, **how, **env
     )
     SubprocessHandler.close = lambda self, death_sig=None: self.proc.send_signal(death_sig or signal.SIGTERM)
 
@@ -61,31 +66,49 @@ def connect(address):
         server._forkserver_alive_fd = os.dup(1)  # ty: ignore[missing-attribute]
 
 
+FORKED = "grpo.py | grpo_fast.py | scripts/gpu_hour.py"
+
+
 def python_that_forks(path):
-    """Write a program that runs `python LINE` in a process forked from ours, for shell scripts that find it on PATH."""
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.programs "{serve()}" "$@"\n')
+    """Write a program that runs `python LINE` in a process forked from ours, for shell scripts that find it on PATH.
+    Lines that begin with another program than the FORKED get a Python of their own, and standard input."""
+    fork = f'"{sys.executable}" -m tests.programs "{serve()}"'
+    path.write_text(f'#!/bin/sh\ncase "$1" in {FORKED}) exec {fork} "$@" ;; esac\nexec "{sys.executable}" "$@"\n')
     path.chmod(0o755)
+    return path
 
 
-def fork_report(address):
-    """Have this process fork the program that draws its report, as it does at the end of every run."""
-    import utils
-
-    def run_program(name, *arguments, seconds=None, fresh=utils.run_program):
-        if name != "reports/curves.py":  # what has imported nothing yet reads more of the environment
-            return fresh(name, *arguments, seconds=seconds)
-        done = run([f"scripts/{name}", *arguments], utils.PROGRAM_S, address)
-        return done.stderr.strip() if done.returncode else ""
-
-    utils.run_program = run_program
+def run_program(fresh, name, *arguments, seconds=None, address=None):
+    """As utils.run_program, which is `fresh`. What imports torch or matplotlib is forked: reports, states."""
+    if name not in ("reports/curves.py", "align/states.py"):  # a Python of its own reads more of the environment
+        return fresh(name, *arguments, seconds=seconds)
+    done = run([f"scripts/{name}", *arguments], seconds or 120, address)
+    return done.stderr.strip() if done.returncode else ""
 
 
-def play(line, env, out, err, address):
+def end_with(pid):
+    """Kill this process when that one is gone, as the kernel does with ranks that are its children."""
+    gone = os.pidfd_open(pid)
+
+    def watch():
+        select.select([gone], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def play(line, env, out, err, address, children, launcher):
     """`python *line` in this forked process."""
     import torch
 
+    import utils
     from tests import imported
 
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a program of a terminal
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # a launcher's handlers are not its children's
+        signal.signal(number, signal.SIG_DFL)
+    utils.pin = lambda cores: utils.ALL_CORES  # tests run side by side: a core may be busy, and the other free
     multiprocessing.current_process().name = "MainProcess"
     tempfile.tempdir = None  # TMPDIR may be another one
     defaults = {name: value for name, value in os.environ.items() if name not in imported.ENVIRONMENT}  # utils' own
@@ -98,8 +121,13 @@ def play(line, env, out, err, address):
         os.dup2(descriptor, number)
         os.close(descriptor)
     if address:
-        fork_ranks(address)
-        fork_report(address)
+        fork_ranks(address, children)
+        utils.run_program = functools.partial(run_program, utils.run_program, address=address)
+    if launcher:
+        end_with(launcher)
+    if "PIDS" in env:
+        Path(env["PIDS"], str(os.getpid())).write_text("".join(f"{name}={value}\0" for name, value in env.items()))
+    sys.executable = env.get("PYTHON_OF_FORKS", sys.executable)  # with which it starts other programs
     how, *sys.argv = line if line[0] in ("-c", "-m") else ("", *line)
     try:
         if how == "-c":
@@ -112,18 +140,22 @@ def play(line, env, out, err, address):
             runpy.run_path(line[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing would not
+        if "TORCHELASTIC_RUN_ID" in env:  # an interpreter takes as long, in which the launcher sees who died first
+            time.sleep(0.5)
 
 
 class Program:
     """As a subprocess.Popen of [sys.executable, *line] in the root of the repository, its output in files. With the
-    `address` of the process that is forked, ranks that it starts are forked from there too."""
+    `address` of the process that is forked, ranks that it starts are forked too: from there, or as its `children`. With
+    a `launcher` it ends with that process."""
 
-    def __init__(self, line, out, err=None, address=None, **env):
+    def __init__(self, line, out, err=None, address=None, children=False, launcher=None, context=FORKS, **env):
         if not address:
             serve()
         self.line = list(map(str, line))
         environment = dict(os.environ) | {name: str(value) for name, value in env.items()}
-        self.process = FORKS.Process(target=play, args=(self.line, environment, str(out), str(err or out), address))
+        arguments = self.line, environment, str(out), str(err or out), address, children, launcher
+        self.process = context.Process(target=play, args=arguments)
         self.process.start()
         self.pid = self.process.pid
 
@@ -142,6 +174,19 @@ class Program:
     def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def living(directory):
+    """pid -> environment of each process forked with PIDS=directory that lives."""
+    found = {}
+    for path in Path(directory).iterdir():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{path.name}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found[int(path.name)] = path.read_text()
+    return found
 
 
 def torchrun(ranks):
@@ -163,4 +208,6 @@ if __name__ == "__main__":
 
     programs.connect(sys.argv[1])
     out, err = (f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2))
-    sys.exit(programs.Program(sys.argv[2:], out, err, sys.argv[1]).wait())
+    program = programs.Program(sys.argv[2:], out, err, sys.argv[1], launcher=os.getpid())
+    signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
+    sys.exit(program.wait())

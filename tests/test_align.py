@@ -1,6 +1,7 @@
 """align.py and dataproto.py of scripts/align/: what is a difference, what is read, what is refused."""
 
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -540,11 +541,12 @@ class Loaded:
 
 
 @pytest.mark.runs
-def test_shards_of_verl_are_taken(tiny_models, tmp_path, world):
+def test_shards_of_verl_are_taken(tiny_models, tmp_path, world, monkeypatch):
     """Three ranks (a block's weights are not a multiple of 3) and both of FSDP's generations."""
     model = tiny_models()
-    command = [sys.executable, "tests/verl_shards.py", str(model), str(tmp_path), "3"]
-    subprocess.run(command, cwd=REPO, check=True, timeout=300, capture_output=True)
+    done = programs.run(["tests/verl_shards.py", model, tmp_path, "3"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    monkeypatch.setattr(utils, "run_program", functools.partial(programs.run_program, utils.run_program))
     truth = torch.load(tmp_path / "truth.pt", weights_only=False)
     start = align.load_hf_state(model)
     for kind in verl_shards.KINDS:

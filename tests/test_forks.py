@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests import test_learner, test_math
+from tests import programs, test_learner, test_math
 from tests.conftest import REPO
 
 FORKS = {path.stem: path for path in sorted((REPO / "scripts" / "forks").glob("*.diff"))}
@@ -272,26 +272,17 @@ def test_adaptive_kl_by_hand(forked):
 def test_adaptive_kl_steers_a_run(forked, tiny_models, tmp_path):
     """beta of each step is the last one's, by the KL that the last step logged; --resume goes on with it."""
     directory, grpo = forked("adaptive_kl")
-    for file in ("rewards.py", "scripts"):
-        (directory / file).symlink_to(REPO / file)
     with (tmp_path / "train.jsonl").open("w") as file:
         for i in range(32):
             turns = [{"role": "user", "content": f"Say {i}, then 7."}]
             file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
-    command = [sys.executable, "grpo.py", "--model_name_or_path", str(tiny_models()), "--dataset_mixer_list"]
-    command += [
-        str(tmp_path / "train.jsonl"),
-        "1.0",
-        "--output_dir",
-        str(tmp_path),
-        "--rollout_backend",
-        "transformers",
-    ]
+    command = [directory / "grpo.py", "--model_name_or_path", tiny_models(), "--output_dir", tmp_path]
+    command += ["--dataset_mixer_list", tmp_path / "train.jsonl", "1.0", "--rollout_backend", "transformers"]
     command += """--model_dtype float32 --response_length 6 --max_prompt_token_length 48 --temperature 1.0 --beta 0.2
         --learning_rate 3e-3 --target_kl 0.01 --total_episodes 256 --save_freq -1 --checkpoint_state_freq 2
         --no_filter_zero_std_samples""".split()
     for more in ([], ["--resume"]):
-        done = subprocess.run([*command, *more], cwd=directory, capture_output=True, text=True, timeout=300)
+        done = programs.run([*command, *more])
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
         assert rows[0]["objective/beta"] == 0.2 and len(rows) == 4

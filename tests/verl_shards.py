@@ -94,4 +94,5 @@ def work(rank, directory, out, world, store):
 if __name__ == "__main__":
     model, out, world = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (model, out, world, f"{folder}/store"), nprocs=world)
+        arguments = model, out, world, f"{folder}/store"
+        torch.multiprocessing.start_processes(work, arguments, nprocs=world, start_method="fork")

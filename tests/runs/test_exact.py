@@ -350,14 +350,14 @@ BROKEN += " --deterministic --max_logprob_gap 0.01"
 
 def start(script, model, directory, out, flags):
     line = command(model, directory, out, flags, script=script)
-    return programs.Program(line, out / "log", OMP_NUM_THREADS=1)
+    return programs.Program(line, out / "log", address=programs.serve(), children=True, OMP_NUM_THREADS=1)
 
 
-def wait_for(condition, process):
+def wait_for(condition, process, every=0.02):
     deadline = time.monotonic() + 600
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, "it ended, or nothing happened"
-        time.sleep(0.001)
+        time.sleep(every)
 
 
 @pytest.mark.parametrize("script", ["grpo.py", "grpo_fast.py"])
@@ -384,7 +384,7 @@ def test_a_broken_run_ends_as_the_unbroken_one(script, tiny_models, data, tmp_pa
         process = start(script, tiny_models(), data, tmp_path, f"{flags} --resume")
         wait_for(lambda: log.read_text().count("resumed after") == 1 + asked and steps() > newest, process)  # noqa: B023
         if not asked:
-            wait_for(lambda: set(checkpoints.glob("*.tmp")) - half, process)  # noqa: B023
+            wait_for(lambda: set(checkpoints.glob("*.tmp")) - half, process, every=0.001)  # noqa: B023
         process.send_signal(signal.SIGTERM if asked else signal.SIGKILL)
         assert (process.wait() == 0) == asked, log.read_text()[-3000:]
         assert newest < steps() < 16 and not (run_dir / "model").exists()

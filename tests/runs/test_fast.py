@@ -36,10 +36,10 @@ def run(*args):
 
 
 def start(log, *args):
-    """A process whose orphans or signals count: a start from nothing."""
-    with log.open("w") as file:
-        env = os.environ | ENV
-        return subprocess.Popen([sys.executable, *args], cwd=REPO, env=env, stdout=file, stderr=subprocess.STDOUT)
+    """A process whose orphans or signals count: its ranks are its children."""
+    log.with_name("pids").mkdir(exist_ok=True)
+    env = ENV | {"PIDS": log.with_name("pids")}
+    return programs.Program(args, log, address=programs.serve(), children=True, **env)
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +155,9 @@ def test_kill_9_leaves_no_process_behind(tiny_models, data, tmp_path, victim):  
     log = tmp_path / "log"
     process = start(log, *command("grpo_fast.py", tiny_models(), data, tmp_path, flags))
     wait_until((tmp_path / "x" / "metrics.jsonl").exists, process, log)
-    children = sorted(descendants(process.pid))
-    learner, engine = [pid for pid in children if os.path.exists(f"/proc/{pid}/environ") and is_rank(pid)][:2]
+    children = descendants(process.pid)
+    learner, engine = ranks_of(log)
+    assert {learner, engine} <= set(children)
     os.kill({"learner": learner, "engine": engine, "launcher": process.pid}[victim], signal.SIGKILL)
     assert process.wait(timeout=600) != 0
     deadline = time.monotonic() + 60
@@ -166,11 +167,6 @@ def test_kill_9_leaves_no_process_behind(tiny_models, data, tmp_path, victim):  
     if victim != "launcher":
         assert f"{victim} 0 (pid" in log.read_text()
         assert "signal SIGKILL" in log.read_text()
-
-
-def is_rank(pid):
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        return b"TORCHELASTIC_RUN_ID" in file.read() and b"grpo_fast.py" in open(f"/proc/{pid}/cmdline", "rb").read()
 
 
 def is_alive(pid):
@@ -187,9 +183,9 @@ def wait_until(condition, process, log, seconds=600):
         time.sleep(0.05)
 
 
-def ranks_below(pid):
-    """Pids of the ranks a launcher started, learners first."""
-    return sorted(child for child in descendants(pid) if is_alive(child) and is_rank(child))
+def ranks_of(log, mark="TORCHELASTIC_RUN_ID="):
+    """Pids of the ranks of what `start` has started, learners first."""
+    return sorted(pid for pid, env in programs.living(log.with_name("pids")).items() if f"\0{mark}" in env)
 
 
 def test_two_nodes_survive_a_kill(synchronous, tiny_models, data, tmp_path):  # noqa: F811
@@ -205,8 +201,7 @@ def test_two_nodes_survive_a_kill(synchronous, tiny_models, data, tmp_path):  # 
     try:
         latest = tmp_path / "x" / "checkpoints" / "latest"
         wait_until(latest.exists, agents[0], logs[0])
-        ranks = [pid for agent in agents for pid in ranks_below(agent.pid)]
-        learner = next(pid for pid in ranks if b"RANK=0\0" in open(f"/proc/{pid}/environ", "rb").read())
+        (learner,) = ranks_of(logs[0], "RANK=0\0")
         os.kill(learner, signal.SIGKILL)
         assert [agent.wait(timeout=600) for agent in agents] == [0, 0], logs[0].read_text()[-3000:]
     finally:
@@ -251,7 +246,7 @@ def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, 
     process = start(log, *command("grpo_fast.py", tiny_models(), data, tmp_path, flags))
     metrics = tmp_path / "x" / "metrics.jsonl"
     wait_until(metrics.exists, process, log)
-    engine = ranks_below(process.pid)[-1]
+    engine = ranks_of(log)[-1]
     os.kill(engine, signal.SIGSTOP)
     try:
         wait_until(lambda: "stalled: nothing moved for" in log.read_text(), process, log)
@@ -429,11 +424,14 @@ def test_without_vllm_and_without_a_call_that_pins(tiny_models, data, tmp_path, 
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     args = ("grpo_fast.py", tiny_models(), data, tmp_path, "--exp_name x --total_episodes 128 --async_steps 1")
-    log = tmp_path / "log"
-    assert start(log, *command(*args, TRANSFORMERS)).wait(timeout=600) == 0, log.read_text()[-3000:]
+
+    def run_fresh(flag):
+        line, how = [sys.executable, *command(*args, flag)], {"cwd": REPO, "env": os.environ | ENV, "timeout": 600}
+        return subprocess.run(line, capture_output=True, text=True, **how)
+
+    check(run_fresh(TRANSFORMERS))
     assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2]
-    assert start(log, *command(*args, "--overwrite")).wait(timeout=600) != 0
-    said = log.read_text()
+    said = check(run_fresh("--overwrite"), ok=False)
     assert "--rollout_backend transformers" in said and "Traceback" not in said
 
 

@@ -6,15 +6,18 @@ import re
 import signal
 import subprocess
 
+from scripts.train.debug import smoke
+from tests import programs
 from tests.conftest import REPO
 from tests.runs.test_fast import wait_until
 
 
-def start(out, *flags):
+def start(out, *flags, **env):
     log = out.with_suffix(".log")
     with log.open("a") as file:
         line = ["bash", "scripts/gpu_hour.sh", "--tiny", "--out", str(out), *flags]
-        return subprocess.Popen(line, cwd=REPO, stdout=file, stderr=subprocess.STDOUT, start_new_session=True), log
+        how = {"cwd": REPO, "env": os.environ | env, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(line, stdout=file, **how), log
 
 
 def results(out):
@@ -22,8 +25,10 @@ def results(out):
 
 
 def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
-    out = tmp_path / "hour"
-    process, log = start(out)
+    out, python = tmp_path / "hour", programs.python_that_forks(tmp_path / "python")
+    forked = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON_OF_FORKS": str(python)}  # the programs it starts too
+    forked["BASH_FUNC_source%%"] = smoke.STUBS["source"]  # of setup.sh, which would put another python first
+    process, log = start(out, **forked)
     wait_until((out / "cold_start.log").exists, process, log)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == 130, log.read_text()
@@ -34,7 +39,7 @@ def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
     assert "| kernels | pass |" in page and "| cold_start | not made yet |" in page
     stamp = (out / "kernels.json").stat().st_mtime_ns
 
-    process, log = start(out)
+    process, log = start(out, **forked)
     assert process.wait(timeout=600) == 0, log.read_text()
     found = results(out)
     skipped = {name for name, result in found.items() if result["passed"] is None}
@@ -47,6 +52,7 @@ def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
 
 
 def test_a_check_that_fails_says_why_and_is_made_again(tmp_path):
+    """As it is started by hand, setup.sh included."""
     out = tmp_path / "hour"
     (out / "kernels.log").mkdir(parents=True)  # where the check's output should be
     process, log = start(out, "--only", "kernels")

@@ -25,24 +25,24 @@ STARTS = {
 
 
 class Started:
-    """A run and all processes that it started, however deep: they have inherited a variable of the environment."""
+    """A run and all processes that it started, however deep: they have inherited a variable of the environment, or were
+    forked and have left a note."""
 
     def __init__(self, how, model, data, out, flags):  # noqa: F811
         self.mark, self.log, self.run_dir = uuid.uuid4().hex, out / "log", out / "x"
         line = command(model, data, out, f"--exp_name x {TRANSFORMERS} --max_logprob_gap 0 {flags}")
-        line[:1] = [sys.executable, *STARTS[how]]
-        self.env = os.environ | {"OMP_NUM_THREADS": "1", "MARK": self.mark}
-        with self.log.open("w") as log:
-            # as a terminal's shell does, and not a background job's
-            heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-            self.process = subprocess.Popen(line, cwd=REPO, env=self.env, stdout=log, stderr=log, **heard)
+        line[:1] = STARTS[how]
+        self.pids = out / "pids"
+        self.pids.mkdir()
+        env = {"OMP_NUM_THREADS": "1", "MARK": self.mark, "PIDS": self.pids}
+        self.process = programs.Program(line, self.log, address=programs.serve(), children=True, **env)
 
     def text(self):
         return self.log.read_text()
 
     def processes(self):
         """pid -> environment of each that lives."""
-        found = {}
+        found = programs.living(self.pids)
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
                 environment = path.read_text()
