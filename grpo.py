@@ -147,7 +147,7 @@ class Args(GRPOFlags, utils.Flags):
         """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError: flags and fix."""
         utils.Flags.check(self)
         utils.positive(self, "num_unique_prompts_rollout num_samples_per_prompt_rollout num_mini_batches num_epochs")
-        utils.positive(self, "total_episodes per_device_train_batch_size eval_pass_at_k")
+        utils.positive(self, "total_episodes per_device_train_batch_size eval_pass_at_k ref_policy_update_freq")
         utils.positive(self, "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm", zero=True)
         utils.positive(self, "rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound", zero=True)
         self.check_batch(world_size, fast)
@@ -204,6 +204,8 @@ class Args(GRPOFlags, utils.Flags):
         utils.need(0 < self.alpha <= 1, f"--alpha {self.alpha}: must be in (0, 1]")
         utils.need(0 <= self.clip_lower <= 1, f"--clip_lower {self.clip_lower}: must be in [0, 1]")
         utils.need(0 <= self.warmup_ratio < 1, f"--warmup_ratio {self.warmup_ratio}: must be in [0, 1)")
+        if self.warmup_ratio and self.lr_scheduler_type == "constant":
+            refuse("--warmup_ratio with --lr_scheduler_type warms nothing up: take constant_with_warmup")
         if self.lora_rank and refresh is not None:
             refuse("--ref_policy_update_freq with --lora_rank has no second model to move: drop one of them")
         if self.lora_rank and self.load_states:
@@ -212,8 +214,6 @@ class Args(GRPOFlags, utils.Flags):
             refuse("--beta needs a reference policy: drop --no_load_ref_policy or set --beta 0")
         if refresh is not None and not self.load_ref_policy:
             refuse("--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
-        if refresh is not None and refresh <= 0:
-            refuse("--ref_policy_update_freq: must be positive; leave it out for never")
         if self.ref_model_name_or_path:
             self.check_teacher()
         if dual and (dual <= 1 or self.loss_fn != "dapo"):
@@ -1105,9 +1105,8 @@ def update(
 ) -> tuple[dict[str, float], int]:
     """num_epochs passes over this rank's mini-batches (lists of micro-batches), an optimizer step for each.
 
-    Returns the logprob gap's metrics and how many optimizer steps were skipped for a non-finite gradient. Raises
-    utils.GapError before any weight changes. All ranks, with the same number of mini-batches; they may hold different
-    numbers of micro-batches, even none.
+    Returns the logprob gap's metrics and how many optimizer steps were skipped for a non-finite gradient. GapError:
+    before any weight changes. All ranks, with as many mini-batches; the numbers of micro-batches may differ, even be 0.
     """
     metrics = metrics if utils.leads(args, world) else Metrics()
     rounds = utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)
@@ -1222,9 +1221,9 @@ def evaluate(run: Run) -> dict[str, float]:
     metrics = Metrics()
     utils.note_rollouts(rollouts, args, metrics)
     for group in groups:
-        correct = sum(r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in group)
-        for k in [1] + [2**e for e in range(1, n.bit_length()) if 2**e <= n]:
-            metrics.add("pass_at_1" if k == 1 else f"pass_at_{k}_unbiased", pass_at_k(n, correct, k))
+        right = [r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in group if not math.isnan(r.verifiable)]
+        for k in [2**e for e in range(len(right).bit_length())]:
+            metrics.add("pass_at_1" if k == 1 else f"pass_at_{k}_unbiased", pass_at_k(len(right), sum(right), k))
     out = {f"eval/{name.removeprefix('val/')}": value for name, value in metrics.reduce(world).items()}
     out = {name.replace("eval/objective/scores", "eval/scores"): value for name, value in out.items()}
     return out | {"time/eval": time.perf_counter() - start}
@@ -1366,10 +1365,8 @@ def save_state(run: Run, more: Callable[[], dict[str, Any]] = dict) -> str:
     return stopping
 
 
-def load_state(path: Path | None, learner: Learner, args: Args, world: World) -> dict[str, Any]:
-    """Go back to a checkpoint; returns its state. All ranks. Raises UserError where there is none."""
-    if path is None:
-        raise utils.UserError("--resume: the run has no usable checkpoint; was --checkpoint_state_freq set?")
+def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[str, Any]:
+    """Go back to a checkpoint; returns its state. All ranks."""
     optimizer, scheduler = learner.optimizer, learner.scheduler
     state = utils.load_checkpoint(path, learner.modules(args), optimizer, world)
     then, base = state.pop("scheduler"), scheduler.base_lrs  # of now: see load_checkpoint
@@ -1409,10 +1406,13 @@ def set_up(args: Args, world: World) -> Run:
     utils.check_model(args)
     utils.check_teacher(args, tokenizer)
     run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
+    rewards.configure(args, connect=world.is_main)  # a judge that is not there is told before minutes of loading
+    newest = utils.newest_checkpoint(run_dir, world) if args.resume else None
+    utils.need(newest is not None or not args.resume, f"--resume: {run_dir} has no whole checkpoint; see --overwrite")
     learner, state = load_learner(args, world), start_state()
     checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
-    if args.resume:
-        state |= load_state(utils.newest_checkpoint(run_dir, world), learner, args, world)
+    if newest is not None:
+        state |= load_state(newest, learner, args, world)
     tried = [choose_packing(learner.policy, train_prompts[0], args, world)]
     if learner.ref_policy is not None and args.ref_model_name_or_path:
         tried.append(choose_packing(learner.ref_policy, train_prompts[0], args.of_reference(), world))

@@ -188,7 +188,7 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the launcher is gone: kill -9 of the launcher must leave no orphans."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:
+        if os.getppid() == 1 and os.path.basename(__file__) not in Path("/proc/1/cmdline").read_text():  # a container's
             raise SystemExit("grpo_fast.py: the launcher is gone")
 
 
@@ -1065,8 +1065,8 @@ def main(args: Args) -> None:
     args = args.beside_engine(args.single_gpu_mode)
     world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    check_fast_args(args, world_size, ranks_per_node)
     args.check(1, fast=True)
+    check_fast_args(args, world_size, ranks_per_node)
     if args.dry_run or world_size is None:
         lines = args.batch_arithmetic(1).splitlines()
         print("\n".join(line for line in lines if not line.startswith("ranks")))  # packs, not prompts, are shared out

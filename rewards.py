@@ -638,8 +638,8 @@ def math_label(ground_truth: Any) -> str:
 
 
 def check_tex(record: RewardRecord) -> None:
-    if not canonical_tex(math_label(record.ground_truth)):
-        raise ValueError(f"label {record.ground_truth!r} is empty")
+    if isinstance(record.ground_truth, (list, dict)) or not canonical_tex(math_label(record.ground_truth)):
+        raise ValueError(f"label {record.ground_truth!r} is no text, or empty")
 
 
 def verify_math(record: RewardRecord, strict: bool = False) -> Verdict:
@@ -718,7 +718,7 @@ def best_match(answer: str | None, labels: list[str], f1: bool = False, floor: f
 
 def verify_string_matcher(record: RewardRecord) -> Verdict:
     """1.0 if the last <answer>...</answer> equals the label as squad_words, else 0.0; an empty label equals nothing."""
-    return best_match(answer_tag(final_text(record.response)), label_texts(str(record.ground_truth)))
+    return best_match(answer_tag(final_text(record.response)), label_texts(record.ground_truth))
 
 
 def verify_text(record: RewardRecord, f1: bool) -> Verdict:

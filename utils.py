@@ -175,9 +175,11 @@ def on_main(work: Callable[[], T], world: World) -> T:
 
 
 def after_restart(args: "grpo.Args") -> "grpo.Args":
-    """The flags after torchrun --max-restarts started the ranks again: go on from the newest checkpoint, or afresh."""
-    saved = (Path(args.output_dir) / args.exp_name / "checkpoints" / "latest").exists()
-    return replace(args, resume=saved, overwrite=not saved)
+    """The flags after torchrun --max-restarts started the ranks again: go on from the newest checkpoint, or afresh,
+    with what it has begun. A directory that the first start refused to touch is refused again."""
+    saved = (args.run_dir / "checkpoints" / "latest").exists()
+    others = run_program("run_dir.py", args.run_dir, "--begun_by_this_torchrun")
+    return args if others else replace(args, resume=saved, overwrite=not saved)
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -191,13 +193,8 @@ def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 def best_seconds(work: Callable[[], object]) -> float:
     """Wall seconds of the fastest of four calls."""
-
-    def once() -> None:
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    return min(timeit.repeat(once, number=1, repeat=4))
+    wait_for_gpu = torch.cuda.synchronize if torch.cuda.is_available() else bool
+    return min(timeit.repeat(lambda: (work(), wait_for_gpu()), number=1, repeat=4))
 
 
 def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
@@ -284,11 +281,9 @@ def fenced_rng():
 def rng_state() -> dict[str, Any]:
     """Random state of python, numpy and torch (CPU and the current GPU), loadable with weights_only=True."""
     name, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (name, torch.from_numpy(keys.copy()), *rest)}  # ty: ignore[missing-attribute]
-    state["torch"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    numpy = (name, torch.from_numpy(keys.copy()), *rest)  # ty: ignore[missing-attribute]
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()} | cuda
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -389,6 +384,7 @@ class RunFlags(Refusing):
 
     def check(self) -> None:
         every, run_dir = self.dump_steps, self.run_dir
+        need(0 <= self.seed < 2**32, f"--seed {self.seed}: must be in [0, 2**32), as numpy and vLLM take it")
         if self.resume and self.overwrite:
             self.refuse("--resume continues a run, --overwrite replaces it: give one of them")
         if self.resume_anyway and not self.resume:
@@ -683,6 +679,8 @@ def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
 
     def claim() -> None:
         flags = ("--hf_repo_id", args.hf_repo_id or args.exp_name, "--hf_repo_revision", args.hf_repo_revision or "")
+        if args.with_tracking:
+            need(not (no := run_program("track.py", args.run_dir, "--wandb", "--check")), f"--with_tracking: {no}")
         if args.push_to_hub:
             need(not (problem := run_program("push_to_hub.py", args.run_dir, "--check", *flags)), problem)
         facts = {"command": [sys.executable, *sys.argv], "data_hash": data_hash}
@@ -1020,10 +1018,10 @@ def load_prompts(
                 if environment is not None and asked != [None]:
                     tools, config = environment.of_row(*asked)
                     episode = {"messages": messages, "ground_truths": labels, "config": config}
-            except ValueError as error:
+                how: dict[str, Any] = {"tools": tools} if tools else {}
+                text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **how))
+            except Exception as error:  # whatever a template raises, of a role that it does not take for instance
                 raise UserError(f"--{flag} {where}: {error}") from None
-            how: dict[str, Any] = {"tools": tools} if tools else {}
-            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **how))
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(token_ids) > args.max_prompt_token_length:
                 dropped += 1
@@ -1393,9 +1391,9 @@ class TransformersEngine(Engine):
             args.model_name_or_path, revision=args.model_revision, dtype=DTYPES[args.model_dtype]
         )
         self.model.to(world.device).eval().requires_grad_(False)
+        self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults slip in
         if args.model_dtype == "bfloat16":  # of strided rows a CPU's product copies the head for each: GiB, a minute
-            head = self.model.get_output_embeddings()
-            head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+            self.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: (x[0].contiguous(),))
         self.tokenizer, self.device = tokenizer, world.device
         self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
         self.stop_strings = list(args.stop_strings)
@@ -1425,7 +1423,8 @@ class TransformersEngine(Engine):
     def step(self) -> list[tuple[str, Generation]]:
         """Sample a batch of waiting requests, the shortest prompts, to their end."""
         ids = sorted(self.waiting, key=lambda i: len(self.waiting[i].prompt_ids))
-        ids = [i for i in ids if self.waiting[i].stop == self.waiting[ids[0]].stop][: self.batch_size]
+        alike = {i: (r.stop, r.top_p) for i, r in self.waiting.items()}
+        ids = [i for i in ids if alike[i] == alike[ids[0]]][: self.batch_size]
         return list(zip(ids, self._generate_batch([self.waiting.pop(i) for i in ids]), strict=True))
 
     def _generate_batch(self, requests: list[Request]) -> list[Generation]:
@@ -1436,7 +1435,6 @@ class TransformersEngine(Engine):
         pad = self.eos_ids[0]
         padded = [[pad] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests]
         attend = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
-        input_ids = torch.tensor(padded, device=self.device)
         temperatures = torch.tensor([[r.temperature or 1.0] for r in requests], device=self.device)
         greedy = torch.tensor([[r.temperature == 0] for r in requests], device=self.device)
         generators = [torch.Generator().manual_seed(r.seed) for r in requests]
@@ -1455,7 +1453,7 @@ class TransformersEngine(Engine):
         ends = {"eos_token_id": self.eos_ids, "pad_token_id": pad, "stop_strings": stop or None}
         config = GenerationConfig(max_new_tokens=longest, do_sample=False, **ends)
         sequences = self.model.generate(
-            input_ids=input_ids,
+            input_ids=torch.tensor(padded, device=self.device),
             attention_mask=torch.tensor(attend, device=self.device),
             generation_config=config,
             logits_processor=LogitsProcessorList([seeded_sample]),
@@ -2753,7 +2751,8 @@ class Logger:
         form = "step {bar} {n_fmt}/{total_fmt} {desc}"  # disable=None: where stdout is no terminal
         self.bar = tqdm(total=num_steps, initial=start_step, file=sys.stdout, disable=None, bar_format=form)
         self.path, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
-        if self.path.exists() and (problem := run_program("run_dir.py", run_dir, "--forget_after", start_step)):
+        forget = "run_dir.py", run_dir, "--forget_after", start_step  # reads all of rollouts.jsonl
+        if self.path.exists() and (problem := run_program(*forget, seconds=86_400.0)):
             raise RuntimeError(problem)
         self.num_steps, self.header_shown = num_steps, False
         self.scores: list[float] = []

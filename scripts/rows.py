@@ -96,10 +96,12 @@ def parse_row(row: Any) -> tuple[list[dict[str, str]], list[Any], list[str]]:
         messages = messages[:-1]
     whole = messages and all(isinstance(t.get("content"), str) and t.get("role") for t in messages)
     need(whole, "each message needs a role and a text content, and one must not be the assistant's")
+    "".join(t["content"] for t in messages).encode()  # half a character of UTF-16 raises: no tokenizer takes it
 
     answer = next((row[k] for k in ("answer", "solution", "final_answer") if row.get(k) is not None), None)
-    nested = row.get("reward_model") or {}
-    label = row.get("ground_truth", nested.get("ground_truth", answer))
+    nested = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+    labels = (row.get("ground_truth"), nested.get("ground_truth"), answer)
+    label = next((x for x in labels if x is not None), None)  # data sets put together have null for what one lacks
     verifier: Any = row.get("dataset") or row.get("verifier")
     if verifier is None and row.get("instruction_id_list"):
         verifier, label = "ifeval", {"instruction_id_list": row["instruction_id_list"], "kwargs": row.get("kwargs")}
@@ -112,9 +114,9 @@ def parse_row(row: Any) -> tuple[list[dict[str, str]], list[Any], list[str]]:
         verifier = "math"
     need(label is not None, f"no ground_truth: columns are {sorted(row)}")
     need(verifier is not None, f"no dataset (the verifier's name): columns are {sorted(row)}")
-    named = isinstance(verifier, (str, list, tuple))
+    verifiers = list(verifier) if isinstance(verifier, (list, tuple)) else [verifier]
+    named = all(isinstance(v, str) for v in verifiers)
     need(named, f"dataset must be a verifier's name or a list of them, got {verifier!r}")
-    verifiers = [verifier] if isinstance(verifier, str) else list(verifier)
     labels = [label] if isinstance(verifier, str) or not isinstance(label, (list, tuple)) else list(label)
     if len(verifiers) == 1 and len(labels) != 1:
         labels = [label]

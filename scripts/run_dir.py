@@ -4,6 +4,7 @@
     python scripts/run_dir.py RUN --forget_after 40   drops what came after step 40 from RUN's logs and dumps
     python scripts/run_dir.py RUN --claim             as the training scripts do at start: writes args.json and
                                                       environment.json, or refuses; stdin has {"args", "facts"}
+    python scripts/run_dir.py RUN --begun_by_this_torchrun   exit status 1 if not: a restart must leave it alone
 
 A directory that holds another run is never overwritten silently: with the flag --resume its run goes on when flags,
 data and model agree, or with --resume_anyway; --overwrite replaces it. Exit status 1, with the reason.
@@ -97,8 +98,26 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
         facts |= {"world_size": int(os.environ.get("WORLD_SIZE", 1)), "omp_num_threads": os.environ["OMP_NUM_THREADS"]}
         environment = facts | provenance()
         run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "environment.json").write_text(json.dumps(environment | made_of, indent=1))
-    (run_dir / "args.json").write_text(json.dumps(config, indent=1))
+    for name, content in (("environment", environment | made_of | {"launch": launch()}), ("args", config)):
+        half = run_dir / f"{name}.json.tmp"  # a disk that is full must not cost those that are there
+        half.write_text(json.dumps(content, indent=1))
+        os.replace(half, run_dir / f"{name}.json")
+
+
+def launch() -> str:
+    """The name that the store of torchrun's agents has for this start and its restarts; "" where none are to come."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return ""
+    import torch.distributed as dist
+
+    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return agents.compare_set("grpo/launch", "", os.urandom(8).hex()).decode()
+
+
+def begun_by_this_torchrun(run_dir: Path) -> bool:
+    """Whether the run was begun, or gone on with, by a start of ours that torchrun repeats: it may be replaced."""
+    path = run_dir / "environment.json"
+    return path.exists() and json.loads(path.read_text()).get("launch") == launch() != ""
 
 
 def forget_after(run_dir: Path, step: int) -> None:
@@ -122,12 +141,15 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?")
     parser.add_argument("--claim", action="store_true", help="for a run whose flags and facts stdin has, as JSON")
     parser.add_argument("--forget_after", type=int, metavar="STEP", help="the last step that stays")
+    parser.add_argument("--begun_by_this_torchrun", action="store_true", help="exit status 1 if it was not")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the run to answer
     if options.run is None:
         print(json.dumps(provenance(), indent=1))
     if options.forget_after is not None:
         forget_after(options.run, options.forget_after)
+    if options.begun_by_this_torchrun and not begun_by_this_torchrun(options.run):
+        raise SystemExit(f"{options.run} was not begun by this torchrun")
     if options.claim:
         try:
             claim(options.run, **json.load(sys.stdin))

@@ -147,6 +147,22 @@ def follow(senders: list[Sender], rows: Rows, over: Over) -> list[str]:
     return [f"WARNING: {name}: {len(errors)} rows dropped ({errors[-1]})" for name, errors in failed.items() if errors]
 
 
+def check_login() -> str:
+    """Why wandb.init would refuse here, where it is not offline, or ""."""
+    if os.environ.get("WANDB_MODE", "online") not in ("online", "shared", "run"):
+        return ""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody is asked for a key
+    try:
+        import wandb
+
+        offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
+        if offline or wandb.login(prompt=False):
+            return ""
+        return "no key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline, or drop the flag"
+    except Exception as error:  # of no package, no network, a key that is not accepted
+        return f"{type(error).__name__}: {error}; WANDB_MODE=offline needs neither key nor network"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir/exp_name")
@@ -157,7 +173,10 @@ def main() -> int:
     parser.add_argument("--follow", action="store_true", help="go on with what the run still writes")
     parser.add_argument("--after", type=int, default=-1, metavar="STEP", help="only later steps; default: all")
     parser.add_argument("--wait_s", type=float, default=30.0, help="seconds for what is left when the run is gone")
+    parser.add_argument("--check", action="store_true", help="only whether wandb would begin; RUN need not exist yet")
     options = parser.parse_args()
+    if options.check:
+        raise SystemExit(check_login() or None)
     if not (options.wandb or options.tensorboard):
         parser.error("where to? --wandb, --tensorboard or both")
     if not (options.run / "args.json").exists():

@@ -1,5 +1,6 @@
 """Data: every row shape and container gives the same prompt; broken input stops with file, row and reason."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -129,6 +130,7 @@ def test_a_trailing_assistant_turn_is_dropped():
         ({"ground_truth": 5, "dataset": "gsm8k"}, [5], ["gsm8k"]),
         ({"data_source": "lighteval/MATH", "reward_model": {"ground_truth": "x"}}, ["x"], ["math"]),
         ({"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}}, ["72"], ["gsm8k_verl"]),
+        ({"ground_truth": None, "answer": None, "solution": "5", "reward_model": None}, ["5"], ["math"]),
     ],
 )
 def test_labels_and_verifiers_of_a_row(row, labels, verifiers):
@@ -312,6 +314,8 @@ BROKEN = {
     "messages are texts": (ROW | {"messages": ["Hi"]}, "message"),
     "messages is a number": (ROW | {"messages": 5}, "message"),
     "verifier is a number": (ROW | {"dataset": 5}, "dataset|verifier"),
+    "verifier is missing": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k", None]}, "dataset|verifier"),
+    "half a character": (ROW | {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates not allowed"),
 }
 
 
@@ -320,6 +324,15 @@ def test_broken_rows_are_refused_with_file_row_and_reason(tokenizer, tmp_path, r
     path = write_jsonl(tmp_path / "a.jsonl", [ROW, row, ROW])
     with pytest.raises(utils.UserError, match=rf"a\.jsonl row 2: .*{reason}"):
         load(tokenizer, path, "1.0")
+
+
+def test_a_role_that_the_template_refuses_is_told_with_its_row(tokenizer, tmp_path):
+    strict = copy.copy(tokenizer)
+    strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}Hi"
+    system = ROW | {"messages": [{"role": "system", "content": "Be brief."}, USER]}
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW, system])
+    with pytest.raises(utils.UserError, match=r"a\.jsonl row 2: No system role"):
+        load(strict, path, "1.0")
 
 
 def test_row_numbers_are_line_numbers(tokenizer, tmp_path):

@@ -420,7 +420,7 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
         "--beta 0 --no_load_ref_policy --ref_policy_update_freq 5",
         r"--ref_policy_update_freq 5 needs .*drop --no_load_ref_policy",
     ),
-    ("--ref_policy_update_freq 0", r"--ref_policy_update_freq 0: must be positive; leave it out"),
+    ("--ref_policy_update_freq 0", r"--ref_policy_update_freq 0: must be positive"),
     ("--ref_policy_update_freq -3", r"--ref_policy_update_freq -3: must be positive"),
     (
         "--lora_rank 8 --ref_policy_update_freq 5",
@@ -483,8 +483,14 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ),
     ("--active_sampling --no_filter_zero_std_samples", r"--active_sampling .*--filter_zero_std_samples.*needs"),
     ("--eval_on_step_0", r"--eval_on_step_0 needs --dataset_mixer_eval_list"),
+    ("--seed -1", r"--seed -1: must be in \[0, 2\*\*32\)"),
+    ("--seed 4294967296", r"--seed 4294967296: must be in"),
     ("--resume --overwrite", r"--resume .*--overwrite .*give one"),
     ("--warmup_ratio 1", r"--warmup_ratio 1\.0: must be in \[0, 1\)"),
+    (
+        "--lr_scheduler_type constant --warmup_ratio 0.1",
+        r"--warmup_ratio 0\.1 with --lr_scheduler_type constant warms nothing up: take constant_with_warmup",
+    ),
     ("--warmup_ratio -0.1", r"--warmup_ratio -0\.1: must be in"),
     ("--vllm_gpu_memory_utilization 0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
     ("--vllm_gpu_memory_utilization 1.0", r"--vllm_gpu_memory_utilization.*must be in \(0, 1\)"),
@@ -629,6 +635,12 @@ def test_an_engine_on_the_learners_gpu_leaves_it_room_in_both_scripts(monkeypatc
 def test_empty_lists_are_refused(flags):  # no ranks; nothing to train on
     with pytest.raises(utils.UserError, match=flags):
         check(flags)
+
+
+@pytest.mark.parametrize("flags", ["--sequence_parallel_size 0", "--num_mini_batches 0"])
+def test_grpo_fast_divides_by_no_zero(flags):
+    with pytest.raises(utils.UserError, match=f"{flags}: must be positive"):
+        grpo_fast.main(utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags.split()]))
 
 
 def test_a_refusal_is_a_value_error():

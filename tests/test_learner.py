@@ -653,3 +653,22 @@ def test_transformers_engine_gives_its_head_no_strided_rows(tiny_models, world):
     engine.model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     engine.generate([utils.Request((5, 6, 7, 8), i, 1.0, 3) for i in range(4)])
     assert seen[0].shape[:2] == (4, 1) and all(rows.is_contiguous() for rows in seen)
+
+
+def test_transformers_engine_samples_each_request_as_it_asks_whatever_the_model_says(tiny_models, world, tmp_path):
+    """A repetition penalty of generation_config.json, as Qwen2.5 has one, is not the policy's. And in grpo_fast.py an
+    evaluation, which is greedy, is asked for while rollouts with --vllm_top_p are."""
+    model = shutil.copytree(tiny_models(), tmp_path / "model")
+    (model / "generation_config.json").write_text('{"repetition_penalty": 9.0, "do_sample": true, "top_k": 2}')
+    made = []
+    for path in (tiny_models(), model):
+        args = utils.parse_args(grpo.Args, f"--model_name_or_path {path} --model_dtype float32".split())
+        engine = utils.TransformersEngine(args, utils.load_tokenizer(args), world, 4)
+        asked = {"train": utils.Request((5, 6, 7, 8), 3, 1.0, 24, 0.5), "eval": utils.Request((5, 6, 7), 4, 0.0, 24)}
+        alone = engine.generate([asked["train"]])[0].token_ids.tolist()
+        for name, request in asked.items():
+            engine.add(name, request)
+        together = dict(answer for _ in asked if engine.busy for answer in engine.step())
+        assert alone == together["train"].token_ids.tolist()
+        made.append([together[name].token_ids.tolist() for name in asked])
+    assert made[0] == made[1]

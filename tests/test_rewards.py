@@ -177,6 +177,7 @@ STRING_CASES = [
     ("string_matcher", "Paris", "<answer>Paris</answer> <answer>London</answer>", 0.0),
     ("string_matcher", "Paris", "<think><answer>Paris</answer></think> no", 0.0),
     ("string_matcher", "the", "<answer>an</answer>", 0.0),  # both normalise to nothing
+    ("string_matcher", ["seven", "7"], "<answer>7</answer>", 1.0),  # alternatives, as elsewhere
     ("String_Matcher", "Paris", "<answer>paris</answer>", 1.0),  # names in any case
 ]
 
@@ -724,6 +725,7 @@ def test_broken_reasoning_gym_entry_is_a_crash_not_a_zero():
         ("reasoning_gym", {"task": {1, 2}}, "JSON"), ("reasoning_gym", None, "needs"),
         ("reasoning_gym", gym("chain_sum", CHAIN_SUM | {"answer": " "}), "own answer is empty"),
         ("reasoning_gym", gym("coin_flip", CHAIN_SUM), "pays wrong answers"),
+        ("math", ["7"], "no text"),
         ("strict_math", " ", "empty"), ("flan", "a", "words"), ("re_search", "[]", "words"), ("string_f1", [], "words"),
         ("re_search", '["Paris"]', None), ("max_length", "many", "many"), ("max_length", -1, "tokens"),
         ("up_to_max_length", "1000", None), ("passthrough", None, None), ("ifeval", ifeval(NO_COMMA), None),

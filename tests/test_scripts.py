@@ -7,12 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import grpo
+import utils
+from scripts import run_dir
 from scripts.data.make_addition import make_addition
 from scripts.data.make_tiny_model import ARCHS, make_tiny_model
 
@@ -346,3 +351,58 @@ def test_sourced_setup_that_fails_stops_the_script(checkout):
     result = checkout.bash("-c", "set -e; source scripts/setup.sh; echo went on", PIP_STATUS="1")
     assert result.returncode == 1
     assert "went on" not in result.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The directory of a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def claim(directory: Path, **flags: bool) -> None:
+    args = dict.fromkeys(("resume", "resume_anyway", "overwrite"), False) | flags
+    args |= {"model_name_or_path": str(directory), "model_revision": None}
+    run_dir.claim(directory / "grpo", args, {"data_hash": "0"})
+
+
+def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
+    """A start that is refused is repeated by --max-restarts, and one without checkpoints begins afresh then: not in the
+    place of the run for whose sake it was refused."""
+
+    def program(name, path, flag):
+        assert (name, flag) == ("run_dir.py", "--begun_by_this_torchrun")
+        return "" if run_dir.begun_by_this_torchrun(path) else "not begun by it"
+
+    monkeypatch.setattr(utils, "run_program", program)
+    args = grpo.Args(output_dir=str(tmp_path))
+    claim(tmp_path)  # by hand
+    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("MASTER_PORT", str(stores[0].port))
+    assert utils.after_restart(args) == args
+    with pytest.raises(ValueError, match="holds this run already"):
+        claim(tmp_path)
+    claim(tmp_path, overwrite=True)
+    assert utils.after_restart(args) == replace(args, overwrite=True)
+    (tmp_path / "grpo" / "checkpoints").mkdir()
+    (tmp_path / "grpo" / "checkpoints" / "latest").touch()
+    assert utils.after_restart(args) == replace(args, resume=True)
+    monkeypatch.setenv("MASTER_PORT", str(stores[1].port))
+    assert utils.after_restart(args) == args
+    claim(tmp_path, resume=True)
+    assert utils.after_restart(args) == replace(args, resume=True)
+
+
+def test_a_full_disk_at_a_resume_costs_no_run(tmp_path, monkeypatch):
+    claim(tmp_path)
+    before = {path.name: path.read_text() for path in (tmp_path / "grpo").iterdir()}
+    write = Path.write_text
+
+    def half(path, text):
+        write(path, text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        claim(tmp_path, resume=True)
+    assert {name: (tmp_path / "grpo" / name).read_text() for name in before} == before

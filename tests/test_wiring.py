@@ -1,5 +1,6 @@
 """What no formula shows: who hands which flag, number and group to whom. Stub engines, no vLLM."""
 
+import contextlib
 import gc
 import math
 import threading
@@ -13,6 +14,7 @@ import torch
 
 import grpo
 import grpo_fast
+import rewards
 import utils
 from tests.test_learner import make_args, make_rollouts
 
@@ -542,3 +544,45 @@ def test_the_model_is_saved_before_engines_are_waited_for(monkeypatch, tmp_path)
     with pytest.raises(RuntimeError, match="engine 0 is gone"):
         grpo.finish(run)
     assert order == ["checkpoint", "model", "engines with 1"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, what", [("", "no such judge"), ("--resume", "--resume: .* has no whole checkpoint")])
+def test_what_cannot_work_is_told_before_a_model_loads(flags, what, tiny_models, world, monkeypatch, tmp_path):
+    def configure(args, connect):
+        if not flags and connect:
+            raise utils.UserError("no such judge")
+
+    monkeypatch.setattr(grpo, "load_learner", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(utils, "prepare_run_dir", lambda *_: tmp_path)
+    monkeypatch.setattr(rewards, "configure", configure)
+    line = f"--model_name_or_path {tiny_models()} --dataset_mixer_list reasoning_gym:chain_sum 1 {flags}"
+    with pytest.raises(utils.UserError, match=what):
+        grpo.set_up(utils.parse_args(grpo.Args, line.split()), world)
+
+
+@pytest.mark.parametrize("first_process, alive", [("python\0grpo_fast.py\0", True), ("/sbin/init\0", False)])
+def test_a_launcher_may_be_the_first_process_of_a_container(first_process, alive, monkeypatch):
+    """Which a rank cannot tell by the number 1 from that which adopts orphans."""
+    monkeypatch.setattr(grpo_fast.sys, "platform", "linux")
+    monkeypatch.setattr(grpo_fast.ctypes, "CDLL", lambda _: types.SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(grpo_fast.os, "getppid", lambda: 1)
+    monkeypatch.setattr(grpo_fast.Path, "read_text", lambda path: first_process)
+    with contextlib.nullcontext() if alive else pytest.raises(SystemExit, match="the launcher is gone"):
+        grpo_fast.die_with_parent()
+
+
+def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch):
+    """Of four samples two have no verdict: pass@1 is that of the others, pass@4 is not known."""
+    prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
+    found = [1.0, math.nan, 0.0, math.nan]
+    group = [utils.Rollout(prompt, 0, i, verifiable=x, score=x, outcome=x) for i, x in enumerate(found)]
+    monkeypatch.setattr(grpo, "sample_rollouts", lambda *_, **__: [group])
+    monkeypatch.setattr(grpo, "score_rollouts", lambda *_: None)
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--eval_pass_at_k", "4"])
+    out = grpo.evaluate(types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object()))
+    assert {k: v for k, v in out.items() if "pass" in k} == {"eval/pass_at_1": 0.5, "eval/pass_at_2_unbiased": 1.0}

@@ -49,7 +49,7 @@ torchrun --standalone --nproc_per_node 8 grpo.py \
     --beta 0.001 \
     --kl_estimator 2 \
     --learning_rate 1e-6 \
-    --lr_scheduler_type constant \
+    --lr_scheduler_type constant_with_warmup \
     --warmup_ratio 0.285 \
     --total_episodes 2572800 \
     --deepspeed_stage 3 \
