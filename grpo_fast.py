@@ -138,9 +138,8 @@ def launch(args: Args) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    if not torch.cuda.is_available():
-        cores, together = len(utils.ALL_CORES), args.async_steps > 0  # learners and engines compute at the same time
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if together else cores)
+    cores, together = len(utils.ALL_CORES), args.async_steps > 0 or torch.cuda.is_available()  # on a CPU else in turns
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if together else cores)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

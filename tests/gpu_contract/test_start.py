@@ -1,6 +1,7 @@
 """What the start of a run owes a GPU: memory given back, an order, kernels that fit."""
 
 import contextlib
+import os
 import types
 from dataclasses import replace
 
@@ -214,3 +215,19 @@ def test_where_no_kernel_runs_each_response_has_a_row(tiny_models, world, monkey
     assert grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, gpu) == "rows"
     assert asked == [(policy.model.config.hidden_size, torch.float32, 700, True)]
     assert "WARNING: flex attention does not run here (OutOfResources: shared memory)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpus", "steps", "threads"), [(8, 0, 12), (8, 4, 12), (0, 0, 96), (0, 4, 12)])
+def test_ranks_share_the_cores(monkeypatch, gpus, steps, threads):
+    """What the launcher itself may use, every rank would else take for its own: 8 x 96 threads on a node of GPUs. On a
+    CPU learners and engines have all cores in turn where no rollout is ahead."""
+    from torch.distributed.launcher import api
+
+    monkeypatch.setattr(utils, "ALL_CORES", set(range(96)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "96")
+    monkeypatch.setattr(api, "elastic_launch", lambda config, program: lambda *line: None)
+    monkeypatch.setattr(grpo_fast.signal, "signal", lambda number, handler: None)
+    line = f"--model_name_or_path x --num_learners_per_node 4 --vllm_num_engines 4 --async_steps {steps}"
+    grpo_fast.launch(utils.parse_args(grpo.Args, [*line.split(), "--total_episodes", "4"]))
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)
