@@ -626,7 +626,7 @@ def pack_rollouts(
         costs = [n + pair_cost * attended_pairs(p) for n, p in zip(tokens, pieces, strict=True)]
         shares = utils.balance(tokens, costs, learners)
         loads = [sum(tokens[i] for i in share) for share in shares]
-        if packing != "shared" or max(loads) <= 1.02 * sum(loads) / learners or limit < min(tokens):
+        if packing != "shared" or max(loads) <= 1.02 * sum(loads) / learners or len(pieces) == len(rollouts):
             break
         limit //= 2
     budget = 0 if packing == "rows" else pack_length

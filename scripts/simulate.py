@@ -69,12 +69,19 @@ class Over(SystemExit):
     """Ends the threads that wait when a simulation is over; threading says nothing about it."""
 
 
+def shut() -> Any:
+    """A lock that somebody holds: who asks for it waits until it is released."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False)
 class Task:
     """A thread of grpo_fast: it runs until it waits."""
 
     host: bool  # of learner 0, whose Python is charged
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go: Any = field(default_factory=shut)
     turn: int = 0  # how often it went on: who wakes it says which wait is meant
     began: float = 0.0  # processor seconds of its thread when it went on
     done: bool = False
@@ -93,8 +100,8 @@ class Time:
         self.numbers = itertools.count()
         self.awake: deque[tuple[Task, int]] = deque()
         self.tasks: list[Task] = []
-        self.current: Any = None
-        self.back = threading.Semaphore(0)
+        self.above = Task(False)  # `run`, which goes on when all is over
+        self.current = self.above
         self.host_free, self.host_seconds = 0.0, 0.0  # learner 0's Python: one thread at a time
         self.over = False
 
@@ -114,11 +121,27 @@ class Time:
             waiting.append(me)
         if until < math.inf:
             self.at(until, lambda: self.awake.append(me))
-        self.back.release()
-        task.go.acquire()
+        following = self.following()
+        if following is not task:
+            following.go.release()
+            task.go.acquire()
         task.began = time.thread_time()
         if self.over:
             raise Over
+
+    def following(self) -> Task:
+        """Whose turn it is; time goes on until there is one. The thread that waits finds out itself and lets that one
+        go on: with thousands of engines switches of threads are most of what a play takes."""
+        while not self.over and not self.current.error and not self.tasks[0].done and (self.awake or self.events):
+            if self.awake:
+                task, turn = self.awake.popleft()
+                if task.turn == turn:  # else it has gone on for another reason
+                    self.current, task.turn = task, turn + 1
+                    return task
+            else:
+                self.now, _, call = heapq.heappop(self.events)
+                call()
+        return self.above
 
     def pay(self) -> None:
         """The running task's Python, if it is learner 0's, has taken time."""
@@ -155,39 +178,31 @@ class Time:
             except BaseException as error:  # `run` raises it
                 task.error = error
             task.done = True
-            self.back.release()
+            self.following().go.release()
 
         threading.Thread(target=body, daemon=True).start()
         self.tasks.append(task)
         self.awake.append((task, 0))
         return task
 
-    def resume(self, task: Task) -> None:
-        self.current, task.turn = task, task.turn + 1
-        task.go.release()
-        self.back.acquire()
-
     def run(self, target: Callable[[], None]) -> None:
         """Run target(), and what it starts, until it returns; raises what any of them raised."""
         main = self.spawn(target)
         try:
-            while not main.done:
-                if self.awake:
-                    task, turn = self.awake.popleft()
-                    if task.turn == turn:  # else it has gone on for another reason
-                        self.resume(task)
-                    if task.error:
-                        raise task.error
-                elif self.events:
-                    self.now, _, call = heapq.heappop(self.events)
-                    call()
-                else:
-                    raise RuntimeError("all wait and nothing will happen: a clock has a hole")
+            self.following().go.release()
+            self.above.go.acquire()
+            for task in self.tasks:
+                if task.error:
+                    raise task.error
+            if not main.done:
+                raise RuntimeError("all wait and nothing will happen: a clock has a hole")
         finally:
             self.over = True
             for task in self.tasks:
                 while not task.done:
-                    self.resume(task)
+                    self.current = task
+                    task.go.release()
+                    self.above.go.acquire()
 
     def modules(self) -> dict[str, Any]:
         """Stand-ins for the modules that grpo_fast.py waits with."""
@@ -598,7 +613,9 @@ class Play:
             "time": modules["time"],
             "STOP": SimpleNamespace(),
         }
+        core = sorted(utils.ALL_CORES)[os.getpid() % len(utils.ALL_CORES)]
         with contextlib.ExitStack() as patches:
+            patches.callback(utils.pin, utils.pin({core}))  # threads that take turns do so in two thirds of the time
             patches.enter_context(mock.patch.multiple(grpo_fast, **of_fast))
             patches.enter_context(mock.patch.multiple(utils, **of_utils))
             patches.enter_context(mock.patch.object(grpo, "start_scoring", self.start_scoring))
@@ -615,7 +632,13 @@ class Play:
 
     def start_scoring(self, rollout: Any, *_: Any) -> None:
         result = SimpleNamespace(score=self.drawn.group(rollout.position)[rollout.sample][1])
-        rollout.scoring = [SimpleNamespace(result=lambda: self.time.sleep(self.clocks.reward) or result)]
+
+        def wait() -> SimpleNamespace:
+            if self.clocks.reward:
+                self.time.sleep(self.clocks.reward)
+            return result
+
+        rollout.scoring = [SimpleNamespace(result=wait)]
 
     def sizes(self, manifest: Any) -> list[int]:
         return [sum(math.prod(shape) for _, shape in bucket) for bucket in manifest]
@@ -630,14 +653,16 @@ class Play:
     def receive(
         self, group: Group, manifest: Any, dtype: Any, device: Any, wire: list[float], inbox: grpo_fast.Inbox
     ) -> Iterator[int]:
-        """grpo_fast.receive_weights, which gives the bytes of each bucket."""
-        for i, size in enumerate(self.sizes(manifest)):
-            if i:
-                inbox.say_ready()
-            began = self.time.now
+        """grpo_fast.receive_weights, which gives the bytes of the last bucket. The others are loaded while the engine
+        is in the group already, whose broadcast waits for learner 0, and that for all to be ready."""
+        sizes = [size * dtype.itemsize for size in self.sizes(manifest)]
+        for loaded in (0, *sizes[:-1]):
+            began = self.time.now + self.clocks.load * loaded
+            if loaded:
+                self.time.at(began, inbox.say_ready)
             group.broadcast([])
             wire.append(self.time.now - began)
-            yield size * dtype.itemsize
+        yield sizes[-1]
 
     def learn(self, meeting: Any, roles: grpo_fast.Roles) -> None:
         """run_learner, less what it computes and writes."""
@@ -662,7 +687,10 @@ class Play:
             with timer("trainer_waiting_for_data"):
                 data = collector.next()
             with timer("training"):
-                now.sleep(self.clocks.update(data.packs, step))
+                now.pay()
+                seconds = self.clocks.update(data.packs, step)
+                now.current.began = time.thread_time()  # reading the clocks is no work of learner 0
+                now.sleep(seconds)
             with timer("gather"):
                 grpo_fast.send_weights(self.policy, self.manifest, sender, self.dtype, step, data.cursor)
             now.sleep(self.clocks.rest)
@@ -744,6 +772,8 @@ def why(play: Play) -> str:
     waits, trains = play.mean("time/trainer_waiting_for_data"), play.mean("time/training")
     if play.mean("host") * play.args.host_speed > 0.9 * total:
         return "learner 0's Python is the bottleneck"
+    if play.mean("time/gather") > trains:
+        return f"weights are the bottleneck: learners hand them over in {play.mean('time/gather'):.1f} of {total:.1f} s"
     if waits < 0.05 * total:
         return f"learners are the bottleneck: {trains:.1f} of {total:.1f} s; engines wait {idle:.1f} s"
     if idle < 0.05 * total:

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -669,6 +670,26 @@ def test_pieces_fill_up_to_their_length(most, pieces):
     assert [grpo.piece_length(piece) for piece in got] == [
         sum(len(rollouts[i].token_ids) for i in p) + len(rollouts[p[0]].prompt.token_ids) - 1 for p in pieces
     ]
+
+
+def test_an_exchange_looks_at_few_learners_whatever_their_number(monkeypatch):
+    """2,048 with 8 responses each: with the items of all of them the exchanges of a batch took learner 0 seconds."""
+    tokens, looked, unravel = np.random.default_rng(0).lognormal(5, 0.5, 16384), [], np.unravel_index
+    monkeypatch.setattr(np, "unravel_index", lambda i, shape: looked.append(math.prod(shape)) or unravel(i, shape))
+    first, even = (utils.balance(tokens, tokens, 2048, n) for n in (0, 100))
+    assert sorted(i for share in even for i in share) == list(range(16384))
+    assert max(tokens[share].sum() for share in even) < max(tokens[share].sum() for share in first)
+    assert len(looked) == 100 and max(looked) < 64 * 16 * 16
+
+
+def test_responses_that_cannot_be_cut_apart_any_more_are_shared_out_once(monkeypatch):
+    """Cutting groups smaller makes learners even only while pieces have several responses."""
+    counts, balance = [], utils.balance
+    monkeypatch.setattr(utils, "balance", lambda tokens, *rest: counts.append(len(tokens)) or balance(tokens, *rest))
+    prompts = [utils.Prompt(i, (1, 2), "", (), ()) for i in range(2)]
+    rollouts = [grpo.Rollout(prompts[i // 2], i // 2, i, [0] * n) for i, n in enumerate((400, 10, 10, 10))]
+    grpo.pack_rollouts(rollouts, "shared", 4096, 2)
+    assert counts == [2, 2, 2, 2, 3, 3, 3, 3, 4]
 
 
 @pytest.mark.parametrize(

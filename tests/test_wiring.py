@@ -125,6 +125,15 @@ def test_a_group_and_not_each_of_its_responses_wakes_the_collector(deterministic
     assert len(told) == wakes and engines.finished.keys() == {"d"} and when[0] >= engines.finished["d"] > 0
 
 
+def test_rollouts_are_made_outside_the_lock_that_the_main_thread_asks_for(monkeypatch):
+    """Those of 1,024 groups of 16 take a tenth of a second, in which accounts would wait."""
+    collector, held = make_collector("7"), []
+    changed: Any = collector.engines.changed
+    monkeypatch.setattr(grpo_fast, "Rollout", lambda *of: held.append(changed._is_owned()) or utils.Rollout(*of))
+    collector.engines_have(0)
+    assert held == [False] * 4 and collector.counts["started"] == collector.admitted == 2
+
+
 @pytest.mark.parametrize("steps, kept", [(0, []), (1, [2, 3])])
 def test_a_checkpoint_has_whole_batches_of_older_weights_only(steps, kept, tmp_path):
     """Half a batch of the newest weights would leave the other half a batch of its own after a resume."""
@@ -260,6 +269,21 @@ def test_no_full_collection_of_garbage_comes_by_chance():
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def test_what_responses_leave_is_looked_at_in_portions(monkeypatch):
+    """As many objects go as come, so Python itself would look at those of a whole batch at once, for 45 ms."""
+    engines: Any = object.__new__(grpo_fast.Engines)
+    names, ended, looked = [str(i) for i in range(200)], [], []
+    replies = [("done", [(name, None)], None) for name in names]  # the last comes first
+    engines.connections, engines.changed = [types.SimpleNamespace(recv=replies.pop)], threading.Condition()
+    engines.watchdog = types.SimpleNamespace(beat=lambda: None)
+    engines.clocks, engines.owner, engines.loads = [None], dict.fromkeys(names, 0), [len(names)]
+    engines._ended = lambda name, made: ended.append(name)
+    monkeypatch.setattr(grpo_fast.gc, "collect", lambda generation: looked.append((generation, len(ended))))
+    with pytest.raises(IndexError):  # nothing more comes
+        engines._receive(0)
+    assert looked == [(1, n) for n in (8, 72, 136, 200)]
 
 
 @pytest.mark.parametrize("steps, cursor, started", [(0, 4, 4), (1, 3, 4)])
