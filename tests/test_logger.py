@@ -321,3 +321,14 @@ def test_tensorboard_without_its_package_is_refused_at_start(monkeypatch):
     monkeypatch.setattr(utils.importlib.util, "find_spec", lambda name: name != "tensorboard" and find(name) or None)
     with pytest.raises(utils.UserError, match="--with_tensorboard .* pip install tensorboard"):
         args.check()
+
+
+def test_a_tracker_without_a_key_is_refused_before_anything_loads(tmp_path, world, monkeypatch):
+    for name, value in {"HOME": tmp_path, "WANDB_MODE": "online"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    args = grpo.Args(output_dir=str(tmp_path), with_tracking=True, model_name_or_path=str(tmp_path))
+    with pytest.raises(utils.UserError, match="--with_tracking: no key: run `wandb login`, .*WANDB_MODE=offline"):
+        utils.prepare_run_dir(args, "0", world)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert (utils.prepare_run_dir(args, "0", world) / "args.json").exists()
