@@ -29,7 +29,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,8 +217,11 @@ class Args(GRPOFlags, utils.Flags):
             self.check_teacher()
         if dual and (dual <= 1 or self.loss_fn != "dapo"):
             refuse("--clip_dual: must be above 1, with --loss_fn dapo; 0 is off")
-        if self.loss_denominator not in ("token", "sequence") and not utils.number_in(self.loss_denominator) > 0:
-            refuse("--loss_denominator: token, sequence or a positive number")
+        if (kind := self.loss_denominator) not in ("token", "sequence"):
+            with contextlib.suppress(ValueError):
+                kind = float(kind)
+            if isinstance(kind, str) or not 0 < kind < math.inf:
+                refuse("--loss_denominator: token, sequence or a positive number")
         if not self.use_rho_correction and (low or high or self.rho_mask_sequence_level):
             refuse("--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds")
         if clamp and clamp < 1:
@@ -513,10 +515,7 @@ def split_groups(groups: Sequence[Group], args: Args) -> list[list[Rollout]]:
 
 def trainable(groups: Sequence[Group], args: Args) -> list[Rollout]:
     """The rollouts of `groups` that enter the update: no constant groups, no missing scores, no masked truncations, no
-    responses without a token of the policy.
-
-    Advantages were computed before, on whole groups.
-    """
+    responses without a token of the policy. Advantages were computed before, on whole groups."""
     kept = [r for group in groups if has_gradient(group) or not args.filter_zero_std_samples for r in group]
     kept = [r for r in kept if np.count_nonzero(r.mask) and not math.isnan(r.score)]
     return [r for r in kept if r.finish_reason == "stop" or not args.mask_truncated_completions]
@@ -531,30 +530,29 @@ def answers_left(r: Rollout, args: Args) -> int:
 
 
 def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
-    """Have the environment answer the last turn of r: see end_turn."""
-    return rewards.ENV_THREADS.submit(partial(hear, r, engine, args, evaluation))
-
-
-def hear(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> utils.Request | None:
-    """Wait for the environment's answer to r; the request that follows it, or None where none does: see end_turn."""
+    """Have the environment answer the last turn of r, in a thread: see end_turn."""
     environment, row, last = r.prompt.environment, r.prompt.episode, r.turns[-1]
     assert environment is not None
     said = [{"role": t["role"], "content": t["content"]} for t in r.turns]
     now = {"messages": row["messages"] + said, "text": last["content"], "turn": 1 + len(said) // 2}
     now |= {"steps_left": answers_left(r, args) - 1, "stopped": last["finish_reason"] == "stop"}
     state = r.turns[-2]["state"] if len(said) > 1 else None
-    answer = rewards.ask_environment(environment.path, state, row | now, args.env_timeout)
-    left, ended = room(r, args, evaluation), r.token_ids[-1] in engine.eos_ids
-    ids, text = environment.answer(answer.pop("texts"), ended, left, engine.tokenizer)
-    with utils.LOCK:
-        r.over = answer["done"] or (ended and not environment.role)
-        if not r.over and len(ids) >= left:
-            r.over, r.finish_reason = True, "length"
-        ids = [] if r.over else ids
-        r.hear(ids)
-        if text or answer["reward"] or answer["metrics"] or not r.over:
-            r.turns.append({"role": environment.role or "tool", "content": text, "tokens": len(ids)} | answer)
-    return start_scoring(r, engine, args) if r.over else make_request(r, args, evaluation)
+
+    def take_answer() -> utils.Request | None:
+        answer = rewards.ask_environment(environment.path, state, row | now, args.env_timeout)
+        left, ended = room(r, args, evaluation), r.token_ids[-1] in engine.eos_ids
+        ids, text = environment.answer(answer.pop("texts"), ended, left, engine.tokenizer)
+        with utils.LOCK:
+            r.over = answer["done"] or (ended and not environment.role)
+            if not r.over and len(ids) >= left:
+                r.over, r.finish_reason = True, "length"
+            ids = [] if r.over else ids
+            r.append_answer(ids)
+            if text or answer["reward"] or answer["metrics"] or not r.over:
+                r.turns.append({"role": environment.role or "tool", "content": text, "tokens": len(ids)} | answer)
+        return start_scoring(r, engine, args) if r.over else make_request(r, args, evaluation)
+
+    return rewards.ENV_THREADS.submit(take_answer)
 
 
 # --- Packs and batches ------------------------------------------------------------------------------------------------
@@ -603,7 +601,6 @@ class Batch:
         return ids, positions, targets, places.to(ids.device)
 
     def to(self, device: torch.device) -> "Batch":
-        """Its tensors moved there."""
         vars(self).update({name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
         return self
 
@@ -806,10 +803,8 @@ class Policy(torch.nn.Module):
 
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside the response mask.
-
         The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist. On a GPU it
-        is compiled and takes three times as many, in the memory of one: it keeps no logits in float32.
-        """
+        is compiled and takes three times as many, in the memory of one: it keeps no logits in float32."""
         # attention of another name than ours finds the sequences of a pack where positions start again
         ours = self.model.config._attn_implementation == utils.PACK_ATTENTION
         more: dict[str, Any] = {"layout": batch.layout} if ours and batch.layout is not None else {}
@@ -1403,8 +1398,7 @@ def set_up(args: Args, world: World) -> Run:
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
-    utils.check_model(args)
-    utils.check_teacher(args, tokenizer)
+    utils.check_models(args, tokenizer)
     run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
     rewards.configure(args, connect=world.is_main)  # a judge that is not there is told before minutes of loading
     newest = utils.newest_checkpoint(run_dir, world) if args.resume else None
@@ -1524,7 +1518,8 @@ def finish(run: Run) -> Path:
     dist.barrier()  # no rank leaves while another still writes
     if run.engine is not None:
         run.engine.close()
-    utils.leave_distributed()
+    if dist.is_initialized():  # else an engine that shared it has closed it
+        dist.destroy_process_group()
     if args.push_to_hub and run.world.is_main and finished:  # the other ranks wait for nothing
         utils.push_model(run_dir)
     return run_dir

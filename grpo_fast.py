@@ -219,9 +219,7 @@ def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, tor
 
 class Watchdog:
     """A thread that ends this process with all its stacks when learner 0 sees nothing move for --stall_timeout_s.
-
-    Learner 0 calls `beat` whenever anything arrives or a step ends, and on a stall tells the others by the store.
-    """
+    Learner 0 calls `beat` whenever anything arrives or a step ends, and on a stall tells the others by the store."""
 
     def __init__(self, meeting: "Meeting", roles: Roles, timeout_s: float, outstanding: Callable[[], str] = lambda: ""):
         self.roles, self.timeout_s, self.outstanding = roles, timeout_s, outstanding
@@ -231,32 +229,26 @@ class Watchdog:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self) -> None:
-        """Something moved."""
         self.last = time.monotonic()
 
     def _watch(self) -> None:
-        while not (self._idle_s() > self.timeout_s if self.leads else self.store.check(["stalled"])):
+        while not (time.monotonic() - self.last > self.timeout_s if self.leads else self.store.check(["stalled"])):
             time.sleep(min(1.0, self.timeout_s / 10))
         message = f"grpo_fast.py: {self.roles.name} (pid {os.getpid()}): stalled"
         if self.leads:
             self.store.set("stalled", "1")
-            message += f": nothing moved for {self._idle_s():.0f} s. Outstanding: {self.outstanding()}"
+            message += f": nothing moved for {time.monotonic() - self.last:.0f} s. Outstanding: {self.outstanding()}"
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         if self.leads:
             time.sleep(3.0)  # the others dump too before the launcher ends them
         os._exit(1)
 
-    def _idle_s(self) -> float:
-        return time.monotonic() - self.last
-
 
 class Meeting:
-    """Where all ranks of this start of the run meet: a store that rank 0 hosts.
-
-    Its address lies in the store of torchrun's agents, which outlives restarts: a rank that finds the address of a rank
-    0 that is gone looks again. No port number is chosen by anybody.
-    """
+    """Where all ranks of this start of the run meet: a store that rank 0 hosts. Its address lies in the store of
+    torchrun's agents, which outlives restarts: a rank that finds the address of a rank 0 that is gone looks again. No
+    port number is chosen by anybody."""
 
     def __init__(self):
         self.host = os.environ["MASTER_ADDR"]
@@ -347,10 +339,8 @@ class Clock:
 
 
 def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
-    """Serve requests and weights from learner 0 until it says stop or is gone.
-
-    With tensor parallelism the engine's first rank has the connection and tells the others what to do next.
-    """
+    """Serve requests and weights from learner 0 until it says stop or is gone. With tensor parallelism the engine's
+    first rank has the connection and tells the others what to do next."""
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
     Watchdog(meeting, roles, args.stall_timeout_s)
     tokenizer = utils.load_tokenizer(args)
@@ -598,7 +588,6 @@ class Engines(utils.Sampler):
         self.take([request_id for request_id, *_ in named])
 
     def tell_all(self, message: tuple) -> None:
-        """Send a message to every engine."""
         for lock, connection in zip(self.locks, self.connections, strict=True):
             with lock:
                 connection.send(message)
@@ -794,11 +783,9 @@ class Collector:
 
 
 class Sender:
-    """A thread of learner 0 that broadcasts weights while the next update runs, then admits what they allow.
-
-    No collective starts before every engine can take part: it would wait on the learner's GPU. What is gathered before
-    the first lies on the host; no more than four buckets are on the GPU: one made, two in `work`, one copied or sent.
-    """
+    """A thread of learner 0 that broadcasts weights while the next update runs, then admits what they allow. No
+    collective starts before every engine can take part: it would wait on the learner's GPU. What is gathered before the
+    first lies on the host; no more than four buckets are on the GPU: one made, two in `work`, one copied or sent."""
 
     def __init__(self, engines: Engines):
         self.engines = engines
@@ -904,7 +891,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     if world.is_main:
         meeting.store.set("learner loaded", "")
         run.servers = utils.start_reward_models(args, run.run_dir, run.eval_world)
-        eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, run.tokenizer)
+        eos_ids = utils.eos_token_ids(args, run.tokenizer)
         run.engine = engines = Engines(meeting, roles, run.tokenizer, eos_ids, args)
         sender = Sender(engines)
     gap_metrics: dict[str, float] = {}

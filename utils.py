@@ -254,12 +254,6 @@ def pin(cores: Iterable[int]) -> set[int]:
     return had
 
 
-def leave_distributed() -> None:
-    """Leave the ranks' world, if an engine that shared it has not closed it already."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def exit_process() -> None:
     """End a process whose work is done, without the destructors of gloo's and vLLM's threads: these abort now and then
     (in 1 of 38 two-rank runs), which would turn a finished run into a failed one."""
@@ -287,7 +281,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Inverse of `rng_state`."""
     name, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((name, keys.numpy(), *rest))
@@ -334,13 +327,6 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
     return args
 
 
-def number_in(text: str) -> float:
-    """A finite number as a flag's text has it, or NaN."""
-    with contextlib.suppress(ValueError):
-        return float(text) if math.isfinite(float(text)) else math.nan
-    return math.nan
-
-
 @dataclass(frozen=True)
 class RunFlags(Refusing):
     """The run: its place, its randomness, what it keeps."""
@@ -379,7 +365,6 @@ class RunFlags(Refusing):
 
     @property
     def run_dir(self) -> Path:
-        """Where the run's files are."""
         return Path(self.output_dir) / self.exp_name
 
     def check(self) -> None:
@@ -652,7 +637,7 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
             need(not (isinstance(value, float) and math.isnan(value)), f"--{name} nan: must be a number")
         for part in (RunFlags, ModelFlags, DataFlags, EngineFlags, TurnFlags, TrackingFlags, ProcessFlags):
             part.check(self)
-        system, samples_by_vllm = self.system_prompt_override_file, self.rollout_backend == "vllm"
+        system = self.system_prompt_override_file
         if self.dry_run:
             return
         if self.compile_layers and not shutil.which(compiler := os.environ.get("CXX", "g++")):
@@ -660,7 +645,7 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
             self.refuse(f"--compile_layers: there is no C++ compiler {compiler}, which torch.compile calls: {fix}")
         if system is not None and not Path(system).is_file():
             self.refuse("--system_prompt_override_file: no such file")
-        if samples_by_vllm and not self.load_batches and importlib.util.find_spec("vllm") is None:
+        if self.rollout_backend == "vllm" and not self.load_batches and importlib.util.find_spec("vllm") is None:
             fix = "bash scripts/setup.sh installs it where it has a build; else take --rollout_backend transformers"
             self.refuse(f"--rollout_backend: vLLM is not installed: {fix}")
 
@@ -745,11 +730,9 @@ HELD_OUT_SEED = 1_000_000  # reasoning_gym item i uses Random(seed + i): close s
 
 @dataclass(frozen=True)
 class Environment:
-    """Who answers the policy: a file (see rewards.Episode), and what the chat template has around an answer.
-
-    A turn, `first`, a text, (`between`, a text, ...) `last`, the next turn. With role "" these are empty: an answer
-    stands in the policy's own turn. `first` begins with the end of the turn, which a policy that stopped has written.
-    """
+    """Who answers the policy: a file (see rewards.Episode), and what the chat template has around an answer. A turn,
+    `first`, a text, (`between`, a text, ...) `last`, the next turn. With role "" these are empty: an answer stands in
+    the policy's own turn. `first` begins with the end of the turn, which a policy that stopped has written."""
 
     path: str
     config: dict[str, Any]
@@ -816,12 +799,11 @@ def load_tokenizer(args: Flags) -> "Tokenizer":
     import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = _tokenizer("model_name_or_path", args.model_name_or_path, args.model_revision)
+    tokenizer = _pretrained(transformers.AutoTokenizer, args, "model_name_or_path")
     if args.chat_template_name is not None:
         tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
-    known = " | ".join(CHAT_TEMPLATES)
-    there = tokenizer.chat_template is not None
-    need(there, f"{args.model_name_or_path} has no chat template: give --chat_template_name {known}")
+    known, name = " | ".join(CHAT_TEMPLATES), args.model_name_or_path
+    need(tokenizer.chat_template is not None, f"{name} has no chat template: give --chat_template_name {known}")
     if args.add_bos:
         begun = "bos_token" in tokenizer.chat_template or (tokenizer.bos_token or "\0") in tokenizer.chat_template
         if begun or tokenizer.bos_token is None:
@@ -906,37 +888,17 @@ def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Envir
     about = rewards.about_environment("--tools" if args.tools else "--env_file", path, config)
     stop, schemas = tuple(about.get("stop", ())), about.get("schemas", {})
     loaded = Environment(path, config, about.get("role", "user"), stop, schemas, args.pass_tools_to_chat_template)
-    model = args.model_name_or_path, args.model_revision
-    return loaded if tokenizer is None else loaded.with_separators(tokenizer, eos_token_ids(*model, tokenizer))
+    return loaded if tokenizer is None else loaded.with_separators(tokenizer, eos_token_ids(args, tokenizer))
 
 
-def _tokenizer(flag: str, name: str, revision: str | None) -> Any:
-    from transformers import AutoTokenizer
-
+def _pretrained(kind: Any, args: Flags, flag: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision)
+        return kind.from_pretrained(args.model_name_or_path, revision=args.model_revision)
     except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
         raise UserError(
-            f"--{flag} {name}: {str(error).strip().splitlines()[0]} Give a directory with a model, or the name of one "
-            "on the Hugging Face hub, with a network to reach it"
+            f"--{flag} {args.model_name_or_path}: {str(error).strip().splitlines()[0]} Give a directory with a model, "
+            "or the name of one on the Hugging Face hub, with a network to reach it"
         ) from None
-
-
-def check_teacher(args: Flags, tokenizer: "Tokenizer") -> None:
-    """Raise UserError with the first token that is another one to the teacher: its KL would then mean nothing."""
-    from transformers import AutoConfig
-
-    if not args.ref_model_name_or_path:
-        return
-    names = [(a.model_name_or_path, a.model_revision) for a in (args, args.of_reference())]
-    both = tokenizer, _tokenizer("ref_model_name_or_path", *names[1])
-    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in both)
-    rows, teacher_rows = (AutoConfig.from_pretrained(n, revision=r).get_text_config().vocab_size for n, r in names)
-    ours |= {} if rows <= teacher_rows else {teacher_rows: "a row of the head"}  # which could be sampled
-    for i in sorted(ours.keys() | theirs.keys()):
-        if ours.get(i) != theirs.get(i):
-            words = f"token {i} is {ours.get(i)!r} to the policy and {theirs.get(i)!r} to the teacher"
-            args.refuse(f"--ref_model_name_or_path: {words}: take a teacher with the policy's vocabulary")
 
 
 def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",)) -> list[tuple[str, float | int]]:
@@ -1026,8 +988,7 @@ def load_prompts(
             if len(token_ids) > args.max_prompt_token_length:
                 dropped += 1
                 continue
-            speaks = environment if episode else None
-            rest = tuple(labels), tuple(verifiers), lines, speaks, episode
+            rest = tuple(labels), tuple(verifiers), lines, environment if episode else None, episode
             prompts.append(Prompt(len(prompts), tuple(token_ids), text, *rest))
     longest = args.max_prompt_token_length
     if dropped and int(os.environ.get("RANK", 0)) == 0:
@@ -1138,7 +1099,7 @@ class Rollout(Columns):
         self._add(vars(generation) | {"mask": np.ones(len(generation.token_ids), np.bool_)})
         self.finish_reason = generation.finish_reason
 
-    def hear(self, token_ids: Sequence[int]) -> None:
+    def append_answer(self, token_ids: Sequence[int]) -> None:
         """Add tokens the policy did not choose: no logprob, no version, no part in the loss."""
         n = len(token_ids)
         new = {"logprobs": np.zeros(n), "mask": np.zeros(n, np.bool_), "versions": np.full(n, -1)}
@@ -1169,13 +1130,14 @@ def distinct_outcomes(group: Group) -> set[float]:
     return {r.outcome for r in group if not math.isnan(r.outcome)}
 
 
-def eos_token_ids(model_name_or_path: str, revision: str | None, tokenizer: "Tokenizer") -> list[int]:
+def eos_token_ids(args: Flags, tokenizer: "Tokenizer") -> list[int]:
     """Every end-of-sequence id of the model: the tokenizer's and those of its generation config."""
     from transformers import GenerationConfig
 
     ids = {tokenizer.eos_token_id}
     with contextlib.suppress(OSError):  # a model without generation_config.json
-        more = GenerationConfig.from_pretrained(model_name_or_path, revision=revision).eos_token_id  # ty: ignore[invalid-argument-type]
+        revision: Any = args.model_revision
+        more = GenerationConfig.from_pretrained(args.model_name_or_path, revision=revision).eos_token_id
         ids |= set(more if isinstance(more, list) else [more])
     return sorted(ids - {None})
 
@@ -1298,9 +1260,8 @@ class VLLMEngine(Engine):
         self.engine = self.llm.llm_engine
         self.worker = self.engine.model_executor.driver_worker.worker
         self.tokenizer = tokenizer
-        self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
+        self.eos_ids = eos_token_ids(args, tokenizer)
         self.stop_strings = list(args.stop_strings)
-        self.running: set[str] = set()
         self.version, self.loads = -1, 0
         self.engine.set_weight_version("-1")
         self.asleep = 0
@@ -1325,7 +1286,7 @@ class VLLMEngine(Engine):
 
     @property
     def busy(self) -> bool:
-        return bool(self.running)
+        return self.engine.has_unfinished_requests()
 
     def add(self, request_id: str, request: Request) -> None:
         from vllm import SamplingParams
@@ -1353,7 +1314,6 @@ class VLLMEngine(Engine):
         # The salt keeps prefix-cache blocks of older weights from being found: --load_states loads a version twice
         prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.loads)}
         self.engine.add_request(request_id, prompt, params)
-        self.running.add(request_id)
 
     def step(self) -> list[tuple[str, Generation]]:
         """One decoding step for all running requests; returns those it finished."""
@@ -1362,7 +1322,6 @@ class VLLMEngine(Engine):
             response: Any = output.outputs[0]  # ty: ignore[not-subscriptable]
             if not response.token_ids:
                 raise RuntimeError(f"vLLM finished request {output.request_id} without a token")
-            self.running.remove(output.request_id)
             reason = "stop" if response.finish_reason == "stop" else "length"
             parts = response.weight_versions
             versions = np.repeat([int(part.version) for part in parts], [part.end - part.start for part in parts])
@@ -1378,11 +1337,9 @@ class VLLMEngine(Engine):
 
 
 class TransformersEngine(Engine):
-    """The same interface through `model.generate`, for machines without vLLM. Slower: rows wait for the longest.
-
-    A greedy search over logprobs - log of exponential noise from the request's own generator is an exact sample of
-    softmax(logits / temperature), seeded per request (the Gumbel-max trick).
-    """
+    """The same interface through `model.generate`, for machines without vLLM. Slower: rows wait for the longest. A
+    greedy search over logprobs - log of exponential noise from the request's own generator is an exact sample of
+    softmax(logits / temperature), seeded per request (the Gumbel-max trick)."""
 
     def __init__(self, args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int):
         from transformers import AutoModelForCausalLM
@@ -1395,7 +1352,7 @@ class TransformersEngine(Engine):
         if args.model_dtype == "bfloat16":  # of strided rows a CPU's product copies the head for each: GiB, a minute
             self.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: (x[0].contiguous(),))
         self.tokenizer, self.device = tokenizer, world.device
-        self.eos_ids = eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
+        self.eos_ids = eos_token_ids(args, tokenizer)
         self.stop_strings = list(args.stop_strings)
         self.batch_size = min(num_requests, 256)
         self.waiting: dict[str, Request] = {}
@@ -1488,23 +1445,12 @@ PACK_ATTENTION = "packs"
 SHORT_PIECE = 256  # tokens up to which one masked product is faster than one per response (CPU)
 
 
-class AllToAll(torch.autograd.Function):
-    """x[i] goes to rank i of the group, whose part for this rank is row i of the result; backward, the way back."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, out = group, torch.empty_like(x := x.contiguous())
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.group), None
-
-
 def exchange(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Cut dimension `split` into a part for each rank of the group, and put together along `join` what they sent."""
-    return torch.cat(AllToAll.apply(torch.stack(x.chunk(group.size(), split)), group).unbind(), join)
+    from torch.distributed.nn.functional import all_to_all_single  # with a gradient: the way back
+
+    parts = torch.stack(x.chunk(group.size(), split))
+    return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)
 
 
 def columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -1733,14 +1679,16 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
 
 
-def check_model(args: Flags) -> None:
-    """Raise UserError when prompt + response outgrow the model's positions or the teacher's, or their attention heads
-    cannot be shared out over --sequence_parallel_size learners; reads their configs only."""
-    from transformers import AutoConfig
+def check_models(args: Flags, tokenizer: "Tokenizer") -> None:
+    """Raise UserError when prompt + response outgrow the positions of the model or the teacher, when their attention
+    heads cannot be shared out over --sequence_parallel_size learners, and with the first token that is another one to
+    the teacher: its KL would then mean nothing. Reads their configs and tokenizers only."""
+    from transformers import AutoConfig, AutoTokenizer
 
+    teacher, flag = args.of_reference(), "ref_model_name_or_path"  # the model itself where there is none
+    configs = _pretrained(AutoConfig, args, "model_name_or_path"), _pretrained(AutoConfig, teacher, flag)
     length = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
-    for name, revision in ((a.model_name_or_path, a.model_revision) for a in (args, args.of_reference())):
-        config = AutoConfig.from_pretrained(name, revision=revision)
+    for name, config in zip((args.model_name_or_path, teacher.model_name_or_path), configs, strict=True):
         heads, limit = getattr(config, "num_attention_heads", 1), config.max_position_embeddings
         if heads % args.sequence_parallel_size:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -1748,6 +1696,16 @@ def check_model(args: Flags) -> None:
         if length > limit:
             words = f"= {length} tokens, but {name} has {limit} positions"
             args.refuse(f"--max_prompt_token_length + --response_length {words}")
+    if not args.ref_model_name_or_path:
+        return
+    both = tokenizer, _pretrained(AutoTokenizer, teacher, flag)
+    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in both)
+    rows, teacher_rows = (config.get_text_config().vocab_size for config in configs)
+    ours |= {} if rows <= teacher_rows else {teacher_rows: "a row of the head"}  # which could be sampled
+    for i in sorted(ours.keys() | theirs.keys()):
+        if ours.get(i) != theirs.get(i):
+            words = f"token {i} is {ours.get(i)!r} to the policy and {theirs.get(i)!r} to the teacher"
+            args.refuse(f"--{flag}: {words}: take a teacher with the policy's vocabulary")
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -2084,7 +2042,7 @@ def _keep_start_files(model: Any, tokenizer: "Tokenizer", path: Path, args: Flag
         if source:
             shutil.copyfile(source, path / name)
     # args.stop_strings are not written: generate() would refuse to run without a tokenizer
-    ids = eos_token_ids(args.model_name_or_path, commit, tokenizer)
+    ids = eos_token_ids(replace(args, model_revision=commit), tokenizer)
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         content = json.loads((path / name).read_text())
         if name == "config.json":
@@ -2561,7 +2519,7 @@ def note_turns(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
         metrics.add("val/policy_tokens", sampled)
         metrics.add("val/environment_tokens", len(r.mask) - sampled)
         metrics.add(f"env/{name}/reward", sum(t["reward"] for t in answers))
-        for kind in ("timeout", "crash", "infra_error"):
+        for kind in rewards.MISSING:
             metrics.add(f"env/{name}/{kind}_rate", sum(t["status"] == kind for t in answers), len(answers))
         length = len(r.prompt.token_ids)
         for turn in r.turns:
@@ -2761,7 +2719,6 @@ class Logger:
         self.trackers = {name: start_tracker(name, run_dir, start_step) for name in names}
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Write one step's metrics everywhere."""
         if not self.enabled:
             return
         metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
@@ -2898,7 +2855,6 @@ def check_servers(servers: Servers | None) -> None:
 
 
 def stop_servers(servers: Servers | None) -> None:
-    """End the servers and all their processes."""
     if servers is not None:
         servers.process.stdin.close()
         servers.process.wait()

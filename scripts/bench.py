@@ -1183,7 +1183,7 @@ def bench_tools(options: argparse.Namespace) -> dict[str, Any]:
         how: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         process = how.Process(target=serve_vllm, args=(there, args), daemon=True)
         engines = stub_engines(process, here, tokenizer := utils.load_tokenizer(args), args)
-        engines.eos_ids = utils.eos_token_ids(args.model_name_or_path, args.model_revision, tokenizer)
+        engines.eos_ids = utils.eos_token_ids(args, tokenizer)
         environment = utils.load_environment(args, tokenizer)
         prompt = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)[0]
 
@@ -1229,6 +1229,9 @@ class StubLLMEngine:
         self.processor.add_request(request, None, None, 0)
         self.names.append(name)
 
+    def has_unfinished_requests(self) -> bool:
+        return self.processor.has_unfinished_requests()
+
     def step(self) -> list[Any]:
         from vllm.v1.engine import EngineCoreOutput, FinishReason
         from vllm.v1.outputs import LogprobsLists
@@ -1255,7 +1258,7 @@ def bench_loop(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[float]] = {"vLLM's output": [], "our loop": [], "reply": []}
     tokens = options.running * options.response_tokens / 1e6
     for _ in range(1 + options.repeat):
-        engine.engine, engine.running, finished = StubLLMEngine(options.response_tokens), set(), []
+        engine.engine, finished = StubLLMEngine(options.response_tokens), []
         start = time.thread_time()
         for i in range(options.running):
             engine.add(str(i), utils.Request((1,) * 105, i, 1.0, options.response_tokens))

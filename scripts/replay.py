@@ -71,7 +71,7 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
             f"metrics within {tolerance:g} of the run's" if tolerance else "replayed weights and metrics are the run's"
         )
         print(f"equal: {words}" if same else "NOT equal: see the lines above")
-    utils.leave_distributed()
+    utils.dist.destroy_process_group()
     return same
 
 

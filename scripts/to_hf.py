@@ -71,7 +71,7 @@ def main() -> int:
     except (utils.UserError, OSError) as error:
         print(f"to_hf.py: {error}", file=sys.stderr)
         return 2
-    utils.leave_distributed()
+    utils.dist.destroy_process_group()
     return 0
 
 

@@ -88,7 +88,7 @@ def play(tiny_models, world, tmp_path_factory):
     patch.setattr(utils, "make_engine", Stub)
     patch.setattr(grpo, "evaluate", evaluated)
     patch.setattr(utils, "init_distributed", lambda: world)
-    patch.setattr(utils, "leave_distributed", lambda: None)
+    patch.setattr(utils.dist, "destroy_process_group", lambda: None)
     patch.setattr(utils, "draw_report", lambda run_dir: "")
     patch.setattr(utils, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
 

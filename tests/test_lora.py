@@ -295,7 +295,7 @@ TWO_RANKS = """
     weights = [*utils.adapter_weights(learner.policy.model), *utils.full_weights(learner.policy, torch.float32)]
     if world.is_main:
         torch.save({name: tensor.clone() for name, tensor in weights}, out)
-    utils.leave_distributed()
+    utils.dist.destroy_process_group()
 """
 
 

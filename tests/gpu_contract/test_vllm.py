@@ -97,7 +97,7 @@ class LateEngine:
 
     def __init__(self, depth):
         self.depth, self.weights, self.left, self.made, self.label = depth, 0, {}, {}, "0"
-        self.batch_queue = deque() if depth > 1 else None
+        self.batch_queue, self.unfinished = deque() if depth > 1 else None, set()
         self.engine_core = types.SimpleNamespace(engine_core=self)
 
     def set_weight_version(self, label):
@@ -106,6 +106,10 @@ class LateEngine:
     def add_request(self, name, prompt, params):
         assert params.output_kind == "final only" and params.flat_logprobs
         self.left[name], self.made[name] = params.max_tokens, []
+        self.unfinished.add(name)
+
+    def has_unfinished_requests(self):
+        return bool(self.unfinished)
 
     def launch(self):
         batch = []
@@ -128,6 +132,7 @@ class LateEngine:
         return [self.output(name) for name, _, finished in batch if finished]
 
     def output(self, name):
+        self.unfinished.remove(name)
         tokens, labels = zip(*self.made[name], strict=True)
         spans = [types.SimpleNamespace(version=v, start=i, end=i + 1) for i, v in enumerate(labels)]
         logprobs = types.SimpleNamespace(logprobs=[-1.0] * len(tokens))
@@ -137,7 +142,7 @@ class LateEngine:
 
 def make_engine(monkeypatch, llm_engine, **more):
     engine: Any = object.__new__(utils.VLLMEngine)
-    engine.engine, engine.running, engine.eos_ids, engine.stop_strings = llm_engine, set(), [0], []
+    engine.engine, engine.eos_ids, engine.stop_strings = llm_engine, [0], []
     engine.version = engine.asleep = engine.loads = 0
     vars(engine).update(more)
     kinds = types.SimpleNamespace(RequestOutputKind=types.SimpleNamespace(FINAL_ONLY="final only"))
