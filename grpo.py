@@ -1009,21 +1009,21 @@ def grpo_loss(
         note("val/rho_weight", rho)
         note("val/rho_drop_frac", (rho == 0).float())
         note("val/rho_clipfrac", (old - batch.vllm_logprobs).exp() > (args.rho_clamp_upper_bound or math.inf))
-    how = mask, seq_ids, args.loss_denominator, tokens, sequences
-    parts = {"policy": aggregate(per_token, *how)}
+    over = mask, seq_ids, args.loss_denominator, tokens, sequences
+    parts = {"policy": aggregate(per_token, *over)}
     if batch.ref_logprobs is not None:
         token_ratio = (new_logprobs - old).clamp(-20, 20).exp()  # with its gradient, which estimator 3 is about
         estimates = kl_estimates(new_logprobs, batch.ref_logprobs, token_ratio)
         kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
-        parts["kl"] = (0.0 if args.kl_in_reward else args.beta) * aggregate(kl, *how)
-        for i, (estimate, whole) in enumerate(zip(estimates, ("kl", "kl2", "kl3", None), strict=True)):
+        parts["kl"] = (0.0 if args.kl_in_reward else args.beta) * aggregate(kl, *over)
+        for i, (estimate, summed) in enumerate(zip(estimates, ("kl", "kl2", "kl3", None), strict=True)):
             note(f"objective/kl{i}_avg", estimate)
-            if whole:
-                metrics.add(f"objective/{whole}", torch.where(mask, estimate, 0.0).sum(), rows)
+            if summed:
+                metrics.add(f"objective/{summed}", torch.where(mask, estimate, 0.0).sum(), rows)
         if batch.ref_tops is not None:
             metrics.add("objective/ref_top_agreement", ((batch.tops == batch.ref_tops) & mask).sum(), count)
     if args.entropy_coef:
-        parts["entropy"] = -args.entropy_coef * aggregate(entropy, *how)
+        parts["entropy"] = -args.entropy_coef * aggregate(entropy, *over)
     for name, part in parts.items():
         metrics.add(f"loss/{name}_avg", part, 0.0)  # parts add up; take_step counts the optimizer steps
     note("policy/clipfrac_avg", clipped.float())

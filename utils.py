@@ -1065,7 +1065,7 @@ class Generation(Columns):
     cached: int = 0  # tokens of the request that the prefix cache had
 
 
-Finished = Callable[[int, Generation], Future | None] | None  # see Sampler.generate
+OnEnd = Callable[[int, Generation], Future | None] | None  # see Sampler.generate
 LOCK = threading.Lock()  # of a rollout's tokens and turns, which grow in one thread while another keeps them
 
 
@@ -1148,7 +1148,7 @@ class Sampler:
     tokenizer: "Tokenizer"
     eos_ids: list[int]
 
-    def generate(self, requests: Sequence[Request], finished: Finished = None) -> list[Generation]:
+    def generate(self, requests: Sequence[Request], finished: OnEnd = None) -> list[Generation]:
         """Sample all requests to their end; the result has their order. finished(i, generation) is called as request i
         ends; if it gives a future, that one's result is the request which goes on in place of i, or None."""
         raise NotImplementedError
@@ -1186,7 +1186,7 @@ class Engine(Sampler):
         """Some work on the requests; returns those it finished."""
         raise NotImplementedError
 
-    def generate(self, requests: Sequence[Request], finished: Finished = None) -> list[Generation]:
+    def generate(self, requests: Sequence[Request], finished: OnEnd = None) -> list[Generation]:
         results: dict[int, Generation] = {}
         answers: dict[int, Future] = {}  # that are waited for
         with fenced_rng():
