@@ -363,7 +363,7 @@ def end_turn(
             ids = generation.token_ids
             turn = {"role": "assistant", "content": text_of(ids, engine), "tokens": len(ids)}
             r.turns.append(turn | {"cached": generation.cached, "finish_reason": generation.finish_reason})
-            r.over = answers_left(r, args) == 0 or room(r, args, evaluation) <= 0
+            r.over = len(r.turns) // 2 >= args.max_steps or room(r, args, evaluation) <= 0
     return start_scoring(r, engine, args) if r.over else ask(r, engine, args, evaluation)
 
 
@@ -524,18 +524,14 @@ def trainable(groups: Sequence[Group], args: Args) -> list[Rollout]:
 # --- Turns: an environment answers the policy, which goes on ----------------------------------------------------------
 
 
-def answers_left(r: Rollout, args: Args) -> int:
-    """How often the environment may answer r."""
-    return args.max_steps - sum(t["role"] != "assistant" for t in r.turns)
-
-
 def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
     """Have the environment answer the last turn of r, in a thread: see end_turn."""
     environment, row, last = r.prompt.environment, r.prompt.episode, r.turns[-1]
     assert environment is not None
     said = [{"role": t["role"], "content": t["content"]} for t in r.turns]
-    now = {"messages": row["messages"] + said, "text": last["content"], "turn": 1 + len(said) // 2}
-    now |= {"steps_left": answers_left(r, args) - 1, "stopped": last["finish_reason"] == "stop"}
+    turn = 1 + len(said) // 2  # answers stand between the turns
+    now = {"messages": row["messages"] + said, "text": last["content"], "turn": turn}
+    now |= {"steps_left": args.max_steps - turn, "stopped": last["finish_reason"] == "stop"}
     state = r.turns[-2]["state"] if len(said) > 1 else None
 
     def take_answer() -> utils.Request | None:
@@ -790,9 +786,9 @@ class Policy(torch.nn.Module):
     def __init__(self, model: Any, group: dist.ProcessGroup | None = None):
         super().__init__()
         self.model: Any = model
-        matrices, head = utils.matmul_parameters(model)
-        self.matrices, self.head, self.width = matrices, head, utils.attention_width(model.config)
-        self.pair_cost = 2 * self.width / matrices  # of attending to one more token, in tokens
+        self.matrices, self.head = utils.matmul_parameters(model)
+        self.width = utils.attention_width(model.config)
+        self.pair_cost = 2 * self.width / self.matrices  # of attending to one more token, in tokens
         self.compiled = False  # --compile_layers
         self.note_tops, self.tops = False, None  # whether forward sets it: (B, T) the most likely tokens
         self.group = group  # of the ranks that share the tokens of a batch, see utils.sequence_group
