@@ -310,7 +310,7 @@ def num_training_steps(args: Args) -> int:
 def make_request(r: Rollout, args: Args, evaluation: bool = False) -> utils.Request:
     """What the engine is asked for: the next turn of r. The seed depends on (run seed, position, sample, turn) only, so
     the same rollouts come out of any number of ranks; evaluation has its own seeds, temperature and length."""
-    turn = [sum(t["role"] == "assistant" for t in r.turns)] if r.turns else []
+    turn = [len(r.turns) // 2] if r.turns else []  # each was answered
     seed = utils.derive_seed(args.seed, r.position, r.sample, int(evaluation), *turn)
     default = args.temperature if args.eval_pass_at_k > 1 else 0.0  # several greedy responses would be equal
     temperature = (args.eval_temperature or default) if evaluation else args.temperature
