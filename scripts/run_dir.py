@@ -16,11 +16,13 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +75,12 @@ def hash_of(name: str, revision: str | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
+def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: float = 10.0) -> None:
     """Make the directory that of a run with these flags. Hashes of data and model have to agree; the other facts, and
     the provenance, stay those of its first start. Raises ValueError naming what differs."""
     config = {k: v for k, v in args.items() if k not in ("resume", "resume_anyway", "overwrite", "dry_run")}
     made_of = {"data_hash": facts.pop("data_hash"), "model_hash": model_hash(args)}
+    need_alone(run_dir, seconds)
     if args["overwrite"] and (run_dir / "args.json").exists():  # nothing is removed that is not a run
         shutil.rmtree(run_dir)
     if (run_dir / "args.json").exists():
@@ -98,7 +101,8 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
         facts |= {"world_size": int(os.environ.get("WORLD_SIZE", 1)), "omp_num_threads": os.environ["OMP_NUM_THREADS"]}
         environment = facts | provenance()
         run_dir.mkdir(parents=True, exist_ok=True)
-    for name, content in (("environment", environment | made_of | {"launch": launch()}), ("args", config)):
+    ours = {"launch": launch(), "process": process(os.getppid())}
+    for name, content in (("environment", environment | made_of | ours), ("args", config)):
         half = run_dir / f"{name}.json.tmp"  # a disk that is full must not cost those that are there
         half.write_text(json.dumps(content, indent=1))
         os.replace(half, run_dir / f"{name}.json")
@@ -112,6 +116,29 @@ def launch() -> str:
 
     agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return agents.compare_set("grpo/launch", "", os.urandom(8).hex()).decode()
+
+
+def process(pid: int) -> list:
+    """What tells a process from all others: machine, number, start in ticks since the boot; [] if it has ended."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it is gone, or there is no /proc
+        return []
+    return [platform.node(), pid, rest[18]] if state not in "ZX" else []
+
+
+def need_alone(run_dir: Path, seconds: float) -> None:
+    """Raises ValueError if another process of this machine trains there. A killed one may take a moment to end."""
+    trainer: list = []
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged, which --overwrite may replace
+        trainer = json.loads((run_dir / "environment.json").read_text()).get("process", [])
+    until = time.monotonic() + seconds
+    while trainer and trainer[1] != os.getppid() and process(trainer[1]) == trainer:
+        if time.monotonic() > until:
+            raise ValueError(
+                f"{run_dir} is in use: process {trainer[1]} trains there. End it, or choose another --exp_name"
+            )
+        time.sleep(0.2)
 
 
 def begun_by_this_torchrun(run_dir: Path) -> bool:

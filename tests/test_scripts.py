@@ -361,7 +361,7 @@ def test_sourced_setup_that_fails_stops_the_script(checkout):
 def claim(directory: Path, **flags: bool) -> None:
     args = dict.fromkeys(("resume", "resume_anyway", "overwrite"), False) | flags
     args |= {"model_name_or_path": str(directory), "model_revision": None}
-    run_dir.claim(directory / "grpo", args, {"data_hash": "0"})
+    run_dir.claim(directory / "grpo", args, {"data_hash": "0"}, 0.3)
 
 
 def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
@@ -391,6 +391,19 @@ def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
     assert utils.after_restart(args) == args
     claim(tmp_path, resume=True)
     assert utils.after_restart(args) == replace(args, resume=True)
+
+
+def test_a_run_that_is_under_way_is_left_alone(tmp_path):
+    """A second start with --resume would remove its checkpoints' *.tmp and cut its metrics."""
+    claim(tmp_path)
+    facts = tmp_path / "grpo" / "environment.json"
+    sleeper = subprocess.Popen(["sleep", "60"])
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"process": run_dir.process(sleeper.pid)}))
+    for flag in ("resume", "overwrite"):
+        with pytest.raises(ValueError, match=f"is in use: process {sleeper.pid} trains there"):
+            claim(tmp_path, **{flag: True})
+    sleeper.kill()  # not waited for: a zombie
+    claim(tmp_path, resume=True)
 
 
 def test_a_full_disk_at_a_resume_costs_no_run(tmp_path, monkeypatch):

@@ -275,7 +275,7 @@ def settings(runs: list[Run]) -> list[str]:
     lines = []
     for part in ("args", "environment"):
         dicts = [getattr(run, part) for run in runs]
-        for key in sorted({k for d in dicts for k in d} - SAME - {"command", "launch"}):
+        for key in sorted({k for d in dicts for k in d} - SAME - {"command", "launch", "process"}):
             values = [d.get(key) for d in dicts]
             if any(v != values[0] for v in values):
                 lines.append(f"`{key}`: " + ", ".join(f"{r.label} {v}" for r, v in zip(runs, values, strict=True)))
