@@ -642,6 +642,15 @@ def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
     assert not left
 
 
+@pytest.mark.runs
+def test_a_server_that_does_not_start_says_why(tiny_models, tmp_path):
+    pytest.importorskip("vllm")
+    import utils
+
+    with pytest.raises(utils.UserError, match="float99"):
+        utils.start_servers(str(tiny_models()), tmp_path, max_model_len=1024, model_dtype="float99")
+
+
 VLLM = """
 import http.server, os, sys, time
 flags = dict(zip(sys.argv, sys.argv[1:]))
