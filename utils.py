@@ -959,6 +959,7 @@ def load_prompts(
     `environment` answers rows with a column tools or env_config, or all of a source that has no such row. Raises
     UserError with file, row number and reason."""
     pairs, splits = parse_mixer(flag, getattr(args, flag)), getattr(args, f"{flag}_splits")
+    today = date_of_start(args)
     system = Path(args.system_prompt_override_file).read_text().strip() if args.system_prompt_override_file else None
     prompts: list[Prompt] = []
     dropped = 0
@@ -981,7 +982,8 @@ def load_prompts(
                     tools, config = environment.of_row(*asked)
                     episode = {"messages": messages, "ground_truths": labels, "config": config}
                 how: dict[str, Any] = {"tools": tools} if tools else {}
-                text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **how))
+                how |= {"add_generation_prompt": True, "strftime_now": today}
+                text = str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
             except Exception as error:  # whatever a template raises, of a role that it does not take for instance
                 raise UserError(f"--{flag} {where}: {error}") from None
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -995,6 +997,14 @@ def load_prompts(
         print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
     need(prompts != [] or not pairs, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
     return prompts
+
+
+def date_of_start(args: Flags) -> Callable[[str], str]:
+    """strftime of when the run began: some chat templates write the date, and --resume has the prompts of its start."""
+    facts = args.run_dir / "environment.json"
+    begun = json.loads(facts.read_text()).get("begun") if args.resume and facts.exists() else None
+    day = time.localtime(begun)
+    return lambda form: time.strftime(form, day)
 
 
 def data_hash(prompts: Iterable[Prompt]) -> str:

@@ -99,7 +99,7 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
             print(f"WARNING: --resume_anyway: {differ}", flush=True)
     else:
         facts |= {"world_size": int(os.environ.get("WORLD_SIZE", 1)), "omp_num_threads": os.environ["OMP_NUM_THREADS"]}
-        environment = facts | provenance()
+        environment = facts | provenance() | {"begun": time.time()}
         run_dir.mkdir(parents=True, exist_ok=True)
     ours = {"launch": launch(), "process": process(os.getppid())}
     for name, content in (("environment", environment | made_of | ours), ("args", config)):

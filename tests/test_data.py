@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +63,21 @@ def load(tokenizer, *mixer, flag="dataset_mixer_list", **changes):
 
 def labels_of(prompts):
     return [p.ground_truths[0] for p in prompts]
+
+
+def test_a_resumed_run_has_the_date_of_its_start(model_dir, tmp_path, world):
+    """Llama 3's template and SmolLM3's write the day: after midnight a restart had other data and was refused."""
+    tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir)))
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + tokenizer.chat_template
+    data = write_jsonl(tmp_path / "rows.jsonl", numbered(1))
+    here = {"output_dir": str(tmp_path), "model_name_or_path": str(model_dir)}
+    dates = [load(tokenizer, data, "1.0", **here)[0].text[:11]]
+    facts = utils.prepare_run_dir(grpo.Args(**here), "0", world) / "environment.json"
+    begun = json.loads(facts.read_text())["begun"] - 40 * 86400
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"begun": begun}))
+    dates += [load(tokenizer, data, "1.0", resume=resume, **here)[0].text[:11] for resume in (False, True)]
+    assert dates[:2] == [time.strftime("%d %b %Y")] * 2
+    assert dates[2] == time.strftime("%d %b %Y", time.localtime(begun)) != dates[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
