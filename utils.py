@@ -1001,10 +1001,9 @@ def load_prompts(
 
 def date_of_start(args: Flags) -> Callable[[str], str]:
     """strftime of when the run began: some chat templates write the date, and --resume has the prompts of its start."""
-    facts = args.run_dir / "environment.json"
-    begun = json.loads(facts.read_text()).get("begun") if args.resume and facts.exists() else None
-    day = time.localtime(begun)
-    return lambda form: time.strftime(form, day)
+    facts, resume = Path(args.output_dir) / args.exp_name / "environment.json", getattr(args, "resume", False)
+    day = time.localtime(json.loads(facts.read_text()).get("begun") if resume and facts.exists() else None)
+    return lambda form: time.strftime(form, day)  # scripts/minimal.py has no --resume
 
 
 def data_hash(prompts: Iterable[Prompt]) -> str:
@@ -1140,13 +1139,13 @@ def distinct_outcomes(group: Group) -> set[float]:
     return {r.outcome for r in group if not math.isnan(r.outcome)}
 
 
-def eos_token_ids(args: Flags, tokenizer: "Tokenizer") -> list[int]:
+def eos_token_ids(args: Flags, tokenizer: "Tokenizer", commit: str | None = None) -> list[int]:
     """Every end-of-sequence id of the model: the tokenizer's and those of its generation config."""
     from transformers import GenerationConfig
 
     ids = {tokenizer.eos_token_id}
     with contextlib.suppress(OSError):  # a model without generation_config.json
-        revision: Any = args.model_revision
+        revision: Any = commit or args.model_revision
         more = GenerationConfig.from_pretrained(args.model_name_or_path, revision=revision).eos_token_id
         ids |= set(more if isinstance(more, list) else [more])
     return sorted(ids - {None})
@@ -2052,7 +2051,7 @@ def _keep_start_files(model: Any, tokenizer: "Tokenizer", path: Path, args: Flag
         if source:
             shutil.copyfile(source, path / name)
     # args.stop_strings are not written: generate() would refuse to run without a tokenizer
-    ids = eos_token_ids(replace(args, model_revision=commit), tokenizer)
+    ids = eos_token_ids(args, tokenizer, commit)
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         content = json.loads((path / name).read_text())
         if name == "config.json":
