@@ -55,7 +55,7 @@ MEASURE = """
     def measure(directory, ranks, vocabulary, hidden, **flags):
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         # of the ranks that share a pack each gets what it sends: numbers, which memory left as it is may not be
-        dist.all_to_all_single = lambda out, x, group: out.copy_(x)
+        dist.all_to_all_single = lambda out, x, **_: out.copy_(x)
         dist.all_gather = lambda outs, x, group: [out.copy_(x) for out in outs]
         world = utils.World(0, 0, ranks, torch.device("cpu"))
         config = AutoConfig.for_model(
