@@ -19,7 +19,7 @@ if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
     if [[ -z "${LD_PRELOAD:-}" ]]; then
         trl_setup_lib="$(find "$trl_setup_root/.venv-trl/lib" -maxdepth 4 -name libiomp5.so -print -quit)"
         if [[ -n "$trl_setup_lib" && "$trl_setup_lib" != *[[:space:]:]* ]]; then
-            export LD_PRELOAD="$trl_setup_lib" KMP_BLOCKTIME="${KMP_BLOCKTIME:-1}"
+            export LD_PRELOAD="$trl_setup_lib" KMP_BLOCKTIME="${KMP_BLOCKTIME:-1}" KMP_AFFINITY="${KMP_AFFINITY:-none}"
             trl_setup_lib="$({ ldconfig -p 2>/dev/null || true; } |
                 awk '/libtcmalloc_minimal\.so\.4 / && !n++ { print $NF }')"
             export LD_PRELOAD="$LD_PRELOAD${trl_setup_lib:+:$trl_setup_lib}"
