@@ -1,6 +1,6 @@
 """Plumbing shared by grpo.py and grpo_fast.py: nothing here is edited for a research idea.
 
-Sections: processes and flags · data · engines · packs · sharding, weights, checkpoints · metrics and report · servers.
+Sections: processes, flags · data · engines · packs · sharding, weights, checkpoints · traces · metrics · servers.
 
 Import this module before torch: it pins thread counts and sets vLLM's switches, which both read at import time.
 """
@@ -14,6 +14,7 @@ import gc
 import hashlib
 import importlib.util
 import json
+import logging
 import math
 import os
 import random
@@ -52,6 +53,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM does so after its first warnings
 VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm")
 
 # Imports make objects that stay: looking for dead cycles after every 700 is a quarter of their time, vLLM's a third
@@ -534,17 +536,17 @@ class EngineFlags(Refusing):
     """Most tokens of an evaluation response; None is response_length."""
     vllm_gpu_memory_utilization: float = 0.9
     """Share of the GPU the engine takes. Where the learner is on the same GPU (grpo.py, --single_gpu_mode) 0.9, the
-    default, is taken as 0.4; 0.3 to 0.6 can work there."""
+    default, is taken as 0.4; 0.3 to 0.6 can work there, to 0.8 in grpo.py where the engine sleeps."""
     vllm_enforce_eager: bool = False
     """Skip vLLM's compilation and CUDA graphs: starts faster, samples slower."""
     vllm_sleep: Literal["auto", "on", "off"] = "auto"
     """grpo.py: the engine gives the GPU's memory back while the learner works; auto: where it can, vLLM on a GPU."""
     vllm_enable_prefix_caching: bool = False
-    """Share prompt prefixes between requests; salted by load of weights, so never stale."""
+    """Share prompt prefixes between requests; each load of weights has a salt of its own, so none is stale."""
     vllm_tensor_parallel_size: int = 1
     """GPUs per engine in grpo_fast.py; grpo.py has one."""
     max_logprob_gap: float = 0.1
-    """Stop when the mean |learner - engine| logprob of sampled tokens exceeds this (bfloat16: ~0.01); 0 is off."""
+    """Stop when the mean |learner - engine| logprob of sampled tokens exceeds this (bfloat16: ~0.04); 0 is off."""
 
     def beside_engine(self, shared: bool) -> Self:
         """These flags where the learner shares the engine's GPU or not; the default is for an engine with its own."""
@@ -1346,9 +1348,8 @@ class VLLMEngine(Engine):
 
 
 class TransformersEngine(Engine):
-    """The same interface through `model.generate`, for machines without vLLM. Slower: rows wait for the longest. A
-    greedy search over logprobs - log of exponential noise from the request's own generator is an exact sample of
-    softmax(logits / temperature), seeded per request (the Gumbel-max trick)."""
+    """The same by `model.generate`, for machines without vLLM. Slower: rows wait for the longest. A greedy search over
+    logprobs - log of exponential noise, the request's own, samples softmax(logits / temperature) (Gumbel-max trick)."""
 
     def __init__(self, args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int):
         from transformers import AutoModelForCausalLM
@@ -1578,10 +1579,9 @@ def pack_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
-    On a GPU one flex attention over the pack, on a CPU piece by piece: a mask over the whole pack would cost a multiple
-    (`scripts/bench.py learner`). Returns (1, T, heads, D), as transformers
-    wants it. With a `group` T are this rank's tokens of the pack, here and there: all tokens of its share of the heads
-    come by an all-to-all and go by another (Ulysses, arXiv:2309.14509), key-value heads repeated where they do not do.
+    On a GPU one flex attention over the pack, on a CPU piece by piece: a mask over the whole would cost a multiple
+    (`scripts/bench.py learner`). Returns (1, T, heads, D). With a `group` T are this rank's tokens: all tokens of its
+    share of the heads come and go by all-to-alls (Ulysses, arXiv:2309.14509), key-value heads repeated if too few.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -2795,7 +2795,7 @@ class Logger:
                 process.kill()
                 problem = f"WARNING: {name} has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows"
             if problem:
-                self.say(f"{problem}: metrics.jsonl has all, scripts/track.py {self.path.parent} sends it again")
+                self.say(f"{problem}: metrics.jsonl has all, scripts/track.py {self.path.parent} --{name} sends it")
 
 
 def draw_report(run_dir: Path) -> str:

@@ -95,7 +95,9 @@ def main() -> None:
     elif options.newest:
         print(newest(options.path / "checkpoints", options.before) or "")
     else:
-        for path in checkpoint_dirs(options.path / "checkpoints"):
+        if not (there := checkpoint_dirs(options.path / "checkpoints")):
+            raise SystemExit(f"{options.path} has no checkpoint: is it RUN, and was --checkpoint_state_freq set?")
+        for path in there:
             print(f"{path}: {damage(path) or 'whole'}")
 
 

@@ -94,7 +94,8 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
                 "--overwrite, or continue it all the same with --resume --resume_anyway"
             )
         if not args["resume"]:
-            raise ValueError(f"{run_dir} holds this run already: add --resume, --overwrite or another --exp_name")
+            resume = "--resume, " if list(run_dir.glob("checkpoints/step_*[0-9]")) else ""
+            raise ValueError(f"{run_dir} holds this run already: add {resume}--overwrite or another --exp_name")
         if differ:
             print(f"WARNING: --resume_anyway: {differ}", flush=True)
     else:

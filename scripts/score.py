@@ -22,6 +22,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 from rewards import RewardFlags, UserError, need
+from scripts.rows import jsonl_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,12 @@ class CommandLine(RewardFlags):
 
 
 def read_cases(path: str) -> list[rewards.RewardRecord]:
-    """The records of a file. Raises UserError naming the row."""
+    """The records of a file. Raises ValueError naming the row."""
     need(Path(path).is_file(), f"{path}: no such file")
-    with open(path, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    for i, row in enumerate(rows, start=1):
-        where, missing = f"{path} row {i}", {"response", "ground_truth", "dataset"} - row.keys()
+    rows = list(jsonl_rows(Path(path)))
+    for i, row in rows:
+        where, wanted = f"{path} row {i}", {"response", "ground_truth", "dataset"}
+        missing = wanted - row.keys() if isinstance(row, dict) else wanted
         need(not missing, f"{where}: no {', '.join(sorted(missing))}")
         texts = isinstance(row["response"], str) and isinstance(row["dataset"], str)
         need(texts, f"{where}: response and dataset must be strings, one verifier a row")
@@ -49,7 +50,7 @@ def read_cases(path: str) -> list[rewards.RewardRecord]:
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
     columns = ("response", "ground_truth", "dataset", "num_tokens", "prompt")
-    return [rewards.RewardRecord(**{c: row[c] for c in columns if c in row}) for row in rows]
+    return [rewards.RewardRecord(**{c: row[c] for c in columns if c in row}) for _, row in rows]
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def main() -> None:
     try:
         rewards.configure(flags, connect=True)
         records = read_cases(flags.cases)
-    except UserError as error:
+    except ValueError as error:  # a UserError, or a row that is not JSON
         raise SystemExit(f"score.py: {error}") from None
     start = time.monotonic()
     results = rewards.score(records, flags.timeout_s)

@@ -25,6 +25,8 @@ grpo_setup_cpu_settings() {
         cores="$({ lscpu -p=CORE,SOCKET 2>/dev/null || true; } | awk '!/^#/ && !seen[$0]++ { n++ } END { print n + 0 }')"
         export OMP_NUM_THREADS=$((cores > 0 && cores < available ? cores : available))
     fi
+    # vLLM warns, in torch's C++ log, that memory is on the one NUMA node that there is, and gloo of host names
+    export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
     if [[ -z "${LD_PRELOAD:-}" && "$(uname -s)" == Linux ]]; then
         lib="$(find "$root/.venv/lib" -maxdepth 4 -name libiomp5.so -print -quit)"
         if [[ -n "$lib" && "$lib" != *[[:space:]:]* ]]; then # LD_PRELOAD has no way to quote a space

@@ -7,7 +7,6 @@ A row may have messages, ground_truth and env_config, as rows of a data set. grp
 file with --env_file, or the same --tools. See rewards.Episode for what is in the file.
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 import utils
+from scripts.rows import jsonl_rows
 from utils import need
 
 
@@ -56,14 +56,14 @@ def main() -> None:
         *env_file, path = flags.files
         need(Path(path).is_file(), f"{path}: no such file")
         environment = utils.load_environment(replace(flags, env_file="".join(env_file)))
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-        for i, row in enumerate(rows, start=1):
-            need(isinstance(row.get("responses"), list), f"{path} row {i}: no list of responses")
+        for i, row in list(jsonl_rows(Path(path))):
+            given = isinstance(row, dict) and isinstance(row.get("responses"), list)
+            need(given, f"{path} row {i}: no list of responses")
             print(f"--- row {i}")
             for turn in transcript(environment, row, flags.env_timeout):
                 rest = {k: v for k, v in turn.items() if k not in ("role", "content", "seconds") and v}
                 print(f"{turn['role']}: {turn['content']}" + (f"   {rest}" if rest else ""))
-    except utils.UserError as error:
+    except ValueError as error:  # a UserError, or a row that is not JSON
         raise SystemExit(f"turns.py: {error}") from None
 
 

@@ -1,6 +1,7 @@
 """What a user sees of a run while it goes: console, terminal, wandb, TensorBoard."""
 
 import json
+import logging
 import math
 import os
 import pty
@@ -23,6 +24,11 @@ def make_logger(tmp_path, world, *flags, num_steps=8, start=0):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags])
     (tmp_path / "args.json").write_text(json.dumps(asdict(args)))
     return utils.Logger(args, tmp_path, num_steps, start, world)
+
+
+def test_vllm_is_quiet_before_it_sets_its_own_level():
+    """It warns of Triton as it is imported."""
+    assert not logging.getLogger("vllm.triton_utils.importing").isEnabledFor(logging.WARNING)
 
 
 def make_rollouts(count):
@@ -237,7 +243,8 @@ def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(
     if what != "hang init":
         until(lambda: len(fake(what)) > 2 + (what in ("fail log 2", "hang finish")))
     logger.close()
-    assert words in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert words in told and f"scripts/track.py {tmp_path} --wandb sends it" in told
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 999
     until(lambda: logger.trackers["wandb"].poll() is not None)
 

@@ -1040,12 +1040,14 @@ def test_max_score(additive, verifiable, use_format, want):
         ({"ground_truth": "72", "dataset": "gsm8k"}, "row 2: no response"),
         ({"response": "72", "ground_truth": "72", "dataset": "gsm8kk"}, "row 2: unknown verifier 'gsm8kk'.*'gsm8k'"),
         ({"response": "72", "ground_truth": "72", "dataset": ["gsm8k"]}, "row 2: .* must be strings"),
+        (["72"], "row 2: no dataset, ground_truth, response"),
+        ("{'response': '72'}", "row 2: not JSON"),
     ],
 )
 def test_cli_names_the_broken_row(tmp_path, row, message):
     good = {"response": "72", "ground_truth": "72", "dataset": "gsm8k"}
     path = tmp_path / "cases.jsonl"
-    path.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
+    path.write_text(json.dumps(good) + "\n" + (row if isinstance(row, str) else json.dumps(row)) + "\n")
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "score.py", path], capture_output=True, text=True, timeout=60
     )

@@ -242,7 +242,7 @@ class Checkout:
 
     def bash(self, *args: str, **env: str) -> subprocess.CompletedProcess:
         self.calls.write_text("")
-        drop = ("LD_PRELOAD", "OMP_NUM_THREADS", "KMP_BLOCKTIME", "KMP_AFFINITY")
+        drop = ("LD_PRELOAD", "OMP_NUM_THREADS", "KMP_BLOCKTIME", "KMP_AFFINITY", "TORCH_CPP_LOG_LEVEL")
         env = {key: value for key, value in os.environ.items() if key not in drop} | env
         env["PATH"] = f"{self.root / 'bin'}:{env['PATH']}"
         return subprocess.run(["bash", *args], cwd=self.root, env=env, capture_output=True, text=True, timeout=60)
@@ -331,17 +331,18 @@ def test_setup_says_which_pythons_are_too_old(checkout):
 def test_sourced_setup_sets_cpu_variables(checkout):
     library = checkout.root / ".venv" / "lib" / "libiomp5.so"
     library.touch()
-    show = 'source scripts/setup.sh >&2; echo "$ACTIVATED|$OMP_NUM_THREADS|$LD_PRELOAD|$KMP_BLOCKTIME$KMP_AFFINITY|$-"'
+    others = "$KMP_BLOCKTIME$KMP_AFFINITY$TORCH_CPP_LOG_LEVEL"
+    show = f'source scripts/setup.sh >&2; echo "$ACTIVATED|$OMP_NUM_THREADS|$LD_PRELOAD|{others}|$-"'
 
-    activated, threads, preload, blocktime, options = checkout.bash("-c", show).stdout.strip().split("|")
+    activated, threads, preload, set_too, options = checkout.bash("-c", show).stdout.strip().split("|")
     assert activated == "yes"
     assert 1 <= int(threads) <= os.cpu_count()
     assert preload.split(":")[0] == str(library)
-    assert blocktime == "1none"
+    assert set_too == "1noneERROR"
     assert "e" not in options and "u" not in options  # the caller's shell options stay what they were
 
     mine = checkout.bash("-c", show, OMP_NUM_THREADS="7", LD_PRELOAD="/mine.so").stdout.strip().split("|")
-    assert mine[1:4] == ["7", "/mine.so", ""]
+    assert mine[1:4] == ["7", "/mine.so", "ERROR"]
 
     checkout.program("bin/nvidia-smi", "echo 'GPU 0: NVIDIA H100 (UUID: GPU-0)'")
     (checkout.root / ".venv" / "setup.stamp").unlink()
@@ -388,7 +389,7 @@ def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("MASTER_PORT", str(stores[0].port))
     assert utils.after_restart(args) == args
-    with pytest.raises(ValueError, match="holds this run already"):
+    with pytest.raises(ValueError, match="holds this run already: add --overwrite"):
         claim(tmp_path)
     claim(tmp_path, overwrite=True)
     assert utils.after_restart(args) == replace(args, overwrite=True)
