@@ -959,10 +959,10 @@ def kl_estimates(new_logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> l
     """Four per-token estimates of KL(policy || reference) from tokens of the policy, d = new - ref clamped to +-40.
 
     0 (kl1, k1)  d             unbiased, high variance
-    1 (kl2, k2)  d^2 / 2       biased, low variance
+    1 (kl2, k2)  d^2 / 2       biased, low variance; for tokens of this very policy its gradient is the KL's
     2 (kl3, k3)  exp(-d) - 1 + d   unbiased, never negative; DeepSeekMath, arXiv:2402.03300, eq. 4
-    3 (kl4)      ratio * d     k1 for tokens of an older policy; the only one whose gradient is the KL's, by way of
-                               the gradient of ratio = exp(new - old)
+    3 (kl4)      ratio * d     k1 for tokens of an older policy, of which it alone has the KL's gradient, by way of
+                               that of ratio = exp(new - old)
     Source of the numbering: Schulman, "Approximating KL divergence"; open-instruct.
     """
     d = (new_logprobs - ref_logprobs).clamp(-40, 40)

@@ -4,10 +4,10 @@
     python scripts/replay.py RUN --step 7          step 7, from the newest checkpoint before it or from the start
     python scripts/replay.py RUN --step 7 --from_start --save model_7
 
-Nothing is sampled: from the start model, rollouts.jsonl and dumps/ any later state is made again: weights are compared
-with the hash in the dump, what the update measures with the run's metrics.jsonl. A run with several learners
-is replayed under torchrun with as many ranks; with fewer the weights agree up to the order of sums. The exit status is
-0 if everything is equal to the last bit, or within --tolerance where one is given.
+Nothing is sampled: from the start model, rollouts.jsonl and dumps/ any later state is made again. Weights are compared
+with the hash in the dump, what the update measures with the run's metrics.jsonl. A run with several learners is
+replayed under torchrun with as many ranks; with fewer the weights agree up to the order of sums. The exit status is 0
+if everything is equal to the last bit, or within --tolerance where one is given.
 """
 
 import argparse
