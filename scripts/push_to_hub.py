@@ -58,7 +58,7 @@ def model_card(run_dir: Path, args: dict[str, Any]) -> str:
     data = huggingface_hub.ModelCardData(
         base_model=None if start.is_dir() else base,
         datasets=sorted(hub_names) or None,
-        library_name="transformers",
+        library_name="peft" if (run_dir / "model" / "adapter_config.json").exists() else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "reinforcement-learning"],
     )
@@ -100,7 +100,8 @@ def main() -> int:
     args = json.loads(file.read_text()) if file.exists() else {}
     name = options.hf_repo_id or args.get("hf_repo_id") or args.get("exp_name") or options.run.name
     revision = options.hf_repo_revision if options.hf_repo_revision is not None else args.get("hf_repo_revision")
-    if not options.check and not (model / "config.json").exists():
+    there = [name for name in ("config.json", "adapter_config.json") if (model / name).exists()]
+    if not options.check and not there:
         parser.error(f"{model} is no model: give the output_dir/exp_name of a run that is done")
     try:
         if options.check:

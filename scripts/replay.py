@@ -33,7 +33,9 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
 
     flags = json.loads((run_dir / "args.json").read_text())
     logged = {row["training_step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").open())}
-    args = replace(grpo.Args(**flags), max_logprob_gap=0.0)  # the gap was the run's business
+    here = {"output_dir": str(run_dir.parent), "exp_name": run_dir.name}
+    args = replace(grpo.Args(**flags), **here, max_logprob_gap=0.0)  # the gap was the run's business
+    tokenizer = utils.load_tokenizer(args)  # a start model that is not there is told
     world = utils.init_distributed()
     if world.size % args.sequence_parallel_size:
         args = replace(args, sequence_parallel_size=1)
@@ -52,6 +54,7 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
         then, now = json.loads((run_dir / "environment.json").read_text())["model_hash"], model_hash(flags)
         print(f"before step 1: {'the start model' if now == then else f'NOT the start model, its hash was {then}'}")
     for step in range(first, last + 1):
+        utils.take_state(args, step - 1, learner.policy, learner.optimizer, None, world)
         rows, dump = utils.read_dump(run_dir, step)
         rollouts = {(r.position, r.sample): r for r in utils.rollouts_of(rows)}
         batches = []
@@ -65,7 +68,7 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
         ours = utils.finish_metrics(metrics.reduce(world), args) | gap
         same &= report(world, f"step {step}", ours, logged.get(step, {}), dump["weights"], learner.policy, tolerance)
     if save is not None:
-        utils.save_model(learner.policy, utils.load_tokenizer(args), save, args, world)
+        utils.save_model(learner.policy, tokenizer, save, args, world)
     if world.is_main:
         words = (
             f"metrics within {tolerance:g} of the run's" if tolerance else "replayed weights and metrics are the run's"
@@ -108,6 +111,8 @@ def main() -> None:
     help_text = "largest relative difference of a metric (of those below 0.01: 100 times the difference); 0: bits"
     parser.add_argument("--tolerance", type=float, default=0.0, help=help_text)
     options = parser.parse_args()
+    if options.step < 1:
+        parser.error(f"--step {options.step}: steps begin with 1")
     if not (options.run / "environment.json").exists():
         raise SystemExit(f"replay.py: {options.run} is no run: it has no environment.json")
     environment = json.loads((options.run / "environment.json").read_text())

@@ -36,6 +36,7 @@ def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None
         raise utils.UserError(f"{run_dir} is no run: it has no args.json")
     args: Any = SimpleNamespace(**json.loads((run_dir / "args.json").read_text()))
     args.model_name_or_path = model or args.model_name_or_path
+    tokenizer = utils.load_tokenizer(args)  # a start model that is not there is told
     world = utils.init_distributed()
     found = utils.newest_checkpoint(run_dir, world, math.inf if step is None else step + 1)
     if found is None or step not in (None, int(found.name[5:])):
@@ -52,7 +53,7 @@ def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None
     state = {"policy": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
     dcp.load(state, checkpoint_id=found / "state")
     set_model_state_dict(policy, state["policy"], options=StateDictOptions(strict=not adapted))
-    utils.save_model(policy, utils.load_tokenizer(args), out, args, world)
+    utils.save_model(policy, tokenizer, out, args, world)
     return out
 
 

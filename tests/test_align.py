@@ -74,8 +74,9 @@ def test_differences_by_hand(tmp_path, capsys):
 
 def test_steps_times_and_missing_values(tmp_path, capsys):
     """Shared steps only; seconds do not count; a NaN (null in JSON) equals a NaN and nothing else."""
-    a = write_run(tmp_path / "a", METRICS | {"x": [1.0, None, 3.0], "time/total": [1, 2, 3]})
-    b = write_run(tmp_path / "b", {k: v[:2] for k, v in METRICS.items()} | {"x": [1.0, None], "time/total": [9, 9]})
+    a, b = ({"time/total": [n] * 3, "batch/groups_in_flight": [n] * 3} for n in (1, 9))
+    a = write_run(tmp_path / "a", METRICS | {"x": [1.0, None, 3.0]} | a)
+    b = write_run(tmp_path / "b", {k: v[:2] for k, v in (METRICS | {"x": [1.0, None]} | b).items()})
     code, out = compare(a, b, capsys=capsys)
     assert code == 0 and "4 metrics over 2 steps" in out.out
     c = write_run(tmp_path / "c", METRICS | {"x": [1.0, 2.0, 3.0]})
@@ -634,7 +635,9 @@ def test_a_run_is_played_again_from_its_batches_and_states(tiny_models, tmp_path
         (other / f"step_{step}").rename(weights / f"step_{step}")
     again = f"--learning_rate 1e-3 --save_freq -1 --load_batches {other}"
     run("alone", again)
-    run("from_states", f"{again} --load_states {other}")
+    run("from_states", f"{again} --load_states {other} --dump_steps all")
+    replayed = programs.run(["scripts/replay.py", tmp_path / "from_states", "--step", "3"])
+    assert "equal: replayed weights and metrics are the run's" in replayed.stdout, replayed.stdout + replayed.stderr
     run("from_weights", f"{again} --load_states {weights}")
     assert found["from_states"] == found["from_weights"] == found["other"]
     assert found["alone"][0] == found["other"][0] and found["alone"][1] != found["other"][1]

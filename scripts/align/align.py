@@ -66,6 +66,7 @@ NAMES = (  # ours, veRL, Trinity-RFT (whose trainer is veRL's), TRL. TRL average
 OURS = {alias: names[0] for names in NAMES for alias in names[1:] if alias}
 MACHINE = re.compile(
     r"time|timing|perf/|per_second|mfu|seconds|idle|bandwidth|bytes|memory|runtime|flos|^epoch$|latency"
+    r"|groups_started|groups_in_flight|weight_sync|cached_share"  # by when engines had the weights
 )
 EXACT = "prompt_ids token_ids mask position sample versions".split()
 CLOSE = "score outcome advantage logprobs old_logprobs new_logprobs ref_logprobs".split()

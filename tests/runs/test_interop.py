@@ -315,6 +315,21 @@ def test_push_by_hand_needs_a_run_that_is_done(tmp_path):
     assert done.returncode == 2 and f"{tmp_path / 'x' / 'model'} is no model" in done.stderr
 
 
+def test_an_adapter_is_a_model_to_push(tmp_path):
+    """What --lora_rank saves has no config.json. Without a token it comes as far as its card."""
+    args = {"exp_name": "x", "model_name_or_path": "org/start", "dataset_mixer_list": ["a.jsonl", "1.0"]}
+    files = {"args": args, "environment": {"command": ["python", "grpo.py"]}, "model/adapter_config": {}}
+    (tmp_path / "model").mkdir()
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "metrics.jsonl").write_text('{"training_step": 1, "episode": 8}\n')
+    env = {k: v for k, v in os.environ.items() if k != "HF_TOKEN"} | {"HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, PUSH, tmp_path], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "no token" in done.stderr
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "library_name: peft" in card and "base_model: org/start" in card
+
+
 def make_args(path, **flags):
     known = {"exp_name": "x", "model_dtype": "bfloat16", "temperature": 0.6, "vllm_top_p": 0.9} | flags
     return replace(grpo.Args(model_name_or_path=str(path)), **known)
