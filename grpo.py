@@ -1077,10 +1077,10 @@ def prepare(
     gap, needs_old = Gap(), needs_old_logprobs(args, len(work))
     for batches, n in work:
         if learner.ref_policy is not None:
-            with metrics.timed("ref_logprobs"):
+            with metrics.timer("ref_logprobs"):
                 fill_logprobs(learner.ref_policy, batches, "ref_logprobs", n, args)
         if needs_old:
-            with metrics.timed("old_logprobs"):
+            with metrics.timer("old_logprobs"):
                 fill_logprobs(learner.policy, batches, "old_logprobs", n, args)
             for batch in batches:
                 gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
@@ -1394,7 +1394,7 @@ def set_up(args: Args, world: World) -> Run:
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
-    utils.check_models(args, tokenizer)
+    utils.check_models(args)
     run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
     rewards.configure(args, connect=world.is_main)  # a judge that is not there is told before minutes of loading
     newest = utils.newest_checkpoint(run_dir, world) if args.resume else None

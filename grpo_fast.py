@@ -22,7 +22,6 @@ Learners have their own world (FSDP2), every engine its own; they meet in a bare
 over local sockets whose addresses travel through torchrun's store: no port number stands in any flag.
 """
 
-import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -33,7 +32,6 @@ import pickle
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -121,8 +119,6 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
     if args.deterministic and (args.inflight_updates or (args.active_sampling and args.async_steps)):
         others = "--inflight_updates, or with --active_sampling and --async_steps above 0"
         args.refuse(f"--deterministic: timing would decide which weights make a token with {others}: drop one of them")
-    if args.num_unique_prompts_rollout % args.num_mini_batches:
-        args.refuse("--num_mini_batches does not divide --num_unique_prompts_rollout")
     if args.vllm_sleep == "on":
         args.refuse("--vllm_sleep: engines of grpo_fast.py work while the learners do: drop it")
     gpus, here = torch.cuda.device_count(), ranks if world_size is None else ranks_per_node
@@ -132,55 +128,12 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
 
 
 def launch(args: Args) -> None:
-    """Start all ranks on this machine with torch's elastic launcher; they are this script again."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+    """Start all ranks on this machine with scripts/launch.py; they are this script again."""
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
     cores, together = len(utils.ALL_CORES), args.async_steps > 0 or torch.cuda.is_available()  # on a CPU else in turns
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if together else cores)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.2,
-        signals_to_handle="SIGHUP,SIGQUIT",
-        shutdown_timeout=3,  # seconds that the other ranks have when one has died
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks write to ours; torch would leave a directory
-    )
-    signal.set_wakeup_fd(-1)  # now it is the ranks that answer
-    for number in (signal.SIGTERM, signal.SIGINT):  # torch would kill the ranks, which want to end their step
-        signal.signal(number, pass_on)
-    try:
-        elastic_launch(config, sys.executable)(os.path.abspath(__file__), *sys.argv[1:])
-    except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        name, code = roles_of(args, rank, ranks).name, failure.exitcode
-        why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        print(f"grpo_fast.py: {name} (pid {failure.pid}) died with {why}", file=sys.stderr)
-        raise SystemExit(128 + PASSED_ON[-1] if PASSED_ON else 1) from None
-
-
-PASSED_ON: list[int] = []  # signals
-
-
-def pass_on(number: int, frame: object) -> None:
-    """Send a signal to all child processes, the ranks; end where there is none yet."""
-    PASSED_ON.append(number)
-    if sys.platform == "linux":
-        children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children"))
-    else:
-        children = subprocess.run(["pgrep", "-P", str(os.getpid())], stdout=subprocess.PIPE, text=True).stdout
-    for pid in children.split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), number)
-    if not children.strip():
-        os._exit(128 + number)
+    names = [roles_of(args, rank, ranks).name for rank in range(ranks)]
+    utils.play("launch.py", ",".join(names), __file__, *sys.argv[1:])
 
 
 def die_with_parent() -> None:

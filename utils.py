@@ -137,14 +137,15 @@ def all_gather(thing: T, world: World) -> list[T]:
 
 
 @functools.cache
-def _sequence_group(_world: object, size: int) -> dist.ProcessGroup | None:
-    return dist.new_subgroups(size)[0]  # of neighbours
+def _once(_world: object, make: Callable, *args: Any, **more: Any) -> Any:
+    """make(*args, **more), the same in every call: policy and reference share communicators."""
+    return make(*args, **more)
 
 
 def sequence_group(args: "Flags") -> dist.ProcessGroup | None:
     """The group of --sequence_parallel_size neighbouring ranks that share their packs' tokens, or None. All ranks."""
     size = args.sequence_parallel_size
-    return _sequence_group(dist.group.WORLD, size) if size > 1 else None
+    return _once(dist.group.WORLD, dist.new_subgroups, size)[0] if size > 1 else None  # of neighbours
 
 
 def share(thing: T, args: "Flags") -> list[T]:
@@ -653,11 +654,9 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
 
 
 def print_plan(args: Flags, **more: Any) -> None:
-    """Print what --dry_run does after the arithmetic: scripts/plan.py, in this process, which has torch already."""
-    before, sys.argv = sys.argv, program("plan.py", json.dumps(asdict(args) | more))[1:]
+    """Print what --dry_run does after the arithmetic."""
     with contextlib.suppress(SystemExit):  # what it could not do it has printed
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.argv = before
+        play("plan.py", json.dumps(asdict(args) | more))
 
 
 def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
@@ -686,6 +685,15 @@ PROGRAM_S = 120.0  # of a program that a run waits for: matplotlib's first start
 def program(name: str, *arguments: object) -> list[str]:
     """Command line of a program in scripts/: the four files start them and import one, sandbox."""
     return [sys.executable, str(REPO / "scripts" / name), *map(str, arguments)]
+
+
+def play(name: str, *arguments: object) -> None:
+    """Run a program in scripts/ in this process, which has torch already."""
+    before, sys.argv = (sys.argv, [*sys.path]), program(name, *arguments)[1:]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
 
 
 def run_program(name: str, *arguments: object, seconds: float | None = None) -> str:
@@ -801,7 +809,7 @@ def load_tokenizer(args: Flags) -> "Tokenizer":
     import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = _pretrained(transformers.AutoTokenizer, args, "model_name_or_path")
+    tokenizer = pretrained(transformers.AutoTokenizer, args, "model_name_or_path")
     if args.chat_template_name is not None:
         tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
     known, name = " | ".join(CHAT_TEMPLATES), args.model_name_or_path
@@ -893,7 +901,8 @@ def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Envir
     return loaded if tokenizer is None else loaded.with_separators(tokenizer, eos_token_ids(args, tokenizer))
 
 
-def _pretrained(kind: Any, args: Flags, flag: str) -> Any:
+def pretrained(kind: Any, args: Flags, flag: str) -> Any:
+    """What `kind` of transformers loads of --model_name_or_path; `flag` is what a person gave it by. UserError."""
     try:
         return kind.from_pretrained(args.model_name_or_path, revision=args.model_revision)
     except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
@@ -1688,33 +1697,9 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
 
 
-def check_models(args: Flags, tokenizer: "Tokenizer") -> None:
-    """Raise UserError when prompt + response outgrow the positions of the model or the teacher, when their attention
-    heads cannot be shared out over --sequence_parallel_size learners, and with the first token that is another one to
-    the teacher: its KL would then mean nothing. Reads their configs and tokenizers only."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    teacher, flag = args.of_reference(), "ref_model_name_or_path"  # the model itself where there is none
-    configs = _pretrained(AutoConfig, args, "model_name_or_path"), _pretrained(AutoConfig, teacher, flag)
-    length = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
-    for name, config in zip((args.model_name_or_path, teacher.model_name_or_path), configs, strict=True):
-        heads, limit = getattr(config, "num_attention_heads", 1), config.max_position_embeddings
-        if heads % args.sequence_parallel_size:
-            fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: one of {fit} does")
-        if length > limit:
-            words = f"= {length} tokens, but {name} has {limit} positions"
-            args.refuse(f"--max_prompt_token_length + --response_length {words}")
-    if not args.ref_model_name_or_path:
-        return
-    both = tokenizer, _pretrained(AutoTokenizer, teacher, flag)
-    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in both)
-    rows, teacher_rows = (config.get_text_config().vocab_size for config in configs)
-    ours |= {} if rows <= teacher_rows else {teacher_rows: "a row of the head"}  # which could be sampled
-    for i in sorted(ours.keys() | theirs.keys()):
-        if ours.get(i) != theirs.get(i):
-            words = f"token {i} is {ours.get(i)!r} to the policy and {theirs.get(i)!r} to the teacher"
-            args.refuse(f"--{flag}: {words}: take a teacher with the policy's vocabulary")
+def check_models(args: Flags) -> None:
+    """Raise UserError where prompts, responses, learners or a teacher do not fit the model: see scripts/fits.py."""
+    play("fits.py", json.dumps(asdict(args)))
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -1807,12 +1792,6 @@ def dither(weight: torch.Tensor, seed: int) -> None:
     bits += offsets * ((bits & 0xFFFF == 0) & (bits << 1 != 0))
 
 
-@functools.cache
-def _mesh(_world: object, kind: str, shape: tuple[int, int]) -> dist.DeviceMesh:
-    """All ranks as (replicate, shard), once: policy and reference share its communicators."""
-    return dist.init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-
-
 def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
     """FSDP2 over all ranks: `--model_dtype` compute, float32 master weights and gradient reduction; what is frozen lies
     in memory in `--model_dtype`. `module` is the wrapper whose forward is called, `model` the causal LM inside it.
@@ -1820,7 +1799,8 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
     parameters after forward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = _mesh(dist.group.WORLD, world.device.type, (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size))
+    shape, names = (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size), ("replicate", "shard")
+    mesh = _once(dist.group.WORLD, dist.init_device_mesh, world.device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
     mesh = mesh if args.deepspeed_stage == 0 else mesh["shard"]
     waiting = {id(p): name for name, p in model.named_parameters()}
@@ -1986,8 +1966,7 @@ def save_model(
 ) -> None:
     """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed). Where it
     has adapters, and not to `merge`, these are written, in peft's; with --lora_merge PATH_merged has the model too.
-    What training does not change is the start model's own, byte for byte: what transformers would write anew has names
-    that older versions of it and of vLLM misread, some (rope_parameters) without a word."""
+    What training does not change is the start model's own, byte for byte: see scripts/start_files.py."""
     model, state, dtype = policy.model, {}, DTYPES[args.model_dtype]
     tied, adapted = model.config.tie_word_embeddings, not merge and adapters(model) != {}
     shard_again(policy)
@@ -2028,40 +2007,10 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", path
     model.generation_config = GenerationConfig(**how)
     model.save_pretrained(path, state_dict=state, max_shard_size="5GB")
     tokenizer.save_pretrained(path)
-    _keep_start_files(model, tokenizer, path, args)
-
-
-TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
-    merges.txt vocab.txt tokenizer.model spiece.model""".split()
-
-
-def _keep_start_files(model: Any, tokenizer: "Tokenizer", path: Path, args: Flags) -> None:
-    """In a saved model put the start model's files, of the commit it was loaded from, in place of transformers'."""
-    from transformers.utils import cached_file
-
     commit = getattr(model.config, "_commit_hash", None)
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    for name in (*TOKENIZER_FILES, "generation_config.json", "config.json"):
-        source = None
-        with contextlib.suppress(OSError):  # a hub that is gone at the end of a run must not cost the model
-            source = cached_file(args.model_name_or_path, name, revision=commit or args.model_revision, **quiet)
-        if name == "config.json" and source:  # that of a model of which only a part was loaded is not ours
-            architectures = json.loads(Path(source).read_text()).get("architectures")
-            source = source if architectures == [type(model).__name__] else None
-        if source:
-            shutil.copyfile(source, path / name)
-    # args.stop_strings are not written: generate() would refuse to run without a tokenizer
-    ids = eos_token_ids(args, tokenizer, commit)
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        content = json.loads((path / name).read_text())
-        if name == "config.json":
-            content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys() or {"dtype"}, args.model_dtype)
-            content["tie_word_embeddings"] = model.config.tie_word_embeddings
-        elif name == "generation_config.json":
-            content["eos_token_id"] = ids[0] if len(ids) == 1 else ids
-        elif isinstance(tokenizer.chat_template, str) and "chat_template" in content:  # for versions before the .jinja
-            content["chat_template"] = tokenizer.chat_template
-        (path / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    facts = [f"--revision={commit or args.model_revision or ''}", f"--dtype={args.model_dtype}"]
+    facts += ["--tied"] * bool(model.config.tie_word_embeddings)
+    play("start_files.py", path, args.model_name_or_path, *facts, "--eos", *eos_token_ids(args, tokenizer, commit))
 
 
 def push_model(run_dir: Path) -> None:
@@ -2372,6 +2321,7 @@ class Metrics:
         self.totals: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}
         self.samples: dict[str, list[float]] = defaultdict(list)
+        self.timer = Timer()  # of phases whose mean over ranks is wanted
 
     def count(self, name: str, number: float) -> None:
         """Add to a number that is summed over ranks, not averaged."""
@@ -2390,15 +2340,6 @@ class Metrics:
             self.extreme(f"{name}_min", float(np.min(values)))
             self.extreme(f"{name}_max", float(np.max(values)))
 
-    @contextlib.contextmanager
-    def timed(self, name: str):
-        """Seconds of the calls of a block, added up; the mean over ranks, time/`name`."""
-        timer = Timer()
-        with timer(name):
-            yield
-        entry = self.sums[f"time/{name}"]
-        entry[:] = entry[0] + timer.seconds[f"time/{name}"], 1.0
-
     def sample(self, name: str, values: Sequence[float]) -> None:
         """Values of which the median and the 99th percentile are wanted, `name`_p50 and _p99."""
         self.samples[name] += values
@@ -2413,6 +2354,7 @@ class Metrics:
         tensors = [x for pair in self.sums.values() for x in pair if isinstance(x, torch.Tensor)]
         read = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
         sums = {k: tuple(next(read) if isinstance(x, torch.Tensor) else x for x in p) for k, p in self.sums.items()}
+        sums |= {name: (seconds, 1.0) for name, seconds in self.timer.seconds.items()}
         mine = (sums, dict(self.totals), self.extremes, dict(self.samples))
         merged = Metrics()
         for other_sums, other_totals, other_extremes, other_samples in all_gather(mine, world):
