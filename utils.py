@@ -1466,10 +1466,10 @@ SHORT_PIECE = 256  # tokens up to which one masked product is faster than one pe
 
 def exchange(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Cut dimension `split` into a part for each rank of the group, and put together along `join` what they sent."""
-    from torch.distributed.nn.functional import all_to_all_single  # with a gradient: the way back
+    from torch.distributed._functional_collectives import all_to_all_single  # with a gradient: the way back
 
     parts = torch.stack(x.chunk(group.size(), split))
-    return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)
+    return torch.cat(all_to_all_single(parts, None, None, group).unbind(), join)
 
 
 def columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -55,7 +55,7 @@ MEASURE = """
     def measure(directory, ranks, vocabulary, hidden, **flags):
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         # of the ranks that share a pack each gets what it sends: numbers, which memory left as it is may not be
-        dist.all_to_all_single = lambda out, x, **_: out.copy_(x)
+        torch.distributed._functional_collectives.all_to_all_single = lambda x, *_: x.clone()
         dist.all_gather = lambda outs, x, group: [out.copy_(x) for out in outs]
         world = utils.World(0, 0, ranks, torch.device("cpu"))
         config = AutoConfig.for_model(
@@ -66,20 +66,19 @@ MEASURE = """
         found = Peak()
         args = grpo.Args(model_name_or_path=directory, max_logprob_gap=0.0, use_rho_correction=False, **flags)
         learner = grpo.load_learner(args, world)
-        tokens = args.pack_length - 31
         prompt = utils.Prompt(0, tuple(range(32)), "", ("7",), ("gsm8k",))
-        r = grpo.Rollout(prompt, 0, 0, [5] * tokens, [-1.0] * tokens, [True] * tokens, [0] * tokens, "stop")
-        r.advantage = 1.0
 
-        def step():
+        def step(tokens):
+            r = grpo.Rollout(prompt, 0, 0, [5] * tokens, [-1.0] * tokens, [True] * tokens, [0] * tokens, "stop")
+            r.advantage = 1.0
             batches = [[grpo.make_batch([[[r]]], world.device) for _ in range(2)]]
             grpo.update(learner, batches, args, world, utils.Metrics())
 
-        step()  # Adam's state comes into being
+        step(32)  # Adam's state comes into being
         gc.collect()
         found.watch(gc.get_objects())
         with found:
-            step()
+            step(args.pack_length - 31)
         dist.destroy_process_group()
         setup = {name: value for name, value in vars(args).items() if name in memory.Setup.__dataclass_fields__}
         return found.peak, memory.memory_estimate(memory.Setup(**setup, learners=ranks), config)

@@ -375,6 +375,7 @@ def test_whole_runs(tiny_models, tmp_path):
     replay = ["scripts/replay.py", str(shared), "--step", "3", "--from_start"]
     done = programs.run([*programs.torchrun(2), *replay])
     assert done.returncode == 0 and "equal: replayed weights and metrics" in done.stdout, done.stdout + done.stderr
+    assert "deprecated" not in done.stderr, done.stderr
     done = programs.run([*replay, "--tolerance", "1e-3"])
     assert done.returncode == 0, done.stdout + done.stderr
     loaded = play(model, tmp_path, "loaded", two, f"--load_batches {shared}", ranks=2)
