@@ -351,9 +351,9 @@ A, B = [(0.0, 0.0), (0.0, 10.0), (10.0, 10.0), (0.0, 10.0)], [(0.0, 10.0), (10.0
 
 @pytest.fixture
 def pair(tmp_path):
-    sync = {2: {"time/weight_sync": 0.5}}
+    sync = {2: {"time/weight_sync": 0.5}, 3: {"time/from_scratch": 35.0}, 4: {"time/from_scratch": 38.0}}  # resumed
     a, b = make_run(tmp_path / "a", [9.0, 2.0, 2.0, 2.0], A), make_run(tmp_path / "b", [9.0, 4.0, 5.0, 3.0], B, sync)
-    where = {"command": ["/bin/python", "../grpo.py", "--x"], "git_commit": "0123456789abcdef", "git_dirty": True}
+    where = {"begun": 1.0, "command": ["/bin/python", "../grpo.py", "--x"], "git_commit": "0123456789abcdef", "git_dirty": True}
     (a / "environment.json").write_text(json.dumps(where | {"device": "cpu", "world_size": 1}))
     (a / "wandb_id.txt").write_text("ab12cd\n")
     return a, b
@@ -366,7 +366,7 @@ def test_comparison_by_hand(pair, capsys):
     assert (
         "| avg total_time | **2.00** | 4.00 |" in text and "| sum total_time (step 1 too) | **15.0** | 21.0 |" in text
     )
-    assert "| Wall clock (min) | **1.25** | 1.35 |" in text and "| total_time | 9.00 | 9.00 |" in text
+    assert "| Wall clock (min) | **1.25** | 1.85 |" in text and "| total_time | 9.00 | 9.00 |" in text
     assert "| avg learner_tok/s_step | **50** | 26 |" in text and "| avg response_length | 20.0 | 20.0 |" in text
     assert [x for x in text.splitlines() if x.endswith("|  |  |")] == [
         f"| **{part}** |  |  |" for part in ("Throughput", "Timing (s)", "Gap, reward and accuracy")
@@ -375,6 +375,7 @@ def test_comparison_by_hand(pair, capsys):
     assert "| seconds before it | 60.0 | 60.0 |" in text
     assert "25 tokens/s, a 50 (0.50x): 1.00x the tokens in 2.00x the seconds" in text
     assert "training +2.00 s" in text and "`vllm_enforce_eager`: a True, b False" in text
+    assert "`git_commit`" in text and "`begun`" not in text
     half = 3.182 * math.sqrt(25 / 3) / 2
     low, high = f"{2.5 - half:+.4g}", f"{2.5 + half:+.4g}"
     assert f"| score | 4 | 5 | 7.5 | +2.5 | {low} to {high} | 0.5 |" in text  # signs: 8 of 16 ways are as far
@@ -537,6 +538,9 @@ def test_benchmark_by_hand(tmp_path, capsys):
         "eval/objective/verifiable_correct_rate": 1.0,
         "eval/reward/gsm8k_ok": 3,
         "eval/reward/gsm8k_no_answer": 1,
+        "eval/reward/math_ok": 4,  # a second verdict on the same four
+        "eval/num_stop_token_ids": 2,
+        "eval/stop_rate": 0.5,
     }
     more = {"val/num_sampled_tokens": 100.0, "batch/total_prompts": 1.0, "time/ref_logprobs": 0.25}
     more |= {"time/old_logprobs": 0.5, "val/learner_tokens_min": 40.0, "val/learner_tokens_max": 45.0}
@@ -558,7 +562,7 @@ def test_benchmark_by_hand(tmp_path, capsys):
     assert (
         "| `val-core/openai/gsm8k+data/a/eval/reward/mean@4` | `eval/objective/verifiable_correct_rate` | 1 |" in text
     )
-    assert "share correct of 4 prompts; 95 % interval 0.5101 to 1.0000" in text  # 1 / (1 + 1.96^2 / 4)
+    assert "share correct of 4 responses; 95 % interval 0.5101 to 1.0000" in text  # 1 / (1 + 1.96^2 / 4)
     assert "| `actor/entropy` | `policy/entropy_avg` | — | — | not recorded in this run |" in text
     assert "| `perf/max_memory_allocated_gb` | `memory/gpu_allocated_gib` | 3.5 | 3.5 |" in text
     assert "| `timing_s/update_actor` | `time/training` | 0.25 | 0.25 |" in text  # 1 s less 0.25 and 0.5

@@ -342,12 +342,13 @@ def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
     return (middle - half) / scale, (middle + half) / scale
 
 
-def eval_prompts(run: Run) -> int:
-    """Responses judged in the last evaluation that has them."""
+def eval_responses(run: Run) -> int:
+    """Responses judged in the last evaluation that has them; several verifiers may judge the same one."""
     for row in reversed(run.rows.values()):
         names = [k for k in row if re.fullmatch(r"eval/reward/.+_(ok|no_answer)", k)]
         if names:
-            return int(sum(row[k] for k in names))
+            rate, judged = row.get("eval/stop_rate"), int(sum(row[k] for k in names))
+            return min(judged, round(row["eval/num_stop_token_ids"] / rate)) if rate else judged
     return 0
 
 
@@ -364,9 +365,9 @@ def remark(run: Run, name: str) -> str:
     if name in ("actor/entropy", "actor/pg_clipfrac", "actor/grad_norm"):
         return f"first step that has it {number(first)}"
     if name == "val-core/SOURCE/reward/mean@1":
-        n = eval_prompts(run)
+        n = eval_responses(run)
         error = "; 95 % interval {:.4f} to {:.4f}".format(*wilson(last, n)) if n else ""
-        return f"share correct of {n} prompts{error}; best {max(all_steps):.4f} of {len(all_steps)} evaluations"
+        return f"share correct of {n} responses{error}; best {max(all_steps):.4f} of {len(all_steps)} evaluations"
     if name == "critic/rewards/mean":
         return f"first step {number(first)}"
     if name == "perf/throughput" and (rate := throughput(run)):
@@ -437,7 +438,7 @@ def limits(run: Run) -> list[str]:
         ]
     if len(run.rows) < 20:
         out.append(f"{len(run.rows)} steps are too few to speak of convergence.")
-    if (n := eval_prompts(run)) < 200:
+    if (n := eval_responses(run)) < 200:
         out.append(
             f"{n} evaluation responses: the standard error of an accuracy near 0.5 is {0.5 / math.sqrt(n or 1):.3f}."
         )

@@ -104,8 +104,10 @@ class Run:
         return {p: seconds for p in names if (seconds := self.mean(f"time/{p}")) is not None}
 
     def minutes(self) -> float | None:
-        """From the start of the program to the end of the last compared step."""
-        return None if (seconds := self.last("time/from_scratch")) is None else seconds / 60
+        """From the start of the program, of each after a --resume, to the end of its last compared step."""
+        seconds = self.values("time/from_scratch", 0)
+        ends = [last for last, following in zip(seconds, [*seconds[1:], 0.0], strict=True) if following < last]
+        return sum(ends) / 60 if seconds else None
 
 
 def load(paths: list[Path], labels: list[str] | None, after: int = 1) -> list[Run]:
@@ -275,7 +277,7 @@ def settings(runs: list[Run]) -> list[str]:
     lines = []
     for part in ("args", "environment"):
         dicts = [getattr(run, part) for run in runs]
-        for key in sorted({k for d in dicts for k in d} - SAME - {"command", "launch", "process"}):
+        for key in sorted({k for d in dicts for k in d} - SAME - {"command", "launch", "process", "begun"}):
             values = [d.get(key) for d in dicts]
             if any(v != values[0] for v in values):
                 lines.append(f"`{key}`: " + ", ".join(f"{r.label} {v}" for r, v in zip(runs, values, strict=True)))
