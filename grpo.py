@@ -1215,9 +1215,8 @@ def evaluate(run: Run) -> dict[str, float]:
         right = [r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in group if not math.isnan(r.verifiable)]
         for k in [2**e for e in range(len(right).bit_length())]:
             metrics.add("pass_at_1" if k == 1 else f"pass_at_{k}_unbiased", pass_at_k(len(right), sum(right), k))
-    out = {f"eval/{name.removeprefix('val/')}": value for name, value in metrics.reduce(world).items()}
-    out = {name.replace("eval/objective/scores", "eval/scores"): value for name, value in out.items()}
-    return out | {"time/eval": time.perf_counter() - start}
+    out = ((n.removeprefix("val/").replace("objective/scores", "scores"), x) for n, x in metrics.reduce(world).items())
+    return {f"eval/{name}": value for name, value in out} | {"time/eval": time.perf_counter() - start}
 
 
 def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
@@ -1389,8 +1388,9 @@ def set_up(args: Args, world: World) -> Run:
     utils.make_deterministic(args)
     tokenizer = utils.load_tokenizer(args)
     environment = utils.load_environment(args, tokenizer)
-    if args.load_batches:
-        train_prompts = [g[0].prompt for g in load_groups(1, start_state(), args, World(0, 0, 1, world.device))]
+    if args.load_batches:  # the last step's, too: a run must not end without a model
+        alone, ends = World(0, 0, 1, world.device), (1, num_training_steps(args))
+        train_prompts = [g[0].prompt for g in [load_groups(n, start_state(), args, alone) for n in ends][0]]
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)

@@ -2415,7 +2415,7 @@ class Gap:
                 "take, or a model whose logits are scaled or capped after its head"
                 if when == "before the first rollout"
                 else "weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and "
-                "engine diverged numerically: try --model_dtype float32"
+                "engine diverged numerically: try --model_dtype float32; --load_batches of others: --max_logprob_gap 0"
             )
             raise GapError(
                 f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) "

@@ -353,7 +353,8 @@ A, B = [(0.0, 0.0), (0.0, 10.0), (10.0, 10.0), (0.0, 10.0)], [(0.0, 10.0), (10.0
 def pair(tmp_path):
     sync = {2: {"time/weight_sync": 0.5}, 3: {"time/from_scratch": 35.0}, 4: {"time/from_scratch": 38.0}}  # resumed
     a, b = make_run(tmp_path / "a", [9.0, 2.0, 2.0, 2.0], A), make_run(tmp_path / "b", [9.0, 4.0, 5.0, 3.0], B, sync)
-    where = {"begun": 1.0, "command": ["/bin/python", "../grpo.py", "--x"], "git_commit": "0123456789abcdef", "git_dirty": True}
+    where: dict = {"begun": 1.0}
+    where |= {"command": ["/bin/python", "../grpo.py", "--x"], "git_commit": "0123456789abcdef", "git_dirty": True}
     (a / "environment.json").write_text(json.dumps(where | {"device": "cpu", "world_size": 1}))
     (a / "wandb_id.txt").write_text("ab12cd\n")
     return a, b

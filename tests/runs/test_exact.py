@@ -275,6 +275,9 @@ def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, 
             assert x.get(name) == y.get(name)
     error = run(tiny_models(), data, tmp_path, f"--exp_name other {flags} --num_samples_per_prompt_rollout 4", ok=False)
     assert "has 8 groups of [8] rollouts" in error and "Traceback" not in error
+    longer = flags.replace("--total_episodes 320", "--total_episodes 640")  # told at the start, not after five steps
+    error = run(tiny_models(), data, tmp_path, f"--exp_name longer {longer}", ok=False)
+    assert "has no dump of step 10" in error and not (tmp_path / "longer").exists()
 
 
 def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_path):  # noqa: F811
