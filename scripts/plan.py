@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -54,11 +55,22 @@ def sources_text(args: utils.Flags) -> str:
     return "\n".join(lines)
 
 
+def of_run(path: Path) -> dict[str, Any]:
+    """The flags in a run's args.json, how many learners it has, and whether engines are on their GPUs. Raises OSError
+    or ValueError where one of its files is not there or is none."""
+    values, facts = (json.loads(path.with_name(f"{name}.json").read_text()) for name in ("args", "environment"))
+    apart = Path(facts["command"][1]).name == "grpo_fast.py" and not values["single_gpu_mode"]
+    return values | {"learners": facts["world_size"], "shared_gpu": not apart}
+
+
 def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
         raise SystemExit(__doc__)
     given = sys.argv[1]
-    values = json.loads(given if given.startswith("{") else Path(given).read_text())
+    try:
+        values = json.loads(given) if given.startswith("{") else of_run(Path(given))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"plan.py: {given}: {error}") from None
     args = utils.Flags(**{f.name: values[f.name] for f in fields(utils.Flags) if f.name in values})
     print("dtype    {}: {}".format(*utils.choose_dtype(args)))
     print(sources_text(args))

@@ -13,7 +13,7 @@ import torch
 import grpo
 import grpo_fast
 import utils
-from scripts import memory
+from scripts import memory, plan
 from scripts.plan import ESTIMATED_BY
 from tests.conftest import REPO
 
@@ -184,6 +184,15 @@ def test_dry_run_prints_it_and_warns(tiny_models, capfd):
     assert "a token, 0 responses" in out and "WARNING: that is" in out
     grpo.main(utils.parse_args(grpo.Args, ["--model_name_or_path", "no/such-model", "--dry_run"]))
     assert "memory   not estimated: no config.json of no/such-model" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("script", "alone", "shared"), [("grpo.py", False, True), ("grpo_fast.py", False, False)])
+def test_a_run_is_planned_with_its_learners(tmp_path, script, alone, shared):
+    (tmp_path / "args.json").write_text(json.dumps({"single_gpu_mode": alone, "beta": 0.0}))
+    (tmp_path / "environment.json").write_text(json.dumps({"world_size": 8, "command": ["python", f"x/{script}"]}))
+    found = plan.of_run(tmp_path / "args.json")
+    assert found == {"single_gpu_mode": alone, "beta": 0.0, "learners": 8, "shared_gpu": shared}
+    assert {"learners", "shared_gpu"} < set(plan.NOT_FLAGS)
 
 
 def test_an_engine_that_sleeps_and_buckets_on_their_way():
