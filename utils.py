@@ -54,6 +54,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM does so after its first warnings
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # looks at deprecated names of torch
 VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm")
 
 # Imports make objects that stay: looking for dead cycles after every 700 is a quarter of their time, vLLM's a third
@@ -1256,8 +1257,7 @@ class VLLMEngine(Engine):
         # vLLM's CUDA graphs end at 512, and have steps of 16
         if not on_cpu and not args.vllm_enforce_eager and max_num_seqs > 512:
             options["max_cudagraph_capture_size"] = 16 * math.ceil(max_num_seqs / 16)
-        with fenced_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch
+        with fenced_rng():
             self.llm = LLM(
                 model=args.model_name_or_path,
                 revision=args.model_revision,

@@ -378,9 +378,9 @@ def main() -> None:
         f"to add up its gradient {add:.0f}, compiled {add / 3:.0f}"
     )
     print("believed, share of the data sheet: " + ", ".join(f"{k} {v:g}" for k, v in EFFICIENCY.items()))
-    ways: list[tuple[str, Way, int]] = [("as in the study: 21 reads", Way(reads=21), options.pack_length)]
+    ways: list[tuple[str, Way, int]] = [("plain layers, 21 reads that wait", Way(reads=21), options.pack_length)]
     for name, change in (
-        ("+ no reads", {"reads": 0.0}),
+        ("+ none that waits", {"reads": 0.0}),
         ("+ head compiled", {"compiled_head": True}),
         (f"+ packs of {options.long_pack_length:,}", {}),
         ("+ --compile_layers", {"compiled": True}),

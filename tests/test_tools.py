@@ -386,6 +386,16 @@ def test_what_the_trainer_is_told():
     assert told["schemas"]["calc"]["function"]["name"] == "calc" != calculator.SCHEMA["function"]["name"]
 
 
+def test_a_call_by_hand_that_is_none_or_meets_no_server():
+    line = [sys.executable, "scripts/tools/search.py"]
+    none, alone = (
+        subprocess.run([*line, *words], cwd=REPO, capture_output=True, text=True)
+        for words in (["rome"], ['{"query": "rome"}', "--config", '{"url": "http://127.0.0.1:9/", "retries": 1}'])
+    )
+    assert none.returncode == 2 and none.stderr.splitlines()[-1].endswith("as the first lines of --help have it")
+    assert alone.returncode == 1 and alone.stderr.startswith("ConnectionError: http://127.0.0.1:9/"), alone.stderr
+
+
 def test_one_call_by_hand():
     command = [sys.executable, "scripts/tools/calculator.py", '{"expression": "12 * 34"}', '{"expression": "x"}']
     run = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=True)

@@ -347,12 +347,18 @@ def trial(file: str) -> None:
     parser.add_argument("arguments", nargs="+", help="JSON of the arguments of a call; several are calls of an episode")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON")
     args = parser.parse_args()
+    for text in args.arguments:
+        if not text.lstrip().startswith("{"):
+            parser.error(f"{text}: the arguments of a call are a JSON object, as the first lines of --help have it")
     tools = load_tools([file], None, [args.config])
     getattr(module, "check", lambda _: None)(args.config)
     env = Env({})
     for text in args.arguments:
         start = time.monotonic()
-        answer, failed = env.run(Call(*tools, json.loads(text)), tools)
+        try:
+            answer, failed = env.run(Call(*tools, json.loads(text)), tools)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{type(error).__name__}: {error}") from None
         print(bounded(answer))
         print(f"{'failed' if failed else 'ok'}, {time.monotonic() - start:.3f} s", file=sys.stderr)
 
