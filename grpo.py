@@ -273,20 +273,6 @@ class Args(GRPOFlags, utils.Flags):
         if self.load_batches and (evaluates or self.active_sampling or self.reward_file):
             refuse("--load_batches: drop --dataset_mixer_eval_list --active_sampling --reward_file: nothing is sampled")
 
-    def batch_arithmetic(self, world_size: int) -> str:
-        """The resolved batch arithmetic in a few lines."""
-        p, g = self.num_unique_prompts_rollout, self.num_samples_per_prompt_rollout
-        updates, steps = self.num_epochs * self.num_mini_batches, num_training_steps(self)
-        longest = self.max_prompt_token_length + self.response_length
-        return (
-            f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens\n"
-            f"ranks    {world_size}, each {p // world_size} prompts = {p // world_size * g} rollouts"
-            f"{f'; {self.sequence_parallel_size} share the tokens of a pack' * (self.sequence_parallel_size > 1)}\n"
-            f"update   {self.num_epochs} epochs x {self.num_mini_batches} mini-batches = {updates} optimizer steps of "
-            f"{p * g // self.num_mini_batches} rollouts, in packs of at most {self.pack_length:,} tokens\n"
-            f"run      {self.total_episodes:,} episodes // {p * g} = {steps} steps, {steps * updates} optimizer steps"
-        )
-
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
 MAX_SAMPLING_ROUNDS = 10  # of active_sampling: a data set without any gradient must not sample for ever
@@ -1530,12 +1516,10 @@ def main(args: Args) -> Path | None:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         args = utils.after_restart(args)
     if is_main:
-        print(args.batch_arithmetic(world_size))
+        utils.print_plan(args, fast=False, learners=world_size, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
         if for_fast := args.for_fast():
             print(f"WARNING: {for_fast}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
     if args.dry_run:
-        if is_main:
-            utils.print_plan(args, learners=world_size, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
         return None
     world = utils.init_distributed()
     dtype, why = utils.all_gather(utils.choose_dtype(args), world)[0]

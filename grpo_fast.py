@@ -1007,19 +1007,10 @@ def main(args: Args) -> None:
     args.check(1, fast=True)
     check_fast_args(args, world_size, ranks_per_node)
     if args.dry_run or world_size is None:
-        lines = args.batch_arithmetic(1).splitlines()
-        print("\n".join(line for line in lines if not line.startswith("ranks")))  # packs, not prompts, are shared out
-        learners, engines, tp = sum(args.num_learners_per_node), args.vllm_num_engines, args.vllm_tensor_parallel_size
-        print(
-            f"roles    {learners} learners + {engines} engines x {tp} = {learners + engines * tp} processes, "
-            f"{torch.cuda.device_count()} GPUs visible; async_steps {args.async_steps}: at most "
-            f"{args.num_unique_prompts_rollout * (args.async_steps + 1)} groups in flight"
-        )
-        if args.dry_run:
-            args = replace(args, vllm_sleep="off")
-            chunk, shared = grpo.LOGPROB_CHUNK, args.single_gpu_mode
-            utils.print_plan(args, learners=learners, shared_gpu=shared, logprob_chunk=chunk)
-        else:
+        learners, awake = sum(args.num_learners_per_node), replace(args, vllm_sleep="off")
+        chunk, shared = grpo.LOGPROB_CHUNK, args.single_gpu_mode
+        utils.print_plan(awake, fast=True, learners=learners, shared_gpu=shared, logprob_chunk=chunk)
+        if not args.dry_run:
             launch(args)
         return
     die_with_parent()

@@ -655,7 +655,7 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
 
 
 def print_plan(args: Flags, **more: Any) -> None:
-    """Print what --dry_run does after the arithmetic."""
+    """Print the arithmetic of a run and, with --dry_run, what it would do with this machine: see scripts/plan.py."""
     with contextlib.suppress(SystemExit):  # what it could not do it has printed
         play("plan.py", json.dumps(asdict(args) | more))
 

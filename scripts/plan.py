@@ -1,8 +1,10 @@
-"""Print what a run would do with this machine: dtype, where model and data come from, memory on the GPUs.
+"""Print the arithmetic of a run, and what it would do with this machine: dtype, where model and data come from, memory
+on the GPUs.
 
     python scripts/plan.py output/grpo/args.json    of a run that there is
 
---dry_run of the training scripts starts it, with its flags as JSON. Touches neither network nor weights.
+The training scripts start it, with their flags as JSON, for the arithmetic and with --dry_run for the rest. Touches
+neither network nor weights.
 """
 
 import json
@@ -10,7 +12,10 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -24,6 +29,35 @@ ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpoint
     pack_length max_prompt_token_length response_length vllm_gpu_memory_utilization vllm_tensor_parallel_size
     vllm_sleep sequence_parallel_size""".split()
 NOT_FLAGS = ["learners", "shared_gpu", "logprob_chunk"]  # which decide about memory too
+
+
+def arithmetic(args: Any, ranks: int | None) -> str:
+    """The resolved batch arithmetic in a few lines; without `ranks` none of what each samples."""
+    p, g = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
+    updates, steps = args.num_epochs * args.num_mini_batches, args.total_episodes // (p * g)
+    longest, share = args.max_prompt_token_length + args.response_length, args.sequence_parallel_size
+    lines = [f"step     {p} prompts x {g} samples = {p * g} rollouts, at most {p * g * longest:,} tokens"]
+    if ranks:
+        together = f"; {share} share the tokens of a pack" if share > 1 else ""
+        lines.append(f"ranks    {ranks}, each {p // ranks} prompts = {p // ranks * g} rollouts{together}")
+    lines.append(
+        f"update   {args.num_epochs} epochs x {args.num_mini_batches} mini-batches = {updates} optimizer steps of "
+        f"{p * g // args.num_mini_batches} rollouts, in packs of at most {args.pack_length:,} tokens"
+    )
+    lines.append(
+        f"run      {args.total_episodes:,} episodes // {p * g} = {steps} steps, {steps * updates} optimizer steps"
+    )
+    return "\n".join(lines)
+
+
+def roles(args: Any, learners: int) -> str:
+    """Who grpo_fast.py starts."""
+    engines, tp = args.vllm_num_engines, args.vllm_tensor_parallel_size
+    return (
+        f"roles    {learners} learners + {engines} engines x {tp} = {learners + engines * tp} processes, "
+        f"{torch.cuda.device_count()} GPUs visible; async_steps {args.async_steps}: at most "
+        f"{args.num_unique_prompts_rollout * (args.async_steps + 1)} groups in flight"
+    )
 
 
 def on_hub(name: str) -> str:
@@ -56,11 +90,12 @@ def sources_text(args: utils.Flags) -> str:
 
 
 def of_run(path: Path) -> dict[str, Any]:
-    """The flags in a run's args.json, how many learners it has, and whether engines are on their GPUs. Raises OSError
-    or ValueError where one of its files is not there or is none."""
+    """The flags in a run's args.json, which script it is of, how many learners it has, and whether engines are on their
+    GPUs. Raises OSError or ValueError where one of its files is not there or is none."""
     values, facts = (json.loads(path.with_name(f"{name}.json").read_text()) for name in ("args", "environment"))
-    apart = Path(facts["command"][1]).name == "grpo_fast.py" and not values["single_gpu_mode"]
-    return values | {"learners": facts["world_size"], "shared_gpu": not apart}
+    fast = Path(facts["command"][1]).name == "grpo_fast.py"
+    shared = not fast or values["single_gpu_mode"]
+    return values | {"fast": fast, "learners": facts["world_size"], "shared_gpu": shared}
 
 
 def main() -> None:
@@ -71,6 +106,12 @@ def main() -> None:
         values = json.loads(given) if given.startswith("{") else of_run(Path(given))
     except (OSError, ValueError) as error:
         raise SystemExit(f"plan.py: {given}: {error}") from None
+    plain = SimpleNamespace(**values)
+    print(arithmetic(plain, None if values["fast"] else values["learners"]))
+    if values["fast"]:  # where packs, not prompts, are shared out
+        print(roles(plain, values["learners"]))
+    if not values.get("dry_run", True):  # a run that starts
+        return
     args = utils.Flags(**{f.name: values[f.name] for f in fields(utils.Flags) if f.name in values})
     print("dtype    {}: {}".format(*utils.choose_dtype(args)))
     print(sources_text(args))

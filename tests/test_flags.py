@@ -19,6 +19,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
+from scripts import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -669,7 +670,7 @@ def test_describe_by_hand():
         pack_length=700,
         total_episodes=2000,
     )
-    text = args.batch_arithmetic(4)
+    text = plan.arithmetic(args, 4)
     numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
     assert numbers == [
         *(24, 8, 192, 96_000),  # 24 x 8 rollouts; x 500 tokens
@@ -695,7 +696,7 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     args = grpo.Args(model_name_or_path="x")
-    assert args.batch_arithmetic(1) in done.stdout
+    assert plan.arithmetic(args, 1) in done.stdout
     for source in (
         r"nobody/no-such-model: hub",
         rf"--dataset_mixer_list {data} 1\.0: local",

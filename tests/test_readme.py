@@ -10,6 +10,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
+from scripts import plan
 from scripts.data.make_addition import make_addition
 from tests.conftest import REPO
 
@@ -88,7 +89,7 @@ def test_the_8_gpu_command_is_veRLs_105_steps():
     words = shlex.split(line)
     args = utils.parse_args(grpo.Args, words[words.index("grpo.py") + 1 :])
     assert grpo.num_training_steps(args) == 105
-    assert "1024 prompts x 5 samples = 5120 rollouts" in args.batch_arithmetic(8)
+    assert "1024 prompts x 5 samples = 5120 rollouts" in plan.arithmetic(args, 8)
 
 
 def test_every_file_and_function_named_exists():
