@@ -854,12 +854,9 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     words = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
     grpo.start_log(run, gap_metrics, words)
     if world.is_main:
-
-        def pack(rollouts: list[Rollout]) -> list[list[Pack]]:
-            shares = world.size // args.sequence_parallel_size
-            return grpo.pack_rollouts(rollouts, run.packing, args.pack_length, shares, policy.pair_cost)
-
         assert sender is not None and engines is not None
+        most: Any = {"pack_length": args.pack_length, "learners": world.size // args.sequence_parallel_size}
+        pack = functools.partial(grpo.pack_rollouts, packing=run.packing, pair_cost=policy.pair_cost, **most)
         sender.collector = collector = Collector(engines, run.train_prompts, args, state, pack)
         clocks = list(engines.clocks)
 

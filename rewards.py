@@ -1520,7 +1520,6 @@ BUILT_IN = frozenset(VERIFIERS)
 
 # --- Environments: who answers the policy between its turns -----------------------------------------------------------
 
-MAX_ANSWER_BYTES = 2**16
 TRIES = 3  # of a step whose worker was killed from outside: its state is in the trainer, so nothing is lost
 
 

@@ -209,10 +209,8 @@ def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
     xs = [torch.randn(256, 256, generator=torch.Generator()).to(dtype) for dtype in dtypes]
     best = [math.inf] * len(xs)
     while time.thread_time() < until or math.inf in best:
-        for i, x in enumerate(xs):
-            start = time.thread_time()
-            x @ x
-            best[i] = min(best[i], time.thread_time() - start)
+        spent = [timeit.timeit(functools.partial(torch.matmul, x, x), timer=time.thread_time, number=1) for x in xs]
+        best = list(map(min, best, spent))
     torch.set_num_threads(threads)
     return [2 * 256**3 / b / 1e9 for b in best]
 
@@ -665,11 +663,6 @@ def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
     another run is refused. All ranks. Raises UserError."""
 
     def claim() -> None:
-        flags = ("--hf_repo_id", args.hf_repo_id or args.exp_name, "--hf_repo_revision", args.hf_repo_revision or "")
-        if args.with_tracking:
-            need(not (no := run_program("track.py", args.run_dir, "--wandb", "--check")), f"--with_tracking: {no}")
-        if args.push_to_hub:
-            need(not (problem := run_program("push_to_hub.py", args.run_dir, "--check", *flags)), problem)
         facts = {"command": [sys.executable, *sys.argv], "data_hash": data_hash}
         facts |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
         given, line = json.dumps({"args": asdict(args), "facts": facts}), program("run_dir.py", args.run_dir, "--claim")
@@ -1188,7 +1181,10 @@ class Sampler:
 class Engine(Sampler):
     """What both engines are: `add` requests, `step` until not `busy`, `load_weights` in between."""
 
-    in_rounds = False  # --deterministic: answers go on together, once all are there: no batch depends on when each came
+    def __init__(self, args: Flags, tokenizer: "Tokenizer"):
+        self.tokenizer, self.eos_ids = tokenizer, eos_token_ids(args, tokenizer)
+        self.stop_strings, self.version = list(args.stop_strings), -1
+        self.in_rounds = args.deterministic  # answers go on together, once all are there: no batch depends on when
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
@@ -1279,12 +1275,9 @@ class VLLMEngine(Engine):
             )
         self.engine = self.llm.llm_engine
         self.worker = self.engine.model_executor.driver_worker.worker
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_token_ids(args, tokenizer)
-        self.stop_strings = list(args.stop_strings)
-        self.version, self.loads = -1, 0
+        super().__init__(args, tokenizer)
+        self.loads = self.asleep = 0
         self.engine.set_weight_version("-1")
-        self.asleep = 0
 
     def sleep(self, level: int = 2) -> None:
         if self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not self.asleep:
@@ -1363,6 +1356,7 @@ class TransformersEngine(Engine):
     def __init__(self, args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int):
         from transformers import AutoModelForCausalLM
 
+        super().__init__(args, tokenizer)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             args.model_name_or_path, revision=args.model_revision, dtype=DTYPES[args.model_dtype]
         )
@@ -1370,12 +1364,8 @@ class TransformersEngine(Engine):
         self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults slip in
         if args.model_dtype == "bfloat16":  # of strided rows a CPU's product copies the head for each: GiB, a minute
             self.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: (x[0].contiguous(),))
-        self.tokenizer, self.device = tokenizer, world.device
-        self.eos_ids = eos_token_ids(args, tokenizer)
-        self.stop_strings = list(args.stop_strings)
-        self.batch_size = min(num_requests, 256)
+        self.device, self.batch_size = world.device, min(num_requests, 256)
         self.waiting: dict[str, Request] = {}
-        self.version = -1
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -1453,9 +1443,7 @@ class TransformersEngine(Engine):
 def make_engine(args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int) -> Engine:
     """The engine `--rollout_backend` names; `num_requests` is how many responses are wanted at once. All ranks."""
     backends = {"vllm": VLLMEngine, "transformers": TransformersEngine}
-    engine = backends[args.rollout_backend](args, tokenizer, world, num_requests)
-    engine.in_rounds = args.deterministic
-    return engine
+    return backends[args.rollout_backend](args, tokenizer, world, num_requests)
 
 
 # --- Packs: which sequences go together, and attention inside them ----------------------------------------------------

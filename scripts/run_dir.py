@@ -109,6 +109,26 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         os.replace(half, run_dir / f"{name}.json")
 
 
+def ask(run_dir: Path, args: dict[str, Any]) -> None:
+    """Whether those to whom the flags send something would take it. Raises ValueError."""
+    if args["with_tracking"] and (no := problem_of("track.py", run_dir, "--wandb", "--check")):
+        raise ValueError(f"--with_tracking: {no}")
+    name, revision = args["hf_repo_id"] or args["exp_name"], args["hf_repo_revision"] or ""
+    there = ("--hf_repo_id", name, "--hf_repo_revision", revision)
+    if args["push_to_hub"] and (no := problem_of("push_to_hub.py", run_dir, "--check", *there)):
+        raise ValueError(no)
+
+
+def problem_of(program: str, *arguments: object) -> str:
+    """What a program beside this one wrote to stderr if it failed, else ""."""
+    command = [sys.executable, Path(__file__).with_name(program), *arguments]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.SubprocessError) as error:
+        return (getattr(error, "stderr", "") or str(error)).strip()
+    return ""
+
+
 def launch() -> str:
     """The name that the store of torchrun's agents has for this start and its restarts; "" where none are to come."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -180,7 +200,9 @@ def main() -> None:
         raise SystemExit(f"{options.run} was not begun by this torchrun")
     if options.claim:
         try:
-            claim(options.run, **json.load(sys.stdin))
+            given = json.load(sys.stdin)
+            ask(options.run, given["args"])
+            claim(options.run, **given)
         except (OSError, ValueError) as error:
             raise SystemExit(str(error)) from None
 

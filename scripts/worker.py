@@ -464,6 +464,9 @@ def environment(path: str) -> Any:
     return module
 
 
+MAX_ANSWER_BYTES = 2**16
+
+
 def work_environment(path: str, config: dict, state: str | None, episode: dict | None) -> Callable[[], dict]:
     """In a worker: a step of an environment from its state, base64 of a pickle (None: a new one of the episode's
     config); without an episode what its about(config) says. What its prepare(config) does is no part of an answer's
@@ -496,7 +499,7 @@ def work_environment(path: str, config: dict, state: str | None, episode: dict |
             raise ValueError(f"step returned the reward {answer.reward}, the metrics {numbers}")
         return {
             "status": "ok",
-            "texts": [bounded(text, rewards.MAX_ANSWER_BYTES // max(len(texts), 1)) for text in texts],
+            "texts": [bounded(text, MAX_ANSWER_BYTES // max(len(texts), 1)) for text in texts],
             "reward": float(answer.reward),
             "done": bool(answer.done),
             "metrics": numbers,
