@@ -743,8 +743,7 @@ def verify_length(record: RewardRecord, shorter_is_fine: bool) -> Verdict:
 # --- Code: code, code_stdio. What a sandbox is and what it keeps out: scripts/sandbox.py ------------------------------
 
 WITHOUT_LAYERS: tuple[str, ...] = ()  # of the sandbox, for tests
-CODE_SLOTS = threading.BoundedSemaphore(NUM_WORKERS)  # sandboxes at work at once, of both kinds
-IDLE_SANDBOXES: dict[tuple, list[sandbox.Sandbox]] = collections.defaultdict(list)  # (preload, without) -> fork servers
+SANDBOXES = sandbox.Pool(NUM_WORKERS)
 
 
 @functools.cache
@@ -755,7 +754,7 @@ def sandbox_level(without: tuple[str, ...]) -> tuple[list[str], list[str]]:
         box.start()
     except sandbox.SandboxError as error:
         raise ValueError(str(error)) from None
-    IDLE_SANDBOXES[(), without].append(box)
+    SANDBOXES.idle[(), without].append(box)
     leaks = f"; NOT kept out: {', '.join(box.leaks)}" if box.leaks else ""
     print(f"code sandbox: {', '.join(box.layers)}{leaks}", file=sys.stderr)
     return box.layers, box.leaks
@@ -773,23 +772,12 @@ def require_sandbox() -> None:
 
 
 def in_sandbox(call: Callable[[sandbox.Sandbox], Scored], *preload: str) -> Scored:
-    """call(a sandbox), when one is free; once more with a new one if the sandbox itself fails, then infra_error."""
-    start = time.monotonic()
-    with CODE_SLOTS:
-        waited = time.monotonic() - start
-        idle = IDLE_SANDBOXES[preload, WITHOUT_LAYERS]
-        try:
-            box = idle.pop()
-        except IndexError:
-            box = sandbox.Sandbox(preload, WITHOUT_LAYERS)
-        try:
-            with contextlib.suppress(sandbox.SandboxError):
-                return call(box)._replace(waited=waited)
-            return call(box)._replace(waited=waited)
-        except sandbox.SandboxError as error:
-            return Scored(math.nan, "infra_error", {"problem": str(error)})
-        finally:
-            idle.append(box)
+    """call(a sandbox), when one is free; infra_error if the sandbox itself fails twice."""
+    try:
+        scored, waited = SANDBOXES.run(call, preload, WITHOUT_LAYERS)
+        return scored._replace(waited=waited)
+    except sandbox.SandboxError as error:
+        return Scored(math.nan, "infra_error", {"problem": str(error)})
 
 
 def program_text(response: str) -> str:
@@ -1718,9 +1706,7 @@ def close() -> None:
         if process := worker.process:
             process.kill()  # only the process: the thread that runs the worker owns the rest
             process.wait()
-    for boxes in IDLE_SANDBOXES.values():
-        while boxes:
-            boxes.pop().stop()
+    SANDBOXES.stop()
 
 
 class Threads:

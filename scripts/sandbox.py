@@ -50,6 +50,7 @@ import time
 import traceback
 import types
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from datetime import date, datetime, timedelta, timezone
 from datetime import time as clock
 from decimal import Decimal
@@ -1504,6 +1505,41 @@ class Sandbox:
         with self.stderr:
             self.stderr.seek(0)
             return self.stderr.read()[-1000:].decode(errors="replace").strip()
+
+
+class Pool:
+    """Sandboxes for many threads, at most `size` at work at once, whatever they have preloaded."""
+
+    def __init__(self, size: int) -> None:
+        import threading
+
+        self.slots = threading.BoundedSemaphore(size)
+        self.idle: dict[tuple, list[Sandbox]] = defaultdict(list)  # (preload, without) -> fork servers
+
+    def run(self, call: Callable[[Sandbox], Any], preload: tuple[str, ...], without: tuple[str, ...]) -> Any:
+        """What call(a sandbox) gives, when one is free, and the seconds until then. The call is made once more, with a
+        new fork server, if the sandbox itself fails. Raises SandboxError."""
+        start = time.monotonic()
+        with self.slots:
+            waited = time.monotonic() - start
+            idle = self.idle[preload, without]
+            try:
+                box = idle.pop()
+            except IndexError:
+                box = Sandbox(preload, without)
+            try:
+                try:
+                    return call(box), waited
+                except SandboxError:
+                    return call(box), waited
+            finally:
+                idle.append(box)
+
+    def stop(self) -> None:
+        """Ends the fork servers that are idle; the next run starts new ones."""
+        for boxes in self.idle.values():
+            while boxes:
+                boxes.pop().stop()
 
 
 def not_run(runs: list[Run]) -> Run:

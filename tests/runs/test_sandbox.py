@@ -257,13 +257,13 @@ DRIVER = """
 import json, sys, threading
 sys.path.insert(0, {copy!r})
 import rewards
-rewards.CODE_SLOTS = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
+rewards.SANDBOXES.slots = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
 settings = json.loads(sys.argv[1])
 rewards.WITHOUT_LAYERS = tuple(settings.pop("without"))
 rewards.configure(rewards.RewardFlags(**settings), connect=False)
 layers, leaks = rewards.sandbox_level(rewards.WITHOUT_LAYERS)
 records = [rewards.RewardRecord("```python\\n" + p + "\\n```", label, name) for name, label, p in json.load(sys.stdin)]
-box = rewards.IDLE_SANDBOXES[(), rewards.WITHOUT_LAYERS][0]
+box = rewards.SANDBOXES.idle[(), rewards.WITHOUT_LAYERS][0]
 server, results = box.process.pid, []
 for record in records:
     result, = rewards.score([record])
@@ -426,7 +426,7 @@ def test_nothing_survives_a_killed_trainer(without, copy):
 
 def only_sandbox():
     """The idle fork server that the next program gets."""
-    return rewards.IDLE_SANDBOXES[(), rewards.WITHOUT_LAYERS][-1]
+    return rewards.SANDBOXES.idle[(), rewards.WITHOUT_LAYERS][-1]
 
 
 def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monkeypatch):
