@@ -191,7 +191,8 @@ def test_a_run_is_planned_with_its_learners(tmp_path, script, alone, shared):
     (tmp_path / "args.json").write_text(json.dumps({"single_gpu_mode": alone, "beta": 0.0}))
     (tmp_path / "environment.json").write_text(json.dumps({"world_size": 8, "command": ["python", f"x/{script}"]}))
     found = plan.of_run(tmp_path / "args.json")
-    assert found == {"single_gpu_mode": alone, "beta": 0.0, "learners": 8, "shared_gpu": shared}
+    fast = script == "grpo_fast.py"
+    assert found == {"single_gpu_mode": alone, "beta": 0.0, "fast": fast, "learners": 8, "shared_gpu": shared}
     assert {"learners", "shared_gpu"} < set(plan.NOT_FLAGS)
 
 
