@@ -96,7 +96,7 @@ def main() -> None:
         print(newest(options.path / "checkpoints", options.before) or "")
     else:
         if not (there := checkpoint_dirs(options.path / "checkpoints")):
-            raise SystemExit(f"{options.path} has no checkpoint: is it RUN, and was --checkpoint_state_freq set?")
+            raise SystemExit(f"{options.path}: no checkpoint here. Was it a run with --checkpoint_state_freq?")
         for path in there:
             print(f"{path}: {damage(path) or 'whole'}")
 
