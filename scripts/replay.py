@@ -32,7 +32,8 @@ def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolera
     import utils
 
     flags = json.loads((run_dir / "args.json").read_text())
-    logged = {row["training_step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").open())}
+    lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]  # the last may be half
+    logged = {row["training_step"]: row for row in map(json.loads, lines)}
     here = {"output_dir": str(run_dir.parent), "exp_name": run_dir.name}
     args = replace(grpo.Args(**flags), **here, max_logprob_gap=0.0)  # the gap was the run's business
     tokenizer = utils.load_tokenizer(args)  # a start model that is not there is told

@@ -1,4 +1,5 @@
-"""Make a Hugging Face model of a resumable checkpoint, as --save_freq would have saved it at that step, byte for byte.
+"""Make a Hugging Face model of a resumable checkpoint, as --save_freq would have saved it at that step, byte for byte,
+but for the order of names in an adapter's config.
 
     python scripts/to_hf.py RUN                       the newest whole checkpoint, to RUN/step_N
     python scripts/to_hf.py RUN --step 40 --out DIR

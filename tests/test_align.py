@@ -77,6 +77,8 @@ def test_steps_times_and_missing_values(tmp_path, capsys):
     a, b = ({"time/total": [n] * 3, "batch/groups_in_flight": [n] * 3} for n in (1, 9))
     a = write_run(tmp_path / "a", METRICS | {"x": [1.0, None, 3.0]} | a)
     b = write_run(tmp_path / "b", {k: v[:2] for k, v in (METRICS | {"x": [1.0, None]} | b).items()})
+    with (b / "metrics.jsonl").open("a") as file:
+        file.write('{"training_step": 3, "obj')  # what a full disk or kill -9 leaves
     code, out = compare(a, b, capsys=capsys)
     assert code == 0 and "4 metrics over 2 steps" in out.out
     c = write_run(tmp_path / "c", METRICS | {"x": [1.0, 2.0, 3.0]})

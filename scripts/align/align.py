@@ -124,8 +124,8 @@ def read_rows(path: Path) -> list[dict]:
     if path.suffix == ".json":
         found = json.loads(text)
         return found["log_history"] if isinstance(found, dict) else found
-    rows = []
-    for line in text.splitlines():
+    rows, whole = [], text if text.endswith(("}", "\n")) else text.rpartition("\n")[0]  # a last line may be half
+    for line in whole.splitlines():
         if line.startswith("{"):
             row = json.loads(line)
             rows.append({"step": row["step"]} | row["data"] if isinstance(row.get("data"), dict) else row)

@@ -235,6 +235,8 @@ def test_a_replay_gives_the_same_bits(dumped, tmp_path):
 def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", dumped, copy], check=True)
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"training_step": 6, "epi')  # what a full disk or kill -9 leaves
     rows, dump = utils.read_dump(copy, 2)
     for row in rows:
         row["advantage"] *= 1 + 1e-6
