@@ -170,6 +170,11 @@ def test_weights(tmp_path, capsys):
     assert compare(tmp_path / "c", tmp_path / "a" / "step_2") == 1
     with pytest.raises(ValueError, match="no model"):
         align.load_hf_state(tmp_path)
+    for name, value in (("d", 1.0), ("e", 2.0)):  # adapters alone
+        save_weights(tmp_path / name / "model", {"lora_A.weight": torch.tensor([value])})
+        (tmp_path / name / "model" / "model.safetensors").rename(tmp_path / name / "model/adapter_model.safetensors")
+    code, out = compare(tmp_path / "d", tmp_path / "e", capsys=capsys)
+    assert code == 1 and "weights of model" in out.out and "lora_A.weight" in out.out
 
 
 def test_checksums_stand_in_for_weights(tmp_path):

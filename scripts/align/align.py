@@ -137,8 +137,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory; safetensors are preferred, as transformers does."""
-    for pattern in ("model*.safetensors", "pytorch_model*.bin"):
+    """The weight files of a Hugging Face directory, or its adapter's; safetensors first, as transformers does."""
+    for pattern in ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors"):
         if files := sorted(directory.glob(pattern)):
             return files
     return []
