@@ -348,7 +348,7 @@ class RunFlags(Refusing):
     overwrite: bool = False
     """Replace a run that exists in output_dir/exp_name. Off: refuse."""
     dry_run: bool = False
-    """Check the flags, print the batch arithmetic and stop; loads nothing and needs no network."""
+    """Check the flags, print arithmetic, sources and memory, and stop; loads nothing and needs no network."""
     save_freq: int = 200
     """Steps between Hugging Face saves to step_N/; the final model always goes to model/. -1 is never."""
     checkpoint_state_freq: int = -1
