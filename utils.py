@@ -2204,13 +2204,12 @@ def record_step(step: "grpo.Step", packing: str, policy: "grpo.Policy", args: Fl
     dumping = args.dump_steps == "all" or (args.dump_steps != "" and step.number % int(args.dump_steps) == 0)
     if not (dumping or args.save_traces):
         return
-    computed: dict[tuple[int, int], dict[str, list[float]]] = {}
-    ours = leads(args, world)
-    for batch in (b for mini_batch in step.batches for b in mini_batch if dumping and ours):
-        for name in LEARNER_COLUMNS:
-            values = getattr(batch, name)
-            for i, r in enumerate(batch.rollouts if values is not None else (), start=1):
-                computed.setdefault((r.position, r.sample), {})[name] = values[batch.seq_ids == i].tolist()
+    computed: dict[tuple[int, int], dict[str, Any]] = {}
+    for batch in (b for mini_batch in step.batches for b in mini_batch if leads(args, world)):
+        there = {name: x for name in LEARNER_COLUMNS if dumping and (x := getattr(batch, name)) is not None}
+        for i, r in enumerate(batch.rollouts, start=1):
+            columns = {name: x[batch.seq_ids == i].tolist() for name, x in there.items()}
+            computed[r.position, r.sample] = columns | {"advantage": r.advantage}  # which --kl_in_reward makes anew
     computed = {name: columns for part in all_gather(computed, world) for name, columns in part.items()}
     lines = []
     for r in (r for group in step.sampled for r in group):

@@ -191,6 +191,16 @@ def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
         utils.read_dump(tmp_path, 7)
 
 
+def test_traces_have_the_advantage_that_was_trained(tmp_path, world):
+    """--kl_in_reward makes those of a batch anew; in grpo_fast.py its rollouts are copies of what was sampled."""
+    step = grpo.Step(1, sampled=[[make_rollout(3, j, [0], advantage=1.0) for j in range(2)]])
+    step.batches = [[grpo.make_batch([[[make_rollout(3, 1, [0], advantage=0.25)]]], world.device)]]
+    flags = f"--model_name_or_path x --output_dir {tmp_path} --exp_name x --save_traces".split()
+    (tmp_path / "x").mkdir()
+    utils.record_step(step, "rows", None, utils.parse_args(grpo.Args, flags), world)
+    assert [row["advantage"] for row in read(tmp_path / "x" / "rollouts.jsonl")] == [1.0, 0.25]
+
+
 def test_only_the_batch_of_a_dump_is_loaded(tmp_path, world):
     """rollouts.jsonl also has the groups that active sampling left out."""
     write_dump(tmp_path, 1, [make_rollout(i, j, [0]) for i in range(4) for j in range(2)], positions=[1, 3])
