@@ -855,8 +855,8 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     grpo.start_log(run, gap_metrics, words)
     if world.is_main:
         assert sender is not None and engines is not None
-        most: Any = {"pack_length": args.pack_length, "learners": world.size // args.sequence_parallel_size}
-        pack = functools.partial(grpo.pack_rollouts, packing=run.packing, pair_cost=policy.pair_cost, **most)
+        sizes: Any = {"pack_length": args.pack_length, "learners": world.size // args.sequence_parallel_size}
+        pack = functools.partial(grpo.pack_rollouts, packing=run.packing, pair_cost=policy.pair_cost, **sizes)
         sender.collector = collector = Collector(engines, run.train_prompts, args, state, pack)
         clocks = list(engines.clocks)
 

@@ -20,7 +20,6 @@ import os
 import random
 import re
 import resource
-import runpy
 import select
 import shlex
 import shutil
@@ -684,8 +683,9 @@ def program(name: str, *arguments: object) -> list[str]:
 def play(name: str, *arguments: object) -> None:
     """Run a program in scripts/ in this process, which has torch already."""
     before, sys.argv = (sys.argv, [*sys.path]), program(name, *arguments)[1:]
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    code = compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec")
+    try:  # not by runpy, which puts another module in the place of __main__: threads unpickle what is in there
+        exec(code, {"__name__": "__main__", "__package__": "", "__file__": sys.argv[0]})
     finally:
         sys.argv, sys.path[:] = before
 
