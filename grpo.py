@@ -310,8 +310,7 @@ def make_request(r: Rollout, args: Args, evaluation: bool = False) -> utils.Requ
 
 def room(r: Rollout, args: Args, evaluation: bool) -> int:
     """Tokens that a rollout may still grow by."""
-    length = (args.eval_response_length or args.response_length) if evaluation else args.response_length
-    return length - len(r.token_ids)
+    return ((evaluation and args.eval_response_length) or args.response_length) - len(r.token_ids)
 
 
 def sample_rollouts(
@@ -1189,7 +1188,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def evaluate(run: Run) -> dict[str, float]:
     """Metrics `eval/...` over all evaluation prompts. All ranks of eval_world."""
-    args, world, n, start = run.args, run.eval_world, run.args.eval_pass_at_k, time.perf_counter()
+    args = replace(run.args, response_length=run.args.eval_response_length or run.args.response_length)  # of penalties
+    world, n, start = run.eval_world, args.eval_pass_at_k, time.perf_counter()
     mine = [(p.index, p) for p in run.eval_prompts[world.rank :: world.size]]
     assert run.engine is not None  # the ranks of eval_world have one
     groups = sample_rollouts(run.engine, mine, n, args, evaluation=True) if mine else []

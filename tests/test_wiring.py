@@ -600,6 +600,17 @@ def test_a_launcher_may_be_the_first_process_of_a_container(first_process, alive
         grpo_fast.die_with_parent()
 
 
+def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch):
+    """Five tokens of eight are not overlong; those of training's four would be."""
+    prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
+    r = utils.Rollout(prompt, 0, 0, [5] * 5, [-1.0] * 5, [True] * 5, finish_reason="stop")
+    monkeypatch.setattr(grpo, "sample_rollouts", lambda *_, **__: [[r]])
+    line = "--model_name_or_path x --overlong_buffer_length 2 --response_length 4 --eval_response_length 8"
+    args = utils.parse_args(grpo.Args, line.split())
+    out = grpo.evaluate(types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object()))
+    assert out["eval/scores"] == out["eval/objective/overlong_penalty"] == 0
+
+
 def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch):
     """Of four samples two have no verdict: pass@1 is that of the others, pass@4 is not known."""
     prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
