@@ -138,9 +138,10 @@ class Wire(TorchDispatchMode):
         self.bytes = collections.defaultdict(int)
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
-        if func.namespace == "c10d":
-            sent = [x for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)]
-            self.bytes[func._schema.name.removeprefix("c10d::")] += sum(x.nbytes for x in sent)
+        kind, name = func._schema.name.split("::")
+        if kind in ("c10d", "_c10d_functional"):
+            sent = [x for x in tree_leaves(args[kind == "c10d"]) if isinstance(x, torch.Tensor)]
+            self.bytes[name] += sum(x.nbytes for x in sent)
         return func(*args, **(kwargs or {}))
 
 
@@ -259,7 +260,7 @@ def test_bytes_on_the_wire_are_those_of_the_paper(ranks, world, size, number):
         want = layers * item * tokens * width * (2 * heads + 2 * kv_heads) / size
         if kv_heads == heads:  # the paper's
             assert want == layers * item * 4 * tokens * heads * width / size
-        assert forward["alltoall_base_"] == want and both["alltoall_base_"] == 2 * want
+        assert forward["all_to_all_single"] == want and both["all_to_all_single"] == 2 * want
         assert forward["allgather_"] == both["allgather_"] == 2 * item * tokens / size
 
 
