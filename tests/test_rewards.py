@@ -270,6 +270,7 @@ def test_length_verifier_without_the_length_is_missing():
     assert result.status == "infra_error" and math.isnan(result.score)
 
 
+@pytest.mark.runs
 def test_shared_acceptance_rows():
     """All rows whose verifier exists, the debatable ones included: our rules decide all of them alike."""
     if not SHARED_CASES.exists():
