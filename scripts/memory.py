@@ -5,11 +5,16 @@
     python scripts/memory.py DIR ... --table    the same of models with a config.json in DIR
 
 Flags have the names, meanings and defaults of the training scripts, whose --dry_run starts it. It needs a model's
-config.json on this machine and neither its weights nor a GPU. CUDA's and NCCL's own and fragmentation come on top.
+config.json on this machine and neither its weights nor a GPU. CUDA's and NCCL's own and fragmentation come on top. What
+it prints is kept in ~/.cache/grpo: the same question is answered at once.
 """
 
+import contextlib
 import functools
+import hashlib
+import importlib.metadata
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -280,19 +285,49 @@ def print_table(setup: Setup) -> None:
         print(row(Path(name).name, config, setup))
 
 
-def load_config(name: str, revision: str | None) -> Any:
-    """The model's configuration. Raises ValueError where this machine does not have it."""
+def config_file(name: str, revision: str | None) -> Path:
+    """The model's config.json. Raises ValueError where this machine does not have it."""
+    if Path(name).is_dir():
+        return Path(name) / "config.json"
+    if name.startswith(("/", ".", "~")):
+        raise ValueError(f"no directory {name}")
     import huggingface_hub
 
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise ValueError(f"no directory {name}")
-    if not Path(name).is_dir():  # before transformers is imported, which takes seconds
-        cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
-        if not isinstance(cached, str):
-            raise ValueError(f"no config.json of {name} on this machine (hf download {name} config.json)")
+    cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(cached, str):
+        raise ValueError(f"no config.json of {name} on this machine (hf download {name} config.json)")
+    return Path(cached)
+
+
+def load_config(name: str, revision: str | None) -> Any:
+    """The model's configuration. Raises ValueError where this machine does not have it."""
+    config_file(name, revision)  # before transformers is imported, which takes seconds
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
+
+
+def remembered(setup: Setup) -> str:
+    """estimate_text of the first model, which is kept for the next start: a file of $XDG_CACHE_HOME/grpo for each set
+    of all that it depends on. Models' code from transformers takes longer to import than all else of a --dry_run.
+    Raises OSError or ValueError where this machine has no config.json of a model."""
+    import torch
+
+    models = [(setup.models[0], setup.model_revision), (setup.ref_model_name_or_path, setup.ref_model_revision)]
+    models = models if setup.ref_model_name_or_path else models[:1]
+    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    depends = [setup, gpu, torch.__version__, importlib.metadata.version("transformers"), Path(__file__).read_bytes()]
+    depends += [config_file(*model).read_bytes() for model in models]
+    key = hashlib.sha256(repr(depends).encode()).hexdigest()
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "grpo", f"memory_{key[:32]}")
+    if kept.exists():
+        return kept.read_text()
+    text = estimate_text(setup, *(load_config(*model) for model in models))
+    with contextlib.suppress(OSError):  # a home that cannot be written to: then the next start takes as long
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        (unfinished := kept.with_suffix(f".{os.getpid()}")).write_text(text)
+        unfinished.replace(kept)
+    return text
 
 
 def tell(setup: Setup) -> int:
@@ -301,9 +336,7 @@ def tell(setup: Setup) -> int:
         if setup.table or not setup.models:
             print_table(setup)
         for name in () if setup.table else setup.models:
-            teacher, revision = setup.ref_model_name_or_path, setup.ref_model_revision
-            ref_config = load_config(teacher, revision) if teacher else None
-            print(estimate_text(setup, load_config(name, setup.model_revision), ref_config))
+            print(remembered(replace(setup, models=(name,))))
     except (OSError, ValueError) as error:
         print(f"memory   not estimated: {error}")
         return 1

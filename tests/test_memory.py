@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -173,7 +174,8 @@ def test_mlps_alone_are_recomputed():
     assert layer < mlp < none - 28 * 4096 * 3 * 18944 * 2  # gate, up and their product, at least
 
 
-def test_dry_run_prints_it_and_warns(tiny_models, capfd):
+def test_dry_run_prints_it_and_warns(tiny_models, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = ["--model_name_or_path", str(tiny_models()), "--dry_run", "--vllm_gpu_memory_utilization", "0.5"]
     grpo.main(utils.parse_args(grpo.Args, flags))
     out = capfd.readouterr().out
@@ -209,6 +211,24 @@ def test_an_engine_that_sleeps_and_buckets_on_their_way():
     assert buckets == 4 * grpo_fast.BUCKET_BYTES + 2 * 152064 * 3584
     small = memory.memory_estimate(replace(apart, model_dtype="float32"), memory.qwen(64, 128, 2, 2, 1, True))
     assert small["buckets"] == small["engine_weights"]
+
+
+def test_an_estimate_is_kept_for_the_next_start(tiny_models, tmp_path, monkeypatch):
+    """Until anything changes that it depends on; where nothing can be kept it is made again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, made = tmp_path / "model", []
+    shutil.copytree(tiny_models(), model)
+    monkeypatch.setattr(memory, "estimate_text", lambda *given: made.append(given) or f"text {len(made)}")
+    setup = memory.Setup((str(model),))
+    assert [memory.remembered(setup) for _ in range(3)] == ["text 1"] * 3
+    assert memory.remembered(replace(setup, pack_length=64)) == "text 2"
+    teacher = replace(setup, ref_model_name_or_path=str(model))
+    assert memory.remembered(teacher) == memory.remembered(teacher) == "text 3" and len(made[-1]) == 3
+    config = model / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert memory.remembered(setup) == "text 4" and memory.remembered(teacher) == "text 5"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(config))  # no directory
+    assert [memory.remembered(setup) for _ in range(2)] == ["text 6", "text 7"]
 
 
 SMALLEST = memory.SHAPES["Qwen2.5-0.5B"]
