@@ -65,6 +65,7 @@ MAX_THREADS = 512  # and processes, of all runs of a server, where that can be c
 MAX_TIME_LIMITS = 3  # of a program's tests; further ones are not run, or 100 tests of an endless loop take 100 times T
 START_TIMEOUT_S = 120.0
 GRACE_S = 20.0  # for a reply, on a machine busy with other things
+SETTLE_S = 0.05  # the kernel counts a wait when it ends: who seems late may be waiting, and is looked at once more
 PATIENCE = 20  # times its limit that a run may take while others have the processors: then it is the machine's failure
 NOBODY, FIRST_USER = 65534, 2_000_000_000  # users of the runs as root: from FIRST_USER on one for each server
 # The server imports these once. Not random and threading, nor what imports them: they hook into every fork, and most
@@ -409,12 +410,12 @@ class Server:
                 children.append(self.fork("tests", files, seconds))
         else:
             children, clocks = [self.fork(role, fds, seconds)], []
-        main, ready, left, elapsed, waiting = os.pidfd_open(children[-1]), [], seconds, 0.0, 0.0
+        main, ready, left, before, elapsed, waiting = os.pidfd_open(children[-1]), [], seconds, seconds, 0.0, 0.0
         clocks.append(self.clock(children[-1]))
-        while not ready and left > 0 and elapsed < patience * seconds:
-            ready, _, _ = select.select([main, self.trainer, self.control], [], [], max(left, 0.001))
+        while not ready and max(left, before) > 0 and elapsed < patience * seconds:
+            ready, _, _ = select.select([main, self.trainer, self.control], [], [], max(left, SETTLE_S))
             elapsed, waiting = time.monotonic() - start, waited(clocks)
-            left = seconds - elapsed + waiting
+            before, left = left, seconds - elapsed + waiting
         if self.trainer in ready or self.control in ready:
             os._exit(0)  # the trainer is gone, or has closed us: PDEATHSIG ends the runs
         for fd in {main, *fds, *clocks} - {NULL}:
@@ -425,8 +426,9 @@ class Server:
         if -signal.SIGUSR2 in ended:
             raise OSError("a run could not be locked down")
         self.sweep()
-        own, starved = round(max(elapsed - waiting, 0.0), 5), not ready and left > 0
-        return {"exit": ended[-1] if ready else None, "seconds": own, "starved": starved, "waited": round(waiting, 5)}
+        own, in_time = round(max(elapsed - waiting, 0.0), 5), left > 0
+        exit_, starved = ended[-1] if ready and in_time else None, in_time and not ready
+        return {"exit": exit_, "seconds": own, "starved": starved, "waited": round(waiting, 5)}
 
     def sweep(self) -> None:
         """Kills whatever a run has left. With seccomp that is nothing: it could not fork."""
@@ -1292,6 +1294,8 @@ def do_tests(server: Server) -> int:
         return time.monotonic() - waited(clocks)
 
     def at_limit(*_: Any) -> None:
+        if start + job["seconds"] <= now():
+            time.sleep(SETTLE_S)
         if (left := start + job["seconds"] - now()) <= 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))

@@ -871,6 +871,36 @@ def test_a_limit_is_of_the_program_s_own_time(without, one_busy_processor):
     box.stop()
 
 
+HOG = """
+import os, time
+time.sleep(0.05)
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+end = time.monotonic() + 0.9
+while time.monotonic() < end:
+    pass
+"""
+
+
+@pytest.mark.parametrize("tests", [False, True])
+def test_a_wait_counts_before_it_has_ended(tests):
+    """Something that nobody interrupts has the program's processor beyond the limit. When it lets go, whoever asks for
+    the time may be first, and the kernel has not yet counted what the program waits for."""
+    before, seconds = os.sched_getaffinity(0), 0.7
+    os.sched_setaffinity(0, {min(before)})
+    box = sandbox.Sandbox()
+    sandbox.run_stdio(box, "", [("", "")], 5.0)  # has started
+    hog = subprocess.Popen([sys.executable, "-c", HOG], stderr=subprocess.PIPE, text=True)
+    if tests:
+        runs = sandbox.run_tests(box, BUSY, ["assert f(0.25)"], seconds)
+    else:
+        runs = sandbox.run_stdio(box, BUSY + "print(f(0.25))", [("", "0.25")], seconds)
+    os.sched_setaffinity(0, before)
+    box.stop()
+    if "PermissionError" in hog.communicate()[1]:
+        pytest.skip("this user may not have a processor for itself")
+    assert runs[0].problem is None and runs[0].seconds < seconds, runs
+
+
 def test_what_the_machine_never_runs_is_missing(one_busy_processor, monkeypatch):
     monkeypatch.setattr(sandbox, "PATIENCE", 1)
     box = sandbox.Sandbox()
