@@ -1,5 +1,6 @@
 import compileall
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -15,6 +16,9 @@ def pytest_configure(config):
     """Programs that tests start find bytecode where PYTHONDONTWRITEBYTECODE would have each compile its own. Those of
     units are forked from a process without vLLM, which none of them starts."""
     if not hasattr(config, "workerinput"):  # a worker's, of which there are several
+        share = tempfile.TemporaryDirectory(prefix="tests-")  # what they have in common: tests/programs.py
+        config.add_cleanup(share.cleanup)
+        os.environ["TESTS_SHARE"] = share.name
         compileall.compile_dir(REPO, maxlevels=0, quiet=2)
         compileall.compile_dir(REPO / "scripts", quiet=2)
     if config.option.markexpr == "not runs":

@@ -4,9 +4,11 @@ directory, standard output and exit status. A test whose point is a start from n
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -24,7 +26,30 @@ FORKS = multiprocessing.get_context("forkserver")
 
 @functools.cache
 def serve():
-    """Start the process that is forked, a Python that imports tests/imported.py, if need be: its address."""
+    """The address of the process that is forked, a Python that imports tests/imported.py. All processes that share out
+    the tests have one, which the first starts and which lives as long as any of them."""
+    server, place = multiprocessing.forkserver._forkserver, Path(os.environ["TESTS_SHARE"])  # of tests/conftest.py
+    with (place / "server").open("a+") as known:
+        fcntl.flock(known, fcntl.LOCK_EX)
+        known.seek(0)
+        if said := known.read():
+            address, pipe = said.split("\n")
+            with contextlib.suppress(OSError):  # nobody who has it lives
+                server._forkserver_alive_fd = os.open(pipe, os.O_WRONLY)  # ty: ignore[missing-attribute]
+                connect(address)
+                return address
+        address = start_server()
+        if not multiprocessing.util.is_abstract_socket_namespace(address):
+            (place / "socket").unlink(missing_ok=True)
+            os.link(address, place / "socket")  # whoever started it may end before the others, and its directory too
+            address = str(place / "socket")
+        known.truncate(0)
+        known.write(f"{address}\n/proc/{os.getpid()}/fd/{server._forkserver_alive_fd}")  # ty: ignore[missing-attribute]
+        return address
+
+
+def start_server():
+    """Start that process: its address."""
     FORKS.set_forkserver_preload(["tests.imported"])
     # OpenMP reads it at the import; a program that asks for more threads is given them in play
     more = {
@@ -67,13 +92,15 @@ def connect(address):
 
 
 FORKED = "grpo.py | grpo_fast.py | scripts/gpu_hour.py"
+SERVERS = "*/scripts/serve.py | -m"  # which starts vLLM's own: python -m
 
 
-def python_that_forks(path):
-    """Write a program that runs `python LINE` in a process forked from ours, for shell scripts that find it on PATH.
-    Lines that begin with another program than the FORKED get a Python of their own, and standard input."""
+def python_that_forks(path, more="none"):
+    """Write a program that runs `python LINE` in a process forked from ours, for shell scripts that find it on PATH and
+    for PYTHON_OF_FORKS. Lines that begin with another program than the FORKED and `more` get a Python of their own."""
     fork = f'"{sys.executable}" -m tests.programs "{serve()}"'
-    path.write_text(f'#!/bin/sh\ncase "$1" in {FORKED}) exec {fork} "$@" ;; esac\nexec "{sys.executable}" "$@"\n')
+    lines = f'case "$1" in {FORKED} | {more}) cd "{REPO}" && exec {fork} "$@" ;; esac\nexec "{sys.executable}" "$@"\n'
+    path.write_text(f"#!/bin/sh\n{lines}")
     path.chmod(0o755)
     return path
 
@@ -97,6 +124,14 @@ def end_with(pid):
     threading.Thread(target=watch, daemon=True).start()
 
 
+def fork_engines():
+    """Have vLLM's server in this process fork its engine, which ends with it, where it would start a Python."""
+    from vllm.v1.engine import utils as engine
+
+    engine.get_mp_context = lambda: multiprocessing.get_context("fork")
+    os.register_at_fork(after_in_child=functools.partial(end_with, os.getpid()))
+
+
 def play(line, env, out, err, address, children, launcher):
     """`python *line` in this forked process."""
     import torch
@@ -116,10 +151,12 @@ def play(line, env, out, err, address, children, launcher):
     os.environ.update(defaults | env)
     os.chdir(REPO)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    for path, number in ((out, 1), (err, 2)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+    write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for path, number, flags in ((f"/proc/{launcher}/fd/0", 0, os.O_RDONLY), (out, 1, write), (err, 2, write)):
+        if number or launcher:
+            descriptor = os.open(path, flags)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
     if address:
         fork_ranks(address, children)
         utils.run_program = functools.partial(run_program, utils.run_program, address=address)
@@ -134,6 +171,8 @@ def play(line, env, out, err, address, children, launcher):
             source, sys.argv[0] = sys.argv[0], "-c"
             exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
         elif how == "-m":
+            if "vllm" in sys.argv[0]:
+                fork_engines()
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str((REPO / line[0]).parent))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import textwrap
 
 import pytest
 import torch
@@ -280,38 +281,40 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
 
 
 TWO_RANKS = """
-    import dataclasses, sys, torch, grpo, utils
-    from tests.test_lora import lora_args, make_rollouts, shake
-    world = utils.init_distributed()
-    model, out, stage, dtype = sys.argv[1:]
-    args = lora_args(model, "--deepspeed_stage", stage, "--model_dtype", dtype, "--load_ref_policy", "--beta", 0.1,
-        "--learning_rate", 1e-3)
-    learner = grpo.load_learner(args, world)
-    shake_seeds = utils.adapters(learner.policy.model)
-    for _ in range(3):
-        rollouts = [r for r in make_rollouts() if r.position % world.size == world.rank]
-        batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 60)[0], "shared", args, world.device)]
-        grpo.update(learner, batches, args, world, utils.Metrics())
-    weights = [*utils.adapter_weights(learner.policy.model), *utils.full_weights(learner.policy, torch.float32)]
-    if world.is_main:
-        torch.save({name: tensor.clone() for name, tensor in weights}, out)
+    import sys, torch, grpo, utils
+    from tests.test_lora import lora_args, make_rollouts
+    world, (model, out) = utils.init_distributed(), sys.argv[1:]
+    for stage in (0, 2, 3):
+        args = lora_args(model, "--deepspeed_stage", stage, "--model_dtype", "float32", "--load_ref_policy",
+            "--beta", 0.1, "--learning_rate", 1e-3)
+        learner = grpo.load_learner(args, world)
+        for _ in range(3):
+            rollouts = [r for r in make_rollouts() if r.position % world.size == world.rank]
+            batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 60)[0], "shared", args, world.device)]
+            grpo.update(learner, batches, args, world, utils.Metrics())
+        weights = [*utils.adapter_weights(learner.policy.model), *utils.full_weights(learner.policy, torch.float32)]
+        if world.is_main:
+            torch.save({name: tensor.clone() for name, tensor in weights}, f"{out}_{stage}.pt")
     utils.dist.destroy_process_group()
 """
 
 
+@pytest.fixture(scope="module")
+def ranks(tiny_models, tmp_path_factory):
+    """Where one rank and two have left their weights, of all stages: RANKS_STAGE.pt."""
+    out = tmp_path_factory.mktemp("ranks")
+    (script := out / "ranks.py").write_text(textwrap.dedent(TWO_RANKS))
+    for number in (1, 2):
+        done = programs.run([*programs.torchrun(number), script, tiny_models(), out / str(number)], OMP_NUM_THREADS=1)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.runs
-def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, stage):
+def test_two_ranks_make_the_update_of_one(ranks, stage):
     """Three updates, the adapters sharded or replicated: to 1e-6 of the adapters' change."""
-    import textwrap
-
-    script = tmp_path / "ranks.py"
-    script.write_text(textwrap.dedent(TWO_RANKS))
-    for ranks in (1, 2):
-        line = [*programs.torchrun(ranks), str(script), tiny_models(), tmp_path / f"{ranks}.pt", stage, "float32"]
-        done = programs.run(line, OMP_NUM_THREADS=1)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    one, two = (torch.load(ranks / f"{number}_{stage}.pt") for number in (1, 2))
     assert one.keys() == two.keys()
     moved = [name for name in one if name.endswith("lora_B.weight")]
     assert len(moved) == 14 and all(one[name].norm() > 1e-3 for name in moved)

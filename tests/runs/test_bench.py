@@ -14,11 +14,12 @@ from tests import programs
 from tests.conftest import REPO
 
 
-def run(name, model, *flags, env=None):
-    """The JSON a benchmark prints, which is all that stands on stdout, and its stderr."""
+def run(name, model, *flags, env=None, **more):
+    """The JSON a benchmark prints, which is all that stands on stdout, and its stderr. It is forked, with `more` in its
+    environment, but where `env` is all of that."""
     line = ["scripts/bench.py", name, "--model", str(model), "--json", *" ".join(flags).split()]
     if env is None:
-        done = programs.run(line)
+        done = programs.run(line, **more)
     else:
         done = subprocess.run([sys.executable, *line], cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -142,10 +143,11 @@ def test_sync(tiny_models):
     assert result["settings"]["bytes"] > 4 * 512 * 128  # the embedding alone
 
 
-def test_rewards(tiny_models):
+def test_rewards(tiny_models, tmp_path):
     """A line for each family as it is done; the table has the whole afterwards."""
     flags = "--repeat 1 --records 400 --calls 4 --calls_in_turn 2 --solver_tokens 8"
-    result, stderr = run("rewards", tiny_models(), flags)
+    python = programs.python_that_forks(tmp_path / "python", programs.SERVERS)
+    result, stderr = run("rewards", tiny_models(), flags, PYTHON_OF_FORKS=python)
     sides = result["sides"]
     assert list(sides) == ["gsm8k", "math", "code_stdio", "solver, all at once", "solver, one by one"]
     assert [side["missing"] for side in sides.values()] == [0] * 5
@@ -158,9 +160,11 @@ def test_rewards(tiny_models):
     assert [found["target"] for found in result["ratios"].values()] == [1.0, 1.0, 1.0, 8.0]
 
 
-def test_startup(tiny_models):
-    """Whole processes, of a run until its first step is in metrics.jsonl."""
-    result, _ = run("startup", tiny_models(), "--repeat 1 --sides torch help model, --against .")
+def test_startup(tiny_models, tmp_path):
+    """Whole processes, forked but for the first side's, of a run until its first step is in metrics.jsonl."""
+    python = programs.python_that_forks(tmp_path / "python")
+    flags = "--repeat 1 --sides torch help model, --against ."
+    result, _ = run("startup", tiny_models(), flags, PYTHON_OF_FORKS=python)
     assert set(result["sides"]) == {"import torch, tyro", "--help", "--help, against", "tiny model, against"}
     assert set(result["ratios"]) == {
         *(f"import torch, tyro over {name}" for name in ("--help", "--help, against", "tiny model, against")),
