@@ -1234,6 +1234,9 @@ class VLLMEngine(Engine):
         prepare_compiler()
         from vllm import LLM
 
+        if not gc.get_freeze_count():  # vLLM's start looks for garbage five times: not among all that it has imported
+            gc.collect()
+            gc.freeze()
         max_model_len = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
         options: dict[str, Any] = {}
         if on_cpu:
@@ -1250,9 +1253,8 @@ class VLLMEngine(Engine):
         if on_cpu and args.vllm_enable_prefix_caching:
             options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
         max_num_seqs = min(num_requests, 1024)
-        # vLLM's CUDA graphs end at 512, and have steps of 16
-        if not on_cpu and not args.vllm_enforce_eager and max_num_seqs > 512:
-            options["max_cudagraph_capture_size"] = 16 * math.ceil(max_num_seqs / 16)
+        if not on_cpu and not args.vllm_enforce_eager and max_num_seqs > 512:  # where vLLM's CUDA graphs end
+            options["max_cudagraph_capture_size"] = 16 * math.ceil(max_num_seqs / 16)  # their steps are of 16
         with fenced_rng():
             self.llm = LLM(
                 model=args.model_name_or_path,
@@ -1338,9 +1340,8 @@ class VLLMEngine(Engine):
             reason = "stop" if response.finish_reason == "stop" else "length"
             parts = response.weight_versions
             versions = np.repeat([int(part.version) for part in parts], [part.end - part.start for part in parts])
-            cached = output.num_cached_tokens or 0
-            generation = Generation(response.token_ids, response.logprobs.logprobs, reason, versions, cached)
-            finished.append((output.request_id, generation))
+            made = response.token_ids, response.logprobs.logprobs, reason, versions, output.num_cached_tokens or 0
+            finished.append((output.request_id, Generation(*made)))
         self.engine.set_weight_version(str(self.version))  # on a GPU a step returns the tokens of the one before
         return finished
 
@@ -1397,8 +1398,7 @@ class TransformersEngine(Engine):
         from transformers import GenerationConfig, LogitsProcessorList
         from transformers.generation.logits_process import TopPLogitsWarper
 
-        width = max(len(r.prompt_ids) for r in requests)
-        pad = self.eos_ids[0]
+        width, pad = max(len(r.prompt_ids) for r in requests), self.eos_ids[0]
         padded = [[pad] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests]
         attend = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
         temperatures = torch.tensor([[r.temperature or 1.0] for r in requests], device=self.device)
