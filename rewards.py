@@ -984,12 +984,15 @@ def ifeval_constraints() -> dict[str, Any]:
     import punkt
 
     download, nltk.download = nltk.download, lambda *args, **kwargs: False  # ty: ignore[invalid-assignment]
+    stub: Any = type(sys)("datasets")  # with pandas 0.7 s and 100 MiB, for a function that is not called here
+    stub.load_dataset, there = None, sys.modules.setdefault("datasets", stub)
     try:
         from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as ifbench
         from if_verifiable.ifeval import instructions_util
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as ifeval
     finally:
         nltk.download = download
+        sys.modules.pop("datasets" if there is stub else "", None)
     sentences, words = punkt.PunktSentenceTokenizer(punkt.load_model("english")), nltk.tokenize.NLTKWordTokenizer()
     instructions_util._get_sentence_tokenizer = lambda: sentences  # ty: ignore[invalid-assignment]
     nltk.word_tokenize = lambda text: [word for part in sentences.tokenize(text) for word in words.tokenize(part)]  # ty: ignore[invalid-assignment]
@@ -998,10 +1001,7 @@ def ifeval_constraints() -> dict[str, Any]:
 
 
 # In nltk's data, which no package carries: such rows are refused unless the machine has it.
-NLTK_DATA = {
-    "ratio:stop_words": "corpora/stopwords",
-    "words:start_verb": "taggers/averaged_perceptron_tagger_eng",
-}
+NLTK_DATA = {"ratio:stop_words": "corpora/stopwords", "words:start_verb": "taggers/averaged_perceptron_tagger_eng"}
 
 
 def ifeval_label(ground_truth: Any) -> list[tuple[str, dict]]:
@@ -1098,7 +1098,7 @@ def verify_by_file(record: RewardRecord, path: str, function: str) -> Verdict:
 
 # --- Language models as rewards. A model that gives no usable reply leaves the score missing. -------------------------
 
-LLM_TRIES = 6  # of a request, 0.5 to 8 s apart
+LLM_TRIES, LLM_DELAY_S = 6, 0.5  # of a request, 0.5 to 8 s apart
 CHARACTERS_PER_TOKEN = 3  # fewer than in English text; where a text has fewer yet, the server's refusal shortens it
 
 # What tokenizers and chat templates take for the end of a turn or of thinking, and the like.
@@ -1172,7 +1172,7 @@ class ChatModel:
             deadline = time.monotonic() + self.timeout_s
             while True:
                 # Not the client's own retries: they repeat timeouts too, each with the whole time.
-                message, delay = prompt(share), min(0.5 * 2**tries, 8.0) * random.uniform(0.75, 1.0)
+                message, delay = prompt(share), min(LLM_DELAY_S * 2**tries, 8.0) * random.uniform(0.75, 1.0)
                 left = max(deadline - time.monotonic(), 0.1)
                 try:
                     chat: Any = {"messages": [{"role": "user", "content": message}], "timeout": left} | self.sampling

@@ -194,7 +194,7 @@ def test_python_keeps_names_for_the_episode_where_asked():
     ],
 )
 def test_python_is_bounded(program, needle):
-    env = environment("python", tool_configs=[{"timeout": 2}])
+    env = environment("python", tool_configs=[{"timeout": 1 if needle == "time limit" else 2}])
     text, counts = step(env, f"<python>{program}</python>")
     assert needle in text and len(text) < 9000
     assert counts["tools/python/failures"] == (needle != "characters left out")
@@ -240,7 +240,7 @@ def test_a_corpus_that_cannot_be_searched_is_refused_at_start(tmp_path, content)
 
 
 @pytest.fixture
-def retriever():
+def retriever(monkeypatch):
     """(url, replies, requests): a server that gives the (status, body) of replies in turn, the last for ever."""
     replies, requests = [], []
 
@@ -255,8 +255,10 @@ def retriever():
         def log_message(self, *args):
             pass
 
+    for module in (search, calls.load_file("search")):
+        monkeypatch.setattr(module, "DELAY_S", 0.02)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/retrieve", replies, requests
     server.shutdown()
 

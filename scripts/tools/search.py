@@ -36,6 +36,7 @@ SCHEMA = {
 }
 MAX_QUERY = 1000  # characters
 MAX_REPLY = 8 * 2**20  # bytes
+DELAY_S = 0.5  # before the second try
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def search_url(url: str, query: str, top_k: int, timeout: float, retries: int) -
     """The same from a server. Raises ConnectionError after retries + 1 tries, 0.5, 1, 2, ... seconds apart."""
     body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True}).encode()
     for attempt in range(retries + 1):
-        time.sleep(0.5 * 2 ** (attempt - 1) if attempt else 0)
+        time.sleep(DELAY_S * 2 ** (attempt - 1) if attempt else 0)
         try:
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout) as reply:
