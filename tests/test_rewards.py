@@ -32,6 +32,23 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_CASES = ROOT.parent / "shared" / "reward_cases.jsonl"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def spare_workers():
+    """All but one worker stay at home, since each imports the verifiers' libraries; see all_workers."""
+    spare = [rewards.IDLE_WORKERS.get() for _ in rewards.WORKERS[1 : rewards.NUM_WORKERS]]
+    yield spare
+    for each in spare:
+        rewards.IDLE_WORKERS.put(each)
+
+
+@pytest.fixture
+def all_workers(spare_workers):
+    for each in spare_workers:
+        rewards.IDLE_WORKERS.put(each)
+    yield
+    spare_workers[:] = [rewards.IDLE_WORKERS.get() for _ in spare_workers]
+
+
 def score_rows(rows, timeout_s=30.0):
     return score([RewardRecord(response, label, dataset) for dataset, label, response, *_ in rows], timeout_s)
 
@@ -392,7 +409,7 @@ def random_strings(n):
 def test_no_string_raises_or_takes_long_in_the_trainer(name):
     start = time.monotonic()
     label = {"code": ["assert f(1)"], "code_stdio": [{"input": "1", "output": "1"}]}.get(name, "1")
-    for text in random_strings(10_000) + [piece * 100_000 for piece in PIECES]:
+    for text in random_strings(4_000) + [piece * 100_000 for piece in PIECES]:
         record = rewards.RewardRecord(text, label, name, num_tokens=len(text))
         found = rewards.VERIFIERS[name].verify(record).score  # a job or a call: what takes time is not done here
         assert isinstance(found, rewards.Job) or callable(found) or 0.0 <= found <= 1.0
@@ -402,7 +419,7 @@ def test_no_string_raises_or_takes_long_in_the_trainer(name):
 def test_no_string_is_missing_in_the_workers():
     labels = [label for _, label in drawn_labels() if not check_ground_truth("ifeval", label)]
     rows = []
-    for i, text in enumerate(random_strings(1000)):
+    for i, text in enumerate(random_strings(600)):
         rows += [("ifeval", labels[i % len(labels)], text), ("math", "x^2+1", f"\\boxed{{{text}}}")]
         rows += [("reasoning_gym", gym("chain_sum", CHAIN_SUM), text)]
     results = score_rows(rows)
@@ -452,7 +469,7 @@ def test_pairs_of_answers():
 
 
 def test_the_fast_parser_reads_what_the_full_one_reads():
-    """Texts of the pairs, of the cases and halves of them, which seldom are formulas, in both modes."""
+    """Every second of the texts of pairs, cases and halves of them, which seldom are formulas, in both modes."""
     texts = {pair[key] for pair in math_pairs() for key in ("label", "answer")}
     texts |= {row[1] for row in MATH_CASES if isinstance(row[1], str)} | {text[: len(text) // 2] for text in texts}
     program = """
@@ -467,7 +484,7 @@ def read(text):
         return type(error).__name__
 print(json.dumps({text: read(text) for text in json.load(sys.stdin)}))
 """
-    command, given = [sys.executable, "-c", program], json.dumps(sorted(texts))
+    command, given = [sys.executable, "-c", program], json.dumps(sorted(texts)[::2])
     fast, full = (
         subprocess.run([*command, how], input=given, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for how in ("fast", "full")
@@ -570,7 +587,7 @@ CONSTANTS = """0|1|-1|2|100|[]|{}|[[]]|nan|NaN+NaNi|Infinity|True|no|A|1*2*3*4|1
 
 
 @functools.cache
-def gym_entries(task, n=3):
+def gym_entries(task, n=1):
     """n entries as a data set of JSON lines has them; of rush_hour easy ones."""
     import reasoning_gym
 
@@ -598,7 +615,7 @@ def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant():
         if task in rewards.REASONING_GYM_REFUSED:
             refused.append(check_ground_truth("reasoning_gym", gym(task, CHAIN_SUM)))
             continue
-        for entry in gym_entries(task):
+        for entry in gym_entries(task, 3):
             if check_ground_truth("reasoning_gym", gym(task, entry)):
                 assert entry["answer"] == "" or "Integral" in entry["answer"], task  # no response can be that
                 continue
@@ -682,7 +699,7 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
         - rewards.REASONING_GYM_REFUSED.keys()
         - {"composite", "puzzle24"}
     ):
-        for entry in gym_entries(task)[:2]:
+        for entry in gym_entries(task):
             answer = entry["answer"] or "[]"
             bad = {"answer": evil} if task in SOLUTIONS else poisoned(entry, evil)
             jobs += [(task, entry, answer), (task, entry, evil), (task, entry | {"answer": evil}, answer)]
@@ -849,19 +866,19 @@ def boxed_fraction(a, b):
 PILLS = ["\\boxed{9^{9^{9^9}}}", "\\boxed{" + "{" * 100_000 + "2" + "}" * 100_000 + "}"]
 
 
-def test_what_the_answer_makes_slow_is_wrong_and_what_the_label_makes_slow_is_missing():
+def test_what_the_answer_makes_slow_is_wrong_and_what_the_label_makes_slow_is_missing(all_workers):
     rows = [("math", "\\sqrt{2}", PILLS[0]), ("math", PILLS[1], "\\boxed{\\sqrt{2}}")]
-    answer, label = score_rows(rows, timeout_s=3.0)
+    answer, label = score_rows(rows, timeout_s=2.0)
     assert (answer.score, answer.status, answer.details) == (0.0, "ok", {"problem": "timeout"})
     assert label.status == "timeout" and math.isnan(label.score)
 
 
-def test_poison_pill_costs_nobody_else():
+def test_poison_pill_costs_nobody_else(all_workers):
     easy = [("math", "\\frac12", boxed_fraction(n, 2 * n), 1.0) for n in range(2, 8)]
     wrong = [("math", "\\frac12", boxed_fraction(n, 3 * n), 0.0) for n in range(2, 8)]
     rows = [row for pair in zip(easy, wrong, strict=True) for row in pair]
-    rows[3:3] = [("math", "\\sqrt{2}", pill, None) for pill in PILLS * 2]
-    results = score_rows(rows, timeout_s=3.0)
+    rows[3:3] = [("math", "\\sqrt{2}", pill, None) for pill in PILLS]
+    results = score_rows(rows, timeout_s=2.0)
     for row, result in zip(rows, results, strict=True):
         if row[3] is None:
             assert (result.status, result.score) == ("ok", 0.0) and result.details["problem"]
@@ -900,7 +917,7 @@ def test_close_twice_and_workers_start_again():
     assert score_rows([one])[0].score == 1.0
 
 
-def test_score_from_two_threads():
+def test_score_from_two_threads(all_workers):
     results = {}
 
     def judge(n):
