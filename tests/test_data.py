@@ -104,8 +104,11 @@ def save_as(container, rows, tmp_path):
     return str(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("container", ["jsonl", "parquet", "directory", "saved", "saved_splits"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape, container",
+    [(shape, container) for shape in SHAPES for container in ("jsonl", "parquet", "directory")]
+    + [("open_instruct", "saved"), ("verl", "saved"), ("verl", "saved_splits")],
+)
 def test_every_shape_and_container_gives_the_same_prompt(tokenizer, tmp_path, shape, container):
     text = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -488,9 +491,7 @@ def test_a_model_without_template_needs_one(model_dir, tmp_path):
     utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path), chat_template_name="tulu"))
 
 
-@pytest.mark.parametrize(
-    "name", ["no/such-data", "no/such-data:config", "../no_such_directory", "reasoning_gym:no_such"]
-)
+@pytest.mark.parametrize("name", ["no/such-data:config", "../no_such_directory", "reasoning_gym:no_such"])
 def test_data_that_cannot_be_had_is_told_in_a_line(tokenizer, name):
     with pytest.raises(utils.UserError, match=f"^--dataset_mixer_list {re.escape(name)}") as error:
         load(tokenizer, name, "5")

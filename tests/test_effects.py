@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 import types
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 import grpo
 import rewards
 import utils
-from scripts import sandbox
+from scripts import run_dir, sandbox
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -60,6 +60,12 @@ class Stub(utils.Sampler):
         pass
 
 
+def claim(args, data_hash, world):
+    """As utils.prepare_run_dir, without its program's start."""
+    run_dir.claim(args.run_dir, asdict(args), {"data_hash": data_hash})
+    return args.run_dir
+
+
 EVALUATE = grpo.evaluate
 
 
@@ -90,6 +96,8 @@ def play(tiny_models, world, tmp_path_factory):
     patch.setattr(utils, "init_distributed", lambda: world)
     patch.setattr(utils.dist, "destroy_process_group", lambda: None)
     patch.setattr(utils, "draw_report", lambda run_dir: "")
+    patch.setattr(utils, "prepare_run_dir", claim)
+    patch.setattr(run_dir, "provenance", functools.cache(run_dir.provenance))
     patch.setattr(utils, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
 
     @functools.cache
@@ -97,12 +105,12 @@ def play(tiny_models, world, tmp_path_factory):
         line = f"--model_name_or_path {tiny_models()} --output_dir {out} --dataset_mixer_list {data} 1.0 {BASE} {flags}"
         line = line.replace("EVAL", f"{data} 3").replace("TEACHER", str(tiny_models("qwen3", False)))
         try:
-            run_dir = grpo.main(utils.parse_args(grpo.Args, line.split()))
+            made = grpo.main(utils.parse_args(grpo.Args, line.split()))
         except (utils.UserError, utils.GapError) as error:
             return {"refused": type(error).__name__}
         finally:
             rewards.configure(rewards.RewardFlags(), connect=False)
-        return observe(run_dir)
+        return observe(made)
 
     yield run
     patch.undo()
@@ -112,14 +120,14 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def observe(run_dir):
+def observe(made):
     """What a run did, in the order of cause and effect: (step, what) -> value."""
-    rows, logged = (read(run_dir / name) for name in ("rollouts.jsonl", "metrics.jsonl"))
+    rows, logged = (read(made / name) for name in ("rollouts.jsonl", "metrics.jsonl"))
     logged = {row["training_step"]: row for row in logged}
     seen: dict = {"refused": ""}
     for step in range(max(logged) + 1):
         row, mine = logged.get(step, {}), [row for row in rows if row["training_step"] == step]
-        path = run_dir / "dumps" / f"step_{step:06d}.json"
+        path = made / "dumps" / f"step_{step:06d}.json"
         dump = json.loads(path.read_text()) if path.exists() else {"packs": [], "weights": ""}
         asked = [requests for version, kind, requests in Stub.asked if (version, kind) == (step - 1, False)]
         found = {"requests": asked} | {f"{n}s": [r[n] for r in mine] for n in ("text", "outcome", "score", "advantage")}

@@ -102,7 +102,8 @@ def test_the_split_into_packs_is_no_part_of_it(forked, tiny_models, world, monke
 
     monkeypatch.setattr(test_learner, "grpo", grpo)
     monkeypatch.setattr(test_learner, "make_rollouts", scored)
-    test_learner.test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, FLAGS[name])
+    args = test_learner.make_args(tiny_models(), *FLAGS[name])
+    test_learner.assert_no_split_shows(args, world, monkeypatch, [("shared", 30), ("plain", 60)], [5])
 
 
 def test_sapo_by_hand(forked, monkeypatch):

@@ -114,26 +114,33 @@ LOSSES += [["--loss_fn", name] for name in LOSS_FNS if name not in ("dapo", "gsp
 
 @pytest.mark.parametrize("flags", LOSSES, ids=lambda flags: "-".join(flags[1::2]) or "default")
 def test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, flags):
-    rollouts = make_rollouts()
-    args = make_args(tiny_models(), *flags)
-    start = start_weights(args, world)
-    whole, _ = run_update(dataclasses.replace(args, pack_length=1000), world, [rollouts])
-    for packing in ("shared", "plain"):
-        for most in (30, 60, 1000):
-            other, _ = run_update(dataclasses.replace(args, pack_length=most), world, [rollouts], packing=packing)
-            assert_same_update(whole, other, start)
-    for size in (1, 5, 100):
-        rows = dataclasses.replace(args, per_device_train_batch_size=size)
-        assert_same_update(whole, run_update(rows, world, [rollouts], packing="rows")[0], start)
-    reversed_rows, _ = run_update(args, world, [rollouts[::-1]])
-    assert_same_update(whole, reversed_rows, start)
+    args, rollouts = make_args(tiny_models(), *flags), make_rollouts()
+    packs = [("shared", 30), ("shared", 60), ("shared", 1000), ("plain", 30), ("plain", 60), ("plain", 1000)]
+    whole, start = assert_no_split_shows(args, world, monkeypatch, packs, (1, 5, 100))
     checkpointed, _ = run_update(dataclasses.replace(args, gradient_checkpointing=True), world, [rollouts])
     assert_same_update(whole, checkpointed, start)
     mlps = dataclasses.replace(args, gradient_checkpointing=True, gradient_checkpointing_part="mlp")
     assert_same_update(whole, run_update(mlps, world, [rollouts])[0], start)
-    monkeypatch.setattr(grpo, "LOGPROB_CHUNK", 3)
-    chunked, _ = run_update(args, world, [rollouts])
+
+
+def assert_no_split_shows(args, world, monkeypatch, packs, sizes):
+    """The same update for packs (packing, length), rows (sizes), order and chunk. Weights with it, and without."""
+    rollouts = make_rollouts()
+    start = start_weights(args, world)
+    whole, _ = run_update(dataclasses.replace(args, pack_length=1000), world, [rollouts])
+    for packing, most in packs:
+        other, _ = run_update(dataclasses.replace(args, pack_length=most), world, [rollouts], packing=packing)
+        assert_same_update(whole, other, start)
+    for size in sizes:
+        rows = dataclasses.replace(args, per_device_train_batch_size=size)
+        assert_same_update(whole, run_update(rows, world, [rollouts], packing="rows")[0], start)
+    reversed_rows, _ = run_update(args, world, [rollouts[::-1]])
+    assert_same_update(whole, reversed_rows, start)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "LOGPROB_CHUNK", 3)
+        chunked, _ = run_update(args, world, [rollouts])
     assert_same_update(whole, chunked, start)
+    return whole, start
 
 
 def test_a_local_denominator_would_show(tiny_models, world):

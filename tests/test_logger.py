@@ -90,17 +90,22 @@ TERMINAL = """
 """
 
 
-def test_a_terminal_has_a_bar_with_time_left_and_a_curve(tmp_path):
-    out = in_a_terminal(TERMINAL + "    logger.close()", tmp_path)
-    assert "score ▁▃▆█ 1" in out and "4/8" in out and "left" in out
-
-
-def test_the_bar_leaves_the_prompt_of_a_debugger_alone(tmp_path):
-    """A bar that repaints itself, or takes stdout, hides it: then nothing is typed here."""
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """What a terminal shows of four steps; in the second a debugger asks."""
     more = "        if step == 2: secret = 6; breakpoint()\n    logger.close()"
-    out = in_a_terminal(TERMINAL + more, tmp_path, b"p secret * 7\nimport time; time.sleep(0.5)\nc\n")
-    assert "\n42" in out.replace("\r", "") and "4/8" in out
-    asked = out[out.index("(Pdb)") : out.rindex("(Pdb)")]
+    typed = b"p secret * 7\nimport time; time.sleep(0.5)\nc\n"
+    return in_a_terminal(TERMINAL + more, tmp_path_factory.mktemp("terminal"), typed)
+
+
+def test_a_terminal_has_a_bar_with_time_left_and_a_curve(shown):
+    assert "score ▁▃▆█ 1" in shown and "4/8" in shown and "left" in shown
+
+
+def test_the_bar_leaves_the_prompt_of_a_debugger_alone(shown):
+    """A bar that repaints itself, or takes stdout, hides it: then nothing is typed here."""
+    assert "\n42" in shown.replace("\r", "") and "4/8" in shown
+    asked = shown[shown.index("(Pdb)") : shown.rindex("(Pdb)")]
     assert "█" not in asked  # nothing was painted over
 
 

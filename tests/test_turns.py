@@ -20,6 +20,7 @@ import transformers
 import grpo
 import rewards
 import utils
+from scripts import turns
 from tests.conftest import REPO
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
@@ -527,26 +528,26 @@ def test_refusals(flags, message, tiny_models, tokenizer, tmp_path):
         utils.load_environment(args, tokenizer)
 
 
-def test_an_environment_is_tried_by_hand(files, tmp_path):
+def test_an_environment_is_tried_by_hand(files, tmp_path, monkeypatch, capsys):
     rows = [{"responses": ["one", "two"], "env_config": {}}, {"responses": ["x"] * 6}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = [sys.executable, "scripts/turns.py", str(files(COUNTER, "counter")), str(tmp_path / "rows.jsonl")]
-    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("assistant: ") == 6 and "user: heard 2 <|im_end|>\nmore" in done.stdout
-    assert done.stdout.count("'done': True") == 1
+    monkeypatch.setattr(sys, "argv", ["turns.py", str(files(COUNTER, "counter")), str(tmp_path / "rows.jsonl")])
+    turns.main()
+    said = capsys.readouterr().out
+    assert said.count("assistant: ") == 6 and "user: heard 2 <|im_end|>\nmore" in said
+    assert said.count("'done': True") == 1
 
 
-def test_tools_are_tried_by_hand(tmp_path):
+def test_tools_are_tried_by_hand(tmp_path, monkeypatch):
     """The file comes before --tools, which takes all names that follow."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"responses": ["<calculator>12 * 34</calculator>", "408"]}))
     path, tools = str(tmp_path / "rows.jsonl"), ["--tools", "calculator"]
-    good, bad = (
-        subprocess.run([sys.executable, "scripts/turns.py", *line], cwd=REPO, capture_output=True, text=True)
-        for line in ([path, *tools], [*tools, path])
-    )
-    assert good.returncode == 0 and "tool: 408" in good.stdout, good.stderr
-    assert bad.returncode == 1 and bad.stderr.startswith("turns.py: give "), bad.stderr
+    line = [sys.executable, "scripts/turns.py", path, *tools]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0 and "tool: 408" in done.stdout, done.stderr
+    monkeypatch.setattr(sys, "argv", ["turns.py", *tools, path])
+    with pytest.raises(SystemExit, match="^turns.py: give "):
+        turns.main()
 
 
 def test_metrics_of_turns():
