@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -581,10 +580,9 @@ def test_no_string_breaks_a_request(serve):
 RUN = """
 import json, os, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 import rewards, utils
-model = sys.argv[2]
-servers = utils.start_servers(model, Path(sys.argv[3]), max_model_len=1024)
+model = sys.argv[1]
+servers = utils.start_servers(model, Path(sys.argv[2]), max_model_len=1024)
 os.environ["SOLVER_API_KEY"] = servers.api_key
 flags = {"solver_model_name_or_path": model, "solver_base_url": servers.base_urls[0], "solver_response_length": 128}
 rewards.configure(rewards.RewardFlags(**flags), connect=True)
@@ -621,15 +619,15 @@ def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
     """A vLLM server grades two guidelines, one too long for it; kill -9 of the trainer leaves no process behind."""
     pytest.importorskip("vllm")
     model = SMOLLM2 if (SMOLLM2 / "config.json").exists() else tiny_models()
-    command = [sys.executable, "-c", RUN, str(ROOT), str(model), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        try:
-            line = trainer.stdout.readline()
-            assert line, (tmp_path / "solver_0.log").read_text()[-3000:]
-            short, long, guard = json.loads(line)
-            children = descendants(guard)
-        finally:
-            trainer.send_signal(signal.SIGKILL)
+    trainer = programs.Program(["-c", RUN, model, tmp_path], said := tmp_path / "said", tmp_path / "err")
+    try:
+        while not (said.exists() and said.read_text().endswith("\n")):
+            assert trainer.poll() is None, (tmp_path / "err").read_text()[-3000:]
+            time.sleep(0.1)
+        short, long, guard = json.loads(said.read_text())
+        children = descendants(guard)
+    finally:
+        trainer.kill()
     assert short[1] == long[1] == "ok"
     assert short[2]["guideline_share"] == 1.0 and long[2]["guideline_share"] < 1.0
     assert short[2]["solver_texts"][0] and 0 < short[2]["tokens"] <= 128
@@ -644,10 +642,13 @@ def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
 
 
 @pytest.mark.runs
-def test_a_server_that_does_not_start_says_why(tiny_models, tmp_path):
+def test_a_server_that_does_not_start_says_why(tiny_models, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     import utils
 
+    python = str(programs.python_that_forks(tmp_path / "python", programs.SERVERS))
+    monkeypatch.setenv("PYTHON_OF_FORKS", python)
+    monkeypatch.setattr(sys, "executable", python)
     with pytest.raises(utils.UserError, match="float99"):
         utils.start_servers(str(tiny_models()), tmp_path, max_model_len=1024, model_dtype="float99")
 
@@ -673,7 +674,13 @@ http.server.HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forev
 
 
 @pytest.fixture
-def fake_vllm(tmp_path, monkeypatch):
+def forking_python(tmp_path):
+    """A Python that forks serve.py, from a process that knows nothing of the stand-in."""
+    return str(programs.python_that_forks(tmp_path / "python", "*/scripts/serve.py"))
+
+
+@pytest.fixture
+def fake_vllm(forking_python, tmp_path, monkeypatch):
     """A stand-in of vLLM's server in the programs that are started."""
     package = tmp_path / "modules" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
@@ -698,14 +705,22 @@ def wait_for_the_end_of(pids):
 
 
 @pytest.mark.runs
-def test_servers_are_found_checked_and_ended(fake_vllm, tiny_models, tmp_path, monkeypatch):
+def test_servers_are_found_checked_and_ended(fake_vllm, forking_python, tiny_models, tmp_path, monkeypatch):
     import utils
 
+    def started():
+        """Its process and theirs, of the one serve.py that lives."""
+        (pid,) = programs.living(tmp_path / "pids")
+        return {pid} | descendants(pid)
+
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setattr(sys, "executable", forking_python)
     monkeypatch.setenv("LOCAL_RANK", "1")  # a server is no rank
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))  # nor does it live in an engine's directory
     servers = utils.start_servers(str(tiny_models()), tmp_path, "judge", num_engines=2, max_model_len=77)
-    processes = descendants(servers.process.pid)
-    assert [ask(f"{url}/models", servers.api_key) for url in servers.base_urls] == [200, 200] and len(processes) == 2
+    processes = started()
+    assert [ask(f"{url}/models", servers.api_key) for url in servers.base_urls] == [200, 200] and len(processes) == 3
     assert (tmp_path / "judge_1.log").read_text().startswith(f"77 {tiny_models()} None\n")
     utils.check_servers(servers)
     with pytest.raises(OSError):
@@ -716,7 +731,8 @@ def test_servers_are_found_checked_and_ended(fake_vllm, tiny_models, tmp_path, m
     utils.stop_servers(servers)
     wait_for_the_end_of(processes)
     servers = utils.start_servers(str(tiny_models()), tmp_path)
-    processes = descendants(servers.process.pid)
+    processes = started()
+    assert len(processes) == 2
     utils.stop_servers(servers)
     wait_for_the_end_of(processes)
     monkeypatch.setenv("FAKE", "fail")
@@ -725,12 +741,12 @@ def test_servers_are_found_checked_and_ended(fake_vllm, tiny_models, tmp_path, m
 
 
 @pytest.mark.runs
-def test_serve_by_hand(fake_vllm, tiny_models, tmp_path, monkeypatch):
+def test_serve_by_hand(fake_vllm, forking_python, tiny_models, tmp_path, monkeypatch):
     """Without a pipe for its stdin it stays until SIGTERM, with its servers' words on stderr; nothing is left over."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    line = [sys.executable, str(ROOT / "scripts" / "serve.py")]
+    script = str(ROOT / "scripts" / "serve.py")
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*line, str(tiny_models())], **quiet) as program:
+    with subprocess.Popen([sys.executable, script, str(tiny_models())], **quiet) as program:
         answer = json.loads(program.stdout.readline())
         processes = descendants(program.pid)
         assert ask(f"{answer['base_urls'][0]}/models", answer["api_key"]) == 200 and len(processes) == 1
@@ -740,7 +756,7 @@ def test_serve_by_hand(fake_vllm, tiny_models, tmp_path, monkeypatch):
     assert program.returncode == 0 and str(tiny_models()) in err
     wait_for_the_end_of(processes)
     assert not list(tmp_path.glob("vllm_*"))
-    done = subprocess.run([*line, str(tmp_path / "none")], **quiet)
+    done = subprocess.run([forking_python, script, str(tmp_path / "none")], **quiet)
     assert done.returncode == 1 and "serve.py: " in done.stderr and "none" in done.stderr
 
 
