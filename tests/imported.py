@@ -5,6 +5,8 @@ import atexit
 import gc
 import importlib
 import os
+import tempfile
+from pathlib import Path
 
 ENVIRONMENT = frozenset(os.environ)  # utils sets defaults for libraries
 MODULES = """grpo grpo_fast scripts.sandbox tyro tyro._backends._argparse_formatter peft matplotlib.pyplot
@@ -24,15 +26,30 @@ for name in MODULES.split():
         importlib.import_module("utils").prepare_compiler()
 
 import torch  # noqa: E402
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
+get_checkpoint_conversion_mapping("llama")  # makes those of all models
 if not UNITS:
+    import vllm.logger
     from torch._inductor import cpu_vec_isa
-    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+    from vllm.config.logging import LoggingConfig
+    from vllm.platforms import cpu, current_platform
+    from vllm.v1.sample.sampler import Sampler
+
+    from scripts.reports import curves
 
     cpu_vec_isa.valid_vec_isa_list()  # each takes a compiler and a Python to see
-    for rows in (2, 3):  # what vLLM compiles for its first response, and then for any number of them
-        with torch.inference_mode():
-            batched_count_greater_than(torch.zeros(rows, 512), torch.zeros(rows, 1))
+    with torch.inference_mode():  # what vLLM compiles for its first response
+        Sampler().gather_logprobs(torch.zeros(2, 512), 0, torch.zeros(2, dtype=torch.int64))
+    # what each engine would do again: half a second for a look at every name of every module, and one of loggers
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    vllm.logger.configure_logging_if_needed(LoggingConfig())
+    cpu.GiB_bytes //= 8  # of VLLM_CPU_KVCACHE_SPACE, which has whole ones: an engine fills them with zeros
+    gc.unfreeze = lambda: None  # at its end it would, and look at all that was imported, several times
+    with tempfile.TemporaryDirectory() as run:  # fonts and their letters, for the reports
+        Path(run, "metrics.jsonl").write_text('{"training_step": 1, "episode": 1, "val/sequence_lengths": 0.5}\n')
+        curves.draw(Path(run), Path(run, "report.png"))
 gc.collect()
 gc.freeze()  # the programs' collections need not look at what was imported
 server = os.getpid()
