@@ -164,7 +164,10 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-sys.meta_path.insert(0, Finder())
+if "utils" in sys.modules:  # a test's process, forked from one that has imported it
+    patch(sys.modules["utils"])
+else:
+    sys.meta_path.insert(0, Finder())
 """
 
 # Scores as the built-in verifier does, and is late for some responses: DELAY seconds for each in 40, or for one only
@@ -249,6 +252,10 @@ class Run:
                 "CHAOS_MARKER": str(self.marker),
                 "PYTHONPATH": os.pathsep.join(filter(None, hooks)),
             }
+        self.begin(line, env)
+
+    def begin(self, line: list[str], env: dict[str, str]) -> None:
+        """`python *line`."""
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *line], cwd=REPO, env=env, stdout=log, stderr=log, start_new_session=True
@@ -528,8 +535,9 @@ def carry_out(lab: Lab, name: str, drill: Callable, setting: tuple) -> dict:
 def prepare(directory: Path) -> None:
     """Write model, data, reward file and hooks."""
     directory.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, "scripts/data/make_tiny_model.py", "--out", str(directory / "model")]
-    subprocess.run(line, cwd=REPO, check=True, capture_output=True)
+    if not (directory / "model").exists():  # tests bring theirs
+        line = [sys.executable, "scripts/data/make_tiny_model.py", "--out", str(directory / "model")]
+        subprocess.run(line, cwd=REPO, check=True, capture_output=True)
     with (directory / "train.jsonl").open("w") as file:
         for i in range(ROWS):  # a random model says 7 now and then
             turns = [{"role": "user", "content": f"Say {i}, then 7."}]

@@ -165,6 +165,9 @@ def play(line, env, out, err, address, children, launcher):
     if "PIDS" in env:
         Path(env["PIDS"], str(os.getpid())).write_text("".join(f"{name}={value}\0" for name, value in env.items()))
     sys.executable = env.get("PYTHON_OF_FORKS", sys.executable)  # with which it starts other programs
+    hooks = Path(env.get("PYTHONPATH", "").split(os.pathsep)[0] or os.devnull, "sitecustomize.py")
+    if hooks.exists():  # which a Python of its own would have imported
+        exec(compile(hooks.read_text(), str(hooks), "exec"), {"__name__": "sitecustomize"})
     how, *sys.argv = line if line[0] in ("-c", "-m") else ("", *line)
     try:
         if how == "-c":

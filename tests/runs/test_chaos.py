@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,16 +14,41 @@ import pytest
 import grpo
 import utils
 from scripts import chaos
+from tests import programs
 from tests.conftest import REPO
+
+
+class Forked(chaos.Run):
+    """Its processes are forked, and leave notes of their environments."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.notes = self.directory / "notes"
+        self.notes.mkdir()
+
+    def begin(self, line, env):
+        self.log.touch()
+        how = {"address": programs.serve(), "children": True}
+        self.process = programs.Program(line, self.log, **how, **env | {"PIDS": self.notes})
+
+    def processes(self):
+        forked = {pid: env for pid, env in programs.living(self.notes).items() if f"CHAOS_RUN={self.name}\0" in env}
+        return super().processes() | forked
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chaos") / "lab"
+    made = programs.run(["scripts/data/make_tiny_model.py", "--out", directory / "model"])
+    assert made.returncode == 0, made.stderr
     lab = chaos.Lab(directory, "transformers", seed=1, kills=2)
     chaos.prepare(directory)
-    yield lab
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chaos, "Run", Forked)
+        yield lab
     chaos.end_all(lab)
+    for pid in [pid for notes in directory.glob("*/notes") for pid in programs.living(notes)]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def unbroken(lab, setting):
@@ -48,6 +74,13 @@ def test_corrupt_weights(lab):
     assert row["kept"], row
     assert "on this step's rollouts: gap 0." in row["ended"] and row["equal"] == "yes"
     assert "64 groups = " in row["accounting"]
+
+
+def test_the_hooks_act_in_a_python_of_its_own_too(lab, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(lab.directory / "hooks")}
+    env |= {"CHAOS": "update:1", "CHAOS_MARKER": str(tmp_path / "marker")}
+    line = [sys.executable, "-c", "import utils; print(utils.gradient_sync.__name__)"]
+    assert subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True).stdout == "wrapped\n"
 
 
 @pytest.mark.parametrize(
