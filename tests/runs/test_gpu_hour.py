@@ -20,14 +20,19 @@ def start(out, *flags, **env):
         return subprocess.Popen(line, stdout=file, **how), log
 
 
+def forks(folder):
+    """Environment in which what it starts is forked, and so are the programs that this starts."""
+    python = programs.python_that_forks(folder / "python")
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON_OF_FORKS": str(python)}
+    return env | {"BASH_FUNC_source%%": smoke.STUBS["source"]}  # of setup.sh, which would put another python first
+
+
 def results(out):
     return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
 
 
 def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
-    out, python = tmp_path / "hour", programs.python_that_forks(tmp_path / "python")
-    forked = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON_OF_FORKS": str(python)}  # the programs it starts too
-    forked["BASH_FUNC_source%%"] = smoke.STUBS["source"]  # of setup.sh, which would put another python first
+    out, forked = tmp_path / "hour", forks(tmp_path)
     process, log = start(out, **forked)
     wait_until((out / "cold_start.log").exists, process, log)
     os.kill(process.pid, signal.SIGTERM)
@@ -52,7 +57,7 @@ def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
 
 
 def test_a_check_that_fails_says_why_and_is_made_again(tmp_path):
-    """As it is started by hand, setup.sh included."""
+    """At first as it is started by hand, setup.sh included."""
     out = tmp_path / "hour"
     (out / "kernels.log").mkdir(parents=True)  # where the check's output should be
     process, log = start(out, "--only", "kernels")
@@ -60,6 +65,6 @@ def test_a_check_that_fails_says_why_and_is_made_again(tmp_path):
     assert results(out)["kernels"]["passed"] is False
     assert re.search(r"\| kernels \| \*\*FAIL\*\* \|.*IsADirectoryError", (out / "README.md").read_text())
     (out / "kernels.log").rmdir()
-    process, log = start(out, "--only", "kernels")
+    process, log = start(out, "--only", "kernels", **forks(tmp_path))
     assert process.wait(timeout=300) == 0, log.read_text()
     assert results(out)["kernels"]["passed"] is True

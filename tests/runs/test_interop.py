@@ -204,16 +204,11 @@ def test_vllm_serves_the_saved_model(trained, start):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "m"]
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", path, "--port", port]
+    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", 256, "--served-model-name", "m"]
     command += ["--dtype", "float32"]  # "auto" would make bfloat16 of a float32 model
     log, own = trained[0] / "server.log", tempfile.mkdtemp()  # what it leaves when it is killed
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            command,
-            **{"stdout": out, "stderr": out, "start_new_session": True},
-            env=os.environ | {"OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1", "TMPDIR": own},
-        )
+    server = programs.Program(command, log, OMP_NUM_THREADS=1, TMPDIR=own)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ask(path, **body):
@@ -231,7 +226,7 @@ def test_vllm_serves_the_saved_model(trained, start):
         assert ask("/tokenize", model="m", messages=TURNS, add_generation_prompt=True)["tokens"] == ids
         answer = ask("/v1/chat/completions", model="m", messages=TURNS, max_tokens=40)
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
         server.wait()
         shutil.rmtree(own)
     choice = answer["choices"][0]

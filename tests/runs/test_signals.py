@@ -169,10 +169,10 @@ def test_a_killed_process_leaves_no_temporary_directory(tmp_path):
 
 def test_nothing_of_torchrun_is_left(tiny_models, data, tmp_path, temporary):  # noqa: F811
     """Without --log-dir torchrun makes a directory and leaves it; a user's own stays."""
-    flags = command(tiny_models(), data, tmp_path, "--exp_name x --dry_run")[1:]
+    line = command(tiny_models(), data, tmp_path, "--exp_name x --dry_run")
     for more, there in (([], False), (["--log-dir", str(tmp_path / "mine")], True)):
-        line = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone", *more, "grpo.py"]
-        done = subprocess.run([*line, *flags], cwd=REPO, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and "\nrun " in done.stdout, done.stdout + done.stderr
+        agent = ["-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone", *more]
+        process = programs.Program([*agent, *line], tmp_path / "log", address=programs.serve(), children=True)
+        assert process.wait(120) == 0 and (tmp_path / "log").read_text().count("\nrun ") == 1 + there
         gone(temporary, "torchelastic_*")
         assert (tmp_path / "mine").exists() == there
