@@ -240,8 +240,10 @@ def test_responses_are_as_long_as_in_a_synchronous_run(tiny_models, data, tmp_pa
 
 
 def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, data, tmp_path):  # noqa: F811
-    flags = f"--exp_name x --total_episodes 6400000 --max_logprob_gap 0 --stall_timeout_s 20 {TRANSFORMERS} "
-    flags += "--async_steps 0 --response_length 64"  # the engine is at work nearly all the time
+    flags = f"--exp_name x --total_episodes 6400000 --max_logprob_gap 0 --stall_timeout_s 12 {TRANSFORMERS} "
+    # the engine is at work nearly all the time: of equal scores nothing is learned
+    flags += f"--async_steps 0 --response_length 64 --reward_file {tmp_path / 'zero.py'} --remap_verifier gsm8k=zero"
+    (tmp_path / "zero.py").write_text("def zero(response, ground_truth):\n    return 0.0\n")
     log = tmp_path / "log"
     process = start(log, *command("grpo_fast.py", tiny_models(), data, tmp_path, flags))
     metrics = tmp_path / "x" / "metrics.jsonl"
