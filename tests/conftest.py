@@ -69,3 +69,16 @@ def world():
     for name in set(os.environ) - before:  # RANK and the like, which scripts that tests start would take for theirs
         del os.environ[name]
     return made
+
+
+@pytest.fixture(scope="module")
+def measured_once():
+    """A processor's speed, of which each dry run tells, takes 0.1 s to see."""
+    import torch
+
+    import utils
+
+    speeds = utils.core_speeds([torch.bfloat16, torch.float32])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "core_speeds", lambda dtypes: speeds)
+        yield

@@ -22,6 +22,7 @@ import utils
 from scripts import plan
 
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 KEY_FLAGS = {  # the Key Flags table of open-instruct's GRPO page, which both of its scripts share
     "learning_rate": 2e-5,

@@ -323,8 +323,8 @@ def test_a_bad_request_that_shortening_does_not_cure_is_missing(serve):
 def test_at_most_max_concurrency_in_flight(serve):
     server = serve(lambda message, request: time.sleep(0.1) or "SCORE: 5")
     judge_with(server, max_concurrency=4)
-    results = score([RewardRecord(f"Response {i}", "", "general-quality") for i in range(24)])
-    assert [result.score for result in results] == [0.5] * 24
+    results = score([RewardRecord(f"Response {i}", "", "general-quality") for i in range(12)])
+    assert [result.score for result in results] == [0.5] * 12
     assert server.most_in_flight == 4
 
 

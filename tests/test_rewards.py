@@ -493,7 +493,7 @@ print(json.dumps({text: read(text) for text in json.load(sys.stdin)}))
 
 
 def test_seconds_are_without_the_wait_for_a_sandbox():
-    slow = "```python\nimport time\ntime.sleep(0.4)\nprint(1)\n```"
+    slow = "```python\nimport time\ntime.sleep(0.2)\nprint(1)\n```"
     tests = [{"input": "", "output": "1"}]
     start = time.monotonic()
     results = score([RewardRecord(slow, tests, "code_stdio") for _ in range(4 * rewards.NUM_WORKERS)])
@@ -825,7 +825,7 @@ def test_reward_file(tmp_path):
     rows = [{"response": r, "ground_truth": {"limit": n}, "dataset": "brevity"} for r, n, _ in limits]
     faults = ["raise", "die", "exit", "sleep", "nan", "none", "fine"]
     rows += [{"response": r, "ground_truth": None, "dataset": "Faults"} for r in faults]
-    args = ["--reward_file", str(tmp_path / "my_reward.py"), "--timeout_s", "2"]
+    args = ["--reward_file", str(tmp_path / "my_reward.py"), "--timeout_s", "1"]
     lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, *args)
     assert [(line["score"], line["status"]) for line in lines] == [
         (0.5, "ok"), (0.0, "ok"), (0.5, "ok"), (None, "crash"), (None, "crash"), (None, "crash"), (None, "timeout"),
