@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts import doctor
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -142,6 +143,8 @@ def test_memory_disk_and_an_engine_that_fails_or_hangs(tmp_path, monkeypatch):
     states = [doctor.disk(ROOT / "requirements-cpu.txt", has_torch).state for has_torch in (True, False)]
     assert states == ["ok", "FAIL"]
     assert "no end within 0 s" in doctor.engine("transformers", "float32", seconds=0.1).said
+    python = programs.python_that_forks(tmp_path / "python", "*/scripts/doctor.py")
+    monkeypatch.setattr(sys, "executable", str(python))
     failed = doctor.engine("nosuchbackend", "float32")
     assert failed.state == "FAIL" and "status" not in failed.said
 

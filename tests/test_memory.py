@@ -3,8 +3,6 @@
 import functools
 import json
 import shutil
-import subprocess
-import sys
 import textwrap
 from dataclasses import fields, replace
 
@@ -16,6 +14,7 @@ import grpo_fast
 import utils
 from scripts import memory, plan
 from scripts.plan import ESTIMATED_BY
+from tests import programs
 from tests.conftest import REPO
 
 # Rank 0 of several, alone: torch's fake process group exchanges nothing, and shards and buffers have their real sizes.
@@ -109,8 +108,7 @@ SETTINGS += [LONG | {"sequence_parallel_size": size} for size in (1, 2, 4)]  # a
 
 @pytest.mark.runs
 def test_estimate_against_an_update():
-    command = [sys.executable, "-c", textwrap.dedent(MEASURE), json.dumps(SETTINGS)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=600)
+    done = programs.run(["-c", textwrap.dedent(MEASURE), json.dumps(SETTINGS)], OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr[-3000:]
     shares = []
     for setting, (peak, parts) in zip(SETTINGS, json.loads(done.stdout.splitlines()[-1]), strict=True):

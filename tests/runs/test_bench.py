@@ -38,9 +38,9 @@ def run(name, model, *flags, env=None, **more):
 
 
 def test_packing(tiny_models):
-    flags = "--sequences 512 --learners 1 3 16 --pack_length 512 --repeat 2"
+    flags = "--sequences 256 --learners 1 3 16 --pack_length 512 --repeat 1"
     result, _ = run("packing", tiny_models(), flags)
-    assert result["settings"]["sequences"] == 512
+    assert result["settings"]["sequences"] == 256
     assert set(result["sides"]) == {f"{how}, {n}" for how in ("shared", "plain", "next-fit") for n in (1, 3, 16)}
     for name, side in result["sides"].items():
         assert side["packs"] >= side["fewest_packs"] > 0 and side["token_imbalance"] >= 1 <= side["cost_imbalance"]

@@ -357,7 +357,7 @@ def test_hostile_programs(uid, without, copy):
         right = ("code", ADD_TESTS, "def add(a, b): return a + b")
         interleaved = [row for attack in rows for row in (attack, right if attack[0] == "code" else RIGHT)]
         environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
-        settings = json.dumps({"code_max_execution_time": 3.0, "without": without})  # ordinary ones on a busy machine
+        settings = json.dumps({"code_max_execution_time": 2.0, "without": without})  # ordinary ones on a busy machine
         command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
         user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         run = subprocess.run(
