@@ -610,7 +610,7 @@ def gym_tasks():
 @pytest.mark.runs
 def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant():
     """Each task's own answer is worth 1.0, a constant less, unless it is the answer; or the task is refused."""
-    rows, refused = [], []
+    rows, refused, tried = [], [], set()
     for task in gym_tasks():
         if task in rewards.REASONING_GYM_REFUSED:
             refused.append(check_ground_truth("reasoning_gym", gym(task, CHAIN_SUM)))
@@ -621,6 +621,9 @@ def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant():
                 continue
             own = entry["answer"] if task not in SOLUTIONS else SOLUTIONS[task](entry["metadata"])
             rows.append((task, entry, own, True))
+            if task in rewards.REASONING_GYM_UNSAFE & tried:  # each answer is a start of its own in the sandbox
+                continue
+            tried.add(task)
             constants = [*map(str.strip, CONSTANTS), json.dumps(["NaN"] * len(own.split(",")))]
             numbers = {text: f"{float(text):g}" for text in (own, *constants) if re.fullmatch(r"-?[\d.]*\d", text)}
             rows += [(task, entry, c, False) for c in constants if numbers.get(c, c) != numbers.get(own, own)]
