@@ -319,7 +319,8 @@ def remembered(setup: Setup) -> str:
     depends = [setup, gpu, torch.__version__, importlib.metadata.version("transformers"), Path(__file__).read_bytes()]
     depends += [config_file(*model).read_bytes() for model in models]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "grpo", f"memory_{key[:32]}")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    kept = Path(cache, "grpo", f"memory_{key[:32]}")
     if kept.exists():
         return kept.read_text()
     text = estimate_text(setup, *(load_config(*model) for model in models))
