@@ -131,6 +131,7 @@ print(tempfile.gettempdir(), cache_dir(), cache_dir())
 """  # without half the compiler
 
 
+@pytest.mark.runs
 def test_a_home_of_machines_of_several_kinds_shares_no_kernels(tmp_path):
     """Inductor's cache gave the code written for one processor's vectors to another's compiler: half the numbers were
     what memory held. ATEN_CPU_CAPABILITY makes the second of these processes a machine without AVX-512. The compiler's

@@ -105,6 +105,7 @@ def boxes(data):
     return sum(n > 0 for h in data["histograms"] for column in h["counts"] for n in column)
 
 
+@pytest.mark.runs
 @needs_browser
 def test_a_long_run_has_smoothed_curves_and_shared_bars(tmp_path):
     """Of 330 steps three share a bar; the mean is drawn over the values."""
