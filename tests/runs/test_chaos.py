@@ -163,7 +163,7 @@ def test_lines_cut_by_a_kill_are_dropped_on_resume(tmp_path, world):
 
 def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
     script = """
-        import json, os, shutil, signal, sys, threading, time
+        import contextlib, json, os, shutil, signal, sys, threading, time
         from dataclasses import asdict
         from pathlib import Path
         import grpo, utils
@@ -173,10 +173,14 @@ def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
         (Path(sys.argv[1]) / "args.json").write_text(json.dumps(asdict(args)))
         logger = utils.Logger(args, Path(sys.argv[1]), 8, 0, utils.World(0, 0, 1, None))
         tracker = str(logger.trackers["wandb"].pid).encode()
-        (service,) = [
-            int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline")
-            if b"wandb-core" in p.read_bytes().split(bytes(1))[0] and tracker in p.read_bytes()
-        ]
+
+        def line(path):
+            with contextlib.suppress(OSError):  # of a process that has ended meanwhile
+                return path.read_bytes()
+            return b""
+
+        lines = {int(p.parent.name): line(p) for p in Path("/proc").glob("[0-9]*/cmdline")}
+        (service,) = [n for n, words in lines.items() if b"wandb-core" in words.split(bytes(1))[0] and tracker in words]
         threading.Timer(60, lambda: (os.kill(service, signal.SIGKILL), os._exit(1))).start()
         os.kill(service, signal.SIGSTOP)
         logger.log({"training_step": 1})
