@@ -65,7 +65,7 @@ MAX_THREADS = 512  # and processes, of all runs of a server, where that can be c
 MAX_TIME_LIMITS = 3  # of a program's tests; further ones are not run, or 100 tests of an endless loop take 100 times T
 START_TIMEOUT_S = 120.0
 GRACE_S = 20.0  # for a reply, on a machine busy with other things
-SETTLE_S = 0.05  # the kernel counts a wait when it ends: who seems late may be waiting, and is looked at once more
+LOOK_S = 0.05  # between two looks at a run that seems late
 PATIENCE = 20  # times its limit that a run may take while others have the processors: then it is the machine's failure
 NOBODY, FIRST_USER = 65534, 2_000_000_000  # users of the runs as root: from FIRST_USER on one for each server
 # The server imports these once. Not random and threading, nor what imports them: they hook into every fork, and most
@@ -370,7 +370,7 @@ class Server:
             # Opened anew: flags that a run sets, as O_NONBLOCK, hold for all who share the open file.
             null = os.open(os.devnull, os.O_RDWR)
             if role == "tests":
-                fds = [*fds, self.clock("self")]
+                fds = [*fds, *self.clock("self")]
             for target, fd in enumerate([*fds, NULL]):
                 os.dup2(null if fd == NULL else fd, target)
             limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
@@ -389,12 +389,12 @@ class Server:
         finally:
             os._exit(1)
 
-    def clock(self, process: int | str) -> int:
-        """What `waited` reads of a process; NULL where there is nothing to be read."""
+    def clock(self, process: int | str) -> list[int]:
+        """What `own_clock` reads of a process; NULL where there is nothing to be read."""
         try:
-            return os.open(f"{process}/schedstat", os.O_RDONLY, dir_fd=self.proc)
+            return [os.open(f"{process}/{name}", os.O_RDONLY, dir_fd=self.proc) for name in ("schedstat", "stat")]
         except OSError:
-            return NULL
+            return [NULL, NULL]
 
     def run(self, role: str, fds: list[int], seconds: float, patience: float) -> dict:
         """One run of at most `seconds`: {"exit": status or -signal, None if it was killed at the deadline, "seconds"
@@ -405,17 +405,16 @@ class Server:
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 children = [self.fork("calls", [NULL, NULL, NULL, source, ours.fileno()], seconds)]
-                clocks = [self.clock(children[0])]
+                clocks = self.clock(children[0])
                 files = [NULL, NULL, NULL, tests, theirs.fileno(), results, *clocks]
                 children.append(self.fork("tests", files, seconds))
         else:
             children, clocks = [self.fork(role, fds, seconds)], []
-        main, ready, left, before, elapsed, waiting = os.pidfd_open(children[-1]), [], seconds, seconds, 0.0, 0.0
-        clocks.append(self.clock(children[-1]))
-        while not ready and max(left, before) > 0 and elapsed < patience * seconds:
-            ready, _, _ = select.select([main, self.trainer, self.control], [], [], max(left, SETTLE_S))
-            elapsed, waiting = time.monotonic() - start, waited(clocks)
-            before, left = left, seconds - elapsed + waiting
+        main, ready, own, elapsed = os.pidfd_open(children[-1]), [], 0.0, 0.0
+        clocks += self.clock(children[-1])
+        while not ready and own < seconds and elapsed < patience * seconds:
+            ready, _, _ = select.select([main, self.trainer, self.control], [], [], seconds - own)
+            own, elapsed = own_clock(clocks, start + seconds) - start, time.monotonic() - start
         if self.trainer in ready or self.control in ready:
             os._exit(0)  # the trainer is gone, or has closed us: PDEATHSIG ends the runs
         for fd in {main, *fds, *clocks} - {NULL}:
@@ -426,9 +425,9 @@ class Server:
         if -signal.SIGUSR2 in ended:
             raise OSError("a run could not be locked down")
         self.sweep()
-        own, in_time = round(max(elapsed - waiting, 0.0), 5), left > 0
+        own, in_time = round(max(own, 0.0), 5), own < seconds
         exit_, starved = ended[-1] if ready and in_time else None, in_time and not ready
-        return {"exit": exit_, "seconds": own, "starved": starved, "waited": round(waiting, 5)}
+        return {"exit": exit_, "seconds": own, "starved": starved, "waited": round(elapsed - own, 5)}
 
     def sweep(self) -> None:
         """Kills whatever a run has left. With seccomp that is nothing: it could not fork."""
@@ -456,11 +455,30 @@ class Server:
             self.control.send(json.dumps(self.run(role, fds, seconds, patience)).encode())
 
 
-def waited(clocks: list[int]) -> float:
-    """Seconds for which the main threads of these processes were ready to run and others had the processors: the second
-    number of /proc/PID/schedstat, where the kernel counts it."""
-    lines = [os.pread(fd, 100, 0).split() for fd in clocks if fd != NULL]
-    return sum(int(line[1]) for line in lines if len(line) > 1) / 1e9
+def own_clock(clocks: list[int], until: float = math.inf) -> float:
+    """time.monotonic() without the seconds for which the main threads of these processes were ready to run and others
+    had the processors: the second number of /proc/PID/schedstat, where the kernel counts it. It counts a wait when
+    that ends, so where this would be beyond `until`, a second look tells how long a wait now may be, which comes off:
+    what passed in between but for time of its own, or, if that is all, longer: `until` is not yet."""
+
+    def look() -> tuple[float, float, list[tuple[int, int, bool]]]:
+        now, found = time.monotonic(), []
+        for times, stat in zip(clocks[::2], clocks[1::2], strict=True):
+            ran, waited, *_ = [*map(int, os.pread(times, 100, 0).split()), 0, 0] if times != NULL else [0, 0]
+            running = ran > 0 and os.pread(stat, 100, 0).rpartition(b")")[2].split()[0] == b"R"  # or ready to
+            found.append((ran, waited, running))
+        return now, now - sum(waited for _, waited, _ in found) / 1e9, found
+
+    first, own, before = look()
+    if own < until or not any(running for *_, running in before):
+        return own
+    time.sleep(LOOK_S)
+    second, own, after = look()
+    for (ran, waited, _), (ran_now, waited_now, running) in zip(before, after, strict=True):
+        if running and (ran, waited) == (ran_now, waited_now):
+            return min(own, until - LOOK_S)
+        own -= max(second - first - (ran_now - ran) / 1e9, 0.0) if running else 0.0
+    return own
 
 
 def limit(kind: int, amount: int) -> None:
@@ -1260,7 +1278,7 @@ DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, a
 
 
 def do_tests(server: Server) -> int:
-    """Descriptors: 3 {"tests", "skip", "seconds"}, 4 link, 5 results, 6 and 7 the clocks of program and tests. SIGALRM
+    """Descriptors: 3 {"tests", "skip", "seconds"}, 4 link, 5 results, 6 to 9 the clocks of program and tests. SIGALRM
     ends it where a test takes longer, the time apart for which others had the processors; SIGPROF, whatever it is at.
 
     A line of results, [problem or null, seconds, whether it is the link's], for the loading and for each test but the
@@ -1283,20 +1301,16 @@ def do_tests(server: Server) -> int:
         asked = set.intersection(*[names for names in uses if names]) if any(uses) else set()
         own -= asked - JUDGES or asked
     defined, helpers = helpers.keys(), {}
-    link, clocks, text = Link(4), [6, 7], "\n".join(tests)
+    link, clocks, text = Link(4), [6, 7, 8, 9], "\n".join(tests)
     for module, here in (("random", "random" in text), ("numpy.random", "numpy" in text or "np" in used)):
         if here and "seed" in text:
             link.follow_seeds(module)
     for name in DATACLASSES:
         setattr(dataclasses, name, functools.partial(of_either_side, name, getattr(dataclasses, name)))
 
-    def now() -> float:
-        return time.monotonic() - waited(clocks)
-
     def at_limit(*_: Any) -> None:
-        if start + job["seconds"] <= now():
-            time.sleep(SETTLE_S)
-        if (left := start + job["seconds"] - now()) <= 0:
+        end = start + job["seconds"]
+        if (left := end - own_clock(clocks, end)) <= 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
         if left <= 0:
@@ -1306,7 +1320,7 @@ def do_tests(server: Server) -> int:
     for number, test in enumerate((None, *tests)):
         if number and number <= job["skip"]:
             trees[number - 1].body = [node for node in trees[number - 1].body if isinstance(node, DEFINITION)]
-        start, problem = now(), None
+        start, problem = own_clock(clocks), None
         signal.setitimer(signal.ITIMER_REAL, job["seconds"])
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])
         try:
@@ -1332,7 +1346,7 @@ def do_tests(server: Server) -> int:
             problem = "the program broke the protocol"
         problem, unsupported, link.unsupported = link.unsupported or problem, bool(link.unsupported), ""
         if not 0 < number <= job["skip"]:
-            line = [problem, round(max(now() - start, 0.0), 5), unsupported]
+            line = [problem, round(max(own_clock(clocks) - start, 0.0), 5), unsupported]
             os.write(5, json.dumps(line).encode() + b"\n")
         if link.broken or test is None and problem:
             break

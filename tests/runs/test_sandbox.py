@@ -872,29 +872,70 @@ def test_a_limit_is_of_the_program_s_own_time(without, one_busy_processor):
 
 
 HOG = """
-import os, time
+import os, sys, time
 time.sleep(0.05)
 os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-end = time.monotonic() + 0.9
+end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     pass
 """
 
 
-def test_a_wait_counts_before_it_has_ended():
+@pytest.mark.parametrize("what, hog_s", [("program", 0.9), ("tests", 2.5)])
+def test_a_wait_counts_before_it_has_ended(what, hog_s):
     """Something that nobody interrupts has the program's processor beyond the limit. When it lets go, whoever asks for
     the time may be first, and the kernel has not yet counted what the program waits for."""
     before, seconds = os.sched_getaffinity(0), 0.7
     os.sched_setaffinity(0, {min(before)})
     box = sandbox.Sandbox()
-    sandbox.run_stdio(box, "", [("", "")], 5.0)  # has started
-    hog = subprocess.Popen([sys.executable, "-c", HOG], stderr=subprocess.PIPE, text=True)
-    runs = sandbox.run_stdio(box, BUSY + "print(f(0.25))", [("", "0.25")], seconds)
+    sandbox.run_tests(box, BUSY, ["assert f(0.01)"], 5.0)  # has started
+    hog = subprocess.Popen([sys.executable, "-c", HOG, str(hog_s)], stderr=subprocess.PIPE, text=True)
+    if what == "program":
+        runs = sandbox.run_stdio(box, BUSY + "print(f(0.25))", [("", "0.25")], seconds)
+    else:
+        runs = sandbox.run_tests(box, BUSY, ["assert f(0.03)", "assert f(0.25)"], seconds)
     os.sched_setaffinity(0, before)
     box.stop()
     if "PermissionError" in hog.communicate()[1]:
         pytest.skip("this user may not have a processor for itself")
-    assert runs[0].problem is None and runs[0].seconds < seconds, runs
+    assert all(run.problem is None and run.seconds < seconds for run in runs), runs
+
+
+@pytest.mark.parametrize(
+    "before, after, passed, late",
+    [
+        ("0.1 0.2 R", "0.1 0.2 R", 1.0, False),  # it waits still, for nobody knows how long
+        ("0.1 0.2 R", "0.15 0.2 R", 0.05, True),  # it runs
+        ("0.1 0.2 R", "0.13 1.2 R", 1.0, False),  # that wait has ended and another one begun
+        ("0.1 0.2 R", "0.13 1.6 S", 1.0, False),  # it has ended, and all is counted
+        ("0.1 0.2 S", "0.1 0.2 S", 0.05, True),  # it sleeps
+        ("0 0 R", "0 0 R", 0.05, True),  # a kernel that does not count
+        ("", "", 0.05, True),
+    ],
+)
+def test_two_looks_at_who_seems_late(before, after, passed, late, monkeypatch, tmp_path):
+    clocks, now = [], 100.0
+    for name in ("schedstat", "stat"):
+        clocks.append(os.open(tmp_path / name, os.O_RDWR | os.O_CREAT))
+
+    def say(text):
+        *numbers, state = text.split() or [""]
+        lines = " ".join(str(round(float(number) * 1e9)) for number in numbers), f"1 (a) S b) {state} 0"
+        for clock, line in zip(clocks, lines, strict=True):
+            os.ftruncate(clock, 0)
+            os.pwrite(clock, line.encode() if text else b"", 0)
+
+    def sleep(seconds):
+        nonlocal now
+        now += passed
+        say(after)
+
+    monkeypatch.setattr(sandbox.time, "monotonic", lambda: now)
+    monkeypatch.setattr(sandbox.time, "sleep", sleep)
+    say(before)
+    assert (sandbox.own_clock(clocks, 99.5) >= 99.5) == late
+    for clock in clocks:
+        os.close(clock)
 
 
 def test_what_the_machine_never_runs_is_missing(one_busy_processor, monkeypatch):
