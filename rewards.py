@@ -969,7 +969,7 @@ def verify_expression(job: dict, blameless: dict) -> Verdict:
             problem = run.problem or (run.error.strip().splitlines() or ["out of memory"])[-1]
         return Scored(math.nan, "timeout" if run.late else "crash", {"problem": problem})
 
-    return Verdict(answer, lambda: in_sandbox(call, "reasoning_gym"))
+    return Verdict(answer, lambda: in_sandbox(call, "reasoning_gym", "sympy.physics.units"))  # simplify imports it
 
 
 # --- Instructions: ifeval, ifeval_mean --------------------------------------------------------------------------------

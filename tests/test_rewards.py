@@ -53,9 +53,9 @@ def score_rows(rows, timeout_s=30.0):
     return score([RewardRecord(response, label, dataset) for dataset, label, response, *_ in rows], timeout_s)
 
 
-def assert_scores(rows):
+def assert_scores(rows, timeout_s=30.0):
     """rows of (dataset, label, response, expected score), all of which are judged or have no answer."""
-    results = score_rows(rows)
+    results = score_rows(rows, timeout_s)
     wrong = [(*row, result) for row, result in zip(rows, results, strict=True) if result.score != row[3]]
     assert not wrong
     assert {result.status for result in results} <= {"ok", "no_answer"}
@@ -288,7 +288,7 @@ def test_length_verifier_without_the_length_is_missing():
 
 
 @pytest.mark.runs
-def test_shared_acceptance_rows():
+def test_shared_acceptance_rows(configured):
     """All rows whose verifier exists, the debatable ones included: our rules decide all of them alike."""
     if not SHARED_CASES.exists():
         pytest.skip("shared/reward_cases.jsonl is not beside the repository; test_cases holds a selection")
@@ -303,8 +303,12 @@ def test_shared_acceptance_rows():
             want = case.get("pass_rate", case["expected"])  # `expected` asks for all tests of a program
             rows.append((case["dataset"], case["ground_truth"], response, want))
     assert len(rows) >= 169
+    deep = [row for row in rows if "(" * 300 in row[2]]  # wrong, whether by a refusal or at a deadline
+    assert len(deep) == 1
+    assert_scores(deep, timeout_s=2.0)
+    configured(code_max_execution_time=0.5)
     with pytest.warns(UserWarning, match="no:such_constraint"):
-        assert_scores(rows)
+        assert_scores([row for row in rows if row not in deep])
 
 
 def ifeval(*constraints):
@@ -587,18 +591,21 @@ CONSTANTS = """0|1|-1|2|100|[]|{}|[[]]|nan|NaN+NaNi|Infinity|True|no|A|1*2*3*4|1
 
 
 @functools.cache
-def gym_entries(task, n=1):
-    """n entries as a data set of JSON lines has them; of rush_hour easy ones."""
+def gym_dataset(task):
     import reasoning_gym
 
     if task == "composite":
         from reasoning_gym.composite import DatasetSpec
 
-        made = reasoning_gym.create_dataset(task, size=n, seed=5, datasets=[DatasetSpec("chain_sum", 1, {})])
-    else:
-        easy: dict = {"max_moves": 6} if task == "rush_hour" else {}
-        made = reasoning_gym.create_dataset(task, size=n, seed=5, **easy)
-    return [json.loads(json.dumps(made[i])) for i in range(n)]
+        return reasoning_gym.create_dataset(task, size=3, seed=5, datasets=[DatasetSpec("chain_sum", 1, {})])
+    easy = {"rush_hour": {"max_moves": 6}, "knight_swap": {"max_nodes": 6}}  # they search for a solution
+    return reasoning_gym.create_dataset(task, size=3, seed=5, **easy.get(task, {}))
+
+
+@functools.cache
+def gym_entry(task, i=0):
+    """One of three entries as a data set of JSON lines has them."""
+    return json.loads(json.dumps(gym_dataset(task)[i]))
 
 
 def gym_tasks():
@@ -610,20 +617,21 @@ def gym_tasks():
 @pytest.mark.runs
 def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant():
     """Each task's own answer is worth 1.0, a constant less, unless it is the answer; or the task is refused."""
-    rows, refused, tried = [], [], set()
+    rows, refused, tried = [], [], collections.Counter()
     for task in gym_tasks():
         if task in rewards.REASONING_GYM_REFUSED:
             refused.append(check_ground_truth("reasoning_gym", gym(task, CHAIN_SUM)))
             continue
-        for entry in gym_entries(task, 3):
+        for i in range(3):
+            entry = gym_entry(task, i)
             if check_ground_truth("reasoning_gym", gym(task, entry)):
                 assert entry["answer"] == "" or "Integral" in entry["answer"], task  # no response can be that
                 continue
             own = entry["answer"] if task not in SOLUTIONS else SOLUTIONS[task](entry["metadata"])
             rows.append((task, entry, own, True))
-            if task in rewards.REASONING_GYM_UNSAFE & tried:  # each answer is a start of its own in the sandbox
+            if tried[task] == (1 if task in rewards.REASONING_GYM_UNSAFE else 2):  # there each is a start of its own
                 continue
-            tried.add(task)
+            tried[task] += 1
             constants = [*map(str.strip, CONSTANTS), json.dumps(["NaN"] * len(own.split(",")))]
             numbers = {text: f"{float(text):g}" for text in (own, *constants) if re.fullmatch(r"-?[\d.]*\d", text)}
             rows += [(task, entry, c, False) for c in constants if numbers.get(c, c) != numbers.get(own, own)]
@@ -702,11 +710,11 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
         - rewards.REASONING_GYM_REFUSED.keys()
         - {"composite", "puzzle24"}
     ):
-        for entry in gym_entries(task):
-            answer = entry["answer"] or "[]"
-            bad = {"answer": evil} if task in SOLUTIONS else poisoned(entry, evil)
-            jobs += [(task, entry, answer), (task, entry, evil), (task, entry | {"answer": evil}, answer)]
-            jobs += [(task, entry | bad, answer), (task, entry | {"answer": evil}, '["1"]')]
+        entry = gym_entry(task)
+        answer = entry["answer"] or "[]"
+        bad = {"answer": evil} if task in SOLUTIONS else poisoned(entry, evil)
+        jobs += [(task, entry, answer), (task, entry, evil), (task, entry | {"answer": evil}, answer)]
+        jobs += [(task, entry | bad, answer), (task, entry | {"answer": evil}, '["1"]')]
     run = subprocess.run([sys.executable, "-c", HOOK], input=json.dumps(jobs), cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and "COMPILED" not in run.stderr, run.stderr
 
@@ -716,7 +724,7 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
     [("number_sorting", "answer"), ("bitwise_arithmetic", "problem"), ("polynomial_multiplication", "answer")],
 )
 def test_a_label_that_is_code_touches_nothing(task, place, tmp_path):
-    entry = json.loads(json.dumps(gym_entries(task)[0]))
+    entry = json.loads(json.dumps(gym_entry(task)))
     code = f"__import__('os').system('touch {tmp_path}/touched')"
     (entry if place == "answer" else entry["metadata"])[place] = code
     label = gym(task, entry)
