@@ -124,12 +124,29 @@ def end_with(pid):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def fork_engines():
-    """Have vLLM's server in this process fork its engine, which ends with it, where it would start a Python."""
+def fork_engines(children):
+    """Have vLLM's server in this process fork its engine, which ends with it, where it would start a Python. One of the
+    `children` is ended with its group, and so is its engine."""
     from vllm.v1.engine import utils as engine
 
     engine.get_mp_context = lambda: multiprocessing.get_context("fork")
-    os.register_at_fork(after_in_child=functools.partial(end_with, os.getpid()))
+    if not children:
+        os.register_at_fork(after_in_child=functools.partial(end_with, os.getpid()))
+
+
+def fork_servers():
+    """Have serve.py in this process fork vLLM's servers as its children, each in a session of its own, where it would
+    start Pythons: what it is started with SERVERS_OF_SERVE=children for."""
+    start, parent = subprocess.Popen, os.getpid()
+
+    def fork(command, **how):
+        if command[1:2] != ["-m"]:
+            return start(command, **how)
+        os.register_at_fork(after_in_child=lambda: os.getppid() == parent and os.setsid())
+        words, children = f"/proc/self/fd/{how['stdout'].fileno()}", multiprocessing.get_context("fork")
+        return Program(command[1:], words, None, "none", True, context=children, **how["env"])
+
+    subprocess.Popen = fork  # ty: ignore[invalid-assignment]
 
 
 def play(line, env, out, err, address, children, launcher):
@@ -164,6 +181,8 @@ def play(line, env, out, err, address, children, launcher):
         end_with(launcher)
     if "PIDS" in env:
         Path(env["PIDS"], str(os.getpid())).write_text("".join(f"{name}={value}\0" for name, value in env.items()))
+    if "SERVERS_OF_SERVE" in env:
+        fork_servers()
     sys.executable = env.get("PYTHON_OF_FORKS", sys.executable)  # with which it starts other programs
     hooks = Path(env.get("PYTHONPATH", "").split(os.pathsep)[0] or os.devnull, "sitecustomize.py")
     if hooks.exists():  # which a Python of its own would have imported
@@ -175,7 +194,7 @@ def play(line, env, out, err, address, children, launcher):
             exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
         elif how == "-m":
             if "vllm" in sys.argv[0]:
-                fork_engines()
+                fork_engines(children)
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str((REPO / line[0]).parent))

@@ -582,7 +582,7 @@ import json, os, sys, time
 from pathlib import Path
 import rewards, utils
 model = sys.argv[1]
-servers = utils.start_servers(model, Path(sys.argv[2]), max_model_len=1024)
+servers = utils.start_servers(model, Path(sys.argv[2]), max_model_len=512, max_num_seqs=8)
 os.environ["SOLVER_API_KEY"] = servers.api_key
 flags = {"solver_model_name_or_path": model, "solver_base_url": servers.base_urls[0], "solver_response_length": 128}
 rewards.configure(rewards.RewardFlags(**flags), connect=True)
@@ -615,17 +615,21 @@ def descendants(pid):
 
 
 @pytest.mark.runs
-def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
-    """A vLLM server grades two guidelines, one too long for it; kill -9 of the trainer leaves no process behind."""
+def test_a_real_solver_that_ends_with_its_trainer(forking_python, tiny_models, tmp_path):
+    """A vLLM server grades two guidelines, one too long for it; kill -9 of the trainer leaves no process behind. All
+    are forked, the server and its engine by serve.py, which has to end them."""
     pytest.importorskip("vllm")
     model = SMOLLM2 if (SMOLLM2 / "config.json").exists() else tiny_models()
-    trainer = programs.Program(["-c", RUN, model, tmp_path], said := tmp_path / "said", tmp_path / "err")
+    (tmp_path / "pids").mkdir()
+    env = {"PYTHON_OF_FORKS": forking_python, "SERVERS_OF_SERVE": "children", "PIDS": tmp_path / "pids"}
+    trainer = programs.Program(["-c", RUN, model, tmp_path], said := tmp_path / "said", tmp_path / "err", **env)
     try:
         while not (said.exists() and said.read_text().endswith("\n")):
             assert trainer.poll() is None, (tmp_path / "err").read_text()[-3000:]
             time.sleep(0.1)
         short, long, guard = json.loads(said.read_text())
-        children = descendants(guard)
+        started = programs.living(tmp_path / "pids").keys() - {trainer.pid}  # serve.py and the server
+        children = started.union(*map(descendants, started))
     finally:
         trainer.kill()
     assert short[1] == long[1] == "ok"
@@ -634,7 +638,7 @@ def test_a_real_solver_that_ends_with_its_trainer(tiny_models, tmp_path):
     assert {type(result[2]["baseline"]) for result in (short, long)} == {float}
     if model == SMOLLM2:
         assert short[0] == 1.0
-    assert len(children) >= 2  # the server and its engine
+    assert len(children) >= 3  # serve.py, the server and its engine
     deadline = time.monotonic() + 20
     while (left := (children | {guard}) & living().keys()) and time.monotonic() < deadline:
         time.sleep(0.1)
