@@ -13,6 +13,8 @@ import os
 import runpy
 import select
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -146,10 +148,10 @@ def fork_servers():
         words, children = f"/proc/self/fd/{how['stdout'].fileno()}", multiprocessing.get_context("fork")
         return Program(command[1:], words, None, "none", True, context=children, **how["env"])
 
-    subprocess.Popen = fork  # ty: ignore[invalid-assignment]
+    subprocess.Popen = fork
 
 
-def play(line, env, out, err, address, children, launcher):
+def play(line, env, out, err, address, children, launcher, stdin):
     """`python *line` in this forked process."""
     import torch
 
@@ -170,7 +172,9 @@ def play(line, env, out, err, address, children, launcher):
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for path, number, flags in ((f"/proc/{launcher}/fd/0", 0, os.O_RDONLY), (out, 1, write), (err, 2, write)):
-        if number or launcher:
+        if stdin and not number:
+            os.dup2(stdin.fileno(), number)
+        elif number or launcher:
             descriptor = os.open(path, flags)
             os.dup2(descriptor, number)
             os.close(descriptor)
@@ -208,14 +212,16 @@ def play(line, env, out, err, address, children, launcher):
 class Program:
     """As a subprocess.Popen of [sys.executable, *line] in the root of the repository, its output in files. With the
     `address` of the process that is forked, ranks that it starts are forked too: from there, or as its `children`. With
-    a `launcher` it ends with that process."""
+    a `launcher` it ends with that process, and has its standard input, which is given here if it is a socket."""
 
-    def __init__(self, line, out, err=None, address=None, children=False, launcher=None, context=FORKS, **env):
+    def __init__(
+        self, line, out, err=None, address=None, children=False, launcher=None, stdin=None, context=FORKS, **env
+    ):
         if not address:
             serve()
         self.line = list(map(str, line))
         environment = dict(os.environ) | {name: str(value) for name, value in env.items()}
-        arguments = self.line, environment, str(out), str(err or out), address, children, launcher
+        arguments = self.line, environment, str(out), str(err or out), address, children, launcher, stdin
         self.process = context.Process(target=play, args=arguments)
         self.process.start()
         self.pid = self.process.pid
@@ -269,6 +275,7 @@ if __name__ == "__main__":
 
     programs.connect(sys.argv[1])
     out, err = (f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2))
-    program = programs.Program(sys.argv[2:], out, err, sys.argv[1], launcher=os.getpid())
+    given = socket.socket(fileno=0) if stat.S_ISSOCK(os.fstat(0).st_mode) else None  # a socket cannot be opened
+    program = programs.Program(sys.argv[2:], out, err, sys.argv[1], launcher=os.getpid(), stdin=given)
     signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
     sys.exit(program.wait())
