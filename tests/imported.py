@@ -15,10 +15,10 @@ MODULES = """grpo grpo_fast scripts.sandbox tyro tyro._backends._argparse_format
     vllm.entrypoints.launchers.cli_args
     vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
     vllm.model_executor.layers.quantization.online.base vllm.model_executor.models.llama
-    vllm.v1.executor.uniproc_executor vllm.v1.worker.cpu_worker"""
+    vllm.v1.executor.uniproc_executor vllm.v1.worker.cpu_worker nltk"""
 UNITS = "TESTS_OF_UNITS" in os.environ  # which start no engine of vLLM, compile nothing and train no adapters
 for name in MODULES.split():
-    if UNITS and name.startswith(("vllm.", "peft", "torch._inductor", "torch.utils.tensorboard")):
+    if UNITS and name.startswith(("vllm.", "peft", "torch._inductor", "torch.utils.tensorboard", "nltk")):
         continue
     importlib.import_module(name)
     if name == "grpo" and not UNITS:
