@@ -104,24 +104,36 @@ def test_an_adapter_that_the_second_of_two_engines_lacks_ends_the_run(tiny_model
     assert "GapError: on a trial of all adapters" in error and "an adapter did not reach the engine" in error
 
 
+SAME = f"{LORA} --lora_merge --save_freq 1 --checkpoint_state_freq 2 --seed 3 {TRANSFORMERS}"
+ALL_THREADS = ENV | {"OMP_NUM_THREADS": str(len(utils.ALL_CORES))}  # as many as grpo_fast.py takes
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_models, data, tmp_path_factory):  # noqa: F811
+    """A run of four steps, which others are compared with."""
+    out = tmp_path_factory.mktemp("whole")
+    check(
+        programs.run(command(tiny_models(), data, out, f"--exp_name whole --total_episodes 256 {SAME}"), **ALL_THREADS)
+    )
+    return out / "whole"
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_two_ranks_and_their_engines_train_the_adapters_of_one(tiny_models, data, tmp_path, stage):  # noqa: F811
-    flags = f"--total_episodes 64 {LORA} --save_freq 1 --lora_merge --seed 3 {TRANSFORMERS}"
-    run(tiny_models(), data, tmp_path, f"--exp_name one {flags}")
-    run(tiny_models(), data, tmp_path, f"--exp_name two {flags} --deepspeed_stage {stage}", ranks=2)
-    one, two = (weights(tmp_path / name / "step_1_merged") for name in ("one", "two"))
+def test_two_ranks_and_their_engines_train_the_adapters_of_one(whole, tiny_models, data, tmp_path, stage):  # noqa: F811
+    flags = f"--exp_name two --total_episodes 64 {SAME} --deepspeed_stage {stage}"
+    run(tiny_models(), data, tmp_path, flags, ranks=2)
+    one, two = (weights(path / "step_1_merged") for path in (whole, tmp_path / "two"))
     assert all((one[name] - two[name]).norm() <= 1e-6 * one[name].norm() for name in one)
 
 
-def test_a_run_with_adapters_resumes(tiny_models, data, tmp_path):  # noqa: F811
-    flags = f"{LORA} --lora_merge --checkpoint_state_freq 2 --seed 3 {TRANSFORMERS}"
-    run(tiny_models(), data, tmp_path, f"--exp_name whole --total_episodes 384 {flags}")
-    run(tiny_models(), data, tmp_path, f"--exp_name broken --total_episodes 256 {flags}")
-    more = f"--exp_name broken --total_episodes 384 {flags} --resume --resume_anyway"
-    run(tiny_models(), data, tmp_path, more)
-    whole, broken = (read(tmp_path / name / "metrics.jsonl") for name in ("whole", "broken"))
-    assert [untimed(a) for a in whole] == [untimed(b) for b in broken] and len(whole) == 6
-    a, b = (weights(tmp_path / name / "model_merged") for name in ("whole", "broken"))
+def test_a_run_with_adapters_resumes(whole, tiny_models, data, tmp_path):  # noqa: F811
+    for flags in ("--total_episodes 128", "--total_episodes 256 --resume --resume_anyway"):
+        line = command(tiny_models(), data, tmp_path, f"--exp_name broken {SAME} {flags}")
+        check(programs.run(line, **ALL_THREADS))
+    broken = tmp_path / "broken"
+    a, b = ([untimed(row) for row in read(path / "metrics.jsonl")] for path in (whole, broken))
+    assert a == b and len(a) == 4
+    a, b = (weights(path / "model_merged") for path in (whole, broken))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -129,17 +141,13 @@ FAST = "--num_learners_per_node 1 --vllm_num_engines 1 --async_steps"
 
 
 @pytest.mark.parametrize("flags", [f"{FAST} 0", f"{FAST} 1 --inflight_updates"])
-def test_adapters_in_processes_of_their_own(tiny_models, data, tmp_path, flags):  # noqa: F811
+def test_adapters_in_processes_of_their_own(whole, tiny_models, data, tmp_path, flags):  # noqa: F811
     """grpo_fast.py: strictly on-policy the weights of grpo.py; asynchronous with updates in flight it runs."""
-    same = f"--total_episodes 192 {LORA} --lora_merge --seed 3 {TRANSFORMERS}"
-    run(tiny_models(), data, tmp_path, f"--exp_name fast {same} {flags}", script="grpo_fast.py")
+    line = f"--exp_name fast --total_episodes 192 {SAME} {flags}"
+    run(tiny_models(), data, tmp_path, line, script="grpo_fast.py")
     assert len(read(tmp_path / "fast" / "metrics.jsonl")) == 3
     if "async_steps 0" in flags:
-        line = command(tiny_models(), data, tmp_path, f"--exp_name slow {same}")
-        check(
-            programs.run(line, **ENV | {"OMP_NUM_THREADS": str(len(utils.ALL_CORES))})
-        )  # as many as grpo_fast.py takes
-        a, b = (weights(tmp_path / name / "model_merged") for name in ("fast", "slow"))
+        a, b = (weights(path / "step_3_merged") for path in (tmp_path / "fast", whole))
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
