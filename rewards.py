@@ -984,8 +984,8 @@ def ifeval_constraints() -> dict[str, Any]:
     import punkt
 
     download, nltk.download = nltk.download, lambda *args, **kwargs: False  # ty: ignore[invalid-assignment]
-    stub: Any = type(sys)("datasets")  # with pandas 0.7 s and 100 MiB, for a function that is not called here
-    stub.load_dataset, there = None, sys.modules.setdefault("datasets", stub)
+    stub: Any = type(sys)("datasets")  # with pandas 0.7 s and 100 MiB, uncalled here; a spec is for find_spec alone
+    stub.load_dataset, stub.__spec__, there = None, sys.__spec__, sys.modules.setdefault("datasets", stub)
     try:
         from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as ifbench
         from if_verifiable.ifeval import instructions_util

@@ -316,7 +316,8 @@ def remembered(setup: Setup) -> str:
     models = [(setup.models[0], setup.model_revision), (setup.ref_model_name_or_path, setup.ref_model_revision)]
     models = models if setup.ref_model_name_or_path else models[:1]
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    depends = [setup, gpu, torch.__version__, importlib.metadata.version("transformers"), Path(__file__).read_bytes()]
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
+    depends = [setup, gpu, versions, Path(__file__).read_bytes()]
     depends += [config_file(*model).read_bytes() for model in models]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

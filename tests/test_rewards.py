@@ -357,6 +357,29 @@ def test_a_constraint_is_found_behind_many_blanks():
     assert rewards.score([rewards.RewardRecord(text, label, "ifeval")])[0].score == 1.0
 
 
+IMPORTS = """
+import importlib.util, sys, threading
+import rewards
+asked = set()
+def ask():
+    while not ended.wait(0.001):
+        asked.add(importlib.util.find_spec("datasets") is not None)
+ended = threading.Event()
+thread = threading.Thread(target=ask)
+thread.start()
+rewards.ifeval_constraints()
+ended.set()
+thread.join()
+print(sorted(sys.modules.keys() & {"datasets", "pandas", "pyarrow"}), asked)
+"""
+
+
+def test_instructions_are_judged_without_datasets():
+    """What their library imports for a function that nobody calls: 0.7 s and 100 MiB of each worker. Others find it."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[] {True}\n", "")
+
+
 def drawn_labels():
     """(constraint id, label) of all 83, with arguments as the library draws them."""
     given = {"prompt_to_repeat": "Say hi to the cat.", "reference_text": "A text."}  # these it does not draw
