@@ -210,7 +210,7 @@ FORGE = [
     "operator.eq = builtins.isinstance = builtins.repr = json.dumps = lambda *a, **k: True\n"
     "def add(a, b): return 0",
     "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
-    "def add(a, b): return 'x' * 40_000_000",
+    "def add(a, b): return 'x' * 17_000_000",  # more than a message may have
     "def add(a, b): return add(a, b)",
     "import gc, sys\ndef add(a, b):\n    for t in gc.get_objects():\n"
     "        if isinstance(t, (list, str, dict)) and 'assert' + ' add' in repr(t): return 3\n"
@@ -357,7 +357,7 @@ def test_hostile_programs(uid, without, copy):
         right = ("code", ADD_TESTS, "def add(a, b): return a + b")
         interleaved = [row for attack in rows for row in (attack, right if attack[0] == "code" else RIGHT)]
         environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
-        settings = json.dumps({"code_max_execution_time": 2.0, "without": without})  # ordinary ones on a busy machine
+        settings = json.dumps({"code_max_execution_time": 1.0, "without": without})  # ordinary ones take 0.01
         command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
         user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         run = subprocess.run(
