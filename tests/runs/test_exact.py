@@ -379,8 +379,8 @@ def wait_for(condition, process, every=0.02):
 def test_a_broken_run_ends_as_the_unbroken_one(script, tiny_models, data, tmp_path):  # noqa: F811
     """Killed with -9 while training, then while a checkpoint is written, then asked to stop by SIGTERM; each time
     --resume. In the end all weights are bit-equal, all metrics but times equal. With grpo_fast.py the rollouts of older
-    weights that were under way come from the checkpoint. The unbroken run hashes strings otherwise (PYTHONHASHSEED):
-    it is a Python of its own."""
+    weights that were under way come from the checkpoint, and the unbroken run is Pythons of its own, which hash strings
+    otherwise (PYTHONHASHSEED); with grpo.py test_run.py has such a run."""
     whole, run_dir, log = tmp_path / "whole", tmp_path / "it", tmp_path / "log"
     metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     flags = f"--exp_name it {BROKEN}"
@@ -412,8 +412,12 @@ def test_a_broken_run_ends_as_the_unbroken_one(script, tiny_models, data, tmp_pa
     *killed, last = map(int, re.findall(r"resumed after step (\d+)", log.read_text()))
     assert last == stopped and len(killed) == 2 and all(step % 2 == 0 and step > 0 for step in killed)
 
-    line = [sys.executable, *command(tiny_models(), data, tmp_path, f"--exp_name whole {BROKEN}", script=script)]
-    done = subprocess.run(line, cwd=REPO, env=os.environ | ENV, capture_output=True, text=True, timeout=600)
+    line = command(tiny_models(), data, tmp_path, f"--exp_name whole {BROKEN}", script=script)
+    if script == "grpo.py":
+        done = programs.run(line, **ENV)
+    else:
+        how = {"cwd": REPO, "env": os.environ | ENV, "timeout": 600}
+        done = subprocess.run([sys.executable, *line], capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     a, b = weights(whole / "model"), weights(run_dir / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -81,7 +81,7 @@ def learned(tiny_models, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
     flags = f"--exp_name learn --total_episodes 1600 {VLLM} --with_tracking --with_tensorboard --save_traces"
     flags += (
-        f" --eval_on_step_0 --local_eval_every 10 --save_freq 20 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
+        f" --eval_on_step_0 --local_eval_every 10 --save_freq 5 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
     )
     line = [sys.executable, *command(tiny_models(), data, out, flags)]  # a start from nothing, as a user's
     done = subprocess.run(line, cwd=REPO, env=os.environ | ENV, capture_output=True, text=True, timeout=600)
@@ -161,6 +161,16 @@ def test_traces_hold_every_rollout(learned):
         assert max(r["logprobs"]) <= 0
     siblings = [tuple(r["token_ids"]) for r in rows if r["position"] == 0]
     assert len(set(siblings)) > 1
+
+
+def test_another_process_samples_and_learns_the_same(learned, tiny_models, data, tmp_path):
+    """Five steps again, bit for bit: the first process was a Python of its own, which hashed strings otherwise."""
+    run(tiny_models(), data, tmp_path, f"--exp_name again --total_episodes 320 {VLLM}")
+    rows = [row for row in read(learned[1] / "metrics.jsonl") if 0 < row["training_step"] <= 5]
+    for a, b in zip(rows, read(tmp_path / "again" / "metrics.jsonl"), strict=True):
+        assert untimed(a) == untimed(b)
+    a, b = weights(learned[1] / "step_5"), weights(tmp_path / "again" / "model")
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_run_is_never_overwritten_silently(learned, tiny_models, data):
