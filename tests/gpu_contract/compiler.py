@@ -93,6 +93,8 @@ def device(arch: int, found: Compiled) -> Generator[None]:
     def precompile(self: Any, *_: Any, **__: Any) -> None:
         name, source = self.inductor_meta.get("kernel_name", ""), self.fn.src
         for config in self.configs:
+            if any(k.shared > SHARED[arch] for k in found.kernels):
+                return  # what cannot be loaded needs no more: the backward is the longest to compile
             shared, problem = 0, ""
             try:
                 made = self._precompile_config(config).kernel
