@@ -113,8 +113,8 @@ def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path): 
     assert {v for r in rows for v in r["versions"]} > {0, 1, 2}
     assert undocumented({key for row in metrics for key in row}) == []
     rates = [r["objective/verifiable_correct_rate"] for r in metrics]
-    # its policy wanders, a run as another: the last five steps of one were 0.77 and of another 0.96
-    assert rates[0] < 0.3 and max(sum(rates[i : i + 5]) / 5 for i in range(20)) > 0.6, rates
+    # it wanders, no run as another: the last five of 25 steps were 0.77 in one and 0.96 in another
+    assert rates[0] < 0.3 and max(sum(rates[i : i + 5]) / 5 for i in range(12)) > 0.5, rates
     assert all(r["batch/groups_in_flight"] <= 8 * 3 for r in metrics)
 
     # the tokens before the first update in flight have the logprobs of the learner of that version
