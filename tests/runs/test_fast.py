@@ -424,16 +424,14 @@ def test_without_vllm_and_without_a_call_that_pins(tiny_models, data, tmp_path, 
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nsys.modules['vllm'] = None\ndel os.sched_getaffinity, os.sched_setaffinity\n"
     )
+    programs.serve()  # has vLLM
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     args = ("grpo_fast.py", tiny_models(), data, tmp_path, "--exp_name x --total_episodes 128 --async_steps 1")
 
-    def run_fresh(flag):
-        line, how = [sys.executable, *command(*args, flag)], {"cwd": REPO, "env": os.environ | ENV, "timeout": 600}
-        return subprocess.run(line, capture_output=True, text=True, **how)
-
-    check(run_fresh(TRANSFORMERS))
+    line, how = [sys.executable, *command(*args, TRANSFORMERS)], {"cwd": REPO, "env": os.environ | ENV, "timeout": 600}
+    check(subprocess.run(line, capture_output=True, text=True, **how))
     assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2]
-    said = check(run_fresh("--overwrite"), ok=False)
+    said = check(programs.run(command(*args, "--overwrite"), **ENV), ok=False)
     assert "--rollout_backend transformers" in said and "Traceback" not in said
 
 

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.conftest import REPO
 from tests.runs.test_run import TRANSFORMERS, command, data, read  # noqa: F401
 
 TORCHRUN = programs.torchrun(2)
@@ -163,7 +160,7 @@ def test_a_killed_process_leaves_no_temporary_directory(tmp_path):
     """As an engine's for its sockets: neither kill -9 nor os._exit runs a destructor."""
     for end in ("os.kill(os.getpid(), 9)", "os._exit(0)"):
         script = f"import os, utils; os.mkdir('{tmp_path}/swept_1'); utils.sweep('{tmp_path}/swept_1'); {end}"
-        subprocess.run([sys.executable, "-c", script], cwd=REPO, timeout=60)
+        programs.run(["-c", script], timeout=60)
         gone(tmp_path, "swept_*")
 
 
