@@ -461,23 +461,28 @@ def own_clock(clocks: list[int], until: float = math.inf) -> float:
     that ends, so where this would be beyond `until`, a second look tells how long a wait now may be, which comes off:
     what passed in between but for time of its own, or, if that is all, longer: `until` is not yet."""
 
-    def look() -> tuple[float, float, list[tuple[int, int, bool]]]:
-        now, found = time.monotonic(), []
-        for times, stat in zip(clocks[::2], clocks[1::2], strict=True):
-            ran, waited, *_ = [*map(int, os.pread(times, 100, 0).split()), 0, 0] if times != NULL else [0, 0]
-            running = ran > 0 and os.pread(stat, 100, 0).rpartition(b")")[2].split()[0] == b"R"  # or ready to
-            found.append((ran, waited, running))
-        return now, now - sum(waited for _, waited, _ in found) / 1e9, found
+    pairs = [pair for pair in zip(clocks[::2], clocks[1::2], strict=True) if pair[0] != NULL]
 
-    first, own, before = look()
-    if own < until or not any(running for *_, running in before):
+    def ready() -> list[bool]:  # to run, or running
+        return [os.pread(stat, 100, 0).rpartition(b")")[2].split()[:1] == [b"R"] for _, stat in pairs]
+
+    def counted() -> list[tuple[int, int]]:  # ns that each ran, and waited
+        counts = [[*map(int, os.pread(times, 100, 0).split()), 0, 0] for times, _ in pairs]
+        return [(ran, waited) for ran, waited, *_ in counts]
+
+    first, before = time.monotonic(), counted()
+    own = first - sum(waited for _, waited in before) / 1e9
+    if own < until:
         return own
-    time.sleep(LOOK_S)
-    second, own, after = look()
-    for (ran, waited, _), (ran_now, waited_now, running) in zip(before, after, strict=True):
-        if running and (ran, waited) == (ran_now, waited_now):
-            return min(own, until - LOOK_S)
-        own -= max(second - first - (ran_now - ran) / 1e9, 0.0) if running else 0.0
+    if any(ready()):
+        time.sleep(LOOK_S)
+    second, states, after = time.monotonic(), ready(), counted()  # in this order: who sleeps has all waits counted
+    own = second - sum(waited for _, waited in after) / 1e9
+    for then, now, running in zip(before, after, states, strict=True):
+        if running and now[0]:  # else the kernel does not count
+            if then == now:
+                return min(own, until - LOOK_S)
+            own -= max(second - first - (now[0] - then[0]) / 1e9, 0.0)
     return own
 
 
