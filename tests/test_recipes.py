@@ -258,8 +258,7 @@ def test_every_folder_is_smoked():
 @pytest.mark.parametrize("recipe", SMOKED)
 @pytest.mark.runs
 def test_smoke(recipe, tmp_path, monkeypatch):
-    workers = " | */scripts/worker.py" if "parser" in recipe else ""  # which imports vLLM
-    python = programs.python_that_forks(tmp_path / "python", programs.SERVERS + workers)
+    python = programs.python_that_forks(tmp_path / "python", f"{programs.SERVERS} | */scripts/worker.py")
     monkeypatch.setenv("PYTHON_OF_FORKS", str(python))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert smoke.run(REPO / f"scripts/train/{recipe}.sh", ["--output_dir", str(tmp_path)]) == 0
