@@ -649,6 +649,26 @@ def test_curves_of_a_run_under_way_by_hand(tmp_path):
     assert done.returncode == 2 and f"{tmp_path / 'b'} is no run: it has no metrics.jsonl" in done.stderr
 
 
+def test_no_panel_of_the_picture_reaches_into_another_or_beyond_it(tmp_path, monkeypatch):
+    """With the widest numbers beside the axes: KL below 0, a gap on a logarithmic axis."""
+    gap = {f"debug/vllm_vs_local_logprob_diff_{name}": x * 1e-6 for name, x in (("mean", 0.6), ("max", 2.4))}
+    rows = [{"training_step": i, "episode": 8 * i, "objective/kl": -0.011 * (i - 1)} for i in (1, 2, 3)]
+    rows = [row | {name: x * row["training_step"] for name, x in gap.items()} for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    from scripts.reports import curves  # and matplotlib
+
+    drawn = []
+    monkeypatch.setattr(curves.plt, "close", drawn.append)
+    curves.draw(tmp_path, tmp_path / "report.png")
+    monkeypatch.undo()
+    (figure,) = drawn
+    boxes = [axis.get_tightbbox() for axis in figure.axes]
+    for i, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width, (i, box)
+        assert not any(box.overlaps(other) for other in boxes[:i]), i
+    curves.plt.close(figure)
+
+
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):
     run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
     assert utils.draw_report(run_dir) == f"report {run_dir / 'report.png'}" and capsys.readouterr().out == ""

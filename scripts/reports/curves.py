@@ -81,7 +81,7 @@ def draw(run_dir: Path, path: Path) -> None:
     rows = read_rows(run_dir)
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     # margins by hand: to have them found takes half of the time
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.07, top=0.9, wspace=0.16, hspace=0.28)
+    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.07, top=0.9, wspace=0.24, hspace=0.28)
     told = f"{run_dir.name}: {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} episodes" if rows else ""
     figure.suptitle(told or run_dir.name)
     for axis, panel in zip(axes.flat, PANELS, strict=False):
