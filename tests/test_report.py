@@ -650,13 +650,14 @@ def test_curves_of_a_run_under_way_by_hand(tmp_path):
 
 
 def test_no_panel_of_the_picture_reaches_into_another_or_beyond_it(tmp_path, monkeypatch):
-    """With the widest numbers beside the axes: KL below 0, a gap on a logarithmic axis."""
+    """With the widest numbers beside the axes, KL below 0 and a gap on a logarithmic axis, and names in the legend."""
+    from scripts.reports import curves  # and matplotlib
+
     gap = {f"debug/vllm_vs_local_logprob_diff_{name}": x * 1e-6 for name, x in (("mean", 0.6), ("max", 2.4))}
     rows = [{"training_step": i, "episode": 8 * i, "objective/kl": -0.011 * (i - 1)} for i in (1, 2, 3)]
     rows = [row | {name: x * row["training_step"] for name, x in gap.items()} for row in rows]
+    rows = [row | {f"time/{name}": 1.0 for name in curves.PHASES_FAST} for row in rows]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    from scripts.reports import curves  # and matplotlib
-
     drawn = []
     monkeypatch.setattr(curves.plt, "close", drawn.append)
     curves.draw(tmp_path, tmp_path / "report.png")

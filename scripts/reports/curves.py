@@ -73,7 +73,7 @@ def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
     axis.set(title="time per step", ylabel="seconds", xlabel="training step")
     axis.set_ylim(0, 1.3 * max(bottom, default=1.0))  # room for the legend above the bars
     if steps:
-        axis.legend(ncols=3, loc="upper center")
+        axis.legend(ncols=3, loc="upper center", handlelength=1, columnspacing=1)
 
 
 def draw(run_dir: Path, path: Path) -> None:
