@@ -840,10 +840,10 @@ def test_asserts_that_hang_or_end_the_program_cost_only_themselves(configured):
 
 @pytest.fixture
 def one_busy_processor():
-    """This test's thread and the sandboxes that it starts share a processor with eight programs that do not stop."""
+    """This test's thread and the sandboxes that it starts share a processor with four programs that do not stop."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     yield
     for hog in hogs:
         hog.kill()
@@ -1075,7 +1075,7 @@ def test_literal_of_a_list_still_gets_the_scorers_tenth(gym):
 
 
 def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
-    monkeypatch.setattr(rewards, "REASONING_GYM_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(rewards, "REASONING_GYM_TIMEOUT_S", 1.5)
     label = {"task": "countdown", "entry": gym("countdown")}
     results = score(
         [RewardRecord("9**9**9", label, "reasoning_gym"), RewardRecord("94*4 - 6 - 61", label, "reasoning_gym")]
