@@ -1,9 +1,12 @@
 """rewards.py through its production call, `score`: literals follow from the rules, none was read off our output."""
 
 import collections
+import concurrent.futures
+import contextlib
 import functools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -34,9 +37,12 @@ SHARED_CASES = ROOT.parent / "shared" / "reward_cases.jsonl"
 
 @pytest.fixture(scope="module", autouse=True)
 def spare_workers():
-    """All but one worker stay at home, since each imports the verifiers' libraries; see all_workers."""
+    """All but one worker stay at home, since each imports the verifiers' libraries; see all_workers. That one starts
+    again once only for the number of its jobs."""
     spare = [rewards.IDLE_WORKERS.get() for _ in rewards.WORKERS[1 : rewards.NUM_WORKERS]]
-    yield spare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewards, "JOBS_PER_WORKER", 5000)
+        yield spare
     for each in spare:
         rewards.IDLE_WORKERS.put(each)
 
@@ -305,8 +311,8 @@ def test_shared_acceptance_rows(configured):
     assert len(rows) >= 169
     deep = [row for row in rows if "(" * 300 in row[2]]  # wrong, whether by a refusal or at a deadline
     assert len(deep) == 1
-    assert_scores(deep, timeout_s=2.0)
-    configured(code_max_execution_time=0.5)
+    assert_scores(deep, timeout_s=1.5)
+    configured(code_max_execution_time=0.25)
     with pytest.warns(UserWarning, match="no:such_constraint"):
         assert_scores([row for row in rows if row not in deep])
 
@@ -495,28 +501,33 @@ def test_pairs_of_answers():
     assert_scores([("math", pair["label"], f"\\boxed{{{pair['answer']}}}", float(pair["equal"])) for pair in pairs])
 
 
-def test_the_fast_parser_reads_what_the_full_one_reads():
-    """Every second of the texts of pairs, cases and halves of them, which seldom are formulas, in both modes."""
-    texts = {pair[key] for pair in math_pairs() for key in ("label", "answer")}
-    texts |= {row[1] for row in MATH_CASES if isinstance(row[1], str)} | {text[: len(text) // 2] for text in texts}
-    program = """
-import json, sys
+READ = """
+import json, multiprocessing, sys
 from scripts import worker
 import math_verify
-if sys.argv[1] == "fast": worker.math_verify_parse()
+texts = json.load(sys.stdin)
 def read(text):
     try:
         return repr(math_verify.parser.latex2sympy(text, is_real=True, convert_degrees=False))
     except Exception as error:
         return type(error).__name__
-print(json.dumps({text: read(text) for text in json.load(sys.stdin)}))
+def read_all(how):
+    if how == "fast": worker.math_verify_parse()
+    return {text: read(text) for text in texts}
+with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as forked:
+    print(json.dumps(forked.map(read_all, ["fast", "full"], chunksize=1)))
 """
-    command, given = [sys.executable, "-c", program], json.dumps(sorted(texts)[::2])
-    fast, full = (
-        subprocess.run([*command, how], input=given, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        for how in ("fast", "full")
-    )
-    assert json.loads(fast) == json.loads(full) and len(set(json.loads(full).values())) > 150
+
+
+def test_the_fast_parser_reads_what_the_full_one_reads():
+    """Every third of the texts of pairs, cases and halves of them, which seldom are formulas, in both modes, of which
+    neither knows what the other found."""
+    texts = {pair[key] for pair in math_pairs() for key in ("label", "answer")}
+    texts |= {row[1] for row in MATH_CASES if isinstance(row[1], str)} | {text[: len(text) // 2] for text in texts}
+    command, given = [sys.executable, "-c", READ], json.dumps(sorted(texts)[::3])
+    done = subprocess.run(command, input=given, cwd=ROOT, capture_output=True, text=True, check=True)
+    fast, full = json.loads(done.stdout)
+    assert fast == full and len(set(full.values())) > 100
 
 
 def test_seconds_are_without_the_wait_for_a_sandbox():
@@ -621,7 +632,12 @@ def gym_dataset(task):
         from reasoning_gym.composite import DatasetSpec
 
         return reasoning_gym.create_dataset(task, size=3, seed=5, datasets=[DatasetSpec("chain_sum", 1, {})])
-    easy = {"rush_hour": {"max_moves": 6}, "knight_swap": {"max_nodes": 6}}  # they search for a solution
+    easy = {  # they search for a solution
+        "rush_hour": {"max_moves": 6},
+        "knight_swap": {"min_pieces": 1, "max_pieces": 1, "min_steps": 1},
+        "futoshiki": {"max_board_size": 5},
+        "zebra_puzzles": {"num_people": 2, "num_characteristics": 2},
+    }
     return reasoning_gym.create_dataset(task, size=3, seed=5, **easy.get(task, {}))
 
 
@@ -638,7 +654,7 @@ def gym_tasks():
 
 
 @pytest.mark.runs
-def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant():
+def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant(monkeypatch):
     """Each task's own answer is worth 1.0, a constant less, unless it is the answer; or the task is refused."""
     rows, refused, tried = [], [], collections.Counter()
     for task in gym_tasks():
@@ -660,6 +676,7 @@ def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant():
             rows += [(task, entry, c, False) for c in constants if numbers.get(c, c) != numbers.get(own, own)]
     assert len(refused) == 2 and all("pays wrong answers" in reason for reason in refused)
     assert len({task for task, *_ in rows}) == 104  # 106 with composite
+    monkeypatch.setattr(rewards.SANDBOXES, "slots", threading.BoundedSemaphore(1))  # 1.3 s for each that starts
     results = score_rows([("reasoning_gym", gym(task, entry), answer) for task, entry, answer, _ in rows])
     wrong = [
         (task, answer, entry["answer"], result)
@@ -677,22 +694,20 @@ def test_scores_beyond_one_are_mistakes():
     assert_scores([("reasoning_gym", label, "500", 0.0)])  # and overflows here
 
 
-HOOK = """
-import builtins, json, sys
-run = []
-sys.addaudithook(lambda event, args: event == "compile" and args[1] == "<string>" and run.append(str(args[0])[:200]))
-import reasoning_gym, numpy, decimal
-from scripts import worker
-for task, entry, answer in json.load(sys.stdin):
-    worker.reasoning_gym_dataset(task)
-    run.clear()
-    try:
-        worker.work_reasoning_gym(task, entry, answer)()
-    except Exception:
-        pass
-    if run:
-        print("COMPILED", task, run, file=sys.stderr)
-"""
+def compiled(jobs):
+    """In a process of its own, which keeps its hook: the tasks whose scorers compiled a text, and the texts."""
+    run, found = [], []
+    sys.addaudithook(
+        lambda event, args: event == "compile" and args[1] == "<string>" and run.append(str(args[0])[:200])
+    )
+    for task, entry, answer in jobs:
+        worker.reasoning_gym_dataset(task)
+        run.clear()
+        with contextlib.suppress(Exception):
+            worker.work_reasoning_gym(task, entry, answer)()
+        if run:
+            found.append((task, list(run)))
+    return found
 
 
 def poisoned(value, text):
@@ -738,8 +753,8 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
         bad = {"answer": evil} if task in SOLUTIONS else poisoned(entry, evil)
         jobs += [(task, entry, answer), (task, entry, evil), (task, entry | {"answer": evil}, answer)]
         jobs += [(task, entry | bad, answer), (task, entry | {"answer": evil}, '["1"]')]
-    run = subprocess.run([sys.executable, "-c", HOOK], input=json.dumps(jobs), cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0 and "COMPILED" not in run.stderr, run.stderr
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
+        assert forked.submit(compiled, json.loads(json.dumps(jobs))).result(100) == []
 
 
 @pytest.mark.parametrize(
@@ -900,22 +915,21 @@ def boxed_fraction(a, b):
 PILLS = ["\\boxed{9^{9^{9^9}}}", "\\boxed{" + "{" * 100_000 + "2" + "}" * 100_000 + "}"]
 
 
-def test_what_the_answer_makes_slow_is_wrong_and_what_the_label_makes_slow_is_missing(all_workers):
-    rows = [("math", "\\sqrt{2}", PILLS[0]), ("math", PILLS[1], "\\boxed{\\sqrt{2}}")]
-    answer, label = score_rows(rows, timeout_s=2.0)
-    assert (answer.score, answer.status, answer.details) == (0.0, "ok", {"problem": "timeout"})
-    assert label.status == "timeout" and math.isnan(label.score)
-
-
-def test_poison_pill_costs_nobody_else(all_workers):
+def test_poison_pills_cost_nobody_else(all_workers):
+    """What the answer makes slow is wrong, what the label makes slow is missing."""
     easy = [("math", "\\frac12", boxed_fraction(n, 2 * n), 1.0) for n in range(2, 8)]
     wrong = [("math", "\\frac12", boxed_fraction(n, 3 * n), 0.0) for n in range(2, 8)]
     rows = [row for pair in zip(easy, wrong, strict=True) for row in pair]
     rows[3:3] = [("math", "\\sqrt{2}", pill, None) for pill in PILLS]
-    results = score_rows(rows, timeout_s=2.0)
+    limits = {PILLS[0]: 1.5, PILLS[1]: 1.5}  # within which the worker after that reads a harmless answer
+    futures = [rewards.submit(RewardRecord(text, label, name), limits.get(text, 30.0)) for name, label, text, _ in rows]
+    futures.insert(4, rewards.submit(RewardRecord("\\boxed{\\sqrt{2}}", PILLS[1], "math"), 0.3))
+    results = [future.result() for future in futures]
+    slow = results.pop(4)
+    assert slow.status == "timeout" and math.isnan(slow.score)
     for row, result in zip(rows, results, strict=True):
         if row[3] is None:
-            assert (result.status, result.score) == ("ok", 0.0) and result.details["problem"]
+            assert (result.score, result.status, result.details) == (0.0, "ok", {"problem": "timeout"})
         else:
             assert (result.status, result.score) == ("ok", row[3])
 
@@ -926,10 +940,10 @@ def worker_state(pid):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="watches the worker through /proc")
 def test_killed_worker_is_missing_and_is_replaced():
-    rewards.close()
     one = ("math", "\\frac12", "\\boxed{\\frac24}")
     assert score_rows([one])[0].status == "ok"
-    (pid,) = [worker.process.pid for worker in rewards.WORKERS if worker.process and worker.process.poll() is None]
+    (worker,) = rewards.IDLE_WORKERS.queue
+    pid = worker.process.pid
     results = []
     thread = threading.Thread(target=lambda: results.extend(score_rows([("math", "\\sqrt{2}", PILLS[0])], 120.0)))
     thread.start()
