@@ -513,12 +513,14 @@ def test_failure_of_the_baseline_costs_no_score(serve):
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
 def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve, monkeypatch):
-    monkeypatch.setattr(rewards, "GRADING_TIMEOUT_S", 2.0)
     server = serve(lambda message, request: "\\boxed{9^{9^{9^9}}+x}")
     solve_with(server, baseline=False)
     slow = "{" * 22 + "y" + "}" * 22
-    labels = [{"question": "What is y?", "answer": answer} for answer in ("y^2+x", slow)]
-    text, label = score([RewardRecord("Multiply.", label, "solver") for label in labels])
+    found = []
+    for answer, seconds in (("y^2+x", 1.5), (slow, 0.3)):  # the worker after the first one reads a harmless answer
+        monkeypatch.setattr(rewards, "GRADING_TIMEOUT_S", seconds)
+        found += score([RewardRecord("Multiply.", {"question": "What is y?", "answer": answer}, "solver")])
+    text, label = found
     assert (text.score, text.status, text.details["solver_correct"]) == (0.0, "ok", [0.0])
     assert missing(label, "timeout") and label.details["solver_correct"] == [None]
 
