@@ -181,8 +181,10 @@ def after_restart(args: "grpo.Args") -> "grpo.Args":
     """The flags after torchrun --max-restarts started the ranks again: go on from the newest checkpoint, or afresh,
     with what it has begun. A directory that the first start refused to touch is refused again."""
     saved = (args.run_dir / "checkpoints" / "latest").exists()
-    others = run_program("run_dir.py", args.run_dir, "--begun_by_this_torchrun")
-    return args if others else replace(args, resume=saved, overwrite=not saved)
+    with contextlib.suppress(SystemExit):  # another's
+        play("run_dir.py", args.run_dir, "--begun_by_this_torchrun")
+        args = replace(args, resume=saved, overwrite=not saved)
+    return args
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -664,9 +666,7 @@ def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
     def claim() -> None:
         facts = {"command": [sys.executable, *sys.argv], "data_hash": data_hash}
         facts |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
-        given, line = json.dumps({"args": asdict(args), "facts": facts}), program("run_dir.py", args.run_dir, "--claim")
-        done = subprocess.run(line, input=given, text=True, stderr=subprocess.PIPE)
-        need(done.returncode == 0, done.stderr.strip())
+        play("run_dir.py", args.run_dir, "--claim", json.dumps({"args": asdict(args), "facts": facts}))
 
     on_main(claim, world)
     return args.run_dir

@@ -2,8 +2,8 @@
 
     python scripts/run_dir.py                         prints what a result depends on here: packages, git commit
     python scripts/run_dir.py RUN --forget_after 40   drops what came after step 40 from RUN's logs and dumps
-    python scripts/run_dir.py RUN --claim             as the training scripts do at start: writes args.json and
-                                                      environment.json, or refuses; stdin has {"args", "facts"}
+    python scripts/run_dir.py RUN --claim JSON        as the training scripts do at start, in their own process: writes
+                                                      args.json and environment.json of {"args", "facts"}, or refuses
     python scripts/run_dir.py RUN --begun_by_this_torchrun   exit status 1 if not: a restart must leave it alone
 
 A directory that holds another run is never overwritten silently: with the flag --resume its run goes on when flags,
@@ -102,7 +102,7 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         facts |= {"world_size": int(os.environ.get("WORLD_SIZE", 1)), "omp_num_threads": os.environ["OMP_NUM_THREADS"]}
         environment = facts | provenance() | {"begun": time.time()}
         run_dir.mkdir(parents=True, exist_ok=True)
-    ours = {"launch": launch(), "process": process(os.getppid())}
+    ours = {"launch": launch(), "process": process(os.getpid())}
     for name, content in (("environment", environment | made_of | ours), ("args", config)):
         half = run_dir / f"{name}.json.tmp"  # a disk that is full must not cost those that are there
         half.write_text(json.dumps(content, indent=1))
@@ -154,7 +154,7 @@ def need_alone(run_dir: Path, seconds: float) -> None:
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged, which --overwrite may replace
         trainer = json.loads((run_dir / "environment.json").read_text()).get("process", [])
     until = time.monotonic() + seconds
-    while trainer and trainer[1] != os.getppid() and process(trainer[1]) == trainer:
+    while trainer and trainer[1] != os.getpid() and process(trainer[1]) == trainer:
         if time.monotonic() > until:
             raise ValueError(
                 f"{run_dir} is in use: process {trainer[1]} trains there. End it, or choose another --exp_name"
@@ -187,24 +187,23 @@ def forget_after(run_dir: Path, step: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?")
-    parser.add_argument("--claim", action="store_true", help="for a run whose flags and facts stdin has, as JSON")
+    parser.add_argument("--claim", metavar="JSON", type=json.loads, help="for a run with these flags and facts")
     parser.add_argument("--forget_after", type=int, metavar="STEP", help="the last step that stays")
     parser.add_argument("--begun_by_this_torchrun", action="store_true", help="exit status 1 if it was not")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the run to answer
     if options.run is None:
         print(json.dumps(provenance(), indent=1))
     if options.forget_after is not None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the run to answer
         forget_after(options.run, options.forget_after)
     if options.begun_by_this_torchrun and not begun_by_this_torchrun(options.run):
         raise SystemExit(f"{options.run} was not begun by this torchrun")
     if options.claim:
         try:
-            given = json.load(sys.stdin)
-            ask(options.run, given["args"])
-            claim(options.run, **given)
-        except (OSError, ValueError) as error:
-            raise SystemExit(str(error)) from None
+            ask(options.run, options.claim["args"])
+            claim(options.run, **options.claim)
+        except OSError as error:  # the disk's, which is an answer too
+            raise ValueError(str(error)) from None
 
 
 if __name__ == "__main__":

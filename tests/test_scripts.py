@@ -376,12 +376,6 @@ def claim(directory: Path, **flags: bool) -> None:
 def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
     """A start that is refused is repeated by --max-restarts, and one without checkpoints begins afresh then: not in the
     place of the run for whose sake it was refused."""
-
-    def program(name, path, flag):
-        assert (name, flag) == ("run_dir.py", "--begun_by_this_torchrun")
-        return "" if run_dir.begun_by_this_torchrun(path) else "not begun by it"
-
-    monkeypatch.setattr(utils, "run_program", program)
     args = grpo.Args(output_dir=str(tmp_path))
     claim(tmp_path)  # by hand
     stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
