@@ -41,7 +41,7 @@ CASES = {  # of an update: flags, way of packing
     "epochs": (f"{REF} --num_epochs 2 --num_mini_batches 2 --max_grad_norm 1e-3 --pack_length 40", "shared"),
     "stage 3": ("--deepspeed_stage 3 --num_epochs 2 --max_grad_norm 1e-3 --pack_length 60", "shared"),
     "gspo": ("--loss_fn gspo --loss_denominator sequence --pack_length 60", "shared"),
-    # those below with two ranks only
+    # those below with two ranks alone, those above with three and with two of four
     "one by one": ("--pack_length 1000", "long"),
     "cispo": ("--loss_fn cispo --loss_denominator 50 --entropy_coef 0.01 --pack_length 60", "shared"),
     "rho": ("--rho_mask_sequence_level --rho_mask_lower_bound 0.95 --rho_mask_upper_bound 1.2", "shared"),
@@ -159,16 +159,19 @@ def wire(model, world, *flags):
 
 
 SCRIPT = """
+    import sys
     import torch
     import utils
     from tests import test_sequence_parallel as test
+    del sys.modules["pytest"]  # beside it tyro looks whether its cache is right: 0.03 s of CPU for each set of flags
     world, flags = utils.init_distributed(), ("--sequence_parallel_size", {size})
     found = {{case: test.update({model!r}, world, case, *flags) for case in {cases!r}}}
-    found |= {{case: test.learn({model!r}, world, case, *flags) for case in test.LEARNERS}}
+    found |= {{case: test.learn({model!r}, world, case, *flags) for case in test.LEARNERS if {number} > 2}}
     found["logprobs"] = test.logprobs({model!r}, world, *flags)
     found["bfloat16"] = test.logprobs({model!r}, world, *flags, "--model_dtype", "bfloat16")
     found["wire"] = test.wire({model!r}, world, *flags)
-    found["refusals"] = test.refusals({model!r}, world, *flags)
+    if {number} == 2:
+        found["refusals"] = test.refusals({model!r}, world, *flags)
     torch.save(found, f"{out}/{{world.rank}}.pt")
     torch.distributed.barrier()
     utils.exit_process()
@@ -185,9 +188,9 @@ def ranks(tmp_path_factory):
             out = tmp_path_factory.mktemp(f"ranks_{size}_{number}")
             model = make_model(out / "model", *SHAPES[size])
             make_model(out / "model_teacher", size, 1)
-            cases = [case for i, case in enumerate(CASES) if number == 2 or i < 7]
+            cases = list(CASES)[7:] if number == 2 else list(CASES)[:7]
             (script := out / "script.py").write_text(
-                textwrap.dedent(SCRIPT.format(model=str(model), out=out, size=size, cases=cases))
+                textwrap.dedent(SCRIPT.format(model=str(model), out=out, size=size, number=number, cases=cases))
             )
             done = programs.run([*programs.torchrun(number), script], OMP_NUM_THREADS=1)
             assert done.returncode == 0, done.stderr[-8000:]
@@ -198,6 +201,7 @@ def ranks(tmp_path_factory):
 
 
 SIZES = pytest.mark.parametrize("size, number", [(2, 2), (3, 3), (2, 4)])
+MORE = pytest.mark.parametrize("size, number", [(3, 3), (2, 4)])
 
 
 @pytest.mark.runs
@@ -219,7 +223,7 @@ def test_updates_are_those_of_one_learner(ranks, world, size, number):
 
 
 @pytest.mark.runs
-@SIZES
+@MORE
 @pytest.mark.parametrize("case", LEARNERS)
 def test_adapters_and_teachers_are_those_of_one_learner(ranks, world, size, number, case):
     """Adapters or weights and every metric, KL to the teacher and agreement with it among them; all ranks end alike."""
@@ -321,7 +325,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit(tmp_path):
 FLAGS = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
     --max_prompt_token_length 48 --pack_length 128 --temperature 1.0 --learning_rate 3e-3 --lr_scheduler_type constant
     --beta 0.01 --per_device_train_batch_size 1 --max_logprob_gap 1e-4 --rollout_backend transformers --seed 3
-    --total_episodes 192 --save_freq 1 --dump_steps all --checkpoint_state_freq 1 --keep_last_n_checkpoints -1"""
+    --total_episodes 128 --save_freq 1 --dump_steps all --checkpoint_state_freq 1 --keep_last_n_checkpoints -1"""
 
 
 def play(model, out, name, *flags, script="grpo.py", ranks=0):
@@ -345,7 +349,7 @@ def assert_same_run(one, two, steps, tolerance):
     """Rollouts and weights after each step, and all metrics, each counted once."""
     keys = ("training_step", "position", "sample", "token_ids", "score", "advantage")
     a, b = ([{k: r[k] for k in keys} for r in read(path / "rollouts.jsonl")] for path in (one, two))
-    assert a == b and len(a) == 192
+    assert a == b and len(a) == 128
     for step in steps:
         x, y = (load_file(path / f"step_{step}" / "model.safetensors") for path in (one, two))
         assert all((x[name] - y[name]).norm() <= tolerance * x[name].norm() for name in x)
@@ -367,13 +371,13 @@ def test_whole_runs(tiny_models, tmp_path):
     model, two = tiny_models(), "--sequence_parallel_size 2"
     one = play(model, tmp_path, "one")
     shared = play(model, tmp_path, "shared", two, ranks=2)
-    assert_same_run(one, shared, [1, 2, 3], 1e-4)  # Adam: rounding shows where a gradient is nearly zero
+    assert_same_run(one, shared, [1, 2], 1e-4)  # Adam: rounding shows where a gradient is nearly zero
     fast = play(
         model, tmp_path, "fast", two, "--async_steps 0 --num_learners_per_node 2 --deepspeed_stage 3",
         script="grpo_fast.py",
     )  # fmt: skip
-    assert_same_run(one, fast, [1, 2, 3], 1e-4)
-    replay = ["scripts/replay.py", str(shared), "--step", "3", "--from_start"]
+    assert_same_run(one, fast, [1, 2], 1e-4)
+    replay = ["scripts/replay.py", str(shared), "--step", "2", "--from_start"]
     done = programs.run([*programs.torchrun(2), *replay])
     assert done.returncode == 0 and "equal: replayed weights and metrics" in done.stdout, done.stdout + done.stderr
     assert "deprecated" not in done.stderr, done.stderr
@@ -382,7 +386,6 @@ def test_whole_runs(tiny_models, tmp_path):
     loaded = play(model, tmp_path, "loaded", two, f"--load_batches {shared}", ranks=2)
     a, b = (load_file(path / "model" / "model.safetensors") for path in (shared, loaded))
     assert all(torch.equal(a[name], b[name]) for name in a)
-    for step in (2, 3):
-        shutil.rmtree(shared / "checkpoints" / f"step_{step}")
+    shutil.rmtree(shared / "checkpoints" / "step_2")
     play(model, tmp_path, "shared", "--resume")
-    assert_same_run(one, shared, [2, 3], 1e-4)
+    assert_same_run(one, shared, [2], 1e-4)
