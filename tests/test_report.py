@@ -33,6 +33,12 @@ HOSTILE = (
 
 
 @pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """The browser's directory, which takes it as long to make as to show a page."""
+    return tmp_path_factory.mktemp("profile")
+
+
+@pytest.fixture(scope="module")
 def learned(tiny_models, tmp_path_factory):
     """A real run of four steps, evaluated, with rollouts and dumps."""
     out = tmp_path_factory.mktemp("runs")
@@ -83,11 +89,11 @@ def rollout(step, position, sample, score, prompt, text="a", tokens=(5, 6)):
     return row | {"results": [result], "prompt": prompt, "ground_truths": [text], "verifiers": ["gsm8k"]}
 
 
-def browse(page, tmp_path, fragment="", screenshot=None):
+def browse(page, profile, fragment="", screenshot=None):
     """The page's document after its script has run, as Chromium prints it."""
     flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=4000".split()
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,2600"]
-    flags += [f"--screenshot={screenshot}"] if screenshot else ["--dump-dom"]
+    flags += [f"--user-data-dir={profile}", "--window-size=1300,2600", "--dump-dom"]
+    flags += [f"--screenshot={screenshot}"] if screenshot else []
     done = subprocess.run([BROWSER, *flags, f"file://{page}{fragment}"], capture_output=True, timeout=60)
     return done.stdout.decode(errors="replace")
 
@@ -107,10 +113,10 @@ def boxes(data):
 
 @pytest.mark.runs
 @needs_browser
-def test_a_long_run_has_smoothed_curves_and_shared_bars(tmp_path):
+def test_a_long_run_has_smoothed_curves_and_shared_bars(tmp_path, profile):
     """Of 330 steps three share a bar; the mean is drawn over the values."""
     page = report.write_page(make_run(tmp_path / "run", [2.0, 3.0, 7.0] * 110, [(0.0, 10.0)] * 330, steps=330))
-    shown, data = drawn(browse(page, tmp_path)), report.collect(tmp_path / "run")
+    shown, data = drawn(browse(page, profile)), report.collect(tmp_path / "run")
     assert shown.count("<rect") == boxes(data) + 110 * len(data["phases"]) and data["phases"]
     assert shown.count('opacity="0.25"') == shown.count('opacity="1"') > 5
     labels = re.findall(r'text-anchor="end">([^<]+)<', shown[shown.index("Seconds per phase") :])
@@ -121,9 +127,9 @@ def test_a_long_run_has_smoothed_curves_and_shared_bars(tmp_path):
 
 
 @needs_browser
-def test_the_page_shows_the_run(learned, tmp_path):
+def test_the_page_shows_the_run(learned, tmp_path, profile):
     page = report.write_page(learned, tmp_path / "page.html")
-    shown = drawn(browse(page, tmp_path))
+    shown = drawn(browse(page, profile, screenshot=tmp_path / "page.png"))
     for title in ("Checks", "Curves", "Histograms over time", "Time and throughput", "Rollouts", "Configuration"):
         assert f">{title}</h2>" in shown
     data = report.collect(learned)
@@ -136,20 +142,19 @@ def test_the_page_shows_the_run(learned, tmp_path):
         "http://" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
         and "https://" not in page.read_text()
     )
-    browse(page, tmp_path, screenshot=tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 50_000  # a blank one is a tenth of that
 
 
 @needs_browser
-def test_rollouts_are_filtered_and_coloured(learned, tmp_path):
+def test_rollouts_are_filtered_and_coloured(learned, tmp_path, profile):
     page = report.write_page(learned, tmp_path / "page.html")
     rows = [json.loads(line) for line in (learned / "rollouts.jsonl").read_text().splitlines()]
     wanted = [r for r in rows if r["training_step"] == 3 and r["score"] >= 5]
-    shown = drawn(browse(page, tmp_path, "#step=3&min=5"))
+    shown = drawn(browse(page, profile, "#step=3&min=5"))
     assert f">{len(wanted)} rollouts" in shown
     trained = next(r for r in report.collect(learned)["rollouts"] if any(s[2] is not None for s in r["spans"]))
     name = f"{trained['step']}:{trained['position']}:{trained['sample']}"
-    shown = drawn(browse(page, tmp_path, f"#step={trained['step']}&find={quote(trained['text'][:4])}&open={name}"))
+    shown = drawn(browse(page, profile, f"#step={trained['step']}&find={quote(trained['text'][:4])}&open={name}"))
     assert f"prompt {trained['position']}, sample {trained['sample']}:" in shown
     box = re.search(r'<div class="tokens" data-by="(\w+)">(.*?)</div>', shown, re.DOTALL)
     assert box[1] == "gap" and box[2].count("<span") == len(trained["spans"])
@@ -176,12 +181,12 @@ setTimeout(() => {
 
 
 @needs_browser
-def test_values_and_definitions_show_under_the_pointer_and_by_keyboard(learned, tmp_path):
+def test_values_and_definitions_show_under_the_pointer_and_by_keyboard(learned, tmp_path, profile):
     """Events are made by a script added to the page, which its policy would not let run and is therefore taken out."""
     page, last = report.write_page(learned, tmp_path / "page.html"), report.read_metrics(learned)[-2:]
     text = page.read_text().replace('http-equiv="Content-Security-Policy"', 'name="none"')
     page.write_text(text.replace("</body>", PROBE.replace("GAP", report.GAP)))
-    title = re.search("<title>(.*?)</title>", browse(page, tmp_path))[1]
+    title = re.search("<title>(.*?)</title>", browse(page, profile))[1]
     by_mouse, left, by_key, by_focus, focused, same_row = json.loads(html.unescape(title))
     names = [f"{report.GAP}_mean", f"{report.GAP}_max"]
     explained = "{}\n{}\nhealthy: {}".format(
@@ -196,13 +201,13 @@ def test_values_and_definitions_show_under_the_pointer_and_by_keyboard(learned, 
 
 
 @needs_browser
-def test_a_hostile_response_stays_text(tmp_path):
+def test_a_hostile_response_stays_text(tmp_path, profile):
     run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
     hostile = rollout(1, 0, 0, 10.0, HOSTILE, HOSTILE)
     (run / "rollouts.jsonl").write_text(json.dumps(hostile) + "\n")
     (run / "args.json").write_text(json.dumps({"exp_name": HOSTILE}))
     page = report.write_page(run)
-    dom = browse(page, tmp_path)
+    dom = browse(page, profile)
     assert "<title>run: report</title>" in dom
     shown = drawn(dom)
     assert "<img" not in shown and shown.count(html.escape("</script>", quote=False)) >= 4
@@ -211,11 +216,11 @@ def test_a_hostile_response_stays_text(tmp_path):
 
 
 @needs_browser
-def test_without_its_hash_the_script_does_not_run(tmp_path):
+def test_without_its_hash_the_script_does_not_run(tmp_path, profile):
     """The policy holds in this browser: a page with one more script in it does not run that one."""
     page = report.write_page(make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4))
     page.write_text(page.read_text().replace("</body>", "<script>document.title = 'owned'</script></body>"))
-    assert "<title>run: report</title>" in browse(page, tmp_path)
+    assert "<title>run: report</title>" in browse(page, profile)
 
 
 def test_tokens_join_to_the_text_and_gaps_are_those_of_the_dump(learned):
