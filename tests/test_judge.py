@@ -749,12 +749,15 @@ def test_servers_are_found_checked_and_ended(fake_vllm, forking_python, tiny_mod
 @pytest.mark.runs
 def test_serve_by_hand(fake_vllm, forking_python, tiny_models, tmp_path, monkeypatch):
     """Without a pipe for its stdin it stays until SIGTERM, with its servers' words on stderr; nothing is left over."""
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = str(ROOT / "scripts" / "serve.py")
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, script, str(tiny_models())], **quiet) as program:
+    with subprocess.Popen([forking_python, script, str(tiny_models())], **quiet) as program:
         answer = json.loads(program.stdout.readline())
-        processes = descendants(program.pid)
+        (forked,) = programs.living(tmp_path / "pids")
+        processes = descendants(forked)
         assert ask(f"{answer['base_urls'][0]}/models", answer["api_key"]) == 200 and len(processes) == 1
         assert f"--llm_judge_base_url {answer['base_urls'][0]}" in program.stdout.readline() + program.stdout.readline()
         program.terminate()
