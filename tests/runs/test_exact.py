@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -22,8 +21,7 @@ import rewards
 import utils
 from scripts.checkpoints import checkpoint_dirs
 from tests import programs
-from tests.conftest import REPO
-from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, command, data, read, run, untimed, weights  # noqa: F401
+from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
 
 class Small:
@@ -362,6 +360,19 @@ def test_resume_on_another_machine(tiny_models, data, tmp_path):  # noqa: F811
 BROKEN = f"--total_episodes 1024 --seed 3 --checkpoint_state_freq 2 --lr_scheduler_type linear {VLLM} --async_steps 1"
 BROKEN += " --deterministic --max_logprob_gap 0.01"
 
+OWN_LEARNER = """
+import runpy, subprocess, sys
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+fork = SubprocessHandler._popen
+
+def start(self, line, env):
+    return subprocess.Popen(line, env=env) if env["RANK"] == "0" else fork(self, line, env)
+
+SubprocessHandler._popen = start
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def start(script, model, directory, out, flags):
     line = command(model, directory, out, flags, script=script)
@@ -379,8 +390,8 @@ def wait_for(condition, process, every=0.02):
 def test_a_broken_run_ends_as_the_unbroken_one(script, tiny_models, data, tmp_path):  # noqa: F811
     """Killed with -9 while training, then while a checkpoint is written, then asked to stop by SIGTERM; each time
     --resume. In the end all weights are bit-equal, all metrics but times equal. With grpo_fast.py the rollouts of older
-    weights that were under way come from the checkpoint, and the unbroken run is Pythons of its own, which hash strings
-    otherwise (PYTHONHASHSEED); with grpo.py test_run.py has such a run."""
+    weights that were under way come from the checkpoint, and the unbroken run's learner is a Python of its own, which
+    hashes strings otherwise (PYTHONHASHSEED) than its engine and the broken run; test_run.py has such an engine."""
     whole, run_dir, log = tmp_path / "whole", tmp_path / "it", tmp_path / "log"
     metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     flags = f"--exp_name it {BROKEN}"
@@ -413,12 +424,7 @@ def test_a_broken_run_ends_as_the_unbroken_one(script, tiny_models, data, tmp_pa
     assert last == stopped and len(killed) == 2 and all(step % 2 == 0 and step > 0 for step in killed)
 
     line = command(tiny_models(), data, tmp_path, f"--exp_name whole {BROKEN}", script=script)
-    if script == "grpo.py":
-        done = programs.run(line, **ENV)
-    else:
-        how = {"cwd": REPO, "env": os.environ | ENV, "timeout": 600}
-        done = subprocess.run([sys.executable, *line], capture_output=True, text=True, **how)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    check(programs.run(line if script == "grpo.py" else ["-c", OWN_LEARNER, *line], **ENV))
     a, b = weights(whole / "model"), weights(run_dir / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
     for x, y in zip(read(whole / "metrics.jsonl"), read(metrics), strict=True):
