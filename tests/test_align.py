@@ -628,7 +628,7 @@ def test_a_run_is_played_again_from_its_batches_and_states(tiny_models, tmp_path
         --exp_name"""
     other, weights, found = tmp_path / "other", tmp_path / "weights", {}
 
-    def run(name, more, ranks=1):
+    def run(name, more, ranks=0):
         done = programs.run([*programs.torchrun(ranks), "grpo.py", *flags.split(), name, *more.split()])
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())

@@ -315,7 +315,9 @@ def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_
     subprocess.run(["rm", "-r", tmp_path / "it" / "checkpoints" / "step_4"], check=True)
     # what only says what is written may change without a word
     more = "--resume_anyway --learning_rate 1e-3 --save_traces --save_freq 5 --with_tensorboard"
-    text = run(tiny_models(), data, tmp_path, f"{again} {more}")
+    forks = programs.python_that_forks(tmp_path / "python", "*/scripts/track.py")
+    line = command(tiny_models(), data, tmp_path, f"{again} {more}")
+    text = check(programs.run(line, PYTHON_OF_FORKS=forks, **ENV))
     assert "save_traces" not in text and (tmp_path / "it" / "rollouts.jsonl").exists()
     assert "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
     rows = read(tmp_path / "it" / "metrics.jsonl")
