@@ -2,26 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from scripts import bench
 from tests import programs
-from tests.conftest import REPO
 
 
-def run(name, model, *flags, env=None, **more):
+def run(name, model, *flags, **more):
     """The JSON a benchmark prints, which is all that stands on stdout, and its stderr. It is forked, with `more` in its
-    environment, but where `env` is all of that."""
-    line = ["scripts/bench.py", name, "--model", str(model), "--json", *" ".join(flags).split()]
-    if env is None:
-        done = programs.run(line, **more)
-    else:
-        done = subprocess.run([sys.executable, *line], cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
+    environment."""
+    done = programs.run(["scripts/bench.py", name, "--model", str(model), "--json", *" ".join(flags).split()], **more)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert result["bench"] == name
@@ -49,13 +41,14 @@ def test_packing(tiny_models):
     assert kept == [1.0] * 6
 
 
-def test_lengths_of_a_file(tiny_models, tmp_path):
+def test_lengths_of_a_file(tiny_models, tmp_path, monkeypatch):
     """Four groups of two, the file's three rows again and again: 7 + 8, 9 + 7, 8 + 9, 7 + 8 response tokens."""
     rows = [{"prompt_tokens": 5, "response_tokens": n} for n in (7, 8, 9)]
     (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = f"--sequences 8 --samples 2 --learners 2 --repeat 1 --lengths {tmp_path / 'lengths.jsonl'}"
-    env = {name: value for name, value in os.environ.items() if name not in bench.THREAD_SETTINGS}
-    result, stderr = run("packing", tiny_models(), flags, env=env)
+    for name in bench.THREAD_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    result, stderr = run("packing", tiny_models(), flags)
     if not torch.cuda.is_available():  # a run without the settings of scripts/setup.sh says so
         assert "WARNING: OMP_NUM_THREADS, KMP_BLOCKTIME, LD_PRELOAD not set" in stderr
     assert result["settings"]["response_tokens"] == 63
@@ -89,7 +82,7 @@ def test_ratio_by_hand():
 
 def test_learner_sides_compute_the_same_gradient(tiny_models):
     """Packs, one by one, padded rows, a dense mask, ours and bare: one gradient norm, to float32."""
-    result, _ = run("learner", tiny_models(), "--dtype float32 --prompts 3 --samples 4 --rows 5 --repeat 2")
+    result, _ = run("learner", tiny_models(), "--dtype float32 --prompts 3 --samples 4 --rows 5 --repeat 1")
     sides = "packs_shared bare_packs packs_plain one_by_one padded bare_dense".split()
     assert [*sides, "matrix_product"] == list(result["sides"])
     norms = [result["sides"][name]["grad_norm"] for name in sides]
@@ -161,8 +154,8 @@ def test_rewards(tiny_models, tmp_path):
 
 
 def test_startup(tiny_models, tmp_path):
-    """Whole processes, forked but for the first side's, of a run until its first step is in metrics.jsonl."""
-    python = programs.python_that_forks(tmp_path / "python")
+    """Whole processes, forked, the last of a run until its first step is in metrics.jsonl."""
+    python = programs.python_that_forks(tmp_path / "python", "-c")
     flags = "--repeat 1 --sides torch help model, --against ."
     result, _ = run("startup", tiny_models(), flags, PYTHON_OF_FORKS=python)
     assert set(result["sides"]) == {"import torch, tyro", "--help", "--help, against", "tiny model, against"}
