@@ -31,7 +31,7 @@ def command(script, model, data, out, *flags):  # noqa: F811
 
 
 def run(*args):
-    """The output of a run; grpo_fast.py's launcher is forked, its ranks are Pythons of their own."""
+    """The output of a run, which is forked; so are the ranks of grpo_fast.py."""
     return check(programs.run(command(*args), **ENV))
 
 
@@ -420,16 +420,18 @@ def test_refusals(flags, world, message):
 
 
 def test_without_vllm_and_without_a_call_that_pins(tiny_models, data, tmp_path, monkeypatch):  # noqa: F811
-    """As on macOS: no build of vLLM, no os.sched_getaffinity. The missing engine is said before anything loads."""
+    """As on macOS: no build of vLLM, no os.sched_getaffinity, before the project is imported; what is forked imports it
+    again. The missing engine is said before anything loads."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nsys.modules['vllm'] = None\ndel os.sched_getaffinity, os.sched_setaffinity\n"
+        "import os, sys\nfor name in [*sys.modules]:\n"
+        "    if name.partition('.')[0] in ('vllm', 'grpo', 'grpo_fast', 'utils', 'rewards', 'scripts'):\n"
+        "        del sys.modules[name]\n"
+        "sys.modules['vllm'] = None\ndel os.sched_getaffinity, os.sched_setaffinity\n"
     )
     programs.serve()  # has vLLM
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     args = ("grpo_fast.py", tiny_models(), data, tmp_path, "--exp_name x --total_episodes 128 --async_steps 1")
-
-    line, how = [sys.executable, *command(*args, TRANSFORMERS)], {"cwd": REPO, "env": os.environ | ENV, "timeout": 600}
-    check(subprocess.run(line, capture_output=True, text=True, **how))
+    run(*args, TRANSFORMERS)
     assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2]
     said = check(programs.run(command(*args, "--overwrite"), **ENV), ok=False)
     assert "--rollout_backend transformers" in said and "Traceback" not in said
