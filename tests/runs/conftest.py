@@ -1,3 +1,4 @@
+import functools
 import multiprocessing.util
 import os
 import subprocess
@@ -26,3 +27,18 @@ def nothing_is_left(temporary):
     left = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # one cache for all runs
     subprocess.run(["rm", "-rf", *left], cwd=temporary)  # the next test is not to blame
     assert not left
+
+
+@pytest.fixture(scope="session")
+def five_steps(tiny_models, tmp_path_factory):
+    """Function () -> directory of a run of grpo.py that others have to repeat; made once per session."""
+    from tests.runs import test_run
+
+    @functools.cache
+    def get():
+        out = tmp_path_factory.mktemp("five")
+        flags = f"--exp_name five --total_episodes 320 --save_freq 1 --save_traces {test_run.VLLM}"
+        test_run.run(tiny_models(), test_run.write_data(out), out, flags)
+        return out / "five"
+
+    return get

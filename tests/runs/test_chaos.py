@@ -192,9 +192,8 @@ def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
             shutil.rmtree(left)
         utils.exit_process()
     """
-    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": str(tmp_path)}  # it is killed there
-    line = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": str(tmp_path)}  # it is killed there
+    done = programs.run(["-c", textwrap.dedent(script), tmp_path], 120, **env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "WARNING: wandb has not ended within 2 s" in done.stdout and "seconds " in done.stdout
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"training_step": 1}
