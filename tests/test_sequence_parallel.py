@@ -159,11 +159,9 @@ def wire(model, world, *flags):
 
 
 SCRIPT = """
-    import sys
     import torch
     import utils
     from tests import test_sequence_parallel as test
-    del sys.modules["pytest"]  # beside it tyro looks whether its cache is right: 0.03 s of CPU for each set of flags
     world, flags = utils.init_distributed(), ("--sequence_parallel_size", {size})
     found = {{case: test.update({model!r}, world, case, *flags) for case in {cases!r}}}
     found |= {{case: test.learn({model!r}, world, case, *flags) for case in test.LEARNERS if {number} > 2}}
