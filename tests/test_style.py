@@ -1,14 +1,16 @@
 """Linter, formatter and type checker find nothing in the repository. Their settings are in pyproject.toml."""
 
 import ast
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import ruler
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,16 +27,38 @@ def test_tool_finds_nothing(command):
         pytest.fail(f"{command}\n{done.stdout}{done.stderr}", pytrace=False)
 
 
-def test_files_keep_to_their_budget():
-    """Lines of the files that people read, beside what CONTRIBUTING.md allows."""
-    (told,) = re.findall(r"fails above: (.*?)\. They are to fall", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    most = {name: int(lines.replace(",", "")) for name, lines in re.findall(r"([\w/]+\.py) ([\d,]*\d)", told)}
-    lines = {name: len((ROOT / name).read_text().splitlines()) for name in most}
-    sizes = ", ".join(f"{name} {lines[name]} of {most[name]}" for name in most)
-    print(sizes)
-    assert {path.name for path in ROOT.glob("*.py")} < most.keys()
-    over = [name for name in most if lines[name] > most[name]]
-    assert not over, f"{sizes}: delete as many lines of {', '.join(over)}, or in a fork raise CONTRIBUTING.md's figure"
+def test_tokens_and_density_only_fall():
+    """Tokens and density of the four and of the parts, as tests/ruler.py counts them, beside tests/ruler.json."""
+    ratchet = json.loads(ruler.RATCHET.read_text())
+    rows = ruler.table()
+    ruler.show(rows)
+    missing = [name for name in rows if name not in ratchet]
+    assert not missing, f"new files: python -m tests.ruler --lower takes {missing} into tests/ruler.json"
+    risen = [
+        f"{name}: {column} {row[column]}, at most {ratchet[name][column]}"
+        for name, row in rows.items()
+        for column in ruler.limited(name)
+        if row[column] > ratchet[name][column]
+    ]
+    assert not risen, "; ".join(risen) + ": pay with deletions, unpack, or in a fork raise tests/ruler.json"
+
+
+def test_ruler_counts_statements_and_not_lines(tmp_path, monkeypatch):
+    """Joined and broken lines count the same; a docstring, an import and a flag count nothing."""
+    monkeypatch.setattr(ruler, "ROOT", tmp_path)
+    loose, packed = tmp_path / "loose.py", tmp_path / "packed.py"
+    loose.write_text("import os\n\ndef f(a):\n    '''Words.'''\n    b = [\n        a,\n    ]\n    return b\n")
+    packed.write_text("def f(a):\n    b = [a,]\n    return b\n")
+    assert ruler.row_of([loose])["tokens"] == ruler.row_of([packed])["tokens"]
+    flags = tmp_path / "flags.py"
+    flags.write_text("class AFlags:\n    x: int = 1\n    '''Words.'''\n")
+    assert ruler.row_of([flags])["tokens"] == 3
+    pairs = tmp_path / "pairs.py"
+    pairs.write_text("a, b = 1, 2\nprint(c := 3)\n")
+    assert ruler.row_of([pairs])["parallel"] == ruler.row_of([pairs])["walrus"] == 500.0
+    dense = tmp_path / "dense.py"
+    dense.write_text("def f(x):\n" + "    x = [(a + b, c) for a, b, c in x if a and b and c]\n" * 5)
+    assert ruler.row_of([dense])["dense"] == 1
 
 
 def test_functions_fit_on_a_screen():
