@@ -128,12 +128,12 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
 
 
 def launch(args: Args) -> None:
-    """Start all ranks on this machine with scripts/launch.py; they are this script again."""
+    """Start all ranks on this machine with scripts/parts/launch.py; they are this script again."""
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
     cores, together = len(utils.ALL_CORES), args.async_steps > 0 or torch.cuda.is_available()  # on a CPU else in turns
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if together else cores)
     names = [roles_of(args, rank, ranks).name for rank in range(ranks)]
-    utils.play("launch.py", ",".join(names), __file__, *sys.argv[1:])
+    utils.play("parts/launch.py", ",".join(names), __file__, *sys.argv[1:])
 
 
 def die_with_parent() -> None:

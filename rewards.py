@@ -5,7 +5,7 @@ To add one, write beside each other
 
     def check_x(record) -> None        raises ValueError for a label that can never be scored, at the start of a run
     def verify_x(record) -> Verdict    finds one answer, and scores it if that takes time linear in the text
-    def work_x(**arguments)            if not, in scripts/worker.py: verify_x gives Job("work_x", arguments), and what
+    def work_x(**arguments)            if not, in parts/worker.py: verify_x gives Job("work_x", arguments), and what
                                        may hang, crash or exhaust memory meets the text in a worker process
 
 and a row "x": Verifier(verify_x, check_x). What waits, for a server or a sandbox, gives a function for a thread in
@@ -53,7 +53,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
-from scripts import sandbox
+from scripts.parts import sandbox
 
 # --- The way in -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Job(NamedTuple):
     blameless: arguments in place of the response's. Where these can be scored, and the response's take too long or end
     the worker, the response is to blame: wrong. Else the label is: missing."""
 
-    work: str  # a function of scripts/worker.py
+    work: str  # a function of scripts/parts/worker.py
     arguments: dict[str, Any]
     blameless: dict[str, Any] = {}
 
@@ -624,7 +624,7 @@ def check_tex(record: RewardRecord) -> None:
 
 
 def verify_math(record: RewardRecord, strict: bool = False) -> Verdict:
-    """1.0 if the answer equals the label: as a string, as a Decimal, else by scripts/worker.py's `same`, which asks
+    """1.0 if the answer equals the label: as a string, as a Decimal, else by parts/worker.py's `same`, which asks
     math-verify, in a worker, gold first.
 
     One candidate counts: math_answer's or, with strict, only minerva_answer's. open-instruct accepts any of its
@@ -740,7 +740,7 @@ def verify_length(record: RewardRecord, shorter_is_fine: bool) -> Verdict:
     return Verdict(str(num_tokens), max(0.0, 1.0 - excess / FLAGS.max_length_verifier_max_length))
 
 
-# --- Code: code, code_stdio. What a sandbox is and what it keeps out: scripts/sandbox.py ------------------------------
+# --- Code: code, code_stdio. What a sandbox is and what it keeps out: scripts/parts/sandbox.py ------------------------
 
 WITHOUT_LAYERS: tuple[str, ...] = ()  # of the sandbox, for tests
 SANDBOXES = sandbox.Pool(NUM_WORKERS)
@@ -1594,7 +1594,7 @@ class Worker:
     def start(self) -> None:
         # A fresh interpreter: fork would copy the trainer's threads, locks and CUDA state, and
         # multiprocessing's spawn would import the trainer's __main__ with torch and vllm.
-        command = [sys.executable, os.path.join(SCRIPTS, "worker.py"), "--serve"]
+        command = [sys.executable, os.path.join(SCRIPTS, "parts", "worker.py"), "--serve"]
         env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.socket, child = socket.socketpair()

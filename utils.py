@@ -182,7 +182,7 @@ def after_restart(args: "grpo.Args") -> "grpo.Args":
     with what it has begun. A directory that the first start refused to touch is refused again."""
     saved = (args.run_dir / "checkpoints" / "latest").exists()
     with contextlib.suppress(SystemExit):  # another's
-        play("run_dir.py", args.run_dir, "--begun_by_this_torchrun")
+        play("parts/run_dir.py", args.run_dir, "--begun_by_this_torchrun")
         args = replace(args, resume=saved, overwrite=not saved)
     return args
 
@@ -299,7 +299,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
-    """Parse flags into the dataclass `cls` with tyro; scripts/translate.py turns `--flag true`, `--flag False` and
+    """Parse flags into the dataclass `cls` with tyro; parts/translate.py turns `--flag true`, `--flag False` and
     open-instruct's other flags into ours, rank 0 prints what became of those. Raises UserError for one without which a
     run would not be the same, unless this is a --dry_run."""
     import tyro
@@ -311,7 +311,7 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
     table = OTHER_FLAGS.read_text()  # has values of ours, too
     spelled = any("=" in t or t.lower() in ("true", "false") for t in tokens)
     if spelled or any(name not in known or f"\n{name}=" in table for name in names):
-        command = program("translate.py", "--known", " ".join(sorted(known)), *tokens)
+        command = program("parts/translate.py", "--known", " ".join(sorted(known)), *tokens)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.stderr.write(done.stderr)
@@ -654,19 +654,19 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
 
 
 def print_plan(args: Flags, **more: Any) -> None:
-    """Print the arithmetic of a run and, with --dry_run, what it would do with this machine: see scripts/plan.py."""
+    """Print the arithmetic of a run and, with --dry_run, what it would do with this machine: see parts/plan.py."""
     with contextlib.suppress(SystemExit):  # what it could not do it has printed
-        play("plan.py", json.dumps(asdict(args) | more))
+        play("parts/plan.py", json.dumps(asdict(args) | more))
 
 
 def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
-    """Make `output_dir/exp_name` with args.json and environment.json; scripts/run_dir.py says when one that holds
+    """Make `output_dir/exp_name` with args.json and environment.json; scripts/parts/run_dir.py says when one that holds
     another run is refused. All ranks. Raises UserError."""
 
     def claim() -> None:
         facts = {"command": [sys.executable, *sys.argv], "data_hash": data_hash}
         facts |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
-        play("run_dir.py", args.run_dir, "--claim", json.dumps({"args": asdict(args), "facts": facts}))
+        play("parts/run_dir.py", args.run_dir, "--claim", json.dumps({"args": asdict(args), "facts": facts}))
 
     on_main(claim, world)
     return args.run_dir
@@ -932,8 +932,8 @@ Row = tuple[str, list[dict[str, str]], list[Any], list[str]]  # file and row for
 
 
 def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Iterator[Row]:
-    """The rows that NAME AMOUNT of a mixer flag takes, as scripts/rows.py reads them. Raises UserError."""
-    command = program("rows.py", name, amount, "--split", split, "--seed", seed)
+    """The rows that NAME AMOUNT of a mixer flag takes, as scripts/parts/rows.py reads them. Raises UserError."""
+    command = program("parts/rows.py", name, amount, "--split", split, "--seed", seed)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
@@ -1577,7 +1577,7 @@ def pack_attention(
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
     On a GPU one flex attention over the pack, on a CPU piece by piece: a mask over the whole would cost a multiple
-    (`scripts/bench.py learner`). Returns (1, T, heads, D). With a `group` T are this rank's tokens: all tokens of its
+    (`proof/bench.py learner`). Returns (1, T, heads, D). With a `group` T are this rank's tokens: all tokens of its
     share of the heads come and go by all-to-alls (Ulysses, arXiv:2309.14509), key-value heads repeated if too few.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -1686,8 +1686,8 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 
 
 def check_models(args: Flags) -> None:
-    """Raise UserError where prompts, responses, learners or a teacher do not fit the model: see scripts/fits.py."""
-    play("fits.py", json.dumps(asdict(args)))
+    """Raise UserError where prompts, responses, learners or a teacher do not fit the model: see parts/fits.py."""
+    play("parts/fits.py", json.dumps(asdict(args)))
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -1954,7 +1954,7 @@ def save_model(
 ) -> None:
     """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed). Where it
     has adapters, and not to `merge`, these are written, in peft's; with --lora_merge PATH_merged has the model too.
-    What training does not change is the start model's own, byte for byte: see scripts/start_files.py."""
+    What training does not change is the start model's own, byte for byte: see scripts/parts/start_files.py."""
     model, state, dtype = policy.model, {}, DTYPES[args.model_dtype]
     tied, adapted = model.config.tie_word_embeddings, not merge and adapters(model) != {}
     shard_again(policy)
@@ -1998,13 +1998,15 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", path
     commit = getattr(model.config, "_commit_hash", None)
     facts = [f"--revision={commit or args.model_revision or ''}", f"--dtype={args.model_dtype}"]
     facts += ["--tied"] * bool(model.config.tie_word_embeddings)
-    play("start_files.py", path, args.model_name_or_path, *facts, "--eos", *eos_token_ids(args, tokenizer, commit))
+    play(
+        "parts/start_files.py", path, args.model_name_or_path, *facts, "--eos", *eos_token_ids(args, tokenizer, commit)
+    )
 
 
 def push_model(run_dir: Path) -> None:
-    """Have scripts/push_to_hub.py upload run_dir/model, on rank 0, after all else. A failure is told with the command
+    """Have parts/push_to_hub.py upload run_dir/model, on rank 0, after all else. A failure is told with the command
     that tries again, and is none of the run: torchrun would train once more."""
-    command = program("push_to_hub.py", run_dir)
+    command = program("parts/push_to_hub.py", run_dir)
     upload = subprocess.Popen([*command, "--end_with_stdin"], stdin=subprocess.PIPE)
     signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
     if status := upload.wait():
@@ -2016,7 +2018,7 @@ def push_model(run_dir: Path) -> None:
 class Checkpoints:
     """Resumable checkpoints in run_dir/checkpoints/step_N, sharded and written in the background.
 
-    A checkpoint is written as step_N.tmp and, once on disk, made step_N by scripts/checkpoints.py: whatever kills the
+    A checkpoint is written as step_N.tmp and, once on disk, made step_N by parts/checkpoints.py: whatever kills the
     run, a step_N is whole. Where one cannot be written, on a full disk for instance, that is a warning, and the one
     before stays. All ranks construct it and call its methods.
     """
@@ -2062,7 +2064,7 @@ class Checkpoints:
 
         try:
             writing.result()  # of all ranks
-            publish = "checkpoints.py", temporary, "--publish", self.keep
+            publish = "parts/checkpoints.py", temporary, "--publish", self.keep
             problem = run_program(*publish, seconds=86_400.0) if self.world.is_main else ""
         except (OSError, CheckpointException) as error:
             problem = str(error).strip().splitlines()[-1]
@@ -2079,7 +2081,7 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
     """The newest undamaged checkpoint, of a step below `before`; damaged ones are reported and skipped. All ranks."""
 
     def find() -> str:
-        command = program("checkpoints.py", run_dir, "--newest", "--before", before)
+        command = program("parts/checkpoints.py", run_dir, "--newest", "--before", before)
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         print(done.stderr, end="", flush=True)
         return done.stdout.strip()
@@ -2601,9 +2603,9 @@ TABLE_ROLLOUTS = 8  # samples that a tracker gets at a time
 
 
 def start_tracker(name: str, run_dir: Path, start_step: int) -> subprocess.Popen:
-    """Have scripts/track.py send what comes into RUN/metrics.jsonl and samples.jsonl. Raises UserError if it cannot."""
+    """Have parts/track.py send what comes into RUN/metrics.jsonl and samples.jsonl. Raises UserError if it cannot."""
     log, after = run_dir / f"{name}.log", start_step or -1  # -1: the evaluation before the first step too
-    process: Any = start_program(log, "track.py", run_dir, f"--{name}", "--follow", "--after", after)
+    process: Any = start_program(log, "parts/track.py", run_dir, f"--{name}", "--follow", "--after", after)
     if select.select([process.stdout], [], [], TRACKER_START_S)[0]:
         answer = process.stdout.readline()
         if not answer.startswith("tracked by "):
@@ -2647,7 +2649,7 @@ class Logger:
         form = "step {bar} {n_fmt}/{total_fmt} {desc}"  # disable=None: where stdout is no terminal
         self.bar = tqdm(total=num_steps, initial=start_step, file=sys.stdout, disable=None, bar_format=form)
         self.path, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
-        forget = "run_dir.py", run_dir, "--forget_after", start_step  # reads all of rollouts.jsonl
+        forget = "parts/run_dir.py", run_dir, "--forget_after", start_step  # reads all of rollouts.jsonl
         if self.path.exists() and (problem := run_program(*forget, seconds=86_400.0)):
             raise RuntimeError(problem)
         self.num_steps, self.header_shown = num_steps, False
@@ -2724,7 +2726,9 @@ class Logger:
                 process.kill()
                 problem = f"WARNING: {name} has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows"
             if problem:
-                self.say(f"{problem}: metrics.jsonl has all, scripts/track.py {self.path.parent} --{name} sends it")
+                self.say(
+                    f"{problem}: metrics.jsonl has all, scripts/parts/track.py {self.path.parent} --{name} sends it"
+                )
 
 
 def draw_report(run_dir: Path) -> str:
@@ -2741,7 +2745,7 @@ def draw_report(run_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class Servers:
-    """vLLM servers of a model, for OpenAI clients; they end with `process`, scripts/serve.py, whose words `log` has."""
+    """vLLM servers of a model, for OpenAI clients; they end with `process`, parts/serve.py, whose words `log` has."""
 
     base_urls: list[str]
     api_key: str
@@ -2777,10 +2781,10 @@ def start_reward_models(args: Flags, run_dir: Path, world: World) -> Servers | N
 
 
 def start_servers(model: str, log_dir: Path, name: str = "solver", **flags: object) -> Servers:
-    """Have scripts/serve.py start vLLM servers, `flags` being its own, and wait until they answer; logs are
+    """Have scripts/parts/serve.py start vLLM servers, `flags` being its own, and wait until they answer; logs are
     log_dir/name*.log. They end with stop_servers or this process, also if that is killed. Raises UserError."""
     log, given = log_dir / f"{name}.log", flags | {"log_dir": log_dir, "name": name}
-    process = start_program(log, "serve.py", model, *(f"--{flag}={value}" for flag, value in given.items()))
+    process = start_program(log, "parts/serve.py", model, *(f"--{flag}={value}" for flag, value in given.items()))
     answer = process.stdout.readline()  # JSON once all answer; nothing if it gave up
     need(answer != "", f"no server of {model}: {log.read_text(errors='replace')[-3000:]}")
     return Servers(**json.loads(answer), process=process, log=log)

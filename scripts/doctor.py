@@ -148,7 +148,7 @@ def preloads(maps: str, machine: str) -> Iterator[Finding]:
 
 def sandbox() -> Finding:
     """What programs in rewards meet; only verifiers that run programs need it."""
-    ended = run(sys.executable, str(ROOT / "scripts" / "sandbox.py"))
+    ended = run(sys.executable, str(ROOT / "scripts" / "parts" / "sandbox.py"))
     refused = "code rewards are refused; --allow_unsafe_code where that is fine"
     if ended.status != 0:
         return Finding("WARN", "sandbox", last_line(ended), refused)

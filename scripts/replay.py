@@ -21,7 +21,7 @@ from pathlib import Path
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.run_dir import model_hash
+from scripts.parts.run_dir import model_hash
 
 
 def replay(run_dir: Path, last: int, from_start: bool, save: Path | None, tolerance: float) -> bool:

@@ -22,7 +22,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 from rewards import RewardFlags, UserError, need
-from scripts.rows import jsonl_rows
+from scripts.parts.rows import jsonl_rows
 
 
 @dataclass(frozen=True, kw_only=True)

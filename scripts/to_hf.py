@@ -22,7 +22,7 @@ from typing import Any
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.checkpoints import checkpoint_dirs
+from scripts.parts.checkpoints import checkpoint_dirs
 
 
 def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None) -> Path:

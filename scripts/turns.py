@@ -19,7 +19,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 import utils
-from scripts.rows import jsonl_rows
+from scripts.parts.rows import jsonl_rows
 from utils import need
 
 

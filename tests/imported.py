@@ -8,7 +8,7 @@ import os
 import sys
 
 ENVIRONMENT = frozenset(os.environ)  # utils sets defaults for libraries
-MODULES = """grpo grpo_fast scripts.sandbox tyro tyro._backends._argparse_formatter peft
+MODULES = """grpo grpo_fast scripts.parts.sandbox tyro tyro._backends._argparse_formatter peft
     torch._inductor.compile_fx torch.distributed.run torch.utils.tensorboard
     transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
     transformers.models.llama.modeling_llama transformers.models.qwen3.modeling_qwen3 vllm.entrypoints.llm

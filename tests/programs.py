@@ -93,8 +93,8 @@ def connect(address):
         server._forkserver_alive_fd = os.dup(1)  # ty: ignore[missing-attribute]
 
 
-FORKED = "grpo.py | grpo_fast.py | scripts/gpu_hour.py"
-SERVERS = "*/scripts/serve.py | -m"  # which starts vLLM's own: python -m
+FORKED = "grpo.py | grpo_fast.py | scripts/proof/gpu_hour.py"
+SERVERS = "*/scripts/parts/serve.py | -m"  # which starts vLLM's own: python -m
 
 
 def python_that_forks(path, more="none"):

@@ -15,7 +15,7 @@ import torch
 import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
-from scripts.rows import parse_row
+from scripts.parts.rows import parse_row
 
 QUESTION, LABEL = "What is 3 + 8?", "11"
 USER = {"role": "user", "content": QUESTION}

@@ -21,7 +21,7 @@ import torch
 import grpo
 import rewards
 import utils
-from scripts import run_dir, sandbox
+from scripts.parts import run_dir, sandbox
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]

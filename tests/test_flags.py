@@ -19,7 +19,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts import plan
+from scripts.parts import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("measured_once")

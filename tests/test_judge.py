@@ -682,7 +682,7 @@ http.server.HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forev
 @pytest.fixture
 def forking_python(tmp_path):
     """A Python that forks serve.py, from a process that knows nothing of the stand-in."""
-    return str(programs.python_that_forks(tmp_path / "python", "*/scripts/serve.py"))
+    return str(programs.python_that_forks(tmp_path / "python", "*/scripts/parts/serve.py"))
 
 
 @pytest.fixture
@@ -752,7 +752,7 @@ def test_serve_by_hand(fake_vllm, forking_python, tiny_models, tmp_path, monkeyp
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    script = str(ROOT / "scripts" / "serve.py")
+    script = str(ROOT / "scripts" / "parts" / "serve.py")
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([forking_python, script, str(tiny_models())], **quiet) as program:
         answer = json.loads(program.stdout.readline())
@@ -770,7 +770,7 @@ def test_serve_by_hand(fake_vllm, forking_python, tiny_models, tmp_path, monkeyp
 
 
 def test_server_devices(monkeypatch):
-    from scripts import serve
+    from scripts.parts import serve
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     assert serve.server_devices(2, devices_in_use=1) == ["5", "7"]

@@ -251,7 +251,7 @@ def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(
         until(lambda: len(fake(what)) > 2 + (what in ("fail log 2", "hang finish")))
     logger.close()
     told = " ".join(capsys.readouterr().out.split())
-    assert words in told and f"scripts/track.py {tmp_path} --wandb sends it" in told
+    assert words in told and f"scripts/parts/track.py {tmp_path} --wandb sends it" in told
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 999
     until(lambda: logger.trackers["wandb"].poll() is not None)
 
@@ -316,7 +316,7 @@ def test_an_old_run_is_sent_by_hand(fake, tmp_path, world):
         logger.log({"training_step": step})
     logger.show(2, [make_rollouts(2)])
     logger.close()
-    line = [sys.executable, REPO / "scripts" / "track.py", tmp_path]
+    line = [sys.executable, REPO / "scripts" / "parts" / "track.py", tmp_path]
     done = subprocess.run([*line, "--wandb", "--wandb_project", "q"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("tracked by wandb: https://x\n"), done.stderr
     want = [["log 1", {"training_step": 1}], ["log 2", {"training_step": 2}]]

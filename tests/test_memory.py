@@ -12,8 +12,9 @@ import torch
 import grpo
 import grpo_fast
 import utils
-from scripts import memory, plan
-from scripts.plan import ESTIMATED_BY
+from scripts.parts import plan
+from scripts.parts.plan import ESTIMATED_BY
+from scripts.proof import memory
 from tests import programs
 from tests.conftest import REPO
 
@@ -21,7 +22,7 @@ from tests.conftest import REPO
 MEASURE = """
     import gc, json, os, sys, tempfile, weakref
     import utils, grpo, torch
-    from scripts import memory
+    from scripts.proof import memory
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode

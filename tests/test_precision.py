@@ -12,7 +12,7 @@ import torch
 
 import grpo
 import utils
-from scripts import serve
+from scripts.parts import serve
 from tests.conftest import REPO
 
 

@@ -10,8 +10,8 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts import plan
 from scripts.data.make_addition import make_addition
+from scripts.parts import plan
 from tests.conftest import REPO
 
 PAGES = {name: (REPO / name).read_text() for name in ("README.md", "scripts/README.md", "tests/README.md")}

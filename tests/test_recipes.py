@@ -258,7 +258,7 @@ def test_every_folder_is_smoked():
 @pytest.mark.parametrize("recipe", SMOKED)
 @pytest.mark.runs
 def test_smoke(recipe, tmp_path, monkeypatch):
-    python = programs.python_that_forks(tmp_path / "python", f"{programs.SERVERS} | */scripts/worker.py")
+    python = programs.python_that_forks(tmp_path / "python", f"{programs.SERVERS} | */scripts/parts/worker.py")
     monkeypatch.setenv("PYTHON_OF_FORKS", str(python))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert smoke.run(REPO / f"scripts/train/{recipe}.sh", ["--output_dir", str(tmp_path)]) == 0

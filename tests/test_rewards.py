@@ -29,7 +29,7 @@ from rewards import (
     max_score,
     score,
 )
-from scripts import worker
+from scripts.parts import worker
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_CASES = ROOT.parent / "shared" / "reward_cases.jsonl"
@@ -503,7 +503,7 @@ def test_pairs_of_answers():
 
 READ = """
 import json, multiprocessing, sys
-from scripts import worker
+from scripts.parts import worker
 import math_verify
 texts = json.load(sys.stdin)
 def read(text):

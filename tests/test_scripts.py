@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
-from scripts import run_dir
 from scripts.data.make_addition import make_addition
 from scripts.data.make_tiny_model import ARCHS, make_tiny_model
+from scripts.parts import run_dir
 from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent

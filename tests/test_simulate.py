@@ -1,4 +1,4 @@
-"""scripts/simulate.py: grpo_fast.py's own collector, packer and sender under clocks; scripts/roofline.py's counts."""
+"""proof/simulate.py: grpo_fast.py's own collector, packer and sender under clocks; proof/roofline.py's counts."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pytest
 
 import grpo_fast
 import utils
-from scripts import roofline, simulate
+from scripts.proof import roofline, simulate
 
 # round seconds, so that expected times can be worked out by hand
 CLOCKS = simulate.Clocks(base=0.5, each=0.0, cached=0.0, update=lambda packs, step: 40.0, wire=1e-12, rest=0.0)

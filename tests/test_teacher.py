@@ -9,7 +9,8 @@ import torch
 
 import grpo
 import utils
-from scripts import memory, run_dir
+from scripts.parts import run_dir
+from scripts.proof import memory
 from tests.test_learner import make_args, make_rollouts
 
 TEACH = ("--load_ref_policy", "--beta", 1, "--kl_estimator", "kl2", "--no_filter_zero_std_samples")

@@ -20,7 +20,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import utils
 from scripts.data import rows as data
-from scripts.rows import parse_row
+from scripts.parts.rows import parse_row
 
 # func_name -> (IFEval's constraint, {its argument: argument of the older form}). arXiv:2311.07911 has the constraints.
 FUNCTIONS = {

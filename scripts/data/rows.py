@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.rows import parse_row
-from scripts.rows import read_rows as read
+from scripts.parts.rows import parse_row
+from scripts.parts.rows import read_rows as read
 
 NGRAM = 13  # words; GPT-3's (arXiv:2005.14165, appendix C)
 

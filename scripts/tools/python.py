@@ -1,4 +1,4 @@
-"""The tool python: a program in the sandbox of scripts/sandbox.py, without network, files or other programs.
+"""The tool python: a program in the sandbox of scripts/parts/sandbox.py, without network, files or other programs.
 
     python scripts/tools/python.py '{"code": "print(127 * 344)"}'
     python scripts/tools/python.py '{"code": "x = 2"}' '{"code": "x + 1"}' --config '{"state": true}'
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import rewards
-from scripts import sandbox
+from scripts.parts import sandbox
 
 SCHEMA = {
     "type": "function",
@@ -82,7 +82,7 @@ def check(config: dict) -> None:
         raise ValueError(str(error)) from None
     if box().leaks and not config.get("allow_unsafe_code"):
         raise ValueError(
-            f"this machine's sandbox does not keep programs from {', '.join(box().leaks)} (python scripts/sandbox.py); "
+            f"this machine's sandbox does not keep programs from {', '.join(box().leaks)} (python parts/sandbox.py); "
             '{"allow_unsafe_code": true} in --tool_configs runs them anyway'
         )
 

@@ -7,7 +7,7 @@ import torch
 
 import grpo
 import utils
-from scripts import roofline
+from scripts.proof import roofline
 from tests.gpu_contract import compiler
 
 pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())

@@ -1,4 +1,4 @@
-"""scripts/bench.py through its command line: what it prints, never how fast anything is."""
+"""scripts/proof/bench.py through its command line: what it prints, never how fast anything is."""
 
 import json
 import math
@@ -6,14 +6,16 @@ import math
 import pytest
 import torch
 
-from scripts import bench
+from scripts.proof import bench
 from tests import programs
 
 
 def run(name, model, *flags, **more):
     """The JSON a benchmark prints, which is all that stands on stdout, and its stderr. It is forked, with `more` in its
     environment."""
-    done = programs.run(["scripts/bench.py", name, "--model", str(model), "--json", *" ".join(flags).split()], **more)
+    done = programs.run(
+        ["scripts/proof/bench.py", name, "--model", str(model), "--json", *" ".join(flags).split()], **more
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert result["bench"] == name

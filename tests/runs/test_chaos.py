@@ -1,4 +1,4 @@
-"""Some drills of scripts/chaos.py, the checks it makes, and what the drills found in the product."""
+"""Some drills of scripts/proof/chaos.py, the checks it makes, and what the drills found in the product."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 import grpo
 import utils
-from scripts import chaos
+from scripts.proof import chaos
 from tests import programs
 from tests.conftest import REPO
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import grpo
 import rewards
 import utils
-from scripts.checkpoints import checkpoint_dirs
+from scripts.parts.checkpoints import checkpoint_dirs
 from tests import programs
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
@@ -315,7 +315,7 @@ def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_
     subprocess.run(["rm", "-r", tmp_path / "it" / "checkpoints" / "step_4"], check=True)
     # what only says what is written may change without a word
     more = "--resume_anyway --learning_rate 1e-3 --save_traces --save_freq 5 --with_tensorboard"
-    forks = programs.python_that_forks(tmp_path / "python", "*/scripts/track.py")
+    forks = programs.python_that_forks(tmp_path / "python", "*/scripts/parts/track.py")
     line = command(tiny_models(), data, tmp_path, f"{again} {more}")
     text = check(programs.run(line, PYTHON_OF_FORKS=forks, **ENV))
     assert "save_traces" not in text and (tmp_path / "it" / "rollouts.jsonl").exists()

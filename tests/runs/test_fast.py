@@ -18,7 +18,7 @@ import torch
 import grpo
 import grpo_fast
 import utils
-from scripts import simulate
+from scripts.proof import simulate
 from tests import programs
 from tests.conftest import REPO
 from tests.runs import test_run
@@ -433,7 +433,7 @@ def test_without_vllm_and_without_a_call_that_pins(tiny_models, data, tmp_path, 
 def test_signals_reach_the_ranks_with_and_without_proc(platform):
     script = f"""if True:
         import signal, subprocess, types
-        from scripts import launch
+        from scripts.parts import launch
         launch.sys = types.SimpleNamespace(platform={platform!r})
         child = subprocess.Popen(["sleep", "100"])
         launch.pass_on(signal.SIGTERM, None)

@@ -1,4 +1,4 @@
-"""scripts/gpu_hour.sh with tiny models on a CPU: it makes its checks, can be stopped, goes on, and writes its page."""
+"""proof/gpu_hour.sh with tiny models on a CPU: it makes its checks, can be stopped, goes on, and writes its page."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.runs.test_fast import wait_until
 def start(out, *flags, **env):
     log = out.with_suffix(".log")
     with log.open("a") as file:
-        line = ["bash", "scripts/gpu_hour.sh", "--tiny", "--out", str(out), *flags]
+        line = ["bash", "scripts/proof/gpu_hour.sh", "--tiny", "--out", str(out), *flags]
         how = {"cwd": REPO, "env": os.environ | env, "stderr": subprocess.STDOUT, "start_new_session": True}
         return subprocess.Popen(line, stdout=file, **how), log
 

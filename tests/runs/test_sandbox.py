@@ -21,7 +21,7 @@ import pytest
 
 import rewards
 from rewards import RewardRecord, check_ground_truth, score
-from scripts import sandbox
+from scripts.parts import sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = 54321  # nobody's number, in the hope that nobody uses it
@@ -313,7 +313,7 @@ def copy():
     directory.chmod(0o755)
     for folder in ("scripts", "scripts/prompts"):
         (directory / folder).mkdir(mode=0o755)
-    for name in ("rewards.py", "scripts/sandbox.py", "scripts/prompts/judge.txt", "scripts/prompts/solver.txt"):
+    for name in ("rewards.py", "scripts/parts/sandbox.py", "scripts/prompts/judge.txt", "scripts/prompts/solver.txt"):
         shutil.copy(ROOT / name, directory / name)
         (directory / name).chmod(0o644)
     yield directory

@@ -16,7 +16,7 @@
 # - the model there is a Qwen 7B trained on Tulu data that was not published: Qwen/Qwen2.5-7B-Instruct stands for it.
 # - a comment in the middle of its command ends the command there: bash would start it without a model. The whole is
 #   meant and used here.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 #
 # The judge is a server of your own, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`, and
 # then export OPENAI_BASE_URL=http://HOST:8000/v1.

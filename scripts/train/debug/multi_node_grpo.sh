@@ -18,7 +18,7 @@
 # - there grpo.py has engines of its own too; here that is grpo_fast.py.
 # - --fsdp_shard_degree 8 and --fsdp_num_replicas 1 are --deepspeed_stage 3; --activation_memory_budget 0.25 has no
 #   counterpart beside --gradient_checkpointing.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - checkpoints go to the run's own directory.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"

@@ -19,7 +19,7 @@
 # - checkpoints go to the run's own directory.
 # - the parts are those of the source, on the hub under their authors' names; allenai/Dolci-Instruct-RL is the mix as
 #   published.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.
 #

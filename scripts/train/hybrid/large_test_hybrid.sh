@@ -34,7 +34,7 @@
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - --save_freq is not in the report: 19 steps need no model between. --save_traces is for compare_runs.py, which pairs
 #   the rollouts of two runs.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
 source scripts/setup.sh

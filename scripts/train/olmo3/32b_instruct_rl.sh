@@ -23,7 +23,7 @@
 # - --deepspeed_zpg and --gather_whole_model have no counterpart: FSDP2 gathers one block at a time.
 # - the parts are those of the source, on the hub under their authors' names; allenai/Dolci-Instruct-RL is the mix as
 #   published.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.
 #

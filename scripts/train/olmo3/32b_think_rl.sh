@@ -18,7 +18,7 @@
 # - the model there is a checkpoint on AI2's own disks; allenai/Olmo-3-32B-Think-DPO is the published one of the same
 #   stage.
 # - --deepspeed_zpg and --gather_whole_model have no counterpart: FSDP2 gathers one block at a time.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.

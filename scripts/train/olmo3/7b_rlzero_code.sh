@@ -14,7 +14,7 @@
 # Where this differs from the source:
 # - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
 #   --response_length bound the same.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.

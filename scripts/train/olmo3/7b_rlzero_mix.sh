@@ -17,7 +17,7 @@
 #   --response_length bound the same.
 # - the document and the script say 4 nodes (32 GPUs), but 8 learners and 32 engines are 40 GPUs: 5 nodes.
 # - the script names the code data twice and the math data not at all; here each of the four parts stands once.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.

@@ -16,7 +16,7 @@
 # - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
 #   --response_length bound the same.
 # - --beaker_eval_freq, which the parser rejects, is left out.
-# - tests run in the sandbox of scripts/sandbox.py on the learners' machines and not on a hosted code server.
+# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.

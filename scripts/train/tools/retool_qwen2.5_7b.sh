@@ -2,7 +2,7 @@
 # Qwen2.5-7B-Instruct solves mathematics with a Python interpreter (ReTool, arXiv:2504.11536): DAPO-Math-17k, at most 8
 # programs in 16384 tokens; 64 prompts x 16, four optimizer steps each.
 #
-# Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines. Programs run in the sandbox of scripts/sandbox.py.
+# Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines. Programs run in the sandbox of parts/sandbox.py.
 # Expected: the script names no figure. Never run by us.
 # Source: verl's recipe/retool/run_qwen2_7b_dapo.sh.
 #

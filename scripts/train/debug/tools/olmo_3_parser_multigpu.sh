@@ -13,7 +13,7 @@
 # Source: open-instruct scripts/train/debug/tools/olmo_3_parser_multigpu.sh.
 #
 # Where this differs from the source:
-# - its tool code runs on a hosted server, ours in the sandbox of scripts/sandbox.py on the learners' machines.
+# - its tool code runs on a hosted server, ours in the sandbox of scripts/parts/sandbox.py on the learners' machines.
 # - its search asks Google through serper.dev, ours a retriever of your own. Its browse (jina.ai) has no counterpart:
 #   what it takes is a file like scripts/tools/search.py.
 # - --sequence_parallel_size 2 is left out: layers of Olmo 3 attend within a window of 4,096 tokens, fewer than a prompt

@@ -1,8 +1,8 @@
 """Look after the checkpoints of a run: which are whole, which is the newest, and what makes one count.
 
-    python scripts/checkpoints.py RUN                        lists them, the newest first, and what is wrong with each
-    python scripts/checkpoints.py RUN --newest --before 40   the newest whole one of a step below 40, as for --resume
-    python scripts/checkpoints.py RUN/checkpoints/step_8.tmp --publish 3   what a run does with a written one
+    python scripts/parts/checkpoints.py RUN                  lists them, the newest first, and what is wrong with each
+    python parts/checkpoints.py RUN --newest --before 40  the newest whole one of a step below 40, as for --resume
+    python scripts/parts/checkpoints.py RUN/checkpoints/step_8.tmp --publish 3  what a run does with a written one
 
 which then has manifest.json, size and sha256 of each file, is renamed to step_8 and named in `latest`; 3 stay, with -1
 all. Whatever kills a run, a step_N is whole. torch checks no sums: of 300 checkpoints with one bit flipped it loaded

@@ -1,6 +1,6 @@
 """Put the files of the model that a training began with beside its weights, in place of what transformers wrote there.
 
-    python scripts/start_files.py MODEL START --dtype bfloat16 --eos 2 5
+    python scripts/parts/start_files.py MODEL START --dtype bfloat16 --eos 2 5
 
 What training does not change is START's own, byte for byte: what transformers would write anew has names that older
 versions of it and of vLLM misread, some (rope_parameters) without a word. MODEL's config.json then says its own dtype

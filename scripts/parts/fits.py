@@ -1,6 +1,6 @@
 """Whether a run's model has positions for its responses and heads for its learners, and a teacher the same vocabulary.
 
-    python scripts/fits.py output/grpo/args.json    of a run that there is
+    python scripts/parts/fits.py output/grpo/args.json  of a run that there is
 
 Every run asks before a model loads, with its flags as JSON. Reads configs and tokenizers only. Exit status 1, with the
 flag, its value and the fix: prompt + response outgrow the positions of model or teacher, their attention heads cannot
@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import utils
 

@@ -1,7 +1,7 @@
 """Fault drill: break small runs on purpose and see whether each ends as the documentation promises.
 
-    python scripts/chaos.py                                      all drills, with a tiny model on this machine's CPU
-    python scripts/chaos.py kill_engine sigterm --script grpo_fast.py --out DIR --seed 2
+    python scripts/proof/chaos.py                                all drills, with a tiny model on this machine's CPU
+    python scripts/proof/chaos.py kill_engine sigterm --script grpo_fast.py --out DIR --seed 2
 
 kill_learner, kill_engine, kill_launcher   kill -9 while the engine decodes, between two backwards, while a checkpoint
                   is half written and when the first prompt of an epoch is drawn, one after the other in one run, at
@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 SETTINGS = (("grpo.py", None), ("grpo_fast.py", 0), ("grpo_fast.py", 1))  # script, async_steps
 SYNC, FAST0, FAST1 = SETTINGS
 STEPS, PROMPTS, SAMPLES, ROWS = 8, 8, 8, 20  # 20 rows: an epoch ends within step 3, after step 5, within step 8

@@ -1,10 +1,10 @@
 """Checks on a real GPU of what was only compiled or simulated, one after the other, with a page of pass, fail, figures.
 
-    bash scripts/gpu_hour.sh [--out DIR] [--tiny] [--only NAME ...]
+    bash scripts/proof/gpu_hour.sh [--out DIR] [--tiny] [--only NAME ...]
 
 A check that passed is not made again; one that failed is. DIR has README.md (the page), a result and a log for each
 check, and the runs. Every check but kernels is a program of this repository in processes of its own, which end when
-this one is stopped. Models have random weights in the shapes of public ones (scripts/memory.py), of as many layers as
+this one is stopped. Models have random weights in the shapes of public ones (proof/memory.py), of as many layers as
 fit, so responses have full length and nothing is learned.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(ROOT)
 
@@ -32,9 +32,9 @@ import utils  # isort: skip  # noqa: E402 (pins thread counts, so it comes befor
 import torch  # noqa: E402
 
 import grpo  # noqa: E402
-from scripts import memory, roofline  # noqa: E402
 from scripts.data.make_tiny_model import make_tokenizer  # noqa: E402
-from scripts.plan import ESTIMATED_BY  # noqa: E402
+from scripts.parts.plan import ESTIMATED_BY  # noqa: E402
+from scripts.proof import memory, roofline  # noqa: E402
 
 GPUS = torch.cuda.device_count()
 CHECK_S = 1200.0  # a check that takes longer has failed
@@ -207,7 +207,9 @@ def check_machine(hour: Hour) -> Found:
 
 def check_kernels(hour: Hour) -> Found:
     """Packs of shared prompts give the logprobs and gradients of one response a row, at each head size and dtype."""
-    status, output = hour.run("kernels", [sys.executable, "scripts/gpu_hour.py", "--kernels", "--out", str(hour.out)])
+    status, output = hour.run(
+        "kernels", [sys.executable, "scripts/proof/gpu_hour.py", "--kernels", "--out", str(hour.out)]
+    )
     lines = [line for line in output.splitlines() if line.startswith("head ")]
     wrong = [line for line in lines if not line.endswith("ok")]
     if status or not lines or wrong:
@@ -217,7 +219,7 @@ def check_kernels(hour: Hour) -> Found:
 
 def check_head(hour: Hour) -> Found:
     """The compiled head gives the plain one's logprobs, entropies and gradients, and how much faster it is."""
-    status, output = hour.run("head", [sys.executable, "scripts/gpu_hour.py", "--head", "--out", str(hour.out)])
+    status, output = hour.run("head", [sys.executable, "scripts/proof/gpu_hour.py", "--head", "--out", str(hour.out)])
     lines = [line for line in output.splitlines() if line.startswith("head ")]
     wrong = [line for line in lines if not line.endswith("ok")]
     if status or not lines or wrong:
@@ -300,7 +302,7 @@ def against_paper(hour: Hour, found: Found, shape: str, **way: Any) -> Found:
 
 
 def check_memory(hour: Hour) -> Found:
-    """The learner's most bytes in both shapes are 0.8 to 1.25 of scripts/memory.py's estimate."""
+    """The learner's most bytes in both shapes are 0.8 to 1.25 of scripts/proof/memory.py's estimate."""
     figures, wrong = {}, []
     for name in ("warm_start", "mfu_7b"):
         args = hour.out / "runs" / name / "args.json"

@@ -1,18 +1,18 @@
 """Benchmarks. Each measures its sides in one run, interleaved A B A B, and prints ratios of their median seconds.
 
-    python scripts/bench.py learner     forward and backward: packs, a bare loop, padding, one by one, a dense mask
-    python scripts/bench.py compiled    forward and backward by plain layers, and with --compile_layers
-    python scripts/bench.py rollout     our engine loop and LLM.generate on the same engine
-    python scripts/bench.py sync        learner's weights into the engine: us, a memory copy, vLLM's own reload
-    python scripts/bench.py pipeline    grpo.py and grpo_fast.py on the demo's task, and the ideal of their phases
-    python scripts/bench.py packing     pack_rollouts on 100k sequences, and next-fit in arrival order
-    python scripts/bench.py rewards     scores per second; a solver model asked all at once and one by one
-    python scripts/bench.py precision   steps to learn the demo's task, by what weights are rounded to; an hour
-    python scripts/bench.py startup     seconds to --help, --dry_run and first steps, and of the imports they need
-    python scripts/bench.py loop        an engine's Python per token outside vLLM's scheduler and model, no weights
-    python scripts/bench.py tokens      the path of a token at learner 0: CPU time and longest pause, stub devices
-    python scripts/bench.py tools       an engine's tokens per second with 64 fast tools, and with a slow one among them
-    python scripts/bench.py trl         whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
+    python scripts/proof/bench.py learner  forward and backward: packs, a bare loop, padding, one by one, a dense mask
+    python scripts/proof/bench.py compiled  forward and backward by plain layers, and with --compile_layers
+    python scripts/proof/bench.py rollout  our engine loop and LLM.generate on the same engine
+    python scripts/proof/bench.py sync  learner's weights into the engine: us, a memory copy, vLLM's own reload
+    python scripts/proof/bench.py pipeline  grpo.py and grpo_fast.py on the demo's task, and the ideal of their phases
+    python scripts/proof/bench.py packing  pack_rollouts on 100k sequences, and next-fit in arrival order
+    python scripts/proof/bench.py rewards  scores per second; a solver model asked all at once and one by one
+    python scripts/proof/bench.py precision  steps to learn the demo's task, by what weights are rounded to; an hour
+    python scripts/proof/bench.py startup  seconds to --help, --dry_run and first steps, and of the imports they need
+    python scripts/proof/bench.py loop  an engine's Python per token outside vLLM's scheduler and model, no weights
+    python scripts/proof/bench.py tokens  the path of a token at learner 0: CPU time and longest pause, stub devices
+    python proof/bench.py tools  an engine's tokens per second with 64 fast tools, and with a slow one among them
+    python scripts/proof/bench.py trl   whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py; minutes
 
     --model DIR    scripts/data/make_tiny_model.py makes one in a second    --json    one line of JSON, no tables
     --repeat N     rounds of A B A B                                        --help    everything else
@@ -53,7 +53,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(ROOT)
 THREAD_SETTINGS = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "KMP_BLOCKTIME", "LD_PRELOAD")}

@@ -6,9 +6,9 @@
 # Needs no network once installed: models have random weights in public shapes.
 # Ctrl-C is safe at any time: the page has what was found, and the same command goes on with the rest.
 #
-#   bash scripts/gpu_hour.sh                     everything that is not in runs/gpu_hour yet
-#   bash scripts/gpu_hour.sh --only kernels      one check again (scripts/gpu_hour.py has them, and what each passes by)
+#  bash scripts/proof/gpu_hour.sh                     everything that is not in runs/gpu_hour yet
+#  bash scripts/proof/gpu_hour.sh --only kernels      one check again (scripts/proof/gpu_hour.py has them, and what each passes by)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
-exec python scripts/gpu_hour.py "$@"
+exec python scripts/proof/gpu_hour.py "$@"

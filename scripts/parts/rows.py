@@ -1,7 +1,7 @@
 """Print the rows of a data set as a run takes them: JSON lines [where, messages, ground truths, verifiers' names], and
 where any row has a column tools or env_config, these two of each row, null without.
 
-    python scripts/rows.py openai/gsm8k:main 0.5 --split test --seed 1
+    python scripts/parts/rows.py openai/gsm8k:main 0.5 --split test --seed 1
 
 NAME is a .jsonl or .parquet file, a directory (saved by datasets, or holding such files whose name has the split) or a
 hub dataset (`org/name` or `org/name:config`). AMOUNT is as in --dataset_mixer_list, for which the training scripts

@@ -1,7 +1,7 @@
 """Print the arithmetic of a run, and what it would do with this machine: dtype, where model and data come from, memory
 on the GPUs.
 
-    python scripts/plan.py output/grpo/args.json    of a run that there is
+    python scripts/parts/plan.py output/grpo/args.json  of a run that there is
 
 The training scripts start it, with their flags as JSON, for the arithmetic and with --dry_run for the rest. Touches
 neither network nor weights.
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import rewards
 import utils
-from scripts import memory
+from scripts.proof import memory
 
 ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
     lora_rank load_ref_policy ref_model_name_or_path ref_model_revision ref_model_dtype ref_policy_update_freq

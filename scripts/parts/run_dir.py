@@ -1,10 +1,10 @@
 """Keep the directory of a run: whose it is, what the run depends on, and that a resumed run does nothing twice.
 
-    python scripts/run_dir.py                         prints what a result depends on here: packages, git commit
-    python scripts/run_dir.py RUN --forget_after 40   drops what came after step 40 from RUN's logs and dumps
-    python scripts/run_dir.py RUN --claim JSON        as the training scripts do at start, in their own process: writes
+    python scripts/parts/run_dir.py                   prints what a result depends on here: packages, git commit
+    python scripts/parts/run_dir.py RUN --forget_after 40  drops what came after step 40 from RUN's logs and dumps
+    python scripts/parts/run_dir.py RUN --claim JSON  as the training scripts do at start, in their own process: writes
                                                       args.json and environment.json of {"args", "facts"}, or refuses
-    python scripts/run_dir.py RUN --begun_by_this_torchrun   exit status 1 if not: a restart must leave it alone
+    python scripts/parts/run_dir.py RUN --begun_by_this_torchrun  exit status 1 if not: a restart must leave it alone
 
 A directory that holds another run is never overwritten silently: with the flag --resume its run goes on when flags,
 data and model agree, or with --resume_anyway; --overwrite replaces it. Exit status 1, with the reason.

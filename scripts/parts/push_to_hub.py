@@ -1,8 +1,8 @@
 """Upload the final model of a run to the Hugging Face hub, with a card: start model, flags, command line, evaluation.
 
-    python scripts/push_to_hub.py RUN                                    to the repository that the run's flags name
-    python scripts/push_to_hub.py RUN --hf_repo_id ORGANIZATION/NAME     to another one
-    python scripts/push_to_hub.py RUN --check                            only make sure that an upload could work
+    python scripts/parts/push_to_hub.py RUN                              to the repository that the run's flags name
+    python scripts/parts/push_to_hub.py RUN --hf_repo_id ORGANIZATION/NAME  to another one
+    python scripts/parts/push_to_hub.py RUN --check                      only make sure that an upload could work
 
 --push_to_hub starts it twice: with --check before anything loads, so that a missing token costs no training, and at
 the end. A repository that does not exist is made, private, and so is a branch. Exit status: 0 done, 1 not done and why.

@@ -1,8 +1,8 @@
 """Send a run's metrics and sample rollouts to Weights & Biases and TensorBoard, while it goes or afterwards.
 
-    python scripts/track.py RUN --wandb              an old run; WANDB_MODE=offline works
-    python scripts/track.py RUN --tensorboard        event files in RUN/tensorboard; pip install tensorboard
-    python scripts/track.py RUN --wandb --follow     until Ctrl-C, or until stdin closes where that is a pipe
+    python scripts/parts/track.py RUN --wandb        an old run; WANDB_MODE=offline works
+    python scripts/parts/track.py RUN --tensorboard  event files in RUN/tensorboard; pip install tensorboard
+    python scripts/parts/track.py RUN --wandb --follow  until Ctrl-C, or until stdin closes where that is a pipe
 
 It reads metrics.jsonl and samples.jsonl. --with_tracking and --with_tensorboard start one of it each with --follow: a
 tracker that hangs cannot reach the training, and loses nothing, since all rows are on the disk. When the run is gone,

@@ -1,17 +1,17 @@
 """Play a run of grpo_fast.py on any number of GPUs: its own code with clocks for models, in virtual time.
 
-    python scripts/simulate.py --num_learners_per_node 6 --vllm_num_engines 2 \\
+    python scripts/proof/simulate.py --num_learners_per_node 6 --vllm_num_engines 2 \\
         --model_name_or_path Qwen2.5-7B --num_unique_prompts_rollout 1024 --num_samples_per_prompt_rollout 5
-    python scripts/simulate.py --what plan --gpus 64 ...      the best numbers of learners and engines, and why
-    python scripts/simulate.py --what fit --run RUN           clocks fitted to a run's metrics.jsonl; then it is played
-    python scripts/simulate.py --what records                 verl's asynchronous settings on 128 H20, as published
-    python scripts/simulate.py --what dropping ...            admission against dropping old rollouts, the same prompts
-    python scripts/simulate.py --what scale --gpus 512 ...    8, 64, ... GPUs, with as many more prompts
+    python scripts/proof/simulate.py --what plan --gpus 64 ...  the best numbers of learners and engines, and why
+    python scripts/proof/simulate.py --what fit --run RUN     clocks fitted to a run's metrics.jsonl; then it is played
+    python scripts/proof/simulate.py --what records           verl's asynchronous settings on 128 H20, as published
+    python scripts/proof/simulate.py --what dropping ...      admission against dropping old rollouts, the same prompts
+    python scripts/proof/simulate.py --what scale --gpus 512 ...  8, 64, ... GPUs, with as many more prompts
 
 Flags are those of grpo_fast.py, and a few of its own. Real: all of grpo_fast's threads and messages: run_engine with
 its Inbox, Engines, Collector with its admission, accounting and packer, Sender, send_weights and the plan of buckets.
 Clocks: an engine decodes in a time that depends on its batch and its cache, a learner updates in a time that depends on
-its packs, weights take a time that depends on their bytes (scripts/roofline.py; with `fit`, a run's own metrics). One
+its packs, weights take a time that depends on their bytes (proof/roofline.py; with `fit`, a run's own metrics). One
 thread runs at a time and time stands still meanwhile; when all wait, it jumps to the next event. What Python at
 learner 0 really took is charged (--host_speed 0: nothing is, and the same flags give the same figures to the last bit).
 
@@ -39,7 +39,7 @@ from typing import Any, Literal
 from unittest import mock
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import utils  # isort: skip  (pins thread counts, so it comes before torch)
 
@@ -48,8 +48,8 @@ import torch
 
 import grpo
 import grpo_fast
-from scripts import memory, roofline
-from scripts.plan import ESTIMATED_BY
+from scripts.parts.plan import ESTIMATED_BY
+from scripts.proof import memory, roofline
 
 BARRIER_S = 0.01  # of a step outside the update, believed
 MESSAGE_S = 2e-4  # a message over a local socket, believed
@@ -325,7 +325,7 @@ class SimulationFlags:
     gpus: int = 8
     """plan: GPUs to divide; scale: the most that are played."""
     gpu: Literal["h100", "h200", "h20", "a100", "4090"] = "h100"
-    """Data sheet of scripts/roofline.py."""
+    """Data sheet of scripts/proof/roofline.py."""
     length_mean: float = 232.0
     """Tokens of a response, before the cut at response_length: a log-normal; Qwen2.5-7B's on GSM8K."""
     length_sigma: float = 0.5
@@ -347,7 +347,7 @@ class Simulation(SimulationFlags, grpo.Args):
     """Flags of grpo_fast.py with the defaults of the README's run on 8 GPUs, and a few of the simulation's own."""
 
     model_name_or_path: str = "Qwen2.5-7B"
-    """A model of scripts/memory.py, by any name that holds its name there, or a directory with a config.json."""
+    """A model of scripts/proof/memory.py, by any name that holds its name there, or a directory with a config.json."""
     num_unique_prompts_rollout: int = 1024
     num_samples_per_prompt_rollout: int = 5
     num_mini_batches: int = 4
@@ -755,7 +755,7 @@ def imbalance(mini_batches: list[list[list[Any]]]) -> float:
 
 
 def memory_of(args: Any) -> dict[str, float]:
-    """scripts/memory.py's estimate for a learner, GiB; and the tokens an engine's cache holds."""
+    """scripts/proof/memory.py's estimate for a learner, GiB; and the tokens an engine's cache holds."""
     setup = memory.Setup(
         **{name: getattr(args, name) for name in ESTIMATED_BY if name not in ("model_dtype", "model_revision")},
         learners=sum(args.num_learners_per_node),

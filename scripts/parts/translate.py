@@ -1,6 +1,6 @@
 """Turn a command line of open-instruct's GRPO into ours. What becomes of each flag is in train/open_instruct.tsv.
 
-    python scripts/translate.py --model_name_or_path M --kl_estimator kl3 --oe_eval_tasks a b ...
+    python scripts/parts/translate.py --model_name_or_path M --kl_estimator kl3 --oe_eval_tasks a b ...
 
 prints what happens to the flags that are not ours, in place of which one stands (alias), which need nothing here (same,
 ignored) and without which a run would be another (missing), and then the line, in which --flag true is --flag. grpo.py
@@ -17,9 +17,11 @@ from dataclasses import fields
 from pathlib import Path
 
 if not __package__:  # started as a program: its folder stands for the root, where the four files are
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-TABLE = Path(__file__).resolve().parent / "train" / "open_instruct.tsv"  # flag or flag=value, what happens, what or why
+TABLE = (
+    Path(__file__).resolve().parents[1] / "train" / "open_instruct.tsv"
+)  # flag or flag=value, what happens, what or why
 
 
 def translate(argv: Sequence[str], known: set[str]) -> tuple[list[str], dict[tuple[str, str], list[str]]]:

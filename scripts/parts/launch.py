@@ -1,6 +1,6 @@
 """Start the ranks of a script on this machine with torch's elastic launcher, which is torchrun's.
 
-    python scripts/launch.py "learner 0,engine 0" grpo_fast.py --flags     a rank for each name
+    python scripts/parts/launch.py "learner 0,engine 0" grpo_fast.py --flags  a rank for each name
 
 `python grpo_fast.py` starts it so. Other than torchrun it does not kill the ranks on SIGTERM and Ctrl-C, which it hands
 on: they end their step first. When one dies the others are ended, and stderr says who it was. Exit status: 0, 1 after a

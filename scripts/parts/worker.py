@@ -3,7 +3,7 @@
 rewards.py starts it with a socket as standard input, which carries a job as a line of JSON, and kills it at the job's
 deadline. By hand it says what the verifier math takes for equal, beside plain math-verify and equality as texts:
 
-    python scripts/worker.py tests/math_pairs.jsonl       # rows {label, answer, equal}: errors of each, and which
+    python scripts/parts/worker.py tests/math_pairs.jsonl  # rows {label, answer, equal}: errors of each, and which
 
 Here is also what the equality of mathematical answers is: `same`, math-verify with what it lacks around it.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import rewards
 

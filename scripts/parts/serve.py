@@ -1,7 +1,7 @@
 """Serve a model with vLLM on this machine, as a solver or a judge for rewards, to whoever has the key.
 
-    python scripts/serve.py MODEL                                      one server; says which flags use it
-    python scripts/serve.py MODEL --num_engines 4 --devices_in_use 4   four servers, on GPUs 4 to 7
+    python scripts/parts/serve.py MODEL                                one server; says which flags use it
+    python scripts/parts/serve.py MODEL --num_engines 4 --devices_in_use 4  four servers, on GPUs 4 to 7
 
 The first line that it prints, once all servers answer, is JSON: base_urls (OpenAI's protocol, on the loopback device)
 and api_key. They end with it: on Ctrl-C and SIGTERM and, where its stdin is a pipe, when that closes, which the kernel
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # started as a program: its folder stands for the root, where the four files are
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
 # What torchrun says of the process that started us is not true of a server.

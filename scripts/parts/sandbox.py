@@ -1,6 +1,6 @@
 """Runs Python programs of unknown intent: no network, no files of others, no other programs, bounded in everything.
 
-    python scripts/sandbox.py     # what this machine allows, layer by layer
+    python scripts/parts/sandbox.py  # what this machine allows, layer by layer
 
 `Sandbox` starts this file as a fork server, a small Python process of its own. Every run is a fork of it which locks
 itself down (rlimits, Landlock, seccomp; no_new_privs) and only then reads the program. The server itself sits in

@@ -1,8 +1,8 @@
 """Estimate GPU memory: of a learner at the peak of an update, part by part, and of an engine and its cache.
 
-    python scripts/memory.py MODEL --pack_length 8192 --learners 8 --deepspeed_stage 3 --gradient_checkpointing
-    python scripts/memory.py --table            GiB by model, pack length and learners: the table of scripts/README.md
-    python scripts/memory.py DIR ... --table    the same of models with a config.json in DIR
+    python scripts/proof/memory.py MODEL --pack_length 8192 --learners 8 --deepspeed_stage 3 --gradient_checkpointing
+    python scripts/proof/memory.py --table      GiB by model, pack length and learners: the table of scripts/README.md
+    python scripts/proof/memory.py DIR ... --table  the same of models with a config.json in DIR
 
 Flags have the names, meanings and defaults of the training scripts, whose --dry_run starts it. It needs a model's
 config.json on this machine and neither its weights nor a GPU. CUDA's and NCCL's own and fragmentation come on top. What

@@ -1,8 +1,8 @@
 """What an update costs on GPUs, on paper: operations and bytes counted, by class of kernel, over data-sheet speeds.
 
-    python scripts/roofline.py                                              Qwen2.5-7B on 4 H100: MFU, part by part
-    python scripts/roofline.py --model Qwen2.5-0.5B --gpu a100 --learners 8
-    python scripts/roofline.py --model DIR --pack_length 16384              any model with a config.json
+    python scripts/proof/roofline.py                                        Qwen2.5-7B on 4 H100: MFU, part by part
+    python scripts/proof/roofline.py --model Qwen2.5-0.5B --gpu a100 --learners 8
+    python scripts/proof/roofline.py --model DIR --pack_length 16384        any model with a config.json
 
 The bytes of what is not a matrix product are those of the operations that a real decoder layer and the real head
 dispatch, forward and backward, on the meta device. "Compiled" fuses all of them that stand between two matrix products
@@ -21,9 +21,9 @@ from typing import Any, Literal
 import tyro
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts import memory
+from scripts.proof import memory
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def head_bytes() -> float:
 
 
 def load_config(name: str) -> Any:
-    """The configuration of a model that scripts/memory.py lists, by any name that holds its own, or of a directory."""
+    """The configuration of a model that proof/memory.py lists, by any name that holds its own, or of a directory."""
     known = next((shape for key, shape in memory.SHAPES.items() if key in name), None)
     return memory.qwen(*known) if known and not Path(name).is_dir() else memory.load_config(name, None)
 
@@ -332,7 +332,7 @@ class Options:
     """An update on paper."""
 
     model: str = "Qwen2.5-7B"
-    """A model of scripts/memory.py, or a directory with a config.json."""
+    """A model of scripts/proof/memory.py, or a directory with a config.json."""
     gpu: Literal["h100", "h200", "h20", "a100", "4090"] = "h100"
     """Data sheet."""
     learners: int = 4
@@ -350,7 +350,7 @@ class Options:
 
 
 def gibibytes(options: Options, way: Way, length: int) -> float:
-    """Memory of a learner by scripts/memory.py's estimate, which knows no compiler: that keeps less."""
+    """Memory of a learner by scripts/proof/memory.py's estimate, which knows no compiler: that keeps less."""
     part: Any = "mlp" if way.recompute == "mlp" else "layer"
     setup = memory.Setup(
         deepspeed_stage=3, learners=options.learners, pack_length=length, load_ref_policy=False, shared_gpu=False,
