@@ -549,7 +549,7 @@ def check_verl(record: RewardRecord) -> None:
 def verify_gsm8k_verl(record: RewardRecord) -> Verdict:
     """1.0 if the text after the last `#### ` of the last 300 characters, without commas, is the label's, else 0.0.
     veRL's rule for its GSM8K to the letter (verl/utils/reward_score/gsm8k.py, strict): texts are compared, so 72. and
-    72.00 and $72 are not 72, and what stands in <think> counts. scripts/README.md has a table beside gsm8k."""
+    72.00 and $72 are not 72, and what stands in <think> counts. scripts/parts/README.md has a table beside gsm8k."""
     found = VERL_ANSWER.findall(record.response[-300:])
     answer = found[-1].replace(",", "") if found else None
     return Verdict(answer, float(answer == str(record.ground_truth)))

@@ -589,7 +589,7 @@ class ProcessFlags(Refusing):
 
 @dataclass(frozen=True)
 class TurnFlags(Refusing):
-    """Turns: who answers the policy, see scripts/README.md, Environments."""
+    """Turns: who answers the policy, see scripts/tools/README.md."""
 
     env_file: str = ""
     """Python file whose step(episode), or class Env, answers a response or ends it. Empty is off."""

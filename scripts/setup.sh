@@ -5,7 +5,7 @@
 #   source scripts/setup.sh    installs, activates .venv, and on a CPU sets the variables that training there needs
 #   bash scripts/setup.sh --check    installs nothing: says what this machine has and lacks, each with its fix
 #
-# vLLM has builds for Linux only. On macOS the others are installed: see scripts/README.md, "ARM and macOS".
+# vLLM has builds for Linux only. On macOS the others are installed: see scripts/train/README.md, "ARM and macOS".
 # Where an NVIDIA GPU is visible it takes requirements.txt, else requirements-cpu.txt. PYTHON=/path/to/python chooses
 # the Python. pip's output goes to .venv/setup.log.
 

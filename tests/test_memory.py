@@ -238,7 +238,7 @@ SMALLEST = memory.SHAPES["Qwen2.5-0.5B"]
 
 
 def test_the_readmes_table(monkeypatch):
-    readme = (REPO / "scripts/README.md").read_text()
+    readme = (REPO / "scripts/proof/README.md").read_text()
     setup, config = memory.Setup(deepspeed_stage=3, gradient_checkpointing=True), memory.qwen(*SMALLEST)
     model = memory.meta_model(config, torch.bfloat16)
     kept = functools.cache(functools.partial(memory.kept_for_backward, model))  # the same for any number of learners

@@ -1,4 +1,4 @@
-"""The three READMEs say what the code does: commands parse, links and names exist, the metrics table is complete."""
+"""The READMEs say what the code does: commands parse, links and names exist, the metrics table is complete."""
 
 import inspect
 import re
@@ -14,7 +14,8 @@ from scripts.data.make_addition import make_addition
 from scripts.parts import plan
 from tests.conftest import REPO
 
-PAGES = {name: (REPO / name).read_text() for name in ("README.md", "scripts/README.md", "tests/README.md")}
+PATHS = [REPO / "README.md", *sorted(REPO.glob("scripts/**/*.md")), REPO / "tests" / "README.md"]
+PAGES = {str(path.relative_to(REPO)): path.read_text() for path in PATHS}
 README, ALL = PAGES["README.md"], "\n".join(PAGES.values())
 
 
@@ -33,6 +34,8 @@ def commands():
 @pytest.mark.parametrize("line", commands())
 def test_commands_pass_every_check(line, tmp_path, monkeypatch):
     make_addition(tmp_path / "data" / "addition")  # what the line before it in the README makes
+    (tmp_path / "rows.jsonl").write_text(README.split("```json\n")[1].split("```")[0])
+    (tmp_path / "my_reward.py").write_text(README.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line.replace("=", " "), comments=True)
 
@@ -95,8 +98,11 @@ def test_the_8_gpu_command_is_veRLs_105_steps():
 def test_every_file_and_function_named_exists():
     for name in re.findall(r"`((?:scripts|tests)/[\w./]+)`", ALL):
         assert (REPO / name).exists(), name
-    table = README.split("## The algorithm")[1].split("`main` in")[0]
-    for name in re.findall(r"`(\w+)`", table):
+    picture = README.split("## The algorithm")[1].split("```")[1]
+    names = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b|\b(?:update|trainable|aggregate)\b", picture)
+    ours = [name for name in names if name not in ("load_weights", "pi_old")]
+    assert len(ours) > 10
+    for name in ours:
         assert hasattr(grpo, name), name
 
 
@@ -140,12 +146,12 @@ def test_every_program_has_a_row():
 
 def test_the_metrics_to_look_at_first_are_the_table_s():
     first = README.split("| metric | definition")[1].split("\n\n")[0].splitlines()[2:]
-    assert len(first) > 5 and set(first) <= set(PAGES["scripts/README.md"].splitlines())
+    assert len(first) > 5 and set(first) <= set(PAGES["scripts/reports/README.md"].splitlines())
 
 
 def undocumented(keys):
     """Keys the metrics table does not have: a key matches itself, a bare last part or a `_suffix`, NAME a verifier."""
-    table = PAGES["scripts/README.md"].split("| metric | definition")[1].split("\n## ")[0]
+    table = PAGES["scripts/reports/README.md"].split("| metric | definition")[1].split("\n## ")[0]
     tokens = set(re.findall(r"`([^`]+)`", table))
     found = []
     for key in keys:

@@ -1,7 +1,7 @@
 """Estimate GPU memory: of a learner at the peak of an update, part by part, and of an engine and its cache.
 
     python scripts/proof/memory.py MODEL --pack_length 8192 --learners 8 --deepspeed_stage 3 --gradient_checkpointing
-    python scripts/proof/memory.py --table      GiB by model, pack length and learners: the table of scripts/README.md
+    python scripts/proof/memory.py --table      GiB by model, pack length and learners: the table of proof/README.md
     python scripts/proof/memory.py DIR ... --table  the same of models with a config.json in DIR
 
 Flags have the names, meanings and defaults of the training scripts, whose --dry_run starts it. It needs a model's

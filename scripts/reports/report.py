@@ -6,7 +6,7 @@ The page needs no network and no other file: data, drawing code and style are in
 lets nothing else run, so that the text of a hostile response stays text. It has
 
 checks      what a practitioner would look at first, each with its numbers and its threshold
-curves      of metrics.jsonl, with the definition of the metric in scripts/README.md under the pointer
+curves      of metrics.jsonl, with the definition of the metric in scripts/reports/README.md under the pointer
 histograms  response length and score over time (rollouts.jsonl, else means and extremes) and, of single tokens
             (--dump_steps), the policy ratio new/old with the clip bounds, and the learner/engine probability ratio
 time        seconds per phase, and throughput against the floors that were measured
@@ -106,12 +106,12 @@ def series(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 @functools.cache
 def metric_table() -> list[tuple[set[str], set[str], str, str]]:
-    """The metrics table of scripts/README.md, a row each: as written, what short forms stand for, definition, healthy.
+    """The metrics table of reports/README.md, a row each: as written, what short forms stand for, definition, healthy.
 
     `_max` after `val/x_min` stands for val/x_min_max, val/x_max and val_max; a bare `reward` for time/reward. Of a
     definition without commas and with as many parts (;) as there are names each takes its own; so of healthy numbers.
     """
-    text = (ROOT / "scripts" / "README.md").read_text().split("| metric | definition")[1].split("\n\n")[0]
+    text = (ROOT / "scripts" / "reports" / "README.md").read_text().split("| metric | definition")[1].split("\n\n")[0]
     table = []
     for line in text.splitlines()[2:]:
         names, definition, healthy = line.split("|")[1:4]

@@ -1,4 +1,4 @@
-"""What the table of scripts/README.md, "Adapters and teachers", says works together, in whole runs of three steps."""
+"""What the table of parts/README.md, "Adapters and teachers", says works together, in whole runs of three steps."""
 
 import json
 
