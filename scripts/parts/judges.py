@@ -32,22 +32,11 @@ class Question:
     text: str
     lowest: int
     highest: int
-    label: str
+    label: str = ""
 
 
-def read_questions(path: str) -> dict[str, Question]:
-    """Verifier -> question, from a TOML file."""
-    with open(path, "rb") as file:
-        tables = tomllib.load(file)
-    questions = {}
-    for name, table in tables.items():
-        text = " ".join(table["text"].split())
-        lowest, highest = table["scale"]
-        questions[name] = Question(text, lowest, highest, table.get("label", ""))
-    return questions
-
-
-JUDGE_QUESTIONS = read_questions(os.path.join(rewards.SCRIPTS, "prompts", "judge.toml"))
+with open(os.path.join(rewards.SCRIPTS, "prompts", "judge.toml"), "rb") as _file:
+    JUDGE_QUESTIONS = {name: Question(**table) for name, table in tomllib.load(_file).items()}
 
 
 def judge_model(flags: RewardFlags, connect: bool) -> ChatModel:
@@ -214,10 +203,11 @@ def verify_rubric(record: RewardRecord) -> Verdict:
 
 def weighted_mean(criteria: Sequence[Criterion], futures: Sequence[Future]) -> Scored:
     """The score of verify_rubric from the futures of ask_judge, one for each criterion. Waits for them."""
-    verdicts = [future.result() for future in futures]
+    verdicts: list[Scored] = [future.result() for future in futures]
     details: dict[str, Any] = {"criteria": [verdict.details for verdict in verdicts]}
-    for verdict in verdicts:
+    products = []
+    for criterion, verdict in zip(criteria, verdicts, strict=True):
         if verdict.status in rewards.MISSING:
             return Scored(math.nan, verdict.status, details | {"problem": verdict.details["problem"]})
-    total = sum(c.weight * verdict.score for c, verdict in zip(criteria, verdicts, strict=True))
-    return Scored(total / total_weight(criteria), "ok", details)
+        products.append(criterion.weight * verdict.score)
+    return Scored(sum(products) / total_weight(criteria), "ok", details)

@@ -116,7 +116,8 @@ def pair_tests(label: dict) -> list[dict]:
     """[{"input", "output"}, ...] of verl's {"inputs": [...], "outputs": [...]}. Raises ValueError."""
     inputs = label.get("inputs")
     outputs = label.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+    are_lists = isinstance(inputs, list) and isinstance(outputs, list)
+    if not are_lists or len(inputs) != len(outputs):
         raise ValueError(f"code_stdio label needs as many inputs as outputs, got the keys {sorted(label)}")
     return [{"input": given, "output": output} for given, output in zip(inputs, outputs, strict=True)]
 

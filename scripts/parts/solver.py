@@ -26,6 +26,7 @@ SOLVER_TEMPERATURE = 0.7  # of several samples; a single sample is greedy
 SOLVER_TIMEOUT_S = 600.0  # for the replies to one guideline
 GRADING_TIMEOUT_S = 10.0  # of a solver's answer
 REPLIES_KEPT = 8192
+PLACEHOLDER = re.compile(r"\{(?:question|guideline)\}")
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,12 @@ def solver_prompt(template: str, question: str, guideline: str | None, share: fl
     """The message to the solver, with `share` of the guideline's characters. Without a guideline the paragraph of the
     template that has it is left out."""
     if guideline is None:
-        paragraphs = [text for text in template.split("\n\n") if "{guideline}" not in text]
-        template = "\n\n".join(paragraphs)
+        paragraphs = template.split("\n\n")
+        template = "\n\n".join(text for text in paragraphs if "{guideline}" not in text)
         guideline = ""
-    texts = {"{question}": question, "{guideline}": shortened(guideline, int(len(guideline) * share))}
-    return re.sub(r"\{(?:question|guideline)\}", lambda match: neutral(texts[match[0]]), template)
+    guideline = shortened(guideline, int(len(guideline) * share))
+    texts = {"{question}": neutral(question), "{guideline}": neutral(guideline)}
+    return PLACEHOLDER.sub(lambda match: texts[match[0]], template)
 
 
 def solve(solver: Solver, question: str, guideline: str | None) -> Future[Replies]:
@@ -90,7 +92,8 @@ def solve(solver: Solver, question: str, guideline: str | None) -> Future[Replie
     key = (question, guideline)
     with solver.lock:
         future = solver.replies.get(key)
-        if future is None or has_failed(future):
+        failed = future is not None and future.done() and (future.cancelled() or future.exception())
+        if future is None or failed:
             future = rewards.CALL_THREADS.submit(partial(ask_solver, solver, question, guideline))
             solver.replies[key] = future
         solver.replies.move_to_end(key)
@@ -99,16 +102,13 @@ def solve(solver: Solver, question: str, guideline: str | None) -> Future[Replie
     return future
 
 
-def has_failed(future: Future) -> bool:
-    return future.done() and (future.cancelled() or future.exception() is not None)
-
-
 def ask_solver(solver: Solver, question: str, guideline: str | None) -> Replies:
     """The solver's solutions, num_samples of them. Raises NoReply."""
     prompt = partial(solver_prompt, solver.template, question, guideline)
     if solver.num_samples == 1:
         return solver.model.ask(prompt, beginning=question)
-    seed = zlib.crc32(repr((question, guideline)).encode()) >> 1
+    key = repr((question, guideline)).encode()
+    seed = zlib.crc32(key) >> 1  # below 2^31
     return solver.model.ask(prompt, beginning=question, n=solver.num_samples, seed=seed)
 
 
@@ -123,6 +123,13 @@ def mean_score(results: Sequence[RewardResult]) -> float | None:
     """The mean of the scores that are not missing, None if all are."""
     scores = [result.score for result in results if result.status not in MISSING]
     return sum(scores) / len(scores) if scores else None
+
+
+def baseline_score(baseline: Future[Replies], answer: str) -> float | None:
+    """The mean score without a guideline, None if the request or all gradings failed. Waits for the replies."""
+    if baseline.exception() is not None:
+        return None
+    return mean_score(grade(baseline.result().replies, answer))
 
 
 def verify(record: RewardRecord) -> Verdict:
@@ -159,8 +166,7 @@ def guideline_score(guided: Future[Replies], baseline: Future[Replies] | None, a
         "truncated": sum(reply.cut for reply in replies),
     }
     if baseline is not None:
-        failed = baseline.exception() is not None
-        details["baseline"] = None if failed else mean_score(grade(baseline.result().replies, answer))
+        details["baseline"] = baseline_score(baseline, answer)
 
     value = mean_score(results)
     if value is None:
