@@ -21,7 +21,7 @@ import torch
 import grpo
 import rewards
 import utils
-from scripts.parts import run_dir, sandbox
+from scripts.parts import chat, run_code, run_dir, sandbox
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -219,18 +219,18 @@ def verdicts(flags, model, world, patch):
         limits.append(limit_s)
         return runs
 
-    patch.setattr(rewards, "in_sandbox", lambda call, *_: call(None))
-    patch.setattr(rewards, "sandbox_level", lambda *_: (["rlimits"], ["reading files"]))
+    patch.setattr(run_code, "in_sandbox", lambda call, *_: call(None))
+    patch.setattr(run_code, "sandbox_level", lambda *_: (["rlimits"], ["reading files"]))
     patch.setattr(sandbox, "run_stdio", run_stdio)
     found = {}
     label = [{"input": "1", "output": "1"}]
     record = rewards.RewardRecord("```python\nprint(1)\n```", label, "code_stdio")
     try:
-        rewards.require_sandbox()
+        run_code.require_sandbox()
         found["sandbox"] = "used"
     except ValueError:
         found["sandbox"] = "refused"
-        patch.setattr(rewards, "require_sandbox", lambda: None)
+        patch.setattr(run_code, "require_sandbox", lambda: None)
     found["code"] = rewards.score([record])[0].score
     found["limit"] = limits
     found["length"] = rewards.score([rewards.RewardRecord("x", "10", "max_length", num_tokens=20)])[0].score
@@ -246,14 +246,15 @@ def questions(flags, model, world, patch):
         text = prompt(1.0)
         asked.append({"solver": "Reason step" in text or text.startswith("OWN"), "length": len(text), "n": n})
         seen["text"] = text[:3]
-        return [("So.\nSCORE: 5" if "SCORE" in text else "\\boxed{7}", False)] * n, 1, 1.0
+        reply = chat.Reply("So.\nSCORE: 5" if "SCORE" in text else "\\boxed{7}", cut=False)
+        return chat.Replies([reply] * n, 1, 1.0)
 
     def start_servers(model_, log_dir, name="solver", **options):
         seen["servers"] = options["num_engines"]
         return types.SimpleNamespace(base_urls=["http://started"], api_key="k")
 
-    patch.setattr(rewards.ChatModel, "ask", ask)
-    patch.setattr(rewards.ChatModel, "connect", lambda self, urls, key: connected.append((self.model, *urls)))
+    patch.setattr(chat.ChatModel, "ask", ask)
+    patch.setattr(chat.ChatModel, "connect", lambda self, urls, key: connected.append((self.model, *urls)))
     patch.setattr(utils, "start_servers", start_servers)
     patch.setenv("OPENAI_API_KEY", "k")
     patch.setenv("SOLVER_API_KEY", "")
@@ -263,10 +264,14 @@ def questions(flags, model, world, patch):
     utils.start_reward_models(args, None, world)
     long = "word " * 5000
     chats = [("judge", rewards.JUDGE), ("solver", rewards.SOLVER and rewards.SOLVER.model)]
-    for name, chat in ((name, chat) for name, chat in chats if chat is not None):
+    for name, model_ in ((name, model_) for name, model_ in chats if model_ is not None):
         verifier = "general-quality" if name == "judge" else "solver"
-        seen |= {f"{name} model": chat.model, f"{name} sampling": chat.sampling, f"{name} seconds": chat.timeout_s}
-        seen[f"{name} slots"] = vars(chat.slots)["_initial_value"]
+        seen |= {
+            f"{name} model": model_.model,
+            f"{name} sampling": model_.sampling,
+            f"{name} seconds": model_.timeout_s,
+        }
+        seen[f"{name} slots"] = vars(model_.slots)["_initial_value"]
         (made,) = rewards.score([rewards.RewardRecord(long, "7", verifier, prompt="user: 3 + 4?")])
         seen[f"{name} baseline"] = "baseline" in made.details
     seen["asked"] = sorted((a["solver"], a["length"] // 100, a["n"]) for a in asked)

@@ -23,6 +23,7 @@ import grpo_fast
 import rewards
 import utils
 from scripts.data import competition_math, gsm8k, rlvr, rows
+from scripts.parts import ifeval, solver
 from scripts.train.debug import smoke
 from tests import programs
 from tests.conftest import REPO
@@ -441,7 +442,7 @@ def test_competition_math(tmp_path):
     assert (len(train), len(held_out), len({label["question"] for label in labels})) == (3, 2, 5)
     for row, label in zip(train + held_out, labels, strict=True):
         assert row["messages"][0]["content"].endswith(label["question"]) and row["dataset"] == "solver"
-        assert rewards.solver_label(row["ground_truth"], "user: ?") == (label["question"], label["answer"])
+        assert solver.solver_label(row["ground_truth"], "user: ?") == (label["question"], label["answer"])
     with pytest.raises(SystemExit, match="only 6 rows with an answer"):
         run_data("competition_math", "--dataset", tmp_path / "in", "--rows", 7, "--out", tmp_path / "x")
 
@@ -455,10 +456,9 @@ OLD_VALUES |= {"section_splitter": "Section", "original_prompt": "Do it.", "end_
 def test_older_instruction_labels_become_ifeval_s(function):
     label = rlvr.ifeval_label(json.dumps({"func_name": function, **OLD_VALUES}))
     assert rewards.check_ground_truth("ifeval", label) is None
-    ((_, kwargs),) = rewards.ifeval_label(label)
-    assert set(kwargs) == set(
-        rewards.ifeval_constraints()[rlvr.FUNCTIONS[function][0]]("x").get_instruction_args_keys()
-    )
+    ((_, arguments),) = ifeval.ifeval_label(label)
+    expected = ifeval.ifeval_constraints()[rlvr.FUNCTIONS[function][0]]("x").get_instruction_args_keys()
+    assert set(arguments) == set(expected)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ from rewards import (
     max_score,
     score,
 )
-from scripts.parts import worker
+from scripts.parts import gym as gym_part
+from scripts.parts import ifeval as ifeval_part
+from scripts.parts import run_code, user_files
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_CASES = ROOT.parent / "shared" / "reward_cases.jsonl"
@@ -256,6 +258,21 @@ def test_cases(rows):
     assert_scores(rows)
 
 
+LOADED = """
+import sys
+import rewards
+records = [rewards.RewardRecord("#### 72", "72", "gsm8k"), rewards.RewardRecord("\\\\boxed{x+1}", "1+x", "math")]
+assert [rewards.check_ground_truth(r.dataset, r.ground_truth) for r in records] == [None, None]
+assert [result.score for result in rewards.score(records)] == [1.0, 1.0]
+print(sorted(name for name in sys.modules if name.startswith(("scripts.", "openai", "sympy", "reasoning_gym"))))
+"""
+
+
+def test_parts_are_not_loaded_without_their_verifiers():
+    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 def test_three_rules_for_gsm8k_are_the_readme_s_table():
     readme = (ROOT / "scripts" / "parts" / "README.md").read_text()
     lines = readme.split("| `gsm8k` | `gsm8k_strict` | `gsm8k_verl` |\n")[1].split("\n\n")[0].splitlines()[1:]
@@ -365,7 +382,7 @@ def test_a_constraint_is_found_behind_many_blanks():
 
 IMPORTS = """
 import importlib.util, sys, threading
-import rewards
+from scripts.parts import ifeval
 asked = set()
 def ask():
     while not ended.wait(0.001):
@@ -373,7 +390,7 @@ def ask():
 ended = threading.Event()
 thread = threading.Thread(target=ask)
 thread.start()
-rewards.ifeval_constraints()
+ifeval.ifeval_constraints()
 ended.set()
 thread.join()
 print(sorted(sys.modules.keys() & {"datasets", "pandas", "pyarrow"}), asked)
@@ -389,7 +406,7 @@ def test_instructions_are_judged_without_datasets():
 def drawn_labels():
     """(constraint id, label) of all 83, with arguments as the library draws them."""
     given = {"prompt_to_repeat": "Say hi to the cat.", "reference_text": "A text."}  # these it does not draw
-    for name, constraint in rewards.ifeval_constraints().items():
+    for name, constraint in ifeval_part.ifeval_constraints().items():
         made = constraint(name)
         kwargs = {key: given[key] for key in given.keys() & set(made.get_instruction_args_keys())}
         made.build_description(**kwargs)
@@ -503,7 +520,7 @@ def test_pairs_of_answers():
 
 READ = """
 import json, multiprocessing, sys
-from scripts.parts import worker
+from scripts.parts import equality
 import math_verify
 texts = json.load(sys.stdin)
 def read(text):
@@ -512,7 +529,7 @@ def read(text):
     except Exception as error:
         return type(error).__name__
 def read_all(how):
-    if how == "fast": worker.math_verify_parse()
+    if how == "fast": equality.math_verify_parse()
     return {text: read(text) for text in texts}
 with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as forked:
     print(json.dumps(forked.map(read_all, ["fast", "full"], chunksize=1)))
@@ -658,7 +675,7 @@ def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant(monkeypatc
     """Each task's own answer is worth 1.0, a constant less, unless it is the answer; or the task is refused."""
     rows, refused, tried = [], [], collections.Counter()
     for task in gym_tasks():
-        if task in rewards.REASONING_GYM_REFUSED:
+        if task in gym_part.REASONING_GYM_REFUSED:
             refused.append(check_ground_truth("reasoning_gym", gym(task, CHAIN_SUM)))
             continue
         for i in range(3):
@@ -668,7 +685,7 @@ def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant(monkeypatc
                 continue
             own = entry["answer"] if task not in SOLUTIONS else SOLUTIONS[task](entry["metadata"])
             rows.append((task, entry, own, True))
-            if tried[task] == (1 if task in rewards.REASONING_GYM_UNSAFE else 2):  # there each is a start of its own
+            if tried[task] == (1 if task in gym_part.REASONING_GYM_UNSAFE else 2):  # there each is a start of its own
                 continue
             tried[task] += 1
             constants = [*map(str.strip, CONSTANTS), json.dumps(["NaN"] * len(own.split(",")))]
@@ -676,7 +693,7 @@ def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant(monkeypatc
             rows += [(task, entry, c, False) for c in constants if numbers.get(c, c) != numbers.get(own, own)]
     assert len(refused) == 2 and all("pays wrong answers" in reason for reason in refused)
     assert len({task for task, *_ in rows}) == 104  # 106 with composite
-    monkeypatch.setattr(rewards.SANDBOXES, "slots", threading.BoundedSemaphore(1))  # 1.3 s for each that starts
+    monkeypatch.setattr(run_code.SANDBOXES, "slots", threading.BoundedSemaphore(1))  # 1.3 s for each that starts
     results = score_rows([("reasoning_gym", gym(task, entry), answer) for task, entry, answer, _ in rows])
     wrong = [
         (task, answer, entry["answer"], result)
@@ -701,10 +718,10 @@ def compiled(jobs):
         lambda event, args: event == "compile" and args[1] == "<string>" and run.append(str(args[0])[:200])
     )
     for task, entry, answer in jobs:
-        worker.reasoning_gym_dataset(task)
+        gym_part.reasoning_gym_dataset(task)
         run.clear()
         with contextlib.suppress(Exception):
-            worker.work_reasoning_gym(task, entry, answer)()
+            gym_part.work_reasoning_gym(task, entry, answer)()
         if run:
             found.append((task, list(run)))
     return found
@@ -744,8 +761,8 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
     evil, jobs = "__import__('os').system('true')", []
     for task in (
         set(gym_tasks())
-        - rewards.REASONING_GYM_UNSAFE
-        - rewards.REASONING_GYM_REFUSED.keys()
+        - gym_part.REASONING_GYM_UNSAFE
+        - gym_part.REASONING_GYM_REFUSED.keys()
         - {"composite", "puzzle24"}
     ):
         entry = gym_entry(task)
@@ -1125,8 +1142,8 @@ def test_macos_sets_no_limits(monkeypatch):
     def refuses(*_):
         raise ValueError("current limit exceeds maximum limit")
 
-    monkeypatch.setattr(worker.resource, "setrlimit", refuses)
+    monkeypatch.setattr(user_files.resource, "setrlimit", refuses)
     with pytest.raises(ValueError):
-        worker.limit(worker.resource.RLIMIT_AS, 2**40)
-    monkeypatch.setattr(worker.sys, "platform", "darwin")
-    worker.limit(worker.resource.RLIMIT_AS, 2**40)
+        user_files.set_limit(user_files.resource.RLIMIT_AS, 2**40)
+    monkeypatch.setattr(user_files.sys, "platform", "darwin")
+    user_files.set_limit(user_files.resource.RLIMIT_AS, 2**40)

@@ -621,7 +621,7 @@ def test_a_worker_ends_with_its_trainer_though_its_environment_waits(tmp_path):
     arguments = {"path": str(tmp_path / "waits.py"), "config": {}, "state": None, "episode": episode}
     worker.start()
     try:
-        line = {"work": "work_environment", "arguments": arguments, "timeout_s": 600}
+        line = {"work": "environments.work_environment", "arguments": arguments, "timeout_s": 600}
         worker.socket.sendall(json.dumps(line).encode() + b"\n")
         assert worker.receive(time.monotonic() + rewards.START_TIMEOUT_S) == {"ready": True}
         while not asked.exists():

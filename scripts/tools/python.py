@@ -17,8 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import rewards
-from scripts.parts import sandbox
+from scripts.parts import run_code, sandbox
 
 SCHEMA = {
     "type": "function",
@@ -96,7 +95,7 @@ class Tool:
     def call(self, code: str) -> str:
         """What the program writes; of a text with ``` blocks, the last is the program. Raises ValueError for one that
         fails, ConnectionError where the sandbox does."""
-        code = rewards.program_text(code) if "```" in code else code
+        code = run_code.program_text(code) if "```" in code else code
         try:
             run = box().run("program", [json.dumps([*self.cells, code]), None, None, RUN_CELLS], self.timeout)
         except sandbox.SandboxError as error:

@@ -21,7 +21,8 @@ import pytest
 
 import rewards
 from rewards import RewardRecord, check_ground_truth, score
-from scripts.parts import sandbox
+from scripts.parts import gym as gym_part
+from scripts.parts import run_code, sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = 54321  # nobody's number, in the hope that nobody uses it
@@ -257,13 +258,14 @@ DRIVER = """
 import json, sys, threading
 sys.path.insert(0, {copy!r})
 import rewards
-rewards.SANDBOXES.slots = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
+from scripts.parts import run_code
+run_code.SANDBOXES.slots = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
 settings = json.loads(sys.argv[1])
-rewards.WITHOUT_LAYERS = tuple(settings.pop("without"))
+run_code.WITHOUT_LAYERS = tuple(settings.pop("without"))
 rewards.configure(rewards.RewardFlags(**settings), connect=False)
-layers, leaks = rewards.sandbox_level(rewards.WITHOUT_LAYERS)
+layers, leaks = run_code.sandbox_level(run_code.WITHOUT_LAYERS)
 records = [rewards.RewardRecord("```python\\n" + p + "\\n```", label, name) for name, label, p in json.load(sys.stdin)]
-box = rewards.SANDBOXES.idle[(), rewards.WITHOUT_LAYERS][0]
+box = run_code.SANDBOXES.idle[(), run_code.WITHOUT_LAYERS][0]
 server, results = box.process.pid, []
 for record in records:
     result, = rewards.score([record])
@@ -311,9 +313,10 @@ def copy():
     """A copy of the files that every user may read; its path marks the processes of this test."""
     directory = Path(tempfile.mkdtemp(prefix="sandbox-test-"))
     directory.chmod(0o755)
-    for folder in ("scripts", "scripts/prompts"):
+    for folder in ("scripts", "scripts/parts", "scripts/prompts"):
         (directory / folder).mkdir(mode=0o755)
-    for name in ("rewards.py", "scripts/parts/sandbox.py", "scripts/prompts/judge.txt", "scripts/prompts/solver.txt"):
+    parts = ("scripts/parts/run_code.py", "scripts/parts/sandbox.py")
+    for name in ("rewards.py", *parts, "scripts/prompts/solver.txt"):
         shutil.copy(ROOT / name, directory / name)
         (directory / name).chmod(0o644)
     yield directory
@@ -395,7 +398,7 @@ def configured(monkeypatch):
     """Function (flags, without=layers left out); the default settings come back afterwards."""
 
     def configure(without=(), **flags):
-        monkeypatch.setattr(rewards, "WITHOUT_LAYERS", without)
+        monkeypatch.setattr(run_code, "WITHOUT_LAYERS", without)
         rewards.configure(rewards.RewardFlags(**flags), connect=False)
 
     yield configure
@@ -426,7 +429,7 @@ def test_nothing_survives_a_killed_trainer(without, copy):
 
 def only_sandbox():
     """The idle fork server that the next program gets."""
-    return rewards.SANDBOXES.idle[(), rewards.WITHOUT_LAYERS][-1]
+    return run_code.SANDBOXES.idle[(), run_code.WITHOUT_LAYERS][-1]
 
 
 def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monkeypatch):
@@ -458,9 +461,9 @@ def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monk
 )
 def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
     configured(without=without)
-    rewards.sandbox_level.cache_clear()
+    run_code.sandbox_level.cache_clear()
     try:
-        layers, leaks = rewards.sandbox_level(without)
+        layers, leaks = run_code.sandbox_level(without)
     except ValueError as error:
         pytest.skip(str(error))
     missing = {"namespaces", "Landlock", "seccomp"} - {word for layer in layers for word in layer.split()}
@@ -978,7 +981,7 @@ def test_settings(configured):
     ],
 )  # fmt: skip
 def test_program_text(response, want):
-    assert rewards.program_text(response).strip("\n") == want
+    assert run_code.program_text(response).strip("\n") == want
 
 
 def test_response_without_a_program_is_no_answer():
@@ -1048,9 +1051,9 @@ GYM_ATTACKS = [
 
 
 def test_scorers_that_run_expressions(gym, monkeypatch):
-    monkeypatch.setattr(rewards.SANDBOXES, "slots", threading.BoundedSemaphore(1))  # 1.3 s for each that starts
+    monkeypatch.setattr(run_code.SANDBOXES, "slots", threading.BoundedSemaphore(1))  # 1.3 s for each that starts
     literals = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "number_sorting"}
-    for task in sorted(rewards.REASONING_GYM_UNSAFE | literals | {"puzzle24"}):
+    for task in sorted(gym_part.REASONING_GYM_UNSAFE | literals | {"puzzle24"}):
         entry = gym(task)
         label = {"task": task, "entry": entry}
         assert check_ground_truth("reasoning_gym", label) is None
@@ -1077,7 +1080,7 @@ def test_literal_of_a_list_still_gets_the_scorers_tenth(gym):
 
 
 def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
-    monkeypatch.setattr(rewards, "REASONING_GYM_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(gym_part, "REASONING_GYM_TIMEOUT_S", 1.5)
     label = {"task": "countdown", "entry": gym("countdown")}
     results = score(
         [RewardRecord("9**9**9", label, "reasoning_gym"), RewardRecord("94*4 - 6 - 61", label, "reasoning_gym")]
