@@ -7,7 +7,6 @@ Import this module before torch: it pins thread counts and sets vLLM's switches,
 
 import bisect
 import contextlib
-import copy
 import ctypes
 import functools
 import gc
@@ -32,12 +31,11 @@ import time
 import timeit
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1372,8 +1370,8 @@ class VLLMEngine(Engine):
 
 
 def cpu_engine_options(args: Flags, max_model_len: int) -> dict[str, Any]:
-    """Options of vLLM on a CPU. Its CPU build cannot rewind a seeded generator, which chunked prefill needs: prompts are
-    scheduled whole. The prefix cache shares whole blocks, and most prompts are shorter than the default of 128."""
+    """Options of vLLM on a CPU. Its CPU build cannot rewind a seeded generator, which chunked prefill needs: prompts
+    are scheduled whole. The prefix cache shares whole blocks, and most prompts are shorter than the default of 128."""
     options: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
     if args.vllm_enable_prefix_caching:
         options["block_size"] = 32
@@ -1381,7 +1379,7 @@ def cpu_engine_options(args: Flags, max_model_len: int) -> dict[str, Any]:
 
 
 def gpu_engine_options(args: Flags, max_num_seqs: int) -> dict[str, Any]:
-    """Options of vLLM on a GPU. Its CUDA graphs end at 512 sequences: have them reach the batch, in their steps of 16."""
+    """Options of vLLM on a GPU. Its CUDA graphs end at 512 sequences: extend them to the batch, in steps of 16."""
     if args.vllm_enforce_eager or max_num_seqs <= 512:
         return {}
     return {"max_cudagraph_capture_size": 16 * math.ceil(max_num_seqs / 16)}
@@ -1765,7 +1763,7 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def within_window(config: Any, args: Flags) -> bool:
-    """Whether each token attends to all tokens before it. If a sliding window is shorter, the model's own masks apply."""
+    """Whether each token attends to all tokens before it. With a shorter sliding window the model's own masks apply."""
     window = getattr(config, "sliding_window", None) or math.inf
     return args.max_prompt_token_length + args.response_length <= window
 
@@ -1839,10 +1837,10 @@ def dither(weight: torch.Tensor, seed: int) -> None:
     """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
 
     A weight in the middle of its rounding interval takes hundreds of updates of the learning rate's size to reach an
-    end of it. Until then nothing that computes in bfloat16 changes. Dithered, the share of weights that round to another
-    number grows with the drift, from the first update on. The policy stays the same bit for bit: rounded to nearest,
-    weight + offset is the same number for offsets of -32767 to 32767 units of the 16 bits that rounding drops. Zeros
-    stay, and so do weights between two bfloat16 numbers (those of float32 checkpoints).
+    end of it. Until then nothing that computes in bfloat16 changes. Dithered, the share of weights that round to
+    another number grows with the drift, from the first update on. The policy stays the same bit for bit: rounded to
+    nearest, weight + offset is the same number for offsets of -32767 to 32767 units of the 16 bits that rounding drops.
+    Zeros stay, and so do weights between two bfloat16 numbers (those of float32 checkpoints).
     """
     bits = weight.view(torch.int32).view(-1)
     random_words = np.random.PCG64(seed).random_raw(bits.numel() // 4 + 1)
@@ -1854,7 +1852,7 @@ def dither(weight: torch.Tensor, seed: int) -> None:
 
 
 def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
-    """Shard `module`, whose forward is called, and the layers of the causal LM `model` inside it over all ranks (FSDP2).
+    """Shard `module`, whose forward is called, and the layers of the causal LM `model` in it over all ranks (FSDP2).
 
     Compute is in --model_dtype; master weights and gradient reduction are in float32; frozen weights are stored in
     --model_dtype. --deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3
@@ -1865,13 +1863,14 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
     replicated = args.deepspeed_stage == 0
     shape = (world.size, 1) if replicated else (1, world.size)
     mesh = _device_mesh(dist.group.WORLD, world.device.type, shape)
+    shard_mesh = mesh if replicated else mesh["shard"]
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
     names = {id(p): name for name, p in model.named_parameters()}
     for part in [*blocks_of(model), module]:  # one at a time: the host never holds the whole model in float32
         cast_weights(part, names, args)
         fully_shard(
             part,
-            mesh=mesh if replicated else mesh["shard"],
+            mesh=shard_mesh,
             mp_policy=precision,
             reshard_after_forward=args.deepspeed_stage == 3,
         )
@@ -2043,7 +2042,7 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
 
 
 @contextlib.contextmanager
-def whole_directory(path: Path) -> Iterator[Path]:
+def whole_directory(path: Path) -> Generator[Path]:
     """A directory to write a model into, which replaces `path` at the end: readers never see half a save."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -2105,8 +2104,8 @@ class Checkpoints:
         self.writer: Any = None
 
     def save(self, step: int, modules: dict[str, Any], optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
-        """Start to write everything a resume needs. Returns once it is copied, so that training may go on. The optimizer
-        is that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added."""
+        """Start to write everything a resume needs. Returns once it is copied, so that training may go on. The
+        optimizer is that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added."""
         if self.writer is None:
             from scripts.parts import checkpoints
 
@@ -2138,7 +2137,7 @@ def load_checkpoint(
 def take_state(
     args: Flags, step: int, policy: Any, optimizer: torch.optim.Optimizer, engine: Engine | None, world: World
 ) -> None:
-    """With --load_states: load the other run's weights and moments after `step`; step 0 is the start model. All ranks."""
+    """With --load_states: load the other run's weights and moments after `step`; step 0 is the start model."""
     if not args.load_states or step == 0:
         return
     from scripts.parts import checkpoints
@@ -2147,9 +2146,9 @@ def take_state(
 
 
 class Stop:
-    """Answers SIGTERM and Ctrl-C. During a step the first signal lets the step end and a second one ends the process; at
-    any other time the first one ends it. A thread reads the signals: a handler would run only after what the main
-    thread computes."""
+    """Answers SIGTERM and Ctrl-C. During a step the first signal lets the step end and a second one ends the process.
+    At any other time the first one ends it. A thread reads the signals: Python runs a handler only between two
+    operations of the main thread, which may take minutes."""
 
     def __init__(self):
         self.during = ""  # what the first signal lets end, for a person; "": nothing

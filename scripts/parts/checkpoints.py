@@ -98,9 +98,8 @@ def publish(temporary: Path, keep: int) -> None:
     -1 none. Raises OSError."""
     root = temporary.parent
     final = temporary.with_suffix("")
-    manifest = {
-        str(file.relative_to(temporary)): stamp(file) for file in sorted(temporary.rglob("*")) if file.is_file()
-    }
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    manifest = {str(file.relative_to(temporary)): stamp(file) for file in files}
     write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1))
     remove(final)  # a damaged one that a resume has skipped
     os.replace(temporary, final)
@@ -239,7 +238,7 @@ def take_state(
 
 
 def list_checkpoints(run_dir: Path) -> None:
-    """Print the checkpoints of a run, newest first, and what is wrong with each. Raises SystemExit if there are none."""
+    """Print the checkpoints of a run, newest first, with what is wrong with each. Raises SystemExit without any."""
     paths = checkpoint_dirs(run_dir / "checkpoints")
     if not paths:
         raise SystemExit(f"{run_dir}: no checkpoint here. Was it a run with --checkpoint_state_freq?")

@@ -21,8 +21,8 @@ from typing import Any
 
 import huggingface_hub
 
-SHOWN_FLAGS = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature learning_rate beta
-    loss_fn advantage_normalization_type chat_template_name stop_strings seed""".split()
+SHOWN_FLAGS = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature learning_rate
+    beta loss_fn advantage_normalization_type chat_template_name stop_strings seed""".split()
 SHOWN_METRICS = ("eval/pass_at_1", "eval/objective/verifiable_correct_rate", "eval/scores", "eval/sequence_lengths")
 
 

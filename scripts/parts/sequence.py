@@ -44,8 +44,8 @@ def columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def all_columns(own: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """(B, T) from each rank's columns. Every rank computes the same loss from it. So each rank takes the gradient of its
-    own columns only, and gradients are not added up."""
+    """(B, T) from each rank's columns. Every rank computes the same loss from it. So each rank takes the gradient of
+    its own columns only, and gradients are not added up."""
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own.detach(), group)
     parts[group.rank()] = own

@@ -115,8 +115,8 @@ class TransformersEngine(utils.Engine):
 
 
 class SeededSampler(LogitsProcessor):
-    """Makes a greedy search sample softmax(logits / temperature), by the Gumbel-max trick: it returns logprobs minus the
-    log of exponential noise, which each request draws from its own seed. Keeps the logprobs of the tokens chosen."""
+    """Makes a greedy search sample softmax(logits / temperature), by the Gumbel-max trick: it returns logprobs minus
+    the log of exponential noise, which each request draws from its own seed. Keeps the chosen tokens' logprobs."""
 
     def __init__(self, requests: Sequence[utils.Request], device: torch.device):
         self.temperatures = torch.tensor([[request.temperature or 1.0] for request in requests], device=device)
