@@ -60,6 +60,7 @@ gc.set_threshold(10_000)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 import rewards  # noqa: E402
 from rewards import Refusing, UserError, need, positive  # noqa: E402
@@ -75,6 +76,7 @@ if TYPE_CHECKING:  # an import of seconds; and names of the room above, which no
     import grpo
 
 T = TypeVar("T")
+NamedTensors = Iterable[tuple[str, Tensor]]
 REPO = Path(__file__).resolve().parent
 OTHER_FLAGS = REPO / "scripts" / "train" / "open_instruct.tsv"  # flag or flag=value, what happens to it, what or why
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -1201,7 +1203,7 @@ class Engine(Sampler):
         # With --deterministic next turns start together, when all have been answered: no batch depends on timing
         self.in_rounds = args.deterministic
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
         raise NotImplementedError
 
@@ -1303,7 +1305,7 @@ class VLLMEngine(Engine):
             self.llm.sleep(level)
         self.asleep = level
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         with fenced_rng():
             if self.asleep:
                 self.llm.wake_up(["weights"])
@@ -1412,14 +1414,14 @@ PACK_ATTENTION = "packs"
 SHORT_PIECE = 256  # tokens up to which one masked product is faster than one per response (CPU)
 
 
-def columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """See scripts/parts/sequence.py."""
     from scripts.parts import sequence
 
     return sequence.columns(x, group)
 
 
-def all_columns(x: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
+def all_columns(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """See scripts/parts/sequence.py."""
     from scripts.parts import sequence
 
@@ -1460,7 +1462,7 @@ class Layout:
         return chunks
 
     @functools.cached_property
-    def masks(self) -> dict[tuple[int, ...], torch.Tensor]:
+    def masks(self) -> dict[tuple[int, ...], Tensor]:
         """Boolean masks (queries, keys) of products that are not plainly causal: of a piece by (shared tokens, tokens
         of each segment), of a single segment by (shared tokens, its tokens)."""
         masks = {}
@@ -1568,17 +1570,17 @@ def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: to
 
 def pack_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     layout: Layout | None = None,
     flex: bool | None = None,
     group: dist.ProcessGroup | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
     Returns (1, T, heads, D). A GPU runs one flex attention over the pack. A CPU attends piece by piece: with one mask
@@ -1595,29 +1597,15 @@ def pack_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if flex is None:
         flex = query.is_cuda
-    attend = _attend_with_flex if flex else _attend_by_piece
-    return attend(query, key, value, scaling, layout), None
+    if not flex:
+        return _attend_by_piece(query, key, value, scaling, layout), None
+    options: dict[str, Any] = {"scale": scaling, "kernel_options": FLEX_OPTIONS[0]}
+    grouped = query.shape[1] != key.shape[1]
+    mixed = _flex_attention()(query, key, value, block_mask=layout.block_mask, enable_gqa=grouped, **options)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
-def _attend_with_flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layout: Layout
-) -> torch.Tensor:
-    """Attention of a pack in one kernel. Returns (1, T, heads, D)."""
-    mixed = _flex_attention()(
-        query,
-        key,
-        value,
-        block_mask=layout.block_mask,
-        scale=scaling,
-        kernel_options=FLEX_OPTIONS[0],
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return mixed.transpose(1, 2).contiguous()
-
-
-def _attend_by_piece(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layout: Layout
-) -> torch.Tensor:
+def _attend_by_piece(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: Layout) -> Tensor:
     """Attention of a pack, a product for each chunk of its layout. Returns (1, T, heads, D)."""
     from transformers.integrations.sdpa_attention import repeat_kv
 
@@ -1755,7 +1743,7 @@ def check_models(args: Flags) -> None:
     play("parts/fits.py", json.dumps(asdict(args)))
 
 
-def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter."""
     from torch.distributed.tensor import DTensor
 
@@ -1833,7 +1821,7 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def dither(weight: torch.Tensor, seed: int) -> None:
+def dither(weight: Tensor, seed: int) -> None:
     """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
 
     A weight in the middle of its rounding interval takes hundreds of updates of the learning rate's size to reach an
@@ -1935,7 +1923,7 @@ def trial_adapters(policy: Any, seed: int) -> contextlib.AbstractContextManager[
     return adapters.trial_adapters(policy, seed)
 
 
-def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: Any) -> NamedTensors:
     """(checkpoint name, parameter) of all weights of a model except adapters. A tied head is yielded under its own name
     too: vLLM's CPU backend keeps a packed copy of it, which would go stale."""
     parameters = {n.replace(".base_layer.", "."): p for n, p in model.named_parameters() if ".lora_" not in n}
@@ -1956,7 +1944,7 @@ def shard_again(module: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def full_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def full_weights(policy: Any, dtype: torch.dtype) -> NamedTensors:
     """Yield (checkpoint name, whole tensor in `dtype`) of named_weights(policy.model), one at a time, with adapters
     merged into them. All ranks must exhaust it in lock-step."""
     shard_again(policy)
@@ -1968,10 +1956,10 @@ def full_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
         yield from gather_weights(named_weights(policy.model), dtype)
 
 
-def gather_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
     """Yield (name, whole tensor in `dtype`) of sharded weights, with one collective for each GATHER_BYTES of them. All
     ranks must exhaust it in lock-step."""
-    bucket: list[tuple[str, torch.Tensor]] = []
+    bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in named:
         bucket.append((name, weight))
@@ -1984,9 +1972,7 @@ def gather_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
         yield from _gather_bucket(bucket, dtype)
 
 
-def _gather_bucket(
-    bucket: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
     """Gather the weights of a bucket with one collective. FSDP shards rows: of R ranks each holds ceil(rows / R) of
     them, the last ones fewer or none, so shards are padded to the first rank's size."""
     mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
@@ -2005,7 +1991,7 @@ def _gather_bucket(
         yield name, rows[: len(weight)]
 
 
-def _padded_shard(weight: torch.Tensor, ranks: int, dtype: torch.dtype) -> torch.Tensor:
+def _padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
     """This rank's rows of a weight in `dtype`, flattened and padded to ceil(rows / ranks) rows."""
     shard = shard_of(weight).to(dtype).flatten()
     rows = math.ceil(len(weight) / ranks)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def adapted_layers(model: Any) -> dict[str, Any]:
     return {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def adapter_weights(model: Any) -> utils.NamedTensors:
     """(peft's name, whole float32 tensor) of A and B of each adapter. All ranks."""
     named = []
     for name, layer in adapted_layers(model).items():
@@ -58,7 +58,7 @@ def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from utils.gather_weights(named, torch.float32)
 
 
-def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(model: Any, dtype: torch.dtype) -> utils.NamedTensors:
     """(checkpoint name, whole tensor in `dtype`) of all weights: W + scaling B A where there is an adapter. All ranks
     must exhaust it in lock-step."""
     layers = adapted_layers(model)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import utils
 
@@ -36,14 +37,14 @@ def share(thing: T, group: dist.ProcessGroup) -> list[T]:
     return everyone
 
 
-def columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's columns of (B, T). Every rank gets the same number: x is padded with zeros."""
     n = math.ceil(x.shape[1] / group.size())
     padded = torch.nn.functional.pad(x, (0, n * group.size() - x.shape[1]))
     return padded.split(n, 1)[group.rank()]
 
 
-def all_columns(own: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
+def all_columns(own: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """(B, T) from each rank's columns. Every rank computes the same loss from it. So each rank takes the gradient of
     its own columns only, and gradients are not added up."""
     parts = [torch.empty_like(own) for _ in range(group.size())]
@@ -52,7 +53,7 @@ def all_columns(own: torch.Tensor, length: int, group: dist.ProcessGroup) -> tor
     return torch.cat(parts, 1)[:, :length].clone()  # FSDP's forward must not return a view
 
 
-def exchange(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
+def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
     """All-to-all: cut dimension `split` into a part for each rank of the group, and concatenate the parts that arrive
     along `join`. Its gradient is the exchange in the other direction."""
     from torch.distributed._functional_collectives import all_to_all_single
@@ -63,14 +64,14 @@ def exchange(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scaling: float | None,
     layout: utils.Layout | None,
     flex: bool | None,
     group: dist.ProcessGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """utils.pack_attention of (1, heads, T, D) queries of this rank's T tokens. Returns (1, T, heads, D). Key-value
     heads are repeated where the group has more ranks."""
     from transformers.integrations.sdpa_attention import repeat_kv

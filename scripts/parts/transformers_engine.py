@@ -1,9 +1,10 @@
 """An engine without vLLM (--rollout_backend transformers). utils.py imports this for such runs only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TopPLogitsWarper
 
@@ -30,7 +31,7 @@ class TransformersEngine(utils.Engine):
         self.waiting: dict[str, utils.Request] = {}
 
     @torch.no_grad()
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: utils.NamedTensors, version: int) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         missing = set(parameters)
         for name, tensor in named_tensors:
@@ -124,9 +125,9 @@ class SeededSampler(LogitsProcessor):
         self.generators = [torch.Generator().manual_seed(request.seed) for request in requests]
         top_p = requests[0].top_p
         self.top_p = TopPLogitsWarper(top_p) if top_p < 1 else None
-        self.logprobs: list[torch.Tensor] = []  # (B, 1) each
+        self.logprobs: list[Tensor] = []  # (B, 1) each
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.float() / self.temperatures  # (B, V)
         if self.top_p is not None:
             scores = self.top_p(input_ids, scores)
