@@ -1116,18 +1116,19 @@ class Rollout(Columns):
     def append(self, generation: Generation) -> None:
         """Add tokens the policy chose."""
         chosen = np.ones(len(generation.token_ids), np.bool_)
-        self._add(generation.token_ids, generation.logprobs, chosen, generation.versions)
+        self._add(
+            token_ids=generation.token_ids, logprobs=generation.logprobs, mask=chosen, versions=generation.versions
+        )
         self.finish_reason = generation.finish_reason
 
     def append_answer(self, token_ids: Sequence[int]) -> None:
         """Add tokens the policy did not choose: no logprob, no version, no part in the loss."""
         n = len(token_ids)
-        self._add(token_ids, np.zeros(n), np.zeros(n), np.full(n, -1))
+        self._add(token_ids=token_ids, logprobs=np.zeros(n), mask=np.zeros(n), versions=np.full(n, -1))
 
-    def _add(self, token_ids: Any, logprobs: Any, mask: Any, versions: Any) -> None:
-        added = {"token_ids": token_ids, "logprobs": logprobs, "mask": mask, "versions": versions}
+    def _add(self, **columns: Any) -> None:
         for name, dtype in COLUMNS.items():
-            values = np.asarray(added[name], dtype)
+            values = np.asarray(columns[name], dtype)
             setattr(self, name, np.concatenate([getattr(self, name), values]))
 
     def so_far(self) -> dict[str, Any]:
@@ -1441,14 +1442,16 @@ class Layout:
     segment attends to the shared tokens of its piece and, causally, to itself."""
 
     def __init__(self, pieces: Sequence[tuple[int, Sequence[int]]], device: torch.device):
-        self.pieces: list[tuple[int, list[int]]] = []
+        self.device = device
+        self.pieces = []
+        self.length = 0  # tokens
         for shared, segments in pieces:
+            length = shared + sum(segments)
+            self.length += length
             if len(segments) == 1:  # plain causal attention
-                self.pieces.append((0, [shared + segments[0]]))
+                self.pieces.append((0, [length]))
             else:
                 self.pieces.append((shared, list(segments)))
-        self.length = sum(shared + sum(segments) for shared, segments in self.pieces)  # tokens
-        self.device = device
 
     @functools.cached_property
     def chunks(self) -> list[list[int]]:
@@ -1560,10 +1563,11 @@ def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: to
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = head_dim(config)
+    kv_shape = (1, kv_heads, tokens, width)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
     query = torch.ones(1, heads, tokens, width, **options)
-    key = torch.ones(1, kv_heads, tokens, width, **options)
-    value = torch.ones(1, kv_heads, tokens, width, **options)
+    key = torch.ones(kv_shape, **options)
+    value = torch.ones(kv_shape, **options)
     mixed, _ = pack_attention(torch.nn.Module(), query, key, value, None, layout=layout, flex=True)
     mixed.sum().backward()
 
@@ -1575,7 +1579,6 @@ def pack_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     layout: Layout | None = None,
     flex: bool | None = None,
     group: dist.ProcessGroup | None = None,
@@ -1594,7 +1597,7 @@ def pack_attention(
 
         return sequence.attend(query, key, value, scaling, layout, flex, group), None
     if layout is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if flex is None:
         flex = query.is_cuda
     if not flex:
@@ -1644,16 +1647,18 @@ def balance(tokens: Sequence[float], costs: Sequence[float], bins: int, exchange
     if bins == 1:
         return [list(range(len(tokens)))]
     sizes = np.array([tokens, costs], dtype=np.float64)  # (2, items)
-    sizes /= np.maximum(sizes.sum(1, keepdims=True), 1e-9) / bins  # 1.0 is an even share
+    totals = np.maximum(sizes.sum(1, keepdims=True), 1e-9)
+    sizes /= totals / bins  # 1.0 is an even share
     # Few long items cannot be even in both: a cost may deviate a bit more than tokens do
     sizes[1] = sizes.mean(0)
 
     owner = np.zeros(len(tokens), dtype=np.int64)  # the bin of each item
     loads = np.zeros((2, bins))
     for i in np.argsort(-sizes.sum(0), kind="stable"):
-        bin_loads = np.maximum(loads[0] + sizes[0, i], loads[1] + sizes[1, i])
-        owner[i] = bin_loads.argmin()
-        loads[:, owner[i]] += sizes[:, i]
+        with_item = loads + sizes[:, i, None]  # of each bin, if the item were in it
+        best = with_item.max(0).argmin()
+        owner[i] = best
+        loads[:, best] += sizes[:, i]
 
     for _ in range(exchanges):
         if loads.max() <= 1.002 or not _exchange_items(sizes, owner, loads):
@@ -1664,9 +1669,10 @@ def balance(tokens: Sequence[float], costs: Sequence[float], bins: int, exchange
 def _exchange_items(sizes: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> bool:
     """Move the item out of the fullest bin, in exchange for one or for nothing, that makes the fuller of the two bins
     emptiest. `sizes` is (2, items), `loads` (2, bins); `owner` and `loads` change in place. False if nothing helps."""
-    fullest = int(loads.max(0).argmax())
+    highest = loads.max(0)  # (bins,)
+    fullest = int(highest.argmax())
     # 64 other bins are enough: with all of them, 2,048 bins of 8 items took seconds
-    emptiest = np.argsort(loads.max(0), kind="stable")[:64]
+    emptiest = np.argsort(highest, kind="stable")[:64]
     partners = np.sort(emptiest[emptiest != fullest])
 
     # Which item leaves: `given`. What comes back: an item of `others`, or (the last columns) nothing
@@ -1680,7 +1686,7 @@ def _exchange_items(sizes: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> 
     after = np.maximum(fullest_after, partner_after).max(0)
 
     i, j = np.unravel_index(after.argmin(), after.shape)
-    if after[i, j] >= loads.max() - 1e-9:
+    if after[i, j] >= highest[fullest] - 1e-9:
         return False
     loads[:, fullest] -= moved[:, i, j]
     loads[:, partner[j]] += moved[:, i, j]
@@ -1729,10 +1735,15 @@ def attention_width(config: Any) -> int:
 def matmul_parameters(model: Any) -> tuple[int, int]:
     """Number of weights in matrices that multiply every token, and in the head, which only response tokens meet."""
     head = model.get_output_embeddings().weight
-    others = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    others.add(id(head))
-    matrices = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in others]
-    return sum(p.numel() for p in matrices), head.numel()
+    others = {id(head)}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            others.add(id(module.weight))
+    matrices = 0
+    for p in model.parameters():
+        if p.ndim >= 2 and id(p) not in others:
+            matrices += p.numel()
+    return matrices, head.numel()
 
 
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
@@ -1982,11 +1993,12 @@ def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> 
             yield name, shard_of(weight).to(dtype)
         return
     shards = [_padded_shard(weight, ranks, dtype) for _, weight in bucket]
+    sizes = [len(shard) for shard in shards]
     own = torch.cat(shards)
     gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
     dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
-    weight_columns = gathered.view(ranks, -1).split([len(shard) for shard in shards], 1)
-    for (name, weight), everyones_shards in zip(bucket, weight_columns, strict=True):
+    by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
+    for (name, weight), everyones_shards in zip(bucket, by_weight, strict=True):
         rows = everyones_shards.reshape(-1, *weight.shape[1:])
         yield name, rows[: len(weight)]
 

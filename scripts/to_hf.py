@@ -26,7 +26,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None) -> Path:
     """Write the model of a step (None: the newest checkpoint); returns its directory. Raises utils.UserError."""
     import utils
-    from scripts.parts.checkpoints import checkpoint_dirs, step_of
+    from scripts.parts.checkpoints import checkpoint_dirs, newest, step_of
 
     if not (run_dir / "args.json").exists():
         raise utils.UserError(f"{run_dir} is no run: it has no args.json")
@@ -34,9 +34,10 @@ def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None
     args.model_name_or_path = model or args.model_name_or_path
     tokenizer = utils.load_tokenizer(args)  # reports a missing start model
     world = utils.init_distributed()
-    checkpoint = utils.newest_checkpoint(run_dir, world, before=math.inf if step is None else step + 1)
+    checkpoints = run_dir / "checkpoints"
+    checkpoint = newest(checkpoints, before=math.inf if step is None else step + 1)
     if checkpoint is None or step not in (None, step_of(checkpoint)):
-        names = [path.name for path in checkpoint_dirs(run_dir / "checkpoints")]
+        names = [path.name for path in checkpoint_dirs(checkpoints)]
         there = ", ".join(reversed(names)) or "none"
         raise utils.UserError(f"{run_dir} has no whole checkpoint of step {step or 'any'} (there: {there})")
     out = out or run_dir / checkpoint.name

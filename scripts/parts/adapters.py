@@ -20,10 +20,12 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     names: Any = args.lora_target_modules
+    if names == ["all-linear"]:
+        names = "all-linear"
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        target_modules="all-linear" if names == ["all-linear"] else names,
+        target_modules=names,
         base_model_name_or_path=args.model_name_or_path,
         revision=args.model_revision,
         task_type="CAUSAL_LM",
@@ -52,22 +54,28 @@ def adapter_weights(model: Any) -> utils.NamedTensors:
     """(peft's name, whole float32 tensor) of A and B of each adapter. All ranks."""
     named = []
     for name, layer in adapted_layers(model).items():
-        prefix = "base_model.model." + name.removesuffix("weight")
-        named.append((f"{prefix}lora_A.weight", layer.lora_A["default"].weight))
-        named.append((f"{prefix}lora_B.weight", layer.lora_B["default"].weight))
+        name_a, name_b = peft_names(name)
+        named.append((name_a, layer.lora_A["default"].weight))
+        named.append((name_b, layer.lora_B["default"].weight))
     yield from utils.gather_weights(named, torch.float32)
+
+
+def peft_names(name: str) -> tuple[str, str]:
+    """peft's names of A and B of the adapter that changes a weight."""
+    prefix = "base_model.model." + name.removesuffix("weight")
+    return f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> utils.NamedTensors:
     """(checkpoint name, whole tensor in `dtype`) of all weights: W + scaling B A where there is an adapter. All ranks
     must exhaust it in lock-step."""
     layers = adapted_layers(model)
-    halves = [tensor for _, tensor in adapter_weights(model)]
-    adapters = dict(zip(layers, zip(halves[::2], halves[1::2], strict=True), strict=True))  # name -> (A, B)
+    halves = dict(adapter_weights(model))
     for name, weight in utils.gather_weights(utils.named_weights(model), dtype):
         if name in layers:
-            a, b = adapters[name]
-            change = layers[name].scaling["default"] * (b @ a)
+            name_a, name_b = peft_names(name)
+            product = halves[name_b] @ halves[name_a]
+            change = layers[name].scaling["default"] * product
             weight = (weight.float() + change).to(dtype)
         yield name, weight
 
@@ -92,10 +100,12 @@ def trial_adapters(policy: Any, seed: int) -> Generator[None]:
     for name, layer in adapted_layers(policy.model).items():
         a = layer.lora_A["default"].weight
         b = utils.shard_of(layer.lora_B["default"].weight)
-        matrix_size = utils.shard_of(layer.base_layer.weight).float().square().mean().sqrt()
-        # B A has size |B| sqrt(rank / (3 inputs)): elements of A have size 1 / sqrt(3 inputs)
-        b_size = TRIAL_SIZE * math.sqrt(3 * a.shape[1] / a.shape[0]) / layer.scaling["default"]
         kept.append((b, b.clone()))
+        matrix = utils.shard_of(layer.base_layer.weight).float()
+        matrix_size = matrix.square().mean().sqrt()
+        # B A has size |B| sqrt(rank / (3 inputs)): elements of A have size 1 / sqrt(3 inputs)
+        rank, inputs = a.shape
+        b_size = TRIAL_SIZE * math.sqrt(3 * inputs / rank) / layer.scaling["default"]
         generator = torch.Generator().manual_seed(utils.derive_seed(seed, name, "trial"))
         noise = torch.randn(b.shape, generator=generator)
         b.copy_(noise).mul_(matrix_size * b_size)

@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 import utils
+
+Modules = dict[str, Any]  # "policy", and with --ref_policy_update_freq "ref_policy"
 
 # Of a file that is hashed. Between two blocks the thread waits for Python's lock, which training may hold
 BLOCK_BYTES = 2**24
@@ -39,7 +42,7 @@ class Writer:
             for unfinished in self.root.glob("*.tmp"):  # of a run that was killed
                 shutil.rmtree(unfinished, ignore_errors=True)
 
-    def save(self, step: int, modules: dict[str, Any], optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
+    def save(self, step: int, modules: Modules, optimizer: Optimizer, extra: dict[str, Any]) -> None:
         """See utils.Checkpoints.save."""
         import torch.distributed.checkpoint as dcp
 
@@ -175,7 +178,7 @@ def newest(root: Path, before: float = math.inf) -> Path | None:
     return None
 
 
-def learner_state(modules: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def learner_state(modules: Modules, optimizer: Optimizer) -> dict[str, Any]:
     """The sharded state of the modules and of the optimizer, which is that of modules["policy"]: of the policy what
     trains, of the others everything."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
@@ -189,7 +192,7 @@ def learner_state(modules: dict[str, Any], optimizer: torch.optim.Optimizer) -> 
     return state
 
 
-def load(path: Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, world: utils.World) -> dict[str, Any]:
+def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World) -> dict[str, Any]:
     """Load a checkpoint into modules and optimizer, and restore the random state. Returns rank 0's `extra`. The number
     of ranks may have changed."""
     import torch.distributed.checkpoint as dcp
@@ -215,7 +218,7 @@ def take_state(
     args: utils.Flags,
     step: int,
     policy: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     engine: utils.Engine | None,
     world: utils.World,
 ) -> None:

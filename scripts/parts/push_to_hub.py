@@ -68,37 +68,36 @@ def hub_repo(name: str, revision: str | None) -> str:
 def model_card(run_dir: Path, args: dict[str, Any]) -> str:
     """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    command = json.loads((run_dir / "environment.json").read_text())["command"]
-    datasets = args["dataset_mixer_list"][::2]
-    start = start_model(args)
-    last = metrics[-1]
+    environment = json.loads((run_dir / "environment.json").read_text())
+    start = Path(args["model_name_or_path"])
+    start_name = start.name if start.is_dir() else args["model_name_or_path"]
+    steps = metrics[-1]["training_step"]
+    episodes = metrics[-1]["episode"]
+    data = ", ".join(args["dataset_mixer_list"][::2])
+    flags = {name: args.get(name) for name in SHOWN_FLAGS if args.get(name) != []}
+    line = shlex.join(["python", *environment["command"][1:]])
     parts = [
         f"---\n{card_data(run_dir, args).to_yaml()}\n---\n",
         f"# {args['exp_name']}\n",
-        f"{start} after {last['training_step']} steps and {last['episode']} sampled responses of GRPO on "
-        f"{', '.join(datasets)}.\n",
-        table("| flag | value |", {name: args.get(name) for name in SHOWN_FLAGS if args.get(name) != []}),
+        f"{start_name} after {steps} steps and {episodes} sampled responses of GRPO on {data}.\n",
+        table("| flag | value |", flags),
         evaluation_table(metrics),
-        f"```bash\n{shlex.join(['python', *command[1:]])}\n```\n",
+        f"```bash\n{line}\n```\n",
     ]
     return "\n".join(part for part in parts if part)
 
 
-def start_model(args: dict[str, Any]) -> str:
-    """The start model's name: of a directory its last part."""
-    start = Path(args["model_name_or_path"])
-    return start.name if start.is_dir() else args["model_name_or_path"]
-
-
 def card_data(run_dir: Path, args: dict[str, Any]) -> huggingface_hub.ModelCardData:
     """The card's header, which the hub reads."""
-    names = args["dataset_mixer_list"][::2]
-    on_hub = {name.partition(":")[0] for name in names if name.count("/") == 1 and not Path(name).exists()}
-    local_start = Path(args["model_name_or_path"]).is_dir()
+    hub_datasets = set()
+    for name in args["dataset_mixer_list"][::2]:
+        if name.count("/") == 1 and not Path(name).exists():
+            hub_datasets.add(name.partition(":")[0])
+    start = args["model_name_or_path"]
     adapted = (run_dir / "model" / "adapter_config.json").exists()
     return huggingface_hub.ModelCardData(
-        base_model=None if local_start else args["model_name_or_path"],
-        datasets=sorted(on_hub) or None,
+        base_model=None if Path(start).is_dir() else start,
+        datasets=sorted(hub_datasets) or None,
         library_name="peft" if adapted else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "reinforcement-learning"],

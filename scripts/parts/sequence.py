@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 import utils
 
@@ -39,8 +40,10 @@ def share(thing: T, group: dist.ProcessGroup) -> list[T]:
 
 def columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's columns of (B, T). Every rank gets the same number: x is padded with zeros."""
-    n = math.ceil(x.shape[1] / group.size())
-    padded = torch.nn.functional.pad(x, (0, n * group.size() - x.shape[1]))
+    ranks = group.size()
+    length = x.shape[1]
+    n = math.ceil(length / ranks)
+    padded = pad(x, (0, n * ranks - length))
     return padded.split(n, 1)[group.rank()]
 
 
@@ -50,17 +53,19 @@ def all_columns(own: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own.detach(), group)
     parts[group.rank()] = own
-    return torch.cat(parts, 1)[:, :length].clone()  # FSDP's forward must not return a view
+    joined = torch.cat(parts, 1)
+    return joined[:, :length].clone()  # FSDP's forward must not return a view
 
 
-def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all: cut dimension `split` into a part for each rank of the group, and concatenate the parts that arrive
-    along `join`. Its gradient is the exchange in the other direction."""
+def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all: cut dimension 1 into a part for each rank of the group, and concatenate the parts that arrive along
+    dimension 2. So (1, heads, own tokens, D) becomes (1, own heads, all tokens, D), and (1, all tokens, own heads, D)
+    becomes (1, own tokens, heads, D). Its gradient goes the other way."""
     from torch.distributed._functional_collectives import all_to_all_single
 
-    outgoing = torch.stack(x.chunk(group.size(), split))
+    outgoing = torch.stack(x.chunk(group.size(), 1))
     incoming = all_to_all_single(outgoing, None, None, group)
-    return torch.cat(incoming.unbind(), join)
+    return torch.cat(incoming.unbind(), 2)
 
 
 def attend(
@@ -76,19 +81,21 @@ def attend(
     heads are repeated where the group has more ranks."""
     from transformers.integrations.sdpa_attention import repeat_kv
 
-    repeats = group.size() // math.gcd(key.shape[1], group.size())
+    ranks = group.size()
+    repeats = ranks // math.gcd(key.shape[1], ranks)
     key = repeat_kv(key, repeats)
     value = repeat_kv(value, repeats)
-    query = exchange(query, 1, 2, group)  # (1, heads / ranks, all tokens, D)
-    key = exchange(key, 1, 2, group)
-    value = exchange(value, 1, 2, group)
+    query = exchange(query, group)
+    key = exchange(key, group)
+    value = exchange(value, group)
 
     length = query.shape[2]
-    tokens = length if layout is None else layout.length  # padding follows
-    heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    tokens = length if layout is None else layout.length
+    padding = length - tokens  # at the end
     query = query[:, :, :tokens]
     key = key[:, :, :tokens]
     value = value[:, :, :tokens]
-    mixed, _ = utils.pack_attention(heads, query, key, value, None, scaling=scaling, layout=layout, flex=flex)
-    padded = torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, length - tokens))  # (1, all tokens, heads / ranks, D)
-    return exchange(padded, 1, 2, group)
+    own_heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    mixed, _ = utils.pack_attention(own_heads, query, key, value, None, scaling=scaling, layout=layout, flex=flex)
+    padded = pad(mixed, (0, 0, 0, 0, 0, padding))
+    return exchange(padded, group)

@@ -49,9 +49,10 @@ def copy_start_files(path: Path, start: str, revision: str | None) -> None:
         source = start_file(start, name, revision)
         if source is not None:
             shutil.copyfile(source, path / name)
+    # If only a part of the start model was loaded, its config describes another architecture
     source = start_file(start, "config.json", revision)
-    # Of a model of which only a part was loaded, the config describes another architecture
-    if source is not None and read(source).get("architectures") == read(path / "config.json").get("architectures"):
+    architectures = read(path / "config.json").get("architectures")
+    if source is not None and read(source).get("architectures") == architectures:
         shutil.copyfile(source, path / "config.json")
 
 

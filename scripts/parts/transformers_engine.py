@@ -52,22 +52,29 @@ class TransformersEngine(utils.Engine):
     def step(self) -> list[tuple[str, utils.Generation]]:
         """Sample a batch of waiting requests to their end: those with the shortest prompts and the same top_p and stop
         strings as the shortest one."""
-        names = sorted(self.waiting, key=lambda name: len(self.waiting[name].prompt_ids))
-        options = {name: (request.stop, request.top_p) for name, request in self.waiting.items()}
-        alike = [name for name in names if options[name] == options[names[0]]]
-        batch = alike[: self.batch_size]
-        generations = self._generate_batch([self.waiting.pop(name) for name in batch])
-        return list(zip(batch, generations, strict=True))
+        shortest_first = sorted(self.waiting, key=lambda name: len(self.waiting[name].prompt_ids))
+        first = self.waiting[shortest_first[0]]
+        batch = []
+        for name in shortest_first:
+            request = self.waiting[name]
+            if request.stop == first.stop and request.top_p == first.top_p:
+                batch.append(name)
+        batch = batch[: self.batch_size]
+        requests = [self.waiting.pop(name) for name in batch]
+        return list(zip(batch, self._generate_batch(requests), strict=True))
 
     def _generate_batch(self, requests: list[utils.Request]) -> list[utils.Generation]:
-        width = max(len(request.prompt_ids) for request in requests)
         pad_id = self.eos_ids[0]
-        input_ids = []
-        attention_mask = []
+        width = max(len(request.prompt_ids) for request in requests)
+        padded_ids = []
+        attended = []
         for request in requests:
-            padding = width - len(request.prompt_ids)
-            input_ids.append([pad_id] * padding + list(request.prompt_ids))
-            attention_mask.append([0] * padding + [1] * len(request.prompt_ids))
+            length = len(request.prompt_ids)
+            padding = width - length
+            padded_ids.append([pad_id] * padding + list(request.prompt_ids))
+            attended.append([0] * padding + [1] * length)
+        input_ids = torch.tensor(padded_ids, device=self.device)
+        attention_mask = torch.tensor(attended, device=self.device)
 
         stop_strings = [*self.stop_strings, *requests[0].stop]
         config = GenerationConfig(
@@ -79,16 +86,18 @@ class TransformersEngine(utils.Engine):
         )
         sampler = SeededSampler(requests, self.device)
         sequences = self.model.generate(
-            input_ids=torch.tensor(input_ids, device=self.device),
-            attention_mask=torch.tensor(attention_mask, device=self.device),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
             generation_config=config,
             logits_processor=LogitsProcessorList([sampler]),
             tokenizer=self.tokenizer if stop_strings else None,
         )
+        responses = sequences[:, width:].tolist()
         logprobs = torch.cat(sampler.logprobs, dim=1).tolist()  # (B, T)
         generations = []
-        for request, ids, row_logprobs in zip(requests, sequences.tolist(), logprobs, strict=True):
-            generations.append(self._cut(ids[width:], row_logprobs, request.max_tokens, stop_strings))
+        for i, request in enumerate(requests):
+            generation = self._cut(responses[i], logprobs[i], request.max_tokens, stop_strings)
+            generations.append(generation)
         return generations
 
     def _cut(
@@ -120,8 +129,10 @@ class SeededSampler(LogitsProcessor):
     the log of exponential noise, which each request draws from its own seed. Keeps the chosen tokens' logprobs."""
 
     def __init__(self, requests: Sequence[utils.Request], device: torch.device):
-        self.temperatures = torch.tensor([[request.temperature or 1.0] for request in requests], device=device)
-        self.greedy = torch.tensor([[request.temperature == 0] for request in requests], device=device)
+        temperatures = [[request.temperature or 1.0] for request in requests]
+        greedy = [[request.temperature == 0] for request in requests]
+        self.temperatures = torch.tensor(temperatures, device=device)
+        self.greedy = torch.tensor(greedy, device=device)
         self.generators = [torch.Generator().manual_seed(request.seed) for request in requests]
         top_p = requests[0].top_p
         self.top_p = TopPLogitsWarper(top_p) if top_p < 1 else None
@@ -134,7 +145,8 @@ class SeededSampler(LogitsProcessor):
         logprobs = torch.log_softmax(scores, -1)
         vocabulary = scores.shape[1]
         noise = torch.stack([torch.empty(vocabulary).exponential_(generator=g) for g in self.generators])
-        noisy = torch.where(self.greedy, logprobs, logprobs - noise.to(scores.device).log())
+        log_noise = noise.to(scores.device).log()
+        noisy = torch.where(self.greedy, logprobs, logprobs - log_noise)
         chosen = noisy.argmax(-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, chosen))
         return noisy
