@@ -7,7 +7,6 @@ Import this module before torch: it pins thread counts and sets vLLM's switches,
 
 import bisect
 import contextlib
-import copy
 import ctypes
 import functools
 import gc
@@ -32,12 +31,11 @@ import time
 import timeit
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -62,6 +60,7 @@ gc.set_threshold(10_000)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 import rewards  # noqa: E402
 from rewards import Refusing, UserError, need, positive  # noqa: E402
@@ -77,12 +76,11 @@ if TYPE_CHECKING:  # an import of seconds; and names of the room above, which no
     import grpo
 
 T = TypeVar("T")
+NamedTensors = Iterable[tuple[str, Tensor]]
 REPO = Path(__file__).resolve().parent
 OTHER_FLAGS = REPO / "scripts" / "train" / "open_instruct.tsv"  # flag or flag=value, what happens to it, what or why
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TRIAL = 0.1  # see trial_adapters
-Modules = dict[str, "grpo.Policy"]  # those that a checkpoint holds, by name
-GATHER_BYTES = 5 * 2**28  # of a collective that makes weights whole: a dozen for a 7B in bfloat16
+GATHER_BYTES = 5 * 2**28  # that one collective of gather_weights makes: a dozen of them for a 7B in bfloat16
 
 # --- Processes and flags ----------------------------------------------------------------------------------------------
 
@@ -136,25 +134,24 @@ def all_gather(thing: T, world: World) -> list[T]:
     return everyone
 
 
-@functools.cache
-def _once(_world: object, make: Callable, *args: Any, **more: Any) -> Any:
-    """make(*args, **more), the same in every call: policy and reference share communicators."""
-    return make(*args, **more)
-
-
 def sequence_group(args: "Flags") -> dist.ProcessGroup | None:
-    """The group of --sequence_parallel_size neighbouring ranks that share their packs' tokens, or None. All ranks."""
-    size = args.sequence_parallel_size
-    return _once(dist.group.WORLD, dist.new_subgroups, size)[0] if size > 1 else None  # of neighbours
+    """The group of --sequence_parallel_size neighbouring ranks that share the tokens of their packs, or None. All
+    ranks."""
+    if args.sequence_parallel_size == 1:
+        return None
+    from scripts.parts import sequence
+
+    return sequence.group_of_neighbours(args.sequence_parallel_size)
 
 
 def share(thing: T, args: "Flags") -> list[T]:
-    """The object of each rank of this one's sequence_group, its own as it is. All ranks must call it."""
-    everyone, group = [thing] * args.sequence_parallel_size, sequence_group(args)
-    if group is not None:
-        dist.all_gather_object(everyone, thing, group)
-        everyone[group.rank()] = thing
-    return everyone
+    """The object of each rank in this rank's sequence_group; its own object is not copied. All ranks must call it."""
+    group = sequence_group(args)
+    if group is None:
+        return [thing]
+    from scripts.parts import sequence
+
+    return sequence.share(thing, group)
 
 
 def leads(args: "Flags", world: World) -> bool:
@@ -1040,53 +1037,61 @@ def _permutation(n: int, seed: int | None, epoch: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. `seed` fixes it, whatever else is in the batch; temperature 0 is greedy."""
+    """One response to sample. `seed` fixes its tokens, whatever else is in the batch. Temperature 0 is greedy."""
 
     prompt_ids: tuple[int, ...]
     seed: int
     temperature: float
     max_tokens: int
     top_p: float = 1.0
-    stop: tuple[str, ...] = ()  # beside --stop_strings
+    stop: tuple[str, ...] = ()  # in addition to --stop_strings
 
 
-COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "mask": np.bool_, "versions": np.int32}  # a value per token
+# Attributes that hold one value per token of a response
+COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "mask": np.bool_, "versions": np.int32}
 
 
 class Columns:
-    """What has some of COLUMNS as attributes. Pickled they are bytes: numpy's own way takes five times as long."""
+    """Base of Generation and Rollout. The attributes named in COLUMNS are numpy arrays. They are pickled as bytes:
+    numpy's own pickling takes five times as long."""
 
     def __post_init__(self) -> None:
-        had = vars(self)
-        had |= {name: np.asarray(had[name], dtype) for name, dtype in COLUMNS.items() if name in had}
+        for name, dtype in COLUMNS.items():
+            if hasattr(self, name):
+                setattr(self, name, np.asarray(getattr(self, name), dtype))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x.tobytes() if name in COLUMNS else x for name, x in vars(self).items()}
+        state = dict(self.__dict__)
+        for name in COLUMNS.keys() & state.keys():
+            state[name] = state[name].tobytes()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        had = {name: np.frombuffer(bytearray(x), COLUMNS[name]) for name, x in state.items() if name in COLUMNS}
-        vars(self).update(state | had)
+        for name, value in state.items():
+            if name in COLUMNS:
+                value = np.frombuffer(bytearray(value), COLUMNS[name])  # of a bytearray: the array can be written
+            setattr(self, name, value)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Generation(Columns):
     """What an engine returns for a request: the sampled tokens with the logprob each was sampled with (nats)."""
 
     token_ids: Any
     logprobs: Any
-    finish_reason: str  # "stop" or "length", as the engine says; never inferred from the last token
-    versions: Any  # version of the weights behind each token
-    cached: int = 0  # tokens of the request that the prefix cache had
+    finish_reason: str  # "stop" or "length", as the engine reports it; never inferred from the last token
+    versions: Any  # version of the weights that sampled each token
+    cached: int = 0  # tokens of the request that were found in the prefix cache
 
 
 OnEnd = Callable[[int, Generation], Future | None] | None  # see Sampler.generate
-LOCK = threading.Lock()  # of a rollout's tokens and turns, which grow in one thread while another keeps them
+LOCK = threading.Lock()  # guards tokens and turns of rollouts: one thread adds to them while another one copies them
 
 
 @dataclass(eq=False)
 class Rollout(Columns):
-    """One response with all that is known about it. COLUMNS are arrays that only get longer: a token has its
-    logprob, whether the policy chose it (False: text put in by a tool) and the version of the weights that made it."""
+    """One response with everything known about it. The arrays named in COLUMNS only grow. For each token they hold its
+    logprob, whether the policy chose it (False: a tool inserted it) and the version of the weights that sampled it."""
 
     prompt: Prompt
     position: int  # of the prompt in the endless stream: (position, sample) names a rollout of the run
@@ -1097,42 +1102,51 @@ class Rollout(Columns):
     versions: Any = ()
     finish_reason: str = ""
     text: str = ""
-    scoring: list[Future] = field(default_factory=list, repr=False)  # of the results, until they are waited for
+    scoring: list[Future] = field(default_factory=list, repr=False)  # futures of the results
     results: list[rewards.RewardResult] = field(default_factory=list)  # one per verifier of the prompt
     verifiable: float = 0.0  # sum of verifier scores; NaN when a verifier could not judge
     format_score: float = 0.0
-    outcome: float = 0.0  # what the verifiers and the format say: a group of equal outcomes teaches nothing
+    outcome: float = 0.0  # verifiers and format, without penalties: a group of equal outcomes has no gradient
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
-    advantage: float = 0.0  # of every token of the response, to which make_batch gives it
-    tokenless: list[float] = field(default_factory=list)  # scores of its group's responses without a sampled token
+    advantage: float = 0.0  # make_batch gives it to every token of the response
+    tokenless: list[float] = field(default_factory=list)  # scores of responses of its group without a sampled token
     turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
     over: bool = False  # nothing is added any more
 
     def append(self, generation: Generation) -> None:
         """Add tokens the policy chose."""
-        self._add(vars(generation) | {"mask": np.ones(len(generation.token_ids), np.bool_)})
+        chosen = np.ones(len(generation.token_ids), np.bool_)
+        self._add(
+            token_ids=generation.token_ids, logprobs=generation.logprobs, mask=chosen, versions=generation.versions
+        )
         self.finish_reason = generation.finish_reason
 
     def append_answer(self, token_ids: Sequence[int]) -> None:
         """Add tokens the policy did not choose: no logprob, no version, no part in the loss."""
         n = len(token_ids)
-        new = {"logprobs": np.zeros(n), "mask": np.zeros(n, np.bool_), "versions": np.full(n, -1)}
-        self._add(new | {"token_ids": np.asarray(token_ids, np.int32)})
+        self._add(token_ids=token_ids, logprobs=np.zeros(n), mask=np.zeros(n), versions=np.full(n, -1))
 
-    def _add(self, new: dict[str, Any]) -> None:
-        had = vars(self)
-        had |= {name: np.concatenate([had[name], new[name]], dtype=dtype) for name, dtype in COLUMNS.items()}
+    def _add(self, **columns: Any) -> None:
+        for name, dtype in COLUMNS.items():
+            values = np.asarray(columns[name], dtype)
+            setattr(self, name, np.concatenate([getattr(self, name), values]))
 
     def so_far(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, for `go_back`: all if it is over, else its whole turns, if it has any."""
+        """What a checkpoint keeps of the rollout, for `go_back`: its state if it is over or has ended a turn, else
+        nothing."""
         with LOCK:
-            rest = {name: copy.copy(getattr(self, name)) for name in ("finish_reason", "turns", "over")}
-            there = COLUMNS if self.over or self.turns else ()
-            return {name: torch.from_numpy(getattr(self, name)) for name in there} | (rest if there else {})
+            if not self.over and not self.turns:
+                return {}
+            kept: dict[str, Any] = {name: torch.from_numpy(getattr(self, name)) for name in COLUMNS}
+            kept["finish_reason"] = self.finish_reason
+            kept["turns"] = list(self.turns)
+            kept["over"] = self.over
+            return kept
 
     def go_back(self, kept: dict[str, Any]) -> None:
-        """Be what another was when it was kept."""
-        vars(self).update(kept)
+        """Take on the state that `so_far` returned for another rollout."""
+        for name, value in kept.items():
+            setattr(self, name, value)
         self.__post_init__()
 
 
@@ -1140,7 +1154,7 @@ Group = list[Rollout]  # the responses to one prompt
 
 
 def distinct_outcomes(group: Group) -> set[float]:
-    """The outcomes of a group, missing ones apart: with two or more, the group has a gradient."""
+    """The different outcomes of a group, without missing ones (NaN). With two or more the group has a gradient."""
     return {r.outcome for r in group if not math.isnan(r.outcome)}
 
 
@@ -1151,42 +1165,46 @@ def eos_token_ids(args: Flags, tokenizer: "Tokenizer", commit: str | None = None
     ids = {tokenizer.eos_token_id}
     with contextlib.suppress(OSError):  # a model without generation_config.json
         revision: Any = commit or args.model_revision
-        more = GenerationConfig.from_pretrained(args.model_name_or_path, revision=revision).eos_token_id
-        ids |= set(more if isinstance(more, list) else [more])
+        config = GenerationConfig.from_pretrained(args.model_name_or_path, revision=revision)
+        configured = config.eos_token_id
+        ids |= set(configured if isinstance(configured, list) else [configured])
     return sorted(ids - {None})
 
 
 class Sampler:
-    """What samples: an engine, or all of grpo_fast.py's."""
+    """Something that samples responses: one engine, or all engines of grpo_fast.py."""
 
     tokenizer: "Tokenizer"
     eos_ids: list[int]
 
     def generate(self, requests: Sequence[Request], finished: OnEnd = None) -> list[Generation]:
-        """Sample all requests to their end; the result has their order. finished(i, generation) is called as request i
-        ends; if it gives a future, that one's result is the request which goes on in place of i, or None."""
+        """Sample all requests to their end; the result has their order. finished(i, generation) is called when request
+        i ends. It may return a future, whose result is a request that continues request i, or None."""
         raise NotImplementedError
 
     def stop(self, version: int) -> None:
         """Let processes that sample end, once they have the weights `version`."""
 
     def sleep(self, level: int = 2) -> None:
-        """Give memory back, where the engine can: of the cache and (2) of the weights, which are gone until
-        load_weights, or (1) kept on the host until the next request."""
+        """Free the engine's memory where possible. The cache is freed at both levels. The weights are dropped until
+        load_weights (level 2), or kept on the host until the next request (level 1)."""
 
     def close(self) -> None:
-        """End, if there is anything to end."""
+        """End the engine, if there is anything to end."""
 
 
 class Engine(Sampler):
-    """What both engines are: `add` requests, `step` until not `busy`, `load_weights` in between."""
+    """What both engines have in common: `add` requests, `step` until not `busy`, `load_weights` in between."""
 
     def __init__(self, args: Flags, tokenizer: "Tokenizer"):
-        self.tokenizer, self.eos_ids = tokenizer, eos_token_ids(args, tokenizer)
-        self.stop_strings, self.version = list(args.stop_strings), -1
-        self.in_rounds = args.deterministic  # answers go on together, once all are there: no batch depends on when
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_token_ids(args, tokenizer)
+        self.stop_strings = list(args.stop_strings)
+        self.version = -1
+        # With --deterministic next turns start together, when all have been answered: no batch depends on timing
+        self.in_rounds = args.deterministic
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights by `named_tensors` (checkpoint names) and stamp later tokens with `version`."""
         raise NotImplementedError
 
@@ -1200,61 +1218,60 @@ class Engine(Sampler):
         raise NotImplementedError
 
     def step(self) -> list[tuple[str, Generation]]:
-        """Some work on the requests; returns those it finished."""
+        """Work on the requests for a while; return those that finished."""
         raise NotImplementedError
 
     def generate(self, requests: Sequence[Request], finished: OnEnd = None) -> list[Generation]:
         results: dict[int, Generation] = {}
-        answers: dict[int, Future] = {}  # that are waited for
+        answers: dict[int, Future] = {}  # request -> future of the request that continues it
         with fenced_rng():
             for i, request in enumerate(requests):
                 self.add(str(i), request)
             while self.busy or answers:
+                self._add_answered(answers)
                 if not self.busy:
-                    wait(answers.values(), return_when="ALL_COMPLETED" if self.in_rounds else "FIRST_COMPLETED")
-                go_on = () if self.in_rounds and self.busy else (i for i, answer in answers.items() if answer.done())
-                for i in sorted(go_on):
-                    if (request := answers.pop(i).result()) is not None:
-                        self.add(str(i), request)
-                for name, generation in self.step() if self.busy else ():
-                    results[int(name)] = generation
-                    if finished is not None and (answer := finished(int(name), generation)) is not None:
-                        answers[int(name)] = answer
+                    continue
+                for name, generation in self.step():
+                    i = int(name)
+                    results[i] = generation
+                    answer = finished(i, generation) if finished is not None else None
+                    if answer is not None:
+                        answers[i] = answer
         return [results[i] for i in range(len(requests))]
+
+    def _add_answered(self, answers: dict[int, Future]) -> None:
+        """Start the requests of those answers that are ready. An idle engine waits for one, in rounds for all."""
+        if self.busy and self.in_rounds:
+            return
+        if not self.busy:
+            wait(answers.values(), return_when="ALL_COMPLETED" if self.in_rounds else "FIRST_COMPLETED")
+        ready = sorted(i for i, answer in answers.items() if answer.done())
+        for i in ready:
+            request = answers.pop(i).result()
+            if request is not None:
+                self.add(str(i), request)
 
 
 class VLLMEngine(Engine):
-    """vLLM in this process, driven step by step, on this rank's device. All ranks construct and load theirs at the same
-    time: vLLM builds its one-rank groups inside the ranks' own world (`external_launcher`)."""
+    """vLLM in this process, driven step by step, on this rank's device. All ranks construct and load their engines at
+    the same time: vLLM builds its one-rank groups inside the ranks' own world (`external_launcher`)."""
 
     def __init__(self, args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int):
         on_cpu = world.device.type == "cpu"
-        if not on_cpu:  # torch writes the device into what it compiles, vLLM keeps that by rank: see tests/gpu_contract
+        if not on_cpu:
+            # Compiled code contains the device's number, but vLLM caches it by rank: see tests/gpu_contract
             os.environ["VLLM_CACHE_ROOT"] = os.path.join(VLLM_CACHE, f"device_{world.device.index}")
         prepare_compiler()
         from vllm import LLM
 
-        if not gc.get_freeze_count():  # vLLM's start looks for garbage five times: not among all that it has imported
+        if not gc.get_freeze_count():  # vLLM's start collects garbage five times: exempt the objects of all imports
             gc.collect()
             gc.freeze()
-        max_model_len = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
-        options: dict[str, Any] = {}
-        if on_cpu:
-            # The CPU build cannot rewind a seeded generator, which chunked prefill needs: schedule prompts whole.
-            options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
-        if on_cpu and args.vllm_tensor_parallel_size > 1:
-            # CPU ranks would talk through shared memory of one name for all runs on the host: let them use gloo.
-            from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # ty: ignore[invalid-assignment]
-        if args.vllm_tensor_parallel_size > 1:  # vLLM leaves its ranks' sockets
-            os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm_")
-            sweep(os.environ["VLLM_RPC_BASE_PATH"])
-        if on_cpu and args.vllm_enable_prefix_caching:
-            options["block_size"] = 32  # only whole blocks are shared, and the default of 128 outgrows most prompts
         max_num_seqs = min(num_requests, 1024)
-        if not on_cpu and not args.vllm_enforce_eager and max_num_seqs > 512:  # where vLLM's CUDA graphs end
-            options["max_cudagraph_capture_size"] = 16 * math.ceil(max_num_seqs / 16)  # their steps are of 16
+        max_model_len = args.max_prompt_token_length + max(args.response_length, args.eval_response_length or 0)
+        options = cpu_engine_options(args, max_model_len) if on_cpu else gpu_engine_options(args, max_num_seqs)
+        if args.vllm_tensor_parallel_size > 1:
+            prepare_engine_ranks(on_cpu)
         with fenced_rng():
             self.llm = LLM(
                 model=args.model_name_or_path,
@@ -1270,7 +1287,7 @@ class VLLMEngine(Engine):
                 enforce_eager=args.vllm_enforce_eager,
                 enable_prefix_caching=args.vllm_enable_prefix_caching,
                 logprobs_mode="processed_logprobs",  # after temperature: the distribution that was sampled from
-                generation_config="vllm",  # else the model's own sampling defaults slip in
+                generation_config="vllm",  # else the model's own sampling defaults apply
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 **options,
@@ -1278,25 +1295,29 @@ class VLLMEngine(Engine):
         self.engine = self.llm.llm_engine
         self.worker = self.engine.model_executor.driver_worker.worker
         super().__init__(args, tokenizer)
-        self.loads = self.asleep = 0
+        self.loads = 0  # how often weights were loaded
+        self.asleep = 0  # level of the sleep, 0: awake
         self.engine.set_weight_version("-1")
 
     def sleep(self, level: int = 2) -> None:
-        if self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not self.asleep:
-            with fenced_rng():
-                self.llm.sleep(level)
-            self.asleep = level
+        if self.asleep or not self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+            return
+        with fenced_rng():
+            self.llm.sleep(level)
+        self.asleep = level
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         with fenced_rng():
             if self.asleep:
                 self.llm.wake_up(["weights"])
             self.worker.reload_weights(weights_iterator=named_tensors)
             if self.asleep:
                 self.llm.wake_up(["kv_cache"])
-        self.version, self.asleep, self.loads = version, 0, self.loads + 1
+        self.version = version
+        self.asleep = 0
+        self.loads += 1
         core: Any = self.engine.engine_core
-        if not core.engine_core.batch_queue:  # else tokens of the weights before are still to come: see step
+        if not core.engine_core.batch_queue:  # else the next step still returns tokens of the weights before
             self.engine.set_weight_version(str(version))
 
     @property
@@ -1321,28 +1342,29 @@ class VLLMEngine(Engine):
             skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        if self.asleep == 2:
+            raise RuntimeError("the engine gave its weights back: load_weights first")
         if self.asleep:
-            if self.asleep == 2:
-                raise RuntimeError("the engine gave its weights back: load_weights first")
             self.llm.wake_up()
             self.asleep = 0
-        # The salt keeps prefix-cache blocks of older weights from being found: --load_states loads a version twice
+        # The salt hides prefix-cache blocks of older weights. It is no version: --load_states loads a version twice
         prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.loads)}
         self.engine.add_request(request_id, prompt, params)
 
     def step(self) -> list[tuple[str, Generation]]:
-        """One decoding step for all running requests; returns those it finished."""
+        """Run one decoding step for all running requests; return those that finished."""
         finished = []
         for output in self.engine.step():
             response: Any = output.outputs[0]  # ty: ignore[not-subscriptable]
             if not response.token_ids:
                 raise RuntimeError(f"vLLM finished request {output.request_id} without a token")
             reason = "stop" if response.finish_reason == "stop" else "length"
-            parts = response.weight_versions
-            versions = np.repeat([int(part.version) for part in parts], [part.end - part.start for part in parts])
-            made = response.token_ids, response.logprobs.logprobs, reason, versions, output.num_cached_tokens or 0
-            finished.append((output.request_id, Generation(*made)))
-        self.engine.set_weight_version(str(self.version))  # on a GPU a step returns the tokens of the one before
+            spans = response.weight_versions
+            versions = np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans])
+            cached = output.num_cached_tokens or 0
+            generation = Generation(response.token_ids, response.logprobs.logprobs, reason, versions, cached)
+            finished.append((output.request_id, generation))
+        self.engine.set_weight_version(str(self.version))  # on a GPU a step returns the tokens of the step before
         return finished
 
     def close(self) -> None:
@@ -1350,100 +1372,41 @@ class VLLMEngine(Engine):
         self.engine.engine_core.shutdown()
 
 
-class TransformersEngine(Engine):
-    """The same by `model.generate`, for machines without vLLM. Slower: rows wait for the longest. A greedy search over
-    logprobs - log of exponential noise, the request's own, samples softmax(logits / temperature) (Gumbel-max trick)."""
+def cpu_engine_options(args: Flags, max_model_len: int) -> dict[str, Any]:
+    """Options of vLLM on a CPU. Its CPU build cannot rewind a seeded generator, which chunked prefill needs: prompts
+    are scheduled whole. The prefix cache shares whole blocks, and most prompts are shorter than the default of 128."""
+    options: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
+    if args.vllm_enable_prefix_caching:
+        options["block_size"] = 32
+    return options
 
-    def __init__(self, args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int):
-        from transformers import AutoModelForCausalLM
 
-        super().__init__(args, tokenizer)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            args.model_name_or_path, revision=args.model_revision, dtype=DTYPES[args.model_dtype]
-        )
-        self.model.to(world.device).eval().requires_grad_(False)
-        self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults slip in
-        if args.model_dtype == "bfloat16":  # of strided rows a CPU's product copies the head for each: GiB, a minute
-            self.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: (x[0].contiguous(),))
-        self.device, self.batch_size = world.device, min(num_requests, 256)
-        self.waiting: dict[str, Request] = {}
+def gpu_engine_options(args: Flags, max_num_seqs: int) -> dict[str, Any]:
+    """Options of vLLM on a GPU. Its CUDA graphs end at 512 sequences: extend them to the batch, in steps of 16."""
+    if args.vllm_enforce_eager or max_num_seqs <= 512:
+        return {}
+    return {"max_cudagraph_capture_size": 16 * math.ceil(max_num_seqs / 16)}
 
-    @torch.no_grad()
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = set(parameters)
-        for name, tensor in named_tensors:
-            parameters[name].copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise RuntimeError(f"weights not sent to the engine: {sorted(missing)[:5]}")
-        self.version = version
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting)
+def prepare_engine_ranks(on_cpu: bool) -> None:
+    """Prepare for an engine over several ranks (--vllm_tensor_parallel_size)."""
+    if on_cpu:
+        # CPU ranks share memory under one name for all runs of the host: let them use gloo instead
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    def add(self, request_id: str, request: Request) -> None:
-        self.waiting[request_id] = request
-
-    @torch.no_grad()
-    def step(self) -> list[tuple[str, Generation]]:
-        """Sample a batch of waiting requests, the shortest prompts, to their end."""
-        ids = sorted(self.waiting, key=lambda i: len(self.waiting[i].prompt_ids))
-        alike = {i: (r.stop, r.top_p) for i, r in self.waiting.items()}
-        ids = [i for i in ids if alike[i] == alike[ids[0]]][: self.batch_size]
-        return list(zip(ids, self._generate_batch([self.waiting.pop(i) for i in ids]), strict=True))
-
-    def _generate_batch(self, requests: list[Request]) -> list[Generation]:
-        from transformers import GenerationConfig, LogitsProcessorList
-        from transformers.generation.logits_process import TopPLogitsWarper
-
-        width, pad = max(len(r.prompt_ids) for r in requests), self.eos_ids[0]
-        padded = [[pad] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in requests]
-        attend = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
-        temperatures = torch.tensor([[r.temperature or 1.0] for r in requests], device=self.device)
-        greedy = torch.tensor([[r.temperature == 0] for r in requests], device=self.device)
-        generators = [torch.Generator().manual_seed(r.seed) for r in requests]
-        warper = TopPLogitsWarper(requests[0].top_p) if requests[0].top_p < 1 else None
-        sampled: list[torch.Tensor] = []
-
-        def seeded_sample(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            scores = logits.float() / temperatures  # (B, V)
-            logprobs = torch.log_softmax(warper(ids, scores) if warper else scores, -1)
-            noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators])
-            noisy = torch.where(greedy, logprobs, logprobs - noise.to(self.device).log())
-            sampled.append(logprobs.gather(1, noisy.argmax(-1, keepdim=True)))
-            return noisy
-
-        longest, stop = max(r.max_tokens for r in requests), [*self.stop_strings, *requests[0].stop]
-        ends = {"eos_token_id": self.eos_ids, "pad_token_id": pad, "stop_strings": stop or None}
-        config = GenerationConfig(max_new_tokens=longest, do_sample=False, **ends)
-        sequences = self.model.generate(
-            input_ids=torch.tensor(padded, device=self.device),
-            attention_mask=torch.tensor(attend, device=self.device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([seeded_sample]),
-            tokenizer=self.tokenizer if stop else None,
-        )
-        logprobs = torch.cat(sampled, dim=1).tolist()  # (B, T)
-        rows = enumerate(sequences.tolist())
-        return [self._cut(row[width:], logprobs[i], requests[i].max_tokens, stop) for i, row in rows]
-
-    def _cut(self, ids: list[int], logprobs: list[float], max_tokens: int, stop_strings: Sequence[str]) -> Generation:
-        """End a row where it stopped: generate pads finished rows up to the longest of the batch."""
-        end = next((j + 1 for j, token in enumerate(ids) if token in self.eos_ids), None)
-        for stop in stop_strings:
-            lengths = range(1, 1 + (len(ids) if end is None else end))
-            end = next((n for n in lengths if stop in self.tokenizer.decode(ids[:n])), end)
-        length = min(end or len(ids), max_tokens)
-        reason = "stop" if end is not None and end <= max_tokens else "length"
-        return Generation(ids[:length], logprobs[:length], reason, [self.version] * length)
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # ty: ignore[invalid-assignment]
+    sockets = tempfile.mkdtemp(prefix="vllm_")  # vLLM does not remove the sockets of its ranks
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets
+    sweep(sockets)
 
 
 def make_engine(args: Flags, tokenizer: "Tokenizer", world: World, num_requests: int) -> Engine:
-    """The engine `--rollout_backend` names; `num_requests` is how many responses are wanted at once. All ranks."""
-    backends = {"vllm": VLLMEngine, "transformers": TransformersEngine}
-    return backends[args.rollout_backend](args, tokenizer, world, num_requests)
+    """The engine of --rollout_backend. `num_requests` is how many responses are wanted at once. All ranks."""
+    if args.rollout_backend == "vllm":
+        return VLLMEngine(args, tokenizer, world, num_requests)
+    from scripts.parts import transformers_engine
+
+    return transformers_engine.TransformersEngine(args, tokenizer, world, num_requests)
 
 
 # --- Packs: which sequences go together, and attention inside them ----------------------------------------------------
@@ -1452,76 +1415,93 @@ PACK_ATTENTION = "packs"
 SHORT_PIECE = 256  # tokens up to which one masked product is faster than one per response (CPU)
 
 
-def exchange(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Cut dimension `split` into a part for each rank of the group, and put together along `join` what they sent."""
-    from torch.distributed._functional_collectives import all_to_all_single  # with a gradient: the way back
+def columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """See scripts/parts/sequence.py."""
+    from scripts.parts import sequence
 
-    parts = torch.stack(x.chunk(group.size(), split))
-    return torch.cat(all_to_all_single(parts, None, None, group).unbind(), join)
-
-
-def columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's columns of (B, T), which are as many on each rank of the group: filled up with zeros."""
-    n = -(-x.shape[1] // group.size())
-    return torch.nn.functional.pad(x, (0, n * group.size() - x.shape[1])).split(n, 1)[group.rank()]
+    return sequence.columns(x, group)
 
 
-def all_columns(mine: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """(B, T) of what each rank has for its columns. Every rank computes the same loss from it, so the gradient of a
-    part is taken where that part was made, and not added up."""
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine.detach(), group)
-    parts[group.rank()] = mine
-    return torch.cat(parts, 1)[:, :length].clone()  # what FSDP's forward returns must not be a view
+def all_columns(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """See scripts/parts/sequence.py."""
+    from scripts.parts import sequence
+
+    return sequence.all_columns(x, length, group)
+
+
+def segment_ids(shared: int, segments: Sequence[int]) -> list[int]:
+    """The segment of each token of a piece: 0 for its shared tokens, then 1, 2, ..."""
+    ids = [0] * shared
+    for i, n in enumerate(segments, 1):
+        ids += [i] * n
+    return ids
 
 
 class Layout:
-    """Who attends to whom in a pack: `pieces` of (shared tokens, tokens of each segment), one after the other. Every
-    segment attends to its piece's shared tokens and causally to itself."""
+    """Which tokens of a pack attend to which. `pieces` are (shared tokens, tokens of each segment), in order. Every
+    segment attends to the shared tokens of its piece and, causally, to itself."""
 
     def __init__(self, pieces: Sequence[tuple[int, Sequence[int]]], device: torch.device):
-        self.pieces = [(0, [shared + own[0]]) if len(own) == 1 else (shared, list(own)) for shared, own in pieces]
-        self.length = sum(shared + sum(own) for shared, own in self.pieces)  # tokens
         self.device = device
+        self.pieces = []
+        self.length = 0  # tokens
+        for shared, segments in pieces:
+            length = shared + sum(segments)
+            self.length += length
+            if len(segments) == 1:  # plain causal attention
+                self.pieces.append((0, [length]))
+            else:
+                self.pieces.append((shared, list(segments)))
 
     @functools.cached_property
-    def parts(self) -> list[tuple[int, list[int], list[int]]]:
-        """(shared tokens, tokens of each segment, the parts to attend one by one) of each piece."""
-        out = []
-        for shared, own in self.pieces:
-            whole = shared + sum(own)
-            out.append((shared, own, [whole] if whole <= SHORT_PIECE or len(own) == 1 else [shared, *own]))
-        return out
+    def chunks(self) -> list[list[int]]:
+        """For each piece the tokens that attend in one product (CPU): the whole piece, if it is short or has one
+        segment; else its shared tokens first, then each segment."""
+        chunks = []
+        for shared, segments in self.pieces:
+            length = shared + sum(segments)
+            at_once = length <= SHORT_PIECE or len(segments) == 1
+            chunks.append([length] if at_once else [shared, *segments])
+        return chunks
 
     @functools.cached_property
-    def masks(self) -> dict[tuple[int, ...], torch.Tensor]:
-        """(key tokens, query tokens, ...) -> bool mask, for what is_causal cannot say."""
+    def masks(self) -> dict[tuple[int, ...], Tensor]:
+        """Boolean masks (queries, keys) of products that are not plainly causal: of a piece by (shared tokens, tokens
+        of each segment), of a single segment by (shared tokens, its tokens)."""
         masks = {}
-        for shared, own, parts in self.parts:
-            if len(own) > 1 and len(parts) == 1:
-                ids = torch.tensor([0] * shared + [i for i, n in enumerate(own, 1) for _ in range(n)])
-                masks[shared, *own] = ((ids == 0) | (ids == ids[:, None])).tril()
-            elif len(own) > 1:
-                masks |= {(shared, n): torch.ones(n, shared + n, dtype=torch.bool).tril(shared) for n in own}
+        for (shared, segments), chunks in zip(self.pieces, self.chunks, strict=True):
+            if len(segments) == 1:
+                continue
+            if len(chunks) == 1:
+                ids = torch.tensor(segment_ids(shared, segments))
+                visible = (ids == 0) | (ids == ids[:, None])
+                masks[shared, *segments] = visible.tril()
+                continue
+            for n in segments:
+                masks[shared, n] = torch.ones(n, shared + n, dtype=torch.bool).tril(shared)
         return masks
 
     @functools.cached_property
     def block_mask(self) -> Any:
-        """The same for flex attention."""
+        """The mask of the whole pack, for flex attention."""
         from torch.nn.attention.flex_attention import create_block_mask
 
-        piece, segment = [], []
-        for i, (shared, own) in enumerate(self.pieces):
-            piece += [i] * (shared + sum(own))
-            segment += [0] * shared + [j for j, n in enumerate(own, 1) for _ in range(n)]
-        pieces, segments = torch.tensor(piece, device=self.device), torch.tensor(segment, device=self.device)
+        piece_list: list[int] = []
+        segment_list: list[int] = []
+        for i, (shared, segments) in enumerate(self.pieces):
+            ids = segment_ids(shared, segments)
+            segment_list += ids
+            piece_list += [i] * len(ids)
+        piece = torch.tensor(piece_list, device=self.device)
+        segment = torch.tensor(segment_list, device=self.device)
 
         def attends(_batch, _head, q, k):
-            same = (segments[k] == 0) | (segments[k] == segments[q])
-            return (q >= k) & (pieces[q] == pieces[k]) & same
+            visible = (segment[k] == 0) | (segment[k] == segment[q])
+            return (q >= k) & (piece[q] == piece[k]) & visible
 
-        n, gpu = len(piece), self.device.type == "cuda"  # compiled it never holds a mask of all pairs
-        return create_block_mask(attends, None, None, n, n, device=self.device, _compile=gpu)
+        n = self.length
+        compiled = self.device.type == "cuda"  # it then never holds a mask of all pairs
+        return create_block_mask(attends, None, None, n, n, device=self.device, _compile=compiled)
 
 
 @functools.cache
@@ -1530,156 +1510,240 @@ def _flex_attention() -> Callable:
 
     if not torch.cuda.is_available():
         return flex_attention
-    return torch.compile(flex_attention, **prepare_compiler())  # beyond its limit the fallback makes all pairs
+    return torch.compile(flex_attention, **prepare_compiler())  # uncompiled it makes the scores of all pairs
 
 
-# Options for flex attention's kernels, the first that run: torch's own take up to 150 KB of shared memory for heads of
-# 256 (of 128 in float32), and a 4090, an L40S or a consumer Blackwell has 99
-FLEX_OPTIONS: list[dict[str, int]] = [{}]
-for _m, _n, _backward in ((64, 32, 32), (32, 16, 16)):
-    _blocks = {"fwd_BLOCK_M": _m, "fwd_BLOCK_N": _n} | {f"bwd_BLOCK_{x}": _backward for x in ("M1", "N1", "M2", "N2")}
-    FLEX_OPTIONS.append(_blocks | {"fwd_num_stages": 1, "bwd_num_stages": 1})
+# Options of flex attention's kernels. The first that run are used: torch's own need up to 150 KB of shared memory for
+# heads of 256 (of 128 in float32), and a 4090, an L40S or a consumer Blackwell has 99.
+FLEX_OPTIONS: list[dict[str, int]] = [
+    {},
+    {
+        "fwd_BLOCK_M": 64,
+        "fwd_BLOCK_N": 32,
+        "bwd_BLOCK_M1": 32,
+        "bwd_BLOCK_N1": 32,
+        "bwd_BLOCK_M2": 32,
+        "bwd_BLOCK_N2": 32,
+        "fwd_num_stages": 1,
+        "bwd_num_stages": 1,
+    },
+    {
+        "fwd_BLOCK_M": 32,
+        "fwd_BLOCK_N": 16,
+        "bwd_BLOCK_M1": 16,
+        "bwd_BLOCK_N1": 16,
+        "bwd_BLOCK_M2": 16,
+        "bwd_BLOCK_N2": 16,
+        "fwd_num_stages": 1,
+        "bwd_num_stages": 1,
+    },
+]
 
 
 def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> str:
     """Drop FLEX_OPTIONS with which this model's heads and a pack of `tokens` do not run on this GPU, forward and
     backward. Returns "", or why none is left."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    kv_heads, width = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
-    layout, why = Layout([(tokens // 2, [tokens // 4, tokens - tokens // 2 - tokens // 4])], device), "as before"
+    problem = "as before"
     while FLEX_OPTIONS:
         try:
-            q, k, v = (
-                torch.ones(1, n, tokens, width or hidden // heads, dtype=dtype, device=device, requires_grad=True)
-                for n in (heads, kv_heads, kv_heads)
-            )
-            pack_attention(torch.nn.Module(), q, k, v, None, layout=layout, flex=True)[0].sum().backward()
+            _try_flex_attention(config, dtype, tokens, device)
             return ""
-        except Exception as error:  # of torch, Inductor, Triton or the driver, each with classes of its own
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = first_line[:300]
             FLEX_OPTIONS.pop(0)
-    return why
+    return problem
+
+
+def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
+    """Run flex attention over a pack of `tokens`, forward and backward, with the first of FLEX_OPTIONS."""
+    shared = tokens // 2
+    segment = tokens // 4
+    layout = Layout([(shared, [segment, tokens - shared - segment])], device)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = head_dim(config)
+    kv_shape = (1, kv_heads, tokens, width)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+    query = torch.ones(1, heads, tokens, width, **options)
+    key = torch.ones(kv_shape, **options)
+    value = torch.ones(kv_shape, **options)
+    mixed, _ = pack_attention(torch.nn.Module(), query, key, value, None, layout=layout, flex=True)
+    mixed.sum().backward()
 
 
 def pack_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     layout: Layout | None = None,
     flex: bool | None = None,
     group: dist.ProcessGroup | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
-    On a GPU one flex attention over the pack, on a CPU piece by piece: a mask over the whole would cost a multiple
-    (`proof/bench.py learner`). Returns (1, T, heads, D). With a `group` T are this rank's tokens: all tokens of its
-    share of the heads come and go by all-to-alls (Ulysses, arXiv:2309.14509), key-value heads repeated if too few.
+    Returns (1, T, heads, D). A GPU runs one flex attention over the pack. A CPU attends piece by piece: with one mask
+    for the whole pack it would take a multiple of the time (`proof/bench.py learner`). `flex` chooses between the two.
+    With a `group` T are this rank's tokens only (Ulysses): see scripts/parts/sequence.py.
     """
-    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if group is not None:
-        key, value = (repeat_kv(x, group.size() // math.gcd(x.shape[1], group.size())) for x in (key, value))
-        query, key, value = (exchange(x, 1, 2, group) for x in (query, key, value))
-        length = query.shape[2]
-        n = layout.length if layout is not None else length  # the rest is padding
-        heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-        whole = (x[:, :, :n] for x in (query, key, value))
-        mixed, _ = pack_attention(heads, *whole, None, scaling=scaling, layout=layout, flex=flex)
-        return exchange(torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, length - n)), 1, 2, group), None
+        from scripts.parts import sequence
+
+        return sequence.attend(query, key, value, scaling, layout, flex, group), None
     if layout is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if query.is_cuda if flex is None else flex:
-        options: dict[str, Any] = {"kernel_options": FLEX_OPTIONS[0], "enable_gqa": query.shape[1] != key.shape[1]}
-        mixed = _flex_attention()(query, key, value, block_mask=layout.block_mask, scale=scaling, **options)
-        return mixed.transpose(1, 2).contiguous(), None
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if flex is None:
+        flex = query.is_cuda
+    if not flex:
+        return _attend_by_piece(query, key, value, scaling, layout), None
+    options: dict[str, Any] = {"scale": scaling, "kernel_options": FLEX_OPTIONS[0]}
+    grouped = query.shape[1] != key.shape[1]
+    mixed = _flex_attention()(query, key, value, block_mask=layout.block_mask, enable_gqa=grouped, **options)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _attend_by_piece(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: Layout) -> Tensor:
+    """Attention of a pack, a product for each chunk of its layout. Returns (1, T, heads, D)."""
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    repeats = query.shape[1] // key.shape[1]
+    key = repeat_kv(key, repeats)
+    value = repeat_kv(value, repeats)
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling)
-    sizes = [n for _, _, parts in layout.parts for n in parts]
-    qs, ks, vs = (iter(x.split(sizes, dim=2)) for x in (query, key, value))
+    lengths = [n for chunks in layout.chunks for n in chunks]
+    queries = query.split(lengths, dim=2)
+    keys = key.split(lengths, dim=2)
+    values = value.split(lengths, dim=2)
+
     mixed = []
-    for shared, own, parts in layout.parts:
-        q, k, v = next(qs), next(ks), next(vs)
-        if len(parts) == 1:
-            mask = layout.masks[shared, *own] if len(own) > 1 else None
-            mixed.append(attend(q, k, v, attn_mask=mask, is_causal=mask is None))
-            continue
-        mixed.append(attend(q, k, v, is_causal=True))
-        for n in own:
-            both = (torch.cat([k, next(ks)], dim=2), torch.cat([v, next(vs)], dim=2))
-            mixed.append(attend(next(qs), *both, attn_mask=layout.masks[shared, n]))
-    return torch.cat([x.transpose(1, 2) for x in mixed], dim=1), None
+    first = 0  # the piece's first chunk
+    for (shared, segments), chunks in zip(layout.pieces, layout.chunks, strict=True):
+        q = queries[first]
+        k = keys[first]
+        v = values[first]
+        if len(chunks) == 1 and len(segments) > 1:
+            mixed.append(attend(q, k, v, attn_mask=layout.masks[shared, *segments]))
+        else:
+            mixed.append(attend(q, k, v, is_causal=True))
+        for i in range(first + 1, first + len(chunks)):  # the segments, after the shared tokens
+            seen_keys = torch.cat([k, keys[i]], dim=2)
+            seen_values = torch.cat([v, values[i]], dim=2)
+            mask = layout.masks[shared, lengths[i]]
+            mixed.append(attend(queries[i], seen_keys, seen_values, attn_mask=mask))
+        first += len(chunks)
+    return torch.cat([x.transpose(1, 2) for x in mixed], dim=1)
 
 
 def balance(tokens: Sequence[float], costs: Sequence[float], bins: int, exchanges: int = 1000) -> list[list[int]]:
-    """Items (indices) into `bins` with even sums of tokens and of costs; each bin in ascending order. Longest
-    processing time first (Graham 1969), then exchanges between the fullest bin and the emptiest while they help."""
+    """Distribute items (indices) over `bins` with even sums of tokens and of costs; each bin in ascending order.
+    Longest processing time first (Graham 1969), then exchanges between the fullest bin and an emptier one while they
+    help."""
     if bins == 1:
         return [list(range(len(tokens)))]
     sizes = np.array([tokens, costs], dtype=np.float64)  # (2, items)
-    sizes /= np.maximum(sizes.sum(1, keepdims=True), 1e-9) / bins  # 1.0 is an even share
-    sizes[1] = sizes.mean(0)  # few long items cannot be even in both: a cost may be off by a bit more than tokens
-    owner, loads = np.zeros(len(tokens), dtype=np.int64), np.zeros((2, bins))
+    totals = np.maximum(sizes.sum(1, keepdims=True), 1e-9)
+    sizes /= totals / bins  # 1.0 is an even share
+    # Few long items cannot be even in both: a cost may deviate a bit more than tokens do
+    sizes[1] = sizes.mean(0)
+
+    owner = np.zeros(len(tokens), dtype=np.int64)  # the bin of each item
+    loads = np.zeros((2, bins))
     for i in np.argsort(-sizes.sum(0), kind="stable"):
-        owner[i] = np.maximum(loads[0] + sizes[0, i], loads[1] + sizes[1, i]).argmin()
-        loads[:, owner[i]] += sizes[:, i]
+        with_item = loads + sizes[:, i, None]  # of each bin, if the item were in it
+        best = with_item.max(0).argmin()
+        owner[i] = best
+        loads[:, best] += sizes[:, i]
+
     for _ in range(exchanges):
-        worst = int(loads.max(0).argmax())
-        if loads.max() <= 1.002:
+        if loads.max() <= 1.002 or not _exchange_items(sizes, owner, loads):
             break
-        some = np.argsort(loads.max(0), kind="stable")[:64]  # with all, 2,048 bins of 8 items took seconds
-        some = np.sort(some[some != worst])
-        mine, others = np.flatnonzero(owner == worst)[:256], np.flatnonzero(np.isin(owner, some))
-        # give item i and take item j (or nothing): the new loads of both bins
-        taken, to = np.pad(sizes[:, others], ((0, 0), (0, len(some)))), np.concatenate([owner[others], some])
-        delta = sizes[:, mine, None] - taken[:, None, :]  # (2, mine, others)
-        after = np.maximum(loads[:, worst, None, None] - delta, loads[:, to][:, None, :] + delta).max(0)
-        i, j = np.unravel_index(after.argmin(), after.shape)
-        if after[i, j] >= loads.max() - 1e-9:
-            break
-        loads[:, worst] -= delta[:, i, j]
-        loads[:, to[j]] += delta[:, i, j]
-        owner[mine[i]] = to[j]
-        if j < len(others):
-            owner[others[j]] = worst
     return [np.flatnonzero(owner == b).tolist() for b in range(bins)]
 
 
+def _exchange_items(sizes: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> bool:
+    """Move the item out of the fullest bin, in exchange for one or for nothing, that makes the fuller of the two bins
+    emptiest. `sizes` is (2, items), `loads` (2, bins); `owner` and `loads` change in place. False if nothing helps."""
+    highest = loads.max(0)  # (bins,)
+    fullest = int(highest.argmax())
+    # 64 other bins are enough: with all of them, 2,048 bins of 8 items took seconds
+    emptiest = np.argsort(highest, kind="stable")[:64]
+    partners = np.sort(emptiest[emptiest != fullest])
+
+    # Which item leaves: `given`. What comes back: an item of `others`, or (the last columns) nothing
+    given = np.flatnonzero(owner == fullest)[:256]
+    others = np.flatnonzero(np.isin(owner, partners))
+    returned_sizes = np.pad(sizes[:, others], ((0, 0), (0, len(partners))))
+    partner = np.concatenate([owner[others], partners])
+    moved = sizes[:, given, None] - returned_sizes[:, None, :]  # (2, given, others + partners)
+    fullest_after = loads[:, fullest, None, None] - moved
+    partner_after = loads[:, partner][:, None, :] + moved
+    after = np.maximum(fullest_after, partner_after).max(0)
+
+    i, j = np.unravel_index(after.argmin(), after.shape)
+    if after[i, j] >= highest[fullest] - 1e-9:
+        return False
+    loads[:, fullest] -= moved[:, i, j]
+    loads[:, partner[j]] += moved[:, i, j]
+    owner[given[i]] = partner[j]
+    if j < len(others):
+        owner[others[j]] = fullest
+    return True
+
+
 def pack_bins(tokens: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
-    """Items (indices) into as few bins of at most `budget` tokens as best-fit-decreasing needs, then evened out where
-    that keeps the budget; costly bins first. An item above the budget, or budget 0, is a bin of its own."""
+    """Distribute items (indices) over as few bins of at most `budget` tokens as best-fit-decreasing needs, then even
+    them out where that keeps the budget; costly bins first. An item above the budget, or budget 0, is a bin of its
+    own."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
-        at = bisect.bisect_left(rooms, (tokens[i], 0))
-        left, b = rooms.pop(at) if at < len(rooms) else (budget, len(bins))
-        if b == len(bins):
+        tightest = bisect.bisect_left(rooms, (tokens[i], 0))  # the fullest bin with enough room
+        if tightest < len(rooms):
+            left, b = rooms.pop(tightest)
+        else:
+            left = budget
+            b = len(bins)
             bins.append([])
         bins[b].append(i)
         bisect.insort(rooms, (left - tokens[i], b))
     if len(bins) > 1 and budget:
         even = balance(tokens, costs, len(bins), exchanges=0)
-        if all(sum(tokens[i] for i in b) <= budget for b in even):
+        fullest = max(sum(tokens[i] for i in items) for items in even)
+        if fullest <= budget:
             bins = even
-    return sorted((sorted(b) for b in bins), key=lambda b: -sum(costs[i] for i in b))
+    for items in bins:
+        items.sort()
+    return sorted(bins, key=lambda items: -sum(costs[i] for i in items))
+
+
+def head_dim(config: Any) -> int:
+    """Width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def attention_width(config: Any) -> int:
     """Layers x heads x head dimension: a (query, key) pair costs 4 times as many operations in a forward."""
-    heads = config.num_attention_heads
-    return config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return config.num_hidden_layers * config.num_attention_heads * head_dim(config)
 
 
 def matmul_parameters(model: Any) -> tuple[int, int]:
-    """Weights of matrices every token is multiplied with, and of the head, which only response tokens meet."""
+    """Number of weights in matrices that multiply every token, and in the head, which only response tokens meet."""
     head = model.get_output_embeddings().weight
-    skip = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
-    return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in skip), head.numel()
+    others = {id(head)}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            others.add(id(module.weight))
+    matrices = 0
+    for p in model.parameters():
+        if p.ndim >= 2 and id(p) not in others:
+            matrices += p.numel()
+    return matrices, head.numel()
 
 
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
@@ -1690,7 +1754,7 @@ def check_models(args: Flags) -> None:
     play("parts/fits.py", json.dumps(asdict(args)))
 
 
-def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter."""
     from torch.distributed.tensor import DTensor
 
@@ -1698,7 +1762,7 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def within_window(config: Any, args: Flags) -> bool:
-    """Whether a token sees all that is before it: where a window is shorter, it takes the model's own masks."""
+    """Whether each token attends to all tokens before it. With a shorter sliding window the model's own masks apply."""
     window = getattr(config, "sliding_window", None) or math.inf
     return args.max_prompt_token_length + args.response_length <= window
 
@@ -1707,14 +1771,15 @@ def load_causal_lm(args: Flags) -> Any:
     """The Hugging Face causal LM with dropout off and no cache, still unsharded, in its checkpoint's dtype."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    # each pack has a layout of its own, for which a compiled layer would be compiled again
+    # Each pack has a layout of its own, for which a compiled layer would be compiled again
     attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
     AttentionInterface.register(PACK_ATTENTION, attention)
     source = {"revision": args.model_revision, "attn_implementation": args.attn_implementation}
     model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="auto", **source)
     if args.attn_implementation == "sdpa" and model._supports_attention_backend and within_window(model.config, args):
         model.set_attn_implementation(PACK_ATTENTION)
-    for module in model.modules():  # old and new logprobs must agree; eval() would also switch checkpointing off
+    # Old and new logprobs must agree. eval() would also switch gradient checkpointing off
+    for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
@@ -1723,7 +1788,7 @@ def load_causal_lm(args: Flags) -> Any:
 
 
 def checkpoint_layers(model: Any, part: str) -> None:
-    """Recompute each decoder layer in backward, or its MLP alone, whose wide activations are most of what is kept."""
+    """Recompute each decoder layer in the backward, or only its MLP, whose wide activations take most of the memory."""
     from torch.utils.checkpoint import checkpoint
 
     if part == "layer":
@@ -1736,20 +1801,22 @@ def checkpoint_layers(model: Any, part: str) -> None:
 
 
 def prepare_compiler() -> dict[str, Any]:
-    """Inductor keeps precompiled C++ headers where its import finds the temporary directory: in its cache, then. And
-    more graphs of a function than torch's 8; by options too, which it returns: a GPU's backward sees no setting."""
+    """Have Inductor keep its precompiled C++ headers in its cache; it puts them into what is the temporary directory
+    when it is imported. Allow 64 graphs of a function, not torch's 8. Returns torch.compile's options, with the same
+    limit: the setting does not reach the thread of a GPU's backward."""
     setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010
-    tempfile.tempdir = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    os.makedirs(tempfile.tempdir, exist_ok=True)
-    importlib.import_module("torch._inductor.codecache")  # asks where that is
+    cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    os.makedirs(cache, exist_ok=True)
+    tempfile.tempdir = cache
+    importlib.import_module("torch._inductor.codecache")
     tempfile.tempdir = None
     return {"dynamic": True, "recompile_limit": 64}
 
 
 def compile_layers(model: Any) -> bool:
-    """Have torch.compile fuse what stands between the matrix products of each decoder layer. Before FSDP and below
-    checkpointing, both of which stay outside. Any number of tokens is one graph; attention over a pack is left out.
-    Raises UserError where the model does not say what its layers are."""
+    """Have torch.compile fuse the operations between the matrix products of each decoder layer. Call it before FSDP and
+    after checkpoint_layers, which both stay outside the compiled code. Any number of tokens is one graph; attention
+    over a pack is not compiled. Raises UserError where the model does not name its layers."""
     layers = blocks_of(model)
     need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
     options = prepare_compiler()
@@ -1765,133 +1832,111 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def dither(weight: torch.Tensor, seed: int) -> None:
+def dither(weight: Tensor, seed: int) -> None:
     """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
 
-    In the middle of its rounding interval a weight takes hundreds of updates of the learning rate's size to reach an
-    end, and until then nothing that computes in bfloat16 has changed; so the share that has moved on grows with the
-    drift, from the first update on. Rounded to nearest, weight + offset is the same number for offsets of -32767 to
-    32767 units of the 16 bits that go, so the policy is bit for bit what it was. Zeros stay, and so do weights between
-    two bfloat16 numbers (those of float32 checkpoints).
+    A weight in the middle of its rounding interval takes hundreds of updates of the learning rate's size to reach an
+    end of it. Until then nothing that computes in bfloat16 changes. Dithered, the share of weights that round to
+    another number grows with the drift, from the first update on. The policy stays the same bit for bit: rounded to
+    nearest, weight + offset is the same number for offsets of -32767 to 32767 units of the 16 bits that rounding drops.
+    Zeros stay, and so do weights between two bfloat16 numbers (those of float32 checkpoints).
     """
     bits = weight.view(torch.int32).view(-1)
-    raw = np.random.PCG64(seed).random_raw(bits.numel() // 4 + 1).view(np.int16)[: bits.numel()]
-    offsets = torch.from_numpy(raw).int().clamp_(min=-32767)  # -32768 is the tie between two numbers
-    bits += offsets * ((bits & 0xFFFF == 0) & (bits << 1 != 0))
+    random_words = np.random.PCG64(seed).random_raw(bits.numel() // 4 + 1)
+    raw_offsets = random_words.view(np.int16)[: bits.numel()]
+    offsets = torch.from_numpy(raw_offsets).int().clamp_(min=-32767)  # -32768 is the tie between two numbers
+    is_bfloat16 = bits & 0xFFFF == 0
+    is_nonzero = bits << 1 != 0
+    bits += offsets * (is_bfloat16 & is_nonzero)
 
 
 def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
-    """FSDP2 over all ranks: `--model_dtype` compute, float32 master weights and gradient reduction; what is frozen lies
-    in memory in `--model_dtype`. `module` is the wrapper whose forward is called, `model` the causal LM inside it.
-    deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3 also frees
-    parameters after forward."""
+    """Shard `module`, whose forward is called, and the layers of the causal LM `model` in it over all ranks (FSDP2).
+
+    Compute is in --model_dtype; master weights and gradient reduction are in float32; frozen weights are stored in
+    --model_dtype. --deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3
+    also frees parameters after the forward.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    shape, names = (world.size, 1) if args.deepspeed_stage == 0 else (1, world.size), ("replicate", "shard")
-    mesh = _once(dist.group.WORLD, dist.init_device_mesh, world.device.type, shape, mesh_dim_names=names)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
-    mesh = mesh if args.deepspeed_stage == 0 else mesh["shard"]
-    waiting = {id(p): name for name, p in model.named_parameters()}
+    replicated = args.deepspeed_stage == 0
+    shape = (world.size, 1) if replicated else (1, world.size)
+    mesh = _device_mesh(dist.group.WORLD, world.device.type, shape)
+    shard_mesh = mesh if replicated else mesh["shard"]
+    precision = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for part in [*blocks_of(model), module]:  # one at a time: the host never holds the whole model in float32
+        cast_weights(part, names, args)
+        fully_shard(
+            part,
+            mesh=shard_mesh,
+            mp_policy=precision,
+            reshard_after_forward=args.deepspeed_stage == 3,
+        )
+    return module
 
-    def shard(part: Any) -> Any:
-        for p in part.parameters():  # one block at a time: the host never holds all of float32
-            if id(p) in waiting:
-                name = waiting.pop(id(p))
-                p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[args.model_dtype])
-                if p.requires_grad and args.dither_master_weights and args.model_dtype == "bfloat16":
-                    dither(p.data, derive_seed(args.seed, name))
-        for buffer in part.buffers():
-            buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
-        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=args.deepspeed_stage == 3)
 
-    for layer in blocks_of(model):
-        shard(layer)
-    return shard(module)
+@functools.cache
+def _device_mesh(_ranks: object, device_type: str, shape: tuple[int, int]) -> Any:
+    """The mesh of all ranks. Policy and reference share it, and so its communicators."""
+    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def cast_weights(part: Any, names: dict[int, str], args: Flags) -> None:
+    """Cast the parameters of `part` that are still in `names` (id -> name), and remove them from it: to float32,
+    dithered if asked, where they train, else to --model_dtype. Buffers become float32."""
+    for p in part.parameters():
+        name = names.pop(id(p), None)
+        if name is None:
+            continue
+        p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[args.model_dtype])
+        if p.requires_grad and args.dither_master_weights and args.model_dtype == "bfloat16":
+            dither(p.data, derive_seed(args.seed, name))
+    for buffer in part.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
 
 
 def gradient_sync(module: Any, args: ModelFlags, last: bool) -> None:
-    """Say before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and reduce
-    once; sharded ranks reduce every micro-batch to keep memory down."""
+    """Tell FSDP before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and
+    reduce once. Sharded ranks reduce in every micro-batch to save memory."""
     if args.deepspeed_stage == 0:
         module.set_requires_gradient_sync(last)
     if args.deepspeed_stage != 3:
         module.set_reshard_after_backward(last)
 
 
+def has_adapters(module: torch.nn.Module) -> bool:
+    """Whether a layer of the module has a LoRA adapter."""
+    return any(hasattr(layer, "lora_A") for layer in module.modules())
+
+
 def add_adapters(model: Any, args: Flags) -> None:
-    """Freeze the model and give each matrix of --lora_target_modules an adapter, by peft. A is random by seed and name
-    (peft's uniform(-1, 1) / sqrt(inputs)), B zero: the policy is the model's, bit for bit. Raises UserError."""
-    from peft import LoraConfig, inject_adapter_in_model
+    """With --lora_rank: see scripts/parts/adapters.py."""
+    from scripts.parts import adapters
 
-    names: Any = args.lora_target_modules
-    config = LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules="all-linear" if names == ["all-linear"] else names,
-        base_model_name_or_path=args.model_name_or_path,
-        revision=args.model_revision,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        inject_adapter_in_model(config, model)
-    except ValueError as error:
-        args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]}")
-    inside = {module for layer in blocks_of(model) for module in layer.modules()}
-    model.requires_grad_(False)
-    for name, module in adapters(model).items():
-        if module not in inside or not isinstance(module.base_layer, torch.nn.Linear):
-            args.refuse(f"--lora_target_modules: {name} is no matrix of a layer, take all-linear or names of such")
-        generator = torch.Generator().manual_seed(derive_seed(args.seed, name))
-        for half in (module.lora_A, module.lora_B):
-            half.requires_grad_(True).float()
-        torch.nn.init.kaiming_uniform_(module.lora_A["default"].weight, math.sqrt(5), generator=generator)
+    adapters.add_adapters(model, args)
 
 
-def adapters(model: Any) -> dict[str, Any]:
-    """The layers of peft that have an adapter, by the checkpoint name of the weight it changes."""
-    return {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+def without_adapters(model: Any) -> contextlib.AbstractContextManager[None]:
+    """The model as it was before training, if it has adapters; else nothing changes."""
+    if not has_adapters(model):
+        return contextlib.nullcontext()
+    from scripts.parts import adapters
+
+    return adapters.without_adapters(model)
 
 
-def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(peft's name, whole float32 tensor) of A and B of each adapter. All ranks."""
-    pairs = ((name.removesuffix("weight"), half, m) for name, m in adapters(model).items() for half in ("A", "B"))
-    named = [(f"base_model.model.{n}lora_{h}.weight", getattr(m, f"lora_{h}")["default"].weight) for n, h, m in pairs]
-    yield from _whole(named, torch.float32)
+def trial_adapters(policy: Any, seed: int) -> contextlib.AbstractContextManager[None]:
+    """With --lora_rank: see scripts/parts/adapters.py."""
+    from scripts.parts import adapters
+
+    return adapters.trial_adapters(policy, seed)
 
 
-@contextlib.contextmanager
-def without_adapters(model: Any):
-    """The model as it was before training, where it has adapters."""
-    layers = adapters(model).values()
-    for layer in layers:
-        layer._disable_adapters = True
-    yield
-    for layer in layers:
-        layer._disable_adapters = False
-
-
-@contextlib.contextmanager
-@torch.no_grad()
-def trial_adapters(policy: "grpo.Policy", seed: int):
-    """Noise in place of every adapter's B, which changes each matrix by TRIAL of its size: see grpo.check_trial."""
-    shard_again(policy)
-    kept = []
-    for name, layer in adapters(policy.model).items():
-        a, b = layer.lora_A["default"].weight, shard_of(layer.lora_B["default"].weight)
-        size = shard_of(layer.base_layer.weight).float().square().mean().sqrt()
-        size *= TRIAL * math.sqrt(3 * a.shape[1] / a.shape[0]) / layer.scaling["default"]  # A's elements: 1 / sqrt(3 n)
-        kept.append((b, b.clone()))
-        generator = torch.Generator().manual_seed(derive_seed(seed, name, "trial"))
-        b.copy_(torch.randn(b.shape, generator=generator)).mul_(size)
-    yield
-    shard_again(policy)
-    for b, before in kept:
-        b.copy_(before)
-
-
-def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, parameter) of all of a model's weights but adapters. A tied head has its own name too: vLLM's
-    CPU backend keeps a packed copy that goes stale otherwise."""
+def named_weights(model: Any) -> NamedTensors:
+    """(checkpoint name, parameter) of all weights of a model except adapters. A tied head is yielded under its own name
+    too: vLLM's CPU backend keeps a packed copy of it, which would go stale."""
     parameters = {n.replace(".base_layer.", "."): p for n, p in model.named_parameters() if ".lora_" not in n}
     yield from parameters.items()
     if "lm_head.weight" not in parameters and model.get_output_embeddings() is not None:
@@ -1900,8 +1945,8 @@ def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def shard_again(module: torch.nn.Module) -> None:
-    """Make parameters() this rank's shards of the master weights: after a forward without backward FSDP keeps whole
-    copies in compute dtype in their place, which it drops later, with whatever was written to them."""
+    """Make parameters() this rank's shards of the master weights. After a forward without a backward FSDP keeps whole
+    copies in compute dtype in their place. It drops them later, and with them whatever was written to them."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -1910,272 +1955,237 @@ def shard_again(module: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def full_weights(policy: "grpo.Policy", dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, whole tensor in `dtype`) of named_weights(policy.model), one at a time, adapters merged
-    into it. All ranks must exhaust it in lock-step."""
+def full_weights(policy: Any, dtype: torch.dtype) -> NamedTensors:
+    """Yield (checkpoint name, whole tensor in `dtype`) of named_weights(policy.model), one at a time, with adapters
+    merged into them. All ranks must exhaust it in lock-step."""
     shard_again(policy)
-    adapted, halves = adapters(policy.model), [tensor for _, tensor in adapter_weights(policy.model)]
-    low = dict(zip(adapted, zip(halves[::2], halves[1::2], strict=True), strict=True))  # A, B
-    buckets: list[list[tuple[str, torch.Tensor]]] = [[]]
-    for name, weight in named_weights(policy.model):
-        buckets[-1].append((name, weight))
-        if sum(w.numel() for _, w in buckets[-1]) * dtype.itemsize >= GATHER_BYTES:
-            buckets.append([])
-    for bucket in buckets:
-        for name, weight in _whole(bucket, dtype):
-            if name in adapted:
-                a, b = low[name]
-                weight = (weight.float() + adapted[name].scaling["default"] * (b @ a)).to(dtype)
-            yield name, weight
+    if has_adapters(policy.model):
+        from scripts.parts import adapters
+
+        yield from adapters.merged_weights(policy.model, dtype)
+    else:
+        yield from gather_weights(named_weights(policy.model), dtype)
 
 
-def _whole(named: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of `named` whole by one collective: shards in `dtype`, their rows filled up to the first rank's."""
-    mesh: Any = getattr(named[0][1], "device_mesh", None) if named else None  # None: nothing is sharded
-    ranks = mesh.size(-1) if mesh is not None else 1
+def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
+    """Yield (name, whole tensor in `dtype`) of sharded weights, with one collective for each GATHER_BYTES of them. All
+    ranks must exhaust it in lock-step."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, weight in named:
+        bucket.append((name, weight))
+        size += weight.numel() * dtype.itemsize
+        if size >= GATHER_BYTES:
+            yield from _gather_bucket(bucket, dtype)
+            bucket = []
+            size = 0
+    if bucket:
+        yield from _gather_bucket(bucket, dtype)
+
+
+def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
+    """Gather the weights of a bucket with one collective. FSDP shards rows: of R ranks each holds ceil(rows / R) of
+    them, the last ones fewer or none, so shards are padded to the first rank's size."""
+    mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
+    ranks = 1 if mesh is None else mesh.size(-1)
     if ranks == 1:
-        yield from ((name, shard_of(weight).to(dtype)) for name, weight in named)
+        for name, weight in bucket:
+            yield name, shard_of(weight).to(dtype)
         return
-    shards = []
-    for _, weight in named:
-        mine = shard_of(weight).to(dtype).flatten()
-        rows = -(-len(weight) // ranks)
-        shards.append(torch.nn.functional.pad(mine, (0, rows * (weight.numel() // len(weight)) - len(mine))))
+    shards = [_padded_shard(weight, ranks, dtype) for _, weight in bucket]
     sizes = [len(shard) for shard in shards]
-    everyone = torch.empty(ranks * sum(sizes), dtype=dtype, device=shards[0].device)
-    group, mine = mesh.get_group(-1), torch.cat(shards)
-    dist.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group)
-    for (name, weight), part in zip(named, everyone.view(ranks, -1).split(sizes, 1), strict=True):
-        yield name, part.reshape(-1, *weight.shape[1:])[: len(weight)]
+    own = torch.cat(shards)
+    gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
+    dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
+    by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
+    for (name, weight), everyones_shards in zip(bucket, by_weight, strict=True):
+        rows = everyones_shards.reshape(-1, *weight.shape[1:])
+        yield name, rows[: len(weight)]
 
 
-def save_model(
-    policy: "grpo.Policy", tokenizer: "Tokenizer", path: Path, args: Flags, world: World, merge: bool = False
-) -> None:
-    """Write the model in Hugging Face format (all ranks gather, rank 0 writes; written aside, then renamed). Where it
-    has adapters, and not to `merge`, these are written, in peft's; with --lora_merge PATH_merged has the model too.
-    What training does not change is the start model's own, byte for byte: see scripts/parts/start_files.py."""
-    model, state, dtype = policy.model, {}, DTYPES[args.model_dtype]
-    tied, adapted = model.config.tie_word_embeddings, not merge and adapters(model) != {}
+def _padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a weight in `dtype`, flattened and padded to ceil(rows / ranks) rows."""
+    shard = shard_of(weight).to(dtype).flatten()
+    rows = math.ceil(len(weight) / ranks)
+    row_size = weight.numel() // len(weight)
+    return torch.nn.functional.pad(shard, (0, rows * row_size - len(shard)))
+
+
+def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> None:
+    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. If it has adapters, only they are
+    written, in peft's format; --lora_merge also writes the merged model to PATH_merged. Files that training does not
+    change are the start model's own, byte for byte: see scripts/parts/start_files.py."""
     shard_again(policy)
-    for name, tensor in adapter_weights(model) if adapted else full_weights(policy, dtype):  # all ranks
+    if not has_adapters(policy.model):
+        _save_whole_model(policy, tokenizer, path, args, world)
+        return
+    from scripts.parts import adapters
+
+    adapters.save_adapters(policy.model, tokenizer, path, world)
+    if args.lora_merge:
+        _save_whole_model(policy, tokenizer, path.with_name(f"{path.name}_merged"), args, world)
+
+
+def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> None:
+    model = policy.model
+    tied = model.config.tie_word_embeddings
+    state = {}
+    for name, tensor in full_weights(policy, DTYPES[args.model_dtype]):  # all ranks
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        temporary = path.with_name(path.name + ".tmp")  # readers never see half a save
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        if adapted:
-            from safetensors.torch import save_file
-
-            save_file(state, temporary / "adapter_model.safetensors", {"format": "pt"})
-            model.peft_config["default"].save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-        else:
+        with whole_directory(path) as temporary:
             _write_model(model, state, tokenizer, temporary, args)
-        for file in temporary.iterdir():  # safetensors writes files that only their owner may read
-            if file.is_file():
-                shutil.copymode(temporary / "tokenizer_config.json", file)
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(temporary, path)
     dist.barrier()
-    if adapted and args.lora_merge:
-        save_model(policy, tokenizer, path.with_name(f"{path.name}_merged"), args, world, merge=True)
+
+
+@contextlib.contextmanager
+def whole_directory(path: Path) -> Generator[Path]:
+    """A directory to write a model into, which replaces `path` at the end: readers never see half a save."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    for file in temporary.iterdir():
+        if file.is_file():  # safetensors writes files that only their owner may read
+            shutil.copymode(temporary / "tokenizer_config.json", file)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
 
 
 def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", path: Path, args: Flags) -> None:
     from transformers import GenerationConfig
 
+    from scripts.parts import start_files
+
     persistent = model.state_dict().keys()
-    state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
-    # A start model's own sampling defaults stay: who compares it with its trained self wants one difference.
-    # Where it has none, they are those that were trained: softmax(logits / temperature).
-    how: dict[str, Any] = {"do_sample": True, "temperature": args.temperature, "top_p": args.vllm_top_p}
-    how |= {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.generation_config = GenerationConfig(**how)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            state[name] = buffer.cpu()
+    # The start model's own sampling defaults stay, so that it differs from the trained model in one thing only. A model
+    # without defaults gets those of training: softmax(logits / temperature).
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=args.temperature,
+        top_p=args.vllm_top_p,
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     model.save_pretrained(path, state_dict=state, max_shard_size="5GB")
     tokenizer.save_pretrained(path)
     commit = getattr(model.config, "_commit_hash", None)
-    facts = [f"--revision={commit or args.model_revision or ''}", f"--dtype={args.model_dtype}"]
-    facts += ["--tied"] * bool(model.config.tie_word_embeddings)
-    play(
-        "parts/start_files.py", path, args.model_name_or_path, *facts, "--eos", *eos_token_ids(args, tokenizer, commit)
+    start_files.keep_start_files(
+        path,
+        start=args.model_name_or_path,
+        revision=commit or args.model_revision or None,
+        dtype=args.model_dtype,
+        tied=bool(model.config.tie_word_embeddings),
+        eos_ids=eos_token_ids(args, tokenizer, commit),
     )
 
 
 def push_model(run_dir: Path) -> None:
-    """Have parts/push_to_hub.py upload run_dir/model, on rank 0, after all else. A failure is told with the command
-    that tries again, and is none of the run: torchrun would train once more."""
-    command = program("parts/push_to_hub.py", run_dir)
-    upload = subprocess.Popen([*command, "--end_with_stdin"], stdin=subprocess.PIPE)
-    signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
-    if status := upload.wait():
-        told = f"the upload ended with status {status}; the model is complete in {run_dir / 'model'}"
-        again = f"WARNING: to upload it: {shlex.join(command)}"
-        print(f"WARNING: --push_to_hub: {told}\n{again}", file=sys.stderr, flush=True)
+    """With --push_to_hub: see scripts/parts/push_to_hub.py."""
+    from scripts.parts import push_to_hub
+
+    push_to_hub.push_in_process(run_dir)
 
 
 class Checkpoints:
-    """Resumable checkpoints in run_dir/checkpoints/step_N, sharded and written in the background.
-
-    A checkpoint is written as step_N.tmp and, once on disk, made step_N by parts/checkpoints.py: whatever kills the
-    run, a step_N is whole. Where one cannot be written, on a full disk for instance, that is a warning, and the one
-    before stays. All ranks construct it and call its methods.
-    """
+    """Resumable checkpoints of a run, in run_dir/checkpoints/step_N: see scripts/parts/checkpoints.py, which the first
+    save loads. All ranks construct it and call its methods."""
 
     def __init__(self, run_dir: Path, keep: int, world: World):
-        self.root, self.keep, self.world = run_dir / "checkpoints", keep, world
-        self.group = dist.new_group(backend="gloo")  # the background must not mix into the learners' collectives
-        self.thread: threading.Thread | None = None
-        for old in self.root.glob("*.tmp") if world.is_main else ():  # of a run that was killed
-            shutil.rmtree(old, ignore_errors=True)
+        self.run_dir = run_dir
+        self.keep = keep
+        self.world = world
+        self.writer: Any = None
 
-    def save(self, step: int, modules: Modules, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
-        """Start to write everything a resume needs; returns once it is copied, and training may go on. The optimizer is
-        that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added."""
-        import torch.distributed.checkpoint as dcp
+    def save(self, step: int, modules: dict[str, Any], optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
+        """Start to write everything a resume needs. Returns once it is copied, so that training may go on. The
+        optimizer is that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added."""
+        if self.writer is None:
+            from scripts.parts import checkpoints
 
-        self.wait()
-        temporary, problem = self.root / f"step_{step}.tmp", ""
-        try:
-            temporary.mkdir(parents=True, exist_ok=True)
-            with (temporary / f"rank_{self.world.rank}.pt").open("wb") as file:
-                torch.save(extra | {"rng": rng_state()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:  # torch.save has RuntimeErrors for a full disk
-            problem = str(error)
-        if problem := max(all_gather(problem, self.world)):  # nobody goes on alone
-            return self._failed(temporary, problem)
-        state = _learner_state(modules, optimizer)
-        writer = dcp.filesystem._FileSystemWriter(temporary / "state", per_thread_copy_ahead=0)  # else CUDA on GPU 0
-        writing = dcp.async_save(state, storage_writer=writer, process_group=self.group)
-        self.thread = threading.Thread(target=self._finish, args=(writing, temporary))
-        self.thread.start()
+            self.writer = checkpoints.Writer(self.run_dir, self.keep, self.world)
+        self.writer.save(step, modules, optimizer, extra)
 
     def wait(self) -> None:
-        """Until the checkpoint being written is on disk, or has failed."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-
-    def _finish(self, writing: Future, temporary: Path) -> None:
-        from torch.distributed.checkpoint import CheckpointException
-
-        try:
-            writing.result()  # of all ranks
-            publish = "parts/checkpoints.py", temporary, "--publish", self.keep
-            problem = run_program(*publish, seconds=86_400.0) if self.world.is_main else ""
-        except (OSError, CheckpointException) as error:
-            problem = str(error).strip().splitlines()[-1]
-        if problem:
-            self._failed(temporary, problem)
-
-    def _failed(self, temporary: Path, problem: str) -> None:
-        if self.world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            print(f"WARNING: checkpoint {temporary.stem} was not written, the one before stays: {problem}", flush=True)
+        """Wait until the checkpoint being written is on disk, or has failed."""
+        if self.writer is not None:
+            self.writer.wait()
 
 
 def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> Path | None:
-    """The newest undamaged checkpoint, of a step below `before`; damaged ones are reported and skipped. All ranks."""
+    """The newest undamaged checkpoint of a step below `before`; damaged ones are reported and skipped. All ranks."""
+    from scripts.parts import checkpoints
 
-    def find() -> str:
-        command = program("parts/checkpoints.py", run_dir, "--newest", "--before", before)
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        print(done.stderr, end="", flush=True)
-        return done.stdout.strip()
-
-    return Path(found) if (found := on_main(find, world)) else None
+    return on_main(lambda: checkpoints.newest(run_dir / "checkpoints", before), world)
 
 
-def _learner_state(modules: Modules, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+def load_checkpoint(
+    path: Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, world: World
+) -> dict[str, Any]:
+    """Load a checkpoint into modules and optimizer: see scripts/parts/checkpoints.py. All ranks."""
+    from scripts.parts import checkpoints
 
-    trained = StateDictOptions(ignore_frozen_params=True)
-    policy, optimizer_state = get_state_dict(modules["policy"], optimizer, options=trained)
-    others = {name: get_model_state_dict(module) for name, module in modules.items() if name != "policy"}
-    return {"policy": policy, "optimizer": optimizer_state} | others
-
-
-def load_checkpoint(path: Path, modules: Modules, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Load a checkpoint into modules and optimizer; returns rank 0's `extra` and restores the random state. The number
-    of ranks may have changed."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
-
-    state = _learner_state(modules, optimizer)
-    groups = state["optimizer"].pop("param_groups")  # the flags of now count, which --resume_anyway may have changed
-    dcp.load(state, checkpoint_id=path / "state")
-    set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"] | {"param_groups": groups})
-    for name, module in modules.items():
-        whole = not adapters(module)  # else what is frozen is not in it
-        set_model_state_dict(module, state[name], options=StateDictOptions(strict=whole))
-    mine = path / f"rank_{world.rank}.pt"
-    extra = torch.load(path / "rank_0.pt", weights_only=True)
-    set_rng_state((torch.load(mine, weights_only=True) if mine.exists() else extra)["rng"])
-    del extra["rng"]
-    return extra
+    return checkpoints.load(path, modules, optimizer, world)
 
 
 def take_state(
-    args: Flags, step: int, policy: "grpo.Policy", optimizer: torch.optim.Optimizer, engine: Engine | None, world: World
+    args: Flags, step: int, policy: Any, optimizer: torch.optim.Optimizer, engine: Engine | None, world: World
 ) -> None:
-    """With --load_states: the other run's weights and moments after `step` into learner and engine; step 0 is the start
-    model. All ranks. Raises UserError where there is no such state."""
-    path, converted = Path(args.load_states) / "checkpoints" / f"step_{step}", args.run_dir / "state.tmp"
+    """With --load_states: load the other run's weights and moments after `step`; step 0 is the start model."""
     if not args.load_states or step == 0:
         return
-    if not path.is_dir():
-        path, more = converted, (args.load_states, step, converted, "--model", args.model_name_or_path)
-        need(not (problem := on_main(lambda: run_program("align/states.py", *more, seconds=1500.0), world)), problem)
-    shard_again(policy)
-    load_checkpoint(path, {"policy": policy}, optimizer, world)
-    if engine is not None:
-        engine.load_weights(full_weights(policy, DTYPES[args.model_dtype]), version=step)
-    dist.barrier()  # all have read it
-    shutil.rmtree(converted, ignore_errors=True)
+    from scripts.parts import checkpoints
+
+    checkpoints.take_state(args, step, policy, optimizer, engine, world)
 
 
 class Stop:
-    """What SIGTERM and Ctrl-C do: during a step the first lets it end, another ends the process; at any other time the
-    first does. A thread answers at once, whatever the main thread computes: Python would run a handler after it."""
+    """Answers SIGTERM and Ctrl-C. During a step the first signal lets the step end and a second one ends the process.
+    At any other time the first one ends it. A thread reads the signals: Python runs a handler only between two
+    operations of the main thread, which may take minutes."""
 
     def __init__(self):
-        self.during = ""  # what the first one lets end, for a person; "": nothing
-        self.asked = 0  # the signal's number
+        self.during = ""  # what the first signal lets end, for a person; "": nothing
+        self.asked = 0  # number of the first signal
 
     def listen(self) -> None:
-        """From now on; the first rank of a node says on stderr what happens next, and sweeps up after torchrun."""
-        for directory in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
-            if directory.name.startswith("torchelastic_") and os.environ.get("LOCAL_RANK") == "0":  # not a --log-dir
-                # when torchrun, which restarts us, is gone
-                sweep(directory, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done")
+        """Start to answer signals."""
+        _sweep_after_torchrun()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # of a shell's background job, or nohup
-                signal.signal(number, lambda *_: None)  # its number comes through the pipe
+            ignored = signal.getsignal(number) == signal.SIG_IGN  # a shell's background job, or nohup
+            if not ignored:
+                signal.signal(number, lambda *_: None)  # the thread gets its number through the pipe
         threading.Thread(target=self._answer, args=(reader,), daemon=True).start()
 
     def _answer(self, reader: int) -> None:
-        first, speaks = -math.inf, os.environ.get("LOCAL_RANK", "0") == "0"
+        """Answer each signal that comes through the pipe. The first rank of a node reports on stderr."""
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        first_time = -math.inf
         while True:
             number = os.read(reader, 1)[0]
-            if number not in (signal.SIGTERM, signal.SIGINT) or time.monotonic() - first < 1.0:
-                continue  # the same again: job queues tell launcher and ranks, and the launcher tells the ranks
-            words = f"finishing {self.during}; once more to stop now"
-            now = self.asked or not self.during
+            # Job queues signal launcher and ranks, and the launcher signals the ranks again: within a second it is one
+            repeated = time.monotonic() - first_time < 1.0
+            if number not in (signal.SIGTERM, signal.SIGINT) or repeated:
+                continue
+            stops_now = bool(self.asked) or not self.during
             if speaks:
-                os.write(2, f"{signal.Signals(number).name}: {'stopping now' if now else words}\n".encode())
-            if now:
-                rewards.close()  # all other processes end when they find that we are gone
+                answer = "stopping now" if stops_now else f"finishing {self.during}; once more to stop now"
+                os.write(2, f"{signal.Signals(number).name}: {answer}\n".encode())
+            if stops_now:
+                rewards.close()  # all other processes end when they find that this one is gone
                 os._exit(128 + number)
-            self.asked, first = number, time.monotonic()
+            self.asked = number
+            first_time = time.monotonic()
 
     def steps(self, steps: Iterable[int]) -> Iterator[int]:
-        """Each step in turn, during which `stop_asked` is what a signal does."""
+        """Yield each step. While it runs, the first signal lets it end: see `stop_asked`."""
         try:
             for step in steps:
                 self.during = f"step {step}, then a checkpoint"
@@ -2184,12 +2194,23 @@ class Stop:
             self.during = "what is left to write"
 
 
+def _sweep_after_torchrun() -> None:
+    """Have the first rank of a node remove the directory that torchrun makes without --log-dir and leaves behind. Ranks
+    are restarted in it, so it goes when torchrun has ended."""
+    if os.environ.get("LOCAL_RANK") != "0":
+        return
+    for directory in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
+        if directory.name.startswith("torchelastic_"):
+            sweep(directory, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done")
+
+
 STOP = Stop()
 
 
 def stop_asked(world: World) -> str:
-    """The name of the signal by which any rank was asked to stop, else "". All ranks, which get the same answer."""
-    number = int(all_reduce([float(STOP.asked)], world, dist.ReduceOp.MAX)[0])
+    """The name of the signal by which any rank was asked to stop, else "". All ranks get the same answer."""
+    highest = all_reduce([float(STOP.asked)], world, dist.ReduceOp.MAX)
+    number = int(highest[0])
     return signal.Signals(number).name if number else ""
 
 

@@ -22,40 +22,49 @@ from typing import Any
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.parts.checkpoints import checkpoint_dirs
-
 
 def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None) -> Path:
-    """Where the model of that step, None: the newest, was written. Raises utils.UserError."""
+    """Write the model of a step (None: the newest checkpoint); returns its directory. Raises utils.UserError."""
+    import utils
+    from scripts.parts.checkpoints import checkpoint_dirs, newest, step_of
+
+    if not (run_dir / "args.json").exists():
+        raise utils.UserError(f"{run_dir} is no run: it has no args.json")
+    args: Any = SimpleNamespace(**json.loads((run_dir / "args.json").read_text()))
+    args.model_name_or_path = model or args.model_name_or_path
+    tokenizer = utils.load_tokenizer(args)  # reports a missing start model
+    world = utils.init_distributed()
+    checkpoints = run_dir / "checkpoints"
+    checkpoint = newest(checkpoints, before=math.inf if step is None else step + 1)
+    if checkpoint is None or step not in (None, step_of(checkpoint)):
+        names = [path.name for path in checkpoint_dirs(checkpoints)]
+        there = ", ".join(reversed(names)) or "none"
+        raise utils.UserError(f"{run_dir} has no whole checkpoint of step {step or 'any'} (there: {there})")
+    out = out or run_dir / checkpoint.name
+    if out.exists():
+        raise utils.UserError(f"{out} is there already: give another --out, or remove it")
+    utils.save_model(load_policy(checkpoint, args), tokenizer, out, args, world)
+    return out
+
+
+def load_policy(checkpoint: Path, args: Any) -> Any:
+    """A module with the checkpoint's model in float32 as `model`."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     import utils
 
-    if not (run_dir / "args.json").exists():
-        raise utils.UserError(f"{run_dir} is no run: it has no args.json")
-    args: Any = SimpleNamespace(**json.loads((run_dir / "args.json").read_text()))
-    args.model_name_or_path = model or args.model_name_or_path
-    tokenizer = utils.load_tokenizer(args)  # a start model that is not there is told
-    world = utils.init_distributed()
-    found = utils.newest_checkpoint(run_dir, world, math.inf if step is None else step + 1)
-    if found is None or step not in (None, int(found.name[5:])):
-        there = ", ".join(p.name for p in checkpoint_dirs(run_dir / "checkpoints")[::-1]) or "none"
-        raise utils.UserError(f"{run_dir} has no whole checkpoint of step {step or 'any'} (there: {there})")
-    out = out or run_dir / found.name
-    if out.exists():
-        raise utils.UserError(f"{out} is there already: give another --out, or remove it")
     policy: Any = torch.nn.Module()
     policy.model = utils.load_causal_lm(args)
-    if adapted := getattr(args, "lora_rank", 0) > 0:  # older runs have no such flag
+    adapted = getattr(args, "lora_rank", 0) > 0  # older runs have no such flag
+    if adapted:
         utils.add_adapters(policy.model, args)
     policy.model.float()
     state = {"policy": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
-    dcp.load(state, checkpoint_id=found / "state")
+    dcp.load(state, checkpoint_id=checkpoint / "state")
     set_model_state_dict(policy, state["policy"], options=StateDictOptions(strict=not adapted))
-    utils.save_model(policy, tokenizer, out, args, world)
-    return out
+    return policy
 
 
 def main() -> int:

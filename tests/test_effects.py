@@ -21,7 +21,7 @@ import torch
 import grpo
 import rewards
 import utils
-from scripts.parts import chat, run_code, run_dir, sandbox
+from scripts.parts import adapters, chat, run_code, run_dir, sandbox
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -312,7 +312,7 @@ def models(flags, model, world, patch):
     learner = grpo.load_learner(args, world)
     with tempfile.TemporaryDirectory() as out:
         utils.save_model(learner.policy, utils.load_tokenizer(args), Path(out) / "model", args, world)
-        made = utils.adapters(learner.policy.model)
+        made = adapters.adapted_layers(learner.policy.model)
         sizes = {name: tuple(layer.lora_A["default"].weight.shape) for name, layer in made.items()}
         scaling = {layer.scaling["default"] for layer in made.values()}
         saved = sorted(path.name for path in Path(out).iterdir())

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import rewards
 import utils
+from scripts.parts.transformers_engine import TransformersEngine
 from tests import programs
 from tests.conftest import REPO
 from tests.test_math import LOSS_FNS
@@ -655,7 +656,7 @@ def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, world):
 def test_transformers_engine_gives_its_head_no_strided_rows(tiny_models, world):
     """torch copies the head for each strided row in bfloat16: 3.6 GiB and a minute for 64 prompts of SmolLM2."""
     args = utils.parse_args(grpo.Args, f"--model_name_or_path {tiny_models()} --model_dtype bfloat16".split())
-    engine = utils.TransformersEngine(args, utils.load_tokenizer(args), world, 4)
+    engine = TransformersEngine(args, utils.load_tokenizer(args), world, 4)
     seen = []
     engine.model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     engine.generate([utils.Request((5, 6, 7, 8), i, 1.0, 3) for i in range(4)])
@@ -670,7 +671,7 @@ def test_transformers_engine_samples_each_request_as_it_asks_whatever_the_model_
     made = []
     for path in (tiny_models(), model):
         args = utils.parse_args(grpo.Args, f"--model_name_or_path {path} --model_dtype float32".split())
-        engine = utils.TransformersEngine(args, utils.load_tokenizer(args), world, 4)
+        engine = TransformersEngine(args, utils.load_tokenizer(args), world, 4)
         asked = {"train": utils.Request((5, 6, 7, 8), 3, 1.0, 24, 0.5), "eval": utils.Request((5, 6, 7), 4, 0.0, 24)}
         alone = engine.generate([asked["train"]])[0].token_ids.tolist()
         for name, request in asked.items():

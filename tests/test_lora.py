@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
 import utils
+from scripts.parts import adapters
 from tests import programs
 from tests.test_learner import assert_same_update, make_args, make_rollouts
 
@@ -26,7 +27,7 @@ def shake(policy, size=0.05):
     """Adapters as training leaves them: none is zero."""
     utils.shard_again(policy)
     with torch.no_grad():
-        for name, layer in utils.adapters(policy.model).items():
+        for name, layer in adapters.adapted_layers(policy.model).items():
             b = layer.lora_B["default"].weight
             noise = torch.randn(b.shape, generator=torch.Generator().manual_seed(len(name))) * size
             utils.shard_of(b).copy_(utils.shard_of(distribute_tensor(noise, b.device_mesh, b.placements)))
@@ -71,11 +72,11 @@ def test_merged_weights_compute_what_the_adapters_do(tiny_models, world, arch, t
     shake(policy)
     merged = {name: tensor.clone() for name, tensor in utils.full_weights(policy, torch.float32)}
     start = dict(utils.full_weights(plain, torch.float32))
-    for name, layer in utils.adapters(policy.model).items():
+    for name, layer in adapters.adapted_layers(policy.model).items():
         delta = utils.shard_of(layer.get_delta_weight("default"))
         torch.testing.assert_close(merged[name] - start[name], delta, rtol=1e-4, atol=1e-6)
     changed = {name for name in names if not torch.equal(merged[name], start[name])}
-    assert changed == set(utils.adapters(policy.model)) and len(changed) == 14
+    assert changed == set(adapters.adapted_layers(policy.model)) and len(changed) == 14
     utils.shard_again(plain)
     with torch.no_grad():
         for name, p in plain.model.named_parameters():
@@ -94,7 +95,7 @@ def update(args, world, mini_batches, packing="shared"):
     batches = [grpo.micro_batches(p, packing, args, world.device) for p in packs]
     with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
         grpo.update(learner, batches, args, world, metrics)
-    weights = {name: tensor.clone() for name, tensor in utils.adapter_weights(learner.policy.model)}
+    weights = {name: tensor.clone() for name, tensor in adapters.adapter_weights(learner.policy.model)}
     return weights, learner, metrics.reduce(world)
 
 
@@ -102,7 +103,7 @@ def test_only_adapters_train_and_the_split_does_not_matter(tiny_models, world):
     args, rollouts = lora_args(tiny_models(), "--pack_length", 1000), make_rollouts()
     fresh = grpo.load_policy(args, world)
     shake(fresh)
-    start = {name: tensor.clone() for name, tensor in utils.adapter_weights(fresh.model)}
+    start = {name: tensor.clone() for name, tensor in adapters.adapter_weights(fresh.model)}
     whole, learner, _ = update(args, world, [rollouts])
     frozen = {n: utils.shard_of(p) for n, p in fresh.named_parameters() if not p.requires_grad}
     utils.shard_again(learner.policy)
@@ -129,7 +130,7 @@ def test_the_gradient_is_autograds_on_merged_weights(tiny_models, world):
     for model in (policy, plain):
         model(batch, 1.0)[0].square().sum().backward()
     grads = {name: utils.shard_of(p.grad) for name, p in plain.model.named_parameters()}
-    for name, layer in utils.adapters(policy.model).items():
+    for name, layer in adapters.adapted_layers(policy.model).items():
         a, b = (utils.shard_of(half["default"].weight) for half in (layer.lora_A, layer.lora_B))
         ga, gb = (utils.shard_of(half["default"].weight.grad) for half in (layer.lora_A, layer.lora_B))
         scale = layer.scaling["default"]
@@ -150,10 +151,10 @@ def test_the_head_takes_no_gradient_where_it_is_frozen(tiny_models, world):
 
 
 def test_adapters_depend_on_seed_and_name_alone(tiny_models, world):
-    first = dict(utils.adapter_weights(grpo.load_policy(lora_args(tiny_models()), world).model))
+    first = dict(adapters.adapter_weights(grpo.load_policy(lora_args(tiny_models()), world).model))
     torch.manual_seed(99)
-    again = dict(utils.adapter_weights(grpo.load_policy(lora_args(tiny_models()), world).model))
-    other = dict(utils.adapter_weights(grpo.load_policy(lora_args(tiny_models(), "--seed", 2), world).model))
+    again = dict(adapters.adapter_weights(grpo.load_policy(lora_args(tiny_models()), world).model))
+    other = dict(adapters.adapter_weights(grpo.load_policy(lora_args(tiny_models(), "--seed", 2), world).model))
     assert all(torch.equal(first[name], again[name]) for name in first)
     halves = {name: name.split(".")[-2] for name in first}
     assert all(torch.equal(first[name], other[name]) == (half == "lora_B") for name, half in halves.items())
@@ -183,8 +184,8 @@ def test_states_of_other_runs_are_refused(tiny_models, tmp_path):
 
 def test_some_matrices_only(tiny_models, world):
     policy = grpo.load_policy(lora_args(tiny_models(), "--lora_target_modules", "q_proj", "v_proj"), world)
-    ends = {name.split(".")[-2] for name in utils.adapters(policy.model)}
-    assert ends == {"q_proj", "v_proj"} and len(utils.adapters(policy.model)) == 4
+    ends = {name.split(".")[-2] for name in adapters.adapted_layers(policy.model)}
+    assert ends == {"q_proj", "v_proj"} and len(adapters.adapted_layers(policy.model)) == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -197,7 +198,7 @@ def test_a_trial_shows_every_adapter_and_leaves_nothing(tiny_models, world, dtyp
     mask = batch.response_mask
     with utils.trial_adapters(policy, args.seed):
         on, noise = logprobs(policy, batch), 1e-4 if dtype == "float32" else 0.03
-        layers = list(utils.adapters(policy.model).values())
+        layers = list(adapters.adapted_layers(policy.model).values())
         for missing in [[layer] for layer in layers] if dtype == "float32" else [layers]:
             for layer in missing:
                 layer._disable_adapters = True
@@ -237,7 +238,9 @@ def test_one_engine_of_many_that_lacks_adapters_is_found(tiny_models, world, dty
             assert len(rollouts[one].logprobs) == 1
             rollouts[one].logprobs = rollouts[one].logprobs - 0.5 * moved
             assert grpo.check_trial(policy, [rollouts], "now", args, world) == {}
-        layers = list(utils.adapters(policy.model).values())[slice(3, 4) if dtype == "float32" else slice(None)]
+        layers = list(adapters.adapted_layers(policy.model).values())[
+            slice(3, 4) if dtype == "float32" else slice(None)
+        ]
         for off in (True, False):
             for layer in layers:
                 layer._disable_adapters = off
@@ -263,7 +266,7 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
     base = AutoModelForCausalLM.from_pretrained(model, dtype=utils.DTYPES[dtype])
     loaded = PeftModel.from_pretrained(base, tmp_path / "model")
     saved = {n.replace(".default", ""): p for n, p in loaded.named_parameters() if ".lora_" in n}
-    ours = dict(utils.adapter_weights(policy.model))
+    ours = dict(adapters.adapter_weights(policy.model))
     assert saved.keys() == ours.keys() and all(torch.equal(saved[name], ours[name]) for name in ours)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model_merged", dtype="auto")
     assert merged.dtype == utils.DTYPES[dtype]
@@ -282,6 +285,7 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
 
 TWO_RANKS = """
     import sys, torch, grpo, utils
+    from scripts.parts import adapters
     from tests.test_lora import lora_args, make_rollouts
     world, (model, out) = utils.init_distributed(), sys.argv[1:]
     for stage in (0, 2, 3):
@@ -292,7 +296,7 @@ TWO_RANKS = """
             rollouts = [r for r in make_rollouts() if r.position % world.size == world.rank]
             batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 60)[0], "shared", args, world.device)]
             grpo.update(learner, batches, args, world, utils.Metrics())
-        weights = [*utils.adapter_weights(learner.policy.model), *utils.full_weights(learner.policy, torch.float32)]
+        weights = [*adapters.adapter_weights(learner.policy.model), *utils.full_weights(learner.policy, torch.float32)]
         if world.is_main:
             torch.save({name: tensor.clone() for name, tensor in weights}, f"{out}_{stage}.pt")
     utils.dist.destroy_process_group()

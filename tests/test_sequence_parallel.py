@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import utils
+from scripts.parts import adapters
 from tests import programs
 from tests.test_learner import assert_same_update, long_rollouts, make_args, make_rollouts, run_update, start_weights
 from tests.test_lora import shake
@@ -78,7 +79,7 @@ def update(model, world, case, *flags):
 
 
 def weights_of(policy, args):
-    named = utils.adapter_weights(policy.model) if args.lora_rank else utils.full_weights(policy, torch.float32)
+    named = adapters.adapter_weights(policy.model) if args.lora_rank else utils.full_weights(policy, torch.float32)
     return {name: tensor.clone() for name, tensor in named}
 
 

@@ -1,105 +1,249 @@
-"""Look after the checkpoints of a run: which are whole, which is the newest, and what makes one count.
+"""Resumable checkpoints: how a run writes, finds and loads them. utils.py imports this when a run does one of these.
 
-    python scripts/parts/checkpoints.py RUN                  lists them, the newest first, and what is wrong with each
-    python parts/checkpoints.py RUN --newest --before 40  the newest whole one of a step below 40, as for --resume
-    python scripts/parts/checkpoints.py RUN/checkpoints/step_8.tmp --publish 3  what a run does with a written one
-
-which then has manifest.json, size and sha256 of each file, is renamed to step_8 and named in `latest`; 3 stay, with -1
-all. Whatever kills a run, a step_N is whole. torch checks no sums: of 300 checkpoints with one bit flipped it loaded
-191 as other numbers, without a word.
+RUN/checkpoints/step_N has a file of plain data for each rank, the sharded state of models and optimizer, and
+manifest.json with size and sha256 of each file. It is written as step_N.tmp and, once on disk, renamed and named in
+`latest`: whatever kills the run, a step_N is whole. The sums are checked because torch checks none: of 300 checkpoints
+with one bit flipped it loaded 191 as other numbers, without an error.
 """
 
-import argparse
 import hashlib
 import json
 import math
 import os
 import shutil
-import signal
-import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+import utils
+
+Modules = dict[str, Any]  # "policy", and with --ref_policy_update_freq "ref_policy"
+
+# Of a file that is hashed. Between two blocks the thread waits for Python's lock, which training may hold
+BLOCK_BYTES = 2**24
 
 
-def stamp(file: Path) -> list:
-    """Size and sha256."""
-    with file.open("rb") as f:
-        return [file.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
+class Writer:
+    """Writes checkpoints in the background. Where one cannot be written, for instance on a full disk, it prints a
+    warning, and the checkpoint before stays. All ranks construct it and call its methods."""
 
+    def __init__(self, run_dir: Path, keep: int, world: utils.World):
+        self.root = run_dir / "checkpoints"
+        self.keep = keep
+        self.world = world
+        self.group = dist.new_group(backend="gloo")  # the background must not mix into the learners' collectives
+        self.thread: threading.Thread | None = None
+        if world.is_main:
+            for unfinished in self.root.glob("*.tmp"):  # of a run that was killed
+                shutil.rmtree(unfinished, ignore_errors=True)
 
-def write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    def save(self, step: int, modules: Modules, optimizer: Optimizer, extra: dict[str, Any]) -> None:
+        """See utils.Checkpoints.save."""
+        import torch.distributed.checkpoint as dcp
 
+        self.wait()
+        temporary = self.root / f"step_{step}.tmp"
+        problem = self._write_rank_file(temporary, extra)
+        problem = max(utils.all_gather(problem, self.world))  # no rank goes on without the others
+        if problem:
+            self._failed(temporary, problem)
+            return
+        state = learner_state(modules, optimizer)
+        # Without copying ahead: torch's copies would start CUDA on GPU 0 in every rank
+        storage = dcp.filesystem._FileSystemWriter(temporary / "state", per_thread_copy_ahead=0)
+        writing = dcp.async_save(state, storage_writer=storage, process_group=self.group)
+        self.thread = threading.Thread(target=self._finish, args=(writing, temporary))
+        self.thread.start()
 
-def checkpoint_dirs(root: Path) -> list[Path]:
-    """Whole checkpoints, newest first."""
-    done = [p for p in root.glob("step_*") if p.name[5:].isdecimal()]
-    return sorted(done, key=lambda p: int(p.name[5:]), reverse=True)
+    def wait(self) -> None:
+        """Wait until the checkpoint being written is on disk, or has failed."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
 
+    def _write_rank_file(self, temporary: Path, extra: dict[str, Any]) -> str:
+        """Write this rank's plain data and random state; returns "", or why that failed."""
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            with (temporary / f"rank_{self.world.rank}.pt").open("wb") as file:
+                torch.save(extra | {"rng": utils.rng_state()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # torch.save has RuntimeErrors for a full disk
+            return str(error)
+        return ""
 
-def damage(path: Path) -> str:
-    """What is wrong with a checkpoint, or ""."""
-    try:
-        for name, written in json.loads((path / "manifest.json").read_text()).items():
-            if stamp(path / name) != written:
-                return f"{name} is not what was written"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
+    def _finish(self, writing: Future, temporary: Path) -> None:
+        """In the thread: wait for all ranks' writes, then publish the checkpoint."""
+        from torch.distributed.checkpoint import CheckpointException
 
+        try:
+            writing.result()
+            if self.world.is_main:
+                publish(temporary, self.keep)
+        except (OSError, CheckpointException) as error:
+            last_line = str(error).strip().splitlines()[-1]
+            self._failed(temporary, last_line)
 
-def newest(root: Path, before: float) -> Path | None:
-    """The newest undamaged checkpoint of a step below `before`; damaged ones are reported."""
-    for path in checkpoint_dirs(root):
-        if int(path.name[5:]) < before:
-            if not (problem := damage(path)):
-                return path
-            print(f"WARNING: checkpoint {path} is damaged and skipped: {problem}", file=sys.stderr)
-    return None
+    def _failed(self, temporary: Path, problem: str) -> None:
+        if self.world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            print(f"WARNING: checkpoint {temporary.stem} was not written, the one before stays: {problem}", flush=True)
 
 
 def publish(temporary: Path, keep: int) -> None:
-    """Make step_N of a step_N.tmp that has all its files on disk, and remove older ones but `keep`."""
-    root, final, run = temporary.parent, temporary.with_suffix(""), os.getppid()
-    manifest = {str(f.relative_to(temporary)): stamp(f) for f in sorted(temporary.rglob("*")) if f.is_file()}
+    """Make step_N of a step_N.tmp whose files are all on disk. Remove older checkpoints except the newest `keep`, with
+    -1 none. Raises OSError."""
+    root = temporary.parent
+    final = temporary.with_suffix("")
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    manifest = {str(file.relative_to(temporary)): stamp(file) for file in files}
     write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1))
-    if os.getppid() != run:
-        raise OSError("its run is gone")  # one that goes on may be writing the same step
-    shutil.rmtree(final, ignore_errors=True)
+    remove(final)  # a damaged one that a resume has skipped
     os.replace(temporary, final)
     write_synced(root / "latest.tmp", final.name)
     os.replace(root / "latest.tmp", root / "latest")
     directory = os.open(root, os.O_RDONLY)
     os.fsync(directory)
     os.close(directory)
-    for old in checkpoint_dirs(root)[keep:] if keep > 0 else []:
-        shutil.rmtree(old)
+    if keep > 0:
+        for old in checkpoint_dirs(root)[keep:]:
+            remove(old)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, metavar="RUN", help="directory of the run; of what to --publish")
-    parser.add_argument("--newest", action="store_true", help="print the newest whole one")
-    parser.add_argument("--before", type=float, default=math.inf, metavar="STEP", help="of those below")
-    parser.add_argument("--publish", type=int, metavar="KEEP", help="a checkpoint that is written; how many stay")
-    options = parser.parse_args()
-    if options.publish is not None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # are for the run to answer, which waits for its checkpoint
-            signal.signal(number, signal.SIG_IGN)
-        try:
-            publish(options.path, options.publish)
-        except OSError as error:
-            raise SystemExit(str(error)) from None
-    elif options.newest:
-        print(newest(options.path / "checkpoints", options.before) or "")
-    else:
-        if not (there := checkpoint_dirs(options.path / "checkpoints")):
-            raise SystemExit(f"{options.path}: no checkpoint here. Was it a run with --checkpoint_state_freq?")
-        for path in there:
-            print(f"{path}: {damage(path) or 'whole'}")
+def stamp(file: Path) -> list:
+    """Size in bytes and sha256 of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        block = content.read(BLOCK_BYTES)
+        while block:
+            digest.update(block)
+            block = content.read(BLOCK_BYTES)
+    return [file.stat().st_size, digest.hexdigest()]
 
 
-if __name__ == "__main__":
-    main()
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and wait until it is on disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint if it exists. It is renamed first: a run that is killed leaves no half of a step_N."""
+    if checkpoint.exists():
+        renamed = checkpoint.with_name(f"{checkpoint.name}.old.tmp")
+        os.replace(checkpoint, renamed)
+        shutil.rmtree(renamed)
+
+
+def checkpoint_dirs(root: Path) -> list[Path]:
+    """The finished checkpoints in a directory, newest first."""
+    finished = [path for path in root.glob("step_*") if path.name[5:].isdecimal()]
+    return sorted(finished, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name[5:])
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, or ""."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        for name, written in manifest.items():
+            if stamp(checkpoint / name) != written:
+                return f"{name} is not what was written"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def newest(root: Path, before: float = math.inf) -> Path | None:
+    """The newest undamaged checkpoint of a step below `before`; damaged ones are reported and skipped."""
+    for path in checkpoint_dirs(root):
+        if step_of(path) >= before:
+            continue
+        problem = damage(path)
+        if not problem:
+            return path
+        print(f"WARNING: checkpoint {path} is damaged and skipped: {problem}", flush=True)
+    return None
+
+
+def learner_state(modules: Modules, optimizer: Optimizer) -> dict[str, Any]:
+    """The sharded state of the modules and of the optimizer, which is that of modules["policy"]: of the policy what
+    trains, of the others everything."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+
+    trained = StateDictOptions(ignore_frozen_params=True)
+    policy_state, optimizer_state = get_state_dict(modules["policy"], optimizer, options=trained)
+    state = {"policy": policy_state, "optimizer": optimizer_state}
+    for name, module in modules.items():
+        if name != "policy":
+            state[name] = get_model_state_dict(module)
+    return state
+
+
+def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World) -> dict[str, Any]:
+    """Load a checkpoint into modules and optimizer, and restore the random state. Returns rank 0's `extra`. The number
+    of ranks may have changed."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+
+    state = learner_state(modules, optimizer)
+    # The optimizer keeps the learning rates and decays of today's flags, which --resume_anyway may have changed
+    groups = state["optimizer"].pop("param_groups")
+    dcp.load(state, checkpoint_id=path / "state")
+    set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"] | {"param_groups": groups})
+    for name, module in modules.items():
+        complete = not utils.has_adapters(module)  # with adapters the frozen weights are not in the checkpoint
+        set_model_state_dict(module, state[name], options=StateDictOptions(strict=complete))
+    extra = torch.load(path / "rank_0.pt", weights_only=True)
+    own_file = path / f"rank_{world.rank}.pt"
+    own = torch.load(own_file, weights_only=True) if own_file.exists() else extra
+    utils.set_rng_state(own["rng"])
+    del extra["rng"]
+    return extra
+
+
+def take_state(
+    args: utils.Flags,
+    step: int,
+    policy: Any,
+    optimizer: Optimizer,
+    engine: utils.Engine | None,
+    world: utils.World,
+) -> None:
+    """Load weights and moments after `step` of the run --load_states into learner and engine. All ranks. A run of
+    another program is converted first, by scripts/align/states.py. Raises UserError where there is no such state."""
+    path = Path(args.load_states) / "checkpoints" / f"step_{step}"
+    converted = args.run_dir / "state.tmp"
+    if not path.is_dir():
+        path = converted
+        arguments = (args.load_states, step, converted, "--model", args.model_name_or_path)
+        problem = utils.on_main(lambda: utils.run_program("align/states.py", *arguments, seconds=1500.0), world)
+        utils.need(not problem, problem)
+    utils.shard_again(policy)
+    load(path, {"policy": policy}, optimizer, world)
+    if engine is not None:
+        weights = utils.full_weights(policy, utils.DTYPES[args.model_dtype])
+        engine.load_weights(weights, version=step)
+    dist.barrier()  # all have read it
+    shutil.rmtree(converted, ignore_errors=True)
+
+
+def list_checkpoints(run_dir: Path) -> None:
+    """Print the checkpoints of a run, newest first, with what is wrong with each. Raises SystemExit without any."""
+    paths = checkpoint_dirs(run_dir / "checkpoints")
+    if not paths:
+        raise SystemExit(f"{run_dir}: no checkpoint here. Was it a run with --checkpoint_state_freq?")
+    for path in paths:
+        print(f"{path}: {damage(path) or 'whole'}")

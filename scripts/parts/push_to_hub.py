@@ -1,8 +1,8 @@
 """Upload the final model of a run to the Hugging Face hub, with a card: start model, flags, command line, evaluation.
 
-    python scripts/parts/push_to_hub.py RUN                              to the repository that the run's flags name
-    python scripts/parts/push_to_hub.py RUN --hf_repo_id ORGANIZATION/NAME  to another one
-    python scripts/parts/push_to_hub.py RUN --check                      only make sure that an upload could work
+    python scripts/push_to_hub.py RUN                                  to the repository that the run's flags name
+    python scripts/push_to_hub.py RUN --hf_repo_id ORGANIZATION/NAME   to another one
+    python scripts/push_to_hub.py RUN --check                          only make sure that an upload could work
 
 --push_to_hub starts it twice: with --check before anything loads, so that a missing token costs no training, and at
 the end. A repository that does not exist is made, private, and so is a branch. Exit status: 0 done, 1 not done and why.
@@ -12,6 +12,8 @@ import argparse
 import json
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,24 +21,40 @@ from typing import Any
 
 import huggingface_hub
 
-SHOWN = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature learning_rate beta
-    loss_fn advantage_normalization_type chat_template_name stop_strings seed""".split()
-RESULTS = ("eval/pass_at_1", "eval/objective/verifiable_correct_rate", "eval/scores", "eval/sequence_lengths")
+SHOWN_FLAGS = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature learning_rate
+    beta loss_fn advantage_normalization_type chat_template_name stop_strings seed""".split()
+SHOWN_METRICS = ("eval/pass_at_1", "eval/objective/verifiable_correct_rate", "eval/scores", "eval/sequence_lengths")
+
+
+def push_in_process(run_dir: Path) -> None:
+    """Upload RUN/model in a process of its own, which SIGTERM ends. Called on rank 0, after everything else. A failure
+    is reported with the command that tries again. It does not fail the run: torchrun would train once more."""
+    program = Path(__file__).resolve().parents[1] / "push_to_hub.py"
+    command = [sys.executable, str(program), str(run_dir)]
+    upload = subprocess.Popen([*command, "--end_with_stdin"], stdin=subprocess.PIPE)
+    signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
+    status = upload.wait()
+    if status:
+        problem = f"the upload ended with status {status}; the model is complete in {run_dir / 'model'}"
+        repeat = f"WARNING: to upload it: {shlex.join(command)}"
+        print(f"WARNING: --push_to_hub: {problem}\n{repeat}", file=sys.stderr, flush=True)
 
 
 def hub_repo(name: str, revision: str | None) -> str:
-    """Full name of the repository, made if need be, with its branch.
+    """Full name of the repository, which is made if need be, with its branch.
 
-    Raises ValueError: without a token, or where it may not be written.
+    Raises ValueError: without a token, or where the repository may not be written.
     """
-    flags = f"--push_to_hub --hf_repo_id {name}" + (f" --hf_repo_revision {revision}" if revision else "")
+    flags = f"--push_to_hub --hf_repo_id {name}"
+    if revision:
+        flags += f" --hf_repo_revision {revision}"
     if huggingface_hub.get_token() is None:
         raise ValueError(f"{flags}: no token: run `hf auth login`, or set HF_TOKEN, or drop --push_to_hub")
     api = huggingface_hub.HfApi()
     try:
-        # private: what was meant for all is published in a click, what was not cannot be called back
+        # Private: it takes a click to publish a model later, and nothing takes a published one back
         repo = api.create_repo(name, private=True, exist_ok=True).repo_id
-        api.auth_check(repo, write=True)  # create_repo is content with a repository that it may read
+        api.auth_check(repo, write=True)  # create_repo succeeds for a repository that may only be read
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
     except Exception as error:  # of the name, of the network, of http
@@ -49,44 +67,73 @@ def hub_repo(name: str, revision: str | None) -> str:
 
 def model_card(run_dir: Path, args: dict[str, Any]) -> str:
     """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    command = json.loads((run_dir / "environment.json").read_text())["command"]
-    names = args["dataset_mixer_list"][::2]
-    hub_names = {name.partition(":")[0] for name in names if name.count("/") == 1 and not Path(name).exists()}
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    environment = json.loads((run_dir / "environment.json").read_text())
     start = Path(args["model_name_or_path"])
-    base = start.name if start.is_dir() else args["model_name_or_path"]
-    data = huggingface_hub.ModelCardData(
-        base_model=None if start.is_dir() else base,
-        datasets=sorted(hub_names) or None,
-        library_name="peft" if (run_dir / "model" / "adapter_config.json").exists() else "transformers",
+    start_name = start.name if start.is_dir() else args["model_name_or_path"]
+    steps = metrics[-1]["training_step"]
+    episodes = metrics[-1]["episode"]
+    data = ", ".join(args["dataset_mixer_list"][::2])
+    flags = {name: args.get(name) for name in SHOWN_FLAGS if args.get(name) != []}
+    line = shlex.join(["python", *environment["command"][1:]])
+    parts = [
+        f"---\n{card_data(run_dir, args).to_yaml()}\n---\n",
+        f"# {args['exp_name']}\n",
+        f"{start_name} after {steps} steps and {episodes} sampled responses of GRPO on {data}.\n",
+        table("| flag | value |", flags),
+        evaluation_table(metrics),
+        f"```bash\n{line}\n```\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def card_data(run_dir: Path, args: dict[str, Any]) -> huggingface_hub.ModelCardData:
+    """The card's header, which the hub reads."""
+    hub_datasets = set()
+    for name in args["dataset_mixer_list"][::2]:
+        if name.count("/") == 1 and not Path(name).exists():
+            hub_datasets.add(name.partition(":")[0])
+    start = args["model_name_or_path"]
+    adapted = (run_dir / "model" / "adapter_config.json").exists()
+    return huggingface_hub.ModelCardData(
+        base_model=None if Path(start).is_dir() else start,
+        datasets=sorted(hub_datasets) or None,
+        library_name="peft" if adapted else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "reinforcement-learning"],
     )
-    last = next((row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {})
-    flags = "\n".join(f"| {name} | {args[name]} |" for name in SHOWN if args.get(name) not in (None, []))
-    metrics = "\n".join(f"| {name} | {last[name]:.4g} |" for name in RESULTS if last.get(name) is not None)
-    return (
-        f"---\n{data.to_yaml()}\n---\n\n# {args['exp_name']}\n\n"
-        f"{base} after {rows[-1]['training_step']} steps and {rows[-1]['episode']} sampled responses of GRPO on "
-        f"{', '.join(names)}.\n\n"
-        f"| flag | value |\n|---|---|\n{flags}\n\n"
-        + (f"| evaluation after step {last['training_step']} | |\n|---|---|\n{metrics}\n\n" if metrics else "")
-        + f"```bash\n{shlex.join(['python', *command[1:]])}\n```\n"
-    )
+
+
+def evaluation_table(metrics: list[dict[str, Any]]) -> str:
+    """The results of the last evaluation, or ""."""
+    evaluations = [row for row in metrics if any(name.startswith("eval/") for name in row)]
+    if not evaluations:
+        return ""
+    last = evaluations[-1]
+    results = {name: f"{last[name]:.4g}" for name in SHOWN_METRICS if last.get(name) is not None}
+    return table(f"| evaluation after step {last['training_step']} | |", results)
+
+
+def table(head: str, rows: dict[str, Any]) -> str:
+    """Two columns in Markdown; rows without a value are left out."""
+    lines = [head, "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    return "\n".join(lines) + "\n"
 
 
 def push(run_dir: Path, args: dict[str, Any], name: str, revision: str | None) -> str:
-    """Upload RUN/model with its card; the address of the commit."""
+    """Upload RUN/model with its card; returns the address of the commit."""
     model = run_dir / "model"
     (model / "README.md").write_text(model_card(run_dir, args))
     repo = hub_repo(name, revision)
     print(f"uploading {model} to {repo}", flush=True)
     message = f"Model of {args['exp_name']}"
-    upload = huggingface_hub.HfApi().upload_folder
-    return upload(repo_id=repo, folder_path=model, revision=revision, commit_message=message).commit_url
+    api = huggingface_hub.HfApi()
+    return api.upload_folder(repo_id=repo, folder_path=model, revision=revision, commit_message=message).commit_url
 
 
-def main() -> int:
+def parse_options() -> argparse.Namespace:
+    """The options of the command line. Exits with status 2 where RUN has no model to upload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir/exp_name of a run that is done")
     parser.add_argument("--hf_repo_id", help="NAME or ORGANIZATION/NAME; default: the run's own, else its name")
@@ -94,23 +141,37 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="token and repository only; RUN need not exist yet")
     parser.add_argument("--end_with_stdin", action="store_true", help="as a run starts it: end when the run is gone")
     options = parser.parse_args()
+    model = options.run / "model"
+    has_model = (model / "config.json").exists() or (model / "adapter_config.json").exists()
+    if not options.check and not has_model:
+        parser.error(f"{model} is no model: give the output_dir/exp_name of a run that is done")
+    return options
+
+
+def exit_after_stdin() -> None:
+    """End this process when its stdin closes, which the kernel does when the run is gone."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def main() -> int:
+    options = parse_options()
     if options.end_with_stdin:
-        threading.Thread(target=lambda: os._exit(len(os.read(0, 1)) or 1), daemon=True).start()
-    file, model = options.run / "args.json", options.run / "model"
+        threading.Thread(target=exit_after_stdin, daemon=True).start()
+    file = options.run / "args.json"
     args = json.loads(file.read_text()) if file.exists() else {}
     name = options.hf_repo_id or args.get("hf_repo_id") or args.get("exp_name") or options.run.name
-    revision = options.hf_repo_revision if options.hf_repo_revision is not None else args.get("hf_repo_revision")
-    there = [name for name in ("config.json", "adapter_config.json") if (model / name).exists()]
-    if not options.check and not there:
-        parser.error(f"{model} is no model: give the output_dir/exp_name of a run that is done")
+    revision = options.hf_repo_revision
+    if revision is None:
+        revision = args.get("hf_repo_revision")
     try:
         if options.check:
             print(f"{hub_repo(name, revision)} can be written")
         else:
             print(f"uploaded: {push(options.run, args, name, revision)}")
     except Exception as error:  # of http, of hf_xet, of the disk
-        told = f"{model} is complete, but was NOT uploaded: {type(error).__name__}: {error}"
-        print(error if options.check else told, file=sys.stderr)
+        problem = f"{options.run / 'model'} is complete, but was NOT uploaded: {type(error).__name__}: {error}"
+        print(error if options.check else problem, file=sys.stderr)
         return 1
     return 0
 

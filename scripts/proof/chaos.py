@@ -134,9 +134,11 @@ def corrupt(engine):
 
 
 def patch(utils):
+    from scripts.parts.transformers_engine import TransformersEngine
+
     before(utils.Logger, "__init__", set_step)
     before(utils.Logger, "log", next_step)
-    for engine in (utils.VLLMEngine, utils.TransformersEngine):
+    for engine in (utils.VLLMEngine, TransformersEngine):
         if WHAT == "generation":
             before(engine, "step", lambda self: self.version >= WHEN - 1 and pause())
         if WHAT == "drop_request":

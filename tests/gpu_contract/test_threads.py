@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import filesystem
 import grpo
 import grpo_fast
 import utils
+from scripts.parts import checkpoints
 
 
 class Event:
@@ -124,9 +125,9 @@ def test_a_checkpoint_is_written_without_the_gpu(world, tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", overlapping)
     there = types.SimpleNamespace(is_available=lambda: True)  # a device, as far as torch's writer asks
     monkeypatch.setattr(torch, torch._C._get_privateuse1_backend_name(), there, raising=False)
-    monkeypatch.setattr(utils, "run_program", lambda *_, **__: "")
+    monkeypatch.setattr(checkpoints, "publish", lambda *_: None)
     model: Any = torch.nn.Linear(2, 2)
-    checkpoints = utils.Checkpoints(tmp_path, 1, world)
-    checkpoints.save(1, {"policy": model}, torch.optim.AdamW(model.parameters()), {})
-    checkpoints.wait()
+    writer = utils.Checkpoints(tmp_path, 1, world)
+    writer.save(1, {"policy": model}, torch.optim.AdamW(model.parameters()), {})
+    writer.wait()
     assert list(tmp_path.glob("checkpoints/step_1.tmp/state/*.distcp")) and made == []

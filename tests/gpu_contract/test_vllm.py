@@ -331,7 +331,7 @@ def test_calls_into_vllm_are_there():
         n.target.id for c in tree.body if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, ast.AnnAssign)
     }
     text = Path(utils.__file__).read_text()
-    engine = text[text.index("class VLLMEngine(") : text.index("class TransformersEngine(")]
+    engine = text[text.index("class VLLMEngine(") : text.index("def cpu_engine_options(")]
     (given,) = re.findall(r"params = SamplingParams\((.*?)\n        \)", engine, re.DOTALL)
     assert set(re.findall(r"^            (\w+)=", given, re.MULTILINE)) <= known, utils_options_file
     (given,) = re.findall(r"self\.llm = LLM\((.*?)\n            \)", engine, re.DOTALL)

@@ -13,10 +13,11 @@ from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, r
 LORA = "--lora_rank 8 --lora_alpha 16 --learning_rate 2e-2"
 LEFT_OUT = """
 import sys, torch, utils, grpo
+from scripts.parts import adapters
 full = utils.full_weights
 
 def without_one(policy, dtype):
-    layer = list(utils.adapters(policy.model).values())[int(sys.argv.pop())]
+    layer = list(adapters.adapted_layers(policy.model).values())[int(sys.argv.pop())]
     scaling, layer.scaling["default"] = layer.scaling["default"], 0.0
     yield from full(policy, dtype)
     layer.scaling["default"] = scaling

@@ -26,7 +26,7 @@ import utils
 from tests import programs
 from tests.conftest import REPO
 
-PUSH = str(REPO / "scripts" / "parts" / "push_to_hub.py")
+PUSH = str(REPO / "scripts" / "push_to_hub.py")
 TURNS = [{"role": "user", "content": "Say 3, then 7."}]
 REWARD = "def many(response, ground_truth):\n    return len(set(response)) / 100\n"  # no two alike: all groups train
 SMALL = """--model_dtype float32 --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 4 --response_length 8

@@ -104,10 +104,11 @@ def test_states_of_another_run_with_a_teacher_and_split(play):
 
 LEFT_OUT = """
 import os, sys, utils, grpo
+from scripts.parts import adapters
 full = utils.full_weights
 
 def without_one(policy, dtype):
-    layer = list(utils.adapters(policy.model).values())[3]
+    layer = list(adapters.adapted_layers(policy.model).values())[3]
     scaling = layer.scaling["default"]
     layer.scaling["default"] = 0.0 if os.environ["RANK"] == "1" else scaling
     yield from full(policy, dtype)

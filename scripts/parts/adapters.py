@@ -1,0 +1,131 @@
+"""LoRA adapters, which train in place of the weights (--lora_rank). utils.py imports this for such runs only."""
+
+import contextlib
+import math
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import utils
+
+TRIAL_SIZE = 0.1  # how much a trial adapter changes a matrix, in sizes of the matrix
+
+
+def add_adapters(model: Any, args: utils.Flags) -> None:
+    """Freeze the model and give each matrix of --lora_target_modules an adapter. A is random by seed and name (peft's
+    uniform(-1, 1) / sqrt(inputs)), B zero: the policy is the model's, bit for bit. Raises UserError."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names: Any = args.lora_target_modules
+    if names == ["all-linear"]:
+        names = "all-linear"
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules=names,
+        base_model_name_or_path=args.model_name_or_path,
+        revision=args.model_revision,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]}")
+    in_layers = {module for layer in utils.blocks_of(model) for module in layer.modules()}
+    model.requires_grad_(False)
+    for name, layer in adapted_layers(model).items():
+        if layer not in in_layers or not isinstance(layer.base_layer, torch.nn.Linear):
+            args.refuse(f"--lora_target_modules: {name} is no matrix of a layer, take all-linear or names of such")
+        layer.lora_A.requires_grad_(True).float()
+        layer.lora_B.requires_grad_(True).float()
+        generator = torch.Generator().manual_seed(utils.derive_seed(args.seed, name))
+        torch.nn.init.kaiming_uniform_(layer.lora_A["default"].weight, math.sqrt(5), generator=generator)
+
+
+def adapted_layers(model: Any) -> dict[str, Any]:
+    """peft's layers with an adapter, by the checkpoint name of the weight that the adapter changes."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def adapter_weights(model: Any) -> utils.NamedTensors:
+    """(peft's name, whole float32 tensor) of A and B of each adapter. All ranks."""
+    named = []
+    for name, layer in adapted_layers(model).items():
+        name_a, name_b = peft_names(name)
+        named.append((name_a, layer.lora_A["default"].weight))
+        named.append((name_b, layer.lora_B["default"].weight))
+    yield from utils.gather_weights(named, torch.float32)
+
+
+def peft_names(name: str) -> tuple[str, str]:
+    """peft's names of A and B of the adapter that changes a weight."""
+    prefix = "base_model.model." + name.removesuffix("weight")
+    return f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"
+
+
+def merged_weights(model: Any, dtype: torch.dtype) -> utils.NamedTensors:
+    """(checkpoint name, whole tensor in `dtype`) of all weights: W + scaling B A where there is an adapter. All ranks
+    must exhaust it in lock-step."""
+    layers = adapted_layers(model)
+    halves = dict(adapter_weights(model))
+    for name, weight in utils.gather_weights(utils.named_weights(model), dtype):
+        if name in layers:
+            name_a, name_b = peft_names(name)
+            product = halves[name_b] @ halves[name_a]
+            change = layers[name].scaling["default"] * product
+            weight = (weight.float() + change).to(dtype)
+        yield name, weight
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Generator[None]:
+    """The model as it was before training: its adapters are off."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def trial_adapters(policy: Any, seed: int) -> Generator[None]:
+    """Noise in place of every adapter's B, which changes each matrix by TRIAL_SIZE: see grpo.check_trial."""
+    utils.shard_again(policy)
+    kept = []
+    for name, layer in adapted_layers(policy.model).items():
+        a = layer.lora_A["default"].weight
+        b = utils.shard_of(layer.lora_B["default"].weight)
+        kept.append((b, b.clone()))
+        matrix = utils.shard_of(layer.base_layer.weight).float()
+        matrix_size = matrix.square().mean().sqrt()
+        # B A has size |B| sqrt(rank / (3 inputs)): elements of A have size 1 / sqrt(3 inputs)
+        rank, inputs = a.shape
+        b_size = TRIAL_SIZE * math.sqrt(3 * inputs / rank) / layer.scaling["default"]
+        generator = torch.Generator().manual_seed(utils.derive_seed(seed, name, "trial"))
+        noise = torch.randn(b.shape, generator=generator)
+        b.copy_(noise).mul_(matrix_size * b_size)
+    yield
+    utils.shard_again(policy)
+    for b, before in kept:
+        b.copy_(before)
+
+
+def save_adapters(model: Any, tokenizer: Any, path: Path, world: utils.World) -> None:
+    """Write the adapters in peft's format. All ranks gather, rank 0 writes."""
+    from safetensors.torch import save_file
+
+    state = {}
+    for name, tensor in adapter_weights(model):  # all ranks
+        if world.is_main:
+            state[name] = tensor.to("cpu", copy=True)
+    if world.is_main:
+        with utils.whole_directory(path) as temporary:
+            save_file(state, temporary / "adapter_model.safetensors", {"format": "pt"})
+            model.peft_config["default"].save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+    dist.barrier()
