@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rewards
+from rewards import NotNegative, Positive, Share, ShareAboveZero, ShareBelowOne
 from utils import Gap, Group, Metrics, Prompt, Rollout, Sampler, Timer, World
 
 # --- Flags: open-instruct's names; defaults of its GRPO page where the page has one -----------------------------------
@@ -50,228 +51,115 @@ class GRPOFlags:
     """The algorithm."""
 
     # groups
-    num_unique_prompts_rollout: int = 16
-    """P, prompts per step over all ranks."""
-    num_samples_per_prompt_rollout: int = 4
-    """G, responses per prompt: the group whose mean is the baseline."""
+    num_unique_prompts_rollout: Positive[int] = 16
+    """P: prompts in a step, over all ranks."""
+    num_samples_per_prompt_rollout: Positive[int] = 4
+    """G: responses to each prompt. They are a group, and the group's mean score is the baseline."""
     active_sampling: bool = False
-    """Sample further prompts until P groups have a gradient (10 rounds at most); surplus groups are dropped."""
-    no_resampling_pass_rate: float | None = None
-    """Do not sample a prompt again whose mean score reached this share of the highest; None is off."""
+    """Sample more prompts until P groups have a gradient, in 10 rounds at most. Surplus groups are dropped."""
+    no_resampling_pass_rate: ShareAboveZero[float | None] = None
+    """Do not sample a prompt again once its mean score has reached this share of the highest score. None is off."""
     filter_zero_std_samples: bool = True
-    """Leave groups of equal outcomes (scores before penalties) out of the update. Loss denominators count the rest."""
+    """Leave groups with equal outcomes (scores before penalties) out of the update and of its denominators."""
     mask_truncated_completions: bool = False
-    """Leave responses that hit the length limit out of the update; they still count in their group's mean."""
+    """Leave responses that reached the length limit out of the update. Their scores still count in the group's mean."""
     kl_in_reward: bool = False
-    """Subtract beta * KL of the response from its score before advantages, in place of the loss's KL term."""
+    """Subtract beta * KL of the response from its score, before advantages, instead of adding a KL term to the loss."""
     force_kl_in_reward: bool = False
-    """Allow kl_in_reward with standard normalization, which blows the KL of like outcomes up to advantages of 1."""
+    """Allow kl_in_reward with standard normalization. If the outcomes of a group are alike, small differences of their
+    KL then become advantages of about 1."""
 
     # loss
     loss_fn: Literal["dapo", "cispo", "gspo"] = "dapo"
     """dapo: PPO clip (arXiv:2503.14476); cispo: clipped weight (2506.13585); gspo: sequence ratio (2507.18071)."""
-    beta: float = 0.05
-    """KL coefficient, per token; 0 is off."""
+    beta: NotNegative[float] = 0.05
+    """KL coefficient, per token. 0 is off."""
     kl_estimator: Literal["0", "1", "2", "3", "kl1", "kl2", "kl3", "kl4"] = "2"
-    """0 k1, 1 k2, 2 k3 (default), 3 importance-weighted k1; kl1..kl4 are the same four by older names."""
+    """0: k1; 1: k2; 2: k3, the default; 3: importance-weighted k1. kl1 to kl4 are the same four by older names."""
     load_ref_policy: bool = True
-    """Keep the frozen start policy to measure (beta 0) or penalize (beta > 0) the KL."""
-    ref_policy_update_freq: int | None = None
-    """Steps between refreshes of the reference policy: ref <- alpha * policy + (1 - alpha) * ref; None is never."""
-    alpha: float = 0.6
-    """Share of the policy in a reference refresh."""
-    clip_lower: float = 0.2
+    """Keep the start policy, frozen, as the reference for the KL: it is measured (beta 0) or penalized (beta > 0)."""
+    ref_policy_update_freq: Positive[int | None] = None
+    """Steps between refreshes of the reference policy: ref <- alpha * policy + (1 - alpha) * ref. None is never."""
+    alpha: ShareAboveZero[float] = 0.6
+    """Share of the policy in a refresh of the reference policy."""
+    clip_lower: Share[float] = 0.2
     """The ratio is clipped below at 1 - clip_lower. cispo has no lower bound."""
-    clip_higher: float = 0.2
+    clip_higher: NotNegative[float] = 0.2
     """The ratio is clipped above at 1 + clip_higher (open-instruct's code: 0.272; DAPO: 0.28)."""
     clip_dual: float = 0.0
-    """dapo: bound the loss of negative advantages at clip_dual * |A| (verl: 3.0; arXiv:1912.09729); 0 is off."""
-    entropy_coef: float = 0.0
-    """Entropy bonus per token; 0 is off."""
+    """dapo: the loss of a negative advantage is at most clip_dual * |A| (verl: 3.0; arXiv:1912.09729). 0 is off."""
+    entropy_coef: NotNegative[float] = 0.0
+    """Coefficient of the entropy bonus, per token. 0 is off."""
     advantage_normalization_type: Literal["standard", "standard_unbiased", "centered", "none"] = "standard"
-    """See compute_advantages (open-instruct's code: centered)."""
+    """standard: (score - mean) / standard deviation of the group; standard_unbiased: the same with the unbiased
+    deviation; centered: score - mean (open-instruct's code); none: the score. See compute_advantages."""
     loss_denominator: str = "token"
-    """token: mean over all tokens; sequence: mean over responses of their token means; a number: sum / number."""
+    """token: mean over all tokens; sequence: mean over responses of their mean over tokens; a number: sum / number."""
     use_rho_correction: bool = True
-    """Weigh tokens by rho = exp(learner logprob - engine logprob), the mismatch of the two implementations."""
-    rho_clamp_upper_bound: float = 2.0
-    """Truncate rho above (TIS); 0 is off."""
-    rho_mask_lower_bound: float = 0.0
-    """Drop tokens whose rho is below (IcePop); 0 is off."""
-    rho_mask_upper_bound: float = 0.0
-    """Drop tokens whose rho is above; 0 is off."""
+    """Weight each token by rho = exp(learner logprob - engine logprob): the two compute in different numerics."""
+    rho_clamp_upper_bound: NotNegative[float] = 2.0
+    """A larger rho is truncated to this (TIS). 0 is off."""
+    rho_mask_lower_bound: NotNegative[float] = 0.0
+    """Tokens with a smaller rho are dropped (IcePop). 0 is off."""
+    rho_mask_upper_bound: NotNegative[float] = 0.0
+    """Tokens with a larger rho are dropped. 0 is off."""
     rho_mask_sequence_level: bool = False
-    """Apply the two mask bounds to each response's geometric mean of rho, dropping whole responses."""
+    """The two mask bounds are for the geometric mean of a response's rho, and drop whole responses."""
 
     # optimizer
-    learning_rate: float = 2e-5
-    """Peak of AdamW."""
+    learning_rate: NotNegative[float] = 2e-5
+    """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
-    """A schedule of transformers that takes no more than warmup_ratio and the run's length."""
-    warmup_ratio: float = 0.0
-    """Share of optimizer steps with rising learning rate."""
-    weight_decay: float = 0.0
-    """Of AdamW; biases and norms are excluded."""
-    max_grad_norm: float = 1.0
-    """Global gradient norm is clipped here; 0 is off."""
-    per_device_train_batch_size: int = 1
-    """Responses per forward and backward where they cannot be packed, and of a gap measurement; else a pack is one."""
+    """Learning rate over the run: schedules of transformers that need only warmup_ratio and the number of steps."""
+    warmup_ratio: ShareBelowOne[float] = 0.0
+    """Share of the optimizer steps in which the learning rate rises."""
+    weight_decay: NotNegative[float] = 0.0
+    """Weight decay of AdamW. Biases and norms have none."""
+    max_grad_norm: NotNegative[float] = 1.0
+    """The norm of the whole gradient is clipped to this. 0 is off."""
+    per_device_train_batch_size: Positive[int] = 1
+    """Responses in a forward and backward, if they cannot be packed, and in a measurement of the gap. Packed, a forward
+    and backward is of one pack."""
     pack_length: int = 512
-    """Most tokens of a pack, that is of a forward and backward; at least prompt + response."""
+    """Most tokens of a pack: of a forward and backward. At least prompt and response together."""
     share_prompts: bool = True
-    """Compute a prompt once for all its responses in a pack, where the model's attention allows it."""
-    total_episodes: int = 100_000
-    """Rollouts of the whole run; steps = total_episodes // (P * G)."""
-    num_epochs: int = 1
-    """Passes over each step's rollouts."""
-    num_mini_batches: int = 1
-    """Optimizer steps per pass, each on its share of the prompts."""
+    """Compute a prompt once for all its responses in a pack, if the model's attention allows it."""
+    total_episodes: Positive[int] = 100_000
+    """Rollouts of the whole run: steps = total_episodes // (P * G)."""
+    num_epochs: Positive[int] = 1
+    """Passes over the rollouts of each step."""
+    num_mini_batches: Positive[int] = 1
+    """Optimizer steps in a pass, each on its share of the prompts."""
 
     # evaluation
     local_eval_every: int = 100
-    """Steps between evaluations; also after the last step. -1 is never."""
+    """Steps between evaluations; one more comes after the last step. -1 is never."""
     eval_on_step_0: bool = False
     """Evaluate before the first update too."""
-    eval_pass_at_k: int = 1
-    """Responses per evaluation prompt; pass@1, 2, 4, ... up to it are unbiased estimates."""
+    eval_pass_at_k: Positive[int] = 1
+    """Responses to each evaluation prompt. pass@1, 2, 4, ... up to this number are unbiased estimates."""
 
 
 @dataclass(frozen=True)
 class Args(GRPOFlags, utils.Flags):
-    """GRPO on a Hugging Face causal LM. Booleans: --flag, --no_flag, --flag true, --flag False."""
+    """GRPO on a Hugging Face causal LM. A yes/no flag is --flag, --no_flag, --flag true or --flag false. --help WORD
+    shows the flags that have WORD in their name or text."""
 
     def check(self, world_size: int = 1, fast: bool = False) -> None:
-        """Refuse contradictions and impossible arithmetic before anything loads. Raises UserError: flags and fix."""
-        utils.Flags.check(self)
-        utils.positive(self, "num_unique_prompts_rollout num_samples_per_prompt_rollout num_mini_batches num_epochs")
-        utils.positive(self, "total_episodes per_device_train_batch_size eval_pass_at_k ref_policy_update_freq")
-        utils.positive(self, "beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm", zero=True)
-        utils.positive(self, "rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound", zero=True)
-        self.check_batch(world_size, fast)
-        self.check_loss()
-        self.check_sampling()
-        rewards.configure(self, connect=False)
+        """Refuse contradictions and impossible arithmetic before anything loads, see scripts/parts/checks.py. Raises
+        UserError with flags, values and fix. `fast`: for grpo_fast.py, whose `world_size` is 1 here."""
+        from scripts.parts import checks
 
-    def check_batch(self, world_size: int, fast: bool) -> None:
-        """The arithmetic of a step on `world_size` ranks of grpo.py (1 with `fast`, grpo_fast.py)."""
-        refuse, p, g = self.refuse, self.num_unique_prompts_rollout, self.num_samples_per_prompt_rollout
-        prompts, samples = "--num_unique_prompts_rollout", "--num_samples_per_prompt_rollout"
-        longest, learners = self.max_prompt_token_length + self.response_length, self.num_learners_per_node
-        if self.pack_length < longest:
-            refuse(f"--pack_length < --max_prompt_token_length + --response_length: raise --pack_length to {longest}")
-        if g == 1 and self.advantage_normalization_type != "none":
-            kind = "--advantage_normalization_type"
-            refuse(f"{samples} with {kind} is zero for all: raise it, or take {kind} none")
-        if g == 1 and self.filter_zero_std_samples:
-            refuse(f"{samples} with --filter_zero_std_samples drops all: raise it, or add --no_filter_zero_std_samples")
-        if p % world_size:
-            refuse(f"{prompts} is not a multiple of the {world_size} ranks: take {p + -p % world_size}")
-        if not fast and world_size % self.sequence_parallel_size:
-            refuse(f"--sequence_parallel_size does not divide the {world_size} ranks: start a multiple of it, or less")
-        if (mine := p // max(1, world_size // self.sequence_parallel_size)) % self.num_mini_batches:
-            refuse(f"{prompts} on {world_size} ranks is {mine} a rank, which --num_mini_batches does not divide")
-        if self.total_episodes < p * g:
-            refuse(f"--total_episodes is less than a step of {prompts} x {samples} = {p * g}")
-        shares_gpu = (not fast or self.single_gpu_mode) and torch.cuda.is_available() and self.rollout_backend == "vllm"
-        most = 0.6 if fast or self.vllm_sleep == "off" else 0.8
-        if self.vllm_gpu_memory_utilization > most and shares_gpu:
-            refuse(f"--vllm_gpu_memory_utilization leaves the learner on the same GPU no room: 0.3 to {most}")
-        if fast:
-            return
-        for_fast = self.for_fast()
-        if learners != [1] and sum(learners) != world_size:
-            fast_or = for_fast and f"grpo_fast.py, which has {for_fast}, or "
-            fix = f"start {fast_or}grpo.py with torchrun --nproc_per_node={(learners or [1])[0]}"
-            refuse(f"--num_learners_per_node but {world_size} ranks run: {fix}")
-        if self.vllm_tensor_parallel_size > 1 and not self.dry_run:
-            raise utils.UserError(f"{for_fast}: grpo.py has one GPU per engine; start grpo_fast.py")
-        own_servers = self.solver_model_name_or_path and not self.solver_base_url
-        if own_servers and world_size != int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-            refuse("--solver_model_name_or_path: on several nodes start servers yourself and give --solver_base_url")
+        checks.check_args(self, world_size, fast)
+        rewards.configure(self, connect=False)
 
     def for_fast(self) -> str:
         """The flags given that only grpo_fast.py acts on."""
         names = ("vllm_num_engines", "vllm_tensor_parallel_size", "async_steps", "inflight_updates")
-        return " ".join(f"--{n} {getattr(self, n)}" for n in names if getattr(self, n) > getattr(Args, n))
-
-    def check_loss(self) -> None:
-        """What contradicts itself in loss and optimizer."""
-        refuse, refresh, dual = self.refuse, self.ref_policy_update_freq, self.clip_dual
-        low, high, clamp = self.rho_mask_lower_bound, self.rho_mask_upper_bound, self.rho_clamp_upper_bound
-        utils.need(0 < self.alpha <= 1, f"--alpha {self.alpha}: must be in (0, 1]")
-        utils.need(0 <= self.clip_lower <= 1, f"--clip_lower {self.clip_lower}: must be in [0, 1]")
-        utils.need(0 <= self.warmup_ratio < 1, f"--warmup_ratio {self.warmup_ratio}: must be in [0, 1)")
-        if self.warmup_ratio and self.lr_scheduler_type == "constant":
-            refuse("--warmup_ratio with --lr_scheduler_type warms nothing up: take constant_with_warmup")
-        if self.lora_rank and refresh is not None:
-            refuse("--ref_policy_update_freq with --lora_rank has no second model to move: drop one of them")
-        if self.lora_rank and self.load_states:
-            refuse("--load_states with --lora_rank: other runs' states are whole models, drop --lora_rank")
-        if self.beta and not self.load_ref_policy:
-            refuse("--beta needs a reference policy: drop --no_load_ref_policy or set --beta 0")
-        if refresh is not None and not self.load_ref_policy:
-            refuse("--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
-        if self.ref_model_name_or_path:
-            self.check_teacher()
-        if dual and (dual <= 1 or self.loss_fn != "dapo"):
-            refuse("--clip_dual: must be above 1, with --loss_fn dapo; 0 is off")
-        if (kind := self.loss_denominator) not in ("token", "sequence"):
-            with contextlib.suppress(ValueError):
-                kind = float(kind)
-            if isinstance(kind, str) or not 0 < kind < math.inf:
-                refuse("--loss_denominator: token, sequence or a positive number")
-        if not self.use_rho_correction and (low or high or self.rho_mask_sequence_level):
-            refuse("--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds")
-        if clamp and clamp < 1:
-            refuse("--rho_clamp_upper_bound truncates exact agreement: at least 1, or 0 for off")
-        if low >= 1 or (high and high <= 1):
-            refuse("--rho_mask_lower_bound must be below 1 and --rho_mask_upper_bound above 1, to keep rho 1; 0 is off")
-        if self.use_rho_correction and self.vllm_top_p != 1:
-            fix = "set --vllm_top_p 1.0 or --no_use_rho_correction"
-            refuse(f"--vllm_top_p cuts the distribution, which biases --use_rho_correction: {fix}")
-        if not self.kl_in_reward:
-            return
-        if self.beta == 0:
-            refuse("--kl_in_reward subtracts beta * KL: it needs --beta above 0")
-        if self.mask_truncated_completions:
-            refuse("--kl_in_reward needs the KL of whole groups, which --mask_truncated_completions cuts: drop one")
-        if self.advantage_normalization_type.startswith("standard") and not self.force_kl_in_reward:
-            # so that responses of equal outcome get advantages of about 1, however small beta
-            words = "divides KL differences by their own standard deviation"
-            fix = "--advantage_normalization_type centered, or add --force_kl_in_reward"
-            refuse(f"--kl_in_reward with --advantage_normalization_type {words}: take {fix}")
-
-    def check_teacher(self) -> None:
-        """What contradicts a teacher."""
-        refuse, teacher = self.refuse, "--ref_model_name_or_path"
-        if self.ref_policy_update_freq is not None:
-            refuse(f"--ref_policy_update_freq would mix the policy into {teacher}: drop one of them")
-        if not self.load_ref_policy:
-            refuse(f"{teacher} is the reference policy: drop --no_load_ref_policy")
-        if not self.beta or self.kl_in_reward:
-            return
-        if self.filter_zero_std_samples:
-            words = "drops groups of equal scores, whose KL teaches all the same"
-            refuse(f"--filter_zero_std_samples with {teacher} {words}: add --no_filter_zero_std_samples")
-        if KL_ESTIMATORS[self.kl_estimator] == 0:
-            words = "has a gradient of zero on average, from which nothing is learned"
-            refuse(f"--kl_estimator with {teacher} {words}: take kl2, the gradient of the KL")
-
-    def check_sampling(self) -> None:
-        """What contradicts itself in sampling, reward and evaluation."""
-        refuse, solved, evaluates = self.refuse, self.no_resampling_pass_rate, self.dataset_mixer_eval_list != []
-        if solved is not None and not 0 < solved <= 1:
-            refuse("--no_resampling_pass_rate: must be in (0, 1]; or leave it out")
-        if self.active_sampling and not self.filter_zero_std_samples:
-            refuse("--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag")
-        if self.overlong_buffer_length >= self.response_length:
-            refuse("--overlong_buffer_length must be less than --response_length")
-        if self.eval_on_step_0 and not evaluates:
-            refuse("--eval_on_step_0 needs --dataset_mixer_eval_list")
-        if self.load_batches and (evaluates or self.active_sampling or self.reward_file):
-            refuse("--load_batches: drop --dataset_mixer_eval_list --active_sampling --reward_file: nothing is sampled")
+        given = [name for name in names if getattr(self, name) > getattr(Args, name)]
+        return " ".join(f"--{name} {getattr(self, name)}" for name in given)
 
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}

@@ -94,46 +94,25 @@ def roles_of(args: Args, rank: int, ranks_per_node: int) -> Roles:
 
 
 def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> None:
-    """grpo_fast.py's own refusals; world_size is None when this script starts the processes itself, on one node."""
-    per_node, engines, tp = args.num_learners_per_node, args.vllm_num_engines, args.vllm_tensor_parallel_size
-    learners, processes = sum(per_node), "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
-    ranks = learners + engines * tp
-    if min(per_node, default=-1) < 0 or learners < 1 or engines < 1 or tp < 1:
-        args.refuse(f"{processes}: a run needs a learner and an engine")
-    if learners % args.sequence_parallel_size:
-        args.refuse(f"--sequence_parallel_size does not divide the {learners} learners: raise --num_learners_per_node")
-    if world_size not in (None, ranks):
-        args.refuse(f"{processes} = {ranks} processes, but {world_size} ranks run: start torchrun with {ranks} in all")
-    nodes = 1 if world_size is None else world_size // ranks_per_node
-    planned = args.dry_run and world_size is None  # for other machines than this one
-    if len(per_node) > nodes and not planned:
-        args.refuse(f"--num_learners_per_node is for {len(per_node)} nodes, but {nodes} run: give a number for each")
-    roles = [roles_of(args, rank, ranks_per_node) for rank in range(world_size or 0)]
-    homes = {(role.index, rank // ranks_per_node) for rank, role in enumerate(roles) if not role.is_learner}
-    if world_size is not None and len(homes) > engines:
-        args.refuse(f"{processes}: an engine would span two nodes")
-    if args.rollout_backend != "vllm" and tp > 1:
-        args.refuse("--vllm_tensor_parallel_size: needs --rollout_backend vllm")
-    if args.load_batches or args.load_states:
-        args.refuse("--load_batches --load_states: grpo.py trains on what others saved; grpo_fast.py only saves")
-    if args.deterministic and (args.inflight_updates or (args.active_sampling and args.async_steps)):
-        others = "--inflight_updates, or with --active_sampling and --async_steps above 0"
-        args.refuse(f"--deterministic: timing would decide which weights make a token with {others}: drop one of them")
-    if args.vllm_sleep == "on":
-        args.refuse("--vllm_sleep: engines of grpo_fast.py work while the learners do: drop it")
-    gpus, here = torch.cuda.device_count(), ranks if world_size is None else ranks_per_node
-    here = max(per_node) if args.single_gpu_mode else here  # an engine may share one, NCCL refuses two learners
-    if gpus and here > gpus and not planned:
-        args.refuse(f"{processes} need {here} GPUs on a node, {gpus} are visible: lower them, or add --single_gpu_mode")
+    """Refusals of grpo_fast.py alone; world_size is None if this script starts the processes itself, on one node."""
+    from scripts.parts import checks
+
+    checks.check_asynchronous(args)
+    checks.check_processes(args, world_size, ranks_per_node)
 
 
 def launch(args: Args) -> None:
-    """Start all ranks on this machine with scripts/parts/launch.py; they are this script again."""
+    """Start all ranks on this machine: they are this script again, with open-instruct's flags already translated."""
+    from scripts.parts import launch as launcher
+    from scripts.parts import translate
+
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    cores, together = len(utils.ALL_CORES), args.async_steps > 0 or torch.cuda.is_available()  # on a CPU else in turns
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if together else cores)
+    cores = len(utils.ALL_CORES)
+    side_by_side = args.async_steps > 0 or torch.cuda.is_available()  # else learners and engines compute in turns
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if side_by_side else cores)
     names = [roles_of(args, rank, ranks).name for rank in range(ranks)]
-    utils.play("parts/launch.py", ",".join(names), __file__, *sys.argv[1:])
+    flags = translate.translate(sys.argv[1:], translate.names_of(Args)).line
+    launcher.launch(names, [__file__, *flags])
 
 
 def die_with_parent() -> None:

@@ -54,7 +54,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from scripts.parts import chat, solver
@@ -256,114 +256,115 @@ def need(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def positive(flags: object, names: str, zero: bool = False) -> None:
-    """Raise UserError for a flag that is not above 0 and finite, with `zero` for one below 0; None is none."""
-    for name, value in ((name, getattr(flags, name)) for name in names.split()):
-        must = "not be negative" if zero else "be positive and finite"
-        need(value is None or 0 < value < math.inf or (zero and value >= 0), f"--{name} {value}: must {must}")
+class Bound(NamedTuple):
+    """What a flag's number must be: it stands in the flag's type, and scripts/parts/checks.py refuses other numbers."""
+
+    must: str
+    holds: Callable[[float], bool]
+
+
+T = TypeVar("T")
+Positive = Annotated[T, Bound("be positive and finite", lambda x: 0 < x < math.inf)]
+NotNegative = Annotated[T, Bound("not be negative", lambda x: x >= 0)]
+Share = Annotated[T, Bound("be in [0, 1]", lambda x: 0 <= x <= 1)]
+ShareAboveZero = Annotated[T, Bound("be in (0, 1]", lambda x: 0 < x <= 1)]
+ShareBelowOne = Annotated[T, Bound("be in [0, 1)", lambda x: 0 <= x < 1)]
+ShareBetween = Annotated[T, Bound("be in (0, 1)", lambda x: 0 < x < 1)]
+Seed = Annotated[T, Bound("be in [0, 2**32), as numpy and vLLM take it", lambda x: 0 <= x < 2**32)]
 
 
 class Refusing:
-    """What all classes of flags can do, beside `check`."""
+    """What all classes of flags can do."""
 
-    def refuse(self, text: str) -> None:
-        """Raise UserError(text), with the values of the flags that stand before its first colon."""
-
-        def with_value(flag: re.Match) -> str:
-            value = getattr(self, flag[1], None)
-            words = value if isinstance(value, list) else [value] if value is not None else []
-            return " ".join([flag[0], *(str(word) for word in words if not isinstance(word, bool))])
-
+    def refuse(self, text: str) -> NoReturn:
+        """Raise UserError(text), with their values behind the flags that stand before its first colon."""
         flags, colon, fix = text.partition(":")
-        raise UserError(re.sub(r"--(\w+)", with_value, flags) + colon + fix)
+        flags = re.sub(r"--(\w+)", lambda match: self.with_value(match[1]), flags)
+        raise UserError(flags + colon + fix)
+
+    def with_value(self, name: str) -> str:
+        """`--name value`; a yes/no flag, or one that is None, without a value."""
+        value = getattr(self, name, None)
+        values = value if isinstance(value, list) else [value]
+        shown = [str(value) for value in values if value is not None and not isinstance(value, bool)]
+        return " ".join([f"--{name}", *shown])
 
 
 @dataclass(frozen=True)
 class RewardFlags(Refusing):
-    """Flags of the rewards, with open-instruct's names where it has them."""
+    """Rewards: how responses are scored."""
 
     apply_verifiable_reward: bool = True
-    """Score responses with the verifier named in each row."""
-    verification_reward: float = 10.0
-    """Factor on the verifiers' 0..1 scores."""
+    """Score each response with the verifier that its row names."""
+    verification_reward: NotNegative[float] = 10.0
+    """The verifier's score, from 0 to 1, is multiplied by this."""
     reward_file: str = ""
-    """Python file; each of its functions (response, ground_truth) -> number is a verifier of its name. Empty is off."""
+    """Python file: each function (response, ground_truth) -> number in it is a verifier of that name. Empty is off."""
     remap_verifier: str | None = None
-    """OLD=NEW, several separated by commas: rows that name verifier OLD are scored by NEW. None is off."""
-    max_length_verifier_max_length: int = 32768
-    """Excess in tokens at which the verifiers max_length and up_to_max_length score 0."""
-    code_max_execution_time: float = 1.0
-    """Seconds a test of the verifiers code and code_stdio may take, those apart in which others had the processors."""
-    code_pass_rate_reward_threshold: float = 0.0
-    """A share of passed tests below this scores 0; 1.0: all tests or nothing."""
+    """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
+    max_length_verifier_max_length: Positive[int] = 32768
+    """Verifiers max_length and up_to_max_length: a response longer than its target by this many tokens scores 0."""
+    code_max_execution_time: Positive[float] = 1.0
+    """Verifiers code and code_stdio: seconds for each test. Time in which other processes had the processor is not
+    counted."""
+    code_pass_rate_reward_threshold: Share[float] = 0.0
+    """Verifiers code and code_stdio: a smaller share of passed tests scores 0. At 1.0 all tests must pass."""
     code_apply_perf_penalty: bool = False
-    """A passed test counts 1 - seconds / code_max_execution_time."""
+    """Verifiers code and code_stdio: a passed test counts 1 - seconds / code_max_execution_time."""
     allow_unsafe_code: bool = False
-    """Run the model's programs even where this machine's sandbox has holes."""
+    """Run the model's programs even if the sandbox is not tight on this machine."""
     llm_judge_model: str = ""
-    """Model of the verifiers general-* and rubric; empty is none."""
+    """Model of the verifiers general-* and rubric. Empty is none."""
     llm_judge_base_url: str = ""
-    """Its OpenAI-compatible server, as http://localhost:8000/v1; empty is $OPENAI_BASE_URL or $HOSTED_VLLM_API_BASE,
-    else OpenAI's."""
-    llm_judge_max_tokens: int = 2048
+    """OpenAI-compatible server of the judge, such as http://localhost:8000/v1. Empty: $OPENAI_BASE_URL, else
+    $HOSTED_VLLM_API_BASE, else OpenAI's server."""
+    llm_judge_max_tokens: Positive[int] = 2048
     """Most tokens of a verdict."""
     llm_judge_max_context_length: int = 8192
-    """Tokens of question, response and verdict together; longer responses are shortened in their middle."""
+    """Most tokens of question, response and verdict together. Longer responses are cut in the middle."""
     llm_judge_temperature: float = 1.0
-    """Of the judge."""
-    llm_judge_timeout: float = 60.0
-    """Seconds for a verdict, retries included; then the sample is missing."""
-    llm_judge_max_concurrency: int = 64
-    """Requests to the judge at the same time."""
+    """Sampling temperature of the judge."""
+    llm_judge_timeout: Positive[float] = 60.0
+    """Seconds for a verdict, with retries. After that the score is missing."""
+    llm_judge_max_concurrency: Positive[int] = 64
+    """Most requests to the judge at the same time."""
     solver_model_name_or_path: str = ""
-    """Frozen model of the verifier solver, which gets the response as a guideline; empty is none."""
+    """Frozen model of the verifier solver, which gets the response as a guideline. Empty is none."""
     solver_base_url: str = ""
-    """Servers that run it already, comma-separated, key in $SOLVER_API_KEY; empty: servers are started."""
-    solver_num_engines: int = 1
-    """Servers to start, each on a GPU of its own after the run's."""
-    solver_num_samples: int = 1
-    """Solutions per guideline whose mean correctness is the score; 1 is greedy."""
-    solver_response_length: int = 1024
+    """Servers that already run the solver, separated by commas; their key is in $SOLVER_API_KEY. Empty: the run starts
+    servers."""
+    solver_num_engines: Positive[int] = 1
+    """Servers that the run starts for the solver. Each has a GPU of its own, after those of the run."""
+    solver_num_samples: Positive[int] = 1
+    """Solutions for each guideline; their mean correctness is the score. 1 is greedy."""
+    solver_response_length: Positive[int] = 1024
     """Most tokens of a solution."""
     solver_prompt_file: str = ""
-    """Text with {question} and {guideline}; empty is scripts/prompts/solver.txt."""
+    """Text file with {question} and {guideline} for the solver. Empty is scripts/prompts/solver.txt."""
     solver_baseline: bool = True
-    """Also solve each question once without a guideline: reward/solver_baseline."""
+    """Let the solver also answer each question once without a guideline: metric reward/solver_baseline."""
     apply_r1_style_format_reward: bool = False
-    """Ask for `...</think> <answer>...</answer>`."""
+    """Reward the format `...</think> <answer>...</answer>`."""
     r1_style_format_reward: float = 1.0
-    """Value of the right format."""
+    """Score of a response in the right format."""
     additive_format_reward: bool = False
-    """Add the format reward. Off: the format gates the verifiable reward (open-instruct PR 659)."""
+    """Add the format's score to the verifier's. Off: without the format the verifier's score does not count
+    (open-instruct PR 659)."""
     non_stop_penalty: bool = False
-    """Overwrite the score of responses that did not stop by themselves with non_stop_penalty_value."""
+    """A response that did not stop by itself has the score non_stop_penalty_value."""
     non_stop_penalty_value: float = 0.0
-    """See non_stop_penalty."""
-    overlong_buffer_length: int = 0
-    """Tokens before response_length over which a penalty grows linearly (DAPO, arXiv:2503.14476, eq. 13); 0 is off."""
-    overlong_penalty_factor: float = 1.0
-    """Penalty of a response of full length, in units of the score; see overlong_buffer_length."""
+    """Score of such a response: see non_stop_penalty."""
+    overlong_buffer_length: NotNegative[int] = 0
+    """In the last tokens before response_length, this many, a penalty grows linearly (DAPO, arXiv:2503.14476, eq. 13).
+    0 is off."""
+    overlong_penalty_factor: NotNegative[float] = 1.0
+    """Penalty of a response of full length, in units of the score: see overlong_buffer_length."""
 
     def check(self) -> None:
-        """Refuses what cannot work before anything starts. Raises UserError with flag, value and fix."""
-        positive(self, "max_length_verifier_max_length code_max_execution_time llm_judge_max_tokens llm_judge_timeout")
-        positive(self, "llm_judge_max_concurrency solver_num_engines solver_num_samples solver_response_length")
-        positive(self, "verification_reward overlong_buffer_length overlong_penalty_factor", zero=True)
-        judge, context = self.llm_judge_model, self.llm_judge_max_context_length
-        if not (self.apply_verifiable_reward or self.apply_r1_style_format_reward):
-            self.refuse("--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward")
-        if self.additive_format_reward and not self.apply_r1_style_format_reward:
-            self.refuse("--additive_format_reward needs --apply_r1_style_format_reward")
-        if not 0 <= self.code_pass_rate_reward_threshold <= 1:
-            self.refuse("--code_pass_rate_reward_threshold: must be in [0, 1]")
-        if self.reward_file and not os.path.isfile(self.reward_file):
-            self.refuse("--reward_file: no such file")
-        if judge and not (judge_url(self) or os.environ.get("OPENAI_API_KEY") or getattr(self, "dry_run", False)):
-            self.refuse("--llm_judge_model: needs $OPENAI_API_KEY, or --llm_judge_base_url with your own server")
-        if judge and self.llm_judge_max_tokens > context - 1024:
-            words = "must leave 1024 tokens for what is judged: lower it"
-            self.refuse(f"--llm_judge_max_tokens of --llm_judge_max_context_length {words}")
-        solver_template(self.solver_prompt_file)
+        """Refuse what cannot work before anything starts. Raises UserError with flag, value and fix."""
+        from scripts.parts import checks
+
+        checks.check_rewards(self)
 
 
 FLAGS = RewardFlags()

@@ -1,8 +1,18 @@
 """Plumbing shared by grpo.py and grpo_fast.py: nothing here is edited for a research idea.
 
-Sections: processes, flags · data · engines · packs · sharding, weights, checkpoints · traces · metrics · servers.
+    processes   World, collectives, random state, seeds
+    flags       parse_args and the classes of flags but the algorithm's
+    programs    what runs beside a run in processes of its own
+    data        Prompt; load_prompts, prompt_at: the endless stream of prompts
+    engines     Request -> Generation, with vLLM or transformers
+    packs       which sequences a forward computes together, and attention inside them
+    sharding    FSDP2, weights, saved models, checkpoints
+    traces      rollouts and dumps on disk
+    metrics     counts and means over ranks, and who is told of them
+    servers     language models that score
 
-Import this module before torch: it pins thread counts and sets vLLM's switches, which both read at import time.
+Features that not every run has are in scripts/parts/, imported in the function whose flag asks for them. Import this
+module before torch: it sets thread counts and vLLM's switches, which both read at import time.
 """
 
 import bisect
@@ -28,12 +38,11 @@ import sys
 import tempfile
 import threading
 import time
-import timeit
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -63,7 +72,16 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import rewards  # noqa: E402
-from rewards import Refusing, UserError, need, positive  # noqa: E402
+from rewards import (  # noqa: E402
+    NotNegative,
+    Positive,
+    Refusing,
+    Seed,
+    ShareAboveZero,
+    ShareBetween,
+    UserError,
+    need,
+)
 
 # Compiled kernels outlive a run, beside vLLM's own. Inductor writes loops for the processor's vectors and does not ask,
 # when it finds them again, for which: a home directory may be shared by machines of several kinds.
@@ -77,12 +95,12 @@ if TYPE_CHECKING:  # an import of seconds; and names of the room above, which no
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, Tensor]]
+F = TypeVar("F", bound="Flags")
 REPO = Path(__file__).resolve().parent
-OTHER_FLAGS = REPO / "scripts" / "train" / "open_instruct.tsv"  # flag or flag=value, what happens to it, what or why
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GATHER_BYTES = 5 * 2**28  # that one collective of gather_weights makes: a dozen of them for a 7B in bfloat16
 
-# --- Processes and flags ----------------------------------------------------------------------------------------------
+# --- Processes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,22 +118,33 @@ class World:
 
 
 def init_distributed(store: dist.Store | None = None, timeout: timedelta | None = None) -> World:
-    """Join the ranks torchrun started, or those who meet in `store`, or make a world of one without opening a port."""
-    rank, size = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
+    """Join the ranks that torchrun started, or those that meet in `store`; without either make a world of one, which
+    opens no port."""
+    rank = int(os.environ.setdefault("RANK", "0"))
+    size = int(os.environ.setdefault("WORLD_SIZE", "1"))
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's: to return large tensors is a quarter of a CPU step
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+        keep_freed_memory()
     if store is None and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=store or dist.HashStore(), rank=rank, world_size=size)
+        store = store or dist.HashStore()
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     return World(rank, local_rank, size, device)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed: to return large tensors to the kernel takes a quarter of a CPU step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def all_reduce(values: Sequence[float], world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
@@ -155,13 +184,13 @@ def share(thing: T, args: "Flags") -> list[T]:
 
 
 def leads(args: "Flags", world: World) -> bool:
-    """Whether this rank speaks for its sequence_group, whose ranks compute the same losses."""
+    """Whether this rank reports for its sequence_group, whose ranks compute the same losses."""
     return world.rank % args.sequence_parallel_size == 0
 
 
 def on_main(work: Callable[[], T], world: World) -> T:
-    """What `work` returns on rank 0, on every rank; its ValueError is a UserError on every rank. All ranks."""
-    outcome: list[Any] = [None, ""]
+    """Rank 0's result of `work`, on every rank. Its ValueError is a UserError on every rank. All ranks must call it."""
+    outcome: list[Any] = [None, ""]  # result, error
     if world.is_main:
         try:
             outcome[0] = work()
@@ -169,72 +198,36 @@ def on_main(work: Callable[[], T], world: World) -> T:
             outcome[1] = str(error)
     if world.size > 1:
         dist.broadcast_object_list(outcome)
-    if outcome[1]:
-        raise UserError(outcome[1])
-    return outcome[0]
+    result, error = outcome
+    if error:
+        raise UserError(error)
+    return result
 
 
-def after_restart(args: "grpo.Args") -> "grpo.Args":
-    """The flags after torchrun --max-restarts started the ranks again: go on from the newest checkpoint, or afresh,
-    with what it has begun. A directory that the first start refused to touch is refused again."""
-    saved = (args.run_dir / "checkpoints" / "latest").exists()
-    with contextlib.suppress(SystemExit):  # another's
-        play("parts/run_dir.py", args.run_dir, "--begun_by_this_torchrun")
-        args = replace(args, resume=saved, overwrite=not saved)
-    return args
+def after_restart(args: F) -> F:
+    """The flags after torchrun --max-restarts has started the ranks again: resume from the newest checkpoint, or
+    replace what this torchrun has begun. The flags stay as they are for a directory of another run: it is refused
+    again."""
+    from scripts.parts import run_dir
+
+    if not run_dir.begun_by_this_torchrun(args.run_dir):
+        return args
+    has_checkpoint = (args.run_dir / "checkpoints" / "latest").exists()
+    return replace(args, resume=has_checkpoint, overwrite=not has_checkpoint)
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measured ceilings of this device: operations a second of a square matrix product, bytes a second of a copy."""
-    large = torch.empty(2**28 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
-    n = 8192 if device.type == "cuda" else 512
-    x = torch.randn(n, n, device=device, generator=torch.Generator(device)).to(dtype)
-    flops, copied = 2 * n**3 / best_seconds(lambda: x @ x), large.numel() / best_seconds(large.clone)
-    return {"flops_per_second": flops, "bytes_per_second": copied, "itemsize": dtype.itemsize}
+    """Measured ceilings of this device: operations a second of a matrix product, bytes a second of a copy."""
+    from scripts.parts import machine
 
-
-def best_seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of the fastest of four calls."""
-    wait_for_gpu = torch.cuda.synchronize if torch.cuda.is_available() else bool
-    return min(timeit.repeat(lambda: (work(), wait_for_gpu()), number=1, repeat=4))
-
-
-def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
-    """GFLOP/s of a product of two 256 x 256 matrices in each dtype: by turns for a tenth of a second on one core, in
-    seconds of processor time, which others do not lengthen, and no thread waits for another that was put aside."""
-    threads, until = torch.get_num_threads(), time.thread_time() + 0.1
-    torch.set_num_threads(1)
-    xs = [torch.randn(256, 256, generator=torch.Generator()).to(dtype) for dtype in dtypes]
-    best = [math.inf] * len(xs)
-    while time.thread_time() < until or math.inf in best:
-        spent = [timeit.timeit(functools.partial(torch.matmul, x, x), timer=time.thread_time, number=1) for x in xs]
-        best = list(map(min, best, spent))
-    torch.set_num_threads(threads)
-    return [2 * 256**3 / b / 1e9 for b in best]
+    return machine.device_speed(device, dtype)
 
 
 def choose_dtype(args: "Flags") -> tuple[str, str]:
-    """The compute dtype that --model_dtype means here, and why, for a person.
+    """The compute dtype that --model_dtype means on this machine, and why, for a person."""
+    from scripts.parts import machine
 
-    auto is bfloat16 on a GPU that has it, and on a CPU whose products of 256 x 256 matrices are faster in it than in
-    float32, else float32; a run that goes on keeps what it began with. A CPU without bfloat16 instructions is some 6 to
-    70 times slower in it, one with them 1.5 to 8 times faster: no measurement takes one for the other.
-    """
-    asked, why, before = args.model_dtype, "as --model_dtype says", args.run_dir / "args.json"
-    if asked == "auto" and args.resume and before.exists():
-        asked, why = json.loads(before.read_text())["model_dtype"], "as before --resume"
-    if asked == "float32":
-        return asked, why
-    if torch.cuda.is_available():
-        name, fast = torch.cuda.get_device_name(), torch.cuda.is_bf16_supported(including_emulation=False)
-        found = f"{name} has {'' if fast else 'no '}bfloat16"
-    else:
-        half, full = core_speeds([torch.bfloat16, torch.float32])
-        fast, found = half > full, f"a core reaches {half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32 here"
-    if asked == "auto":
-        return ("bfloat16" if fast else "float32"), found
-    slow = "" if fast else f"; WARNING: slow, {found}: --model_dtype auto would take float32"
-    return asked, why + slow
+    return machine.choose_dtype(args)
 
 
 def make_deterministic(args: "Flags") -> None:
@@ -246,17 +239,17 @@ def make_deterministic(args: "Flags") -> None:
 
 
 def pin(cores: Iterable[int]) -> set[int]:
-    """Keep this process on these cores, where the system can (macOS cannot); returns those it had."""
+    """Keep this process on these cores, where the system can (macOS cannot). Returns the cores it had."""
     if not hasattr(os, "sched_setaffinity"):
         return ALL_CORES
-    had = os.sched_getaffinity(0)
+    before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
-    return had
+    return before
 
 
 def exit_process() -> None:
-    """End a process whose work is done, without the destructors of gloo's and vLLM's threads: these abort now and then
-    (in 1 of 38 two-rank runs), which would turn a finished run into a failed one."""
+    """End a process that has finished its work, without the destructors of gloo's and vLLM's threads: these abort now
+    and then (in 1 of 38 two-rank runs), which would turn a finished run into a failed one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -264,7 +257,7 @@ def exit_process() -> None:
 
 @contextlib.contextmanager
 def fenced_rng():
-    """Give the caller's block its own random state: vLLM reseeds and consumes the global generators."""
+    """Restore the random state after a block: vLLM reseeds and consumes the global generators."""
     state = rng_state()
     try:
         yield
@@ -274,16 +267,23 @@ def fenced_rng():
 
 def rng_state() -> dict[str, Any]:
     """Random state of python, numpy and torch (CPU and the current GPU), loadable with weights_only=True."""
-    name, keys, *rest = np.random.get_state()
-    numpy = (name, torch.from_numpy(keys.copy()), *rest)  # ty: ignore[missing-attribute]
-    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()} | cuda
+    algorithm, keys, *position = np.random.get_state()
+    keys = torch.from_numpy(keys.copy())  # ty: ignore[missing-attribute]
+    state = {
+        "python": random.getstate(),
+        "numpy": (algorithm, keys, *position),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    name, keys, *rest = state["numpy"]
+    """Restore what rng_state returned."""
+    algorithm, keys, *position = state["numpy"]
     random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy(), *rest))
+    np.random.set_state((algorithm, keys.numpy(), *position))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
@@ -295,71 +295,66 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+# --- Flags: their classes; scripts/parts/checks.py refuses what contradicts itself ------------------------------------
+
+
 def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
-    """Parse flags into the dataclass `cls` with tyro; parts/translate.py turns `--flag true`, `--flag False` and
-    open-instruct's other flags into ours, rank 0 prints what became of those. Raises UserError for one without which a
-    run would not be the same, unless this is a --dry_run."""
+    """Parse flags into the dataclass `cls`. open-instruct's flags become ours, and rank 0 prints what became of them.
+    Raises UserError for one without which the run would be another one, unless this is a --dry_run."""
     import tyro
 
-    booleans = {f"no_{f.name}" for f in fields(cls) if f.type in (bool, "bool")}
-    known = {f.name for f in fields(cls)} | booleans | {"help"}
-    tokens, told, missing = list(sys.argv[1:] if argv is None else argv), "", ""
-    names = [t.partition("=")[0].removeprefix("--").replace("-", "_") for t in tokens if t.startswith("--")]
-    table = OTHER_FLAGS.read_text()  # has values of ours, too
-    spelled = any("=" in t or t.lower() in ("true", "false") for t in tokens)
-    if spelled or any(name not in known or f"\n{name}=" in table for name in names):
-        command = program("parts/translate.py", "--known", " ".join(sorted(known)), *tokens)
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.stderr.write(done.stderr)
-            raise SystemExit(done.returncode)
-        tokens, told, missing = json.loads(done.stdout)
-    if {"-h", "--help"} & set(tokens):  # in panels, one for each class that cls is made of; names stay flat
-        groups = [c for c in reversed(cls.__mro__) if is_dataclass(c) and not any(map(is_dataclass, c.__bases__))]
-        ours = [functools.partial(g, **{f.name: getattr(cls(), f.name) for f in fields(g)}) for g in groups]
-        named = [(g.__name__, g, field(default_factory=make)) for g, make in zip(groups, ours, strict=True)]
-        cls = make_dataclass(cls.__name__, named, namespace={"__doc__": cls.__doc__})
-    args = tyro.cli(cls, args=tokens, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
-    if told and os.environ.get("RANK", "0") == "0" and os.environ.get("FLAGS_TOLD") != told:
-        os.environ["FLAGS_TOLD"] = told  # for the ranks that grpo_fast.py starts
-        print(told, flush=True)
+    from scripts.parts import translate
+
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(tokens):
+        from scripts.parts import help as help_part
+
+        help_part.show(cls, tokens)
+    translation = translate.translate(tokens, translate.names_of(cls))
+    args = tyro.cli(cls, args=translation.line, use_underscores=True)
+    if translation.others and os.environ.get("RANK", "0") == "0":
+        print(translation.text(), flush=True)
+    missing = translation.missing()
     need(not missing or args.dry_run, f"{missing}. Drop what you can do without")
     return args
 
 
 @dataclass(frozen=True)
 class RunFlags(Refusing):
-    """The run: its place, its randomness, what it keeps."""
+    """The run: its directory, its randomness, what it saves."""
 
     exp_name: str = "grpo"
-    """Name of the run; it writes to output_dir/exp_name."""
+    """Name of the run. It writes to output_dir/exp_name."""
     output_dir: str = "output"
-    """Directory that holds runs."""
-    seed: int = 1
-    """Fixes data order, sampling and everything else random."""
+    """Directory of all runs."""
+    seed: Seed[int] = 1
+    """Fixes the order of the data, the sampling and everything else that is random."""
     deterministic: bool = False
-    """Deterministic kernels of torch; in grpo_fast.py each request has its engine, checkpoints wait for rollouts."""
+    """Use deterministic kernels of torch. In grpo_fast.py each request also has a fixed engine, and a checkpoint waits
+    until no rollout is running."""
     resume: bool = False
-    """Go on from the newest checkpoint of output_dir/exp_name; refused when flags, data or model differ."""
+    """Continue the run in output_dir/exp_name from its newest checkpoint. Refused if flags, data or model differ."""
     resume_anyway: bool = False
-    """With resume: go on although they differ; the differences are printed."""
+    """With resume: continue although they differ, and print the differences."""
     overwrite: bool = False
-    """Replace a run that exists in output_dir/exp_name. Off: refuse."""
+    """Replace the run that is in output_dir/exp_name. Off: refuse to start there."""
     dry_run: bool = False
-    """Check the flags, print arithmetic, sources and memory, and stop; loads nothing and needs no network."""
+    """Check the flags, print arithmetic, sources and memory, and end. Loads nothing and needs no network."""
     save_freq: int = 200
-    """Steps between Hugging Face saves to step_N/; the final model always goes to model/. -1 is never."""
+    """Steps between saves of the model in Hugging Face format, to step_N/. The last model always goes to model/. -1 is
+    never."""
     checkpoint_state_freq: int = -1
-    """Steps between resumable checkpoints. -1 is never."""
+    """Steps between checkpoints from which resume continues. -1 is never."""
     keep_last_n_checkpoints: int = 3
-    """Older checkpoints are removed; -1 keeps all."""
+    """How many checkpoints are kept; older ones are removed. -1 keeps all."""
     dump_steps: str = ""
-    """Steps whose updates scripts/replay.py can make again: all, or N for every N-th; empty is none. Their rollouts go
-    to rollouts.jsonl with the learner's logprobs, their packs to dumps/."""
+    """Steps whose updates scripts/replay.py can compute again: all, or N for every N-th. Their rollouts go to
+    rollouts.jsonl with the learner's logprobs, their packs to dumps/. Empty is none."""
     load_states: str = ""
-    """Directory of a run, ours, veRL's or of Hugging Face models, whose state of step N - 1 step N takes (grpo.py)."""
+    """grpo.py: directory of a run of ours, of veRL or of Hugging Face models. Step N begins with its state of step
+    N - 1."""
     load_batches: str = ""
-    """Directory of a run with --dump_steps to train on, step by step, instead of sampling (grpo.py only)."""
+    """grpo.py: directory of a run with --dump_steps. Train on its rollouts, step by step, instead of sampling."""
     save_traces: bool = False
     """Write every rollout to rollouts.jsonl."""
 
@@ -367,51 +362,25 @@ class RunFlags(Refusing):
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.exp_name
 
-    def check(self) -> None:
-        every, run_dir = self.dump_steps, self.run_dir
-        need(0 <= self.seed < 2**32, f"--seed {self.seed}: must be in [0, 2**32), as numpy and vLLM take it")
-        if self.resume and self.overwrite:
-            self.refuse("--resume continues a run, --overwrite replaces it: give one of them")
-        if self.resume_anyway and not self.resume:
-            self.refuse("--resume_anyway continues a run whose flags differ: it needs --resume")
-        if self.resume and not (run_dir / "args.json").exists():
-            self.refuse(f"--resume: no run in {run_dir}")
-        if self.resume and not list(run_dir.glob("checkpoints/step_*[0-9]")):
-            words = "has no checkpoint; was --checkpoint_state_freq set? --overwrite starts it anew"
-            self.refuse(f"--resume: {run_dir} {words}")
-        if every not in ("", "all") and not (every.isdecimal() and int(every) > 0):
-            self.refuse("--dump_steps: all, or N for every N-th step")
-        if self.load_batches and not Path(self.load_batches).is_dir():
-            self.refuse("--load_batches: no directory")
-        states, kinds = Path(self.load_states), ("checkpoints/step_1", "global_step_1/actor", "step_1", "checkpoint-1")
-        if self.load_states and not any((states / kind).is_dir() for kind in kinds):
-            self.refuse(f"--load_states: no state of step 1, which would be {', '.join(kinds)}")
-
 
 @dataclass(frozen=True)
 class TrackingFlags(Refusing):
-    """Who is told of the run beside the console and metrics.jsonl."""
+    """Where metrics and model go beside the console and the run's directory."""
 
     with_tracking: bool = False
     """Log to Weights & Biases (WANDB_MODE=offline works)."""
     with_tensorboard: bool = False
-    """Write TensorBoard's event files to RUN/tensorboard; needs pip install tensorboard."""
+    """Write TensorBoard's event files to RUN/tensorboard. Needs pip install tensorboard."""
     wandb_project: str = "grpo"
-    """Project of --with_tracking."""
+    """Project in Weights & Biases."""
     wandb_entity: str | None = None
-    """Entity of --with_tracking; None is the account's default."""
+    """Entity in Weights & Biases. None is the account's default."""
     push_to_hub: bool = False
-    """Upload the final model and a card with the command line to the Hugging Face hub. Off: nothing leaves."""
+    """Upload the last model, and a card with the command line, to the Hugging Face hub. Off: nothing is uploaded."""
     hf_repo_id: str | None = None
-    """Repository of --push_to_hub, made private if new: NAME or ORGANIZATION/NAME; None is exp_name."""
+    """Repository for push_to_hub, NAME or ORGANIZATION/NAME. A new one is private. None is exp_name."""
     hf_repo_revision: str | None = None
-    """Its branch, made if new; None is the default one."""
-
-    def check(self) -> None:
-        if self.with_tensorboard and importlib.util.find_spec("tensorboard") is None:
-            self.refuse("--with_tensorboard needs a package that is not installed: pip install tensorboard")
-        if (self.hf_repo_id or self.hf_repo_revision) and not self.push_to_hub:
-            self.refuse("--hf_repo_id --hf_repo_revision: nothing is uploaded without --push_to_hub, off by default")
+    """Branch for push_to_hub, created if it is new. None is the default branch."""
 
 
 @dataclass(frozen=True)
@@ -419,99 +388,85 @@ class ModelFlags(Refusing):
     """The model and how the learner computes it."""
 
     model_name_or_path: str = ""
-    """Hub name or directory of the causal LM to train. Required."""
+    """Hub name or directory of the causal language model to train. Required."""
     model_revision: str | None = None
-    """Hub revision; None is the default branch."""
+    """Hub revision of the model. None is the default branch."""
     model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute dtype of learner and engine; auto is bfloat16 where the machine is fast in it, else float32. Master
-    weights, Adam state, log-softmax and gradient reduction are float32."""
-    lora_rank: int = 0
-    """Train adapters of this rank and nothing else: W + lora_alpha / lora_rank * B A (LoRA, arXiv:2106.09685); 0 is
-    off: all weights train."""
-    lora_alpha: int = 32
+    """Compute dtype of learner and engine. auto: bfloat16 if this machine is fast in it, else float32. Master weights,
+    Adam state, log-softmax and the reduction of gradients are float32."""
+    lora_rank: NotNegative[int] = 0
+    """Train adapters of this rank only: W + lora_alpha / lora_rank * B A (LoRA, arXiv:2106.09685). 0: train all
+    weights."""
+    lora_alpha: NotNegative[int] = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the layers' matrices that have adapters (q_proj v_proj ...); all-linear: all of them."""
+    """Names of the matrices that get adapters (q_proj v_proj ...). all-linear: all matrices of the layers."""
     lora_merge: bool = False
-    """Save the merged model too, beside each adapter, to model_merged/."""
+    """Beside each saved adapter also save the merged model, to model_merged/."""
     ref_model_name_or_path: str = ""
-    """A teacher: the reference policy is this model, of the same vocabulary; with --beta 1 --kl_estimator kl2 that is
-    on-policy distillation (arXiv:2306.13649). Empty is the start policy."""
+    """A teacher of the same vocabulary as reference policy. With --beta 1 --kl_estimator kl2 that is on-policy
+    distillation (arXiv:2306.13649). Empty: the start policy."""
     ref_model_revision: str | None = None
-    """Hub revision of the teacher; None is its default branch."""
+    """Hub revision of the teacher. None is its default branch."""
     ref_model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype in which the teacher lies in memory and computes; auto is the policy's."""
+    """Dtype of the teacher, in memory and in computing. auto is the policy's."""
     dither_master_weights: bool = True
-    """bfloat16: start each master weight at a random place of its rounding interval, see dither."""
+    """With bfloat16: start each master weight at a random point of its rounding interval, see utils.dither."""
     attn_implementation: str = "sdpa"
-    """Attention of the learner, as transformers names it: sdpa, eager, flash_attention_2, ..."""
+    """Attention of the learner, by transformers' names: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time."""
+    """Compute activations again in the backward pass: less memory, about a third more time."""
     gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
-    """What gradient_checkpointing recomputes; mlp: half the operations of a layer for some four times its memory."""
+    """What gradient_checkpointing computes again. mlp: half of a layer's operations, for some four times the memory."""
     compile_layers: bool = False
-    """torch.compile each decoder layer, and the head on a CPU too: some minutes once, faster steps after them. Sums go
-    in another order (1e-6 of an update in float32), and bfloat16 rounds less often."""
+    """torch.compile each decoder layer, and on a CPU the head: once some minutes, then faster steps. Sums are taken in
+    another order (1e-6 of an update in float32), and bfloat16 rounds less often."""
     deepspeed_stage: Literal[0, 2, 3] = 0
-    """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too. Carried out by FSDP2."""
-    sequence_parallel_size: int = 1
-    """Learners that share the tokens of a pack, each with its part of the activations (DeepSpeed-Ulysses,
-    arXiv:2309.14509): a number that divides the learners and the model's attention heads."""
-
-    def check(self) -> None:
-        need(self.model_name_or_path != "", "--model_name_or_path is required: a hub name or a directory")
-        if not self.ref_model_name_or_path and (self.ref_model_revision or self.ref_model_dtype != "auto"):
-            self.refuse("--ref_model_revision --ref_model_dtype are a teacher's: give --ref_model_name_or_path too")
-        positive(self, "sequence_parallel_size")
-        if self.sequence_parallel_size > 1 and self.attn_implementation != "sdpa":
-            self.refuse("--sequence_parallel_size with --attn_implementation: only our own attention, sdpa, can do it")
-        if self.gradient_checkpointing_part != "layer" and not self.gradient_checkpointing:
-            self.refuse("--gradient_checkpointing_part: it is a part of --gradient_checkpointing: add that flag")
-        positive(self, "lora_rank lora_alpha", zero=True)
-        if self.lora_merge and not self.lora_rank:
-            self.refuse("--lora_merge without --lora_rank: drop it, the model that is saved is whole")
-        if self.lora_rank and (self.lora_alpha == 0 or self.lora_target_modules == []):
-            self.refuse("--lora_rank with --lora_alpha and --lora_target_modules trains nothing: leave these two out")
+    """0: each learner has the whole model; 2: gradients and optimizer state are sharded; 3: parameters too. FSDP2 does
+    it."""
+    sequence_parallel_size: Positive[int] = 1
+    """Learners that share the tokens of a pack and its activations (DeepSpeed-Ulysses, arXiv:2309.14509). Must divide
+    the number of learners and the model's attention heads."""
 
     def of_reference(self) -> Self:
         """The flags with which the reference policy loads: the teacher's, or these."""
-        name, revision, dtype = self.ref_model_name_or_path, self.ref_model_revision, self.ref_model_dtype
-        if not name:
+        if not self.ref_model_name_or_path:
             return self
-        args = replace(self, model_name_or_path=name, model_revision=revision, lora_rank=0, ref_model_name_or_path="")
-        return args if dtype == "auto" else replace(args, model_dtype=dtype)
+        dtype = self.model_dtype if self.ref_model_dtype == "auto" else self.ref_model_dtype
+        return replace(
+            self,
+            model_name_or_path=self.ref_model_name_or_path,
+            model_revision=self.ref_model_revision,
+            model_dtype=dtype,
+            lora_rank=0,
+            ref_model_name_or_path="",
+        )
 
 
 @dataclass(frozen=True)
 class DataFlags(Refusing):
-    """Rows and how they become prompts."""
+    """Data sets and how their rows become prompts."""
 
     dataset_mixer_list: list[str] = field(default_factory=lambda: ["ai2-adapt-dev/rlvr_gsm8k_zs", "1.0"])
-    """NAME AMOUNT pairs: hub dataset, directory, .jsonl, .parquet or reasoning_gym:TASK; 1.0 is a fraction, 1 a row."""
+    """NAME AMOUNT pairs to train on. NAME: hub data set, directory, .jsonl, .parquet or reasoning_gym:TASK. AMOUNT: 1.0
+    is a fraction, 1 is one row."""
     dataset_mixer_eval_list: list[str] = field(default_factory=list)
-    """The same for evaluation; empty is no evaluation."""
+    """NAME AMOUNT pairs for evaluation. Empty: no evaluation."""
     dataset_mixer_list_splits: list[str] = field(default_factory=lambda: ["train"])
-    """One split for all training datasets or one each."""
+    """Split of all training data sets, or one for each."""
     dataset_mixer_eval_list_splits: list[str] = field(default_factory=lambda: ["test"])
-    """One split for all evaluation datasets or one each."""
+    """Split of all evaluation data sets, or one for each."""
     shuffle: bool = True
-    """Another order in every pass over the prompts. Off: theirs (veRL's data.shuffle=false, in its first pass)."""
-    max_prompt_token_length: int = 256
-    """Tokens; longer prompts are dropped and counted."""
+    """Every pass over the prompts has another order. Off: the order of the files (the first pass of veRL with
+    data.shuffle=false)."""
+    max_prompt_token_length: Positive[int] = 256
+    """Most tokens of a prompt. Longer ones are dropped and counted."""
     chat_template_name: str | None = None
-    """A template of scripts/data/templates in place of the tokenizer's own; None keeps the tokenizer's."""
+    """Chat template of scripts/data/templates. None is the tokenizer's own."""
     add_bos: bool = False
-    """Begin every prompt with the tokenizer's BOS token, before what the chat template writes."""
+    """Begin every prompt with the tokenizer's BOS token, before the text of the chat template."""
     system_prompt_override_file: str | None = None
-    """Text file whose content replaces every row's system message; None keeps the rows' own."""
-
-    def check(self) -> None:
-        positive(self, "max_prompt_token_length")
-        need(self.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
-        if self.chat_template_name not in (None, *CHAT_TEMPLATES):
-            self.refuse(f"--chat_template_name: there is none of this name, take one of {' | '.join(CHAT_TEMPLATES)}")
-        for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
-            parse_mixer(flag, getattr(self, flag), getattr(self, f"{flag}_splits"))
+    """Text file that replaces the system message of every row. None keeps the rows' own."""
 
 
 @dataclass(frozen=True)
@@ -519,204 +474,172 @@ class EngineFlags(Refusing):
     """The engine and how it samples."""
 
     rollout_backend: Literal["vllm", "transformers"] = "vllm"
-    """Engine that samples; transformers is for machines without vLLM."""
-    response_length: int = 256
+    """Engine that samples. transformers is for machines without vLLM."""
+    response_length: Positive[int] = 256
     """Most tokens of a response."""
-    temperature: float = 0.7
-    """Sampling temperature; it also divides the learner's logits."""
-    vllm_top_p: float = 1.0
-    """Nucleus mass; 1.0 is off. Below 1 the importance correction is biased, so it must then be off."""
+    temperature: Positive[float] = 0.7
+    """Sampling temperature. The learner's logits are divided by it too."""
+    vllm_top_p: ShareAboveZero[float] = 1.0
+    """Probability mass of nucleus sampling. 1.0 is off. A smaller one biases the importance correction, which must then
+    be off."""
     stop_strings: list[str] = field(default_factory=list)
-    """Texts that end a response and stay in it; empty is none."""
-    eval_temperature: float = 0.0
-    """0 is greedy, or temperature where eval_pass_at_k is above 1 (in open-instruct it always is that)."""
-    eval_response_length: int | None = None
-    """Most tokens of an evaluation response; None is response_length."""
-    vllm_gpu_memory_utilization: float = 0.9
-    """Share of the GPU the engine takes. Where the learner is on the same GPU (grpo.py, --single_gpu_mode) 0.9, the
-    default, is taken as 0.4; 0.3 to 0.6 can work there, to 0.8 in grpo.py where the engine sleeps."""
+    """Texts that end a response and are part of it. Empty is none."""
+    eval_temperature: NotNegative[float] = 0.0
+    """Sampling temperature of evaluations. 0 is greedy; or, if eval_pass_at_k is above 1, the value of temperature, as
+    it always is in open-instruct."""
+    eval_response_length: Positive[int | None] = None
+    """Most tokens of a response in evaluations. None is response_length."""
+    vllm_gpu_memory_utilization: ShareBetween[float] = 0.9
+    """Share of GPU memory for the engine. If the learner is on the same GPU (grpo.py, --single_gpu_mode), the default
+    becomes 0.4: take 0.3 to 0.6, in grpo.py up to 0.8, where the engine sleeps during updates."""
     vllm_enforce_eager: bool = False
-    """Skip vLLM's compilation and CUDA graphs: starts faster, samples slower."""
+    """Leave out vLLM's compilation and CUDA graphs: it starts faster and samples slower."""
     vllm_sleep: Literal["auto", "on", "off"] = "auto"
-    """grpo.py: the engine gives the GPU's memory back while the learner works; auto: where it can, vLLM on a GPU."""
+    """grpo.py: the engine frees the GPU's memory during updates. auto: if it can, as vLLM does on a GPU."""
     vllm_enable_prefix_caching: bool = False
-    """Share prompt prefixes between requests; each load of weights has a salt of its own, so none is stale."""
-    vllm_tensor_parallel_size: int = 1
-    """GPUs per engine in grpo_fast.py; grpo.py has one."""
-    max_logprob_gap: float = 0.1
-    """Stop when the mean |learner - engine| logprob of sampled tokens exceeds this (bfloat16: ~0.04); 0 is off."""
+    """Requests share the cache of prompts that begin alike. New weights never read what older ones have cached."""
+    vllm_tensor_parallel_size: Positive[int] = 1
+    """grpo_fast.py: GPUs of an engine. In grpo.py an engine has one."""
+    max_logprob_gap: NotNegative[float] = 0.1
+    """End the run if the mean |learner - engine| logprob of sampled tokens is larger (bfloat16: ~0.04). 0 is off."""
 
     def beside_engine(self, shared: bool) -> Self:
-        """These flags where the learner shares the engine's GPU or not; the default is for an engine with its own."""
-        own = EngineFlags.vllm_gpu_memory_utilization
-        here = shared and torch.cuda.is_available() and self.vllm_gpu_memory_utilization == own
-        return replace(self, vllm_gpu_memory_utilization=0.4) if here else self
-
-    def check(self) -> None:
-        positive(self, "response_length eval_response_length temperature vllm_tensor_parallel_size")
-        positive(self, "eval_temperature max_logprob_gap", zero=True)
-        if not 0 < self.vllm_gpu_memory_utilization < 1:
-            self.refuse("--vllm_gpu_memory_utilization: must be in (0, 1)")
-        if self.vllm_sleep == "on" and not (self.rollout_backend == "vllm" and torch.cuda.is_available()):
-            self.refuse("--vllm_sleep: only vLLM on a GPU can give memory back: take auto, which does where it can")
-        if not 0 < self.vllm_top_p <= 1:
-            self.refuse("--vllm_top_p: must be in (0, 1]")
+        """These flags where learner and engine share a GPU or not: the default share is for an engine alone on one."""
+        default = EngineFlags.vllm_gpu_memory_utilization
+        if shared and torch.cuda.is_available() and self.vllm_gpu_memory_utilization == default:
+            return replace(self, vllm_gpu_memory_utilization=0.4)
+        return self
 
 
 @dataclass(frozen=True)
 class ProcessFlags(Refusing):
-    """Processes of grpo_fast.py; accepted by grpo.py so that both take one command line."""
+    """The processes of grpo_fast.py. grpo.py accepts these flags, so that both take the same command line."""
 
     num_learners_per_node: list[int] = field(default_factory=lambda: [1])
-    """Learner ranks of each node in grpo_fast.py, its other ranks are engines; grpo.py has torchrun's ranks."""
+    """grpo_fast.py: learner ranks on each node; all other ranks are engines. grpo.py takes torchrun's ranks."""
     vllm_num_engines: int = 1
-    """Engines of grpo_fast.py; grpo.py has one per rank."""
-    async_steps: int = 1
-    """Updates a rollout may be old in grpo_fast.py; grpo.py is always strictly on-policy."""
+    """grpo_fast.py: number of engines. grpo.py has one on each rank."""
+    async_steps: NotNegative[int] = 1
+    """grpo_fast.py: how many updates old a rollout may be when it is trained on. grpo.py is strictly on-policy."""
     inflight_updates: bool = False
-    """grpo_fast.py: engines take new weights between two decoding steps; off, running responses end first."""
+    """grpo_fast.py: an engine takes new weights between two decoding steps. Off: its running responses end first."""
     single_gpu_mode: bool = False
-    """Learner and engine share a device in grpo_fast.py; grpo.py always does so."""
-    stall_timeout_s: float = 1800.0
-    """grpo_fast.py ends, with stacks and outstanding requests, when nothing moved for this many seconds; 0 is off."""
-
-    def check(self) -> None:
-        positive(self, "async_steps stall_timeout_s", zero=True)
+    """grpo_fast.py: learner and engine share a device. In grpo.py they always do."""
+    stall_timeout_s: NotNegative[float] = 1800.0
+    """grpo_fast.py: end the run if nothing has moved for this many seconds, and print all stacks and outstanding
+    requests. 0 is off."""
 
 
 @dataclass(frozen=True)
 class TurnFlags(Refusing):
-    """Turns: who answers the policy, see scripts/tools/README.md."""
+    """Turns: an environment or tools answer the policy, see scripts/tools/README.md."""
 
     env_file: str = ""
-    """Python file whose step(episode), or class Env, answers a response or ends it. Empty is off."""
+    """Python file whose step(episode), or class Env, answers a response or ends the rollout. Empty is off."""
     tools: list[str] = field(default_factory=list)
-    """Tools that answer the calls in a response: names in scripts/tools/ or files of your own; empty is none."""
+    """Tools that answer calls in a response: names of scripts/tools/, or files of your own. Empty is none."""
     tool_call_names: list[str] = field(default_factory=list)
-    """The policy's names for them, in their order; empty: those of the files."""
+    """Names by which the policy calls the tools, in the order of tools. Empty: the names in their files."""
     tool_configs: list[str] = field(default_factory=list)
-    """A JSON object for each of them; empty: their defaults."""
+    """A JSON object with the settings of each tool. Empty: their defaults."""
     tool_parser_type: str = "legacy"
-    """How calls are written: legacy is <name>text</name>, others are vLLM's tool parsers (hermes, olmo3, ...)."""
-    max_steps: int = 5
-    """Most answers in a rollout; after the last one the policy has one more turn."""
-    per_turn_max_tokens: int | None = None
-    """Most tokens of a turn; None: what response_length, which counts answers too, has left."""
+    """Form of a call. legacy is <name>text</name>; the others are vLLM's tool parsers (hermes, olmo3, ...)."""
+    max_steps: Positive[int] = 5
+    """Most answers in a rollout. After the last one the policy has one more turn."""
+    per_turn_max_tokens: Positive[int | None] = None
+    """Most tokens of a turn. None: as many as response_length leaves, which counts answers too."""
     only_reward_good_outputs: bool = False
-    """Verifiers score 0 for rollouts without an answer, or with one that failed."""
+    """Verifiers score a rollout 0 if no answer came or one failed."""
     pass_tools_to_chat_template: bool = True
-    """The chat template tells the policy of the tools. Off: your prompts do."""
-    env_timeout: float = 60.0
-    """Seconds an answer may take; then the policy is told so, and goes on."""
-    pool_size: int | None = None
-    """Processes that answer at the same time; None is 2 a core, 8 at least."""
+    """The chat template describes the tools to the policy. Off: your prompts describe them."""
+    env_timeout: Positive[float] = 60.0
+    """Seconds for an answer. After that the policy reads that none came, and the rollout continues."""
+    pool_size: Positive[int | None] = None
+    """Processes that answer at the same time. None is 2 for each core, and at least 8."""
 
     @property
     def has_turns(self) -> bool:
-        """Whether anybody answers."""
+        """Whether an environment or tools answer the policy."""
         return bool(self.env_file or self.tools)
-
-    def check(self) -> None:
-        positive(self, "max_steps env_timeout per_turn_max_tokens pool_size")
-        if self.env_file and not Path(self.env_file).is_file():
-            self.refuse("--env_file: no such file")
-        if self.env_file and self.tools:
-            self.refuse("--env_file --tools: an environment answers or tools do: drop one, or call tools in the file")
-        for name in ("tool_call_names", "tool_configs"):
-            if (given := getattr(self, name)) and len(given) != len(self.tools):
-                self.refuse(f"--{name} has {len(given)} values for {len(self.tools)} of --tools: give one for each")
 
 
 @dataclass(frozen=True)
 class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, RunFlags):
-    """All the flags that are not about the algorithm."""
-
-    def check(self) -> None:
-        """Refuse what cannot work, naming flag, value and fix. Raises UserError."""
-        for name, value in vars(self).items():
-            need(not (isinstance(value, float) and math.isnan(value)), f"--{name} nan: must be a number")
-        for part in (RunFlags, ModelFlags, DataFlags, EngineFlags, TurnFlags, TrackingFlags, ProcessFlags):
-            part.check(self)
-        system = self.system_prompt_override_file
-        if self.dry_run:
-            return
-        if self.compile_layers and not shutil.which(compiler := os.environ.get("CXX", "g++")):
-            fix = "install one, name yours in the variable CXX, or leave the flag out"
-            self.refuse(f"--compile_layers: there is no C++ compiler {compiler}, which torch.compile calls: {fix}")
-        if system is not None and not Path(system).is_file():
-            self.refuse("--system_prompt_override_file: no such file")
-        if self.rollout_backend == "vllm" and not self.load_batches and importlib.util.find_spec("vllm") is None:
-            fix = "bash scripts/setup.sh installs it where it has a build; else take --rollout_backend transformers"
-            self.refuse(f"--rollout_backend: vLLM is not installed: {fix}")
+    """All flags but those of the algorithm."""
 
 
-def print_plan(args: Flags, **more: Any) -> None:
-    """Print the arithmetic of a run and, with --dry_run, what it would do with this machine: see parts/plan.py."""
-    with contextlib.suppress(SystemExit):  # what it could not do it has printed
-        play("parts/plan.py", json.dumps(asdict(args) | more))
+def print_plan(args: Flags, fast: bool, learners: int, shared_gpu: bool, logprob_chunk: int) -> None:
+    """Print the arithmetic of a run and, with --dry_run, what it would do on this machine."""
+    from scripts.parts import plan
+
+    plan.print_plan(args, fast, learners, shared_gpu, logprob_chunk)
 
 
 def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
-    """Make `output_dir/exp_name` with args.json and environment.json; scripts/parts/run_dir.py says when one that holds
-    another run is refused. All ranks. Raises UserError."""
+    """Make `output_dir/exp_name` with args.json and environment.json; scripts/parts/run_dir.py says when a directory
+    that holds a run is refused. All ranks must call it. Raises UserError."""
+    from scripts.parts import run_dir
 
-    def claim() -> None:
-        facts = {"command": [sys.executable, *sys.argv], "data_hash": data_hash}
-        facts |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
-        play("parts/run_dir.py", args.run_dir, "--claim", json.dumps({"args": asdict(args), "facts": facts}))
-
-    on_main(claim, world)
+    facts = {
+        "command": [sys.executable, *sys.argv],
+        "data_hash": data_hash,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+    on_main(functools.partial(run_dir.prepare, args.run_dir, asdict(args), facts), world)
     return args.run_dir
 
 
+# --- Programs beside a run --------------------------------------------------------------------------------------------
+
 PROGRAM_S = 120.0  # of a program that a run waits for: matplotlib's first start on a machine looks for fonts
+SWEEPERS: list[subprocess.Popen] = []
 
 
 def program(name: str, *arguments: object) -> list[str]:
-    """Command line of a program in scripts/: the four files start them and import one, sandbox."""
+    """Command line of a program in scripts/ that must be a process of its own."""
     return [sys.executable, str(REPO / "scripts" / name), *map(str, arguments)]
 
 
-def play(name: str, *arguments: object) -> None:
-    """Run a program in scripts/ in this process, which has torch already."""
-    before, sys.argv = (sys.argv, [*sys.path]), program(name, *arguments)[1:]
-    code = compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec")
-    try:  # not by runpy, which puts another module in the place of __main__: threads unpickle what is in there
-        exec(code, {"__name__": "__main__", "__package__": "", "__file__": sys.argv[0]})
-    finally:
-        sys.argv, sys.path[:] = before
-
-
 def run_program(name: str, *arguments: object, seconds: float | None = None) -> str:
-    """Run a program in scripts/; what it wrote to stderr if it failed, else ""."""
-    command, limit = program(name, *arguments), seconds or PROGRAM_S
+    """Run a program in scripts/ and wait for it. Returns what it wrote to stderr if it failed, else ""."""
+    command = program(name, *arguments)
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds or PROGRAM_S)
     except (OSError, subprocess.SubprocessError) as error:
-        return (getattr(error, "stderr", "") or str(error)).strip()
+        problem = getattr(error, "stderr", "") or str(error)
+        return problem.strip()
     return ""
 
 
 def start_program(log: Path, name: str, *arguments: object) -> subprocess.Popen:
-    """Start a program that runs beside this one and ends when its stdin closes, which the kernel does when this process
-    is gone, however that came about. stdout is ours to read; its other words go to `log`."""
-    pinned = pin(ALL_CORES)  # grpo_fast.py pins its ranks, which a program would inherit
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    """Start a program of scripts/ beside this process. It ends when its stdin closes, which the kernel does however
+    this process ends. This process reads its stdout; its stderr goes to `log`."""
+    pinned = pin(ALL_CORES)  # grpo_fast.py pins its ranks, and a program would inherit their cores
     try:
-        with log.open("a") as words:  # a session of its own: Ctrl-C in the terminal is this process's to handle
-            return subprocess.Popen(program(name, *arguments), **pipes, stderr=words, start_new_session=True)
+        with log.open("a") as stderr:
+            return subprocess.Popen(
+                program(name, *arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,  # Ctrl-C in the terminal is for this process to handle
+            )
     finally:
         pin(pinned)
 
 
-SWEEPERS: list[subprocess.Popen] = []
-
-
 def sweep(directory: str | Path, until: str = "read -r _") -> None:
-    """Have a temporary directory removed when this process is gone, however that came about: stdin ends with us."""
-    line = ["sh", "-c", f'{until}; rm -rf -- "$0"', directory]
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # who reads ours waits for all writers
-    SWEEPERS.append(subprocess.Popen(line, stdin=subprocess.PIPE, **quiet, start_new_session=True))
+    """Have a temporary directory removed however this process ends: a shell waits until its stdin closes."""
+    SWEEPERS.append(
+        subprocess.Popen(
+            ["sh", "-c", f'{until}; rm -rf -- "$0"', directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # who reads our output waits until all who hold it have ended
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    )
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
@@ -730,55 +653,15 @@ HELD_OUT_SEED = 1_000_000  # reasoning_gym item i uses Random(seed + i): close s
 
 
 @dataclass(frozen=True)
-class Environment:
-    """Who answers the policy: a file (see rewards.Episode), and what the chat template has around an answer. A turn,
-    `first`, a text, (`between`, a text, ...) `last`, the next turn. With role "" these are empty: an answer stands in
-    the policy's own turn. `first` begins with the end of the turn, which a policy that stopped has written."""
+class Row:
+    """A row of a data set before it is rendered and tokenized."""
 
-    path: str
-    config: dict[str, Any]
-    role: str
-    stop: tuple[str, ...]
-    schemas: dict[str, dict[str, Any]]  # of the tools, by name, for the chat template
-    show_tools: bool = True  # to the chat template
-    first: str = ""
-    between: str | None = ""  # None: the template takes one message only, and texts are lines of it
-    last: str = ""
-
-    def of_row(self, row: dict[str, Any] | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """What the chat template and what the file is told of a row. Raises ValueError for one that is broken."""
-        row = row or {}
-        tools, config = row.get("tools"), row.get("env_config") or {}
-        config = json.loads(config) if isinstance(config, str) else config
-        need(isinstance(config, dict), f"env_config must be an object, got {config!r:.80}")
-        names = list(self.schemas) if tools is None else [tools] if isinstance(tools, str) else list(tools)
-        unknown = sorted(set(names) - set(self.schemas)) if self.schemas else []
-        need(not unknown, f"tools {unknown}: --tools has {sorted(self.schemas)}")
-        shown = [self.schemas[name] for name in names if name in self.schemas and self.show_tools]
-        return shown, self.config | config | {"active_tools": names}
-
-    def answer(self, texts: Sequence[str], ended: bool, room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
-        """Tokens that say `texts` to a policy whose turn has `ended` with an end token or not, and what they say: the
-        texts, as templates have them without white space around, cut where they would take half of the `room`, in
-        tokens. A tokenizer may join the end of a text with the separator after it, so they go to it together."""
-        texts = texts if self.between is not None else ["\n".join(texts)]
-        parts, left, kept = [self.first], (room - len(ids_of([self.first + self.last], tokenizer))) // 2, []
-        for text in [text.strip() for text in texts] if self.role else texts:
-            tokens = ids_of(plain_parts(text, tokenizer), tokenizer)
-            if len(tokens) > max(left, 0):
-                text = str(tokenizer.decode(tokens[: max(left - 8, 0)])).rstrip("\ufffd") + " [cut]"
-            begin, *more = plain_parts(text, tokenizer)
-            parts = [*parts[:-1], parts[-1] + ((self.between or "") if kept else "") + begin, *more]
-            left -= len(tokens)
-            kept.append(text)
-        return ids_of([*parts[:-1], parts[-1] + self.last], tokenizer)[ended:], "\n".join(kept)
-
-    def with_separators(self, tokenizer: "Tokenizer", eos_ids: Sequence[int]) -> "Environment":
-        """The same with the separators of the tokenizer's chat template. Raises UserError for one that has none."""
-        if not self.role:
-            return self
-        found = find_separators(tokenizer, self.role, eos_ids, list(self.schemas.values()) if self.show_tools else ())
-        return replace(self, **dict(zip(("first", "between", "last"), found, strict=True)))
+    where: str  # file and row, for error messages
+    messages: list[dict[str, str]]
+    ground_truths: list[Any]
+    verifiers: list[str]  # one per ground truth
+    columns: dict[str, Any] = field(default_factory=dict)  # tools and env_config, where the row has them
+    has_turns: bool = True  # if an environment answers; False: other rows of the file ask for it and this one does not
 
 
 @dataclass(frozen=True)
@@ -791,7 +674,7 @@ class Prompt:
     ground_truths: tuple[Any, ...]
     verifiers: tuple[str, ...]  # one per ground truth; their scores are summed
     conversation: str = ""  # lines "role: content", for verifiers that read the prompt
-    environment: Environment | None = None  # answers the policy between its turns; None: one turn
+    environment: Any = None  # scripts.parts.turns.Environment that answers the policy; None: one turn
     episode: dict[str, Any] = field(default_factory=dict)  # what the row tells it: messages, ground_truths, config
 
 
@@ -803,97 +686,38 @@ def load_tokenizer(args: Flags) -> "Tokenizer":
     tokenizer = pretrained(transformers.AutoTokenizer, args, "model_name_or_path")
     if args.chat_template_name is not None:
         tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
-    known, name = " | ".join(CHAT_TEMPLATES), args.model_name_or_path
-    need(tokenizer.chat_template is not None, f"{name} has no chat template: give --chat_template_name {known}")
+    names = " | ".join(CHAT_TEMPLATES)
+    has_template = tokenizer.chat_template is not None
+    need(has_template, f"{args.model_name_or_path} has no chat template: give --chat_template_name {names}")
     if args.add_bos:
-        begun = "bos_token" in tokenizer.chat_template or (tokenizer.bos_token or "\0") in tokenizer.chat_template
-        if begun or tokenizer.bos_token is None:
-            why = "its chat template writes one already" if begun else "its tokenizer has none"
-            raise UserError(f"--add_bos: no BOS token can be added for {args.model_name_or_path}: {why}; drop the flag")
-        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+        add_bos(tokenizer, args.model_name_or_path)
     return tokenizer
 
 
-@functools.lru_cache(maxsize=4)
-def _added_tokens(tokenizer: "Tokenizer") -> re.Pattern:
-    names = sorted((name for name in tokenizer.get_added_vocab() if len(name.strip()) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+def add_bos(tokenizer: "Tokenizer", model: str) -> None:
+    """Have the chat template begin with the BOS token. Raises UserError if it does already, or there is none."""
+    template: Any = tokenizer.chat_template
+    bos = tokenizer.bos_token
+    problem = f"--add_bos: no BOS token can be added for {model}"
+    begins_with_it = "bos_token" in template or (bos is not None and bos in template)
+    need(not begins_with_it, f"{problem}: its chat template writes one already; drop the flag")
+    need(bos is not None, f"{problem}: its tokenizer has none; drop the flag")
+    tokenizer.chat_template = "{{ bos_token }}" + template
 
 
-def plain_parts(text: str, tokenizer: "Tokenizer") -> list[str]:
-    """A text in parts in which nothing is a special token, which a search result with an <|im_end|> must not have."""
-    middles = [sum(match.span()) // 2 for match in _added_tokens(tokenizer).finditer(text)]
-    return [text[a:b] for a, b in zip([0, *middles], [*middles, len(text)], strict=True)]
-
-
-def ids_of(parts: Sequence[str], tokenizer: "Tokenizer") -> list[int]:
-    """Tokens of texts, each alone."""
-    return [i for part in parts if part for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
-
-
-def find_separators(
-    tokenizer: "Tokenizer", role: str, eos_ids: Sequence[int], schemas: Sequence[dict[str, Any]] = ()
-) -> tuple[str, str | None, str]:
-    """Environment's first, between and last for the tokenizer's chat template, which on a probe conversation must come
-    to the same tokens as the turns put together. Raises UserError with the reason if it does not."""
-
-    def check(fits: bool, why: str) -> None:
-        fix = 'take another --chat_template_name, or an environment whose about() gives another role (user, tool, "")'
-        need(fits, f"the chat template {why}, so turns cannot follow one another token by token: {fix}")
-
-    def render(*messages: tuple[str, str]) -> str:
-        told = [{"role": name, "content": text} for name, text in (("user", "Question"), *messages)]
-        how: dict[str, Any] = {"tools": list(schemas)} if schemas else {}
-        return str(tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **how))
-
-    start, x, y = render(), 'Heard "it"\n{1}', "Noted"
-    first, between, last, once, twice = "", None, "", "", ""
-    for said in ("Said", "<think>\nThought\n</think>\n\nSaid"):
-        try:
-            once, twice = (render(*[("assistant", said), (role, x)] * n) for n in (1, 2))
-        except Exception as error:  # whatever a template raises
-            check(False, f"takes no message of role {role!r} after an assistant's ({error})")
-        check(said in once, "drops or rewrites the thoughts of earlier turns")
-        opens = "begins an assistant's turn otherwise than it is written later: it opens a <think>, for instance"
-        check(once.startswith(start + said), opens)
-        first, found, last = once[len(start + said) :].partition(x)
-        check(found != "", f"rewrites what role {role!r} says")
-        parts = [start, said, first + x + last, said, first + x + last]
-        check(twice == "".join(parts), "writes a turn otherwise once others follow: it drops thoughts, for instance")
-        check(ids_of([twice], tokenizer) == ids_of(parts, tokenizer), "joins tokens across the ends of turns")
-    with contextlib.suppress(Exception):  # several answers to a turn; not all templates take that
-        both = render(("assistant", "Said"), (role, x), (role, y))
-        found = both.removeprefix(start + "Said" + first + x).removesuffix(y + last)
-        between = found if both == start + "Said" + first + x + found + y + last else None
-    ends = first != "" and ids_of([first], tokenizer)[0] in eos_ids
-    check(ends, "writes no end token after an assistant's turn, at which the engine stops")
-    return first, between, last
-
-
-def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Environment | None:
-    """Who answers the policy, by --env_file or --tools, in the tokenizer's chat template if one is given. Raises
-    UserError if it cannot be loaded, or the template cannot go on."""
+def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Any:
+    """The scripts.parts.turns.Environment of --env_file or --tools, or None. With a tokenizer it has the separators of
+    its chat template. Raises UserError if it cannot be loaded, or the template has none."""
     if not args.has_turns:
         return None
-    rewards.more_env_workers(args.pool_size or max(8, 2 * len(ALL_CORES)))
-    path, config = args.env_file, {}
-    if args.tools:
-        path = REPO / "scripts" / "tools" / "calls.py"
-        config = {name: getattr(args, name) for name in ("tools", "tool_call_names", "tool_parser_type")}
-        try:
-            config["tool_configs"] = [json.loads(text) for text in args.tool_configs]
-        except ValueError as error:
-            raise UserError(f"--tool_configs {args.tool_configs}: not JSON: {error}") from None
-        config["tokenizer"] = args.model_name_or_path
-    path = os.path.abspath(path)
-    about = rewards.about_environment("--tools" if args.tools else "--env_file", path, config)
-    stop, schemas = tuple(about.get("stop", ())), about.get("schemas", {})
-    loaded = Environment(path, config, about.get("role", "user"), stop, schemas, args.pass_tools_to_chat_template)
-    return loaded if tokenizer is None else loaded.with_separators(tokenizer, eos_token_ids(args, tokenizer))
+    from scripts.parts import turns
+
+    return turns.load_environment(args, tokenizer)
 
 
 def pretrained(kind: Any, args: Flags, flag: str) -> Any:
-    """What `kind` of transformers loads of --model_name_or_path; `flag` is what a person gave it by. UserError."""
+    """What `kind` of transformers loads of --model_name_or_path; `flag` is the one by which a person named the model.
+    Raises UserError."""
     try:
         return kind.from_pretrained(args.model_name_or_path, revision=args.model_revision)
     except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
@@ -917,31 +741,41 @@ def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",))
         need(number > 0, f"{given}: the amount must be positive")
         endless = name.startswith("reasoning_gym:")
         need(not endless or isinstance(number, int), f"{given}: generated data has no end, give a count such as 2000")
-        there = Path(name).suffix not in (".jsonl", ".parquet") or Path(name).is_file()
-        need(there, f"--{flag} {name}: no such file")
+        is_file = Path(name).suffix in (".jsonl", ".parquet")
+        need(not is_file or Path(name).is_file(), f"--{flag} {name}: no such file")
         pairs.append((name, number))
-    fits = not pairs or len(splits) == len(pairs) or len(set(splits)) == 1
-    need(fits, f"--{flag}_splits: give one split or one per dataset ({len(pairs)}), got {len(splits)}")
+    one_split = len(set(splits)) == 1
+    if pairs and not one_split and len(splits) != len(pairs):
+        raise UserError(f"--{flag}_splits: give one split or one per dataset ({len(pairs)}), got {len(splits)}")
     return pairs
 
 
-Row = tuple[str, list[dict[str, str]], list[Any], list[str]]  # file and row for people, messages, labels, verifiers
+def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
+    """The rows of all data sets of a mixer flag, in its order. Raises UserError."""
+    splits = getattr(args, f"{flag}_splits")
+    for i, (name, amount) in enumerate(parse_mixer(flag, getattr(args, flag))):
+        if name.startswith("reasoning_gym:"):
+            seed = args.seed + (HELD_OUT_SEED if "eval" in flag else 0)
+            yield from generate_rows(flag, name, int(amount), seed)
+        else:
+            yield from read_rows(flag, name, amount, splits[i % len(splits)], args.seed)
 
 
 def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Iterator[Row]:
-    """The rows that NAME AMOUNT of a mixer flag takes, as scripts/parts/rows.py reads them. Raises UserError."""
-    command = program("parts/rows.py", name, amount, "--split", split, "--seed", seed)
+    """The rows that NAME AMOUNT of a mixer flag takes. scripts/rows.py reads them in a process of its own, so that
+    pyarrow, datasets and rows that are not drawn take no memory of this one. Raises UserError."""
+    command = program("rows.py", name, amount, "--split", split, "--seed", seed)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
-            need(isinstance(row, list), f"--{flag} {row}")  # else why it cannot be read
-            yield row
+            need("error" not in row, f"--{flag} {row.get('error')}")
+            yield Row(**row)
     need(process.returncode == 0, f"--{flag} {name}: {shlex.join(command)} ended with {process.returncode}")
 
 
 def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Row]:
-    """The same of reasoning_gym:TASK. In this process, which needs the library for its check of the labels: its import
-    takes seconds."""
+    """The rows of reasoning_gym:TASK, made in this process, which needs the library to check the labels. Raises
+    UserError."""
     import reasoning_gym
 
     task = name.partition(":")[2]
@@ -951,85 +785,120 @@ def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Row]:
         raise UserError(f"--{flag} {name}: {error}") from None
     for i, item in enumerate(items, start=1):
         label = json.dumps({"task": task, "entry": item}, default=str)
-        yield f"{name} row {i}", [{"role": "user", "content": item["question"]}], [label], ["reasoning_gym"]
+        yield Row(f"{name} row {i}", [{"role": "user", "content": item["question"]}], [label], ["reasoning_gym"])
 
 
-def load_prompts(
-    flag: str, args: Flags, tokenizer: "Tokenizer", environment: Environment | None = None
-) -> list[Prompt]:
-    """Read, check and tokenize all rows of a mixer flag; over-long prompts are dropped and counted on stdout. The
-    `environment` answers rows with a column tools or env_config, or all of a source that has no such row. Raises
-    UserError with file, row number and reason."""
-    pairs, splits = parse_mixer(flag, getattr(args, flag)), getattr(args, f"{flag}_splits")
-    today = date_of_start(args)
-    system = Path(args.system_prompt_override_file).read_text().strip() if args.system_prompt_override_file else None
+def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: Any = None) -> list[Prompt]:
+    """Read, check and tokenize all rows of a mixer flag. Prompts that are too long are dropped and counted on stdout.
+
+    The `environment` answers rows with a column tools or env_config; if a source has no such row, all of its rows.
+    Raises UserError with file, row number and reason.
+    """
+    system = None
+    if args.system_prompt_override_file:
+        system = Path(args.system_prompt_override_file).read_text().strip()
+    strftime = date_of_start(args)
     prompts: list[Prompt] = []
     dropped = 0
-    for i, (name, amount) in enumerate(pairs):
-        if name.startswith("reasoning_gym:"):
-            rows = generate_rows(flag, name, int(amount), args.seed + (HELD_OUT_SEED if "eval" in flag else 0))
+    for row in mixed_rows(flag, args):
+        try:
+            prompt = make_prompt(row, len(prompts), tokenizer, environment, system, strftime)
+        except Exception as error:  # whatever a template raises, for example for a role that it does not know
+            raise UserError(f"--{flag} {row.where}: {error}") from None
+        if len(prompt.token_ids) > args.max_prompt_token_length:
+            dropped += 1
         else:
-            rows = read_rows(flag, name, amount, splits[i % len(splits)], args.seed)
-        for where, messages, labels, verifiers, *asked in rows:
-            lines = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
-            if system is not None:
-                messages = [{"role": "system", "content": system}] + [m for m in messages if m["role"] != "system"]
-            tools, episode = [], {}
-            try:
-                verifiers = [rewards.check_verifier(verifier) for verifier in verifiers]
-                for verifier, label in zip(verifiers, labels, strict=True):
-                    if reason := rewards.check_ground_truth(verifier, label, lines):
-                        raise UserError(f"{verifier}: {reason}")
-                if environment is not None and asked != [None]:
-                    tools, config = environment.of_row(*asked)
-                    episode = {"messages": messages, "ground_truths": labels, "config": config}
-                how: dict[str, Any] = {"tools": tools} if tools else {}
-                how |= {"add_generation_prompt": True, "strftime_now": today}
-                text = str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
-            except Exception as error:  # whatever a template raises, of a role that it does not take for instance
-                raise UserError(f"--{flag} {where}: {error}") from None
-            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(token_ids) > args.max_prompt_token_length:
-                dropped += 1
-                continue
-            rest = tuple(labels), tuple(verifiers), lines, environment if episode else None, episode
-            prompts.append(Prompt(len(prompts), tuple(token_ids), text, *rest))
+            prompts.append(prompt)
+
     longest = args.max_prompt_token_length
-    if dropped and int(os.environ.get("RANK", 0)) == 0:
+    is_main = os.environ.get("RANK", "0") == "0"
+    if dropped and is_main:
         print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
-    need(prompts != [] or not pairs, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
+    need(prompts != [] or not dropped, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
     return prompts
 
 
+def make_prompt(
+    row: Row,
+    index: int,
+    tokenizer: "Tokenizer",
+    environment: Any,
+    system: str | None,
+    strftime: Callable[[str], str],
+) -> Prompt:
+    """The prompt of a row: its labels are checked, its messages are rendered by the chat template and tokenized.
+    `system` replaces its system message. Raises ValueError."""
+    conversation = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages)
+    verifiers = checked_verifiers(row, conversation)
+    messages = row.messages
+    if system is not None:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": system}, *others]
+    answers = environment if row.has_turns else None
+    episode: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    if answers is not None:
+        tools, config = answers.of_row(row.columns)
+        episode = {"messages": messages, "ground_truths": row.ground_truths, "config": config}
+        options = {"tools": tools} if tools else {}
+    rendered = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, strftime_now=strftime, **options
+    )
+    text = str(rendered)
+    token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ground_truths = tuple(row.ground_truths)
+    return Prompt(index, token_ids, text, ground_truths, verifiers, conversation, answers, episode)
+
+
+def checked_verifiers(row: Row, conversation: str) -> tuple[str, ...]:
+    """The names of the row's verifiers, after --remap_verifier. Raises ValueError for one that does not exist or can
+    never score its label."""
+    verifiers = tuple(rewards.check_verifier(name) for name in row.verifiers)
+    for verifier, label in zip(verifiers, row.ground_truths, strict=True):
+        problem = rewards.check_ground_truth(verifier, label, conversation)
+        need(not problem, f"{verifier}: {problem}")
+    return verifiers
+
+
 def date_of_start(args: Flags) -> Callable[[str], str]:
-    """strftime of when the run began: some chat templates write the date, and --resume has the prompts of its start."""
-    facts, resume = Path(args.output_dir) / args.exp_name / "environment.json", getattr(args, "resume", False)
-    day = time.localtime(json.loads(facts.read_text()).get("begun") if resume and facts.exists() else None)
-    return lambda form: time.strftime(form, day)  # scripts/minimal.py has no --resume
+    """strftime of the run's start. Some chat templates write the date; a resumed run has the prompts of its start."""
+    start = None  # now
+    path = Path(args.output_dir) / args.exp_name / "environment.json"
+    if getattr(args, "resume", False) and path.exists():  # scripts/minimal.py has no --resume
+        start = json.loads(path.read_text()).get("begun")
+    day = time.localtime(start)
+    return lambda form: time.strftime(form, day)
 
 
 def data_hash(prompts: Iterable[Prompt]) -> str:
     """sha256 over tokens, labels, verifiers and environments of all prompts in order."""
     digest = hashlib.sha256()
-    for p in prompts:
-        digest.update(repr((p.token_ids, p.ground_truths, p.verifiers)).encode())
-        if p.environment is not None:
-            digest.update(repr(p.episode).encode())
+    for prompt in prompts:
+        digest.update(repr((prompt.token_ids, prompt.ground_truths, prompt.verifiers)).encode())
+        if prompt.environment is not None:
+            digest.update(repr(prompt.episode).encode())
     return digest.hexdigest()[:16]
 
 
 def prompt_at(prompts: Sequence[Prompt], position: int, seed: int | None, excluded: Collection[int] = ()) -> Prompt:
-    """The prompt at a position of the endless stream: epoch e is a permutation drawn from (seed, e); None: as they are.
-    In place of an `excluded` one (by index) comes the next in the permutation that is not (itself, when all are)."""
+    """The prompt at a position of the endless stream. Epoch e is a permutation drawn from (seed, e); without a seed it
+    is the prompts as they are. In place of an `excluded` one (by index) comes the next of the permutation that is not,
+    or the excluded one itself if all are."""
     epoch, offset = divmod(position, len(prompts))
     order = _permutation(len(prompts), seed, epoch)
-    candidates = (order[(offset + i) % len(order)] for i in range(len(order)))
-    return prompts[next((i for i in candidates if i not in excluded), order[offset])]
+    for i in range(len(order)):
+        candidate = order[(offset + i) % len(order)]
+        if candidate not in excluded:
+            return prompts[candidate]
+    return prompts[order[offset]]
 
 
 @functools.lru_cache(maxsize=4)
 def _permutation(n: int, seed: int | None, epoch: int) -> Sequence[int]:
-    return range(n) if seed is None else random.Random(derive_seed(seed, epoch)).sample(range(n), n)
+    """The order of n prompts in an epoch."""
+    if seed is None:
+        return range(n)
+    return random.Random(derive_seed(seed, epoch)).sample(range(n), n)
 
 
 # --- Engines: token ids in, token ids out -----------------------------------------------------------------------------
@@ -1751,7 +1620,9 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 
 def check_models(args: Flags) -> None:
     """Raise UserError where prompts, responses, learners or a teacher do not fit the model: see parts/fits.py."""
-    play("parts/fits.py", json.dumps(asdict(args)))
+    from scripts.parts import fits
+
+    fits.check(args)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -2666,13 +2537,14 @@ class Logger:
             return
         from tqdm import tqdm
 
+        from scripts.parts.run_dir import forget_after
+
         tqdm.monitor_interval = 0  # painted once a step only: else it wipes out the prompt of a debugger
         form = "step {bar} {n_fmt}/{total_fmt} {desc}"  # disable=None: where stdout is no terminal
         self.bar = tqdm(total=num_steps, initial=start_step, file=sys.stdout, disable=None, bar_format=form)
         self.path, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
-        forget = "parts/run_dir.py", run_dir, "--forget_after", start_step  # reads all of rollouts.jsonl
-        if self.path.exists() and (problem := run_program(*forget, seconds=86_400.0)):
-            raise RuntimeError(problem)
+        if self.path.exists():
+            forget_after(run_dir, start_step)
         self.num_steps, self.header_shown = num_steps, False
         self.scores: list[float] = []
         self.ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run

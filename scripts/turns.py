@@ -19,11 +19,12 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 import utils
+from scripts.parts import turns
 from scripts.parts.rows import jsonl_rows
 from utils import need
 
 
-def transcript(environment: utils.Environment, row: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+def transcript(environment: turns.Environment, row: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
     """The turns of the row's responses and the environment's answers to them, up to its last word."""
     _, config = environment.of_row(row)
     messages, turns, state = row.get("messages", [{"role": "user", "content": "?"}]), [], None

@@ -77,9 +77,9 @@ def measured_once():
     """A processor's speed, of which each dry run tells, takes 0.1 s to see."""
     import torch
 
-    import utils
+    from scripts.parts import machine
 
-    speeds = utils.core_speeds([torch.bfloat16, torch.float32])
+    speeds = machine.core_speeds([torch.bfloat16, torch.float32])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "core_speeds", lambda dtypes: speeds)
+        patch.setattr(machine, "core_speeds", lambda dtypes: speeds)
         yield

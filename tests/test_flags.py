@@ -19,7 +19,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts.parts import plan
+from scripts.parts import launch, plan, translate
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -126,6 +126,38 @@ def test_help_shows_every_flag_and_its_text(capsys):
         assert text in flat
 
 
+def help_text(capsys, *argv):
+    with pytest.raises(SystemExit) as exit_info:
+        utils.parse_args(grpo.Args, [*argv])
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_begins_with_the_algorithm(capsys):
+    shown = help_text(capsys, "--help")
+    panels = re.findall(r" (\w+Flags) options", shown)
+    assert panels[0] == "GRPOFlags" and len(panels) == 9 == len(set(panels))
+
+
+def test_help_with_a_word_shows_the_flags_that_have_it(capsys):
+    """In their name or in their text, in any case, on however many lines."""
+    shown = help_text(capsys, "--exp_name", "x", "--help", "CLIP")
+    names = set(re.findall(r"^--(\w+)", shown, re.MULTILINE))
+    texts = {}
+    for cls in grpo.Args.__mro__[:-1]:
+        for name, text in re.findall(r'^    (\w+): .*?\n    """(.*?)"""', inspect.getsource(cls), re.M | re.S):
+            texts.setdefault(name, text)
+    assert names == {name for name, text in texts.items() if "clip" in (name + text).lower()}
+    assert names >= {"clip_lower", "clip_higher", "clip_dual", "loss_fn", "max_grad_norm"}
+    assert re.findall(r"^(\w+)$", shown, re.MULTILINE) == ["GRPOFlags"]
+    assert "2507.18071). (default: dapo)" in re.sub(r"\s+", " ", shown), "a flag without its whole text"
+    assert help_text(capsys, "-h", "clip") == shown
+
+
+def test_help_with_a_word_that_no_flag_has_says_so(capsys):
+    assert help_text(capsys, "--help", "clop").startswith("No flag has 'clop' in its name or text")
+
+
 def test_fields_are_immutable_and_defaults_not_shared():
     assert all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(grpo.Args))
     assert grpo.Args().dataset_mixer_list is not grpo.Args().dataset_mixer_list
@@ -219,14 +251,14 @@ def test_unknown_flags_and_choices_are_refused(argv, capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 
 LAUNCHES = json.loads((ROOT / "tests/open_instruct.json").read_text())  # its script -> program and flags
-ROWS = [line.split("\t") for line in utils.OTHER_FLAGS.read_text().splitlines()[1:]]
+ROWS = [line.split("\t") for line in translate.TABLE.read_text().splitlines()[1:]]
 FLAGS = {f.name: f for f in fields(grpo.Args)}
 
 
 @pytest.fixture
 def nothing_told(monkeypatch):
     """No judge at hand, and nothing printed yet."""
-    for name in ("FLAGS_TOLD", "OPENAI_BASE_URL", "OPENAI_API_KEY", "HOSTED_VLLM_API_BASE"):
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "HOSTED_VLLM_API_BASE"):
         monkeypatch.setenv(name, "")
     yield
     rewards.configure(rewards.RewardFlags(), connect=False)
@@ -320,10 +352,23 @@ def test_what_became_of_other_flags_is_printed_once_and_by_one_rank(nothing_told
         " here\n"
         "  ignored  --verbose: more or less is printed by no flag\n"
     )
-    parse(*flags)  # as the ranks that this process starts
-    monkeypatch.setenv("FLAGS_TOLD", "")
     monkeypatch.setenv("RANK", "1")
     parse(*flags)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_ranks_of_grpo_fast_print_nothing_again(nothing_told, monkeypatch, capsys):
+    """Their command line is the translated one."""
+    monkeypatch.setattr(sys, "argv", ["grpo_fast.py", "--model_name_or_path", "x", "--cliprange=0.1", "--verbose"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda names, command: started.append((names, command)))
+    args = utils.parse_args(grpo.Args)
+    assert "--cliprange" in capsys.readouterr().out
+    grpo_fast.launch(args)
+    ((names, (script, *flags)),) = started
+    assert names == ["learner 0", "engine 0"] and Path(script).name == "grpo_fast.py"
+    assert utils.parse_args(grpo.Args, flags) == args
     assert capsys.readouterr().out == ""
 
 

@@ -12,7 +12,7 @@ import torch
 
 import grpo
 import utils
-from scripts.parts import serve
+from scripts.parts import machine, serve
 from tests.conftest import REPO
 
 
@@ -87,7 +87,7 @@ def test_auto_takes_what_the_processor_is_fast_in(monkeypatch, tmp_path, capsys)
     """And --resume keeps what the run began with, wherever it goes on."""
     args = grpo.Args(output_dir=str(tmp_path), exp_name="run")
     for half, full, want in ((3.0, 60.0, "float32"), (400.0, 90.0, "bfloat16")):
-        monkeypatch.setattr(utils, "core_speeds", lambda dtypes, found=(half, full): found)
+        monkeypatch.setattr(machine, "core_speeds", lambda dtypes, found=(half, full): found)
         dtype, why = utils.choose_dtype(args)
         assert dtype == want and f"{half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32" in why
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -105,7 +105,7 @@ def test_the_choice_does_not_change_while_other_processes_compute():
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # with the four that disturb, as twice as many would on two cores
     busy = [subprocess.Popen([sys.executable, "-c", "while True: sum(range(10000))"]) for _ in range(4)]
-    ratios = [half / full for half, full in (utils.core_speeds([torch.bfloat16, torch.float32]) for _ in range(3))]
+    ratios = [half / full for half, full in (machine.core_speeds([torch.bfloat16, torch.float32]) for _ in range(3))]
     for process in busy:
         process.kill()
     os.sched_setaffinity(0, cores)

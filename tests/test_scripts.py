@@ -396,17 +396,6 @@ def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
     assert utils.after_restart(args) == replace(args, resume=True)
 
 
-def test_a_program_played_in_a_run_leaves_its_main_module_alone(tmp_path, monkeypatch):
-    """A model was saved while a thread of grpo_fast.py unpickled an engine's Clock of __main__: it stood still."""
-    (tmp_path / "scripts").mkdir()
-    text = "import sys\nopen(sys.argv[1], 'w').write(sys.modules['__main__'].MARK)"
-    (tmp_path / "scripts" / "x.py").write_text(text)
-    monkeypatch.setattr(utils, "REPO", tmp_path)
-    monkeypatch.setattr(sys.modules["__main__"], "MARK", "ours", raising=False)
-    utils.play("x.py", tmp_path / "out")
-    assert (tmp_path / "out").read_text() == "ours"
-
-
 def test_a_run_that_is_under_way_is_left_alone(tmp_path):
     """A second start with --resume would remove its checkpoints' *.tmp and cut its metrics."""
     claim(tmp_path)

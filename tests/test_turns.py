@@ -20,7 +20,8 @@ import transformers
 import grpo
 import rewards
 import utils
-from scripts import turns
+from scripts import turns as program
+from scripts.parts import checks, turns
 from tests.conftest import REPO
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
@@ -105,7 +106,7 @@ def words(rng):
 @pytest.mark.parametrize("name", templates())
 def test_a_conversation_is_the_templates_tokens_or_is_refused(name, role, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", templates()[name])
-    environment = utils.Environment("x.py", {}, role, (), {})
+    environment = turns.Environment("x.py", {}, role, (), {})
     if reason := REASONS.get((name, "*"), REASONS.get((name, role))):
         with pytest.raises(utils.UserError, match=reason) as refused:
             environment.with_separators(tokenizer, [tokenizer.eos_token_id])
@@ -140,10 +141,10 @@ def test_a_text_has_no_special_tokens_however_it_is_cut(tokenizer):
         text = "".join(
             rng.choice([*marks, *marks, "<", "|", "im", "_end", "|>", " a", "\n", "é", "🙂"]) for _ in range(8)
         )
-        ids = utils.ids_of(utils.plain_parts(text, tokenizer), tokenizer)
+        ids = turns.ids_of(turns.plain_parts(text, tokenizer), tokenizer)
         assert not set(ids) & set(tokenizer.get_added_vocab().values())
         assert tokenizer.decode(ids) == text
-    assert utils.plain_parts("The answer is 7.", tokenizer) == ["The answer is 7."]
+    assert turns.plain_parts("The answer is 7.", tokenizer) == ["The answer is 7."]
 
 
 def joining_tokenizer():
@@ -168,12 +169,12 @@ def test_a_tokenizer_may_join_an_answer_and_what_follows(text):
     tokenizer = joining_tokenizer()
     assert len(tokenizer.tokenize(".\n")) == 1
     tokenizer.chat_template = PUBLISHED["tool_response"]
-    environment = utils.Environment("x.py", {}, "tool", (), {}).with_separators(tokenizer, [tokenizer.eos_token_id])
-    turns = [{"role": "user", "content": "Go"}]
-    start = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    environment = turns.Environment("x.py", {}, "tool", (), {}).with_separators(tokenizer, [tokenizer.eos_token_id])
+    messages = [{"role": "user", "content": "Go"}]
+    start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids, told = environment.answer([text, text], True, 1000, tokenizer)
-    turns += [{"role": "assistant", "content": "x"}, *[{"role": "tool", "content": text.strip()}] * 2]
-    whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    messages += [{"role": "assistant", "content": "x"}, *[{"role": "tool", "content": text.strip()}] * 2]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert (
         tokenizer.decode(ids) == whole.removeprefix(start + "x<|im_end|>") and told == f"{text.strip()}\n{text.strip()}"
     )
@@ -181,7 +182,7 @@ def test_a_tokenizer_may_join_an_answer_and_what_follows(text):
 
 
 def test_a_flood_leaves_the_policy_half_of_what_is_left(tokenizer):
-    environment = utils.Environment("x.py", {}, "user", (), {}).with_separators(tokenizer, [tokenizer.eos_token_id])
+    environment = turns.Environment("x.py", {}, "user", (), {}).with_separators(tokenizer, [tokenizer.eos_token_id])
     ids, text = environment.answer(["word " * 5000, "more " * 5000], True, 200, tokenizer)
     assert len(ids) <= 120 and text.endswith("[cut]") and tokenizer.decode(ids).count("[cut]") == 2
     short, told = environment.answer(["word"], True, 200, tokenizer)
@@ -447,7 +448,7 @@ def test_rows_ask_for_an_environment_by_a_column(files, tokenizer, tmp_path):
         same = {"messages": turn, "ground_truth": "7", "dataset": "gsm8k"}
         data.write_text("".join(json.dumps(same | row) + "\n" for row in rows))
         args = grpo.Args(model_name_or_path="x", dataset_mixer_list=[str(data), "1.0"])
-        environment = utils.Environment("x.py", {"run": 1}, "user", (), {"a": {"name": "a"}, "b": {"name": "b"}})
+        environment = turns.Environment("x.py", {"run": 1}, "user", (), {"a": {"name": "a"}, "b": {"name": "b"}})
         return utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
 
     without = load({}, {})
@@ -524,7 +525,8 @@ def test_refusals(flags, message, tiny_models, tokenizer, tmp_path):
         flags = flags.replace(name, str(tmp_path / f"{name}.py"))
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", str(tiny_models()), *flags.split()])
     with pytest.raises(utils.UserError, match=message):
-        utils.TurnFlags.check(args)
+        checks.check_bounds(args)
+        checks.check_turns(args)
         utils.load_environment(args, tokenizer)
 
 
@@ -532,7 +534,7 @@ def test_an_environment_is_tried_by_hand(files, tmp_path, monkeypatch, capsys):
     rows = [{"responses": ["one", "two"], "env_config": {}}, {"responses": ["x"] * 6}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(sys, "argv", ["turns.py", str(files(COUNTER, "counter")), str(tmp_path / "rows.jsonl")])
-    turns.main()
+    program.main()
     said = capsys.readouterr().out
     assert said.count("assistant: ") == 6 and "user: heard 2 <|im_end|>\nmore" in said
     assert said.count("'done': True") == 1
@@ -547,7 +549,7 @@ def test_tools_are_tried_by_hand(tmp_path, monkeypatch):
     assert done.returncode == 0 and "tool: 408" in done.stdout, done.stderr
     monkeypatch.setattr(sys, "argv", ["turns.py", *tools, path])
     with pytest.raises(SystemExit, match="^turns.py: give "):
-        turns.main()
+        program.main()
 
 
 def test_metrics_of_turns():

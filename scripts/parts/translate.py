@@ -1,91 +1,147 @@
-"""Turn a command line of open-instruct's GRPO into ours. What becomes of each flag is in train/open_instruct.tsv.
+"""Turn a command line of open-instruct's GRPO into ours. scripts/train/open_instruct.tsv has the kind of each flag:
 
-    python scripts/parts/translate.py --model_name_or_path M --kl_estimator kl3 --oe_eval_tasks a b ...
-
-prints what happens to the flags that are not ours, in place of which one stands (alias), which need nothing here (same,
-ignored) and without which a run would be another (missing), and then the line, in which --flag true is --flag. grpo.py
-and grpo_fast.py start it for a line with either, with the names of their own in --known, and get all that as JSON. Exit
-status 2, with the nearest name: nobody knows a flag.
+alias      one of our flags has its meaning
+same       every run here already does what it asks for
+ignored    it needs nothing here
+missing    nothing here does what it asks for, so the run would be another one
 """
 
 import difflib
-import json
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-if not __package__:  # started as a program: its folder stands for the root, where the four files are
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-TABLE = (
-    Path(__file__).resolve().parents[1] / "train" / "open_instruct.tsv"
-)  # flag or flag=value, what happens, what or why
+TABLE = Path(__file__).resolve().parents[1] / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words
+Table = dict[str, tuple[str, str]]
 
 
-def translate(argv: Sequence[str], known: set[str]) -> tuple[list[str], dict[tuple[str, str], list[str]]]:
-    """A command line without open-instruct's flags that are not ours, and what TABLE says of them: (what happens, what
-    or why) -> flags. A flag that is neither `known` nor there ends the process with the nearest name."""
-    table = {flag: (what, why) for flag, what, why in (x.split("\t") for x in TABLE.read_text().splitlines()[1:])}
-    out: list[str] = []
-    told: dict[tuple[str, str], list[str]] = {}
-    unknown, tokens = [], list(argv)
-    while tokens:
-        token = tokens.pop(0)
-        name, equals, value = token.partition("=")
-        name = name.removeprefix("--").replace("-", "_")
-        end = next((i for i, t in enumerate(tokens) if t.startswith("--")), len(tokens)) if not equals else 0
-        values, rest = [value] if equals else tokens[:end], tokens[end:]
-        here = name in known or any(key.partition("=")[0] == name for key in table)
-        flag, text = (name, " ".join(values) or "true") if here else (name.removeprefix("no_"), "false")
-        row = table.get(f"{flag}={text.lower()}", table.get(flag)) if token.startswith("--") else None
-        if row is not None:
-            tokens, (what, why) = rest, row
-            if what == "alias":
-                instead = [v for word in why.split() for v in (values or [text] if word == "{}" else [word])]
-                tokens, why = instead + rest, " ".join(instead)
-            valued = flag == name and (what == "alias" or f"{flag}={text.lower()}" in table)  # --no_x says it itself
-            shown = f" {text}" if valued else ""
-            told.setdefault((what, why), []).append(f"--{name}{shown}")
-        elif token.startswith("--") and name not in known and not name.startswith("tyro_"):
-            near = difflib.get_close_matches(name, [*known, *table], 1, 0)[0].partition("=")[0]
-            unknown.append(f"--{name}: no such flag; the nearest is --{near}")
+@dataclass(frozen=True)
+class Given:
+    """A flag on the command line with the values that follow it; or, with name "", a value that follows no flag."""
+
+    token: str
+    name: str
+    values: list[str]
+    has_equals: bool = False
+
+
+@dataclass
+class Translation:
+    """A command line of our flags alone, and the other flags by (kind, words)."""
+
+    line: list[str] = field(default_factory=list)
+    others: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """What became of the other flags, for a person; "" if there were none."""
+        if not self.others:
+            return ""
+        rows = [f"  {kind:8} {' '.join(flags)}: {words}" for (kind, words), flags in sorted(self.others.items())]
+        return "\n".join(["open-instruct's flags:", *rows])
+
+    def missing(self) -> str:
+        """The flags without which a run would be another one, each with the reason."""
+        flags_and_words = [(flags, words) for (kind, words), flags in self.others.items() if kind == "missing"]
+        return "; ".join(f"{' '.join(flags)}: {words}" for flags, words in flags_and_words)
+
+
+def names_of(cls: type) -> set[str]:
+    """The flags of a dataclass, as they are typed."""
+    names = {flag.name for flag in fields(cls)}
+    negated = {f"no_{flag.name}" for flag in fields(cls) if flag.type is bool}
+    return names | negated | {"help"}
+
+
+def read_table() -> Table:
+    """flag or flag=value -> (kind, words)"""
+    table = {}
+    for line in TABLE.read_text().splitlines()[1:]:
+        flag, kind, words = line.split("\t")
+        table[flag] = (kind, words)
+    return table
+
+
+def split(tokens: Sequence[str]) -> list[Given]:
+    """A command line, flag by flag."""
+    line: list[Given] = []
+    for token in tokens:
+        if token.startswith("--"):
+            name, equals, value = token.partition("=")
+            name = name.removeprefix("--").replace("-", "_")
+            line.append(Given(token, name, [value] if equals else [], bool(equals)))
+        elif line and line[-1].name and not line[-1].has_equals:
+            line[-1].values.append(token)
         else:
-            switch = token.startswith("--") and {name, f"no_{name}"} <= known
-            if switch and (equals or tokens[:1] and tokens[0].lower() in ("true", "false")):
-                value = value if equals else tokens.pop(0)
-                if value.lower() not in ("true", "false"):
-                    unknown.append(f"--{name} {value}: a yes/no flag takes true, false or nothing")
-                token = f"--no_{name}" if value.lower() == "false" else f"--{name}"
-            out.append(token)
-    if unknown:
-        print("\n".join(unknown), file=sys.stderr)
+            line.append(Given(token, "", []))
+    return line
+
+
+def translate(argv: Sequence[str], known: set[str]) -> Translation:
+    """Translate a command line for a script with the `known` flags. A `--flag true` becomes `--flag`. If nobody knows a
+    flag, or a yes/no flag has another value, the process ends with exit status 2, and stderr has the nearest name."""
+    table = read_table()
+    names = known | {key.partition("=")[0] for key in table}
+    done = Translation()
+    problems = []
+    waiting = split(argv)
+    while waiting:
+        given = waiting.pop(0)
+        key = find_row(given, table, names)
+        if key is not None:
+            waiting = replace_flag(given, key, table, done) + waiting
+        elif given.name in known or given.name == "" or given.name.startswith("tyro_"):
+            done.line += own_form(given, known, problems)
+        else:
+            nearest = difflib.get_close_matches(given.name, sorted(names), 1, 0)[0]
+            problems.append(f"--{given.name}: no such flag; the nearest is --{nearest}")
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
         raise SystemExit(2)
-    return out, told
+    return done
 
 
-def main() -> None:
-    argv = sys.argv[1:]
-    started = argv[:1] == ["--known"]
-    if started:
-        known, argv = set(argv[1].split()), argv[2:]
-    else:
-        import grpo
-
-        known = {f.name for f in fields(grpo.Args)} | {f"no_{f.name}" for f in fields(grpo.Args) if f.type is bool}
-    if not argv or {"-h", "--help"} & set(argv) and not started:
-        print(__doc__)
-        return
-    line, told = translate(argv, known)
-    rows = [f"  {kind:8} {' '.join(flags)}: {why}" for (kind, why), flags in sorted(told.items())]
-    words = "\n".join(["open-instruct's flags:", *rows]) if rows else ""
-    missing = "; ".join(f"{' '.join(flags)}: {why}" for (kind, why), flags in told.items() if kind == "missing")
-    if started:
-        print(json.dumps([line, words, missing]))
-    else:
-        print(f"{words}\n\npython grpo.py {shlex.join(line)}")
+def text_of(given: Given, names: set[str]) -> tuple[str, str]:
+    """The flag's name and its value as the table has them: `--no_x` is x with the value false."""
+    if given.name in names:
+        return given.name, " ".join(given.values) or "true"
+    return given.name.removeprefix("no_"), "false"
 
 
-if __name__ == "__main__":
-    main()
+def find_row(given: Given, table: Table, names: set[str]) -> str | None:
+    """The table's key for a flag with its value, or else for the flag with any value."""
+    name, text = text_of(given, names)
+    for key in (f"{name}={text.lower()}", name):
+        if key in table:
+            return key
+    return None
+
+
+def replace_flag(given: Given, key: str, table: Table, done: Translation) -> list[Given]:
+    """Note what becomes of a flag, and return the flags that stand in its place."""
+    kind, words = table[key]
+    name, text = text_of(given, {key.partition("=")[0]})
+    instead = []
+    if kind == "alias":
+        for word in words.split():
+            instead += (given.values or [text]) if word == "{}" else [word]
+        words = " ".join(instead)
+    shown = f"--{given.name}"
+    if name == given.name and (kind == "alias" or "=" in key):
+        shown += f" {text}"
+    done.others.setdefault((kind, words), []).append(shown)
+    return split(instead)
+
+
+def own_form(given: Given, known: set[str], problems: list[str]) -> list[str]:
+    """A flag of ours as the parser takes it: a yes/no flag has no value."""
+    values = [] if given.has_equals else given.values
+    is_switch = {given.name, f"no_{given.name}"} <= known
+    value = given.values[0] if given.values else ""
+    is_answer = value.lower() in ("true", "false")
+    if not is_switch or not (is_answer or given.has_equals):
+        return [given.token, *values]
+    if not is_answer:
+        problems.append(f"--{given.name} {value}: a yes/no flag takes true, false or nothing")
+    flag = f"--no_{given.name}" if value.lower() == "false" else f"--{given.name}"
+    return [flag, *values[1:]]

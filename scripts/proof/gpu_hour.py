@@ -33,6 +33,7 @@ import torch  # noqa: E402
 
 import grpo  # noqa: E402
 from scripts.data.make_tiny_model import make_tokenizer  # noqa: E402
+from scripts.parts import machine  # noqa: E402
 from scripts.parts.plan import ESTIMATED_BY  # noqa: E402
 from scripts.proof import memory, roofline  # noqa: E402
 
@@ -403,7 +404,7 @@ def head() -> None:
 
         for compiled in (False, True):
             results.append(work(compiled))
-            seconds.append(utils.best_seconds(lambda c=compiled: work(c)))  # noqa: B023
+            seconds.append(machine.best_seconds(lambda c=compiled: work(c)))  # noqa: B023
         off = max(float((b - a).norm() / a.norm()) for a, b in zip(*results, strict=True))
         fine = "ok" if off < most and (not GPUS or seconds[1] < seconds[0]) else "WRONG"
         times = f"{seconds[0] * 1e3:.3g} ms plain, {seconds[1] * 1e3:.3g} compiled"

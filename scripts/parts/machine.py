@@ -1,0 +1,89 @@
+"""How fast this machine is, and the compute dtype that follows from it."""
+
+import functools
+import json
+import time
+import timeit
+from collections.abc import Callable, Sequence
+
+import torch
+
+import utils
+
+MATRIX = 256  # rows and columns of the products that measure a core
+
+
+def choose_dtype(args: utils.Flags) -> tuple[str, str]:
+    """The compute dtype that --model_dtype means on this machine, and why, for a person.
+
+    auto is bfloat16 on a GPU that has it, and on a CPU whose matrix products are faster in it than in float32; else
+    float32. A resumed run keeps the dtype that it began with. A CPU without bfloat16 instructions is 6 to 70 times
+    slower in it, a CPU with them 1.5 to 8 times faster: the measurement cannot take one for the other.
+    """
+    asked = args.model_dtype
+    why = "as --model_dtype says"
+    flags_before = args.run_dir / "args.json"
+    if asked == "auto" and args.resume and flags_before.exists():
+        asked = json.loads(flags_before.read_text())["model_dtype"]
+        why = "as before --resume"
+    if asked == "float32":
+        return asked, why
+    is_fast, reason = bfloat16_is_fast()
+    if asked == "auto":
+        return ("bfloat16" if is_fast else "float32"), reason
+    if not is_fast:
+        why += f"; WARNING: slow, {reason}: --model_dtype auto would take float32"
+    return asked, why
+
+
+def bfloat16_is_fast() -> tuple[bool, str]:
+    """Whether this machine is fast in bfloat16, and the reason, for a person."""
+    if torch.cuda.is_available():
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return is_fast, f"{torch.cuda.get_device_name()} has {'' if is_fast else 'no '}bfloat16"
+    half, full = core_speeds([torch.bfloat16, torch.float32])
+    return half > full, f"a core reaches {half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32 here"
+
+
+def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
+    """GFLOP/s of a product of two 256 x 256 matrices in each dtype, on one core.
+
+    The dtypes take turns for a tenth of a second. Time is the thread's processor time, which other processes do not
+    lengthen; with one thread none waits for another that the system has put aside.
+    """
+    threads = torch.get_num_threads()
+    until = time.thread_time() + 0.1
+    torch.set_num_threads(1)
+    matrices = [torch.randn(MATRIX, MATRIX, generator=torch.Generator()).to(dtype) for dtype in dtypes]
+    seconds: list[list[float]] = [[] for _ in dtypes]
+    while time.thread_time() < until or not seconds[-1]:
+        for x, measured in zip(matrices, seconds, strict=True):
+            product = functools.partial(torch.matmul, x, x)
+            measured.append(timeit.timeit(product, timer=time.thread_time, number=1))
+    torch.set_num_threads(threads)
+    return [2 * MATRIX**3 / min(measured) / 1e9 for measured in seconds]
+
+
+def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measured ceilings of a device: operations a second of a square matrix product, bytes a second of a copy."""
+    on_gpu = device.type == "cuda"
+    n = 8192 if on_gpu else 512
+    block = torch.empty(2**28 if on_gpu else 2**26, dtype=torch.uint8, device=device)
+    x = torch.randn(n, n, device=device, generator=torch.Generator(device)).to(dtype)
+    return {
+        "flops_per_second": 2 * n**3 / best_seconds(lambda: x @ x),
+        "bytes_per_second": block.numel() / best_seconds(block.clone),
+        "itemsize": dtype.itemsize,
+    }
+
+
+def best_seconds(work: Callable[[], object]) -> float:
+    """Wall seconds of the fastest of four calls."""
+    return min(timeit.repeat(functools.partial(finish, work), number=1, repeat=4))
+
+
+def finish(work: Callable[[], object]) -> None:
+    """Call `work` and wait until the GPU has done it."""
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,235 @@
+"""Turns: an environment (--env_file) or tools (--tools) answer the policy, in the words of its chat template.
+
+A rollout is then: a turn of the policy, `first`, a text, (`between`, a text, ...) `last`, the next turn. These three
+separators are found by rendering probe conversations. What an environment's file holds: see rewards.Episode.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import rewards
+import utils
+from rewards import UserError, need
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+CUT_MARK = " [cut]"
+CUT_MARK_TOKENS = 8  # kept free for it
+QUESTION = "Question"  # these stand in probe conversations
+ANSWER = 'Heard "it"\n{1}'
+SECOND_ANSWER = "Noted"
+TURN = "Said"
+THINKING_TURN = "<think>\nThought\n</think>\n\nSaid"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Who answers the policy, and what stands around an answer.
+
+    With role "" the separators are empty: an answer stands in the policy's own turn. `first` begins with the end token
+    of the turn, which a policy that stopped has written itself.
+    """
+
+    path: str
+    config: dict[str, Any]
+    role: str
+    stop: tuple[str, ...]  # texts that end a turn
+    schemas: dict[str, dict[str, Any]]  # of the tools, by name, for the chat template
+    show_tools: bool = True  # to the chat template
+    first: str = ""
+    between: str | None = ""  # None: the template takes one message only, and texts are lines of it
+    last: str = ""
+
+    def of_row(self, columns: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The tools' schemas for the chat template, and the config for the environment's file, by a row's columns tools
+        and env_config. Raises ValueError for a row that is broken."""
+        config = columns.get("env_config") or {}
+        if isinstance(config, str):
+            config = json.loads(config)
+        need(isinstance(config, dict), f"env_config must be an object, got {config!r:.80}")
+        names = columns.get("tools")
+        if names is None:
+            names = list(self.schemas)
+        elif isinstance(names, str):
+            names = [names]
+        unknown = sorted(set(names) - set(self.schemas))
+        need(not self.schemas or not unknown, f"tools {unknown}: --tools has {sorted(self.schemas)}")
+        shown = [self.schemas[name] for name in names if name in self.schemas] if self.show_tools else []
+        return shown, self.config | config | {"active_tools": list(names)}
+
+    def answer(self, texts: Sequence[str], ended: bool, room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
+        """The tokens that say `texts` to a policy, separators included, and the texts as they are said.
+
+        `ended`: the policy has ended its turn with an end token. Texts have no white space around them, as templates
+        have it, and are cut if together they would take more than half of the `room`, in tokens.
+        """
+        if self.between is None:
+            texts = ["\n".join(texts)]
+        if self.role:
+            texts = [text.strip() for text in texts]
+        texts = self.cut(texts, room, tokenizer)
+        token_ids = ids_of(self.segments(texts, tokenizer), tokenizer)
+        if ended:
+            token_ids = token_ids[1:]
+        return token_ids, "\n".join(texts)
+
+    def cut(self, texts: Sequence[str], room: int, tokenizer: "Tokenizer") -> list[str]:
+        """The texts, cut to half of the room that the separators leave, in tokens."""
+        left = (room - len(ids_of([self.first + self.last], tokenizer))) // 2
+        kept = []
+        for text in texts:
+            tokens = ids_of(plain_parts(text, tokenizer), tokenizer)
+            if len(tokens) > max(left, 0):
+                begin = str(tokenizer.decode(tokens[: max(left - CUT_MARK_TOKENS, 0)]))
+                text = begin.rstrip("\ufffd") + CUT_MARK  # the last character may be half
+            left -= len(tokens)
+            kept.append(text)
+        return kept
+
+    def segments(self, texts: Sequence[str], tokenizer: "Tokenizer") -> list[str]:
+        """Separators and texts in segments that are tokenized one by one: a special token within a text is split over
+        two. A separator is in the segment of the text beside it, for a tokenizer may join the two."""
+        segments = [self.first]
+        for i, text in enumerate(texts):
+            if i > 0:
+                segments[-1] += self.between or ""
+            begin, *others = plain_parts(text, tokenizer)
+            segments[-1] += begin
+            segments += others
+        segments[-1] += self.last
+        return segments
+
+    def with_separators(self, tokenizer: "Tokenizer", eos_ids: Sequence[int]) -> "Environment":
+        """The same with the separators of the tokenizer's chat template. Raises UserError if it has none."""
+        if not self.role:
+            return self
+        schemas = list(self.schemas.values()) if self.show_tools else []
+        first, between, last = find_separators(tokenizer, self.role, eos_ids, schemas)
+        return replace(self, first=first, between=between, last=last)
+
+
+@functools.lru_cache(maxsize=4)
+def _added_tokens(tokenizer: "Tokenizer") -> re.Pattern:
+    """Matches the special tokens, the longest first."""
+    names = [name for name in tokenizer.get_added_vocab() if len(name.strip()) > 1]
+    names.sort(key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def plain_parts(text: str, tokenizer: "Tokenizer") -> list[str]:
+    """A text in parts that have no special token, for a search result may have an <|im_end|>: each is cut in two."""
+    cuts = [sum(match.span()) // 2 for match in _added_tokens(tokenizer).finditer(text)]
+    starts = [0, *cuts]
+    ends = [*cuts, len(text)]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def ids_of(segments: Sequence[str], tokenizer: "Tokenizer") -> list[int]:
+    """The tokens of texts that are tokenized one by one."""
+    token_ids = []
+    for segment in segments:
+        if segment:
+            token_ids += tokenizer(segment, add_special_tokens=False)["input_ids"]
+    return token_ids
+
+
+def find_separators(
+    tokenizer: "Tokenizer", role: str, eos_ids: Sequence[int], schemas: Sequence[dict[str, Any]] = ()
+) -> tuple[str, str | None, str]:
+    """Environment's first, between and last for a tokenizer's chat template. A probe conversation must come to the same
+    tokens as its turns put together; else UserError with the reason."""
+    render = functools.partial(render_turns, tokenizer, schemas)
+    separators_around(THINKING_TURN, role, tokenizer, render)
+    first, last = separators_around(TURN, role, tokenizer, render)
+    between = None
+    with contextlib.suppress(Exception):  # whatever a template raises that takes one answer to a turn only
+        start = render([]) + TURN + first + ANSWER
+        end = SECOND_ANSWER + last
+        both = render([("assistant", TURN), (role, ANSWER), (role, SECOND_ANSWER)])
+        if len(both) >= len(start + end) and both.startswith(start) and both.endswith(end):
+            between = both[len(start) : len(both) - len(end)]
+    ends_turn = first != "" and ids_of([first], tokenizer)[0] in eos_ids
+    need_template(ends_turn, "writes no end token after an assistant's turn, at which the engine stops")
+    return first, between, last
+
+
+def separators_around(turn: str, role: str, tokenizer: "Tokenizer", render: Any) -> tuple[str, str]:
+    """What the template writes before and after an answer to a turn. Raises UserError unless two turns with answers are
+    what they are one by one, in text and in tokens."""
+    conversation = [("assistant", turn), (role, ANSWER)]
+    start = render([])
+    try:
+        once = render(conversation)
+        twice = render(conversation * 2)
+    except Exception as error:  # whatever a template raises
+        need_template(False, f"takes no message of role {role!r} after an assistant's ({error})")
+        raise
+    need_template(turn in once, "drops or rewrites the thoughts of earlier turns")
+    begins_alike = once.startswith(start + turn)
+    opens = "begins an assistant's turn otherwise than it is written later: it opens a <think>, for instance"
+    need_template(begins_alike, opens)
+    first, found, last = once[len(start + turn) :].partition(ANSWER)
+    need_template(found != "", f"rewrites what role {role!r} says")
+    answer = first + ANSWER + last
+    segments = [start, turn, answer, turn, answer]
+    is_whole = twice == "".join(segments)
+    need_template(is_whole, "writes a turn otherwise once others follow: it drops thoughts, for instance")
+    same_tokens = ids_of([twice], tokenizer) == ids_of(segments, tokenizer)
+    need_template(same_tokens, "joins tokens across the ends of turns")
+    return first, last
+
+
+def render_turns(tokenizer: "Tokenizer", schemas: Sequence[dict[str, Any]], turns: Sequence[tuple[str, str]]) -> str:
+    """A conversation that begins with QUESTION and has these turns (role, content), up to the policy's next one."""
+    messages = [{"role": role, "content": content} for role, content in (("user", QUESTION), *turns)]
+    options: dict[str, Any] = {"tools": list(schemas)} if schemas else {}
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
+
+
+def need_template(condition: bool, reason: str) -> None:
+    """Raises UserError with what is wrong with the chat template."""
+    fix = 'take another --chat_template_name, or an environment whose about() gives another role (user, tool, "")'
+    need(condition, f"the chat template {reason}, so turns cannot follow one another token by token: {fix}")
+
+
+def load_environment(args: utils.Flags, tokenizer: "Tokenizer | None") -> Environment:
+    """The environment of --env_file or --tools, in the tokenizer's chat template if one is given. Raises UserError."""
+    rewards.more_env_workers(args.pool_size or max(8, 2 * len(utils.ALL_CORES)))
+    if args.tools:
+        flag = "--tools"
+        path = os.path.abspath(utils.REPO / "scripts" / "tools" / "calls.py")
+        config = tools_config(args)
+    else:
+        flag = "--env_file"
+        path = os.path.abspath(args.env_file)
+        config = {}
+    about = rewards.about_environment(flag, path, config)
+    role = about.get("role", "user")
+    stop = tuple(about.get("stop", ()))
+    schemas = about.get("schemas", {})
+    environment = Environment(path, config, role, stop, schemas, args.pass_tools_to_chat_template)
+    if tokenizer is None:
+        return environment
+    return environment.with_separators(tokenizer, utils.eos_token_ids(args, tokenizer))
+
+
+def tools_config(args: utils.Flags) -> dict[str, Any]:
+    """The config of scripts/tools/calls.py, the environment of --tools."""
+    try:
+        tool_configs = [json.loads(text) for text in args.tool_configs]
+    except ValueError as error:
+        raise UserError(f"--tool_configs {args.tool_configs}: not JSON: {error}") from None
+    return {
+        "tools": args.tools,
+        "tool_call_names": args.tool_call_names,
+        "tool_parser_type": args.tool_parser_type,
+        "tool_configs": tool_configs,
+        "tokenizer": args.model_name_or_path,
+    }
