@@ -20,8 +20,6 @@ Logprobs, KL and entropy are in nats.
 """
 
 import contextlib
-import functools
-import itertools
 import math
 import os
 import time
@@ -41,6 +39,7 @@ from torch import Tensor
 
 import rewards
 from rewards import NotNegative, Positive, Share, ShareAboveZero, ShareBelowOne
+from scripts.parts.head import HeadLogprobs
 from utils import Gap, Group, Metrics, Prompt, Rollout, Sampler, Timer, World
 
 # --- Flags: open-instruct's names; defaults of its GRPO page where the page has one -----------------------------------
@@ -182,31 +181,57 @@ def num_training_steps(args: Args) -> int:
 
 
 def make_request(r: Rollout, args: Args, evaluation: bool = False) -> utils.Request:
-    """What the engine is asked for: the next turn of r. The seed depends on (run seed, position, sample, turn) only, so
-    the same rollouts come out of any number of ranks; evaluation has its own seeds, temperature and length."""
-    turn = [len(r.turns) // 2] if r.turns else []  # each was answered
-    seed = utils.derive_seed(args.seed, r.position, r.sample, int(evaluation), *turn)
-    default = args.temperature if args.eval_pass_at_k > 1 else 0.0  # several greedy responses would be equal
-    temperature = (args.eval_temperature or default) if evaluation else args.temperature
-    length, stop = room(r, args, evaluation), ()
-    if r.prompt.environment is not None:
-        length, stop = min(length, args.per_turn_max_tokens or length), r.prompt.environment.stop
-    top_p = args.vllm_top_p if temperature > 0 else 1.0
-    ids = (*r.prompt.token_ids, *r.token_ids.tolist()) if r.turns else r.prompt.token_ids
-    return utils.Request(ids, seed, temperature, length, top_p, stop)
+    """The request for the next turn of r.
+
+    Its seed depends on (run seed, position, sample, turn) only, so any number of ranks samples the same rollouts.
+    Evaluation has seeds, a temperature and a length of its own.
+    """
+    prompt_ids = r.prompt.token_ids
+    seed_parts = [r.position, r.sample, int(evaluation)]
+    if r.turns:
+        prompt_ids = (*prompt_ids, *r.token_ids.tolist())
+        seed_parts.append(len(r.turns) // 2)  # each earlier turn has an answer
+
+    temperature = args.temperature
+    if evaluation and args.eval_temperature:
+        temperature = args.eval_temperature
+    elif evaluation and args.eval_pass_at_k == 1:
+        temperature = 0.0  # several greedy responses to a prompt would be equal
+
+    max_tokens = room(r, args, evaluation)
+    stop: tuple[str, ...] = ()
+    environment = r.prompt.environment
+    if environment is not None:
+        max_tokens = min(max_tokens, args.per_turn_max_tokens or max_tokens)
+        stop = environment.stop
+    return utils.Request(
+        prompt_ids,
+        seed=utils.derive_seed(args.seed, *seed_parts),
+        temperature=temperature,
+        max_tokens=max_tokens,
+        top_p=args.vllm_top_p if temperature > 0 else 1.0,
+        stop=stop,
+    )
 
 
-def room(r: Rollout, args: Args, evaluation: bool) -> int:
-    """Tokens that a rollout may still grow by."""
-    return ((evaluation and args.eval_response_length) or args.response_length) - len(r.token_ids)
+def room(r: Rollout, args: Args, evaluation: bool = False) -> int:
+    """How many more tokens r may have."""
+    length = args.response_length
+    if evaluation and args.eval_response_length:
+        length = args.eval_response_length
+    return length - len(r.token_ids)
 
 
 def sample_rollouts(
     engine: Sampler, prompts: Sequence[tuple[int, Prompt]], samples: int, args: Args, evaluation: bool = False
 ) -> list[Group]:
-    """A group of `samples` responses for each (position, prompt), each answered by its environment and handed to its
-    verifiers the moment it ends, while the others go on."""
-    groups = [[Rollout(prompt, position, j) for j in range(samples)] for position, prompt in prompts]
+    """A group of `samples` responses for each (position, prompt).
+
+    A response that ends goes to its environment or to its verifiers at once, while the engine samples the others.
+    """
+    groups = []
+    for position, prompt in prompts:
+        groups.append([Rollout(prompt, position, j) for j in range(samples)])
     rollouts = [r for group in groups for r in group]
     requests = [make_request(r, args, evaluation) for r in rollouts]
     engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args, evaluation))
@@ -216,63 +241,67 @@ def sample_rollouts(
 def sample_probes(engine: Sampler, position: int, prompt: Prompt, samples: int, args: Args) -> list[Group]:
     """A group to measure the logprob gap on: one turn each, which nobody answers or scores."""
     group = [Rollout(prompt, position, j) for j in range(samples)]
-    engine.generate([make_request(r, args) for r in group], lambda i, generation: group[i].append(generation))
+    requests = [make_request(r, args) for r in group]
+    engine.generate(requests, lambda i, generation: group[i].append(generation))
     return [group]
 
 
 def end_turn(
     r: Rollout, generation: utils.Generation, engine: Sampler, args: Args, evaluation: bool = False
 ) -> Future[utils.Request | None] | None:
-    """Take in what the policy says. None: the rollout is over and on its way to its verifiers; else the future of the
-    request for the next turn, or of None, once the environment has answered.
+    """Add what the policy generated to r. If r is over, start its verifiers and return None.
 
-    r.turns has a dict for each turn, {role: assistant, content, tokens, cached, finish_reason}, and for each answer,
-    {role, content, tokens, status, seconds, reward, done, metrics, state}. Their tokens add up to r.token_ids.
+    Otherwise its environment answers: return the future of the request for the next turn. The future gives None where
+    the answer ends the rollout.
     """
     with utils.LOCK:
         r.append(generation)
-        r.over = r.prompt.environment is None
-        if not r.over:
-            ids = generation.token_ids
-            turn = {"role": "assistant", "content": text_of(ids, engine), "tokens": len(ids)}
-            r.turns.append(turn | {"cached": generation.cached, "finish_reason": generation.finish_reason})
+        if r.prompt.environment is None:
+            r.over = True
+        else:
+            add_turn(r, generation, engine)
             r.over = len(r.turns) // 2 >= args.max_steps or room(r, args, evaluation) <= 0
-    return start_scoring(r, engine, args) if r.over else ask(r, engine, args, evaluation)
+    if r.over:
+        start_scoring(r, engine, args)
+        return None
+    return ask(r, engine, args, evaluation)
 
 
 def text_of(token_ids: np.ndarray, engine: Sampler) -> str:
-    """The text of tokens but an end token; a <think> that is a special token survives."""
-    ends = len(token_ids) > 0 and token_ids[-1] in engine.eos_ids
-    ids = token_ids[:-1] if ends else token_ids  # an array: of a list transformers looks at each element's type
-    return str(engine.tokenizer.decode(ids, skip_special_tokens=False))
+    """The text of tokens without an end token; a <think> that is a special token survives."""
+    if len(token_ids) > 0 and token_ids[-1] in engine.eos_ids:
+        token_ids = token_ids[:-1]
+    # an array: transformers looks at the type of each element of a list
+    return str(engine.tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
-    """Fill the text of a rollout that is over and hand it, of several turns the last one, to its prompt's verifiers."""
-    r.text, said = text_of(r.token_ids, engine), [t for t in r.turns if t["role"] == "assistant"]
+    """Fill the text of a rollout that is over and start its verifiers. Of several turns they get the last."""
+    r.text = text_of(r.token_ids, engine)
+    scored_text = r.text
+    for turn in r.turns:
+        if turn["role"] == "assistant":
+            scored_text = turn["content"]
     if args.apply_verifiable_reward:
-        text = said[-1]["content"] if said else r.text
         for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
-            record = rewards.RewardRecord(text, label, verifier, len(r.token_ids), r.prompt.conversation)
+            record = rewards.RewardRecord(scored_text, label, verifier, len(r.token_ids), r.prompt.conversation)
             r.scoring.append(rewards.submit(record))
     with utils.LOCK:
-        r.turns = [{name: value for name, value in t.items() if name != "state"} for t in r.turns]
+        r.turns = [{key: turn[key] for key in turn if key != "state"} for turn in r.turns]
 
 
 def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
     """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout."""
     for r in rollouts:
-        r.results, r.scoring = [future.result() for future in r.scoring], []
+        if r.scoring:  # a second call finds none and keeps the results
+            r.results = [future.result() for future in r.scoring]
+            r.scoring = []
         r.verifiable = sum(result.score for result in r.results)
         if r.prompt.environment is not None:
-            answers = [t for t in r.turns if t["role"] != "assistant"]
-            failed = sum(x for t in answers for name, x in t["metrics"].items() if name.endswith("/failures"))
-            good = not failed and any(t["content"] for t in answers)
-            r.verifiable = 0.0 if args.only_reward_good_outputs and not good else r.verifiable
-            missing = any(t["status"] == "infra_error" for t in answers)
-            r.verifiable = math.nan if missing else r.verifiable + sum(t["reward"] for t in answers)
+            r.verifiable = add_answers_rewards(r, args)
         r.format_score = rewards.format_reward(r.text)
-        stopped, tokens_left = r.finish_reason == "stop", args.response_length - len(r.token_ids)
+        stopped = r.finish_reason == "stop"
+        tokens_left = room(r, args)
         r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
 
 
@@ -294,6 +323,7 @@ def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> T
     present = ~grouped.isnan()
     if normalization == "none":
         return torch.where(present, grouped, 0.0).flatten().float()
+
     count = present.sum(1, keepdim=True)
     mean = grouped.nansum(1, keepdim=True) / count
     centered = torch.where(present, grouped - mean, 0.0)
@@ -301,6 +331,8 @@ def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> T
         unbiased = normalization == "standard_unbiased"
         variance = centered.square().sum(1, keepdim=True) / (count - int(unbiased)).clamp(min=1)
         centered = centered / (variance.sqrt() + (1e-6 if unbiased else 1e-8))
+
+    # rounding leaves equal scores near their mean, not on it
     low = torch.where(present, grouped, math.inf).amin(1, keepdim=True)
     high = torch.where(present, grouped, -math.inf).amax(1, keepdim=True)
     return torch.where(low < high, centered, 0.0).flatten().float()
@@ -310,19 +342,20 @@ def set_advantages(groups: Sequence[Group], args: Args) -> None:
     """Fill advantage from score, and tokenless. make_batch gives the advantage to every token."""
     scores = torch.tensor([[r.score for r in group] for group in groups])  # (P, G)
     advantages = compute_advantages(scores.flatten(), scores.shape[1], args.advantage_normalization_type)
-    for group, values in zip(groups, advantages.view(scores.shape).tolist(), strict=True):
+    for group, group_advantages in zip(groups, advantages.view(scores.shape).tolist(), strict=True):
         tokenless = [r.score for r in group if not np.count_nonzero(r.mask)]
-        for r, advantage in zip(group, values, strict=True):
-            r.advantage, r.tokenless = advantage, tokenless
+        for r, advantage in zip(group, group_advantages, strict=True):
+            r.advantage = advantage
+            r.tokenless = tokenless
 
 
 def has_gradient(group: Group) -> bool:
-    """True when the group's outcomes differ (missing ones apart): else its advantages are zero, but for penalties."""
+    """Whether the group's outcomes differ, missing ones apart. If not, advantages come from penalties alone."""
     return len(utils.distinct_outcomes(group)) > 1
 
 
 def score_group(group: Group, args: Args) -> bool:
-    """Fill scores; whether the group is one of the step's: active_sampling wants a gradient."""
+    """Fill scores. Returns whether the group counts for the step: active_sampling counts those with a gradient."""
     score_rollouts(group, args)
     return has_gradient(group) or not args.active_sampling
 
@@ -330,40 +363,56 @@ def score_group(group: Group, args: Args) -> bool:
 def sample_groups(
     engine: Sampler, prompts: list[Prompt], state: dict, args: Args, world: World, timer: Timer
 ) -> tuple[list[Group], list[Group]]:
-    """This rank's groups of a step (P / W of them, scored, with advantages) and all groups sampled; moves the state's
-    cursor and exclusions.
+    """This rank's groups of a step (P / W of them, scored, with advantages) and all groups that it sampled.
 
-    Rank r takes positions cursor + r, cursor + r + W, ..., see `stream_offset`. With active_sampling rounds of P
-    prompts go on until every rank has its P / W groups with a gradient.
+    Moves the state's cursor and exclusions. With active_sampling there are rounds of P prompts until every rank has
+    its P / W groups with a gradient.
     """
-    wanted, size = args.num_unique_prompts_rollout // world.size, args.num_samples_per_prompt_rollout
+    wanted = args.num_unique_prompts_rollout // world.size
     chosen: list[Group] = []
     sampled: list[Group] = []
     excluded = frozenset(state["excluded"])
     for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
-        cursor = state["cursor"]
-        positions = range(cursor + stream_offset(args, world), cursor + args.num_unique_prompts_rollout, world.size)
-        state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
-            order = args.seed if args.shuffle else None
-            pairs = [(position, utils.prompt_at(prompts, position, order, excluded)) for position in positions]
-            groups = sample_rollouts(engine, pairs, size, args)
+            numbered = take_prompts(prompts, state, excluded, args, world)
+            groups = sample_rollouts(engine, numbered, args.num_samples_per_prompt_rollout, args)
         with timer("reward"):
             chosen += [group for group in groups if score_group(group, args)]
             set_advantages(groups, args)
         sampled += groups
-        if utils.all_reduce([float(len(chosen) < wanted)], world)[0] == 0:  # all ranks
+        ranks_short = utils.all_reduce([float(len(chosen) < wanted)], world)[0]
+        if ranks_short == 0:
             break
     everyone = utils.all_gather(exclude_solved(excluded, sampled, args), world)
     state["excluded"] = sorted(frozenset().union(*everyone))
     return chosen[:wanted], sampled
 
 
+def take_prompts(
+    prompts: list[Prompt], state: dict, excluded: frozenset[int], args: Args, world: World
+) -> list[tuple[int, Prompt]]:
+    """This rank's (position, prompt) of the next P positions of the stream; moves the state's cursor past them.
+
+    Rank r has positions cursor + r, cursor + r + W, ...: see stream_offset.
+    """
+    start = state["cursor"]
+    end = start + args.num_unique_prompts_rollout
+    state["cursor"] = end
+    order = args.seed if args.shuffle else None
+    numbered = []
+    for position in range(start + stream_offset(args, world), end, world.size):
+        numbered.append((position, utils.prompt_at(prompts, position, order, excluded)))
+    return numbered
+
+
 def stream_offset(args: Args, world: World) -> int:
-    """The first of a step's positions that is this rank's; it takes every W-th from there. Without
-    --sequence_parallel_size its rank. S ranks that share packs have together what one rank of W / S would have."""
-    place, member = divmod(world.rank, args.sequence_parallel_size)
-    return place + member * (world.size // args.sequence_parallel_size)
+    """The first of a step's positions that this rank samples; it takes every W-th from there on.
+
+    Without --sequence_parallel_size it is the rank. A sequence-parallel group of S ranks takes, together, the positions
+    that one rank takes in a world of W / S ranks.
+    """
+    group, member = divmod(world.rank, args.sequence_parallel_size)
+    return group + member * (world.size // args.sequence_parallel_size)
 
 
 def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Args) -> frozenset[int]:
@@ -371,64 +420,65 @@ def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Arg
     rate = args.no_resampling_pass_rate
     if rate is None:
         return excluded
-    means = [(group[0].prompt, sum(r.outcome for r in group) / len(group)) for group in sampled]  # NaN: unsolved
-    return excluded | {p.index for p, mean in means if mean >= rate * rewards.max_score(args, len(p.verifiers))}
+    solved = set()
+    for group in sampled:
+        prompt = group[0].prompt
+        mean = sum(r.outcome for r in group) / len(group)
+        if mean >= rate * rewards.max_score(args, len(prompt.verifiers)):  # never with NaN, a missing score
+            solved.add(prompt.index)
+    return excluded | solved
 
 
 def share_groups(groups: list[Group], args: Args) -> list[Group]:
     """This rank's groups and those of the ranks that work on the same packs, in stream order. All ranks."""
-    return sorted(sum(utils.share(groups, args), []), key=lambda group: group[0].position)
+    shared = [group for member in utils.share(groups, args) for group in member]
+    return sorted(shared, key=lambda group: group[0].position)
 
 
 def split_groups(groups: Sequence[Group], args: Args) -> list[list[Rollout]]:
-    """What trains in each of num_mini_batches: equal shares of the groups, but for one where they do not divide."""
-    n, m = len(groups), args.num_mini_batches
-    return [trainable(groups[n * i // m : n * (i + 1) // m], args) for i in range(m)]
+    """The rollouts to train on of each of num_mini_batches. Their shares of the groups differ by one at most."""
+    mini_batches = []
+    for i in range(args.num_mini_batches):
+        start = len(groups) * i // args.num_mini_batches
+        end = len(groups) * (i + 1) // args.num_mini_batches
+        mini_batches.append(trainable(groups[start:end], args))
+    return mini_batches
 
 
 def trainable(groups: Sequence[Group], args: Args) -> list[Rollout]:
-    """The rollouts of `groups` that enter the update: no constant groups, no missing scores, no masked truncations, no
-    responses without a token of the policy. Advantages were computed before, on whole groups."""
-    kept = [r for group in groups if has_gradient(group) or not args.filter_zero_std_samples for r in group]
-    kept = [r for r in kept if np.count_nonzero(r.mask) and not math.isnan(r.score)]
-    return [r for r in kept if r.finish_reason == "stop" or not args.mask_truncated_completions]
+    """The rollouts of `groups` that enter the update.
 
-
-# --- Turns: an environment answers the policy, which goes on ----------------------------------------------------------
-
-
-def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
-    """Have the environment answer the last turn of r, in a thread: see end_turn."""
-    environment, row, last = r.prompt.environment, r.prompt.episode, r.turns[-1]
-    assert environment is not None
-    said = [{"role": t["role"], "content": t["content"]} for t in r.turns]
-    turn = 1 + len(said) // 2  # answers stand between the turns
-    now = {"messages": row["messages"] + said, "text": last["content"], "turn": turn}
-    now |= {"steps_left": args.max_steps - turn, "stopped": last["finish_reason"] == "stop"}
-    state = r.turns[-2]["state"] if len(said) > 1 else None
-
-    def take_answer() -> utils.Request | None:
-        answer = rewards.ask_environment(environment.path, state, row | now, args.env_timeout)
-        left, ended = room(r, args, evaluation), r.token_ids[-1] in engine.eos_ids
-        ids, text = environment.answer(answer.pop("texts"), ended, left, engine.tokenizer)
-        with utils.LOCK:
-            r.over = answer["done"] or (ended and not environment.role)
-            if not r.over and len(ids) >= left:
-                r.over, r.finish_reason = True, "length"
-            ids = [] if r.over else ids
-            r.append_answer(ids)
-            if text or answer["reward"] or answer["metrics"] or not r.over:
-                r.turns.append({"role": environment.role or "tool", "content": text, "tokens": len(ids)} | answer)
-        return start_scoring(r, engine, args) if r.over else make_request(r, args, evaluation)
-
-    return rewards.ENV_THREADS.submit(take_answer)
+    Left out: constant groups, missing scores, masked truncations, responses without a token of the policy. Advantages
+    were computed before, on whole groups.
+    """
+    kept = []
+    for group in groups:
+        if args.filter_zero_std_samples and not has_gradient(group):
+            continue
+        for r in group:
+            has_tokens = np.count_nonzero(r.mask) > 0
+            is_missing = math.isnan(r.score)
+            is_masked = args.mask_truncated_completions and r.finish_reason != "stop"
+            if has_tokens and not is_missing and not is_masked:
+                kept.append(r)
+    return kept
 
 
 # --- Packs and batches ------------------------------------------------------------------------------------------------
 
-
+# A mini-batch, which is an optimizer step, is a list of packs. make_batch turns packs into a Batch, a micro-batch.
 Piece = list[Rollout]  # responses to one prompt that share a copy of it
-Pack = list[Piece]  # what one row of a batch holds
+Pack = list[Piece]  # a row of a batch
+
+
+@dataclass
+class BatchPart:
+    """The columns of a batch that one rank of a sequence-parallel group computes, (B, T / ranks)."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    places: Tensor  # (n,) of the flattened rows: where the response mask is True
 
 
 @dataclass
@@ -446,32 +496,62 @@ class Batch:
     old_logprobs: Tensor | None = None  # None: the policy itself, detached
     ref_logprobs: Tensor | None = None
     new_logprobs: Tensor | None = None  # of the last pass over it, before that pass's optimizer step
-    tops: Tensor | None = None  # with a teacher: the policy's most likely tokens, as numbers of float32
-    ref_tops: Tensor | None = None
+    top_tokens: Tensor | None = None  # with a teacher: the policy's most likely tokens, as numbers of float32
+    ref_top_tokens: Tensor | None = None
     rollouts: list[Rollout] = field(default_factory=list)  # in the order of seq_ids
+    # what the response mask says, known before the batch goes to a GPU: to ask it there would wait for the GPU
     places: Any = None  # (n,) of the flattened rows: where response_mask is True
-    host_places: Any = None  # the same, where it was made: a list of one tensor
+    host_places: Any = None  # the same in host memory
     responses: int = 0  # with at least one token to train on
 
     def __post_init__(self):
-        if self.places is None:  # FSDP copies a batch by its fields; asked of a GPU, either would wait for it
+        if self.places is None:  # else this is a copy with all its fields, as FSDP makes one
             self.places = self.response_mask.flatten().nonzero()[:, 0]
-            self.host_places = [self.places]
+            self.host_places = self.places
             self.responses = self.seq_ids.flatten()[self.places].unique().numel()
 
-    def part(self, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """input_ids, position_ids, targets and places of this rank's columns."""
-        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
-        positions = positions if self.position_ids is None else self.position_ids
-        ids, positions, targets = (utils.columns(x, group) for x in (self.input_ids, positions, self.targets))
-        (places,), n = self.host_places, ids.shape[1]
-        rows, columns = places // self.targets.shape[1], places % self.targets.shape[1]
-        places = (rows * n + columns % n)[columns // n == group.rank()]
-        return ids, positions, targets, places.to(ids.device)
-
     def to(self, device: torch.device) -> "Batch":
-        vars(self).update({name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
+        """The batch itself, with its tensors on `device`."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "host_places":
+                setattr(self, name, value.to(device))
         return self
+
+    def part(self, group: dist.ProcessGroup) -> BatchPart:
+        """This rank's columns."""
+        length = self.input_ids.shape[1]
+        positions = self.position_ids
+        if positions is None:
+            positions = torch.arange(length, device=self.input_ids.device).expand_as(self.input_ids)
+        input_ids = utils.columns(self.input_ids, group)
+
+        # the places within these columns, counted in rows of their width
+        width = input_ids.shape[1]
+        rows = self.host_places // length
+        columns = self.host_places % length
+        places = rows * width + columns % width
+        places = places[columns // width == group.rank()]
+        return BatchPart(
+            input_ids,
+            position_ids=utils.columns(positions, group),
+            targets=utils.columns(self.targets, group),
+            places=places.to(input_ids.device),
+        )
+
+    def loss_inputs(self, new_logprobs: Tensor, entropy: Tensor) -> "LossInputs":
+        """What grpo_loss needs: these two, made by the policy's forward of this batch, and the batch's own."""
+        return LossInputs(
+            new_logprobs=new_logprobs,
+            old_logprobs=new_logprobs.detach() if self.old_logprobs is None else self.old_logprobs,
+            vllm_logprobs=self.vllm_logprobs,
+            ref_logprobs=self.ref_logprobs,
+            advantages=self.advantages,
+            entropy=entropy,
+            mask=self.response_mask,
+            seq_ids=self.seq_ids,
+            tokens=float(len(self.places)),
+            responses=float(self.responses),
+        )
 
 
 def pack_rollouts(
@@ -485,19 +565,25 @@ def pack_rollouts(
     """
     if not rollouts:
         return [[] for _ in range(learners)]
-    limit = pack_length
+    piece_limit = pack_length if packing == "shared" else 0
     while True:
-        pieces = make_pieces(rollouts, limit if packing == "shared" else 0)
-        tokens = [piece_length(p) for p in pieces]
-        costs = [n + pair_cost * attended_pairs(p) for n, p in zip(tokens, pieces, strict=True)]
-        shares = utils.balance(tokens, costs, learners)
+        pieces = make_pieces(rollouts, piece_limit)
+        tokens = [piece_length(piece) for piece in pieces]
+        costs = [piece_length(piece) + pair_cost * attended_pairs(piece) for piece in pieces]
+        shares = utils.balance(tokens, costs, learners)  # of each learner, as indices of pieces
         loads = [sum(tokens[i] for i in share) for share in shares]
-        if packing != "shared" or max(loads) <= 1.02 * sum(loads) / learners or len(pieces) == len(rollouts):
+        is_even = max(loads) <= 1.02 * sum(loads) / learners
+        is_cut_up = len(pieces) == len(rollouts)
+        if is_even or is_cut_up:
             break
-        limit //= 2
-    budget = 0 if packing == "rows" else pack_length
-    bins = [utils.pack_bins([tokens[i] for i in share], [costs[i] for i in share], budget) for share in shares]
-    return [[[pieces[share[i]] for i in pack] for pack in b] for share, b in zip(shares, bins, strict=True)]
+        piece_limit //= 2
+
+    bin_limit = 0 if packing == "rows" else pack_length
+    packs: list[list[Pack]] = []
+    for share in shares:
+        bins = utils.pack_bins([tokens[i] for i in share], [costs[i] for i in share], bin_limit)
+        packs.append([[pieces[share[i]] for i in indices] for indices in bins])
+    return packs
 
 
 def make_pieces(rollouts: Sequence[Rollout], max_tokens: int) -> list[Piece]:
@@ -518,139 +604,109 @@ def piece_length(piece: Piece) -> int:
 
 def attended_pairs(piece: Piece) -> float:
     """(query, key) pairs of a piece: what attention costs."""
-    n = len(piece[0].prompt.token_ids) - 1
-    return n * n / 2 + sum(len(r.token_ids) * (n + len(r.token_ids) / 2) for r in piece)
+    shared = len(piece[0].prompt.token_ids) - 1
+    pairs = shared * shared / 2
+    return pairs + sum(len(r.token_ids) * (shared + len(r.token_ids) / 2) for r in piece)
+
+
+TOKEN_FIELDS = {  # of a Batch, with their types; 0 where a segment does not set them
+    "input_ids": np.int64,
+    "targets": np.int64,
+    "position_ids": np.int64,
+    "seq_ids": np.int64,
+    "response_mask": np.bool_,
+    "advantages": np.float32,
+    "vllm_logprobs": np.float32,
+}
+
+
+def prompt_segment(prompt_ids: np.ndarray) -> dict[str, Any]:
+    """p_1 .. p_{n-1}, which all responses of a piece attend to."""
+    return {"input_ids": prompt_ids[:-1], "position_ids": np.arange(len(prompt_ids) - 1)}
+
+
+def response_segment(prompt_ids: np.ndarray, r: Rollout, seq_id: int) -> dict[str, Any]:
+    """p_n y_1 .. y_{m-1} with the targets y_1 .. y_m: where p_n stands y_1 is predicted.
+
+    Positions continue those of the prompt. A value is an array with an element for each token, or one number for all of
+    them. A fork's own field per token stands here, in TOKEN_FIELDS and in Batch.
+    """
+    return {
+        "input_ids": np.concatenate([prompt_ids[-1:], r.token_ids[:-1]]),
+        "targets": r.token_ids,
+        "position_ids": len(prompt_ids) - 1 + np.arange(len(r.token_ids)),
+        "seq_ids": seq_id,
+        "response_mask": r.mask,
+        "advantages": r.advantage,
+        "vllm_logprobs": r.logprobs,
+    }
 
 
 def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
     """Packs as rows, padded on the right. Several rows must have one response each.
 
-    A piece is p_1 .. p_{n-1}, then for each response (y_1 .. y_m) the segment p_n y_1 .. y_{m-1} with targets
-    y_1 .. y_m: where p_n stands y_1 is predicted. A segment continues the prompt's positions and attends to the prompt
-    and itself: see utils.Layout. A row of one response needs none: causal attention never looks right, at the padding.
+    A piece is its prompt_segment, then a response_segment for each response, which attends to the prompt and to itself:
+    see utils.Layout. A row of one response needs no layout: causal attention never looks right, at the padding.
     """
-    lengths = [sum(map(piece_length, pack)) for pack in packs]
-    shape = (len(packs), max(lengths))
-    input_ids, targets, position_ids, seq_ids = np.zeros((4, *shape), np.int64)
-    mask, (advantages, vllm_logprobs) = np.zeros(shape, np.bool_), np.zeros((2, *shape), np.float32)
-    rollouts, many_responses = [], any(sum(map(len, pack)) > 1 for pack in packs)
-    for i, pack in enumerate(packs):
-        end = 0
+    # each row: the segments of its prompts and responses
+    rollouts: list[Rollout] = []
+    rows = []
+    for pack in packs:
+        segments = []
         for piece in pack:
-            prompt = np.array(piece[0].prompt.token_ids)
-            part, end = slice(end, end + len(prompt) - 1), end + len(prompt) - 1
-            input_ids[i, part], position_ids[i, part] = prompt[:-1], np.arange(len(prompt) - 1)
+            prompt_ids = np.array(piece[0].prompt.token_ids)
+            segments.append(prompt_segment(prompt_ids))
             for r in piece:
-                part, end = slice(end, end + len(r.token_ids)), end + len(r.token_ids)
                 rollouts.append(r)
-                targets[i, part], input_ids[i, part] = r.token_ids, np.concatenate([prompt[-1:], r.token_ids[:-1]])
-                position_ids[i, part] = np.arange(len(prompt) - 1, len(prompt) - 1 + len(r.token_ids))
-                seq_ids[i, part], mask[i, part] = len(rollouts), r.mask
-                advantages[i, part], vllm_logprobs[i, part] = r.advantage, r.logprobs
-    t = torch.from_numpy
-    batch = Batch(t(input_ids), t(targets), t(mask), t(seq_ids), t(advantages), t(vllm_logprobs), rollouts=rollouts)
-    if many_responses:
-        if len(packs) > 1:
-            raise ValueError("a pack of several responses is a batch of its own")
-        batch.position_ids = torch.from_numpy(position_ids)
-        parts = [(len(p[0].prompt.token_ids) - 1, [len(r.token_ids) for r in p]) for p in packs[0]]
-        batch.layout = utils.Layout(parts, device)
+                segments.append(response_segment(prompt_ids, r, seq_id=len(rollouts)))
+        rows.append(segments)
+
+    # each field: the segments one after the other, (B, T)
+    length = max(sum(map(piece_length, pack)) for pack in packs)
+    arrays = {name: np.zeros((len(packs), length), dtype) for name, dtype in TOKEN_FIELDS.items()}
+    for i, segments in enumerate(rows):
+        start = 0
+        for segment in segments:
+            end = start + len(segment["input_ids"])
+            for name, values in segment.items():
+                arrays[name][i, start:end] = values
+            start = end
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    batch = Batch(**tensors, rollouts=rollouts)
+
+    if len(rollouts) == len(packs):  # one response in each row
+        batch.position_ids = None
+    elif len(packs) > 1:
+        raise ValueError("a pack of several responses is a batch of its own")
+    else:
+        batch.layout = layout_of(packs[0], device)
     return batch.to(device)
+
+
+def layout_of(pack: Pack, device: torch.device) -> utils.Layout:
+    """Who attends to whom in a pack."""
+    pieces = []
+    for piece in pack:
+        shared = len(piece[0].prompt.token_ids) - 1
+        pieces.append((shared, [len(r.token_ids) for r in piece]))
+    return utils.Layout(pieces, device)
 
 
 def micro_batches(packs: Sequence[Pack], packing: str, args: Args, device: torch.device) -> list[Batch]:
     """A batch for each pack; for `packing` rows one for each per_device_train_batch_size of them."""
     size = args.per_device_train_batch_size if packing == "rows" else 1
-    return [make_batch(packs[i : i + size], device) for i in range(0, len(packs), size)]
+    return [make_batch(packs[start : start + size], device) for start in range(0, len(packs), size)]
 
 
-def _idle_batch(device: torch.device) -> Batch:
+def idle_batch(device: torch.device) -> Batch:
     """Two tokens without weight, for a rank that has fewer micro-batches than the others."""
-    zeros, floats, mask = torch.zeros((1, 2), dtype=torch.long), torch.zeros(1, 2), torch.ones((1, 2), dtype=torch.bool)
-    return Batch(zeros, zeros, mask, zeros, floats, floats, old_logprobs=floats, ref_logprobs=floats).to(device)
+    ids = torch.zeros((1, 2), dtype=torch.long)
+    zeros = torch.zeros(1, 2)
+    mask = torch.ones((1, 2), dtype=torch.bool)
+    return Batch(ids, ids, mask, ids, zeros, zeros, old_logprobs=zeros, ref_logprobs=zeros).to(device)
 
 
 # --- Policy -----------------------------------------------------------------------------------------------------------
-
-
-class HeadLogprobs(torch.autograd.Function):
-    """log softmax(hidden W^T / temperature)[target] and its distribution's entropy, without keeping any logits.
-
-    Forward and backward make the logits of `chunk` tokens at a time, in float32 after the head. With p the softmax, H
-    the entropy and g, h the gradients of logprob and entropy, the gradient of a logit is
-    (g (onehot - p) - h p (log p + H)) / temperature. `compiled`: a chunk's passes over its logits are fused.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature: float, chunk: int, compiled: bool = False):
-        logprobs, entropy, normalizers = torch.empty(3, len(targets), device=hidden.device)  # of (n, H), (V, H), (n,)
-        work = chunk_function(HeadLogprobs.forward_chunk, compiled)
-        for i in range(0, len(targets), chunk):
-            part = slice(i, i + chunk)
-            normalizers[part], logprobs[part], entropy[part] = work(hidden[part], weight, targets[part], temperature)
-        ctx.save_for_backward(hidden, weight, targets, entropy, normalizers)
-        ctx.set_materialize_grads(False)
-        ctx.options = temperature, chunk, compiled
-        return logprobs, entropy
-
-    @staticmethod
-    def logits(hidden, weight, temperature: float):
-        logits = (hidden @ weight.T).float()  # (chunk, V)
-        return logits if temperature == 1 else logits.div_(temperature)
-
-    @staticmethod
-    def forward_chunk(hidden, weight, targets, temperature: float):
-        logits = HeadLogprobs.logits(hidden, weight, temperature)
-        normalizer = logits.logsumexp(1)
-        logp = logits.sub_(normalizer[:, None])
-        return normalizer, logp.gather(1, targets[:, None])[:, 0], -torch.linalg.vecdot(logp.exp(), logp)
-
-    @staticmethod
-    def backward_chunk(hidden, weight, targets, normalizer, entropy, g, h, temperature: float):
-        logp = HeadLogprobs.logits(hidden, weight, temperature).sub_(normalizer[:, None])
-
-        def but_for_onehot(logp):  # (chunk, V) or (chunk, 1), which it uses up
-            if h is None:
-                return logp.exp_().mul_(-g[:, None])
-            p = logp.exp()
-            return p.mul_(logp.add_(entropy[:, None]).mul_(h[:, None] / temperature).add_(g[:, None])).neg_()
-
-        at_target = but_for_onehot(logp.gather(1, targets[:, None])) + g[:, None]  # a copy, before logp is used up
-        return but_for_onehot(logp).to(weight.dtype).scatter_(1, targets[:, None], at_target.to(weight.dtype))
-
-    @staticmethod
-    def backward(ctx, g, h):
-        hidden, weight, targets, entropy, normalizers = ctx.saved_tensors
-        temperature, chunk, compiled = ctx.options
-        hidden_grad, trains = torch.empty_like(hidden), ctx.needs_input_grad[1]
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains else None
-        g = torch.zeros_like(entropy) if g is None else g / temperature
-        work = chunk_function(HeadLogprobs.backward_chunk, compiled)
-        for i in range(0, len(targets), chunk):
-            part = slice(i, i + chunk)
-            rest = normalizers[part], entropy[part], g[part], None if h is None else h[part], temperature
-            grad = work(hidden[part], weight, targets[part], *rest)
-            hidden_grad[part] = grad @ weight
-            if trains:
-                weight_grad += grad.T @ hidden[part]
-        return hidden_grad, weight_grad.to(weight.dtype) if trains else None, None, None, None, None
-
-
-@functools.cache
-def chunk_function(work: Callable, compiled: bool, backend: str | Callable = "inductor") -> Callable:
-    """`work` of HeadLogprobs, or compiled for any number of tokens: what reads and writes the logits once a pass."""
-    if not compiled:
-        return work
-    fused = torch.compile(work, backend=backend)
-
-    def run(hidden: Tensor, weight: Tensor, *more: Any) -> Any:
-        own = [x.clone() if isinstance(x, Tensor) else x for x in (hidden, *more)]  # a view's offset would be guarded
-        for x in own:
-            if isinstance(x, Tensor):
-                torch._dynamo.maybe_mark_dynamic(x, 0)  # the tokens; sizes of the weight stay numbers
-        return fused(own[0], weight, *own[1:])
-
-    return run
 
 
 class Policy(torch.nn.Module):
@@ -663,7 +719,8 @@ class Policy(torch.nn.Module):
         self.width = utils.attention_width(model.config)
         self.pair_cost = 2 * self.width / self.matrices  # of attending to one more token, in tokens
         self.compiled = False  # --compile_layers
-        self.note_tops, self.tops = False, None  # whether forward sets it: (B, T) the most likely tokens
+        self.keeps_top_tokens = False  # whether forward sets top_tokens, (B, T): the most likely tokens
+        self.top_tokens: Tensor | None = None
         self.group = group  # of the ranks that share the tokens of a batch, see utils.sequence_group
 
     def flops(self, tokens: float, pairs: float, responses: float) -> float:
@@ -672,30 +729,44 @@ class Policy(torch.nn.Module):
 
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside the response mask.
+
         The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist. On a GPU it
-        is compiled and takes three times as many, in the memory of one: it keeps no logits in float32."""
-        # attention of another name than ours finds the sequences of a pack where positions start again
-        ours = self.model.config._attn_implementation == utils.PACK_ATTENTION
-        more: dict[str, Any] = {"layout": batch.layout} if ours and batch.layout is not None else {}
-        ids, positions, targets, places = batch.input_ids, batch.position_ids, batch.targets, batch.places
+        is compiled and takes three times as many, in the memory of one: it keeps no logits in float32.
+        """
+        part: Batch | BatchPart = batch
+        options: dict[str, Any] = {}
         if self.group is not None:
-            (ids, positions, targets, places), more["group"] = batch.part(self.group), self.group
-        hidden = self.model.base_model(
-            input_ids=ids, position_ids=positions, use_cache=False, **more
-        ).last_hidden_state  # (B, T, H)
-        weight, shape = self.model.get_output_embeddings().weight, targets.shape
-        hidden, targets = hidden.flatten(0, 1).index_select(0, places), targets.flatten()[places]
-        gpu = hidden.is_cuda
-        options = temperature, LOGPROB_CHUNK * (3 if gpu else 1), gpu or self.compiled
-        found: list[Tensor] = [*HeadLogprobs.apply(hidden, weight, targets, *options)]
-        if self.note_tops:  # for another product with the head
-            found.append(torch.cat([(x @ weight.detach().T).argmax(1) for x in hidden.detach().split(options[1])]))
-        zeros, where = torch.zeros(shape, device=places.device), (places // shape[1], places % shape[1])
-        found = [zeros.index_put(where, x.float()) for x in found]
-        if self.group is not None:
-            found = [utils.all_columns(x, batch.targets.shape[1], self.group) for x in found]
-        self.tops = found[2] if self.note_tops else None
-        return found[0], found[1]
+            part = batch.part(self.group)
+            options["group"] = self.group
+        # other attentions than ours find the sequences of a pack where positions start again
+        takes_layout = self.model.config._attn_implementation == utils.PACK_ATTENTION
+        if takes_layout and batch.layout is not None:
+            options["layout"] = batch.layout
+        outputs = self.model.base_model(
+            input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False, **options
+        )
+
+        hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, part.places)  # (n, H)
+        targets = part.targets.flatten()[part.places]  # (n,)
+        weight = self.model.get_output_embeddings().weight  # (V, H)
+        on_gpu = hidden.is_cuda
+        chunk = LOGPROB_CHUNK * (3 if on_gpu else 1)
+        logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, on_gpu or self.compiled)
+        if self.keeps_top_tokens:  # another product with the head
+            top_tokens = [(x @ weight.detach().T).argmax(1) for x in hidden.detach().split(chunk)]
+            self.top_tokens = self.in_rows(torch.cat(top_tokens), batch, part)
+        return self.in_rows(logprobs, batch, part), self.in_rows(entropy, batch, part)
+
+    def in_rows(self, values: Tensor, batch: Batch, part: Batch | BatchPart) -> Tensor:
+        """Values (n,) of the masked positions of `part` as float32 (B, T) of the whole batch, zero elsewhere."""
+        shape = part.targets.shape
+        rows = part.places // shape[1]
+        columns = part.places % shape[1]
+        zeros = torch.zeros(shape, device=part.places.device)
+        placed = zeros.index_put((rows, columns), values.float())
+        if self.group is None:
+            return placed
+        return utils.all_columns(placed, batch.targets.shape[1], self.group)
 
 
 def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
@@ -716,9 +787,10 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     from transformers import get_scheduler
 
     trained = [p for p in policy.parameters() if p.requires_grad]
-    matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
+    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay}
+    others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, others], lr=args.learning_rate, fused=True)
+
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
     ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, round(ticks * args.warmup_ratio), ticks)
@@ -735,50 +807,98 @@ class Learner:
     scheduler: Any
 
     def modules(self, args: Args) -> dict[str, Policy]:
-        """Those that training changes."""
-        moves = self.ref_policy is not None and args.ref_policy_update_freq
-        return {"policy": self.policy} | ({"ref_policy": self.ref_policy} if moves else {})
+        """The models that training changes."""
+        modules = {"policy": self.policy}
+        if self.ref_policy is not None and args.ref_policy_update_freq:
+            modules["ref_policy"] = self.ref_policy
+        return modules
 
 
 def load_learner(args: Args, world: World) -> Learner:
     """A learner before its first update. All ranks."""
-    policy, ref_policy = load_policy(args, world), None
-    policy.note_tops = args.ref_model_name_or_path != ""
-    if args.load_ref_policy and args.lora_rank and not args.ref_model_name_or_path:
+    has_teacher = args.ref_model_name_or_path != ""
+    policy = load_policy(args, world)
+    policy.keeps_top_tokens = has_teacher
+    ref_policy = None
+    if args.load_ref_policy and args.lora_rank and not has_teacher:
         ref_policy = policy
-    elif args.load_ref_policy:  # one that is refreshed has weights between those of the compute dtype
-        frozen = args.ref_policy_update_freq is None
-        ref_policy = load_policy(args.of_reference(), world, frozen).requires_grad_(False)
-        ref_policy.note_tops = policy.note_tops
+    elif args.load_ref_policy:
+        is_frozen = args.ref_policy_update_freq is None  # a refresh makes weights between those of the compute dtype
+        ref_policy = load_policy(args.of_reference(), world, is_frozen).requires_grad_(False)
+        ref_policy.keeps_top_tokens = has_teacher
     return Learner(policy, ref_policy, *make_optimizer(policy, args))
 
 
 @torch.no_grad()
 def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: int, args: Args) -> None:
     """Set `name` (old_ or ref_logprobs) of each batch. All ranks run `rounds` forwards: FSDP gathers in step."""
-    with utils.without_adapters(policy.model) if name == "ref_logprobs" else contextlib.nullcontext():
+    is_reference = name == "ref_logprobs"
+    device = next(policy.parameters()).device
+    with utils.without_adapters(policy.model) if is_reference else contextlib.nullcontext():
         for i in range(rounds):
-            batch = batches[i] if i < len(batches) else _idle_batch(next(policy.parameters()).device)
-            setattr(batch, name, policy(batch, args.temperature)[0])
-            if name == "ref_logprobs":
-                batch.ref_tops = policy.tops
+            batch = batches[i] if i < len(batches) else idle_batch(device)
+            logprobs, _ = policy(batch, args.temperature)
+            setattr(batch, name, logprobs)
+            if is_reference:
+                batch.ref_top_tokens = policy.top_tokens
 
 
-# --- Losses and the update --------------------------------------------------------------------------------------------
+# --- Losses -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LossInputs:
+    """A micro-batch as the losses see it; see Batch.loss_inputs. Tensors are (B, T), of any value outside `mask`."""
+
+    new_logprobs: Tensor  # of the policy, with its gradient
+    old_logprobs: Tensor  # of the policy before the step's updates
+    vllm_logprobs: Tensor  # of the engine that sampled
+    ref_logprobs: Tensor | None  # of the reference policy
+    advantages: Tensor
+    entropy: Tensor  # of the policy, with its gradient
+    mask: Tensor  # bool: the policy chose the token, train on it
+    seq_ids: Tensor  # the response a token belongs to, >= 0
+    tokens: float  # where mask is True, in this micro-batch
+    responses: float  # with such tokens, in this micro-batch
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of values (B, T) over the tokens to train on, a scalar."""
+        return torch.where(self.mask, values, 0.0).sum()
+
+
+@dataclass
+class PolicyLoss:
+    """What policy_loss makes of each token, (B, T)."""
+
+    per_token: Tensor  # loss, zero outside the mask
+    ratio: Tensor  # without gradient
+    clipped: Tensor  # bool: clipping was active
+
+
+@dataclass
+class Totals:
+    """Counts over all ranks and micro-batches of an optimizer step: the denominators of its loss."""
+
+    tokens: float
+    responses: float
+
+
+def response_tokens(mask: Tensor, seq_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """How many tokens each response has in the mask, at least 1: (B * T + 1,) by seq_id."""
+    counts = torch.zeros(seq_ids.numel() + 1, dtype=dtype, device=mask.device)  # a response has a token
+    counts = counts.index_add(0, seq_ids.flatten(), mask.flatten().to(dtype))
+    return counts.clamp(min=1)
 
 
 def response_mean(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
     """At each position the mean of `values` over the masked tokens of its response. All (B, T); seq_ids >= 0."""
-    index, size = seq_ids.flatten(), seq_ids.numel() + 1  # a response has a token
-    total = values.new_zeros(size).index_add(0, index, torch.where(mask, values, 0.0).flatten())
-    count = values.new_zeros(size).index_add(0, index, mask.flatten().to(values.dtype))
-    return (total / count.clamp(min=1))[seq_ids]
+    counts = response_tokens(mask, seq_ids, values.dtype)
+    sums = torch.zeros_like(counts).index_add(0, seq_ids.flatten(), torch.where(mask, values, 0.0).flatten())
+    return (sums / counts)[seq_ids]
 
 
-def policy_loss(
-    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, seq_ids: Tensor, args: GRPOFlags
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per-token policy-gradient loss, the ratio, and where clipping was active. All (B, T), zero outside `mask`.
+def policy_loss(inputs: LossInputs, args: GRPOFlags) -> PolicyLoss:
+    """Policy-gradient loss of each token.
 
     dapo   ratio_t = exp(new_t - old_t);  L_t = max(-A ratio_t, -A clip(ratio_t, 1 - lower, 1 + higher))
            PPO, arXiv:1707.06347, eq. 7, with DAPO's two bounds, arXiv:2503.14476. clip_dual c > 1 adds
@@ -789,38 +909,44 @@ def policy_loss(
 
     Log-ratios are clamped to +-20, so that exp stays finite; beyond that the gradient is zero.
     """
-    new = torch.where(mask, new_logprobs, 0.0)
-    log_ratio = new - torch.where(mask, old_logprobs, 0.0)
+    mask = inputs.mask
+    new = torch.where(mask, inputs.new_logprobs, 0.0)
+    old = torch.where(mask, inputs.old_logprobs, 0.0)
+    advantages = torch.where(mask, inputs.advantages, 0.0)
+
+    log_ratio = new - old
     if args.loss_fn == "gspo":
-        log_ratio = response_mean(log_ratio.detach(), mask, seq_ids) + new - new.detach()
+        log_ratio = response_mean(log_ratio.detach(), mask, inputs.seq_ids) + new - new.detach()
     ratio = log_ratio.clamp(-20, 20).exp()
     clipped_ratio = ratio.clamp(1 - args.clip_lower, 1 + args.clip_higher)
-    advantages = torch.where(mask, advantages, 0.0)
+
     if args.loss_fn == "cispo":
         loss = -advantages * clipped_ratio.detach() * new
         clipped = ratio != clipped_ratio
     else:
-        unclipped_loss, clipped_loss = -advantages * ratio, -advantages * clipped_ratio
+        unclipped_loss = -advantages * ratio
+        clipped_loss = -advantages * clipped_ratio
         loss = torch.maximum(unclipped_loss, clipped_loss)
         clipped = clipped_loss > unclipped_loss
         if args.clip_dual:
             loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * args.clip_dual), loss)
-    return loss, ratio.detach(), clipped & mask
+    return PolicyLoss(loss, ratio.detach(), clipped & mask)
 
 
-def importance_weights(
-    old_logprobs: Tensor, vllm_logprobs: Tensor, mask: Tensor, seq_ids: Tensor, args: GRPOFlags
-) -> Tensor:
+def importance_weights(inputs: LossInputs, args: GRPOFlags) -> Tensor:
     """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
 
     Truncated at rho_clamp_upper_bound (truncated importance sampling, Ionides 2008; TIS). Tokens with rho outside
     [rho_mask_lower_bound, rho_mask_upper_bound] weigh 0 (IcePop, arXiv:2510.18855), or with rho_mask_sequence_level
     whole responses whose geometric mean exp(mean_t log rho_t) is outside. Every bound: 0 is off. Zero outside `mask`.
     """
-    log_rho = torch.where(mask, old_logprobs - vllm_logprobs, 0.0).detach().clamp(-20, 20)
+    log_rho = torch.where(inputs.mask, inputs.old_logprobs - inputs.vllm_logprobs, 0.0)
+    log_rho = log_rho.detach().clamp(-20, 20)
     rho = log_rho.exp()
-    tested = response_mean(log_rho, mask, seq_ids).exp() if args.rho_mask_sequence_level else rho
-    keep = mask & (tested >= args.rho_mask_lower_bound)
+    tested = rho
+    if args.rho_mask_sequence_level:
+        tested = response_mean(log_rho, inputs.mask, inputs.seq_ids).exp()
+    keep = inputs.mask & (tested >= args.rho_mask_lower_bound)
     if args.rho_mask_upper_bound:
         keep = keep & (tested <= args.rho_mask_upper_bound)
     if args.rho_clamp_upper_bound:
@@ -842,126 +968,165 @@ def kl_estimates(new_logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> l
     return [d, d.square() / 2, torch.expm1(-d) + d, ratio * d]
 
 
-def aggregate(per_token: Tensor, mask: Tensor, seq_ids: Tensor, kind: str, tokens: float, sequences: float) -> Tensor:
+def aggregate(per_token: Tensor, inputs: LossInputs, totals: Totals, kind: str) -> Tensor:
     """This micro-batch's part of the optimizer step's loss, a scalar; the parts of all ranks and micro-batches add up.
 
     token     sum_it L_it / tokens                       DAPO, arXiv:2503.14476, eq. 8
-    sequence  sum_i (mean_t L_it) / sequences            GRPO, arXiv:2402.03300, eq. 3
+    sequence  sum_i (mean_t L_it) / responses            GRPO, arXiv:2402.03300, eq. 3
     number c  sum_it L_it / c                            Dr. GRPO, arXiv:2503.20783
-    `tokens` and `sequences` count over all ranks and micro-batches of the optimizer step: a local mean would make the
-    gradient depend on how rollouts happen to be split.
+    A denominator of this micro-batch alone would make the gradient depend on how rollouts happen to be split.
     """
-    per_token = torch.where(mask, per_token, 0.0)
+    if kind == "token":
+        return inputs.sum(per_token) / totals.tokens
     if kind == "sequence":
-        index, size = seq_ids.flatten(), seq_ids.numel() + 1  # a response has a token
-        counts = per_token.new_zeros(size).index_add(0, index, mask.flatten().to(per_token.dtype))  # tokens a response
-        return (per_token / counts.clamp(min=1)[seq_ids]).sum() / sequences
-    return per_token.sum() / (tokens if kind == "token" else float(kind))
+        lengths = response_tokens(inputs.mask, inputs.seq_ids, per_token.dtype)[inputs.seq_ids]  # (B, T)
+        return (torch.where(inputs.mask, per_token, 0.0) / lengths).sum() / totals.responses
+    return inputs.sum(per_token) / float(kind)
 
 
-def grpo_loss(
-    new_logprobs: Tensor, entropy: Tensor, batch: Batch, tokens: float, sequences: float, args: Args, metrics: Metrics
-) -> Tensor:
-    """The micro-batch's part of the loss: aggregate(rho * L_t + beta * KL_t - entropy_coef * H_t). Fills metrics."""
-    mask, seq_ids = batch.response_mask, batch.seq_ids
-    old = new_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    flags = replace(args, clip_lower=math.inf) if args.loss_fn == "cispo" else args  # it has no lower bound
-    per_token, ratio, clipped = policy_loss(new_logprobs, old, batch.advantages, mask, seq_ids, flags)
-    count, rows = float(len(batch.places)), float(batch.responses)
+def grpo_loss(inputs: LossInputs, totals: Totals, args: Args, metrics: Metrics) -> Tensor:
+    """The micro-batch's part of the loss: aggregate(rho * L_t + beta * KL_t - entropy_coef * H_t). Fills metrics.
 
-    def note(name: str, values: Tensor) -> None:
-        metrics.add(name, torch.where(mask, values, 0.0).sum(), count)
-
+    The parts of an optimizer step add up, so loss/... metrics have a count of 0 here; take_step counts the step.
+    """
+    if args.loss_fn == "cispo":
+        args = replace(args, clip_lower=math.inf)  # it has no lower bound
+    policy = policy_loss(inputs, args)
+    per_token = policy.per_token
+    clipped = policy.clipped
     if args.use_rho_correction:
-        rho = importance_weights(old, batch.vllm_logprobs, mask, seq_ids, args)
-        per_token, clipped = per_token * rho, clipped & (rho > 0)
-        note("val/rho_weight", rho)
-        note("val/rho_drop_frac", (rho == 0).float())
-        note("val/rho_clipfrac", (old - batch.vllm_logprobs).exp() > (args.rho_clamp_upper_bound or math.inf))
-    over = mask, seq_ids, args.loss_denominator, tokens, sequences
-    parts = {"policy": aggregate(per_token, *over)}
-    if batch.ref_logprobs is not None:
-        token_ratio = (new_logprobs - old).clamp(-20, 20).exp()  # with its gradient, which estimator 3 is about
-        estimates = kl_estimates(new_logprobs, batch.ref_logprobs, token_ratio)
+        rho = importance_weights(inputs, args)
+        per_token = per_token * rho
+        clipped = clipped & (rho > 0)
+        note_rho(rho, inputs, args, metrics)
+    loss = aggregate(per_token, inputs, totals, args.loss_denominator)
+    metrics.add("loss/policy_avg", loss, 0.0)
+
+    if inputs.ref_logprobs is not None:
+        beta = 0.0 if args.kl_in_reward else args.beta
+        ratio = (inputs.new_logprobs - inputs.old_logprobs).clamp(-20, 20).exp()  # its gradient is estimator 3's
+        estimates = kl_estimates(inputs.new_logprobs, inputs.ref_logprobs, ratio)
         kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
-        parts["kl"] = (0.0 if args.kl_in_reward else args.beta) * aggregate(kl, *over)
-        for i, (estimate, summed) in enumerate(zip(estimates, ("kl", "kl2", "kl3", None), strict=True)):
-            note(f"objective/kl{i}_avg", estimate)
-            if summed:
-                metrics.add(f"objective/{summed}", torch.where(mask, estimate, 0.0).sum(), rows)
-        if batch.ref_tops is not None:
-            metrics.add("objective/ref_top_agreement", ((batch.tops == batch.ref_tops) & mask).sum(), count)
+        kl_loss = beta * aggregate(kl, inputs, totals, args.loss_denominator)
+        loss = loss + kl_loss
+        metrics.add("loss/kl_avg", kl_loss, 0.0)
+        note_kl(estimates, inputs, metrics)
+
     if args.entropy_coef:
-        parts["entropy"] = -args.entropy_coef * aggregate(entropy, *over)
-    for name, part in parts.items():
-        metrics.add(f"loss/{name}_avg", part, 0.0)  # parts add up; take_step counts the optimizer steps
-    note("policy/clipfrac_avg", clipped.float())
-    note("policy/clipfrac_lower_avg", (batch.advantages < 0) & (ratio > (args.clip_dual or math.inf)))
-    note("policy/entropy_avg", entropy)
-    note("policy/approxkl_avg", (new_logprobs - old).square() / 2)
-    note("policy/ppo_kl_avg", old - new_logprobs)
-    note("val/ratio", ratio)
-    note("val/ratio_sq", ratio.square())
-    metrics.add("objective/entropy", -torch.where(mask, new_logprobs, 0.0).sum(), rows)
-    return sum(parts.values())  # ty: ignore[invalid-explicit-return]
+        entropy_loss = -args.entropy_coef * aggregate(inputs.entropy, inputs, totals, args.loss_denominator)
+        loss = loss + entropy_loss
+        metrics.add("loss/entropy_avg", entropy_loss, 0.0)
+
+    note_policy(policy.ratio, clipped, inputs, args, metrics)
+    return loss
+
+
+def note_tokens(values: dict[str, Tensor], inputs: LossInputs, metrics: Metrics) -> None:
+    """Metrics that are means over tokens, from name -> (B, T)."""
+    for name, value in values.items():
+        metrics.add(name, inputs.sum(value), inputs.tokens)
+
+
+def note_rho(rho: Tensor, inputs: LossInputs, args: Args, metrics: Metrics) -> None:
+    """Metrics of the importance weights."""
+    bound = args.rho_clamp_upper_bound or math.inf
+    values = {
+        "val/rho_weight": rho,
+        "val/rho_drop_frac": (rho == 0).float(),
+        "val/rho_clipfrac": (inputs.old_logprobs - inputs.vllm_logprobs).exp() > bound,
+    }
+    note_tokens(values, inputs, metrics)
+
+
+def note_kl(estimates: Sequence[Tensor], inputs: LossInputs, metrics: Metrics) -> None:
+    """Metrics of the KL estimates: means over tokens and, of the first three, over responses."""
+    for i, estimate in enumerate(estimates):
+        note_tokens({f"objective/kl{i}_avg": estimate}, inputs, metrics)
+    for name, estimate in zip(("kl", "kl2", "kl3"), estimates[:3], strict=True):
+        metrics.add(f"objective/{name}", inputs.sum(estimate), inputs.responses)
+
+
+def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, metrics: Metrics) -> None:
+    """Metrics of clipping, entropy and ratios."""
+    new = inputs.new_logprobs
+    old = inputs.old_logprobs
+    bound = args.clip_dual or math.inf
+    clipped_dual = (inputs.advantages < 0) & (ratio > bound)
+    values = {
+        "policy/clipfrac_avg": clipped.float(),
+        "policy/clipfrac_lower_avg": clipped_dual,
+        "policy/entropy_avg": inputs.entropy,
+        "policy/approxkl_avg": (new - old).square() / 2,
+        "policy/ppo_kl_avg": old - new,
+        "val/ratio": ratio,
+        "val/ratio_sq": ratio.square(),
+    }
+    note_tokens(values, inputs, metrics)
+    metrics.add("objective/entropy", -inputs.sum(new), inputs.responses)
 
 
 def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics: Metrics) -> None:
     """Advantages anew from score - beta * sum_t KL_t(old || ref), of whole groups, wherever their packs lie. All ranks.
 
     verl's use_kl_in_reward; the estimator is --kl_estimator. The sum over tokens grows with the length: a response
-    without any keeps its score and counts in its group. float64: KLs far below the score's own rounding compare. What
-    else make_batch has put into the advantages, a fork's reward per token, is lost here: add it again.
+    without tokens of the policy keeps its score and counts in its group. A fork's reward per token, which make_batch
+    has put into the advantages, is lost here: add it again.
     """
-    mine = []
+    scores = []
     for batch in batches:
-        places, old = batch.places, batch.old_logprobs
-        assert old is not None and batch.ref_logprobs is not None  # `update` has filled them
-        kl = kl_estimates(old, batch.ref_logprobs, torch.ones_like(old))[KL_ESTIMATORS[args.kl_estimator]]
-        sums = torch.zeros(len(batch.rollouts) + 1, dtype=torch.float64, device=kl.device)
-        sums = sums.index_add(0, batch.seq_ids.flatten()[places], kl.flatten()[places].double())[1:].tolist()
-        for r, x in zip(batch.rollouts, sums, strict=True):
-            mine.append((r.position, r.sample, r.score - args.beta * x, r.tokenless))
-        metrics.add("objective/kl_in_reward", args.beta * sum(sums), len(sums))
-    everyone = sum(utils.all_gather(mine, world)[:: args.sequence_parallel_size], [])
-    advantages = {}
-    for _, rows in itertools.groupby(sorted(everyone), key=lambda row: row[0]):
-        positions, samples, rewards_less_kl, tokenless = zip(*rows, strict=True)
-        scores = torch.tensor([*rewards_less_kl, *tokenless[0]], dtype=torch.float64)  # the latter are in no batch
-        values = compute_advantages(scores, len(scores), args.advantage_normalization_type).tolist()
-        advantages |= zip(zip(positions, samples, strict=True), values, strict=False)
+        kls = response_kls(batch, args)
+        for r, kl in zip(batch.rollouts, kls, strict=True):
+            scores.append((r.position, r.sample, r.score - args.beta * kl, r.tokenless))
+        metrics.add("objective/kl_in_reward", args.beta * sum(kls), len(kls))
+    everyone = utils.all_gather(scores, world)[:: args.sequence_parallel_size]
+    advantages = advantages_of_ranks([row for rows in everyone for row in rows], args)
     for batch in batches:
+        values = [0.0]  # of seq_id 0
         for r in batch.rollouts:
             r.advantage = advantages[r.position, r.sample]
-        values = torch.tensor([0.0] + [r.advantage for r in batch.rollouts], device=batch.advantages.device)
-        batch.advantages = values[batch.seq_ids]
+            values.append(r.advantage)
+        batch.advantages = torch.tensor(values, device=batch.advantages.device)[batch.seq_ids]
+
+
+def response_kls(batch: Batch, args: Args) -> list[float]:
+    """sum_t KL_t(old || ref) of each of the batch's rollouts.
+
+    In float64, since KLs far below the rounding of a score in float32 still compare.
+    """
+    old = batch.old_logprobs
+    assert old is not None and batch.ref_logprobs is not None  # prepare has filled them
+    estimates = kl_estimates(old, batch.ref_logprobs, torch.ones_like(old))
+    kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
+    kl = kl.flatten()[batch.places].double()  # (n,)
+    owners = batch.seq_ids.flatten()[batch.places]  # (n,)
+    sums = torch.zeros(len(batch.rollouts) + 1, dtype=torch.float64, device=kl.device)
+    sums = sums.index_add(0, owners, kl)
+    return sums[1:].tolist()
+
+
+def advantages_of_ranks(
+    rows: Sequence[tuple[int, int, float, list[float]]], args: Args
+) -> dict[tuple[int, int], float]:
+    """(position, sample) -> advantage, from the (position, sample, score, tokenless) of all trained rollouts."""
+    groups: dict[int, list] = {}
+    for row in sorted(rows):
+        groups.setdefault(row[0], []).append(row)
+    advantages = {}
+    for group in groups.values():
+        tokenless = group[0][3]  # scores of responses in no batch: they count in the group and train nothing
+        scores = torch.tensor([score for _, _, score, _ in group] + tokenless, dtype=torch.float64)
+        values = compute_advantages(scores, len(scores), args.advantage_normalization_type).tolist()
+        for i, (position, sample, _, _) in enumerate(group):
+            advantages[position, sample] = values[i]
+    return advantages
+
+
+# --- Update -----------------------------------------------------------------------------------------------------------
 
 
 def needs_old_logprobs(args: Args, num_mini_batches: int) -> bool:
     """Whether the old logprobs take a forward of their own: in a single optimizer step they are the new ones."""
     return args.num_epochs * num_mini_batches > 1 or args.kl_in_reward
-
-
-def prepare(
-    learner: Learner, work: Sequence[tuple[Sequence[Batch], int]], args: Args, world: World, metrics: Metrics
-) -> Gap:
-    """What `update` needs from before any weight changes: ref_logprobs, old_logprobs, the KL in the reward. Returns the
-    gap of the old logprobs, an empty one if they are not needed. All ranks."""
-    gap, needs_old = Gap(), needs_old_logprobs(args, len(work))
-    for batches, n in work:
-        if learner.ref_policy is not None:
-            with metrics.timer("ref_logprobs"):
-                fill_logprobs(learner.ref_policy, batches, "ref_logprobs", n, args)
-        if needs_old:
-            with metrics.timer("old_logprobs"):
-                fill_logprobs(learner.policy, batches, "old_logprobs", n, args)
-            for batch in batches:
-                gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
-        if args.kl_in_reward:
-            put_kl_in_reward(batches, args, world, metrics)
-    if learner.ref_policy is not None:
-        utils.shard_again(learner.ref_policy)  # its gathered copy is not needed any more
-    return gap
 
 
 def update(
@@ -972,48 +1137,107 @@ def update(
     Returns the logprob gap's metrics and how many optimizer steps were skipped for a non-finite gradient. GapError:
     before any weight changes. All ranks, with as many mini-batches; the numbers of micro-batches may differ, even be 0.
     """
+    when = "on this step's rollouts"
     metrics = metrics if utils.leads(args, world) else Metrics()
-    rounds = utils.all_reduce([len(b) for b in mini_batches], world, dist.ReduceOp.MAX)
-    work = [(batches, int(n)) for batches, n in zip(mini_batches, rounds, strict=True)]
-    gap = prepare(learner, work, args, world, metrics)
-    policy, single, bad = learner.policy, not needs_old_logprobs(args, len(work)), 0  # single: new are the old logprobs
-    gap_metrics = {} if single else gap.check(args, world, "on this step's rollouts")
+    most = utils.all_reduce([len(batches) for batches in mini_batches], world, dist.ReduceOp.MAX)
+    rounds = [int(n) for n in most]  # forwards of each mini-batch, the same on every rank
+    gap = prepare(learner, mini_batches, rounds, args, world, metrics)
+    is_single = not needs_old_logprobs(args, len(mini_batches))  # the new logprobs are the old ones
+    gap_metrics = {} if is_single else gap.check(args, world, when)
+    skipped = 0
     for _ in range(args.num_epochs):
-        for batches, n in work:
-            mine = [float(sum(len(b.places) for b in batches)), float(sum(b.responses for b in batches))]
-            tokens, sequences = (x / args.sequence_parallel_size for x in utils.all_reduce(mine, world))
-            for i in range(n):
-                utils.gradient_sync(policy, args, last=i == n - 1)
-                idle = i >= len(batches)
-                batch = _idle_batch(world.device) if idle else batches[i]
-                new_logprobs, entropy = policy(batch, args.temperature)
-                if idle:  # FSDP must reduce the same tensors on every rank
-                    loss = 0.0 * new_logprobs.sum()
-                else:
-                    batch.tops = policy.tops
-                    loss = grpo_loss(new_logprobs, entropy, batch, tokens, sequences, args, metrics)
-                    batch.new_logprobs = new_logprobs.detach()
-                    if single:
-                        gap.add(new_logprobs, batch)
-                        batch.old_logprobs = batch.new_logprobs
-                (loss * world.size).backward()  # FSDP averages over ranks; our denominators are global already
-            if single:
-                gap_metrics = gap.check(args, world, "on this step's rollouts")
-            if n:
-                bad += not take_step(learner, args, world, metrics)
+        for batches, n in zip(mini_batches, rounds, strict=True):
+            accumulate_gradient(learner.policy, batches, n, args, world, metrics)
+            if is_single:
+                for batch in batches:
+                    batch.old_logprobs = batch.new_logprobs
+                    gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
+                gap_metrics = gap.check(args, world, when)
+            if n and not take_step(learner, args, world, metrics):
+                skipped += 1
             metrics.add("lr", learner.scheduler.get_last_lr()[0])
             learner.scheduler.step()
             learner.optimizer.zero_grad()
-    return gap_metrics, bad
+    return gap_metrics, skipped
+
+
+def prepare(
+    learner: Learner,
+    mini_batches: Sequence[Sequence[Batch]],
+    rounds: Sequence[int],
+    args: Args,
+    world: World,
+    metrics: Metrics,
+) -> Gap:
+    """Fill ref_logprobs and old_logprobs and put the KL in the reward, before any weight changes. All ranks.
+
+    Returns the gap of the old logprobs, an empty one if they are not needed.
+    """
+    gap = Gap()
+    for batches, n in zip(mini_batches, rounds, strict=True):
+        if learner.ref_policy is not None:
+            with metrics.timer("ref_logprobs"):
+                fill_logprobs(learner.ref_policy, batches, "ref_logprobs", n, args)
+        if needs_old_logprobs(args, len(mini_batches)):
+            with metrics.timer("old_logprobs"):
+                fill_logprobs(learner.policy, batches, "old_logprobs", n, args)
+            for batch in batches:
+                gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
+        if args.kl_in_reward:
+            put_kl_in_reward(batches, args, world, metrics)
+    if learner.ref_policy is not None:
+        utils.shard_again(learner.ref_policy)  # its gathered copy is not needed any more
+    return gap
+
+
+def accumulate_gradient(
+    policy: Policy, batches: Sequence[Batch], rounds: int, args: Args, world: World, metrics: Metrics
+) -> None:
+    """Forward and backward of a mini-batch, and idle ones up to `rounds`. Sets new_logprobs. All ranks."""
+    totals = count_totals(batches, args, world)
+    for i in range(rounds):
+        utils.gradient_sync(policy, args, last=i == rounds - 1)
+        if i < len(batches):
+            batch = batches[i]
+            new_logprobs, entropy = policy(batch, args.temperature)
+            batch.new_logprobs = new_logprobs.detach()
+            batch.top_tokens = policy.top_tokens
+            note_teacher(batch, metrics)
+            loss = grpo_loss(batch.loss_inputs(new_logprobs, entropy), totals, args, metrics)
+        else:
+            new_logprobs, _ = policy(idle_batch(world.device), args.temperature)
+            loss = 0.0 * new_logprobs.sum()  # FSDP must reduce the same tensors on every rank
+        (loss * world.size).backward()  # FSDP averages over ranks; our denominators are global already
+
+
+def count_totals(batches: Sequence[Batch], args: Args, world: World) -> Totals:
+    """The counts of a mini-batch over all ranks. The ranks of a sequence-parallel group have the same batches."""
+    tokens = float(sum(len(batch.places) for batch in batches))
+    responses = float(sum(batch.responses for batch in batches))
+    tokens, responses = utils.all_reduce([tokens, responses], world)
+    return Totals(tokens / args.sequence_parallel_size, responses / args.sequence_parallel_size)
+
+
+def note_teacher(batch: Batch, metrics: Metrics) -> None:
+    """With a teacher: the share of tokens where its most likely token is the policy's."""
+    if batch.ref_top_tokens is not None:
+        agrees = (batch.top_tokens == batch.ref_top_tokens) & batch.response_mask
+        metrics.add("objective/ref_top_agreement", agrees.sum(), float(len(batch.places)))
 
 
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
     """An optimizer step with the clipped gradient; False, and nothing changes, if that is not finite. All ranks."""
-    how = {} if world.device.type == "cuda" else {"foreach": False}  # a DTensor plans all of one call: 1 s of a start
-    norm: Any = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), args.max_grad_norm or math.inf, **how)
-    metrics.add("optim/grad_norm", norm := float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+    # foreach plans the DTensors of all parameters in one call: on a CPU 1 s of a start
+    options = {} if world.device.type == "cuda" else {"foreach": False}
+    bound = args.max_grad_norm or math.inf
+    norm: Any = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), bound, **options)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    norm = float(norm)
+    metrics.add("optim/grad_norm", norm)
+    share = args.sequence_parallel_size / world.size  # 1 over all ranks
     for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
-        metrics.add(name, 0.0, args.sequence_parallel_size / world.size)  # 1 over all ranks: grpo_loss adds the values
+        metrics.add(name, 0.0, share)  # one step; grpo_loss has added the values
     if math.isfinite(norm):
         learner.optimizer.step()
     return math.isfinite(norm)
@@ -1026,6 +1250,93 @@ def refresh_reference(ref_policy: Policy, policy: Policy, alpha: float) -> None:
     utils.shard_again(policy)
     for ref, new in zip(ref_policy.parameters(), policy.parameters(), strict=True):
         utils.shard_of(ref).lerp_(utils.shard_of(new), alpha)
+
+
+# --- Turns: an environment answers the policy, which goes on ----------------------------------------------------------
+#
+# r.turns has a dict for each turn of the policy, {role: assistant, content, tokens, cached, finish_reason}, and for
+# each answer, {role, content, tokens, status, seconds, reward, done, metrics, state}. Their tokens add up to
+# r.token_ids.
+
+
+def add_turn(r: Rollout, generation: utils.Generation, engine: Sampler) -> None:
+    """Note a turn of the policy, whose tokens r has already."""
+    r.turns.append(
+        {
+            "role": "assistant",
+            "content": text_of(generation.token_ids, engine),
+            "tokens": len(generation.token_ids),
+            "cached": generation.cached,
+            "finish_reason": generation.finish_reason,
+        }
+    )
+
+
+def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
+    """Have the environment answer the last turn of r, in a thread: see end_turn."""
+    return rewards.ENV_THREADS.submit(lambda: take_answer(r, engine, args, evaluation))
+
+
+def take_answer(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> utils.Request | None:
+    """Wait for the environment's answer to the last turn of r and add it. If it ends r, start the verifiers and return
+    None; otherwise return the request for the next turn."""
+    environment = r.prompt.environment
+    assert environment is not None
+    state = r.turns[-2]["state"] if len(r.turns) > 1 else None  # of the answer before
+    answer = rewards.ask_environment(environment.path, state, episode_of(r, args), args.env_timeout)
+
+    texts = answer.pop("texts")
+    ended = r.token_ids[-1] in engine.eos_ids
+    tokens_left = room(r, args, evaluation)
+    token_ids, text = environment.answer(texts, ended, tokens_left, engine.tokenizer)
+    with utils.LOCK:
+        r.over = answer["done"] or (ended and not environment.role)
+        if not r.over and len(token_ids) >= tokens_left:
+            r.over = True
+            r.finish_reason = "length"
+        if r.over:
+            token_ids = []
+        r.append_answer(token_ids)
+        if text or answer["reward"] or answer["metrics"] or not r.over:
+            role = environment.role or "tool"
+            r.turns.append({"role": role, "content": text, "tokens": len(token_ids)} | answer)
+    if r.over:
+        start_scoring(r, engine, args)
+        return None
+    return make_request(r, args, evaluation)
+
+
+def episode_of(r: Rollout, args: Args) -> dict[str, Any]:
+    """What the environment gets to know about r: the columns of its row, and what was said so far."""
+    messages = list(r.prompt.episode["messages"])
+    for turn in r.turns:
+        messages.append({"role": turn["role"], "content": turn["content"]})
+    last = r.turns[-1]
+    number = 1 + len(r.turns) // 2  # answers stand between the turns
+    stopped = last["finish_reason"] == "stop"
+    return r.prompt.episode | {
+        "messages": messages,
+        "text": last["content"],
+        "turn": number,
+        "steps_left": args.max_steps - number,
+        "stopped": stopped,
+    }
+
+
+def add_answers_rewards(r: Rollout, args: Args) -> float:
+    """r.verifiable and the rewards of the environment's answers. NaN if the environment failed to answer.
+
+    With only_reward_good_outputs the verifiers count only if no answer had a failure and one has a text.
+    """
+    answers = [turn for turn in r.turns if turn["role"] != "assistant"]
+    if any(answer["status"] == "infra_error" for answer in answers):
+        return math.nan
+    failures = 0
+    for answer in answers:
+        failures += sum(value for name, value in answer["metrics"].items() if name.endswith("/failures"))
+    is_good = not failures and any(answer["content"] for answer in answers)
+    verifiable = r.verifiable if is_good or not args.only_reward_good_outputs else 0.0
+    return verifiable + sum(answer["reward"] for answer in answers)
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
@@ -1099,7 +1410,7 @@ def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
     batches = micro_batches([[[r]] for r in rollouts], "rows", args, world.device)
     fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
     for batch in batches:
-        gap.add(batch.old_logprobs, batch)  # ty: ignore[invalid-argument-type]
+        gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
     return gap.check(args, world, when)
 
 

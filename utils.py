@@ -2261,48 +2261,65 @@ class Gap:
     """Running comparison of learner and engine logprobs of sampled tokens: the gauge of the weight sync."""
 
     def __init__(self):
-        self.parts: list[torch.Tensor] = []  # n, |d|, d^2, k3, rho, rho^2, max |d| of each batch, read only in `check`
+        self.rows: list[torch.Tensor] = []  # of each batch: six sums and max |d|, read only in `check`
 
     @torch.no_grad()
-    def add(self, logprobs: torch.Tensor, batch: "grpo.Batch") -> None:
-        """Take in a batch's learner logprobs (B, T) under the weights that sampled it."""
-        d = (logprobs.detach() - batch.vllm_logprobs).flatten()[batch.places].double()  # (n,)
-        rho = d.exp()
-        columns = (torch.ones_like(d), d.abs(), d.square(), rho - 1 - d, rho, rho.square())
-        if len(d):  # a tool may have made all tokens
-            self.parts.append(torch.stack([*(c.sum() for c in columns), d.abs().max()]))
+    def add(self, logprobs: torch.Tensor | None, vllm_logprobs: torch.Tensor, places: torch.Tensor) -> None:
+        """Compare a batch's learner logprobs (B, T), under the weights that sampled it, with the engine's.
 
-    def check(self, args: "grpo.Args", world: World, when: str) -> dict[str, float]:
+        places (n,) are the sampled tokens, as indices of the flattened rows.
+        """
+        assert logprobs is not None
+        d = (logprobs - vllm_logprobs).flatten()[places].double()  # (n,)
+        if len(d) == 0:  # a tool may have made all tokens
+            return
+        rho = d.exp()
+        k3 = rho - 1 - d
+        columns = (torch.ones_like(d), d.abs(), d.square(), k3, rho, rho.square())
+        self.rows.append(torch.stack([*(column.sum() for column in columns), d.abs().max()]))
+
+    def check(self, args: Flags, world: World, when: str) -> dict[str, float]:
         """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
-        sums, most = [0.0] * 6, 0.0
-        for *row, largest in torch.stack(self.parts).tolist() if self.parts and leads(args, world) else ():
-            sums, most = [a + b for a, b in zip(sums, row, strict=True)], max(most, largest)
-        n, absolute, squared, k3, rho, rho_sq = all_reduce(sums, world)
-        largest = all_reduce([most], world, dist.ReduceOp.MAX)[0]
+        sums = [0.0] * 6
+        largest = 0.0
+        if self.rows and leads(args, world):
+            for *row, row_largest in torch.stack(self.rows).tolist():
+                sums = [a + b for a, b in zip(sums, row, strict=True)]
+                largest = max(largest, row_largest)
+        n, absolute, squared, k3, rho, rho_squared = all_reduce(sums, world)
+        largest = all_reduce([largest], world, dist.ReduceOp.MAX)[0]
         if n == 0:
             return {}
+
         mean = absolute / n
-        out = {
+        if args.max_logprob_gap and not mean <= args.max_logprob_gap:  # not: NaN is beyond it
+            raise GapError(
+                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) "
+                f"over {n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. "
+                f"Likely cause: {self.likely_cause(when)}."
+            )
+        rho_variance = rho_squared / n - (rho / n) ** 2
+        return {
             "debug/vllm_vs_local_logprob_diff_mean": mean,
             "debug/vllm_vs_local_logprob_diff_max": largest,
             "debug/vllm_vs_local_logprob_diff_std": math.sqrt(max(squared / n - mean**2, 0.0)),
             "debug/vllm_local_reverse_kl": k3 / n,
             "val/rho": rho / n,
-            "val/rho_se": math.sqrt(max(rho_sq / n - (rho / n) ** 2, 0.0) / n),
+            "val/rho_se": math.sqrt(max(rho_variance, 0.0) / n),
         }
-        if args.max_logprob_gap and not mean <= args.max_logprob_gap:
-            cause = (
+
+    @staticmethod
+    def likely_cause(when: str) -> str:
+        """What usually makes a gap that is too large."""
+        if when == "before the first rollout":
+            return (
                 "they never held the same weights: another revision or dtype, a head or embedding the engine did not "
                 "take, or a model whose logits are scaled or capped after its head"
-                if when == "before the first rollout"
-                else "weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and "
-                "engine diverged numerically: try --model_dtype float32; --load_batches of others: --max_logprob_gap 0"
             )
-            raise GapError(
-                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) "
-                f"over {n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. Likely cause: {cause}."
-            )
-        return out
+        return (
+            "weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and "
+            "engine diverged numerically: try --model_dtype float32; --load_batches of others: --max_logprob_gap 0"
+        )
 
 
 def note_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics) -> None:

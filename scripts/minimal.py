@@ -1,4 +1,4 @@
-"""GRPO in 200 lines, the way into grpo.py: one device, one thing after the other, nothing but the algorithm.
+"""GRPO in one short file, the way into grpo.py: one device, one thing after the other, nothing but the algorithm.
 
     python scripts/minimal.py --model_name_or_path models/SmolLM2-135M-Instruct --dataset_mixer_list \
         data/addition/train.jsonl 1.0 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --beta 0 \
@@ -23,13 +23,13 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import utils  # isort: skip  (pins thread counts and sets vLLM's switches, so it comes before torch)
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import rewards
@@ -79,57 +79,93 @@ class Rollout:
     advantage: float = 0.0
 
 
+@dataclass
+class Batch:
+    """Rollouts as rows: prompt and response, padded on the right, where causal attention never looks. All (B, T)."""
+
+    input_ids: Tensor
+    targets: Tensor
+    mask: Tensor  # bool: targets[t] is of the response, train on it
+    advantages: Tensor
+    vllm_logprobs: Tensor
+    old_logprobs: Tensor | None = None  # of the policy before the step's updates
+    ref_logprobs: Tensor | None = None  # of the start policy
+
+
 def sample(engine: Any, prompts: list[utils.Prompt], step: int, args: Args) -> list[Rollout]:
     """The step's scored rollouts, G for each of the next P prompts of a stream that is shuffled anew each epoch."""
     from vllm import SamplingParams
 
-    rollouts, params = [], []
-    for position in range((step - 1) * args.num_unique_prompts_rollout, step * args.num_unique_prompts_rollout):
+    rollouts = []
+    params = []
+    options: Any = {"temperature": args.temperature, "max_tokens": args.response_length}
+    P = args.num_unique_prompts_rollout
+    for position in range((step - 1) * P, step * P):
+        prompt = utils.prompt_at(prompts, position, args.seed)
         for j in range(args.num_samples_per_prompt_rollout):
-            rollouts.append(Rollout(utils.prompt_at(prompts, position, args.seed)))
-            seed = utils.derive_seed(args.seed, position, j, 0)  # of each response its own
-            options: Any = {"temperature": args.temperature, "max_tokens": args.response_length, "seed": seed}
-            params.append(SamplingParams(**options, logprobs=0, skip_special_tokens=False))
+            rollouts.append(Rollout(prompt))
+            seed = utils.derive_seed(args.seed, position, j, 0)  # each response has its own
+            params.append(SamplingParams(seed=seed, logprobs=0, skip_special_tokens=False, **options))
+
     requests = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in rollouts]
-    for r, output in zip(rollouts, engine.generate(requests, params, use_tqdm=False), strict=True):
-        made = output.outputs[0]
-        r.token_ids, r.text = list(made.token_ids), made.text
-        r.vllm_logprobs = [entry[token].logprob for token, entry in zip(r.token_ids, made.logprobs, strict=True)]
-        labels = zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True)
-        results = rewards.score([rewards.RewardRecord(r.text, *label, len(r.token_ids)) for label in labels])
-        r.score = args.verification_reward * sum(result.score for result in results)
+    outputs = engine.generate(requests, params, use_tqdm=False)
+    for r, output in zip(rollouts, outputs, strict=True):
+        response = output.outputs[0]
+        r.text = response.text
+        for token, logprobs in zip(response.token_ids, response.logprobs, strict=True):
+            r.token_ids.append(token)
+            r.vllm_logprobs.append(logprobs[token].logprob)
+        r.score = score(r, args)
     return rollouts
 
 
-def compute_advantages(scores: torch.Tensor) -> torch.Tensor:  # (P, G) -> (P, G)
+def score(r: Rollout, args: Args) -> float:
+    """verification_reward times the sum of the verifiers' scores of 0 to 1."""
+    records = []
+    for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
+        records.append(rewards.RewardRecord(r.text, label, verifier, len(r.token_ids)))
+    return args.verification_reward * sum(result.score for result in rewards.score(records))
+
+
+def compute_advantages(scores: Tensor) -> Tensor:  # (P, G) -> (P, G)
     """A_i = (r_i - mean r) / (std r + 1e-8), within each group (DeepSeekMath, arXiv:2402.03300, 4.1.2)."""
     centered = scores - scores.mean(1, keepdim=True)
-    return centered / (centered.square().mean(1, keepdim=True).sqrt() + 1e-8)
+    std = centered.square().mean(1, keepdim=True).sqrt()
+    return centered / (std + 1e-8)
 
 
-def make_batch(rollouts: list[Rollout], device: torch.device) -> SimpleNamespace:
-    """Prompt and response as a row, padded on the right, where causal attention never looks. Every tensor is (B, T)."""
-    rows = []
-    for r in rollouts:
-        ids = torch.tensor([*r.prompt.token_ids, *r.token_ids])
-        mask = torch.arange(1, len(ids)) >= len(r.prompt.token_ids)  # targets[t] is of the response: train on it
-        vllm_logprobs = torch.zeros(len(mask)).masked_scatter(mask, torch.tensor(r.vllm_logprobs))
-        rows.append((ids[:-1], ids[1:], mask, r.advantage * mask, vllm_logprobs))
-    names = ("input_ids", "targets", "mask", "advantages", "vllm_logprobs")
-    columns = zip(names, zip(*rows, strict=True), strict=True)
-    return SimpleNamespace(**{name: pad_sequence(column, batch_first=True).to(device) for name, column in columns})
+def make_batch(rollouts: list[Rollout], device: torch.device) -> Batch:
+    """Rollouts as the rows of a batch. The shift of targets against inputs happens here only."""
+    rows = [torch.tensor([*r.prompt.token_ids, *r.token_ids]) for r in rollouts]
+    ids = pad_sequence(rows, batch_first=True).to(device)  # (B, T + 1)
+    input_ids = ids[:, :-1]
+    targets = ids[:, 1:]
+    mask = torch.zeros_like(targets, dtype=torch.bool)
+    advantages = torch.zeros_like(targets, dtype=torch.float32)
+    vllm_logprobs = torch.zeros_like(advantages)
+    for i, r in enumerate(rollouts):
+        start = len(r.prompt.token_ids) - 1  # the last token of the prompt predicts the first of the response
+        response = slice(start, start + len(r.token_ids))
+        mask[i, response] = True
+        advantages[i, response] = r.advantage
+        vllm_logprobs[i, response] = torch.tensor(r.vllm_logprobs)
+    return Batch(input_ids, targets, mask, advantages, vllm_logprobs)
 
 
-def token_logprobs(model: Any, batch: SimpleNamespace, args: Args) -> torch.Tensor:
+def token_logprobs(model: Any, batch: Batch, args: Args) -> Tensor:
     """log softmax(logits / temperature)[targets], float32 (B, T), 0 outside the responses."""
-    with torch.autocast(batch.mask.device.type, torch.bfloat16, enabled=args.model_dtype == "bfloat16"):
+    mask = batch.mask
+    with torch.autocast(mask.device.type, torch.bfloat16, enabled=args.model_dtype == "bfloat16"):
         hidden = model.base_model(batch.input_ids, use_cache=False).last_hidden_state  # (B, T, H)
-        logits = model.get_output_embeddings()(hidden[batch.mask]).float() / args.temperature  # (n, V)
-    chosen = logits.gather(1, batch.targets[batch.mask][:, None])[:, 0]  # (n,)
-    return torch.zeros_like(batch.advantages).masked_scatter(batch.mask, chosen - logits.logsumexp(1))
+        head = model.get_output_embeddings()
+        logits = head(hidden[mask]).float() / args.temperature  # (n, V)
+    targets = batch.targets[mask]  # (n,)
+    target_logits = logits.gather(1, targets[:, None])[:, 0]
+    logprobs = target_logits - logits.logsumexp(1)
+    return torch.zeros_like(batch.advantages).masked_scatter(mask, logprobs)
 
 
-def grpo_loss(new_logprobs: torch.Tensor, batch: SimpleNamespace, tokens: int, args: Args) -> torch.Tensor:
+def grpo_loss(new_logprobs: Tensor, batch: Batch, tokens: int, args: Args) -> Tensor:
     """A micro-batch's part of sum_it (rho_it L_it + beta KL_it) / tokens of the mini-batch (DAPO, arXiv:2503.14476).
 
     L      max(-A ratio, -A clip(ratio, 1 - lower, 1 + higher)), ratio = exp(new - old)    PPO, arXiv:1707.06347, eq. 7
@@ -138,12 +174,16 @@ def grpo_loss(new_logprobs: torch.Tensor, batch: SimpleNamespace, tokens: int, a
     """
     ratio = (new_logprobs - batch.old_logprobs).exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - args.clip_lower, 1 + args.clip_higher)
-    per_token = torch.maximum(-batch.advantages * ratio, -batch.advantages * clipped_ratio)
-    rho = (batch.old_logprobs - batch.vllm_logprobs).exp().clamp(max=args.rho_clamp_upper_bound)
+    unclipped_loss = -batch.advantages * ratio
+    clipped_loss = -batch.advantages * clipped_ratio
+    per_token = torch.maximum(unclipped_loss, clipped_loss)
+    rho = (batch.old_logprobs - batch.vllm_logprobs).exp()
+    rho = rho.clamp(max=args.rho_clamp_upper_bound)
     loss = (per_token * rho)[batch.mask].sum() / tokens
     if args.beta:
         d = new_logprobs - batch.ref_logprobs
-        loss = loss + args.beta * ((torch.expm1(-d) + d)[batch.mask].sum() / tokens)
+        kl = torch.expm1(-d) + d
+        loss = loss + args.beta * (kl[batch.mask].sum() / tokens)
     return loss
 
 
@@ -152,46 +192,77 @@ def main(args: Args) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm import LLM
 
-    P, G, B = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.per_device_train_batch_size
-    num_steps, run_dir = args.total_episodes // (P * G), Path(args.output_dir, args.exp_name)
+    G = args.num_samples_per_prompt_rollout
+    B = args.per_device_train_batch_size
+    rollouts_per_step = args.num_unique_prompts_rollout * G
+    num_steps = args.total_episodes // rollouts_per_step
+    run_dir = Path(args.output_dir, args.exp_name)
     run_dir.mkdir(parents=True)  # fails where a run is
+
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)  # token ids of the tokenizer's chat template
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options: Any = {"max_num_seqs": P * G, "max_model_len": args.max_prompt_token_length + args.response_length}
-    options |= {"dtype": args.model_dtype, "gpu_memory_utilization": args.vllm_gpu_memory_utilization}
-    options["enable_chunked_prefill"] = device.type == "cuda"  # on a CPU seeds need prompts that are taken in whole
-    options["logprobs_mode"] = "processed_logprobs"  # after temperature: of the distribution that was sampled from
-    engine = LLM(args.model_name_or_path, enforce_eager=args.vllm_enforce_eager, **options)
+    engine = LLM(
+        args.model_name_or_path,
+        dtype=args.model_dtype,
+        max_num_seqs=rollouts_per_step,
+        max_model_len=args.max_prompt_token_length + args.response_length,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        enforce_eager=args.vllm_enforce_eager,
+        enable_chunked_prefill=device.type == "cuda",  # on a CPU seeds need prompts that are taken in whole
+        logprobs_mode="processed_logprobs",  # after temperature: of the distribution that was sampled from
+    )
     policy = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32).to(device)
     ref_policy = copy.deepcopy(policy) if args.beta else None  # both without dropout, as from_pretrained leaves them
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
 
     for step in range(1, num_steps + 1):
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(policy.state_dict().items())})
+        # sync the weights, sample and score
+        weights = iter(policy.state_dict().items())
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         rollouts = sample(engine, prompts, step, args)
-        scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64).view(P, G)
-        for r, advantage in zip(rollouts, compute_advantages(scores).float().flatten().tolist(), strict=True):
+
+        # compare within each group
+        scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)
+        scores = scores.view(-1, G)  # (P, G)
+        advantages = compute_advantages(scores).float().flatten()
+        for r, advantage in zip(rollouts, advantages.tolist(), strict=True):
             r.advantage = advantage
-        mini_batches = []  # each a list of micro-batches
-        for part in torch.arange(P).chunk(args.num_mini_batches):  # without groups of equal scores: advantages 0
-            kept = [r for i in part if scores[i].amin() < scores[i].amax() for r in rollouts[i * G : (i + 1) * G]]
+
+        # divide the groups into mini-batches, each a list of micro-batches
+        mini_batches = []
+        for indices in torch.arange(len(scores)).chunk(args.num_mini_batches):
+            kept = []
+            for i in indices.tolist():
+                if scores[i].amin() < scores[i].amax():  # the advantages of equal scores are 0
+                    kept += rollouts[i * G : (i + 1) * G]
             kept.sort(key=lambda r: -len(r.prompt.token_ids) - len(r.token_ids))  # so that rows need little padding
             mini_batches.append([make_batch(kept[i : i + B], device) for i in range(0, len(kept), B)])
+
+        # logprobs from before any update
         with torch.no_grad():
             for batch in sum(mini_batches, []):
                 batch.old_logprobs = token_logprobs(policy, batch, args)
-                batch.ref_logprobs = token_logprobs(ref_policy, batch, args) if args.beta else None
+                if args.beta:
+                    batch.ref_logprobs = token_logprobs(ref_policy, batch, args)
+
+        # an optimizer step for each mini-batch
         for mini_batch in mini_batches * args.num_epochs:
             tokens = sum(int(batch.mask.sum()) for batch in mini_batch)
             for batch in mini_batch:
-                grpo_loss(token_logprobs(policy, batch, args), batch, tokens, args).backward()
+                new_logprobs = token_logprobs(policy, batch, args)
+                grpo_loss(new_logprobs, batch, tokens, args).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        print(f"{step}/{num_steps} score {scores.mean():.2f}, correct {(scores > 0).double().mean():.2f}", flush=True)
+
+        # report
+        correct = (scores > 0).double().mean()
+        print(f"{step}/{num_steps} score {scores.mean():.2f}, correct {correct:.2f}", flush=True)
         with (run_dir / "rollouts.jsonl").open("a") as file:
-            file.writelines(json.dumps({"training_step": step} | asdict(r)) + "\n" for r in rollouts)
+            for r in rollouts:
+                row = {"training_step": step} | asdict(r)
+                file.write(json.dumps(row) + "\n")
     policy.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
 

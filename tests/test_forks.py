@@ -181,13 +181,13 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
     cut = [(x / 3 - 20 / 33) / math.sqrt(854 / 9 / 11 - (20 / 33) ** 2) for x in thirds[:-1]]
     seen = {}
 
-    def loss(new_logprobs, entropy, batch, *rest):
+    def loss_inputs(batch, new_logprobs, entropy):
         for i, r in enumerate(batch.rollouts, start=1):
             (seen[r.position, r.sample],) = set(batch.advantages[batch.seq_ids == i].tolist())
-        return original(new_logprobs, entropy, batch, *rest)
+        return original(batch, new_logprobs, entropy)
 
-    original = grpo.grpo_loss
-    monkeypatch.setattr(grpo, "grpo_loss", loss)
+    original = grpo.Batch.loss_inputs
+    monkeypatch.setattr(grpo.Batch, "loss_inputs", loss_inputs)
     for parts, want in (([rollouts], whole), ([rollouts[:5], rollouts[5:]], whole), ([rollouts[:-1]], cut)):
         seen.clear()
         test_learner.run_update(args, world, parts)

@@ -163,7 +163,8 @@ def test_padding_does_not_matter(tiny_models, world):
     def gradient(batch):
         policy.zero_grad()
         logprobs, entropy = policy(batch, args.temperature)
-        loss = grpo.grpo_loss(logprobs, entropy, batch, 10.0, 2.0, args, utils.Metrics())
+        inputs = batch.loss_inputs(logprobs, entropy)
+        loss = grpo.grpo_loss(inputs, grpo.Totals(10.0, 2.0), args, utils.Metrics())
         loss.backward()
         return loss.item(), torch.cat([utils.shard_of(p.grad).flatten() for p in policy.parameters()])
 
@@ -226,7 +227,8 @@ def test_the_share_of_tokens_that_clip_dual_bounds(tiny_models, world):
     for dual, want in (("3.0", (mask & raised & (batch.seq_ids == 1)).sum() / mask.sum()), ("0", 0.0), ("8.0", 0.0)):
         metrics = utils.Metrics()
         args = make_args("m", "--clip_dual", dual)
-        grpo.grpo_loss(new.requires_grad_(), torch.zeros_like(new), batch, 1.0, 1.0, args, metrics)
+        inputs = batch.loss_inputs(new.requires_grad_(), torch.zeros_like(new))
+        grpo.grpo_loss(inputs, grpo.Totals(1.0, 1.0), args, metrics)
         found = metrics.reduce(world)["policy/clipfrac_lower_avg"]
         assert found == pytest.approx(float(want)) and (found > 0) == (dual == "3.0")
 
@@ -270,6 +272,8 @@ def test_a_response_is_scored_while_others_are_sampled(monkeypatch):
     (rollouts,) = grpo.sample_rollouts(engine, [(0, prompt)], 2, args)
     grpo.score_rollouts(rollouts, args)
     assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
+    grpo.score_rollouts(rollouts, args)
+    assert [r.score for r in rollouts] == [10.0, 0.0]  # a second call finds no verifiers to wait for
 
 
 CASES = json.loads((REPO / "tests" / "verl_cases.json").read_text())["cases"]
@@ -438,7 +442,8 @@ def test_estimator_3_reaches_the_loss_with_its_gradient(tiny_models):
     batch.advantages.zero_()
     batch.ref_logprobs = torch.full(batch.targets.shape, -2.0)
     new = torch.full(batch.targets.shape, -1.5, requires_grad=True)
-    grpo.grpo_loss(new, torch.zeros_like(new), batch, 10.0, 3.0, args, utils.Metrics()).backward()
+    inputs = batch.loss_inputs(new, torch.zeros_like(new))
+    grpo.grpo_loss(inputs, grpo.Totals(10.0, 3.0), args, utils.Metrics()).backward()
     want = torch.where(batch.response_mask, 0.5 / 10 * (0.5 + 1), 0.0)
     torch.testing.assert_close(new.grad, want)
 

@@ -37,20 +37,28 @@ def rows(mask):
     return torch.arange(len(mask))[:, None].expand(mask.shape)
 
 
+def inputs_of(mask, seq_ids=None, **tensors):
+    """LossInputs of these tensors, zeros in place of the others"""
+    zeros = torch.zeros(mask.shape)
+    given = dict.fromkeys(("new_logprobs", "old_logprobs", "vllm_logprobs", "advantages", "entropy"), zeros) | tensors
+    seq_ids = rows(mask) if seq_ids is None else seq_ids
+    return grpo.LossInputs(**given, ref_logprobs=None, mask=mask, seq_ids=seq_ids, tokens=1.0, responses=1.0)
+
+
+def aggregate(values, mask, seq_ids, kind, tokens, responses):
+    return grpo.aggregate(values, inputs_of(mask, seq_ids), grpo.Totals(tokens, responses), kind)
+
+
 def loss_of(new, old, advantage, loss_fn="dapo", lower=0.2, higher=0.2, dual=0.0, mask=None, seq_ids=None):
     """policy_loss on (1, T) rows with one advantage; returns (loss, ratio, clipped, gradient of the summed loss)"""
     new = new.clone().requires_grad_()
     mask = torch.ones_like(new, dtype=torch.bool) if mask is None else mask
     advantages = torch.as_tensor(advantage, dtype=new.dtype).expand(new.shape)
-    loss, ratio, clipped = grpo.policy_loss(
-        new,
-        old,
-        advantages,
-        mask,
-        rows(mask) if seq_ids is None else seq_ids,
-        grpo.GRPOFlags(loss_fn=loss_fn, clip_lower=lower, clip_higher=higher, clip_dual=dual),
-    )
-    return loss.detach(), ratio, clipped, torch.autograd.grad(loss.sum(), new)[0]
+    inputs = inputs_of(mask, seq_ids, new_logprobs=new, old_logprobs=old, advantages=advantages)
+    flags = grpo.GRPOFlags(loss_fn=loss_fn, clip_lower=lower, clip_higher=higher, clip_dual=dual)
+    out = grpo.policy_loss(inputs, flags)
+    grad = torch.autograd.grad(out.per_token.sum(), new)[0]
+    return out.per_token.detach(), out.ratio, out.clipped, grad
 
 
 def per_token(*values):
@@ -214,7 +222,8 @@ def test_gspo_tokens_have_a_gradient_of_their_own():
     new, old = log(0.4, 0.1, 0.8).requires_grad_(), log(0.2, 0.2, 0.1)  # s = 2
     mask, advantages = torch.ones(1, 3, dtype=torch.bool), per_token(1.0, 1.0, 1.0)
     flags = grpo.GRPOFlags(loss_fn="gspo", clip_lower=0.2, clip_higher=3.0)
-    loss = grpo.policy_loss(new, old, advantages, mask, rows(mask), flags)[0]
+    inputs = inputs_of(mask, new_logprobs=new, old_logprobs=old, advantages=advantages)
+    loss = grpo.policy_loss(inputs, flags).per_token
     assert_close(torch.autograd.grad((loss * per_token(1.0, 0.0, 0.5)).sum(), new)[0], per_token(-2.0, 0.0, -1.0))
 
 
@@ -288,7 +297,7 @@ def aggregate_as_verl(values, mask, case):
         "seq-mean-token-sum-norm": str(sequences * mask.shape[1]),  # verl 0.9.1: by the mask's width and by sequences
         "token-sum": "1",
     }[params.get("agg", case["kind"])]
-    return grpo.aggregate(values, mask, rows(mask), kind, tokens, sequences) * params.get("dp_size", 1)
+    return aggregate(values, mask, rows(mask), kind, tokens, sequences) * params.get("dp_size", 1)
 
 
 def verl_loss(case, dtype, padding=None):
@@ -301,14 +310,9 @@ def verl_loss(case, dtype, padding=None):
     new.requires_grad_()
     loss_fn, dual = VERL_LOSSES[case["kind"]]
     low, high = case["params"]["clip_low"], case["params"]["clip_high"]
-    values, _, _ = grpo.policy_loss(
-        new,
-        old,
-        advantages,
-        mask,
-        rows(mask),
-        grpo.GRPOFlags(loss_fn=loss_fn, clip_lower=low, clip_higher=high, clip_dual=dual),
-    )
+    inputs = inputs_of(mask, new_logprobs=new, old_logprobs=old, advantages=advantages)
+    flags = grpo.GRPOFlags(loss_fn=loss_fn, clip_lower=low, clip_higher=high, clip_dual=dual)
+    values = grpo.policy_loss(inputs, flags).per_token
     if not mask.any():  # counts are those of the whole optimizer step: this part of it has no tokens, others have
         case = case | {"params": case["params"] | {"batch_num_tokens": 5, "global_batch_size": 1}}
     loss = aggregate_as_verl(values, mask, case)
@@ -433,9 +437,9 @@ def test_k3_grows_with_the_log_ratio_on_either_side():  # up to our clamp at 40,
 
 def weights_of(old, engine, mask=None, seq_ids=None, upper=0.0, **options):
     mask = torch.ones_like(old, dtype=torch.bool) if mask is None else mask
-    seq_ids = rows(mask) if seq_ids is None else seq_ids
     flags = {f"rho_{name}": value for name, value in options.items()}
-    return grpo.importance_weights(old, engine, mask, seq_ids, grpo.GRPOFlags(rho_clamp_upper_bound=upper, **flags))
+    inputs = inputs_of(mask, seq_ids, old_logprobs=old, vllm_logprobs=engine)
+    return grpo.importance_weights(inputs, grpo.GRPOFlags(rho_clamp_upper_bound=upper, **flags))
 
 
 OLD, ENGINE = log(0.8, 0.2, 0.3, 0.1), log(0.2, 0.2, 0.6, 0.4)  # rho 4, 1, 1/2, 1/4
@@ -524,18 +528,17 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()  # the th
 def test_aggregate_by_hand(kind, want, dtype):
     values = VALUES.to(dtype)
     for n in (2, 3):  # without and with the response that has no tokens
-        assert grpo.aggregate(values[:n], MASK[:n], rows(MASK)[:n], kind, 4, 2).item() == pytest.approx(want)
+        assert aggregate(values[:n], MASK[:n], rows(MASK)[:n], kind, 4, 2).item() == pytest.approx(want)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "7.5"])
 def test_parts_of_micro_batches_add_up(kind):
     torch.manual_seed(0)
     values, mask = torch.randn(5, 6), torch.arange(6) < torch.tensor([[1], [6], [3], [2], [5]])
-    whole = grpo.aggregate(values, mask, rows(mask), kind, 17, 5)
+    whole = aggregate(values, mask, rows(mask), kind, 17, 5)
     for cut in range(1, 5):
         parts = [
-            grpo.aggregate(v, m, rows(m), kind, 17, 5)
-            for v, m in ((values[:cut], mask[:cut]), (values[cut:], mask[cut:]))
+            aggregate(v, m, rows(m), kind, 17, 5) for v, m in ((values[:cut], mask[:cut]), (values[cut:], mask[cut:]))
         ]
         assert_close(sum(parts), whole)
 
@@ -543,8 +546,8 @@ def test_parts_of_micro_batches_add_up(kind):
 @pytest.mark.parametrize("kind", ["token", "sequence", "7.5"])
 def test_packing_responses_into_one_row_changes_nothing(kind):
     packed = torch.tensor([[1.0, 2.0, 3.0, 10.0, 99.0]]), torch.tensor([[1, 1, 1, 1, 0]]).bool()
-    got = grpo.aggregate(*packed, torch.tensor([[0, 0, 0, 1, 1]]), kind, 4, 2)
-    assert_close(got, grpo.aggregate(VALUES[:2], MASK[:2], rows(MASK)[:2], kind, 4, 2))
+    got = aggregate(*packed, torch.tensor([[0, 0, 0, 1, 1]]), kind, 4, 2)
+    assert_close(got, aggregate(VALUES[:2], MASK[:2], rows(MASK)[:2], kind, 4, 2))
 
 
 def test_response_mean():
@@ -658,11 +661,12 @@ def two_rows(padding=0.0):
 
 
 BASE = grpo.Args(model_name_or_path="x", beta=0.1, entropy_coef=0.01)
+TOTALS = grpo.Totals(tokens=5.0, responses=2.0)
 
 
 def whole_loss(batch, new, entropy, args):
     new, entropy = new.clone().requires_grad_(), entropy.clone().requires_grad_()
-    loss = grpo.grpo_loss(new, entropy, batch, 5.0, 2.0, args, utils.Metrics())
+    loss = grpo.grpo_loss(batch.loss_inputs(new, entropy), TOTALS, args, utils.Metrics())
     return loss.detach(), *torch.autograd.grad(loss, (new, entropy), allow_unused=True)
 
 
@@ -686,7 +690,8 @@ def test_metrics_are_blind_to_padding():
     read = []
     for padding in (0.0, NAN, -INF):
         (batch, new), metrics = two_rows(padding), utils.Metrics()
-        grpo.grpo_loss(new, torch.where(batch.response_mask, 0.7, padding), batch, 5.0, 2.0, BASE, metrics)
+        inputs = batch.loss_inputs(new, torch.where(batch.response_mask, 0.7, padding))
+        grpo.grpo_loss(inputs, TOTALS, BASE, metrics)
         read.append({name: (float(total), float(count)) for name, (total, count) in metrics.sums.items()})
     assert len(read[0]) > 10
     assert read[0] == read[1] == read[2]
@@ -695,7 +700,7 @@ def test_metrics_are_blind_to_padding():
 def test_ppo_kl_by_hand():
     """old - new of the five tokens: -0.05, 0.3, -0.1, 0, -0.2."""
     (batch, new), metrics = two_rows(0.0), utils.Metrics()
-    grpo.grpo_loss(new, torch.zeros_like(new), batch, 5.0, 2.0, BASE, metrics)
+    grpo.grpo_loss(batch.loss_inputs(new, torch.zeros_like(new)), TOTALS, BASE, metrics)
     total, count = metrics.sums["policy/ppo_kl_avg"]
     assert float(total / count) == pytest.approx(-0.05 / 5, rel=1e-5)
 

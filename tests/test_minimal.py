@@ -24,8 +24,8 @@ PLAIN = """--pack_length 30 --no_share_prompts --lr_scheduler_type constant --sa
     --max_logprob_gap 1e-4"""
 
 
-def test_it_has_200_lines_at_most():
-    assert len((REPO / "scripts" / "minimal.py").read_text().splitlines()) <= 200
+def test_it_has_275_lines_at_most():
+    assert len((REPO / "scripts" / "minimal.py").read_text().splitlines()) <= 275
 
 
 def test_the_command_in_its_head_is_one_of_both_scripts():

@@ -32,8 +32,8 @@ def test_the_reference_notices(tiny_models, world, monkeypatch):
         monkeypatch.setattr(
             grpo,
             "grpo_loss",
-            lambda new, entropy, batch, tokens, n, args, metrics, change=change: whole(
-                new, entropy, batch, tokens, n, replace(args, **change), metrics
+            lambda inputs, totals, args, metrics, change=change: whole(
+                inputs, totals, replace(args, **change), metrics
             ),
         )
         with pytest.raises(AssertionError):

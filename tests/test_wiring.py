@@ -321,7 +321,8 @@ def one_response(ratios, rhos, advantage, **flags):
     batch = grpo.Batch(ids, ids, mask, ids, torch.full(new.shape, advantage), old - torch.tensor([rhos]).log())
     batch.old_logprobs = old
     args = grpo.Args(**{"beta": 0.0, "loss_denominator": "1", "rho_clamp_upper_bound": 0.0} | flags)
-    loss = grpo.grpo_loss(new, torch.zeros_like(old), batch, 1.0, 1.0, args, utils.Metrics())
+    inputs = batch.loss_inputs(new, torch.zeros_like(old))
+    loss = grpo.grpo_loss(inputs, grpo.Totals(1.0, 1.0), args, utils.Metrics())
     return loss.item(), torch.autograd.grad(loss, new)[0][0].tolist()
 
 
@@ -359,7 +360,8 @@ def test_cispo_has_no_lower_bound():
 def test_rho_on_its_bounds_is_kept(sequence_level):
     zeros, ids = torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.long)
     flags = grpo.GRPOFlags(rho_mask_lower_bound=1.0, rho_mask_upper_bound=1.0, rho_mask_sequence_level=sequence_level)
-    weights = grpo.importance_weights(zeros, zeros, torch.ones(1, 3, dtype=torch.bool), ids, flags)
+    batch = grpo.Batch(ids, ids, torch.ones(1, 3, dtype=torch.bool), ids, zeros, zeros, old_logprobs=zeros)
+    weights = grpo.importance_weights(batch.loss_inputs(zeros, zeros), flags)
     assert weights.tolist() == [[1.0] * 3]
 
 
