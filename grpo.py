@@ -20,15 +20,16 @@ Logprobs, KL and entropy are in nats.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import utils  # isort: skip  (pins thread counts, so it comes before torch)
 
@@ -1358,9 +1359,9 @@ class Run:
     checkpoints: utils.Checkpoints
     packing: str  # see choose_packing
     eval_world: World  # the ranks that sample and score for evaluation
-    # what `set_up` leaves to the scripts
-    engine: Sampler | None = None  # where this rank has one
-    servers: utils.Servers | None = None
+    # set_up leaves these to the scripts
+    engine: Sampler | None = None  # None on ranks that have none
+    servers: Any = None  # see utils.start_reward_models
     logger: utils.Logger = field(init=False)  # see start_log
 
 
@@ -1380,295 +1381,426 @@ class Step:
     start_time: float = field(default_factory=time.perf_counter)
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased pass@k from n samples: 1 - C(n - correct, k) / C(n, k) (Codex, arXiv:2107.03374, eq. 1)."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def evaluate(run: Run) -> dict[str, float]:
-    """Metrics `eval/...` over all evaluation prompts. All ranks of eval_world."""
-    args = replace(run.args, response_length=run.args.eval_response_length or run.args.response_length)  # of penalties
-    world, n, start = run.eval_world, args.eval_pass_at_k, time.perf_counter()
-    mine = [(p.index, p) for p in run.eval_prompts[world.rank :: world.size]]
-    assert run.engine is not None  # the ranks of eval_world have one
-    groups = sample_rollouts(run.engine, mine, n, args, evaluation=True) if mine else []
-    rollouts = [r for group in groups for r in group]
-    score_rollouts(rollouts, args)
-    metrics = Metrics()
-    utils.note_rollouts(rollouts, args, metrics)
-    for group in groups:
-        right = [r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in group if not math.isnan(r.verifiable)]
-        for k in [2**e for e in range(len(right).bit_length())]:
-            metrics.add("pass_at_1" if k == 1 else f"pass_at_{k}_unbiased", pass_at_k(len(right), sum(right), k))
-    out = ((n.removeprefix("val/").replace("objective/scores", "scores"), x) for n, x in metrics.reduce(world).items())
-    return {f"eval/{name}": value for name, value in out} | {"time/eval": time.perf_counter() - start}
-
-
-def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
-    """The logprob gap on fresh rollouts that are not being trained on. All ranks, each with as many."""
-    rollouts, gap = sum(utils.share([r for group in groups for r in group], args), []), Gap()
-    batches = micro_batches([[[r]] for r in rollouts], "rows", args, world.device)
-    fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
-    for batch in batches:
-        gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
-    return gap.check(args, world, when)
-
-
-def starts(policy: Policy, args: Args, step: int) -> Iterator[tuple[int, str, Callable[..., dict[str, float]]]]:
-    """Before the first rollout: version and name of the weights to send, the check of what the engine then samples.
-    Where adapters are what trains a trial of them comes first, then the policy's own."""
-    if args.lora_rank:
-        with utils.trial_adapters(policy, args.seed):
-            yield step - 1, "on a trial of all adapters", check_trial
-    yield step, "before the first rollout", measure_gap
-    utils.shard_again(policy)  # an engine that slept wakes next, beside what a step leaves
-
-
-def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
-    """Raise GapError unless the engine has all adapters. All ranks, inside utils.trial_adapters.
-
-    Those of a first update, with B near 0, change less than rounding: an engine that lacks them looks healthy. On a
-    trial they move a logprob by a nat or so. The worst engine may be apart by 0.2 % of that in float32, where each of
-    SmolLM2's 210 adapters is worth 0.7 % or more, by 30 % in bfloat16: rounding is 7 %, more of less than 8 tokens.
-    """
-    limit, least = (0.002, 1) if args.model_dtype == "float32" else (0.3, 8)
-    batch = make_batch([[[r]] for part in utils.share(groups, args) for g in part for r in g], world.device)
-    for name in ("old_logprobs", "ref_logprobs"):  # the latter without adapters
-        fill_logprobs(policy, [batch], name, 1, args)
-    rows, off, mask = batch.old_logprobs, batch.ref_logprobs, batch.response_mask  # a row is of one engine
-    assert rows is not None and off is not None
-    gaps = torch.where(mask, (rows - batch.vllm_logprobs).abs(), 0.0).sum(1) / mask.sum(1).clamp(min=least)
-    (apart,) = utils.all_reduce([float(gaps.max().nan_to_num(math.inf))], world, dist.ReduceOp.MAX)
-    moved, n = utils.all_reduce([float((rows - off)[mask].abs().sum()), len(batch.places)], world)
-    if not apart <= limit * moved / n:
-        raise utils.GapError(
-            f"{when}: learner and engine are apart by {apart * n / moved:.2%} of what adapters do to logprobs, more "
-            f"than {limit:.1%}: an adapter did not reach the engine"
-        )
-    return {}
-
-
-@torch.no_grad()
-def choose_packing(policy: Policy, prompt: Prompt, args: Args, world: World) -> str:
-    """How responses are packed: the first of shared, plain, rows that gives this model the logprobs of one response a
-    row. Tried on a probe, not assumed: recurrent and convolutional layers leak from one response into the next, a
-    sliding window is not in our masks, and a GPU may lack the shared memory for flex attention. All ranks, with the
-    same prompt. Raises UserError for a model that --sequence_parallel_size computes otherwise: one with such layers.
-    """
-    config, group, found, problem = policy.model.config, policy.group, "", ""
-    within, name = utils.within_window(config, args), type(policy.model).__name__
-    ours = config._attn_implementation == utils.PACK_ATTENTION
-    if group is not None and not (ours and within):
-        why = "does not take our attention" if within else f"attends within a window of {config.sliding_window} tokens"
-        args.refuse(f"--sequence_parallel_size: {name} {why}: take 1")
-    if ours and within and world.device.type == "cuda":
-        dtype = utils.DTYPES[args.model_dtype]
-        with torch.enable_grad():
-            why = utils.fit_flex_attention(config, dtype, args.pack_length, world.device)
-        problem = max(utils.all_gather(why, world))
-        if problem and world.is_main:
-            print(f"WARNING: flex attention does not run here ({problem}): each response gets a row of its own")
-    kinds = ["shared"] * (ours and args.share_prompts) + ["plain"] if within and not problem else []
-    if not kinds and group is None:
-        return "rows"
-    noise = 1e-4 if args.model_dtype == "float32" else 0.03  # of the logprobs' size
-    prompt = replace(prompt, token_ids=prompt.token_ids[-4:])  # short: a leak shows at the start of what leaks
-    ids = [token for token in prompt.token_ids for _ in range(2)][:4]
-    parts = [(i // 2, x) for i, x in enumerate((ids, ids[::-1], ids[::-1], ids))]
-    rollouts = [Rollout(prompt, i, 0, x, [0.0] * len(x), [True] * len(x)) for i, x in parts]
-    separate, policy.group = make_batch([[[r]] for r in rollouts], world.device), None
-    want, policy.group = policy(separate, 1.0)[0][separate.response_mask], group
-    for packing in kinds + ["rows"] * (group is not None):
-        pieces = make_pieces(rollouts, 2**62 if packing == "shared" else 0)
-        together = separate if packing == "rows" else make_batch([pieces], world.device)
-        difference = policy(together, 1.0)[0][together.response_mask] - want
-        if float(difference.abs().mean() / want.abs().mean()) < noise:
-            found = packing
-            break
-    if group is not None and not found:
-        layers = ", ".join(sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"}))
-        why = f"looks across positions not by attention alone{layers and f' ({layers})'}"
-        args.refuse(f"--sequence_parallel_size: {name} {why}: take 1")
-    utils.shard_again(policy)  # an engine may start next, and takes a share of what is free
-    torch.cuda.empty_cache()
-    return found or "rows"
-
-
-def handle_nonfinite(run: Run, step: Step, bad: int) -> None:
-    """Dump the batches of a step with `bad` skipped updates; raises RuntimeError at three such steps in a row."""
-    run.state["nonfinite_in_a_row"] = run.state["nonfinite_in_a_row"] + 1 if bad else 0
-    if not bad:
-        return
-    plain = [vars(b) | {"layout": b.layout and b.layout.pieces, "rollouts": None} for m in step.batches for b in m]
-    torch.save(plain, run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt")
-    run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
-    if run.state["nonfinite_in_a_row"] == 3:
-        raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run.run_dir}/nonfinite_step_*.pt")
-
-
-def note_update(learner: Learner, packs: Sequence[Sequence[Pack]], args: Args, metrics: Metrics) -> None:
-    """Metrics of what this rank trained on."""
-    pieces = [piece for mini_batch in packs for pack in mini_batch for piece in pack]
-    trained = sum(map(len, pieces))
-    metrics.count("trained", trained)
-    tokens, pairs = sum(map(piece_length, pieces)), sum(map(attended_pairs, pieces))
-    # what is frozen takes no gradient; without adapters: of the input and of the weight
-    passes = (2 if args.lora_rank else 3) * args.num_epochs + needs_old_logprobs(args, len(packs))
-    work = tokens, pairs, sum(len(r.token_ids) for piece in pieces for r in piece)
-    reference = learner.ref_policy.flops(*work) if learner.ref_policy is not None else 0.0
-    metrics.count("learner_flops", passes * learner.policy.flops(*work) + reference)
-    metrics.add_all("val/learner_tokens", [tokens / args.sequence_parallel_size])
-    metrics.add("other/packed_ratio", sum(map(len, packs)), trained)
-
-
 def start_state() -> dict[str, Any]:
-    """What changes from step to step beside weights and optimizer: plain data that a checkpoint holds. cursor counts
-    the prompts consumed, excluded has indices of prompts not to sample again, tokens and seconds are of all steps."""
-    counts = {"step": 0, "cursor": 0, "episode": 0, "nonfinite_in_a_row": 0, "tokens": 0.0, "seconds": 0.0}
-    return counts | {"excluded": []}
-
-
-def save_state(run: Run, more: Callable[[], dict[str, Any]] = dict) -> str:
-    """Start to write a resumable checkpoint, `more()` included, if it is time for one or a signal asks to stop: then
-    what it was, else "". All ranks."""
-    learner, step, stopping = run.learner, run.state["step"], utils.stop_asked(run.world)
-    if stopping or due(run.args.checkpoint_state_freq, step):
-        extra = {name: run.state[name] for name in start_state()} | {"scheduler": learner.scheduler.state_dict()}
-        run.checkpoints.save(step, learner.modules(run.args), learner.optimizer, extra | more())
-    if stopping:
-        run.logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
-    return stopping
-
-
-def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[str, Any]:
-    """Go back to a checkpoint; returns its state. All ranks."""
-    optimizer, scheduler = learner.optimizer, learner.scheduler
-    state = utils.load_checkpoint(path, learner.modules(args), optimizer, world)
-    then, base = state.pop("scheduler"), scheduler.base_lrs  # of now: see load_checkpoint
-    lrs = [lr * factor(then["last_epoch"]) for lr, factor in zip(base, scheduler.lr_lambdas, strict=True)]
-    scheduler.load_state_dict(then | {"base_lrs": base, "_last_lr": lrs})
-    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-        group["lr"] = lr
-    return state
-
-
-def load_groups(step: int, state: dict[str, Any], args: Args, world: World) -> list[Group]:
-    """This rank's groups of a step from --load_batches; moves the state's cursor."""
-    rows, dump = utils.read_dump(Path(args.load_batches), step)
-    groups: dict[int, Group] = {position: [] for position in dump["positions"]}
-    for r in utils.rollouts_of([row for row in rows if row["position"] in groups]):
-        groups[r.position].append(r)
-    sizes = {len(group) for group in groups.values()}
-    wanted = "--num_unique_prompts_rollout of --num_samples_per_prompt_rollout"
-    if (len(groups), sizes) != (args.num_unique_prompts_rollout, {args.num_samples_per_prompt_rollout}):
-        args.refuse(f"--load_batches step {step} has {len(groups)} groups of {sorted(sizes)} rollouts, not {wanted}")
-    state["cursor"] += len(groups)
-    return list(groups.values())[stream_offset(args, world) :: world.size]
+    """A run's state beside weights and optimizer, before its first step: plain data that a checkpoint holds."""
+    return {
+        "step": 0,  # the last one that is done
+        "cursor": 0,  # prompts consumed
+        "episode": 0,
+        "nonfinite_in_a_row": 0,
+        "tokens": 0.0,  # of all steps
+        "seconds": 0.0,  # of all steps
+        "excluded": [],  # indices of prompts that are not sampled again
+    }
 
 
 def set_up(args: Args, world: World) -> Run:
-    """A run before its engines: prompts, directory, learner, with --resume its newest checkpoint. All learners."""
+    """A run before its engines start: prompts, directory and a learner, with --resume that of its newest checkpoint.
+    All learners. Raises UserError for what cannot work."""
     start_time = time.perf_counter()
     torch.manual_seed(args.seed)
     utils.make_deterministic(args)
     tokenizer = utils.load_tokenizer(args)
     environment = utils.load_environment(args, tokenizer)
-    if args.load_batches:  # the last step's, too: a run must not end without a model
-        alone, ends = World(0, 0, 1, world.device), (1, num_training_steps(args))
-        train_prompts = [g[0].prompt for g in [load_groups(n, start_state(), args, alone) for n in ends][0]]
+    if args.load_batches:
+        train_prompts = dumped_prompts(args)
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
     utils.check_models(args)
     run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
-    rewards.configure(args, connect=world.is_main)  # a judge that is not there is told before minutes of loading
-    newest = utils.newest_checkpoint(run_dir, world) if args.resume else None
-    utils.need(newest is not None or not args.resume, f"--resume: {run_dir} has no whole checkpoint; see --overwrite")
-    learner, state = load_learner(args, world), start_state()
+    rewards.configure(args, connect=world.is_main)  # an absent judge is refused now, not after minutes of loading
+    newest = None
+    if args.resume:
+        newest = utils.newest_checkpoint(run_dir, world)
+        utils.need(newest is not None, f"--resume: {run_dir} has no whole checkpoint; see --overwrite")
+
+    learner = load_learner(args, world)
+    state = start_state()
     checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
     if newest is not None:
         state |= load_state(newest, learner, args, world)
-    tried = [choose_packing(learner.policy, train_prompts[0], args, world)]
-    if learner.ref_policy is not None and args.ref_model_name_or_path:
-        tried.append(choose_packing(learner.ref_policy, train_prompts[0], args.of_reference(), world))
-    rest = learner, state, checkpoints, max(tried, key=list(PACKING).index), world  # packing: what both can compute
-    return Run(args, world, start_time, tokenizer, train_prompts, eval_prompts, run_dir, *rest)
-
-
-def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
-    """Open the log, say what starts, evaluate before the first step if asked. All learners, when engines are quiet."""
-    args, state = run.args, run.state
-    state |= utils.device_speed(run.world.device, utils.DTYPES[args.model_dtype]) | {"clock": time.perf_counter()}
-    run.logger = utils.Logger(args, run.run_dir, num_training_steps(args), state["step"], run.world)
-    if state["step"]:
-        run.logger.say(f"resumed after step {state['step']}")
-    run.logger.say(
-        f"{len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation; {roles}"
-        f"{PACKING[run.packing].format(args.pack_length)}; ready after {time.perf_counter() - run.start_time:.0f} s; "
-        f"logprob gap before the first rollout mean {gap_metrics['debug/vllm_vs_local_logprob_diff_mean']:.1e}"
+    return Run(
+        args=args,
+        world=world,
+        start_time=start_time,
+        tokenizer=tokenizer,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        run_dir=run_dir,
+        learner=learner,
+        state=state,
+        checkpoints=checkpoints,
+        packing=choose_common_packing(learner, train_prompts[0], args, world),
+        eval_world=world,
     )
-    if args.eval_on_step_0 and state["step"] == 0 and run.engine is not None:
-        run.logger.log({"training_step": 0, "episode": 0} | gap_metrics | evaluate(run))
 
 
 def train(run: Run, step: Step, probe: Sequence[Group], args: Args) -> None:
-    """The step's updates; the logprob gap is that of `probe` where no group has a gradient. All ranks."""
-    learner, world = run.learner, run.world
+    """The step's updates. Where no group has a gradient, the logprob gap is measured on `probe`. All ranks."""
+    learner = run.learner
+    world = run.world
     step.batches = [micro_batches(packs, run.packing, args, world.device) for packs in step.packs]
-    step.gap_metrics, bad = update(learner, step.batches, args, world, step.metrics)
+    step.gap_metrics, skipped = update(learner, step.batches, args, world, step.metrics)
     if not step.gap_metrics:
-        few = sum(probe, [])[: args.per_device_train_batch_size]
-        step.gap_metrics = measure_gap(learner.policy, [few], "on this step's rollouts", args, world)
-    step.metrics.count("optim/nonfinite_updates", bad / world.size)  # every rank saw the same
-    handle_nonfinite(run, step, bad)
+        rollouts = [r for group in probe for r in group][: args.per_device_train_batch_size]
+        step.gap_metrics = measure_gap(learner.policy, [rollouts], "on this step's rollouts", args, world)
+    step.metrics.count("optim/nonfinite_updates", skipped / world.size)  # every rank counts the same ones
+    handle_nonfinite(run, step, skipped)
     if learner.ref_policy is not None and due(args.ref_policy_update_freq or 0, step.number):
         refresh_reference(learner.ref_policy, learner.policy, args.alpha)
 
 
-def due(every: int, step: int, last: int = 0) -> bool:
-    """Whether what is done every so many steps, 0 and less for never, and after the `last`, is done after this one."""
-    return every > 0 and (step % every == 0 or step == last)
+def main(args: Args) -> Path | None:
+    """Train; returns the run's directory (None after --dry_run)."""
+    args = check_start(args)
+    if args.dry_run:
+        return None
+    world = utils.init_distributed()
+    args = choose_dtype(args, world)
+    run = set_up(args, world)
+    run.servers = utils.start_reward_models(args, run.run_dir, world)
+    engine = None if args.load_batches else start_engine(run)
+    gap_metrics = {} if engine is None else send_first_weights(run, engine)
+    start_log(run, gap_metrics)
+
+    state = run.state
+    policy = run.learner.policy
+    dtype = utils.DTYPES[args.model_dtype]
+    for number in utils.STOP.steps(range(state["step"] + 1, num_training_steps(args) + 1)):
+        step = Step(number)
+        utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
+        if engine is None:
+            step.groups = load_groups(number, state, args, world)
+            step.sampled = step.groups
+        else:
+            step.groups, step.sampled = sample_groups(engine, run.train_prompts, state, args, world, step.timer)
+            engine.sleep()
+        with step.timer("training"):
+            for rollouts in split_groups(share_groups(step.groups, args), args):
+                step.packs += pack_rollouts(rollouts, run.packing, args.pack_length, 1, policy.pair_cost)
+            train(run, step, step.sampled, args)
+        with step.timer("weight_sync"):
+            if engine is not None:
+                engine.load_weights(utils.full_weights(policy, dtype), version=number)
+
+        # everything below reports or saves
+        out = step_metrics(run, step)
+        end_step(run, step, out)
+        if save_state(run):
+            break
+    return finish(run)
+
+
+# --- Before the first step --------------------------------------------------------------------------------------------
+
+
+def check_start(args: Args) -> Args:
+    """The flags as this script runs them, checked; prints the plan. Raises UserError for what cannot work."""
+    args = args.beside_engine(True)
+    planned = max(1, sum(args.num_learners_per_node)) if args.dry_run else 1
+    ranks = int(os.environ.get("WORLD_SIZE", planned))
+    args.check(ranks)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        args = utils.after_restart(args)
+    if int(os.environ.get("RANK", 0)) == 0:
+        utils.print_plan(args, fast=False, learners=ranks, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
+        ignored = args.for_fast()
+        if ignored:
+            print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
+    return args
+
+
+def choose_dtype(args: Args, world: World) -> Args:
+    """The flags with the dtype that --model_dtype auto means on the first rank's machine. All ranks."""
+    dtype, reason = utils.all_gather(utils.choose_dtype(args), world)[0]
+    if world.is_main:
+        print(f"dtype    {dtype}: {reason}")
+    return replace(args, model_dtype=dtype)
+
+
+def start_engine(run: Run) -> utils.Engine:
+    """This rank's engine, with room for its share of a step's rollouts and of an evaluation's. All ranks."""
+    args = run.args
+    ranks = run.world.size
+    trained = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // ranks
+    evaluated = math.ceil(len(run.eval_prompts) / ranks) * args.eval_pass_at_k
+    engine = utils.make_engine(args, run.tokenizer, run.world, max(trained, evaluated))
+    run.engine = engine
+    return engine
+
+
+def send_first_weights(run: Run, engine: utils.Engine) -> dict[str, float]:
+    """Load this rank's engine with the policy's weights; returns the logprob gap of a probe. All ranks."""
+    args = run.args
+    world = run.world
+    policy = run.learner.policy
+    prompt = run.train_prompts[world.rank % len(run.train_prompts)]
+    gap_metrics: dict[str, float] = {}
+    for version, when, check in starts(policy, args, run.state["step"]):
+        engine.load_weights(utils.full_weights(policy, utils.DTYPES[args.model_dtype]), version=version)
+        probe = sample_probes(engine, world.rank, prompt, 1, args)
+        engine.sleep(1)
+        gap_metrics = check(policy, probe, when, args, world)
+    return gap_metrics
+
+
+class Start(NamedTuple):
+    """Weights that the policy has before the first rollout, and the check of what an engine samples with them."""
+
+    version: int
+    when: str  # for the message of a failed check
+    check: Callable[..., dict[str, float]]
+
+
+def starts(policy: Policy, args: Args, step: int) -> Iterator[Start]:
+    """What the engines get before the first rollout: with --lora_rank a trial of all adapters, then the policy's own
+    weights. The policy has them until the next one is asked for."""
+    if args.lora_rank:
+        with utils.trial_adapters(policy, args.seed):
+            yield Start(step - 1, "on a trial of all adapters", check_trial)
+    yield Start(step, "before the first rollout", measure_gap)
+    utils.shard_again(policy)  # an engine that slept wakes next, beside the memory that a check leaves in use
+
+
+def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
+    """Raise GapError unless the engine has all adapters: see scripts/parts/adapter_trial.py. All ranks, inside
+    utils.trial_adapters."""
+    from scripts.parts import adapter_trial
+
+    rollouts = [r for part in utils.share(groups, args) for group in part for r in group]
+    batch = make_batch([[[r]] for r in rollouts], world.device)
+    fill_logprobs(policy, [batch], "old_logprobs", 1, args)
+    fill_logprobs(policy, [batch], "ref_logprobs", 1, args)  # without adapters
+    adapter_trial.check(batch, when, args, world)
+    return {}
+
+
+def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
+    """The logprob gap on fresh rollouts that are not trained on. All ranks, with equally many rollouts."""
+    rollouts = [r for group in groups for r in group]
+    rollouts = [r for part in utils.share(rollouts, args) for r in part]
+    batches = micro_batches([[[r]] for r in rollouts], "rows", args, world.device)
+    fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
+    gap = Gap()
+    for batch in batches:
+        gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
+    return gap.check(args, world, when)
+
+
+@torch.no_grad()
+def choose_packing(policy: Policy, prompt: Prompt, args: Args, world: World) -> str:
+    """How responses are packed: the first of shared, plain and rows that gives this model the logprobs of one response
+    a row. All ranks, with the same prompt. Raises UserError for a model that --sequence_parallel_size cannot split."""
+    from scripts.parts import packing
+
+    candidates = packing.candidates(policy, args, world)
+    if not candidates:
+        return "rows"
+    rollouts = packing.probe_rollouts(prompt)
+    batches = {
+        "shared": make_batch([make_pieces(rollouts, 2**62)], world.device),
+        "plain": make_batch([make_pieces(rollouts, 0)], world.device),
+        "rows": make_batch([[[r]] for r in rollouts], world.device),
+    }
+    return packing.first_that_agrees(candidates, policy, batches, args)
+
+
+def choose_common_packing(learner: Learner, prompt: Prompt, args: Args, world: World) -> str:
+    """The packing that the policy and a teacher of another architecture can both compute. All ranks."""
+    packings = [choose_packing(learner.policy, prompt, args, world)]
+    if learner.ref_policy is not None and args.ref_model_name_or_path:
+        packings.append(choose_packing(learner.ref_policy, prompt, args.of_reference(), world))
+    return max(packings, key=list(PACKING).index)
+
+
+def load_groups(step: int, state: dict[str, Any], args: Args, world: World) -> list[Group]:
+    """This rank's groups of a step from --load_batches; moves the state's cursor."""
+    from scripts.parts import dumps
+
+    groups = dumps.read_groups(step, args)
+    state["cursor"] += len(groups)
+    return groups[stream_offset(args, world) :: world.size]
+
+
+def dumped_prompts(args: Args) -> list[Prompt]:
+    """The prompts of the first step of --load_batches. Raises UserError now if the last step's dump is missing: else
+    the run would end without a model."""
+    from scripts.parts import dumps
+
+    groups = dumps.read_groups(1, args)
+    dumps.read_groups(num_training_steps(args), args)
+    return [group[0].prompt for group in groups]
+
+
+# --- Evaluation -------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased pass@k from n samples: 1 - C(n - correct, k) / C(n, k) (Codex, arXiv:2107.03374, eq. 1)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def note_pass_at_k(group: Group, metrics: Metrics) -> None:
+    """Metrics of a prompt's samples: pass@k for k = 1, 2, 4 and so on, over the samples that have a verdict."""
+    judged = [r for r in group if not math.isnan(r.verifiable)]
+    correct = sum(r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in judged)
+    k = 1
+    while k <= len(judged):
+        name = "pass_at_1" if k == 1 else f"pass_at_{k}_unbiased"
+        metrics.add(name, pass_at_k(len(judged), correct, k))
+        k *= 2
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Metrics `eval/...` over all evaluation prompts. All ranks of eval_world."""
+    start = time.perf_counter()
+    world = run.eval_world
+    length = run.args.eval_response_length or run.args.response_length
+    args = replace(run.args, response_length=length)  # penalties for length go by it
+    assert run.engine is not None  # the ranks of eval_world have one
+    prompts = [(prompt.index, prompt) for prompt in run.eval_prompts[world.rank :: world.size]]
+    groups: list[Group] = []
+    if prompts:
+        groups = sample_rollouts(run.engine, prompts, args.eval_pass_at_k, args, evaluation=True)
+    rollouts = [r for group in groups for r in group]
+    score_rollouts(rollouts, args)
+
+    metrics = Metrics()
+    utils.note_rollouts(rollouts, args, metrics)
+    for group in groups:
+        note_pass_at_k(group, metrics)
+    out = {}
+    for name, value in metrics.reduce(world).items():
+        short_name = name.removeprefix("val/").replace("objective/scores", "scores")
+        out[f"eval/{short_name}"] = value
+    out["time/eval"] = time.perf_counter() - start
+    return out
+
+
+# --- Metrics and the log ----------------------------------------------------------------------------------------------
+
+
+def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
+    """Open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine samples."""
+    args = run.args
+    state = run.state
+    state |= utils.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
+    state["clock"] = time.perf_counter()  # see step_metrics
+    run.logger = utils.Logger(args, run.run_dir, num_training_steps(args), state["step"], run.world)
+    if state["step"]:
+        run.logger.say(f"resumed after step {state['step']}")
+    gap = gap_metrics.get("debug/vllm_vs_local_logprob_diff_mean", math.nan)
+    ready = time.perf_counter() - run.start_time
+    run.logger.say(f"data     {len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation")
+    run.logger.say(f"packing  {roles}{PACKING[run.packing].format(args.pack_length)}")
+    run.logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {gap:.1e}")
+    if args.eval_on_step_0 and state["step"] == 0 and run.engine is not None:
+        run.logger.log({"training_step": 0, "episode": 0} | gap_metrics | evaluate(run))
+
+
+@dataclass
+class StepSums:
+    """Sums of a step over all ranks that only enter ratios: they are no metrics."""
+
+    trained: float  # rollouts
+    sampled: float  # rollouts
+    response_tokens: float  # of the sampled ones
+    learner_flops: float
 
 
 def step_metrics(run: Run, step: Step) -> dict[str, float]:
-    """The step's metrics over all ranks; moves the totals in the state, whose clock is the start or the last call."""
-    args, world, state = run.args, run.world, run.state
-    seconds = step.timer.seconds | step.seconds | {"time/total": time.perf_counter() - step.start_time}
+    """The step's metrics over all ranks; adds the step to the sums in the run's state. The step's share of the run's
+    seconds begins at the state's clock: the start of the log, then the last call. All ranks."""
+    args = run.args
+    world = run.world
+    state = run.state
+    seconds = step.timer.seconds | step.seconds
+    seconds["time/total"] = time.perf_counter() - step.start_time
     utils.note_step(step.groups, step.sampled, args, step.metrics)
     if utils.leads(args, world):
         note_update(run.learner, step.packs, args, step.metrics)
-    out = utils.finish_metrics(step.metrics.reduce(world), args) | step.gap_metrics | seconds
-    trained, sampled, flops = out.pop("trained"), out.pop("sampled"), out.pop("learner_flops")
-    tokens, response_tokens, earlier = out["val/num_step_tokens"], out.pop("response_tokens"), state["tokens"]
-    now, generation = time.perf_counter(), seconds.get("time/generation", seconds["time/total"])
+    metrics = utils.finish_metrics(step.metrics.reduce(world), args) | step.gap_metrics | seconds
+    totals = StepSums(**{total.name: metrics.pop(total.name) for total in fields(StepSums)})
+
+    now = time.perf_counter()
+    tokens = metrics["val/num_step_tokens"]
+    earlier_tokens = state["tokens"]
+    state["step"] = step.number
     state["episode"] += args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    state["tokens"] += tokens
     state["seconds"] += now - state["clock"]
-    state |= {"step": step.number, "tokens": earlier + tokens, "clock": now}
-    return out | {
+    state["clock"] = now
+    generation = seconds.get("time/generation", seconds["time/total"])
+    longest_generation = seconds.get("time/group_generation_max") or generation
+    possible_flops = seconds["time/training"] * world.size * state["flops_per_second"]
+    return metrics | {
         "training_step": step.number,
         "episode": state["episode"],
         "epoch": state["cursor"] / len(run.train_prompts),
-        "other/real_batch_size_ratio": trained / sampled,
-        "optim/skipped_steps": float(trained == 0),
-        "val/num_total_tokens": earlier,
-        "val/num_learner_tokens": out["val/learner_tokens"] * world.size,
+        "other/real_batch_size_ratio": totals.trained / totals.sampled,
+        "optim/skipped_steps": float(totals.trained == 0),
+        "val/num_total_tokens": earlier_tokens,
+        "val/num_learner_tokens": metrics["val/learner_tokens"] * world.size,
         "val/num_excluded_prompts": float(len(state["excluded"])),
-        "learner_mfu": flops / (seconds["time/training"] * world.size * state["flops_per_second"]),
+        "learner_mfu": totals.learner_flops / possible_flops,
         "time/from_scratch": now - run.start_time,
         "learner_tokens_per_second_step": tokens / seconds["time/total"],
-        "learner_tokens_per_second_overall": earlier / state["seconds"],
-        "val/actor_tokens_per_second": tokens / (seconds.get("time/group_generation_max") or generation),
-        "val/response_tokens_per_second": response_tokens / generation,
+        "learner_tokens_per_second_overall": earlier_tokens / state["seconds"],
+        "val/actor_tokens_per_second": tokens / longest_generation,
+        "val/response_tokens_per_second": totals.response_tokens / generation,
     }
 
 
+def note_update(learner: Learner, packs: Sequence[Sequence[Pack]], args: Args, metrics: Metrics) -> None:
+    """Metrics of what this rank trained on."""
+    pieces = [piece for mini_batch in packs for pack in mini_batch for piece in pack]
+    trained = sum(len(piece) for piece in pieces)
+    tokens = sum(piece_length(piece) for piece in pieces)
+    pairs = sum(attended_pairs(piece) for piece in pieces)
+    response_tokens = sum(len(r.token_ids) for piece in pieces for r in piece)
+    # A backward costs as much as two forwards: the gradients of inputs and of weights. Frozen weights need no gradient.
+    forwards = (2 if args.lora_rank else 3) * args.num_epochs
+    forwards += needs_old_logprobs(args, len(packs))
+    flops = forwards * learner.policy.flops(tokens, pairs, response_tokens)
+    if learner.ref_policy is not None:
+        flops += learner.ref_policy.flops(tokens, pairs, response_tokens)
+    metrics.count("trained", trained)
+    metrics.count("learner_flops", flops)
+    metrics.add_all("val/learner_tokens", [tokens / args.sequence_parallel_size])
+    metrics.add("other/packed_ratio", sum(len(mini_batch) for mini_batch in packs), trained)
+
+
+def handle_nonfinite(run: Run, step: Step, skipped: int) -> None:
+    """Dump the batches of a step with `skipped` updates; raises RuntimeError after three such steps in a row."""
+    if not skipped:
+        run.state["nonfinite_in_a_row"] = 0
+        return
+    run.state["nonfinite_in_a_row"] += 1
+    dumped = []
+    for batch in itertools.chain.from_iterable(step.batches):
+        pieces = batch.layout and batch.layout.pieces
+        dumped.append(vars(batch) | {"layout": pieces, "rollouts": None})
+    torch.save(dumped, run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt")
+    run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
+    if run.state["nonfinite_in_a_row"] == 3:
+        raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run.run_dir}/nonfinite_step_*.pt")
+
+
+def due(every: int, step: int, last: int = 0) -> bool:
+    """Whether something that happens every so many steps (0 and less: never), and after the `last`, happens now."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
 def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> None:
-    """Save and evaluate if it is time for it, log `out` and a further line, write traces and dumps. All ranks."""
-    args, world = run.args, run.world
-    utils.check_servers(run.servers)
+    """Save and evaluate where it is due, log `out` and a further line, write traces and dumps. All ranks."""
+    args = run.args
+    policy = run.learner.policy
+    if run.servers is not None:
+        run.servers.check()
     if due(args.save_freq, step.number):
         with step.timer("saving"):
-            utils.save_model(run.learner.policy, run.tokenizer, run.run_dir / f"step_{step.number}", args, world)
+            utils.save_model(policy, run.tokenizer, run.run_dir / f"step_{step.number}", args, run.world)
         out["time/saving"] = step.timer.seconds["time/saving"]
     evaluates = due(args.local_eval_every, step.number, num_training_steps(args))
     if evaluates and run.eval_prompts and run.engine is not None:
@@ -1678,12 +1810,48 @@ def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> Non
         run.logger.say(line)
     if step.number % SHOW_ROLLOUTS_EVERY == 1:
         run.logger.show(step.number, step.sampled)
-    utils.record_step(step, run.packing, run.learner.policy, args, world)
+    utils.record_step(step, run.packing, policy, args, run.world)
+
+
+# --- Checkpoints, and the end -----------------------------------------------------------------------------------------
+
+
+def save_state(run: Run, more_state: Callable[[], dict[str, Any]] = dict) -> str:
+    """Start to write a resumable checkpoint, with what `more_state` returns, where one is due or a signal asks the run
+    to stop. Returns the signal's name, or "". All ranks."""
+    learner = run.learner
+    step = run.state["step"]
+    stopping = utils.stop_asked(run.world)
+    if stopping or due(run.args.checkpoint_state_freq, step):
+        extra = {name: run.state[name] for name in start_state()}
+        extra["scheduler"] = learner.scheduler.state_dict()
+        extra |= more_state()
+        run.checkpoints.save(step, learner.modules(run.args), learner.optimizer, extra)
+    if stopping:
+        run.logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
+    return stopping
+
+
+def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[str, Any]:
+    """Load a checkpoint into the learner; returns the run's state. Learning rates follow the flags of now, from the
+    checkpoint's tick on. All ranks."""
+    scheduler = learner.scheduler
+    state = utils.load_checkpoint(path, learner.modules(args), learner.optimizer, world)
+    saved = state.pop("scheduler")
+    base_rates = scheduler.base_lrs
+    rates = []
+    for base_rate, schedule in zip(base_rates, scheduler.lr_lambdas, strict=True):
+        rates.append(base_rate * schedule(saved["last_epoch"]))
+    scheduler.load_state_dict(saved | {"base_lrs": base_rates, "_last_lr": rates})
+    for group, rate in zip(learner.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return state
 
 
 def finish(run: Run) -> Path:
     """Save the model, if all steps are done, and end what the run has started; returns its directory. All ranks."""
-    args, run_dir = run.args, run.run_dir
+    args = run.args
+    run_dir = run.run_dir
     run.checkpoints.wait()
     finished = run.state["step"] == num_training_steps(args)
     if finished:
@@ -1692,77 +1860,19 @@ def finish(run: Run) -> Path:
     if run.engine is not None:
         run.engine.stop(run.state["step"])
     if run.world.is_main:
-        words = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
-        print(f"{words}, {utils.draw_report(run_dir)}")
+        made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        print(f"{made}, {utils.draw_report(run_dir)}")
     rewards.close()
-    utils.stop_servers(run.servers)
+    if run.servers is not None:
+        run.servers.stop()
     dist.barrier()  # no rank leaves while another still writes
     if run.engine is not None:
         run.engine.close()
-    if dist.is_initialized():  # else an engine that shared it has closed it
+    if dist.is_initialized():  # an engine that shares the process group closes it
         dist.destroy_process_group()
-    if args.push_to_hub and run.world.is_main and finished:  # the other ranks wait for nothing
+    if args.push_to_hub and run.world.is_main and finished:  # the other ranks do not wait for the upload
         utils.push_model(run_dir)
     return run_dir
-
-
-def main(args: Args) -> Path | None:
-    """Train; returns the run's directory (None after --dry_run)."""
-    args = args.beside_engine(True)
-    world_size = int(os.environ.get("WORLD_SIZE", max(1, sum(args.num_learners_per_node) * args.dry_run)))
-    is_main = int(os.environ.get("RANK", 0)) == 0
-    args.check(world_size)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        args = utils.after_restart(args)
-    if is_main:
-        utils.print_plan(args, fast=False, learners=world_size, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
-        if for_fast := args.for_fast():
-            print(f"WARNING: {for_fast}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
-    if args.dry_run:
-        return None
-    world = utils.init_distributed()
-    dtype, why = utils.all_gather(utils.choose_dtype(args), world)[0]
-    args = replace(args, model_dtype=dtype)
-    if is_main:
-        print(f"dtype    {dtype}: {why}")
-
-    run = set_up(args, world)
-    state, policy, prompts = run.state, run.learner.policy, run.train_prompts
-    run.servers = utils.start_reward_models(args, run.run_dir, world)
-    engine, gap_metrics = None, {"debug/vllm_vs_local_logprob_diff_mean": math.nan}  # --load_batches needs no engine
-    if not args.load_batches:
-        rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // world.size
-        evaluated = math.ceil(len(run.eval_prompts) / world.size) * args.eval_pass_at_k
-        run.engine = engine = utils.make_engine(args, run.tokenizer, world, max(rollouts, evaluated))
-        for version, when, check in starts(policy, args, state["step"]):  # once; with adapters a trial of them before
-            engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=version)
-            probe = sample_probes(engine, world.rank, prompts[world.rank % len(prompts)], 1, args)
-            engine.sleep(1)
-            gap_metrics = check(policy, probe, when, args, world)
-    start_log(run, gap_metrics)
-
-    for number in utils.STOP.steps(range(state["step"] + 1, num_training_steps(args) + 1)):
-        step = Step(number)
-        utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
-        if engine is None:
-            step.groups = step.sampled = load_groups(number, state, args, world)
-        else:
-            step.groups, step.sampled = sample_groups(engine, prompts, state, args, world, step.timer)
-            engine.sleep()
-        with step.timer("training"):
-            for rollouts in split_groups(share_groups(step.groups, args), args):
-                step.packs += pack_rollouts(rollouts, run.packing, args.pack_length, 1, policy.pair_cost)
-            train(run, step, step.sampled, args)
-        with step.timer("weight_sync"):
-            if engine is not None:
-                engine.load_weights(utils.full_weights(policy, utils.DTYPES[dtype]), version=number)
-
-        # everything below reports or saves
-        out = step_metrics(run, step)
-        end_step(run, step, out)
-        if save_state(run):
-            break
-    return finish(run)
 
 
 if __name__ == "__main__":

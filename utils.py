@@ -29,7 +29,6 @@ import os
 import random
 import re
 import resource
-import select
 import shlex
 import shutil
 import signal
@@ -91,7 +90,6 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(_CACHE))
 if TYPE_CHECKING:  # an import of seconds; and names of the room above, which nothing here runs
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    import grpo
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -2085,120 +2083,26 @@ def stop_asked(world: World) -> str:
     return signal.Signals(number).name if number else ""
 
 
-# --- Traces and dumps: what was sampled and what the learner made of it -----------------------------------------------
-
-DUMP_SCHEMA = 2
-LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")  # a value per response token
+# --- Traces and dumps -------------------------------------------------------------------------------------------------
 
 
-def record_step(step: "grpo.Step", packing: str, policy: "grpo.Policy", args: Flags, world: World) -> None:
-    """Append the rollouts of a grpo.Step to rollouts.jsonl, a row each in stream order (--save_traces). All ranks. At a
-    step of --dump_steps the rows of what was trained on also have the LEARNER_COLUMNS (the new logprobs are of the last
-    pass, before its optimizer step), and dumps/step_NNNNNN.json has what else a replay needs: see append_rows."""
-    dumping = args.dump_steps == "all" or (args.dump_steps != "" and step.number % int(args.dump_steps) == 0)
-    if not (dumping or args.save_traces):
-        return
-    computed: dict[tuple[int, int], dict[str, Any]] = {}
-    for batch in (b for mini_batch in step.batches for b in mini_batch if leads(args, world)):
-        there = {name: x for name in LEARNER_COLUMNS if dumping and (x := getattr(batch, name)) is not None}
-        for i, r in enumerate(batch.rollouts, start=1):
-            columns = {name: x[batch.seq_ids == i].tolist() for name, x in there.items()}
-            computed[r.position, r.sample] = columns | {"advantage": r.advantage}  # which --kl_in_reward makes anew
-    computed = {name: columns for part in all_gather(computed, world) for name, columns in part.items()}
-    lines = []
-    for r in (r for group in step.sampled for r in group):
-        row = rollout_row(r, step.number) | computed.get((r.position, r.sample), {})
-        lines.append((r.position, r.sample, json.dumps(row, default=str) + "\n"))
-    names = [[[[(r.position, r.sample) for r in piece] for piece in pack] for pack in m] for m in step.packs]
-    everyone = all_gather((lines, [group[0].position for group in step.groups], names), world)
-    dump: dict[str, Any] = {}
-    if dumping:
-        dump |= {"training_step": step.number, "how": packing, "weights": weights_hash(policy, world)}
-        dump |= {"positions": sorted(position for _, part, _ in everyone for position in part)}
-        learners = [part for _, _, part in everyone[:: args.sequence_parallel_size]]
-        dump |= {"packs": list(zip(*learners, strict=True))}
-    if world.is_main:
-        lines = sorted(line for part, _, _ in everyone for line in part)
-        append_rows(args.run_dir, [line for *_, line in lines], dump)
+def record_step(step: Any, packing: str, policy: Any, args: Flags, world: World) -> None:
+    """With --save_traces or --dump_steps: write what a grpo.Step sampled and trained on, see scripts/parts/dumps.py.
+    All ranks."""
+    if args.save_traces or args.dump_steps:
+        from scripts.parts import dumps
 
-
-def rollout_row(r: Rollout, step: int) -> dict[str, Any]:
-    """A rollout as a row of rollouts.jsonl. NaN is null; all else comes back to the last bit, since a float is written
-    with the digits that tell it from any other."""
-    row: dict[str, Any] = {"training_step": step} | vars(r) | {name: getattr(r, name).tolist() for name in COLUMNS}
-    row |= {"prompt": r.prompt.text, "prompt_ids": r.prompt.token_ids}
-    row |= {"ground_truths": r.prompt.ground_truths, "verifiers": r.prompt.verifiers}
-    row["results"] = [asdict(result) for result in r.results]
-    del row["scoring"]
-    for part in (row, *row["results"]):
-        part |= {name: None for name in ("score", "outcome", "verifiable") if math.isnan(part.get(name, 0.0))}
-    return row
-
-
-def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
-    """The rollouts of rows of rollouts.jsonl, scored, without labels and verdicts."""
-    names = [f for f in Rollout.__dataclass_fields__ if f not in ("prompt", "scoring", "results")]
-    prompts: dict[int, Prompt] = {}
-    rollouts = []
-    for row in rows:
-        prompt = Prompt(row["position"], tuple(row["prompt_ids"]), row.get("prompt", ""), (), ())
-        known: dict[str, Any] = {n: math.nan if row[n] is None else row[n] for n in names if n in row}
-        rollouts.append(Rollout(prompts.setdefault(row["position"], prompt), **known))
-    return rollouts
-
-
-def append_rows(run_dir: Path, lines: Sequence[str], dump: dict[str, Any]) -> None:
-    """Append lines to rollouts.jsonl. `dump`, unless empty, describes them as a dumped step, in dumps/: training_step;
-    how, the way of packing; weights, their hash after the step; positions of the batch's groups; packs, by mini-batch,
-    learner, pack and piece, of (position, sample). Beside it, their bytes' place in rollouts.jsonl and sha256."""
-    data = "".join(lines).encode()
-    with (run_dir / "rollouts.jsonl").open("ab") as file:
-        start = file.tell()
-        file.write(data)
-    if dump:
-        path = run_dir / "dumps" / f"step_{dump['training_step']:06d}.json"
-        path.parent.mkdir(exist_ok=True)
-        rows = {"start": start, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        path.with_suffix(".tmp").write_text(json.dumps({"schema_version": DUMP_SCHEMA} | dump | {"rows": rows}))
-        os.replace(path.with_suffix(".tmp"), path)
-
-
-def read_dump(run_dir: Path, step: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows of a dumped step and its description. Raises UserError if they are missing, damaged or of another
-    schema."""
-    path, traces = run_dir / "dumps" / f"step_{step:06d}.json", run_dir / "rollouts.jsonl"
-    there = path.is_file() and traces.is_file()
-    need(there, f"{run_dir} has no dump of step {step}: is it a run's directory, and was --dump_steps set?")
-    dump = json.loads(path.read_text())
-    schema = dump["schema_version"]
-    need(schema == DUMP_SCHEMA, f"{path}: schema {schema}, this version reads {DUMP_SCHEMA}")
-    with traces.open("rb") as file:
-        file.seek(dump["rows"]["start"])
-        data = file.read(dump["rows"]["bytes"])
-    whole = hashlib.sha256(data).hexdigest() == dump["rows"]["sha256"]
-    need(whole, f"{traces} is damaged: the sha256 of the rows of step {step} is not the one in {path.name}")
-    return [json.loads(line) for line in data.splitlines()], dump
-
-
-def weights_hash(policy: "grpo.Policy", world: World) -> str:
-    """sha256 of all weights in float32, in the order of full_weights; "" on ranks other than 0. All ranks."""
-    digest = hashlib.sha256()
-    for name, tensor in full_weights(policy, torch.float32):
-        if world.is_main:
-            digest.update(name.encode())
-            copy = tensor.to("cpu", copy=True).contiguous()  # numpy() would pin the storage, which FSDP resizes
-            digest.update(copy.view(torch.uint8).numpy())
-    return digest.hexdigest() if world.is_main else ""
+        dumps.record_step(step, packing, policy, args, world)
 
 
 # --- Metrics and report -----------------------------------------------------------------------------------------------
 
 
 class Metrics:
-    """Numbers of one step on one rank as (sum, count), so that averages over ranks weigh every sample alike."""
+    """Numbers of one step on one rank. Means are kept as (sum, count): all samples of all ranks weigh the same."""
 
     def __init__(self):
-        self.sums: dict[str, list[Any]] = defaultdict(lambda: [0.0, 0.0])
+        self.sums: dict[str, tuple[Any, Any]] = {}  # name -> (sum, count): numbers, or tensors with one element
         self.totals: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}
         self.samples: dict[str, list[float]] = defaultdict(list)
@@ -2209,10 +2113,13 @@ class Metrics:
         self.totals[name] += number
 
     def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
-        """Add `total` over `count` samples; tensors are read only in `reduce`, so this never waits for a GPU."""
-        entry = self.sums[name]
-        entry[0] = entry[0] + (total.detach().double() if isinstance(total, torch.Tensor) else total)
-        entry[1] = entry[1] + (count.detach().double() if isinstance(count, torch.Tensor) else count)
+        """Add `total` over `count` samples. Tensors are read in `reduce` only, so that this never waits for a GPU."""
+        if isinstance(total, torch.Tensor):
+            total = total.detach().double()
+        if isinstance(count, torch.Tensor):
+            count = count.detach().double()
+        old_total, old_count = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (old_total + total, old_count + count)
 
     def add_all(self, name: str, values: Sequence[float] | np.ndarray) -> None:
         """Mean, and `_min` / `_max`, of a list or an array."""
@@ -2230,26 +2137,36 @@ class Metrics:
         best = min if name.endswith("_min") else max
         self.extremes[name] = best(self.extremes.get(name, value), value)
 
+    def merge(self, other: "Metrics") -> None:
+        """Take in the numbers of another rank."""
+        for name, values in other.samples.items():
+            self.sample(name, values)
+        for name, number in other.totals.items():
+            self.count(name, number)
+        for name, (total, count) in other.sums.items():
+            self.add(name, total, count)
+        for name, value in other.extremes.items():
+            self.extreme(name, value)
+
+    def on_host(self) -> "Metrics":
+        """The same numbers without tensors and GPU events, as other ranks get them."""
+        host = Metrics()
+        host.sums = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
+        host.sums |= {name: (seconds, 1.0) for name, seconds in self.timer.seconds.items()}
+        host.totals = self.totals
+        host.extremes = self.extremes
+        host.samples = self.samples
+        return host
+
     def reduce(self, world: World) -> dict[str, float]:
         """Averages over all ranks, the same dict on each. All ranks must call it; their keys may differ."""
-        tensors = [x for pair in self.sums.values() for x in pair if isinstance(x, torch.Tensor)]
-        read = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
-        sums = {k: tuple(next(read) if isinstance(x, torch.Tensor) else x for x in p) for k, p in self.sums.items()}
-        sums |= {name: (seconds, 1.0) for name, seconds in self.timer.seconds.items()}
-        mine = (sums, dict(self.totals), self.extremes, dict(self.samples))
         merged = Metrics()
-        for other_sums, other_totals, other_extremes, other_samples in all_gather(mine, world):
-            for name, values in other_samples.items():
-                merged.sample(name, values)
-            for name, number in other_totals.items():
-                merged.count(name, number)
-            for name, (total, count) in other_sums.items():
-                merged.add(name, total, count)
-            for name, value in other_extremes.items():
-                merged.extreme(name, value)
-        out = {k: s / c for k, (s, c) in merged.sums.items() if c}
+        for metrics in all_gather(self.on_host(), world):
+            merged.merge(metrics)
+        out = {name: total / count for name, (total, count) in merged.sums.items() if count}
         for name, values in merged.samples.items():
-            out |= {f"{name}_p{q}": float(np.percentile(values, q)) for q in (50, 99)}
+            out[f"{name}_p50"] = float(np.percentile(values, 50))
+            out[f"{name}_p99"] = float(np.percentile(values, 99))
         return out | dict(merged.totals) | merged.extremes  # a defaultdict would infect the result
 
 
@@ -2322,131 +2239,130 @@ class Gap:
         )
 
 
+STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
+
+
 def note_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics) -> None:
-    """Scores, verifier rates, lengths and stop rates over all the rollouts given, trained on or not."""
+    """Scores, verifier rates, lengths and stop rates of all the given rollouts, trained on or not."""
     note_verifiers(rollouts, args, metrics, "objective")
-    note_turns(rollouts, metrics)
-    found: dict[str, Counter[str]] = defaultdict(Counter)  # verifier -> status -> results
-    for r in rollouts:
-        for name, result in zip(r.prompt.verifiers, r.results, strict=bool(r.results)):
-            found[name][result.status] += 1
-            metrics.sample(f"time/reward_{name}", [result.seconds])
-            for detail, value in result.details.items():
-                if isinstance(value, (int, float)):
-                    metrics.add(f"reward/{name}_{detail}", float(value))
-        if math.isnan(r.score):
-            continue
+    note_statuses(rollouts, metrics)
+    if any(r.turns for r in rollouts):
+        from scripts.parts import turn_metrics
+
+        turn_metrics.note(rollouts, metrics)
+    scored = [r for r in rollouts if not math.isnan(r.score)]
+    metrics.add_all("objective/scores", [r.score for r in scored])
+    for r in scored:
         if args.overlong_buffer_length:
             metrics.add("objective/overlong_penalty", r.outcome - r.score)
         if args.apply_r1_style_format_reward:
             metrics.add("val/format_scores", r.format_score * args.r1_style_format_reward)
-    for name, kind in [(name, kind) for name in found for kind in STATUSES]:
-        metrics.count(f"reward/{name}_{kind}", found[name][kind])
-        if kind != "ok":
-            metrics.add(f"objective/reward_{kind}_rate", found[name][kind], found[name].total())
-    metrics.add_all("objective/scores", [r.score for r in rollouts if not math.isnan(r.score)])
-    metrics.add_all("val/sequence_lengths", [len(r.token_ids) for r in rollouts])
-    for name, right in (("solved", True), ("unsolved", False)):
-        chosen = [len(r.token_ids) for r in rollouts if (r.verifiable > 0) == right]
-        metrics.add(f"val/sequence_lengths_{name}", sum(chosen), len(chosen))
+    note_lengths(rollouts, metrics)
+
+
+def note_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics, prefix: str) -> None:
+    """Reward, share above 0 and share of full scores, of all verifiers together and of each. Missing scores, and the
+    rollouts of a dump, which have no results, do not count."""
+    for r in rollouts if args.apply_verifiable_reward else ():
+        if not r.results:
+            continue
+        scores = [("verifiable", r.verifiable, len(r.prompt.verifiers))]  # name, score, full score
+        for name, result in zip(r.prompt.verifiers, r.results, strict=True):
+            scores.append((name, result.score, 1))
+        for name, score, full_score in scores:
+            if not math.isnan(score):
+                solve_rate = "solve_rate" if name == "verifiable" else f"{name}_solve_rate"
+                metrics.add(f"{prefix}/{name}_reward", args.verification_reward * score)
+                metrics.add(f"{prefix}/{name}_correct_rate", float(score > 0))
+                metrics.add(f"{prefix}/{solve_rate}", float(score >= full_score - 1e-8))
+
+
+def note_statuses(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+    """How often each verifier ended in which of the STATUSES, its seconds and the numbers among its details."""
+    statuses: dict[str, Counter[str]] = defaultdict(Counter)  # verifier -> status -> results
+    for r in rollouts:
+        for name, result in zip(r.prompt.verifiers, r.results, strict=bool(r.results)):
+            statuses[name][result.status] += 1
+            metrics.sample(f"time/reward_{name}", [result.seconds])
+            for detail, value in result.details.items():
+                if isinstance(value, (int, float)):
+                    metrics.add(f"reward/{name}_{detail}", float(value))
+    for name, counts in statuses.items():
+        for status in STATUSES:
+            metrics.count(f"reward/{name}_{status}", counts[status])
+            if status != "ok":
+                metrics.add(f"objective/reward_{status}_rate", counts[status], counts.total())
+
+
+def note_lengths(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+    """Tokens of the responses, and how many ended by themselves."""
+    lengths = [len(r.token_ids) for r in rollouts]
+    solved = [len(r.token_ids) for r in rollouts if r.verifiable > 0]
+    unsolved = [len(r.token_ids) for r in rollouts if not r.verifiable > 0]  # the unscored, nan, too
+    metrics.add_all("val/sequence_lengths", lengths)
+    metrics.add("val/sequence_lengths_solved", sum(solved), len(solved))
+    metrics.add("val/sequence_lengths_unsolved", sum(unsolved), len(unsolved))
     stopped = sum(r.finish_reason == "stop" for r in rollouts)
     metrics.add("val/stop_rate", stopped, len(rollouts))
     metrics.add("val/stop_token_rate", stopped, len(rollouts))
     metrics.count("val/num_stop_token_ids", stopped)
 
 
-def note_turns(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """Metrics of the rollouts with turns: who wrote how much, the tools' calls, what environments count."""
-    rollouts = [r for r in rollouts if r.turns]
-    tools: set[str] = set()
-    calls: dict[tuple[str, str], float] = defaultdict(float)  # (tool, calls | failures | seconds)
-    for r in rollouts:
-        environment, sampled, numbers = r.prompt.environment, int(r.mask.sum()), {}
-        name = "environment" if environment is None else Path(environment.path).stem
-        tools |= set() if environment is None else environment.schemas.keys()
-        answers = [t for t in r.turns if t["role"] != "assistant"]
-        metrics.add("val/policy_tokens", sampled)
-        metrics.add("val/environment_tokens", len(r.mask) - sampled)
-        metrics.add(f"env/{name}/reward", sum(t["reward"] for t in answers))
-        for kind in rewards.MISSING:
-            metrics.add(f"env/{name}/{kind}_rate", sum(t["status"] == kind for t in answers), len(answers))
-        length = len(r.prompt.token_ids)
-        for turn in r.turns:
-            if turn["role"] == "assistant":
-                metrics.add("val/prefix_cached_share", turn["cached"], length)
-            length += turn["tokens"]
-            numbers |= turn.get("metrics", {})
-            for key, value in turn.get("metrics", {}).items():
-                if key.startswith("tools/") and key.count("/") == 2:
-                    _, tool, kind = key.split("/")
-                    calls[tool, kind] += value
-                    calls["aggregate", kind] += value
-        for key, value in numbers.items():
-            if not key.startswith("tools/"):
-                metrics.add(f"env/{name}/{key}", value)
-    metrics.add_all("val/turns", [sum(t["role"] == "assistant" for t in r.turns) for r in rollouts])
-    for tool in sorted(tools | {tool for tool, _ in calls}):
-        metrics.add(f"tools/{tool}/avg_calls_per_rollout", calls[tool, "calls"], len(rollouts))
-        metrics.add(f"tools/{tool}/failure_rate", calls[tool, "failures"], calls[tool, "calls"])
-        metrics.add(f"tools/{tool}/avg_runtime", calls[tool, "seconds"], calls[tool, "calls"])
+def kind_of(group: Group, args: rewards.RewardFlags) -> str:
+    """How a group's outcomes are, the missing ones apart: "mixed" if they differ, so that the group has a gradient;
+    else all "zero", all "solved" (the highest that the prompt allows), or "nonzero", as a group without outcomes."""
+    outcomes = distinct_outcomes(group)
+    highest = rewards.max_score(args, len(group[0].prompt.verifiers) or 1)
+    if len(outcomes) > 1:
+        return "mixed"
+    if outcomes == {0.0}:
+        return "zero"
+    return "solved" if outcomes == {highest} else "nonzero"
 
 
-STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
-
-
-def note_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics, prefix: str) -> None:
-    """Reward, share above 0 and share of full scores, of all verifiers together and of each; missing ones apart."""
-    for r in rollouts if args.apply_verifiable_reward else ():
-        if not r.results:  # a rollout of a dump
-            continue
-        whole = len(r.prompt.verifiers)
-        parts = [("verifiable", r.verifiable, whole)]
-        parts += [(name, result.score, 1) for name, result in zip(r.prompt.verifiers, r.results, strict=True)]
-        for name, value, full in parts:
-            if not math.isnan(value):
-                metrics.add(f"{prefix}/{name}_reward", args.verification_reward * value)
-                metrics.add(f"{prefix}/{name}_correct_rate", float(value > 0))
-                solved = "solve_rate" if name == "verifiable" else f"{name}_solve_rate"
-                metrics.add(f"{prefix}/{solved}", float(value >= full - 1e-8))
-
-
-def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: "grpo.Args", metrics: Metrics) -> None:
-    """Metrics of a step's sampling: rollouts, groups by outcome, advantages. What open-instruct's reports print counts
-    the groups it keeps, and each prompt once: objective_kept/*, val/num_step_tokens."""
-    rollouts, outcomes = [r for group in sampled for r in group], [distinct_outcomes(group) for group in sampled]
+def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: Any, metrics: Metrics) -> None:
+    """Metrics of a step's sampling, with grpo.Args: rollouts, groups by outcome, advantages. As in open-instruct's
+    reports, objective_kept/* and val/num_step_tokens count the groups that are kept, and each prompt once."""
+    rollouts = [r for group in sampled for r in group]
     note_rollouts(rollouts, args, metrics)
-    kept = [g for g in groups if len(distinct_outcomes(g)) > 1 or not args.filter_zero_std_samples]
-    note_verifiers([r for group in kept for r in group], args, metrics, "objective_kept")
-    prompts, responses = [len(r.prompt.token_ids) for r in rollouts], sum(len(r.token_ids) for r in rollouts)
+    kept = [group for group in groups if len(distinct_outcomes(group)) > 1 or not args.filter_zero_std_samples]
+    kept_rollouts = [r for group in kept for r in group]
+    note_verifiers(kept_rollouts, args, metrics, "objective_kept")
+
+    prompt_lengths = [len(r.prompt.token_ids) for r in rollouts]
+    response_tokens = sum(len(r.token_ids) for r in rollouts)
+    kept_tokens = sum(len(group[0].prompt.token_ids) for group in kept)
+    kept_tokens += sum(len(r.token_ids) for r in kept_rollouts)
     metrics.count("sampled", len(rollouts))
-    metrics.count("response_tokens", responses)
-    metrics.count("val/num_sampled_tokens", sum(prompts) + responses)
-    each_prompt_once = sum(len(group[0].prompt.token_ids) for group in kept)
-    metrics.count("val/num_step_tokens", each_prompt_once + sum(len(r.token_ids) for group in kept for r in group))
-    metrics.add_all("val/prompt_lengths", prompts)
+    metrics.count("response_tokens", response_tokens)
+    metrics.count("val/num_sampled_tokens", sum(prompt_lengths) + response_tokens)
+    metrics.count("val/num_step_tokens", kept_tokens)
+    metrics.add_all("val/prompt_lengths", prompt_lengths)
+
+    scores = [r.score for r in rollouts if not math.isnan(r.score)]
+    metrics.add("val/score_sq", sum(score * score for score in scores), len(scores))
+    metrics.count("batch/missing_rewards", len(rollouts) - len(scores))
+    metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
+
+    kinds = Counter(kind_of(group, args) for group in sampled)
+    metrics.count("batch/total_prompts", len(sampled))
+    metrics.count("val/total_reward_groups", kinds["mixed"])
+    metrics.count("batch/filtered_prompts", len(sampled) - kinds["mixed"])
+    for kind in ("zero", "solved", "nonzero"):
+        metrics.count(f"batch/filtered_prompts_{kind}", kinds[kind])
     for name, gib in memory_used().items():
         metrics.extreme(name, gib)
-    present = [r.score for r in rollouts if not math.isnan(r.score)]
-    metrics.add("val/score_sq", sum(s * s for s in present), len(present))
-    metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
-    best = [rewards.max_score(args, len(group[0].prompt.verifiers) or 1) for group in sampled]
-    constant = [(found, {top}) for found, top in zip(outcomes, best, strict=True) if len(found) < 2]
-    metrics.count("batch/total_prompts", len(sampled))
-    metrics.count("val/total_reward_groups", len(sampled) - len(constant))
-    metrics.count("batch/filtered_prompts", len(constant))
-    metrics.count("batch/filtered_prompts_zero", sum(s == {0.0} for s, _ in constant))
-    metrics.count("batch/filtered_prompts_solved", sum(s == top for s, top in constant))
-    metrics.count("batch/filtered_prompts_nonzero", sum(s not in ({0.0}, top) for s, top in constant))
-    metrics.count("batch/missing_rewards", sum(math.isnan(r.score) for r in rollouts))
 
 
 def memory_used() -> dict[str, float]:
-    """GiB: most that this process ever held; what is in use on this machine by anybody; most of its GPU that torch's
-    tensors ever took, and its allocator."""
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
-    out = {"memory/process_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
-    if Path("/proc/meminfo").exists():
-        kib = dict(re.findall(r"(\w+): +(\d+)", Path("/proc/meminfo").read_text()))
+    """Memory in GiB: the most that this process ever held; what all processes of this machine hold now; the most that
+    torch's tensors ever held on this process's GPU, and the most that torch's allocator ever reserved there."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    out = {"memory/process_peak_gib": peak * unit / 2**30}
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        kib = dict(re.findall(r"(\w+): +(\d+)", meminfo.read_text()))
         out["memory/host_used_gib"] = (int(kib["MemTotal"]) - int(kib["MemAvailable"])) / 2**20
     if torch.cuda.is_available():
         out["memory/gpu_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -2454,16 +2370,17 @@ def memory_used() -> dict[str, float]:
     return out
 
 
-def finish_metrics(metrics: dict[str, float], args: "grpo.GRPOFlags") -> dict[str, float]:
-    """Derive the metrics that are functions of reduced ones, under the names of open-instruct's page."""
+def take_variance(metrics: dict[str, float], mean_square: str, mean: str) -> float:
+    """The variance, from the means of the squares, which leaves `metrics`, and of the values."""
+    return max(metrics.pop(mean_square) - metrics[mean] ** 2, 0.0)
 
-    def variance(square: str, mean: str) -> float:
-        return max(metrics.pop(square) - metrics[mean] ** 2, 0.0)
 
+def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
+    """Add the metrics that are functions of reduced ones, under open-instruct's names; `args` are grpo.GRPOFlags."""
     if "val/ratio_sq" in metrics:
-        metrics["val/ratio_var"] = variance("val/ratio_sq", "val/ratio")
+        metrics["val/ratio_var"] = take_variance(metrics, "val/ratio_sq", "val/ratio")
     if "val/score_sq" in metrics:
-        metrics["objective/reward_std"] = math.sqrt(variance("val/score_sq", "objective/scores"))
+        metrics["objective/reward_std"] = math.sqrt(take_variance(metrics, "val/score_sq", "objective/scores"))
     if "loss/policy_avg" in metrics:
         metrics["loss/total_avg"] = sum(metrics.get(f"loss/{k}_avg", 0.0) for k in ("policy", "kl", "entropy"))
         metrics["objective/loss"] = metrics["loss/total_avg"]
@@ -2476,12 +2393,12 @@ def finish_metrics(metrics: dict[str, float], args: "grpo.GRPOFlags") -> dict[st
 
 
 class Timer:
-    """Seconds per named phase of a step: of the wall or, with `gpu`, between two events of the caller's stream. Then
-    only reading `seconds` waits, for the caller's own work: never for the device, where other threads have some too."""
+    """Seconds of each named phase of a step: on the clock or, with `gpu`, between two events of the caller's stream.
+    With `gpu`, reading `seconds` waits for the caller's own work alone, not for what other threads have on the GPU."""
 
     def __init__(self, gpu: bool | None = None):
         self.gpu = torch.cuda.is_available() if gpu is None else gpu
-        self.phases: list[tuple[str, Any, Any]] = []
+        self.phases: list[tuple[str, Any, Any]] = []  # name, start, end
 
     def _mark(self) -> Any:
         if not self.gpu:
@@ -2502,39 +2419,29 @@ class Timer:
         for name, start, end in self.phases:
             if self.gpu:
                 end.synchronize()
-            seconds[name] += start.elapsed_time(end) / 1000 if self.gpu else end - start
+                seconds[name] += start.elapsed_time(end) / 1000
+            else:
+                seconds[name] += end - start
         return dict(seconds)
 
 
-TRACKER_START_S = 120.0  # before a run goes on without waiting for a tracker to be ready
-TRACKER_WAIT_S = 30.0  # at the end of a run, for what is not sent yet
 TABLE_ROLLOUTS = 8  # samples that a tracker gets at a time
 
 
-def start_tracker(name: str, run_dir: Path, start_step: int) -> subprocess.Popen:
-    """Have parts/track.py send what comes into RUN/metrics.jsonl and samples.jsonl. Raises UserError if it cannot."""
-    log, after = run_dir / f"{name}.log", start_step or -1  # -1: the evaluation before the first step too
-    process: Any = start_program(log, "parts/track.py", run_dir, f"--{name}", "--follow", "--after", after)
-    if select.select([process.stdout], [], [], TRACKER_START_S)[0]:
-        answer = process.stdout.readline()
-        if not answer.startswith("tracked by "):
-            words = (answer + process.stdout.read()).strip() or log.read_text()[-3000:].strip()
-            raise UserError(f"--with_{'tracking' if name == 'wandb' else name}: {words}")
-        print(answer, end="", flush=True)
-    return process
-
-
-def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The last `width` values as bars of eight heights between their lowest and highest."""
-    values = list(values)[-width:]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - low) / (high - low)) if high > low else 0] for v in values)
+def cell(value: float | None, form: str, width: int) -> str:
+    """A number in `width` columns, in scientific notation where `form` takes more; blank for None."""
+    if value is None:
+        return " " * width
+    text = form.format(value)
+    if len(text) > width:
+        text = f"{value:.0e}"
+    return text.rjust(width)
 
 
 class Logger:
     """Console, metrics.jsonl, samples.jsonl and trackers, all on rank 0; other ranks get a silent one."""
 
-    SHOWN = (  # (heading, metric, format)
+    COLUMNS = (  # (heading, metric, format)
         ("score", "objective/scores", "{:.3f}"),
         ("correct", "objective/verifiable_correct_rate", "{:.3f}"),
         ("eval", "eval/objective/verifiable_correct_rate", "{:.3f}"),
@@ -2547,57 +2454,57 @@ class Logger:
         ("train s", "time/training", "{:.1f}"),
         ("total s", "time/total", "{:.1f}"),
     )
+    WIDTH = 7  # of a column, where its heading is not longer
 
     def __init__(self, args: TrackingFlags, run_dir: Path, num_steps: int, start_step: int, world: World):
         self.enabled = world.is_main
         if not self.enabled:
             return
-        from tqdm import tqdm
+        self.run_dir = run_dir
+        self.num_steps = num_steps
+        self.header_shown = False
+        self.step_ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
+        self.trackers: dict[str, subprocess.Popen] = {}
+        if (run_dir / "metrics.jsonl").exists():
+            from scripts.parts.run_dir import forget_after
 
-        from scripts.parts.run_dir import forget_after
-
-        tqdm.monitor_interval = 0  # painted once a step only: else it wipes out the prompt of a debugger
-        form = "step {bar} {n_fmt}/{total_fmt} {desc}"  # disable=None: where stdout is no terminal
-        self.bar = tqdm(total=num_steps, initial=start_step, file=sys.stdout, disable=None, bar_format=form)
-        self.path, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
-        if self.path.exists():
             forget_after(run_dir, start_step)
-        self.num_steps, self.header_shown = num_steps, False
-        self.scores: list[float] = []
-        self.ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
-        names = ["wandb"] * args.with_tracking + ["tensorboard"] * args.with_tensorboard
-        self.trackers = {name: start_tracker(name, run_dir, start_step) for name in names}
+        if args.with_tracking or args.with_tensorboard:
+            from scripts.parts import track
+
+            self.trackers = track.start(args, run_dir, start_step)
 
     def log(self, metrics: dict[str, Any]) -> None:
+        """Append a step's metrics to metrics.jsonl, and print the step's line."""
         if not self.enabled:
             return
-        metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
-        with self.path.open("a") as file:
+        metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        with (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics, default=str) + "\n")
         if not self.header_shown:
-            headings = [h.rjust(max(7, len(h))) for h, _, _ in self.SHOWN]
+            headings = [heading.rjust(self.WIDTH) for heading, _, _ in self.COLUMNS]
             self.say(" ".join(["step".rjust(9), *headings, "left".rjust(8)]))
             self.header_shown = True
+        self.say(self._line(metrics))
+
+    def _line(self, metrics: dict[str, Any]) -> str:
+        """A step in at most 120 columns."""
         step = metrics["training_step"]
         cells = [f"{step}/{self.num_steps}".rjust(9)]
-        for heading, name, fmt in self.SHOWN:
-            value = metrics.get(name)
-            cells.append(("" if value is None else fmt.format(value)).rjust(max(7, len(heading))))
-        left = self._time_left(step)
-        self.say(" ".join([*cells, left.rjust(8)]))
-        self.scores += [metrics["objective/scores"]] if metrics.get("objective/scores") is not None else []
-        told = f"{left} left  score {sparkline(self.scores)} {self.scores[-1] if self.scores else math.nan:.3g}"
-        self.bar.n = step
-        self.bar.set_description_str(told)
+        for heading, name, form in self.COLUMNS:
+            cells.append(cell(metrics.get(name), form, max(self.WIDTH, len(heading))))
+        cells.append(self._time_left(step).rjust(8))
+        return " ".join(cells)
 
     def _time_left(self, step: int) -> str:
         """Hours:minutes:seconds of the steps to come at the mean pace of the last ones, eval and saving included."""
         if step == 0:
-            self.ends[-1] = time.monotonic()  # the evaluation before the first step
+            self.step_ends[-1] = time.monotonic()  # the evaluation before the first step
             return ""
-        self.ends.append(time.monotonic())
-        pace = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-        return str(timedelta(seconds=round(pace * (self.num_steps - step))))
+        self.step_ends.append(time.monotonic())
+        pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+        minutes, seconds = divmod(round(pace * (self.num_steps - step)), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
         """Print the first and the last rollout; the first TABLE_ROLLOUTS go to samples.jsonl, for the trackers."""
@@ -2606,107 +2513,64 @@ class Logger:
         rollouts = [r for group in groups for r in group]
         for r in (rollouts[0], rollouts[-1]):
             end = "ended by itself" if r.finish_reason == "stop" else "cut at the limit"
-            answer = f"score {r.score:g}, {end}, label {str(*r.prompt.ground_truths[:1]):.120}"
-            self.say(f"  prompt   {r.prompt.text[-600:]!r}\n  response {r.text[:600]!r}\n  {answer}")
+            label = str(*r.prompt.ground_truths[:1])
+            self.say(f"  prompt   {r.prompt.text[-600:]!r}")
+            self.say(f"  response {r.text[:600]!r}")
+            self.say(f"  score {r.score:g}, {end}, label {label:.120}")
         rows = []
         for r in rollouts[:TABLE_ROLLOUTS]:
-            row = {name: getattr(r, name) for name in ("score", "advantage", "finish_reason", "text")}
-            labels = {"prompt": r.prompt.text, "ground_truths": str(r.prompt.ground_truths)}
-            rows.append({"training_step": step} | labels | row)
-        with self.samples.open("a") as file:
+            row = {
+                "training_step": step,
+                "prompt": r.prompt.text,
+                "ground_truths": str(r.prompt.ground_truths),
+                "score": r.score,
+                "advantage": r.advantage,
+                "finish_reason": r.finish_reason,
+                "text": r.text,
+            }
+            rows.append(row)
+        with (self.run_dir / "samples.jsonl").open("a") as file:
             file.write(json.dumps({"training_step": step, "rollouts": rows}, default=str) + "\n")
 
     def say(self, text: str) -> None:
-        """Print a line above the progress bar."""
+        """Print a line."""
         if self.enabled:
-            self.bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            print(text, flush=True)
 
     def close(self) -> None:
-        """Take the bar away and wait TRACKER_WAIT_S at most for what each tracker has not sent yet."""
+        """Let the trackers send what they have not sent yet."""
         if not self.enabled:
             return
-        self.bar.close()
         for name, process in self.trackers.items():
-            try:
-                words, _ = process.communicate("end", TRACKER_WAIT_S)
-                ended = f"WARNING: {name} ended with status {process.returncode}"
-                problem = (words.splitlines() or [ended])[-1] if process.returncode else ""
-            except subprocess.TimeoutExpired:
-                process.kill()
-                problem = f"WARNING: {name} has not ended within {TRACKER_WAIT_S:.0f} s and may lack rows"
+            from scripts.parts import track
+
+            problem = track.end(name, process)
             if problem:
-                self.say(
-                    f"{problem}: metrics.jsonl has all, scripts/parts/track.py {self.path.parent} --{name} sends it"
-                )
+                by_hand = f"scripts/track.py {self.run_dir} --{name}"
+                self.say(f"{problem}: metrics.jsonl has all, {by_hand} sends it")
 
 
 def draw_report(run_dir: Path) -> str:
-    """Have scripts/reports/curves.py draw report.png; words for the end of the run. A failure is a warning."""
-    if problem := run_program("reports/curves.py", run_dir):
-        again = shlex.join(program("reports/curves.py", run_dir))
-        print(f"WARNING: no report was drawn: {problem.splitlines()[-1]}. To draw it: {again}", flush=True)
-        return "no report"
-    return f"report {run_dir / 'report.png'}"
+    """Have scripts/reports/curves.py draw report.png; returns what the run's last line says of it. A failure is a
+    warning."""
+    problem = run_program("reports/curves.py", run_dir)
+    if not problem:
+        return f"report {run_dir / 'report.png'}"
+    command = shlex.join(program("reports/curves.py", run_dir))
+    print(f"WARNING: no report was drawn: {problem.splitlines()[-1]}. To draw it: {command}", flush=True)
+    return "no report"
 
 
 # --- Servers: language models for rewards -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Servers:
-    """vLLM servers of a model, for OpenAI clients; they end with `process`, parts/serve.py, whose words `log` has."""
-
-    base_urls: list[str]
-    api_key: str
-    process: subprocess.Popen
-    log: Path
-
-
-def start_reward_models(args: Flags, run_dir: Path, world: World) -> Servers | None:
-    """Connect this rank to the judge and the solver; the first rank starts the solver's servers if none run already.
-    All ranks that score. Raises UserError."""
-    servers: Servers | None = None
-
-    def start() -> tuple[str, str]:
-        nonlocal servers
-        in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        need(
-            not 0 < torch.cuda.device_count() < in_use + args.solver_num_engines,
-            f"--solver_num_engines {args.solver_num_engines}: each takes a GPU of its own, and {in_use} of "
-            f"{torch.cuda.device_count()} are the run's: lower it, or start a server with a smaller share of a GPU "
-            "yourself and give --solver_base_url",
-        )
-        length = args.max_prompt_token_length + args.response_length + args.solver_response_length + 512
-        flags: dict[str, Any] = {"num_engines": args.solver_num_engines, "max_model_len": length, "seed": args.seed}
-        flags |= {"model_dtype": args.model_dtype, "max_num_seqs": rewards.SOLVER_MAX_CONCURRENCY}
-        servers = start_servers(args.solver_model_name_or_path, run_dir, devices_in_use=in_use, **flags)
-        return ",".join(servers.base_urls), servers.api_key
-
+def start_reward_models(args: Flags, run_dir: Path, world: World) -> Any:
+    """Connect this rank to the judge and the solver. Without --solver_base_url the first rank starts the solver's
+    servers: its result is then a scripts.parts.serve.Servers, else None. All ranks that score. Raises UserError."""
+    servers = None
     if args.solver_model_name_or_path and not args.solver_base_url:
-        urls, os.environ["SOLVER_API_KEY"] = on_main(start, world)
-        args = replace(args, solver_base_url=urls)
+        from scripts.parts import serve
+
+        servers, args = serve.start_solver(args, run_dir, world)
     rewards.configure(args, connect=True)
     return servers
-
-
-def start_servers(model: str, log_dir: Path, name: str = "solver", **flags: object) -> Servers:
-    """Have scripts/parts/serve.py start vLLM servers, `flags` being its own, and wait until they answer; logs are
-    log_dir/name*.log. They end with stop_servers or this process, also if that is killed. Raises UserError."""
-    log, given = log_dir / f"{name}.log", flags | {"log_dir": log_dir, "name": name}
-    process = start_program(log, "parts/serve.py", model, *(f"--{flag}={value}" for flag, value in given.items()))
-    answer = process.stdout.readline()  # JSON once all answer; nothing if it gave up
-    need(answer != "", f"no server of {model}: {log.read_text(errors='replace')[-3000:]}")
-    return Servers(**json.loads(answer), process=process, log=log)
-
-
-def check_servers(servers: Servers | None) -> None:
-    """Raise UserError with the end of the log if a server has ended."""
-    if servers is not None and servers.process.poll() is not None:
-        raise UserError(servers.log.read_text(errors="replace")[-3000:])
-
-
-def stop_servers(servers: Servers | None) -> None:
-    if servers is not None:
-        servers.process.stdin.close()
-        servers.process.wait()

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import grpo
 import utils
 from scripts.align import align, dataproto, states
+from scripts.parts import dumps
 from tests import programs, verl_shards
 from tests.conftest import REPO
 
@@ -199,7 +200,7 @@ def write_dump(run_dir, step, first=None, second=None, **changes):
     rows = [{"mask": [True] * len(r["token_ids"]), "versions": [step - 1] * len(r["token_ids"])} | r for r in rows]
     run_dir.mkdir(parents=True, exist_ok=True)
     dump = {"training_step": step, "how": "shared", "weights": f"w{step}", "positions": [step], "packs": []}
-    utils.append_rows(run_dir, [json.dumps(row) + "\n" for row in rows], dump | changes)
+    dumps.append_rows(run_dir, [json.dumps(row) + "\n" for row in rows], dump | changes)
 
 
 def test_dumps(tmp_path, capsys):
@@ -479,7 +480,7 @@ def test_import_by_hand(verl, tmp_path, capsys):
     source = verl(tmp_path / "step_7.pkl", tensors, arrays, info, "consolidated")
     assert compare("import", source, tmp_path / "out") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out" / "dumps" / "step_000007.json")
-    made, dump = utils.read_dump(tmp_path / "out", 7)
+    made, dump = dumps.read_dump(tmp_path / "out", 7)
     rows = {name: [row[name] for row in made] for name in made[0]}
     assert rows["prompt_ids"] == [[5, 6], [5, 6], [7, 8, 9], [7, 8, 9]]
     assert rows["token_ids"] == [[11, 12], [13, 14, 15], [21], [22, 23]]

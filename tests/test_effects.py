@@ -21,7 +21,7 @@ import torch
 import grpo
 import rewards
 import utils
-from scripts.parts import adapters, chat, run_code, run_dir, sandbox
+from scripts.parts import adapters, chat, run_code, run_dir, sandbox, serve
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -255,7 +255,7 @@ def questions(flags, model, world, patch):
 
     patch.setattr(chat.ChatModel, "ask", ask)
     patch.setattr(chat.ChatModel, "connect", lambda self, urls, key: connected.append((self.model, *urls)))
-    patch.setattr(utils, "start_servers", start_servers)
+    patch.setattr(serve, "start_servers", start_servers)
     patch.setenv("OPENAI_API_KEY", "k")
     patch.setenv("SOLVER_API_KEY", "")
     patch.delenv("OPENAI_BASE_URL", raising=False)

@@ -230,7 +230,10 @@ def test_repetition_by_hand(forked, monkeypatch):
     for r, score in zip(group, (6.0, 3.0, 0.0), strict=True):
         r.score = score
     grpo.set_advantages([group], args)
-    kept = grpo.utils.rollouts_of([json.loads(json.dumps(grpo.utils.rollout_row(r, 1), default=str)) for r in group])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "utils", grpo.utils)
+        dumps = load("dumps_repetition", REPO / "scripts" / "parts" / "dumps.py")
+    kept = dumps.rollouts_of([json.loads(json.dumps(dumps.rollout_row(r, 1), default=str)) for r in group])
     shared, plain = [group], [[r] for r in kept]
     rows = [[[r]] for r in group]
     world = grpo.utils.World(0, 0, 1, torch.device("cpu"))

@@ -625,9 +625,10 @@ def test_no_string_breaks_a_request(serve):
 RUN = """
 import json, os, sys, time
 from pathlib import Path
-import rewards, utils
+import rewards
+from scripts.parts import serve
 model = sys.argv[1]
-servers = utils.start_servers(model, Path(sys.argv[2]), max_model_len=512, max_num_seqs=8)
+servers = serve.start_servers(model, Path(sys.argv[2]), max_model_len=512, max_num_seqs=8)
 os.environ["SOLVER_API_KEY"] = servers.api_key
 flags = {"solver_model_name_or_path": model, "solver_base_url": servers.base_urls[0], "solver_response_length": 128}
 rewards.configure(rewards.RewardFlags(**flags), connect=True)
@@ -694,12 +695,13 @@ def test_a_real_solver_that_ends_with_its_trainer(forking_python, tiny_models, t
 def test_a_server_that_does_not_start_says_why(tiny_models, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     import utils
+    from scripts.parts import serve
 
     python = str(programs.python_that_forks(tmp_path / "python", programs.SERVERS))
     monkeypatch.setenv("PYTHON_OF_FORKS", python)
     monkeypatch.setattr(sys, "executable", python)
     with pytest.raises(utils.UserError, match="float99"):
-        utils.start_servers(str(tiny_models()), tmp_path, max_model_len=1024, model_dtype="float99")
+        serve.start_servers(str(tiny_models()), tmp_path, max_model_len=1024, model_dtype="float99")
 
 
 VLLM = """
@@ -725,7 +727,7 @@ http.server.HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forev
 @pytest.fixture
 def forking_python(tmp_path):
     """A Python that forks serve.py, from a process that knows nothing of the stand-in."""
-    return str(programs.python_that_forks(tmp_path / "python", "*/scripts/parts/serve.py"))
+    return str(programs.python_that_forks(tmp_path / "python", "*/scripts/parts/serve.py | */scripts/serve.py"))
 
 
 @pytest.fixture
@@ -756,6 +758,7 @@ def wait_for_the_end_of(pids):
 @pytest.mark.runs
 def test_servers_are_found_checked_and_ended(fake_vllm, forking_python, tiny_models, tmp_path, monkeypatch):
     import utils
+    from scripts.parts import serve
 
     def started():
         """Its process and theirs, of the one serve.py that lives."""
@@ -767,26 +770,26 @@ def test_servers_are_found_checked_and_ended(fake_vllm, forking_python, tiny_mod
     monkeypatch.setattr(sys, "executable", forking_python)
     monkeypatch.setenv("LOCAL_RANK", "1")  # a server is no rank
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))  # nor does it live in an engine's directory
-    servers = utils.start_servers(str(tiny_models()), tmp_path, "judge", num_engines=2, max_model_len=77)
+    servers = serve.start_servers(str(tiny_models()), tmp_path, "judge", num_engines=2, max_model_len=77)
     processes = started()
     assert [ask(f"{url}/models", servers.api_key) for url in servers.base_urls] == [200, 200] and len(processes) == 3
     assert (tmp_path / "judge_1.log").read_text().startswith(f"77 {tiny_models()} None\n")
-    utils.check_servers(servers)
+    servers.check()
     with pytest.raises(OSError):
         ask(servers.base_urls[1].removesuffix("/v1") + "/die")
     servers.process.wait(30)
     with pytest.raises(utils.UserError, match=r"server of .*judge_1.log has ended"):
-        utils.check_servers(servers)
-    utils.stop_servers(servers)
+        servers.check()
+    servers.stop()
     wait_for_the_end_of(processes)
-    servers = utils.start_servers(str(tiny_models()), tmp_path)
+    servers = serve.start_servers(str(tiny_models()), tmp_path)
     processes = started()
     assert len(processes) == 2
-    utils.stop_servers(servers)
+    servers.stop()
     wait_for_the_end_of(processes)
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(utils.UserError, match="no room for the cache"):
-        utils.start_servers(str(tiny_models()), tmp_path)
+        serve.start_servers(str(tiny_models()), tmp_path)
 
 
 @pytest.mark.runs
@@ -795,7 +798,7 @@ def test_serve_by_hand(fake_vllm, forking_python, tiny_models, tmp_path, monkeyp
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    script = str(ROOT / "scripts" / "parts" / "serve.py")
+    script = str(ROOT / "scripts" / "serve.py")
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([forking_python, script, str(tiny_models())], **quiet) as program:
         answer = json.loads(program.stdout.readline())

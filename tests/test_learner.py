@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import rewards
 import utils
+from scripts.parts import dumps
 from scripts.parts.transformers_engine import TransformersEngine
 from tests import programs
 from tests.conftest import REPO
@@ -620,6 +621,7 @@ def test_reference_refresh(tiny_models, world, stage):
 TWO_RANKS = """
     import torch
     import utils, grpo
+    from scripts.parts import dumps
     from tests.test_learner import make_args, make_rollouts, run_update
     world = utils.init_distributed()
     groups = [make_rollouts()[i:i + 3] for i in range(0, 12, 3)]
@@ -630,7 +632,7 @@ TWO_RANKS = """
             args = make_args({model!r}, "--deepspeed_stage", stage)
             weights, metrics = run_update(args, world, [mine], optimizer="sgd")
             half = make_args({model!r}, "--deepspeed_stage", stage, "--model_dtype", "bfloat16")
-            dithered = utils.weights_hash(grpo.load_policy(half, world), world)
+            dithered = dumps.weights_hash(grpo.load_policy(half, world), world)
             if world.is_main:
                 torch.save((weights, metrics, dithered), f"{out}/{{name}}_{{stage}}.pt")
     torch.distributed.barrier()
@@ -648,7 +650,7 @@ def test_two_ranks_make_the_update_of_one(tiny_models, tmp_path, world):
     args = make_args(model)
     start = start_weights(args, world)
     one, one_metrics = run_update(args, world, [make_rollouts()])
-    one_dithered = utils.weights_hash(grpo.load_policy(make_args(model, "--model_dtype", "bfloat16"), world), world)
+    one_dithered = dumps.weights_hash(grpo.load_policy(make_args(model, "--model_dtype", "bfloat16"), world), world)
     for name in ("even", "all-on-one-rank"):
         for stage in (0, 2, 3):
             two, metrics, dithered = torch.load(tmp_path / f"{name}_{stage}.pt")

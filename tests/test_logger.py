@@ -17,6 +17,7 @@ import pytest
 
 import grpo
 import utils
+from scripts.parts import track
 from tests.conftest import REPO
 
 
@@ -36,12 +37,6 @@ def make_rollouts(count):
     return [grpo.Rollout(prompt, 0, i, text=f"answer {i}", score=float(i), finish_reason="stop") for i in range(count)]
 
 
-def test_sparkline():
-    assert utils.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert utils.sparkline([5.0, 5.0]) == "▁▁" and utils.sparkline([]) == ""
-    assert utils.sparkline([9.0] * 30 + [0.0, 1.0], width=3) == "█▁▂"
-
-
 def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(utils.time, "monotonic", lambda: now[0])
@@ -57,10 +52,10 @@ def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "0:32:02"  # 961 x 2 s
 
 
-def in_a_terminal(script, directory, typed=b""):
-    """What a Python program writes to a terminal in which `typed` is typed when a debugger asks."""
+def in_a_terminal(script, directory):
+    """What a Python program writes to a terminal of 120 columns."""
     master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (24, 180))
+    termios.tcsetwinsize(slave, (24, 120))
     env = os.environ | {"TERM": "xterm-256color"}
     command = [sys.executable, "-c", textwrap.dedent(script), str(directory)]
     process = subprocess.Popen(command, cwd=REPO, env=env, stdin=slave, stdout=slave, stderr=slave)
@@ -70,9 +65,6 @@ def in_a_terminal(script, directory, typed=b""):
     out = b""
     while chunk := read(master):
         out += chunk
-        if typed and b"(Pdb) " in out:
-            os.write(master, typed)
-            typed = b""
     timer.cancel()
     assert process.wait() == 0, out.decode()[-2000:]
     return out.decode()
@@ -84,29 +76,37 @@ TERMINAL = """
     import grpo, utils
 
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
-    logger = utils.Logger(args, Path(sys.argv[1]), 8, 0, utils.World(0, 0, 1, None))
+    logger = utils.Logger(args, Path(sys.argv[1]), 4, 0, utils.World(0, 0, 1, None))
     for step in range(1, 5):
         logger.log({"training_step": step, "objective/scores": step / 4})
+    logger.close()
 """
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """What a terminal shows of four steps; in the second a debugger asks."""
-    more = "        if step == 2: secret = 6; breakpoint()\n    logger.close()"
-    typed = b"p secret * 7\nimport time; time.sleep(0.5)\nc\n"
-    return in_a_terminal(TERMINAL + more, tmp_path_factory.mktemp("terminal"), typed)
+def test_a_terminal_has_a_line_for_each_step_and_nothing_is_painted_over(tmp_path):
+    """A bar that repaints itself would hide what a debugger asks, and stay in what a terminal copies."""
+    shown = in_a_terminal(TERMINAL, tmp_path)
+    header, *lines = shown.replace("\r\n", "\n").splitlines()
+    assert header.split()[:2] == ["step", "score"] and header.endswith("left")
+    assert [line.split()[:2] for line in lines] == [[f"{i}/4", f"{i / 4:.3f}"] for i in range(1, 5)]
+    assert "\r" not in shown.replace("\r\n", "") and "\x1b" not in shown
 
 
-def test_a_terminal_has_a_bar_with_time_left_and_a_curve(shown):
-    assert "score ▁▃▆█ 1" in shown and "4/8" in shown and "left" in shown
-
-
-def test_the_bar_leaves_the_prompt_of_a_debugger_alone(shown):
-    """A bar that repaints itself, or takes stdout, hides it: then nothing is typed here."""
-    assert "\n42" in shown.replace("\r", "") and "4/8" in shown
-    asked = shown[shown.index("(Pdb)") : shown.rindex("(Pdb)")]
-    assert "█" not in asked  # nothing was painted over
+def test_a_step_is_one_line_of_120_columns_whatever_its_numbers_are(tmp_path, world, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(utils.time, "monotonic", lambda: now[0])
+    logger = make_logger(tmp_path, world, num_steps=100_000)
+    metrics = {name: -123456.789 for _, name, _ in utils.Logger.COLUMNS}
+    logger.log(metrics | {"training_step": 1, "time/total": 987654.3})
+    now[0] += 3600.0
+    logger.log({name: math.nan for name in metrics} | {"training_step": 99_999, "optim/grad_norm": 0.5})
+    header, large, missing = capsys.readouterr().out.splitlines()
+    assert max(len(header), len(large), len(missing)) <= 120 and "-1e+05" in large and "1e+06" in large
+    assert missing.split()[:2] == ["99999/100000", "0.50"]
+    headings = [heading for heading, _, _ in utils.Logger.COLUMNS]
+    for line in (large, missing):  # the numbers stand below their headings
+        end = header.index("grad ", header.index("gap")) + len("grad")
+        assert line[end] == " " and line[end - 1] != " ", headings
 
 
 def read(terminal):
@@ -240,9 +240,9 @@ def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(
     fake, what, words, tmp_path, world, capsys, monkeypatch
 ):
     if "hang" in what:  # else nothing is waited for that long
-        monkeypatch.setattr(utils, "TRACKER_WAIT_S", 1.0)
+        monkeypatch.setattr(track, "WAIT_S", 1.0)
     if what == "hang init":
-        monkeypatch.setattr(utils, "TRACKER_START_S", 1.0)
+        monkeypatch.setattr(track, "START_S", 1.0)
     fake(what)
     logger = make_logger(tmp_path, world, "--with_tracking")
     for step in range(1, 1000):
@@ -251,7 +251,7 @@ def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_reported(
         until(lambda: len(fake(what)) > 2 + (what in ("fail log 2", "hang finish")))
     logger.close()
     told = " ".join(capsys.readouterr().out.split())
-    assert words in told and f"scripts/parts/track.py {tmp_path} --wandb sends it" in told
+    assert words in told and f"scripts/track.py {tmp_path} --wandb sends it" in told
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 999
     until(lambda: logger.trackers["wandb"].poll() is not None)
 
@@ -316,7 +316,7 @@ def test_an_old_run_is_sent_by_hand(fake, tmp_path, world):
         logger.log({"training_step": step})
     logger.show(2, [make_rollouts(2)])
     logger.close()
-    line = [sys.executable, REPO / "scripts" / "parts" / "track.py", tmp_path]
+    line = [sys.executable, REPO / "scripts" / "track.py", tmp_path]
     done = subprocess.run([*line, "--wandb", "--wandb_project", "q"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("tracked by wandb: https://x\n"), done.stderr
     want = [["log 1", {"training_step": 1}], ["log 2", {"training_step": 2}]]

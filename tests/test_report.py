@@ -18,10 +18,10 @@ import torch
 import grpo
 import rewards
 import utils
+from scripts.parts import dumps
 from scripts.reports import benchmark_report, compare_runs, report
 from tests import programs
 from tests.conftest import REPO
-from utils import read_dump
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -239,7 +239,7 @@ def test_tokens_join_to_the_text_and_gaps_are_those_of_the_dump(learned):
 def test_new_logprobs_of_a_dump_are_those_of_the_last_pass(learned):
     """Of two passes over one mini-batch the first has ratio 1; val/ratio is the mean over both."""
     metrics = report.read_metrics(learned)[-1]
-    rows = [r for r in read_dump(learned, 4)[0] if "new_logprobs" in r]
+    rows = [r for r in dumps.read_dump(learned, 4)[0] if "new_logprobs" in r]
     columns = [zip(r["new_logprobs"], r["old_logprobs"], r["mask"], strict=True) for r in rows]
     ratios = [math.exp(new - old) for tokens in columns for new, old, kept in tokens if kept]
     assert max(abs(r - 1) for r in ratios) > 0.01

@@ -21,7 +21,7 @@ import grpo
 import rewards
 import utils
 from scripts import turns as program
-from scripts.parts import checks, turns
+from scripts.parts import checks, dumps, turn_metrics, turns
 from tests.conftest import REPO
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
@@ -465,7 +465,7 @@ def test_rows_ask_for_an_environment_by_a_column(files, tokenizer, tmp_path):
 
 def test_what_a_dump_keeps_of_turns_trains_again(files, tokenizer):
     group, _, _ = play(files(COUNTER, "counter"), tokenizer)
-    again = utils.rollouts_of([json.loads(json.dumps(utils.rollout_row(r, 1), default=str)) for r in group])
+    again = dumps.rollouts_of([json.loads(json.dumps(dumps.rollout_row(r, 1), default=str)) for r in group])
     for a, b in zip(group, again, strict=True):
         assert all((getattr(a, name) == getattr(b, name)).all() for name in utils.COLUMNS) and a.turns == b.turns
 
@@ -562,7 +562,7 @@ def test_metrics_of_turns():
     r.turns = [one, answer | {"metrics": counts}, one | {"cached": 16}]
     single = utils.Rollout(utils.Prompt(1, (1,), "", (), ()), 1, 0, [1], mask=[True])
     metrics = utils.Metrics()
-    utils.note_turns([r, r, single], metrics)
+    turn_metrics.note([r, r, single], metrics)
     found = metrics.reduce(utils.World(0, 0, 1, None))
     assert found == {
         "val/policy_tokens": 8, "val/environment_tokens": 6, "val/turns": 2, "val/turns_min": 2, "val/turns_max": 2,

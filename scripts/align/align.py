@@ -47,7 +47,7 @@ from safetensors.torch import load_file
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import utils
+from scripts.parts import dumps
 
 NAMES = (  # ours, veRL, Trinity-RFT (whose trainer is veRL's), TRL. TRL averages over micro-batches: equal for one
     ("objective/scores", "critic/score/mean", "critic/score/mean", "reward"),
@@ -262,7 +262,7 @@ def compare_dumps(a: Run, b: Run, tolerance: float) -> list[dict]:
             row["first"] = step
 
     for step in sorted({*a.dumps} & {*b.dumps}):
-        (x, of_a), (y, of_b) = utils.read_dump(a.path, step), utils.read_dump(b.path, step)
+        (x, of_a), (y, of_b) = dumps.read_dump(a.path, step), dumps.read_dump(b.path, step)
         for name in EXACT:
             same = [row[name] for row in x] == [row[name] for row in y]
             note(name, step, 0.0 if same else math.inf, not same)

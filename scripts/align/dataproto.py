@@ -233,7 +233,7 @@ def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]],
 def import_batch(source: Path, out: Path, step: int | None) -> Path:
     """Write a pickled veRL batch as a dumped step of `out`, after those it has; without `step` it is the last number in
     the file's name."""
-    import utils
+    from scripts.parts import dumps
 
     digits = re.findall(r"\d+", source.stem)
     if step is None and not digits:
@@ -247,5 +247,5 @@ def import_batch(source: Path, out: Path, step: int | None) -> Path:
     positions = sorted({row["position"] for row in rows})
     dump = {"training_step": step, "how": "", "weights": "", "positions": positions, "packs": []}
     dump |= {"source": f"veRL DataProto, logprobs from {engine}"}
-    utils.append_rows(out, [json.dumps(row) + "\n" for row in rows], dump)
+    dumps.append_rows(out, [json.dumps(row) + "\n" for row in rows], dump)
     return path

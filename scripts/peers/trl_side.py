@@ -128,14 +128,14 @@ def parse_args() -> argparse.Namespace:
 
 def read_batches(run: Path) -> list[dict]:
     """The dumped steps in order as lists, one entry per rollout, with the keys that rollout_func has to return."""
-    import utils
+    from scripts.parts import dumps
 
     flags = json.loads((run / "args.json").read_text())
     if flags["num_mini_batches"] * flags["num_epochs"] > 1:
         raise SystemExit(f"{run}: several optimizer steps per batch; this side makes one")
     batches = []
     for step in sorted(int(path.stem[5:]) for path in (run / "dumps").glob("step_*.json")):
-        rows, dump = utils.read_dump(run, step)
+        rows, dump = dumps.read_dump(run, step)
         rows = [row for row in rows if row["position"] in dump["positions"]]
         masks = [row["mask"] if "old_logprobs" in row else [False] * len(row["mask"]) for row in rows]
         batches.append(

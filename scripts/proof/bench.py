@@ -68,6 +68,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 import grpo  # noqa: E402
 import grpo_fast  # noqa: E402
 import rewards  # noqa: E402
+from scripts.parts import serve  # noqa: E402
 
 QUESTION, TEMPLATE_TOKENS, ANSWER = (4.04, 0.345), 30, (4.45, 0.434)  # see Lengths above
 SHOWN = """time/training time/generation time/weight_sync time/trainer_waiting_for_data
@@ -953,7 +954,7 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
     ]
     print("starting the solver", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        servers = utils.start_servers(options.model, Path(directory), max_model_len=1024, model_dtype=options.dtype)
+        servers = serve.start_servers(options.model, Path(directory), max_model_len=1024, model_dtype=options.dtype)
         os.environ["SOLVER_API_KEY"] = servers.api_key
         flags = rewards.RewardFlags(
             solver_model_name_or_path=options.model,
@@ -973,7 +974,7 @@ def bench_rewards(options: argparse.Namespace) -> dict[str, Any]:
             "solver, one by one": lambda: solve("solver, one by one", in_turn),
         }
         seconds |= side_by_side(sides, options.repeat, warm_up=False)
-        utils.stop_servers(servers)
+        servers.stop()
     missing = {name: sum(result.status in rewards.MISSING for result in found) for name, found in results.items()}
     table, ratios = {}, {}
     for name, found in seconds.items():

@@ -53,7 +53,7 @@ MOMENTS = ("generation", "update", "checkpoint", "epoch")
 TIMEOUT_S = 240.0  # of anything that is waited for
 GONE_S = 10.0  # until the processes of a run that ended are gone
 STALL_S = 30  # --stall_timeout_s of drop_request; an engine needs half of it to start
-WANDB_S = 30  # utils.TRACKER_WAIT_S
+WANDB_S = 30  # track.WAIT_S of scripts/parts
 
 # Acts once, at the moment named by CHAOS=what:when, and says so by making the file CHAOS_MARKER. A pause ends with
 # CHAOS_MARKER.go, so that a signal sent meanwhile meets the process exactly there.

@@ -167,8 +167,9 @@ def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
         from dataclasses import asdict
         from pathlib import Path
         import grpo, utils
+        from scripts.parts import track
 
-        utils.TRACKER_WAIT_S = 2.0
+        track.WAIT_S = 2.0
         args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--with_tracking"])
         (Path(sys.argv[1]) / "args.json").write_text(json.dumps(asdict(args)))
         logger = utils.Logger(args, Path(sys.argv[1]), 8, 0, utils.World(0, 0, 1, None))

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import grpo
 import rewards
 import utils
+from scripts.parts import dumps
 from scripts.parts.checkpoints import checkpoint_dirs
 from tests import programs
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
@@ -151,9 +152,9 @@ def make_rollout(position, sample, bits, **more):
 
 def write_dump(run_dir, step, rollouts, learner=(), **dump):
     """Rows of rollouts.jsonl for them, the first with the learner's columns, and a dump of it."""
-    rows = [utils.rollout_row(r, step) for r in rollouts]
+    rows = [dumps.rollout_row(r, step) for r in rollouts]
     rows[0] |= dict(learner)
-    utils.append_rows(run_dir, [json.dumps(row) + "\n" for row in rows], {"training_step": step} | dump)
+    dumps.append_rows(run_dir, [json.dumps(row) + "\n" for row in rows], {"training_step": step} | dump)
 
 
 def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
@@ -164,29 +165,29 @@ def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
         make_rollout(2**40, 0, bits, score=math.nan, outcome=math.nan),
         make_rollout(2**40 + 1, 0, [], score=0.1),
     ]
-    utils.append_rows(tmp_path, ['{"training_step": 6}\n'], {})
+    dumps.append_rows(tmp_path, ['{"training_step": 6}\n'], {})
     packs = [[[[[[2**40, 0]]]], []]]
     write_dump(tmp_path, 7, rollouts, {"old_logprobs": rollouts[0].logprobs.tolist()}, packs=packs, how="shared")
     write_dump(tmp_path, 8, rollouts[1:])
-    rows, dump = utils.read_dump(tmp_path, 7)
+    rows, dump = dumps.read_dump(tmp_path, 7)
     assert dump["packs"] == packs and dump["how"] == "shared" and len(rows) == 2
     for name in ("logprobs", "old_logprobs"):
         assert torch.tensor(rows[0][name]).view(torch.int32).tolist() == bits
     assert rows[0]["score"] is None and rows[0]["results"][0]["score"] is None and "old_logprobs" not in rows[1]
-    for made, want in zip(utils.rollouts_of(rows), rollouts, strict=True):
+    for made, want in zip(dumps.rollouts_of(rows), rollouts, strict=True):
         made.results, text = want.results, made.prompt.text
         assert made.prompt.token_ids == want.prompt.token_ids and text == want.prompt.text
         assert str(vars(made) | {"prompt": 0}) == str(vars(want) | {"prompt": 0})  # as text NaN equals NaN
     with pytest.raises(utils.UserError, match="no dump of step 9"):
-        utils.read_dump(tmp_path, 9)
+        dumps.read_dump(tmp_path, 9)
     path = tmp_path / "dumps" / "step_000008.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"schema_version": 1}))
     with pytest.raises(utils.UserError, match="schema 1, this version reads 2"):
-        utils.read_dump(tmp_path, 8)
+        dumps.read_dump(tmp_path, 8)
     flip(tmp_path / "rollouts.jsonl")
     with pytest.raises(utils.UserError, match="is damaged: the sha256 of the rows of step 7"):
-        utils.read_dump(tmp_path, 7)
+        dumps.read_dump(tmp_path, 7)
 
 
 def test_traces_have_the_advantage_that_was_trained(tmp_path, world):
@@ -245,7 +246,7 @@ def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
     subprocess.run(["cp", "-r", dumped, copy], check=True)
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"training_step": 6, "epi')  # what a full disk or kill -9 leaves
-    rows, dump = utils.read_dump(copy, 2)
+    rows, dump = dumps.read_dump(copy, 2)
     for row in rows:
         row["advantage"] *= 1 + 1e-6
     start = dump["rows"]["start"]
@@ -255,7 +256,7 @@ def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
     done = replay(copy, "--step", 2, "--from_start")
     assert done.returncode == 1 and "is damaged: the sha256 of the rows of step 2" in done.stderr
     os.truncate(copy / "rollouts.jsonl", start)
-    utils.append_rows(copy, [json.dumps(row) + "\n" for row in rows], dump)  # now with its sha256
+    dumps.append_rows(copy, [json.dumps(row) + "\n" for row in rows], dump)  # now with its sha256
     done = replay(copy, "--step", 2, "--from_start")
     assert done.returncode == 1 and "step 2: weights" in done.stdout and "differ from" in done.stdout
     assert replay(copy, "--step", 1, "--from_start").returncode == 0
@@ -321,7 +322,7 @@ def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_
     assert "save_traces" not in text and (tmp_path / "it" / "rollouts.jsonl").exists()
     assert "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
     rows = read(tmp_path / "it" / "metrics.jsonl")
-    assert [len(utils.read_dump(tmp_path / "it", step)[0]) for step in (1, 2, 3, 4, 5)] == [64] * 5
+    assert [len(dumps.read_dump(tmp_path / "it", step)[0]) for step in (1, 2, 3, 4, 5)] == [64] * 5
     before = [r["lr"] for r in read(dumped / "metrics.jsonl")]
     assert [r["training_step"] for r in rows] == [1, 2, 3, 4, 5]
     assert [r["lr"] for r in rows] == pytest.approx([*before[:2], *(lr / 3 for lr in before[2:])])

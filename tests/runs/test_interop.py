@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 import grpo
 import utils
+from scripts.parts import dumps
 from tests import programs
 from tests.conftest import REPO
 
@@ -174,17 +175,17 @@ def test_saved_models_are_the_trained_policy(start, trained, world):
         model, tokenizer, config = load(path)
         names = load_file(path / "model.safetensors").keys()
         assert names == load_file(start[0] / "model.safetensors").keys() and "lm_head.weight" not in names
-        after = utils.read_dump(run_dir, step)[1]["weights"]
-        assert utils.weights_hash(torch.nn.ModuleDict({"model": model}), world) == after
+        after = dumps.read_dump(run_dir, step)[1]["weights"]
+        assert dumps.weights_hash(torch.nn.ModuleDict({"model": model}), world) == after
         assert json.loads((path / "config.json").read_text()) == json.loads((start[0] / "config.json").read_text())
         assert model.dtype == torch.float32 and model.config.tie_word_embeddings
         assert config.eos_token_id == [tokenizer.eos_token_id, start[1]] and config.top_k == 1 and config.do_sample
         assert config.temperature is None or config.temperature == 1.0
         ids = tokenizer.apply_chat_template(TURNS, add_generation_prompt=True)["input_ids"]
-        prompts = [row["prompt_ids"] for step in (1, 2) for row in utils.read_dump(run_dir, step)[0]]
+        prompts = [row["prompt_ids"] for step in (1, 2) for row in dumps.read_dump(run_dir, step)[0]]
         assert ids in prompts and tokenizer.decode(ids).startswith("<|user|>\nSay 3, then 7.")
         assert all(oct(file.stat().st_mode).endswith("644") for file in path.iterdir())
-    rows, _ = utils.read_dump(run_dir, 2)  # sampled with the weights of step 1
+    rows, _ = dumps.read_dump(run_dir, 2)  # sampled with the weights of step 1
     first, before = load(run_dir / "step_1")[0], load(start[0])[0]
     for row in rows:
         want = torch.tensor(row["logprobs"])

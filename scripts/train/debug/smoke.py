@@ -136,6 +136,7 @@ def run(recipe: Path, more: list[str]) -> int:
     """Run the recipe shrunk, with more flags; its exit status."""
     import grpo
     import utils
+    from scripts.parts import serve
 
     _, flags = training_flags(captures(recipe)[0])
     args = utils.parse_args(grpo.Args, flags)
@@ -144,13 +145,14 @@ def run(recipe: Path, more: list[str]) -> int:
         flags = shrink(args, f"smoke_{recipe.stem}", out)
         try:
             if args.llm_judge_model:
-                servers = utils.start_servers(
+                servers = serve.start_servers(
                     str(out / "server"), out, "judge", max_model_len=2048, model_dtype="float32"
                 )
                 judge = {"OPENAI_BASE_URL": servers.base_urls[0], "OPENAI_API_KEY": servers.api_key}
             return subprocess.run(["bash", str(recipe), *flags, *more], env=environment(RUN) | judge).returncode
         finally:
-            utils.stop_servers(servers)
+            if servers is not None:
+                servers.stop()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,37 @@
+"""Whether an engine has all adapters of --lora_rank, found out before the first rollout.
+
+The adapters of a first update, with B near 0, change less than rounding does: an engine that lacks them looks healthy.
+So the engine first samples with the noise of utils.trial_adapters, which moves a logprob by about a nat.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import utils
+
+
+def check(batch: Any, when: str, args: Any, world: utils.World) -> None:
+    """Raise GapError unless each engine's logprobs are those of a learner with the adapters. All ranks.
+
+    A row of the grpo.Batch is one engine's response; its old logprobs are the learner's with the trial's adapters, its
+    ref logprobs those without adapters. The gap of the worst engine may be a small share of what the adapters move. In
+    float32 that is 0.2 %: each of SmolLM2's 210 adapters is worth 0.7 % or more. In bfloat16 it is 30 %: rounding is
+    7 %, and more for less than 8 tokens.
+    """
+    limit = 0.002 if args.model_dtype == "float32" else 0.3
+    least_tokens = 1 if args.model_dtype == "float32" else 8
+    mask = batch.response_mask  # (B, T)
+    gaps = torch.where(mask, (batch.old_logprobs - batch.vllm_logprobs).abs(), 0.0)  # (B, T)
+    engine_gaps = gaps.sum(1) / mask.sum(1).clamp(min=least_tokens)  # (B,)
+    worst = float(engine_gaps.max().nan_to_num(math.inf))
+    (worst,) = utils.all_reduce([worst], world, dist.ReduceOp.MAX)
+    moved = float((batch.old_logprobs - batch.ref_logprobs)[mask].abs().sum())
+    moved, tokens = utils.all_reduce([moved, len(batch.places)], world)
+    if not worst <= limit * moved / tokens:
+        raise utils.GapError(
+            f"{when}: learner and engine are apart by {worst * tokens / moved:.2%} of what adapters do to logprobs, "
+            f"more than {limit:.1%}: an adapter did not reach the engine"
+        )
