@@ -582,6 +582,8 @@ class ProcessFlags(Refusing):
     """Learner and engine share a device in grpo_fast.py; grpo.py always does so."""
     stall_timeout_s: float = 1800.0
     """grpo_fast.py ends, with stacks and outstanding requests, when nothing moved for this many seconds; 0 is off."""
+    show_engines: bool = False
+    """grpo_fast.py prints groups, bottleneck and weight sync after every step, not only every tenth or slow one."""
 
     def check(self) -> None:
         positive(self, "async_steps stall_timeout_s", zero=True)
