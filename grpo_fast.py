@@ -1,25 +1,34 @@
-"""GRPO on a fast machine: the algorithm of grpo.py with generation and learning side by side, each on its own devices.
+"""GRPO on a fast machine: the algorithm of grpo.py, with generation and learning side by side on devices of their own.
 
     python grpo_fast.py --flags                       one learner and one engine, started by this script
     torchrun --nproc_per_node=8 grpo_fast.py --num_learners_per_node 6 --vllm_num_engines 2 --flags
 
-On each node the first num_learners_per_node ranks learn, the others are vLLM engines. All of the maths is imported
-from grpo.py; this file is about who does what when:
+On each node the first num_learners_per_node ranks learn; the others are vLLM engines. All of the maths is imported from
+grpo.py. This file decides who does what when:
 
-    collector (a thread of learner 0)   admits prompts, gathers groups in stream order, scores and packs, one step ahead
-    learners                            the update of grpo.py on their share of the packs; gather new weights
+    collector (a thread of learner 0)   admits prompts, takes groups in stream order, scores and packs, one step ahead
+    learners                            run the update of grpo.py on their packs, then gather the new weights
     sender (a thread of learner 0)      broadcasts weights to the engines while the next update runs
     engines                             decode; take new weights between two decoding steps
-    watchdog (a thread of every rank)   ends a run in which nothing moves, with all stacks and what is outstanding
+    watchdog (a thread of every rank)   ends a run in which nothing moves, with all stacks and outstanding requests
 
-Staleness is kept by admission: with c(v) prompts consumed when the engines got version v, position i of the prompt
-stream is admitted once i < c(v) + P * (async_steps + 1). Batches are taken in stream order, so a rollout is at most
-async_steps updates old when it trains, nothing is dropped for its age, and long responses are as likely to be trained
-on as short ones. async_steps 0 is strictly on-policy and makes the updates of grpo.py. At every step
-started = trained + filtered + in flight groups, or the run stops.
+One step, with async_steps 1:
 
-Learners have their own world (FSDP2), every engine its own; they meet in a bare process group for the weights and talk
-over local sockets whose addresses travel through torchrun's store: no port number stands in any flag.
+    1. New weights reach the engines: the sender tells the collector, which admits P more prompts.
+    2. The engines sample them. Each response goes to its verifiers as soon as it ends.
+    3. The collector takes the next P groups of the stream, waits for their scores, and packs them.
+    4. The learners take the packs and update, while the engines sample the prompts admitted after them.
+    5. The learners gather their weights bucket by bucket, and the sender broadcasts them: 1.
+
+Admission bounds staleness. Let c(v) be the number of prompts consumed when version v of the weights was made. The
+prompt at stream position i is admitted once the engines have a version v with i < c(v) + P * (async_steps + 1). Batches
+are taken in stream order, so a rollout is at most async_steps updates old when it trains, no rollout is dropped for its
+age, and long responses are as likely to be trained on as short ones. With async_steps 0 the run is strictly on-policy
+and makes the updates of grpo.py. After every step started = trained + filtered + in flight groups, or the run stops.
+
+The learners share a world (FSDP2), and each engine has a world of its own. A bare process group of learner 0 and the
+engines carries the weights. Everything else goes over local sockets, whose addresses are kept in torchrun's store, so
+that no flag contains a port number.
 """
 
 import ctypes
@@ -39,11 +48,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import utils  # isort: skip  (pins thread counts, so it comes before torch)
 
@@ -56,8 +65,9 @@ from grpo import Args, Pack
 from utils import Generation, Group, Prompt, Request, Rollout, World
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
-NEWS_EVERY = 8  # decoding steps, of an engine of several ranks: to tell them that there is none takes a millisecond
-TIMEOUT = timedelta(days=1)  # of waiting for another rank: the watchdog ends stalls, the launcher deaths
+NEWS_EVERY = 8  # decoding steps: an engine of several ranks needs a millisecond to find out that there is no message
+TIMEOUT = timedelta(days=1)  # of waiting for another rank: the watchdog ends stalls, the launcher handles deaths
+SHOW_ENGINES_EVERY = 10  # steps
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -81,16 +91,15 @@ class Roles:
 
 def roles_of(args: Args, rank: int, ranks_per_node: int) -> Roles:
     """The role of a rank: on node i the first num_learners_per_node[i] ranks learn, the others are engines' ranks."""
-
-    def learns(r: int) -> bool:
-        node, place = divmod(r, ranks_per_node)
-        return node < len(args.num_learners_per_node) and place < args.num_learners_per_node[node]
-
-    before = sum(learns(r) for r in range(rank))
-    learners, engines, tp = sum(args.num_learners_per_node), args.vllm_num_engines, args.vllm_tensor_parallel_size
-    if learns(rank):
-        return Roles(learners, engines, tp, True, before)
-    return Roles(learners, engines, tp, False, *divmod(rank - before, tp))
+    learners = []
+    for node, number in enumerate(args.num_learners_per_node):
+        first = node * ranks_per_node
+        learners += range(first, first + min(number, ranks_per_node))
+    size = sum(args.num_learners_per_node), args.vllm_num_engines, args.vllm_tensor_parallel_size
+    if rank in learners:
+        return Roles(*size, True, learners.index(rank))
+    before = sum(learner < rank for learner in learners)
+    return Roles(*size, False, *divmod(rank - before, args.vllm_tensor_parallel_size))
 
 
 def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> None:
@@ -117,15 +126,19 @@ def launch(args: Args) -> None:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the launcher is gone: kill -9 of the launcher must leave no orphans."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1 and os.path.basename(__file__) not in Path("/proc/1/cmdline").read_text():  # a container's
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() == 1:  # adopted by init, unless the launcher is the first process of a container
+        first_process = Path("/proc/1/cmdline").read_text()
+        if os.path.basename(__file__) not in first_process:
             raise SystemExit("grpo_fast.py: the launcher is gone")
 
 
 def pin_cores(args: Args) -> None:
     """Give this rank its own cores where the ranks compute at the same time and there are enough."""
-    cores, ranks = sorted(utils.ALL_CORES), int(os.environ["LOCAL_WORLD_SIZE"])
+    cores = sorted(utils.ALL_CORES)
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if args.async_steps > 0 and not torch.cuda.is_available() and len(cores) >= ranks:
         utils.pin(cores[int(os.environ["LOCAL_RANK"]) :: ranks])
 
@@ -138,24 +151,32 @@ def join(store: dist.Store, name: str, index: int, size: int) -> World:
 
 
 def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, torch.device | None]:
-    """A bare process group of learner 0 and all engines, and where its tensors live (None: on the rank's GPU). A shared
-    default group would hang inside vLLM; NCCL refuses two ranks on one GPU."""
-    rank = 0 if roles.is_learner else 1 + roles.index * roles.tp + roles.tp_rank
+    """A bare process group of learner 0 and all ranks of the engines, and the device of the tensors it sends (None: the
+    rank's GPU). Waits for all of them. A default group shared with the engines would hang inside vLLM; NCCL refuses two
+    ranks on one GPU, so with --single_gpu_mode the group is gloo's."""
+    size = 1 + roles.engines * roles.tp
+    rank = 0
+    if not roles.is_learner:
+        rank = 1 + roles.index * roles.tp + roles.tp_rank
     prefix = dist.PrefixStore("weights", store)
-    if torch.cuda.is_available() and not args.single_gpu_mode:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = TIMEOUT
-        return dist.ProcessGroupNCCL(prefix, rank, 1 + roles.engines * roles.tp, options), None
-    return dist.ProcessGroupGloo(prefix, rank, 1 + roles.engines * roles.tp, TIMEOUT), torch.device("cpu")
+    if args.single_gpu_mode or not torch.cuda.is_available():
+        return dist.ProcessGroupGloo(prefix, rank, size, TIMEOUT), torch.device("cpu")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupNCCL(prefix, rank, size, options), None
 
 
 class Watchdog:
     """A thread that ends this process with all its stacks when learner 0 sees nothing move for --stall_timeout_s.
-    Learner 0 calls `beat` whenever anything arrives or a step ends, and on a stall tells the others by the store."""
+    Learner 0 calls `beat` whenever a message arrives or a step ends. On a stall it tells the other ranks through the
+    store."""
 
-    def __init__(self, meeting: "Meeting", roles: Roles, timeout_s: float, outstanding: Callable[[], str] = lambda: ""):
-        self.roles, self.timeout_s, self.outstanding = roles, timeout_s, outstanding
-        self.last, self.leads = time.monotonic(), roles.is_learner and roles.index == 0
+    def __init__(self, meeting: "Meeting", roles: Roles, timeout_s: float):
+        self.name = roles.name
+        self.leads = roles.name == "learner 0"
+        self.timeout_s = timeout_s
+        self.outstanding: Callable[[], str] = lambda: "no request"
+        self.beat()
         if timeout_s > 0:
             self.store = meeting.connect()
             threading.Thread(target=self._watch, daemon=True).start()
@@ -163,13 +184,17 @@ class Watchdog:
     def beat(self) -> None:
         self.last = time.monotonic()
 
+    def seconds(self) -> float:
+        """Since the last beat."""
+        return time.monotonic() - self.last
+
     def _watch(self) -> None:
-        while not (time.monotonic() - self.last > self.timeout_s if self.leads else self.store.check(["stalled"])):
+        while not (self.seconds() > self.timeout_s if self.leads else self.store.check(["stalled"])):
             time.sleep(min(1.0, self.timeout_s / 10))
-        message = f"grpo_fast.py: {self.roles.name} (pid {os.getpid()}): stalled"
+        message = f"grpo_fast.py: {self.name} (pid {os.getpid()}): stalled"
         if self.leads:
             self.store.set("stalled", "1")
-            message += f": nothing moved for {time.monotonic() - self.last:.0f} s. Outstanding: {self.outstanding()}"
+            message += f": nothing moved for {self.seconds():.0f} s. Outstanding: {self.outstanding()}"
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         if self.leads:
@@ -178,9 +203,9 @@ class Watchdog:
 
 
 class Meeting:
-    """Where all ranks of this start of the run meet: a store that rank 0 hosts. Its address lies in the store of
-    torchrun's agents, which outlives restarts: a rank that finds the address of a rank 0 that is gone looks again. No
-    port number is chosen by anybody."""
+    """The store in which all ranks of this start of the run meet; rank 0 hosts it. Its address is kept in the store of
+    torchrun's agents, which outlives restarts: a rank that reads the address of an earlier rank 0 looks again. The
+    system chooses the port."""
 
     def __init__(self):
         self.host = os.environ["MASTER_ADDR"]
@@ -208,6 +233,28 @@ class Meeting:
         return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
+@dataclass(frozen=True)
+class FixedOrder:
+    """What happens in an order that timing cannot change.
+
+    A batch decides about the bits of its tokens, so runs with --deterministic fix the batches of the engines. So does
+    --async_steps 0, which promises the bits of grpo.py, where it costs nothing.
+    """
+
+    requests: bool  # an engine gets the requests of an admission in one message, and each position has its engine
+    messages: bool  # an engine reads a message only while no response is running
+    turns: bool  # the next turns of a message's requests start together, once all of them have been answered
+
+
+def fixed_order(args: Args) -> FixedOrder:
+    """The order that the flags ask for. vLLM's batches do not change bits where its kernels are batch-invariant, so
+    only the transformers engine reads one message at a time; several turns need that with either engine."""
+    requests = args.deterministic or args.async_steps == 0
+    turns = args.deterministic and args.has_turns
+    messages = turns or (requests and args.rollout_backend == "transformers")
+    return FixedOrder(requests, messages, turns)
+
+
 # --- Weights ----------------------------------------------------------------------------------------------------------
 
 Manifest = list[list[tuple[str, tuple[int, ...]]]]  # buckets of (name, shape)
@@ -227,19 +274,19 @@ def plan_weights(policy: grpo.Policy, dtype: torch.dtype) -> Manifest:
 
 
 def gather_weights(policy: grpo.Policy, manifest: Manifest, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield the whole weights in `dtype`, a flat bucket at a time. All learners must exhaust it in lock-step."""
+    """Yield all weights in `dtype`, a flat bucket at a time. All learners must exhaust it in lock-step."""
     tensors = utils.full_weights(policy, dtype)
     for bucket in manifest:
         yield torch.cat([tensor.flatten() for _, (_, tensor) in zip(bucket, tensors, strict=False)])
 
 
 def receive_weights(
-    group: dist.ProcessGroup, manifest: Manifest, dtype: torch.dtype, device: torch.device, wire: list, inbox: Any
-):
-    """Yield (name, tensor) of a broadcast, bucket by bucket, on an engine whose Inbox, on its first rank, says that the
-    next can come once the one before is loaded; appends the seconds spent on the wire."""
+    group: Any, dtype: torch.dtype, device: torch.device, manifest: Manifest, clock: "Clock", inbox: "Inbox"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a broadcast, bucket by bucket, on all ranks of an engine; counts the seconds on the wire.
+    Each bucket is asked for once the one before is loaded."""
     for i, bucket in enumerate(manifest):
-        if inbox is not None and i:
+        if i > 0:
             inbox.say_ready()
         sizes = [math.prod(shape) for _, shape in bucket]
         start = time.perf_counter()
@@ -247,9 +294,9 @@ def receive_weights(
         group.broadcast([flat.view(torch.uint8)], dist.BroadcastOptions()).wait()
         if flat.is_cuda:  # NCCL's wait is one of the stream
             torch.cuda.current_stream().synchronize()
-        wire.append(time.perf_counter() - start)
-        for (name, shape), part in zip(bucket, flat.split(sizes), strict=True):
-            yield name, part.view(shape)
+        clock.wire += time.perf_counter() - start
+        for (name, shape), values in zip(bucket, flat.split(sizes), strict=True):
+            yield name, values.view(shape)
 
 
 # --- Engines ----------------------------------------------------------------------------------------------------------
@@ -266,156 +313,220 @@ class Clock:
     steps: int = 0
     tokens: int = 0
 
-    def since(self, other: "Clock") -> "Clock":
-        return Clock(*(getattr(self, f) - getattr(other, f) for f in self.__dataclass_fields__))
+
+def spent(before: Sequence[Clock], now: Sequence[Clock]) -> list[Clock]:
+    """What each engine did between two states of its clock."""
+    differences = np.array([astuple(clock) for clock in now]) - [astuple(clock) for clock in before]
+    return [Clock(*row) for row in differences.tolist()]
+
+
+def most_requests(args: Args) -> int:
+    """Requests that an engine may have at a time: its share of the rollouts that admission allows."""
+    rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (args.async_steps + 1)
+    return math.ceil(rollouts / args.vllm_num_engines)
 
 
 def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
-    """Serve requests and weights from learner 0 until it says stop or is gone. With tensor parallelism the engine's
-    first rank has the connection and tells the others what to do next."""
+    """One rank of an engine: load it, meet learner 0, do what it asks for."""
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
     Watchdog(meeting, roles, args.stall_timeout_s)
     tokenizer = utils.load_tokenizer(args)
-    rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (args.async_steps + 1)
     if args.single_gpu_mode:  # vLLM takes a share of what it finds free on the device, which must not change meanwhile
         meeting.store.get(f"engine {roles.index - 1} loaded" if roles.index else "learner loaded")
-    engine = utils.make_engine(replace(args, vllm_sleep="off"), tokenizer, world, math.ceil(rollouts / roles.engines))
+    engine = utils.make_engine(replace(args, vllm_sleep="off"), tokenizer, world, most_requests(args))
     meeting.store.set(f"{roles.name} loaded", "")
+
     group, device = weights_group(meeting.store, roles, args)  # waits for learner 0, which loads a model meanwhile
-    device = device or world.device
-    inbox = connection = None
+    connection = None
     if world.is_main:
         host, port, key = meeting.store.get("address").decode().split()
         connection = Client((host, int(port)), authkey=key.encode())
         connection.send(roles.index)
-        # the transformers engine's bits depend on what is in a batch, so then not on what came in time for it
-        apart = args.rollout_backend == "transformers" and (args.deterministic or args.async_steps == 0)
-        apart = apart or (args.deterministic and args.has_turns)
-        inbox = Inbox(connection, args.inflight_updates, apart)
-    dtype, clock = utils.DTYPES[args.model_dtype], Clock()
+    inbox = Inbox(connection, args.inflight_updates, fixed_order(args).messages)
+    receive = functools.partial(receive_weights, group, utils.DTYPES[args.model_dtype], device or world.device)
     utils.STOP.during = "what the learners ask for"
-    while True:
+    EngineLoop(engine, world, inbox, receive).run()
+
+
+@dataclass
+class EngineLoop:
+    """The loop of one rank of an engine. With tensor parallelism the first rank tells the others what to do next."""
+
+    engine: utils.Engine
+    world: World  # of this engine
+    inbox: "Inbox"
+    receive: Callable[[Manifest, Clock, "Inbox"], Iterator]  # see receive_weights
+    clock: Clock = field(default_factory=Clock)
+
+    def run(self) -> None:
+        """Do what learner 0 asks for, until it says stop. Raises EOFError if it is gone."""
+        while True:
+            start = time.perf_counter()
+            message = self.next_message()
+            if not self.engine.busy:
+                self.clock.idle += time.perf_counter() - start
+
+            if message is None:
+                if self.engine.busy:
+                    self.decode()
+            elif message[0] == "generate":
+                for name, request in message[1]:
+                    self.engine.add(name, request)
+            elif message[0] == "weights":
+                self.load_weights(*message[1:])
+            else:
+                self.engine.close()
+                return
+
+    def next_message(self) -> tuple | None:
+        """A message of learner 0, the same one on all ranks, or None. An engine of several ranks that is busy decodes
+        NEWS_EVERY steps before it asks again."""
+        busy = self.engine.busy
+        if self.world.size == 1:
+            return self.inbox.next(busy)
+        if busy and self.clock.steps % NEWS_EVERY:
+            return None
+        box = [self.inbox.next(busy)]
+        news = torch.tensor([box[0] is not None])
+        dist.broadcast(news, 0)
+        if news:
+            dist.broadcast_object_list(box)
+        return box[0]
+
+    def decode(self) -> None:
+        """One decoding step; responses that end go to learner 0."""
         start = time.perf_counter()
-        asks = world.size == 1 or not engine.busy or clock.steps % NEWS_EVERY == 0
-        message = inbox.next(engine.busy) if inbox is not None and asks else None
-        if world.size > 1 and asks:  # all its ranks do the same
-            dist.broadcast(news := torch.tensor([message is not None]), 0)
-            if news:
-                dist.broadcast_object_list(box := [message])
-                message = box[0]
-        clock.idle += 0.0 if engine.busy else time.perf_counter() - start
+        finished = self.engine.step()
+        self.clock.busy += time.perf_counter() - start
+        self.clock.steps += 1
+        self.clock.tokens += sum(len(generation.token_ids) for _, generation in finished)
+        if finished:
+            self.inbox.send("done", finished, self.clock)
+
+    def load_weights(self, version: int, manifest: Manifest) -> None:
+        """Take part in a broadcast of weights."""
         start = time.perf_counter()
-        if message is None and not engine.busy:
-            continue
-        if message is None:
-            finished = engine.step()
-            clock.busy += time.perf_counter() - start
-            clock.steps += 1
-            clock.tokens += sum(len(g.token_ids) for _, g in finished)
-            if finished and world.is_main:
-                connection.send(("done", finished, clock))
-        elif message[0] == "generate":
-            for request_id, request in message[1]:
-                engine.add(request_id, request)
-        elif message[0] == "weights":
-            _, version, manifest = message
-            wire: list[float] = []
-            engine.load_weights(receive_weights(group, manifest, dtype, device, wire, inbox), version)
-            clock.pause += time.perf_counter() - start
-            clock.wire += sum(wire)
-            if world.is_main:
-                connection.send(("loaded", version, clock))
-        else:
-            engine.close()
-            return
+        self.engine.load_weights(self.receive(manifest, self.clock, self.inbox), version)
+        self.clock.pause += time.perf_counter() - start
+        self.inbox.send("loaded", version, self.clock)
 
 
 class Inbox:
-    """What learner 0 tells an engine, in its order; with `apart` when its running responses have ended. Weights are
-    announced first: the engine says "ready" once it can take them, with `inflight` updates at once, else when those
-    have ended; requests that arrive meanwhile are for the new weights."""
+    """Messages from learner 0 to one engine, in order. With `only_when_idle` a message waits until no response is
+    running. Only the first rank of an engine has a connection; on the others nothing arrives.
 
-    def __init__(self, connection: Connection, inflight: bool, apart: bool = False):
-        self.connection, self.inflight, self.apart = connection, inflight, apart
-        self.later: deque = deque()  # requests that wait for weights
-        self.expected = self.answered = False
+    Weights are announced first. The engine answers "ready" when it can take them: at once with `inflight`, else when
+    its running responses have ended. Requests that arrive in between are for the new weights and wait for them."""
+
+    def __init__(self, connection: Connection | None, inflight: bool, only_when_idle: bool = False):
+        self.connection = connection
+        self.inflight = inflight
+        self.only_when_idle = only_when_idle
+        self.announced = False  # weights are on their way
+        self.answered = False  # the engine has said that it can take them
+        self.later: deque = deque()  # requests that wait for the weights
+
+    def send(self, *message: Any) -> None:
+        if self.connection is not None:
+            self.connection.send(message)
 
     def say_ready(self) -> None:
         """The engine can take a bucket of weights."""
-        self.connection.send(("ready", None, None))
+        self.send("ready", None, None)
 
     def next(self, busy: bool) -> tuple | None:
-        """What the engine does next: a message, or None for a decoding step if it is `busy`."""
-        while not (self.apart and busy):
-            if self.expected and not self.answered and (self.inflight or not busy):
+        """The next message for an engine that is `busy` with responses or not; None if it should decode."""
+        while self.connection is not None and not (self.only_when_idle and busy):
+            if self.announced and not self.answered and (self.inflight or not busy):
                 self.say_ready()
                 self.answered = True
-            if self.later and not self.expected:
+            if self.later and not self.announced:
                 return self.later.popleft()
             if not self.connection.poll(0 if busy else 60.0):
                 return None
+
             message = self.connection.recv()
-            if message[0] == "announce":
-                self.expected, self.answered = True, False
-            elif message[0] == "generate" and self.expected and not self.inflight:
+            kind = message[0]
+            if kind == "announce":
+                self.announced = True
+                self.answered = False
+            elif kind == "generate" and self.announced and not self.inflight:
                 self.later.append(message)
             else:
-                self.expected = self.expected and message[0] != "weights"
+                if kind == "weights":
+                    self.announced = False
                 return message
         return None
 
 
-# A request, or the future of one, and what is called as it ends: it gives the future of what goes on in its place
-Named = tuple[str, Request | Future, Callable[[Generation], Future | None]]
+OnEnd = Callable[[Generation], Future | None]  # takes a response; a future of the next request, or None, if it goes on
 
 
-@dataclass
-class Round:
-    """Requests whose successors start together, in the order of `names`, when all have ended and been answered."""
+class NamedRequest(NamedTuple):
+    """A request to the engines. `on_end` takes its response."""
 
-    index: int  # of the engine
-    names: list[str]
-    left: int
-    following: dict[str, Request] = field(default_factory=dict)
+    name: str
+    request: Request | Future  # a future: the environment is still answering the turn before
+    on_end: OnEnd
+
+
+def meet_engines(meeting: Meeting, roles: Roles) -> list[Connection]:
+    """Learner 0's connection to the first rank of each engine. Waits until all engines have loaded."""
+    key = uuid.uuid4().hex
+    ranks = roles.learners + roles.engines * roles.tp
+    one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
+    host = "127.0.0.1" if one_node else meeting.host
+    if not one_node and os.environ["GROUP_RANK"] != "0":  # this node's address, as the host of the meeting reaches it
+        with socket.create_connection((meeting.host, meeting.port)) as connection:
+            host = connection.getsockname()[0]
+
+    connections: list[Any] = [None] * roles.engines
+    with Listener(("127.0.0.1" if one_node else "", 0), authkey=key.encode()) as listener:
+        meeting.store.set("address", f"{host} {listener.address[1]} {key}")
+        for _ in range(roles.engines):
+            connection = listener.accept()
+            connections[connection.recv()] = connection
+    return connections
 
 
 class Engines(utils.Sampler):
     """Learner 0's side of all engines. `generate` makes it an engine like those of utils, for evaluation."""
 
-    def __init__(self, meeting: Meeting, roles: Roles, tokenizer: "utils.Tokenizer", eos_ids: list[int], args: Args):
-        self.tokenizer, self.eos_ids = tokenizer, eos_ids
-        self.changed = threading.Condition()
-        self.finished: dict[str, float] = {}  # and when; 0: not yet, and waited for
-        self.on_finish: dict[str, Callable[[Generation], Future | None]] = {}
-        self.rounds: dict[str, Round] = {}
-        self.tells_all = args.deterministic  # checkpoints wait for rollouts that nobody takes
-        self.in_rounds = args.deterministic and args.has_turns  # then no batch depends on when an answer comes
+    def __init__(
+        self,
+        connections: Sequence[Any],
+        watchdog: Watchdog,
+        tokenizer: "utils.Tokenizer",
+        eos_ids: list[int],
+        args: Args,
+    ):
+        self.connections = connections
+        self.locks = [threading.Lock() for _ in connections]  # one thread at a time sends to an engine
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.watchdog = watchdog
+        watchdog.outstanding = self.outstanding
+        self.wakes_for_each = args.deterministic  # checkpoints wait for rollouts that nobody takes
+        self.rounds = None  # of turns that start together
+        if fixed_order(args).turns:
+            from scripts.parts import rounds
+
+            self.rounds = rounds.Rounds()
+
+        self.changed = threading.Condition()  # of what follows
+        self.dead: str | None = None  # why the engines cannot be waited for
+        self.owner: dict[str, int] = {}  # outstanding request -> engine
+        self.loads = [0] * len(connections)  # outstanding requests of each engine
+        self.on_end: dict[str, OnEnd] = {}  # of requests that are not over
+        self.finished: dict[str, float] = {}  # request -> when it was over; 0: not yet, and somebody waits for it
         self.loaded: dict[int, int] = {}  # version -> engines that have it
         self.ready = 0  # engines that wait for a bucket of the weights announced
-        self.clocks = [Clock() for _ in range(roles.engines)]
-        self.dead: str | None = None
-        self.connections: list[Any] = [None] * roles.engines
-        self.owner: dict[str, int] = {}  # outstanding request -> engine
-        self.loads = [0] * roles.engines  # how many each has
-        self.locks = [threading.Lock() for _ in range(roles.engines)]
-        self.watchdog = Watchdog(meeting, roles, args.stall_timeout_s, self.outstanding)
-        self.group, self.device = weights_group(meeting.store, roles, args)
-        key = uuid.uuid4().hex
-        ranks = roles.learners + roles.engines * roles.tp
-        one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
-        with Listener(("127.0.0.1" if one_node else "", 0), authkey=key.encode()) as listener:
-            host = "127.0.0.1" if one_node else meeting.host
-            if not one_node and os.environ["GROUP_RANK"] != "0":  # of this node, as it reaches the other
-                with socket.create_connection((meeting.host, meeting.port)) as connection:
-                    host = connection.getsockname()[0]
-            meeting.store.set("address", f"{host} {listener.address[1]} {key}")
-            for _ in range(roles.engines):
-                connection = listener.accept()
-                self.connections[connection.recv()] = connection
-        for i in range(roles.engines):
-            threading.Thread(target=self._receive, args=(i,), daemon=True).start()
+        self.clocks = [Clock() for _ in connections]
+        for index in range(len(connections)):
+            threading.Thread(target=self._receive, args=(index,), daemon=True).start()
 
     def _receive(self, index: int) -> None:
+        """Take in the messages of an engine, in a thread of its own."""
         while True:
             try:
                 kind, content, clock = self.connections[index].recv()
@@ -428,73 +539,73 @@ class Engines(utils.Sampler):
             with self.changed:
                 self.clocks[index] = clock or self.clocks[index]
                 if kind == "done":
-                    for request_id, _ in content:
-                        del self.owner[request_id]
                     self.loads[index] -= len(content)
+                    for name, _ in content:
+                        del self.owner[name]
                 elif kind == "ready":
                     self.ready += 1
                 else:
                     self.loaded[content] = self.loaded.get(content, 0) + 1
                 if kind != "done" and len(self.connections) in (self.ready, self.loaded.get(content)):
-                    self.changed.notify_all()  # nobody waits for a part of them; what is done is told in `_follow`
-            for request_id, generation in content if kind == "done" else ():
-                self._ended(request_id, generation)
-                if len(self.owner) % 64 == 0:
-                    gc.collect(1)  # see collect_garbage_by_hand
+                    self.changed.notify_all()  # nobody waits for some of the engines; see _go_on for responses
+            if kind == "done":
+                for name, generation in content:
+                    self._ended(name, index, generation)
+                    if len(self.owner) % 64 == 0:
+                        gc.collect(1)  # see collect_garbage_by_hand
 
-    def _ended(self, name: str, ended: Generation | Future) -> None:
-        """A response has ended, or what answers it."""
+    def _ended(self, name: str, index: int, ended: Generation | Future) -> None:
+        """A response of engine `index` has ended, or the future of the next request has its result."""
         try:
-            answer = ended.result() if isinstance(ended, Future) else self.on_finish[name](ended)
+            answer = ended.result() if isinstance(ended, Future) else self.on_end[name](ended)
             if isinstance(answer, Future):
-                answer.add_done_callback(functools.partial(self._ended, name))
+                answer.add_done_callback(functools.partial(self._ended, name, index))
             else:
-                self._follow(name, answer)
+                self._go_on(name, index, answer)
         except Exception as error:
             with self.changed:  # in its own thread nobody would see it
                 self.dead = f"handling of a response failed ({type(error).__name__}: {error})"
 
-    def _follow(self, name: str, request: Request | None) -> None:
-        """Take in what goes on in place of a request that ended, None: nothing; start the round's next ones."""
+    def _go_on(self, name: str, index: int, request: Request | None) -> None:
+        """A turn has been answered: start the next one, `request`, unless it waits for its round. None: it was the
+        last one."""
         with self.changed:
-            round_ = self.rounds.pop(name)
-            round_.left -= 1
+            turns = [] if request is None else [(name, request)]
+            if self.rounds is not None:
+                turns = self.rounds.answer(name, request)
             if request is None:
-                if name in self.finished or self.tells_all:
+                if name in self.finished or self.wakes_for_each:
                     self.changed.notify_all()
                 self.finished[name] = time.perf_counter()
-                del self.on_finish[name]
-            else:
-                round_.following[name] = request
-            following = round_.following if round_.left == 0 else {}
-            ready = [(n, following[n], self.on_finish[n]) for n in round_.names if n in following]
-        if ready:
-            self.submit(ready, round_.index)
+                del self.on_end[name]
+            requests = [NamedRequest(name, turn, self.on_end[name]) for name, turn in turns]
+        if requests:
+            self.submit(requests, index)
 
     def outstanding(self) -> str:
-        """The requests no engine has answered yet, for a person."""
-        ids = sorted(self.owner)
-        shown = ", ".join(f"{i} (engine {self.owner[i]})" for i in ids[:64])
-        return f"{len(ids)} requests: {shown}{', ...' if len(ids) > 64 else ''}" if ids else "no request"
+        """The requests that no engine has answered yet, in words."""
+        names = sorted(self.owner)
+        shown = ", ".join(f"{name} (engine {self.owner[name]})" for name in names[:64])
+        dots = ", ..." if len(names) > 64 else ""
+        return f"{len(names)} requests: {shown}{dots}" if names else "no request"
 
-    def submit(self, requests: Sequence[Named], index: int | None = None) -> None:
-        """Give requests to an engine, None: to that with the least to do. Calls come in other threads."""
-        now = [(name, request) for name, request, _ in requests if isinstance(request, Request)]
+    def submit(self, requests: Sequence[NamedRequest], index: int | None = None) -> None:
+        """Give requests to engine `index`, or to the one with the least to do. `on_end` is called in other threads."""
+        ready = [(name, request) for name, request, _ in requests if isinstance(request, Request)]
         with self.changed:
             if index is None:
                 index = self.loads.index(min(self.loads))
-            self.on_finish |= {name: call for name, _, call in requests}
-            names = [name for name, *_ in requests]
-            for part in [names] if self.in_rounds else [[name] for name in names]:
-                self.rounds |= dict.fromkeys(part, Round(index, part, len(part)))
-            self.loads[index] += len(now)
-            self.owner |= {name: index for name, _ in now}
-        if now:
+            self.loads[index] += len(ready)
+            self.owner |= {name: index for name, _ in ready}
+            self.on_end |= {name: on_end for name, _, on_end in requests}
+            if self.rounds is not None:
+                self.rounds.start([name for name, _, _ in requests])
+        if ready:
             with self.locks[index]:
-                self.connections[index].send(("generate", now))
+                self.connections[index].send(("generate", ready))
         for name, request, _ in requests:
             if isinstance(request, Future):
-                request.add_done_callback(functools.partial(self._ended, name))
+                request.add_done_callback(functools.partial(self._ended, name, index))
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Block until condition() holds; raises RuntimeError when an engine is gone."""
@@ -504,22 +615,26 @@ class Engines(utils.Sampler):
                     raise RuntimeError(f"{self.dead} while waiting for {what}")
                 self.changed.wait(timeout=1.0)
 
-    def take(self, request_ids: Sequence[str]) -> float:
-        """Wait for requests, and all that went on in their place: when the last one ended."""
-        for i in reversed(request_ids):  # to be woken for one of them, where the last ends last
-            self.finished.setdefault(i, 0.0)
-            self.wait_for(lambda i=i: self.finished[i] > 0, f"request {i}")
+    def take(self, names: Sequence[str]) -> float:
+        """Wait until requests, with all their turns, are over; returns when the last one was."""
+        for name in reversed(names):  # the last request often ends last, and then wakes this thread only once
+            self.finished.setdefault(name, 0.0)
+            self.wait_for(lambda name=name: self.finished[name] > 0, f"request {name}")
         with self.changed:
-            return max([self.finished.pop(i) for i in request_ids])
+            return max([self.finished.pop(name) for name in names])
 
     def generate(self, requests: Sequence[Request], finished: Callable[[int, Generation], Future | None]) -> None:
         """See utils.Engine.generate; finished is called in another thread."""
-        named = [(f"now/{uuid.uuid4().hex}", r, functools.partial(finished, i)) for i, r in enumerate(requests)]
-        for i in range(len(self.connections)):
-            self.submit(named[i :: len(self.connections)], i)
-        self.take([request_id for request_id, *_ in named])
+        names = [f"now/{uuid.uuid4().hex}" for _ in requests]
+        on_ends = [functools.partial(finished, i) for i in range(len(requests))]
+        named = [NamedRequest(*parts) for parts in zip(names, requests, on_ends, strict=True)]
+        engines = len(self.connections)
+        for index in range(engines):
+            self.submit(named[index::engines], index)
+        self.take(names)
 
     def tell_all(self, message: tuple) -> None:
+        """Send a message to every engine."""
         for lock, connection in zip(self.locks, self.connections, strict=True):
             with lock:
                 connection.send(message)
@@ -529,49 +644,56 @@ class Engines(utils.Sampler):
         self.wait_for(lambda: self.loaded.get(version) == len(self.connections), f"version {version} in the engines")
 
     def stop(self, version: int) -> None:
-        """See utils.Sampler.stop; they are then not busy with a broadcast."""
+        """See utils.Sampler.stop. Engines that have `version` are not busy with a broadcast."""
         self.wait_loaded(version)
         self.tell_all(("stop",))
 
     def close(self) -> None:
-        """Nothing needs to move any more."""
+        """Switch the watchdog off: from now on nothing needs to move."""
         self.watchdog.timeout_s = math.inf
 
 
 # --- Collector --------------------------------------------------------------------------------------------------------
+
+Shares = list[list[Pack]]  # [share][pack]: a share is the packs of one learner, or of those that share their packs
 
 
 @dataclass
 class StepData:
     """What the collector hands to the learners for a step."""
 
-    groups: list[Group] = field(default_factory=list)  # those of the batch
-    sampled: list[Group] = field(default_factory=list)  # all that were sampled for it
-    packs: list[list[list[Pack]]] = field(default_factory=list)  # of each mini-batch, for each learner
-    pickled: list[list[list[torch.Tensor]]] = field(default_factory=list)  # the same
+    groups: list[Group] = field(default_factory=list)  # to train on
+    sampled: list[Group] = field(default_factory=list)  # these and all others that were sampled for the step
+    shares: list[Shares] = field(default_factory=list)  # of each mini-batch
+    pickled: list[list[list[torch.Tensor]]] = field(default_factory=list)  # the same, each pack as bytes
     cursor: int = 0  # prompts consumed so far
     excluded: frozenset[int] = frozenset()  # prompts too easy to sample again
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-Packer = Callable[[list[Rollout]], list[list[Pack]]]  # into packs of each learner
-
-
 class Collector:
-    """A thread that admits prompts, gathers groups in stream order, scores and packs them, one step ahead."""
+    """A thread that admits prompts, takes groups in stream order, scores and packs them, one step ahead.
+    `pack` makes each learner's packs of some rollouts."""
 
-    def __init__(self, engines: Engines, prompts: list[Prompt], args: Args, state: dict, pack: Packer):
-        self.engines, self.prompts, self.args, self.pack = engines, prompts, args, pack
+    def __init__(
+        self, engines: Engines, prompts: list[Prompt], args: Args, state: dict, pack: Callable[[list[Rollout]], Shares]
+    ):
+        self.engines = engines
+        self.prompts = prompts
+        self.args = args
+        self.pack = pack
+        self.fixed = fixed_order(args).requests
         self.steps = range(state["step"], grpo.num_training_steps(args))
-        self.first = self.admitted = self.consumed = state["cursor"]
+        self.first = state["cursor"]  # position of this start of the run
+        self.admitted = self.first  # the next position to admit
+        self.consumed = self.first  # the next position to collect
         self.excluded = frozenset(state["excluded"])
-        self.exclusions = {self.consumed: self.excluded}  # by how many prompts had been consumed
-        self.in_order = args.deterministic or args.async_steps == 0  # no bit depends on when anything arrives
-        self.admitting = threading.Lock()
-        self.in_flight: dict[int, Group] = {}  # groups that were started and have not reached a learner
+        self.exclusions = {self.consumed: self.excluded}  # prompts consumed when weights were made -> then excluded
         self.restored = state.get("rollouts", {})  # see checkpoint
-        self.started_at: dict[int, float] = {}
         self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0})
+        self.admitting = threading.Lock()
+        self.in_flight: dict[int, Group] = {}  # position -> group that was started and has not reached a learner
+        self.started_at: dict[int, float] = {}
         self.ready: queue.Queue = queue.Queue(maxsize=1)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -581,8 +703,9 @@ class Collector:
         self.thread.start()
 
     def engines_have(self, cursor: int) -> None:
-        """Weights trained on the first `cursor` prompts are in the engines: admit what they allow, but for the prompts
-        that those excluded. It is a matter of timing whether the thread knows of more."""
+        """The engines have the weights made when `cursor` prompts had been consumed. Admit every prompt that these
+        weights allow, except those excluded when they were made. Later exclusions depend on timing: they are not
+        used."""
         limit = cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1)
         self.admit(limit, self.exclusions.pop(cursor, self.excluded))
 
@@ -590,40 +713,59 @@ class Collector:
         """Start all groups at stream positions below `limit` that have not been started."""
         if not self.args.active_sampling:  # then the run's end is known
             limit = min(limit, self.first + len(self.steps) * self.args.num_unique_prompts_rollout)
-        with self.admitting:  # the engines' lock only for moments: learner 0's main thread asks for it, too
-            positions, order = range(self.admitted, limit), self.args.seed if self.args.shuffle else None
+        with self.admitting:
+            positions = range(self.admitted, limit)
             for position in positions:
-                kept = self.restored.get(position)
-                prompt = self.prompts[kept[0]] if kept else utils.prompt_at(self.prompts, position, order, excluded)
-                group = [Rollout(prompt, position, j) for j in range(self.args.num_samples_per_prompt_rollout)]
-                with self.engines.changed:
-                    self.in_flight[position], self.started_at[position] = group, time.perf_counter()
-                    self.admitted, self.counts["started"] = position + 1, self.counts["started"] + 1
+                self._start_group(position, excluded)
         with self.engines.changed:
             self.engines.changed.notify_all()
-        batches: dict[int | None, list] = {}  # of each engine in one message, so that its batches are always the same
+
+        by_engine: dict[int, list[NamedRequest]] = {}
         for position in positions:
-            requests = []
-            _, done = self.restored.pop(position, (None, {}))
-            for r in self.in_flight[position]:
-                name = f"{position}/{r.sample}"
-                r.go_back(done.get(r.sample, {}))
-                if r.over:
-                    grpo.start_scoring(r, self.engines, self.args)
-                    self.engines.finished[name] = time.perf_counter()
-                    continue
-                request: Request | Future = grpo.make_request(r, self.args)
-                if r.turns and r.turns[-1]["role"] == "assistant":  # killed while the environment was asked
-                    request = grpo.ask(r, self.engines, self.args)
-                requests.append((name, request, functools.partial(self._finish, r)))
-            if self.in_order:
-                batches.setdefault(position % len(self.engines.connections), []).extend(requests)
+            requests = self._requests(position)
+            if self.fixed:
+                by_engine.setdefault(position % len(self.engines.connections), []).extend(requests)
             elif requests:
                 self.engines.submit(requests)
-        for index, requests in batches.items():
+        for index, requests in by_engine.items():
             self.engines.submit(requests, index)
 
+    def _start_group(self, position: int, excluded: frozenset[int]) -> None:
+        """Choose the prompt at a stream position and count its group as started. The engines' lock is held only for
+        moments, because learner 0's main thread asks for it too."""
+        if position in self.restored:
+            index, _ = self.restored[position]
+            prompt = self.prompts[index]
+        else:
+            seed = self.args.seed if self.args.shuffle else None
+            prompt = utils.prompt_at(self.prompts, position, seed, excluded)
+        group = [Rollout(prompt, position, sample) for sample in range(self.args.num_samples_per_prompt_rollout)]
+        with self.engines.changed:
+            self.in_flight[position] = group
+            self.started_at[position] = time.perf_counter()
+            self.counts["started"] += 1
+            self.admitted = position + 1
+
+    def _requests(self, position: int) -> list[NamedRequest]:
+        """What the engines are asked for at a stream position. A checkpoint's rollouts go on from where they were;
+        those that were over go to their verifiers at once."""
+        _, restored = self.restored.pop(position, (None, {}))
+        requests = []
+        for r in self.in_flight[position]:
+            name = f"{position}/{r.sample}"
+            r.go_back(restored.get(r.sample, {}))
+            if r.over:
+                grpo.start_scoring(r, self.engines, self.args)
+                self.engines.finished[name] = time.perf_counter()
+                continue
+            request: Request | Future = grpo.make_request(r, self.args)
+            if r.turns and r.turns[-1]["role"] == "assistant":  # the environment was being asked
+                request = grpo.ask(r, self.engines, self.args)
+            requests.append(NamedRequest(name, request, functools.partial(self._finish, r)))
+        return requests
+
     def _finish(self, rollout: Rollout, generation: Generation) -> Future | None:
+        """Take in a response of the engines, in a thread of theirs."""
         return grpo.end_turn(rollout, generation, self.engines, self.args)
 
     def _run(self) -> None:
@@ -635,38 +777,61 @@ class Collector:
             self.ready.put(None)
 
     def _collect(self) -> StepData:
-        args, wanted, timer = self.args, self.args.num_unique_prompts_rollout, utils.Timer(gpu=False)
-        data, group_seconds = StepData(), []
-        max_groups = wanted * (grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1)
-        whole = args.async_steps == 0  # rounds, as grpo.py samples
-        while len(data.sampled) < max_groups and (len(data.groups) < wanted or (whole and len(data.sampled) % wanted)):
-            if self.consumed == self.admitted and data.sampled:  # ran dry: go on from the newest weights
-                self.admit(self.consumed + wanted, self.excluded)
-            self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
-            group, seconds = self._take(self.consumed)
-            group_seconds.append(seconds)
-            data.sampled.append(group)
-            self.consumed += 1
-            with timer("reward"):
-                if grpo.score_group(group, args):
-                    data.groups.append(group)
-            self.engines.watchdog.beat()
+        """Gather, score and pack the groups of the next step."""
+        args = self.args
+        timer = utils.Timer(gpu=False)
+        data = StepData()
+        group_seconds = self._gather(data, timer)
+
         with timer("reward"):
             grpo.set_advantages(data.sampled, args)
-        data.groups = data.groups[:wanted]
-        self.excluded = self.exclusions[self.consumed] = grpo.exclude_solved(self.excluded, data.sampled, args)
-        longest = {f"time/group_generation_{f}": float(getattr(np, f)(group_seconds)) for f in ("mean", "min", "max")}
+        data.groups = data.groups[: args.num_unique_prompts_rollout]
+        data.cursor = self.consumed
+        data.excluded = grpo.exclude_solved(self.excluded, data.sampled, args)
+        self.excluded = data.excluded
+        self.exclusions[self.consumed] = data.excluded
+
         with timer("packing"):
-            data.packs = [self.pack(rollouts) for rollouts in grpo.split_groups(data.groups, args)]
-            data.pickled = [[list(map(to_bytes, packs)) for packs in m] for m in data.packs]
-        data.cursor, data.excluded, data.seconds = self.consumed, self.excluded, timer.seconds | longest
+            data.shares = [self.pack(rollouts) for rollouts in grpo.split_groups(data.groups, args)]
+            for shares in data.shares:
+                data.pickled.append([[to_bytes(pack) for pack in packs] for packs in shares])
+        data.seconds = timer.seconds
+        data.seconds["time/group_generation_mean"] = float(np.mean(group_seconds))
+        data.seconds["time/group_generation_min"] = min(group_seconds)
+        data.seconds["time/group_generation_max"] = max(group_seconds)
         return data
+
+    def _gather(self, data: StepData, timer: utils.Timer) -> list[float]:
+        """Take and score groups in stream order until the step has enough; returns the seconds of each."""
+        group_seconds = []
+        while self._needs_groups(data):
+            if self.consumed == self.admitted and data.sampled:  # ran dry: go on from the newest weights
+                self.admit(self.consumed + self.args.num_unique_prompts_rollout, self.excluded)
+            self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
+            group, seconds = self._take(self.consumed)
+            self.consumed += 1
+            group_seconds.append(seconds)
+            data.sampled.append(group)
+            with timer("reward"):
+                if grpo.score_group(group, self.args):
+                    data.groups.append(group)
+            self.engines.watchdog.beat()
+        return group_seconds
+
+    def _needs_groups(self, data: StepData) -> bool:
+        """Whether a step needs more groups. With async_steps 0 it takes rounds of P groups, as grpo.py samples them."""
+        wanted = self.args.num_unique_prompts_rollout
+        rounds = grpo.MAX_SAMPLING_ROUNDS if self.args.active_sampling else 1
+        if len(data.sampled) >= wanted * rounds:
+            return False
+        inside_round = self.args.async_steps == 0 and len(data.sampled) % wanted > 0
+        return len(data.groups) < wanted or inside_round
 
     def _take(self, position: int) -> tuple[Group, float]:
         """The group at a stream position, and the seconds from its start to its last token."""
         group = self.in_flight[position]
-        when = self.engines.take([f"{position}/{r.sample}" for r in group])
-        return group, when - self.started_at.pop(position)
+        end = self.engines.take([f"{position}/{r.sample}" for r in group])
+        return group, end - self.started_at.pop(position)
 
     def next(self) -> StepData:
         """The next step's data; raises what the thread raised. The first call starts it: a signal then meets a step."""
@@ -679,58 +844,88 @@ class Collector:
 
     def checkpoint(self, cursor: int) -> dict[str, Any]:
         """What a checkpoint keeps of groups that no update has seen: `rollouts`, position -> (prompt index, sample ->
-        its fields), and the counts without them. Turns still being made are left out and will be sampled, or answered,
-        anew; with --deterministic those of weights older than the checkpoint's are waited for. All those of the
-        checkpoint's own weights are then sampled anew, together, as they were: their batches decide about bits."""
+        its fields), and the counts without those groups.
+
+        Turns that are still being made are left out: they will be sampled, or answered, again. With --deterministic the
+        rollouts of weights older than the checkpoint's are waited for, and those of the checkpoint's own weights are
+        not kept: they are sampled again in the same batches, because the batch affects the bits.
+        """
         wanted = self.args.num_unique_prompts_rollout
-        kept = range(cursor, min(cursor + wanted * self.args.async_steps, self.first + len(self.steps) * wanted))
-        if self.in_order:  # the weights that allow the last of them may still be on their way
-            self.engines.wait_for(lambda: self.admitted >= kept.stop, "weights for a checkpoint's rollouts")
-            groups = [self.in_flight[p] for p in kept]
-            self.engines.wait_for(lambda: all(r.over for g in groups for r in g), "rollouts for a checkpoint")
+        last = self.first + len(self.steps) * wanted
+        of_older_weights = range(cursor, min(cursor + wanted * self.args.async_steps, last))
+        if self.fixed:  # the weights that allow the last of them may still be on their way
+            self.engines.wait_for(lambda: self.admitted >= of_older_weights.stop, "weights for a checkpoint's rollouts")
+            groups = [self.in_flight[position] for position in of_older_weights]
+            self.engines.wait_for(lambda: all(r.over for group in groups for r in group), "rollouts for a checkpoint")
+
         with self.engines.changed:
-            under_way = dict(self.in_flight)
-        rollouts = {
-            p: (group[0].prompt.index, {r.sample: fields for r in group if (fields := r.so_far())})
-            for p, group in under_way.items()
-            if p >= cursor and (p in kept or not self.in_order)
-        }
-        done = {name: self.counts[name] for name in ("trained", "filtered")}
-        return {"rollouts": rollouts, "counts": done | {"started": sum(done.values())}}
+            in_flight = dict(self.in_flight)
+        rollouts = {}
+        for position, group in in_flight.items():
+            if position in of_older_weights or (position >= cursor and not self.fixed):
+                fields = {r.sample: r.so_far() for r in group}
+                kept = {sample: values for sample, values in fields.items() if values}
+                rollouts[position] = (group[0].prompt.index, kept)
+        trained = self.counts["trained"]
+        filtered = self.counts["filtered"]
+        counts = {"trained": trained, "filtered": filtered, "started": trained + filtered}
+        return {"rollouts": rollouts, "counts": counts}
 
     def account(self, data: StepData) -> dict[str, float]:
-        """Groups after a step, counted where they are: started = trained + filtered + in flight, or RuntimeError."""
-        trained = {piece[0].position for m in data.packs for packs in m for pack in packs for piece in pack}
-        for position in {group[0].position for group in data.sampled}:
+        """Count the groups after a step. Raises RuntimeError unless started = trained + filtered + in flight."""
+        trained = {r.position for shares in data.shares for r in rollouts_of(shares)}
+        for group in data.sampled:
+            position = group[0].position
             del self.in_flight[position]
             self.counts["trained" if position in trained else "filtered"] += 1
         with self.engines.changed:
-            now = self.counts | {"in_flight": len(self.in_flight)}
-        if now["started"] != now["trained"] + now["filtered"] + now["in_flight"]:
-            raise RuntimeError(f"groups got lost: {now}")
-        return {f"batch/groups_{name}": float(number) for name, number in now.items()}
+            counts = self.counts | {"in_flight": len(self.in_flight)}
+        if counts["started"] != counts["trained"] + counts["filtered"] + counts["in_flight"]:
+            raise RuntimeError(f"groups got lost: {counts}")
+        return {f"batch/groups_{name}": float(number) for name, number in counts.items()}
+
+
+def rollouts_of(shares: Sequence[Sequence[Pack]]) -> Iterator[Rollout]:
+    """All rollouts in lists of packs."""
+    for packs in shares:
+        for pack in packs:
+            for piece in pack:
+                yield from piece
 
 
 # --- Learners ---------------------------------------------------------------------------------------------------------
 
 
-class Sender:
-    """A thread of learner 0 that broadcasts weights while the next update runs, then admits what they allow. No
-    collective starts before every engine can take part: it would wait on the learner's GPU. What is gathered before the
-    first lies on the host; no more than four buckets are on the GPU: one made, two in `work`, one copied or sent."""
+class Bucket(NamedTuple):
+    """A flat part of the weights."""
 
-    def __init__(self, engines: Engines):
+    values: torch.Tensor
+    gathered: Any = None  # on a GPU the event after which the values are there
+
+
+class Sender:
+    """A thread of learner 0 that broadcasts weights while the next update runs, then admits the prompts they allow.
+
+    No collective starts before every engine can take part in it, because it would wait on the learner's GPU. Buckets
+    gathered before the first engine is ready are copied to host memory. At most four buckets are on the GPU at a time:
+    one being gathered, two queued, one being copied or sent. `group` and `device` are those of weights_group.
+    """
+
+    def __init__(self, engines: Engines, group: Any, device: torch.device | None):
         self.engines = engines
-        self.collector: Collector | None = None
-        self.work: queue.Queue = queue.Queue(maxsize=2)
-        self.metrics: dict[str, float] = {}
+        self.group = group
+        self.device = device
+        self.collector: Collector | None = None  # from the first step on
+        self.queue: queue.Queue = queue.Queue(maxsize=2)  # (manifest, version, cursor), then the buckets
+        self.metrics: dict[str, float] = {}  # of the last broadcast
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            manifest, version, cursor = self.work.get()
-            start, before = time.perf_counter(), list(self.engines.clocks)
+            manifest, version, cursor = self.queue.get()
+            start = time.perf_counter()
+            clocks = list(self.engines.clocks)
             try:
                 num_bytes = self._send(manifest, version)
                 self.engines.wait_loaded(version)
@@ -738,15 +933,16 @@ class Sender:
                 with self.engines.changed:
                     self.engines.dead = self.engines.dead or f"weight broadcast failed ({error})"
                     self.engines.changed.notify_all()
-                while True:  # nobody shall wait for room
-                    self.work.get()
-            spent = [now.since(then) for now, then in zip(self.engines.clocks, before, strict=True)]
-            pause, wire = max(c.pause for c in spent), max(c.wire for c in spent)
+                while True:  # the learner must not wait for room in the queue
+                    self.queue.get()
+
+            work = spent(clocks, list(self.engines.clocks))
+            wire = max(clock.wire for clock in work)
             self.metrics = {
                 "time/weight_sync": time.perf_counter() - start,
                 "time/weight_sync_wire": wire,
-                "time/weight_sync_load": max(c.pause - c.wire for c in spent),
-                "time/weight_sync_pause": pause,
+                "time/weight_sync_load": max(clock.pause - clock.wire for clock in work),
+                "time/weight_sync_pause": max(clock.pause for clock in work),
                 "val/weight_sync_bytes": float(num_bytes),
                 "val/weight_sync_gb_per_second": num_bytes / wire / 1e9,
                 "val/weight_sync_version": float(version),
@@ -755,42 +951,51 @@ class Sender:
                 self.collector.engines_have(cursor)
 
     def _send(self, manifest: Manifest, version: int) -> int:
-        """Broadcast the buckets that come; returns their bytes."""
-        engines, everyone, held, num_bytes, told = self.engines, len(self.engines.connections), deque(), 0, False
+        """Broadcast the buckets of a version as they come; returns their bytes."""
+        engines = self.engines
+        everyone = len(engines.connections)
+        num_bytes = 0
+        started = False  # the engines take part in broadcasts
+        waiting: deque[Bucket] = deque()  # gathered and not sent
+
         engines.ready = 0
-        if engines.in_rounds:  # no turn's weights depend on when an answer comes
-            engines.wait_for(lambda: not engines.on_finish, "the rollouts that have turns to come")
+        if engines.rounds is not None:  # the weights of a turn must not depend on when its answer comes
+            engines.wait_for(lambda: not engines.on_end, "the rollouts that have turns to come")
         engines.tell_all(("announce", version))
         for left in reversed(range(len(manifest))):
-            held.append(self.work.get())
-            num_bytes += held[-1][0].nbytes
-            if left and not told and engines.ready < everyone:
-                held[-1] = self._to_host(*held[-1])
+            waiting.append(self.queue.get())
+            num_bytes += waiting[-1].values.nbytes
+            if left and not started and engines.ready < everyone:
+                waiting[-1] = self._to_host(waiting[-1])
                 continue
-            while held:
+            while waiting:
                 engines.wait_for(lambda: engines.ready == everyone, "engines that can take weights")
-                told = told or engines.tell_all(("weights", version, manifest)) is None
+                if not started:
+                    engines.tell_all(("weights", version, manifest))
+                    started = True
                 engines.ready = 0
-                self._broadcast(*held.popleft())
+                self._broadcast(waiting.popleft())
         return num_bytes
 
-    def _to_host(self, bucket: torch.Tensor, gathered: torch.cuda.Event | None) -> tuple[torch.Tensor, None]:
-        if gathered is None:
-            return bucket, None
-        host = torch.empty_like(bucket, device="cpu", pin_memory=True)  # torch keeps what it pins for the next time
+    def _to_host(self, bucket: Bucket) -> Bucket:
+        """A copy in host memory of a bucket on a GPU."""
+        if bucket.gathered is None:
+            return bucket
+        host = torch.empty_like(bucket.values, device="cpu", pin_memory=True)  # torch keeps what it pins for later
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(gathered)
-            host.copy_(bucket, non_blocking=True)
+            self.stream.wait_event(bucket.gathered)
+            host.copy_(bucket.values, non_blocking=True)
             self.stream.synchronize()
-        return host, None
+        return Bucket(host)
 
-    def _broadcast(self, bucket: torch.Tensor, gathered: torch.cuda.Event | None) -> None:
+    def _broadcast(self, bucket: Bucket) -> None:
+        """Send a bucket to all engines, which wait for it."""
+        device = self.device or (bucket.values.device if self.stream is None else "cuda")
         with torch.cuda.stream(self.stream):  # does nothing where there is none
-            if gathered is not None:  # wait for the gather, not for the update that was queued after it
-                self.stream.wait_event(gathered)
-            there = self.engines.device or (bucket.device if self.stream is None else "cuda")
-            data = bucket.view(torch.uint8).to(there)  # waits for a copy: gloo would send what has not come yet
-            self.engines.group.broadcast([data], dist.BroadcastOptions()).wait()
+            if bucket.gathered is not None:  # wait for the gather, not for the update that was queued after it
+                self.stream.wait_event(bucket.gathered)
+            data = bucket.values.view(torch.uint8).to(device)  # waits for a copy: gloo would send what has not come yet
+            self.group.broadcast([data], dist.BroadcastOptions()).wait()
             if data.is_cuda:  # else all would be on their way at once
                 self.stream.synchronize()
 
@@ -803,10 +1008,23 @@ def send_weights(
     if sender is not None:
         if sender.engines.dead:
             raise RuntimeError(f"{sender.engines.dead} while weights were sent")
-        sender.work.put((manifest, version, cursor))
-    for bucket in gather_weights(policy, manifest, dtype):
+        sender.queue.put((manifest, version, cursor))
+    for values in gather_weights(policy, manifest, dtype):
         if sender is not None:
-            sender.work.put((bucket, torch.cuda.current_stream().record_event() if bucket.is_cuda else None))
+            gathered = torch.cuda.current_stream().record_event() if values.is_cuda else None
+            sender.queue.put(Bucket(values, gathered))
+
+
+def start_sender(run: grpo.Run, roles: Roles, meeting: Meeting) -> Sender:
+    """Learner 0, once its model is loaded: start reward models, wait for the engines, start the sender."""
+    meeting.store.set("learner loaded", "")
+    run.servers = utils.start_reward_models(run.args, run.run_dir, run.eval_world)
+    eos_ids = utils.eos_token_ids(run.args, run.tokenizer)
+    watchdog = Watchdog(meeting, roles, run.args.stall_timeout_s)
+    group, device = weights_group(meeting.store, roles, run.args)
+    engines = Engines(meet_engines(meeting, roles), watchdog, run.tokenizer, eos_ids, run.args)
+    run.engine = engines
+    return Sender(engines, group, device)
 
 
 def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
@@ -816,61 +1034,66 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         Watchdog(meeting, roles, args.stall_timeout_s)
     run = grpo.set_up(args, world)  # the engines are still starting
     run.eval_world = World(0, world.local_rank, 1, world.device)  # learner 0 only
-    state, policy, dtype = run.state, run.learner.policy, utils.DTYPES[args.model_dtype]
+    state = run.state
+    policy = run.learner.policy
+    dtype = utils.DTYPES[args.model_dtype]
     manifest = plan_weights(policy, dtype)
-    engines = sender = collector = None  # learner 0 alone has them
-    clocks: list[Clock] = []
-    if world.is_main:
-        meeting.store.set("learner loaded", "")
-        run.servers = utils.start_reward_models(args, run.run_dir, run.eval_world)
-        eos_ids = utils.eos_token_ids(args, run.tokenizer)
-        run.engine = engines = Engines(meeting, roles, run.tokenizer, eos_ids, args)
-        sender = Sender(engines)
+    sender = start_sender(run, roles, meeting) if world.is_main else None
+
     gap_metrics: dict[str, float] = {}
     for version, when, check in grpo.starts(policy, args, state["step"]):
         send_weights(policy, manifest, sender, dtype, version, state["cursor"])
         gap_metrics = check_engines(run, version, when, check)
     words = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
     grpo.start_log(run, gap_metrics, words)
-    if world.is_main:
-        assert sender is not None and engines is not None
+
+    collector = None
+    clocks: list[Clock] = []
+    if sender is not None:
         sizes: Any = {"pack_length": args.pack_length, "learners": world.size // args.sequence_parallel_size}
         pack = functools.partial(grpo.pack_rollouts, packing=run.packing, pair_cost=policy.pair_cost, **sizes)
-        sender.collector = collector = Collector(engines, run.train_prompts, args, state, pack)
-        clocks = list(engines.clocks)
-
+        collector = sender.collector = Collector(sender.engines, run.train_prompts, args, state, pack)
+        clocks = list(sender.engines.clocks)
     # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
     update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
-    first_step, last_step = state["step"] + 1, grpo.num_training_steps(args)
+    first_step = state["step"] + 1
+    last_step = grpo.num_training_steps(args)
     collect_garbage_by_hand()
     for number in utils.STOP.steps(range(first_step, last_step + 1)):
         step = grpo.Step(number)
         with step.timer("trainer_waiting_for_data"):
             data = collector.next() if collector is not None else StepData()
-            step.groups, step.sampled, step.seconds = data.groups, data.sampled, data.seconds
-            step.packs, probe, state["cursor"], excluded = scatter(data, args, world)
-            state["excluded"] = sorted(excluded)
+            part = scatter(data, args, world)
+            step.groups = data.groups
+            step.sampled = data.sampled
+            step.seconds = data.seconds
+            step.packs = part.packs
+            state["cursor"] = part.cursor
+            state["excluded"] = sorted(part.excluded)
         with step.timer("training"):
-            grpo.train(run, step, probe, update_args)
+            grpo.train(run, step, part.probe, update_args)
         with step.timer("gather"):
             send_weights(policy, manifest, sender, dtype, number, state["cursor"])
 
         # everything below reports or saves
         note_staleness(step.packs if utils.leads(args, world) else [], number, step.metrics)
-        out, line = grpo.step_metrics(run, step), ""
+        out = grpo.step_metrics(run, step)
+        lines = ""
         if collector is not None and sender is not None:
+            engines = collector.engines
             engines.watchdog.beat()
             out |= collector.account(data) | sender.metrics
             now = list(engines.clocks)
-            spent, clocks = [a.since(b) for a, b in zip(now, clocks, strict=True)], now
-            out |= engine_metrics(spent, policy, out, state)
-            line = step_line(out)
+            out |= engine_metrics(spent(clocks, now), policy, out, state)
+            clocks = now
+            if shows_engines(out, number, args):
+                lines = engine_lines(out)
         evaluates = grpo.due(args.local_eval_every, number, last_step)
         if args.async_steps and (evaluates or number == first_step):
             check_engines(run, number, f"after the weights of step {number}")
-        elif world.is_main and evaluates:
-            engines.wait_loaded(number)
-        grpo.end_step(run, step, out, line)
+        elif sender is not None and evaluates:
+            sender.engines.wait_loaded(number)
+        grpo.end_step(run, step, out, lines)
         more = functools.partial(collector.checkpoint, state["cursor"]) if collector is not None else dict
         if grpo.save_state(run, more):
             break
@@ -883,96 +1106,145 @@ def check_engines(
 ) -> dict[str, float]:
     """The logprob gap, or another check, of a short response of each engine to the learners' present weights,
     `version`. All learners."""
-    probe: list[list[Group]] = [[]]
+    probe: list[Group] = []
     if isinstance(run.engine, Engines):
         run.engine.wait_loaded(version)
-        short = replace(run.args, response_length=min(run.args.response_length, 32))
-        probe = [grpo.sample_probes(run.engine, 0, run.train_prompts[0], run.args.vllm_num_engines, short)]
-    dist.broadcast_object_list(probe)
-    return check(run.learner.policy, probe[0], when, run.args, run.world)
+        args = replace(run.args, response_length=min(run.args.response_length, 32))
+        probe = grpo.sample_probes(run.engine, 0, run.train_prompts[0], args.vllm_num_engines, args)
+    box = [probe]
+    dist.broadcast_object_list(box)
+    return check(run.learner.policy, box[0], when, run.args, run.world)
 
 
-def scatter(data: StepData, args: Args, world: World) -> tuple[list[list[Pack]], list[Group], int, frozenset[int]]:
-    """This learner's packs of each mini-batch, groups to measure the gap on, cursor, exclusions. All learners."""
-    parts: list[Any] = [None] * world.size
-    shares = [i // args.sequence_parallel_size for i in range(world.size)]
+class LearnerData(NamedTuple):
+    """What a learner gets for a step."""
+
+    packs: list[list[Pack]]  # of each mini-batch
+    probe: list[Group]  # to measure the logprob gap on
+    cursor: int
+    excluded: frozenset[int]
+
+
+def scatter(data: StepData, args: Args, world: World) -> LearnerData:
+    """This learner's part of the step that learner 0 has collected; packs travel one by one. All learners. Neighbours
+    that split sequences between them (--sequence_parallel_size) get the same packs."""
+    share_of = [rank // args.sequence_parallel_size for rank in range(world.size)]
+    headers: list[Any] = [None] * world.size
     if world.is_main:
-        some = data.sampled[: args.per_device_train_batch_size]
-        sizes = [[list(map(len, m[i])) for m in data.pickled] for i in shares]
-        parts = [(mine, some, data.cursor, data.excluded) for mine in sizes]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, parts)
-    sizes, some, cursor, excluded = mine[0]
-    pickled = [m[0] for m in data.pickled] or [[torch.empty(n, dtype=torch.uint8) for n in m] for m in sizes]
+        probe = data.sampled[: args.per_device_train_batch_size]
+        for rank, share in enumerate(share_of):
+            sizes = [[len(pack) for pack in shares[share]] for shares in data.pickled]
+            headers[rank] = (sizes, probe, data.cursor, data.excluded)
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, headers)
+    sizes, probe, cursor, excluded = box[0]
+
+    transfers = []
     if world.is_main:
-        work = [dist.isend(pack, i) for i in range(1, world.size) for m in data.pickled for pack in m[shares[i]]]
+        pickled = [shares[0] for shares in data.pickled]
+        for rank in range(1, world.size):
+            for shares in data.pickled:
+                transfers += [dist.isend(pack, rank) for pack in shares[share_of[rank]]]
     else:
-        work = [dist.irecv(pack, 0) for m in pickled for pack in m]
-    for sent in work:
-        sent.wait()
-    return [[pickle.loads(pack.numpy()) for pack in m] for m in pickled], some, cursor, excluded
+        pickled = [[torch.empty(size, dtype=torch.uint8) for size in packs] for packs in sizes]
+        for packs in pickled:
+            transfers += [dist.irecv(pack, 0) for pack in packs]
+    for transfer in transfers:
+        transfer.wait()
+    packs = [[pickle.loads(pack.numpy()) for pack in packs] for packs in pickled]
+    return LearnerData(packs, probe, cursor, excluded)
 
 
 def to_bytes(pack: Pack) -> torch.Tensor:
-    """A pickled pack. All packs in one call would stop every thread of learner 0 meanwhile."""
+    """A pickled pack. One call for all packs would stop every thread of learner 0 meanwhile."""
     return torch.frombuffer(bytearray(pickle.dumps(pack, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
 
 
 def collect_garbage_by_hand() -> None:
-    """Never in the middle of a step: with a batch of rollouts in flight a full collection stops all threads for a
-    second, one of ten times utils' 10,000 objects for 70 ms. What is there now is never looked at again, the rest
-    between two steps. While responses end, objects go as others come, which Python takes for none: of 1,024 x 16 it
-    would look at all at once, for 45 ms, if `Engines._receive` did not have it look after 64 of them."""
+    """Have no full garbage collection in the middle of a step: with a batch of rollouts in flight it stops all threads
+    for a second, and one of ten times utils' 10,000 objects for 70 ms.
+
+    Objects that exist now are frozen: the collector never scans them again. All others are collected between two steps.
+    Python counts allocations minus deallocations, so the end of old objects hides new ones while responses end: it
+    would scan the objects of 1,024 x 16 responses at once, for 45 ms. So Engines collects after every 64 responses.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(1000, 10, 2**30)
     sys.setswitchinterval(1e-4)  # with 5 ms a thread that waits for several others stood still for 140, with 1 for 110
 
 
+# --- Reports ----------------------------------------------------------------------------------------------------------
+
+
 def note_staleness(packs: Sequence[Sequence[Pack]], step: int, metrics: utils.Metrics) -> None:
-    """How many updates old the weights behind the trained tokens are."""
-    for pack in [pack for m in packs for pack in m]:
-        versions = np.concatenate([r.versions[r.mask] for piece in pack for r in piece])
-        metrics.add("val/num_steps_off_policy", float((step - 1 - versions).sum()), len(versions))
-        metrics.add_all("val/model_step", versions)
+    """Count how many updates old the weights behind the trained tokens are."""
+    for mini_batch in packs:
+        for pack in mini_batch:
+            versions = np.concatenate([r.versions[r.mask] for r in rollouts_of([[pack]])])
+            metrics.add("val/num_steps_off_policy", float((step - 1 - versions).sum()), len(versions))
+            metrics.add_all("val/model_step", versions)
 
 
 def engine_metrics(
     spent: Sequence[Clock], policy: grpo.Policy, out: dict[str, float], state: dict[str, Any]
 ) -> dict[str, float]:
-    """What the engines did during a step, and which side the other waited for."""
-    total, n = out["time/total"], len(spent)
-    mean = {f: sum(getattr(c, f) for c in spent) / n for f in Clock.__dataclass_fields__}
-    weights = (policy.matrices + policy.head) * state["itemsize"]  # bytes that each decoding step reads
-    return {
-        "time/generation_waiting_for_trainer": mean["idle"],
-        "time/weight_sync_floor": out.get("val/weight_sync_bytes", 0.0) / state["bytes_per_second"],
-        "time/generation": mean["busy"],
-        "val/engine_pause_seconds": mean["pause"],
-        "val/engine_idle_share": min(mean["idle"] / total, 1.0),  # engines report when something ends
-        "val/learner_idle_share": out["time/trainer_waiting_for_data"] / total,
-        "val/engine_bandwidth_share": weights * mean["steps"] / max(mean["busy"], 1e-9) / state["bytes_per_second"],
-        "val/engine_tokens_per_second": sum(c.tokens for c in spent) / max(sum(c.busy for c in spent), 1e-9),
-    }
+    """What the engines did during a step, and how long each side waited for the other."""
+    mean = Clock(*np.mean([astuple(clock) for clock in spent], axis=0).tolist())
+    busy = max(mean.busy, 1e-9)
+    seconds = out["time/total"]
+    bytes_per_second = state["bytes_per_second"]
+    bytes_read = (
+        (policy.matrices + policy.head) * state["itemsize"] * mean.steps
+    )  # each decoding step reads the weights
+
+    metrics = {"time/generation": mean.busy}
+    metrics["time/generation_waiting_for_trainer"] = mean.idle
+    metrics["time/weight_sync_floor"] = out.get("val/weight_sync_bytes", 0.0) / bytes_per_second
+    metrics["val/engine_pause_seconds"] = mean.pause
+    metrics["val/engine_idle_share"] = min(mean.idle / seconds, 1.0)  # engines report when a response ends
+    metrics["val/learner_idle_share"] = out["time/trainer_waiting_for_data"] / seconds
+    metrics["val/engine_bandwidth_share"] = bytes_read / busy / bytes_per_second
+    metrics["val/engine_tokens_per_second"] = mean.tokens / busy
+    return metrics
 
 
-def step_line(out: dict[str, float]) -> str:
-    """The step's account, weight sync and bottleneck in one line."""
-    learner, engine = out["val/learner_idle_share"], out["val/engine_idle_share"]
-    name = "generation" if learner > max(engine, 0.05) else "training" if engine > 0.05 else "none, both sides are busy"
-    line = (
-        f"          groups {out['batch/groups_started']:.0f} started = {out['batch/groups_trained']:.0f} trained + "
-        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_in_flight']:.0f} in flight | idle: learner "
-        f"{learner:.0%}, engines {engine:.0%}; bottleneck: {name}"
-    )
+def shows_engines(out: dict[str, float], step: int, args: Args) -> bool:
+    """Whether a step prints engine_lines: with --show_engines each does, else every tenth, and those that waste time.
+
+    A step wastes time if the learners or the engines waited for the other side for more than half of it, or if the
+    engines stood still for more than a tenth of it while they took weights. With --async_steps 0 both sides take turns,
+    so there only the weights count. A wrong account and a dead engine need no line: they end the run.
+    """
+    if args.show_engines or grpo.due(SHOW_ENGINES_EVERY, step):
+        return True
+    idle = max(out["val/learner_idle_share"], out["val/engine_idle_share"])
+    pause_share = out.get("time/weight_sync_pause", 0.0) / out["time/total"]
+    return (args.async_steps > 0 and idle > 0.5) or pause_share > 0.1
+
+
+def engine_lines(out: dict[str, float]) -> str:
+    """The step's account, bottleneck and weight sync, in lines of at most 120 columns."""
+    learner = out["val/learner_idle_share"]
+    engine = out["val/engine_idle_share"]
+    bottleneck = "none, both sides are busy"
+    if learner > max(engine, 0.05):
+        bottleneck = "generation"
+    elif engine > 0.05:
+        bottleneck = "training"
+    lines = [
+        f"groups: {out['batch/groups_started']:.0f} started = {out['batch/groups_trained']:.0f} trained + "
+        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_in_flight']:.0f} in flight",
+        f"idle: learner {learner:.0%}, engines {engine:.0%}; bottleneck: {bottleneck}",
+    ]
     if "time/weight_sync" in out:
-        line += (
-            f" | weights v{out['val/weight_sync_version']:.0f}: {out['val/weight_sync_bytes'] / 1e6:.0f} MB, wire "
+        lines.append(
+            f"weights v{out['val/weight_sync_version']:.0f}: {out['val/weight_sync_bytes'] / 1e6:.0f} MB, wire "
             f"{out['time/weight_sync_wire']:.2f} s, load {out['time/weight_sync_load']:.2f} s, pause "
             f"{out['time/weight_sync_pause']:.2f} s, {out['val/weight_sync_gb_per_second']:.1f} GB/s (a copy takes "
             f"{out['time/weight_sync_floor']:.2f} s)"
         )
-    return line
+    return "\n".join(f"          {line}" for line in lines)
 
 
 def main(args: Args) -> None:

@@ -195,7 +195,7 @@ A fine response.
 
 Give your reasons in a few sentences. Then end with one line that has this form and nothing else, with a number from 1 \
 to 10:
-SCORE: <number>"""
+SCORE: <number>"""  # noqa: E501
 
 
 def test_the_message_to_a_judge_is_the_same_to_the_letter(serve):

@@ -90,7 +90,7 @@ def test_without_asynchrony_the_batches_of_an_engine_do_not_depend_on_arrival():
 
     read = []
     connection = types.SimpleNamespace(poll=lambda _: True, recv=lambda: read.append(1) or ("generate", []))
-    inbox = grpo_fast.Inbox(connection, False, apart=True)
+    inbox = grpo_fast.Inbox(connection, False, only_when_idle=True)
     assert inbox.next(busy=True) is None and not read
     assert grpo_fast.Inbox(connection, False).next(busy=True) and len(read) == 1
     assert inbox.next(busy=False) and len(read) == 2
@@ -109,18 +109,17 @@ def test_requests_of_an_evaluation_are_shared_out_whatever_else_runs(monkeypatch
 def test_a_group_and_not_each_of_its_responses_wakes_the_collector(deterministic, wakes):
     """But for --deterministic, where checkpoints wait for what nobody takes."""
     engines: Any = object.__new__(grpo_fast.Engines)
-    engines.changed, engines.dead, engines.tells_all, told = threading.Condition(), None, deterministic, []
+    engines.changed, engines.dead, engines.wakes_for_each, told = threading.Condition(), None, deterministic, []
     notify = engines.changed.notify_all
     engines.changed.notify_all = lambda: (told.append(1), notify())
-    engines.finished, engines.on_finish = {}, dict.fromkeys("abcd", lambda made: None)
-    engines.rounds = {name: grpo_fast.Round(0, [name], 1) for name in "abcd"}
+    engines.finished, engines.on_end, engines.rounds = {}, dict.fromkeys("abcd", lambda made: None), None
     when = []
     collector = threading.Thread(target=lambda: when.append(engines.take("abc")), daemon=True)
     collector.start()
     while not engines.changed._waiters:  # ty: ignore[missing-attribute]
         time.sleep(0.001)
     for name in "dabc":
-        engines._ended(name, None)
+        engines._ended(name, 0, None)
     collector.join(60)
     assert len(told) == wakes and engines.finished.keys() == {"d"} and when[0] >= engines.finished["d"] > 0
 
@@ -193,7 +192,7 @@ def test_packs_travel_one_by_one_and_arrive_as_they_were(world, monkeypatch):
     monkeypatch.setattr(grpo_fast.dist, "scatter_object_list", lambda mine, parts: mine.__setitem__(0, parts[0]))
     monkeypatch.setattr(grpo_fast.pickle, "loads", lambda x, loads=grpo_fast.pickle.loads: sent.append(x) or loads(x))
     packs, groups, cursor, excluded = grpo_fast.scatter(data, collector.args, world)
-    want = [m[0] for m in data.packs]
+    want = [m[0] for m in data.shares]
     assert len(sent) == sum(map(len, want)) == 2 and (cursor, excluded) == (2, frozenset())
     assert [[[len(piece) for piece in pack] for pack in m] for m in packs] == [[[2]], [[2]]]
     for got, had in zip(*([r for m in x for pack in m for p in pack for r in p] for x in (packs, want)), strict=True):
@@ -279,7 +278,7 @@ def test_what_responses_leave_is_looked_at_in_portions(monkeypatch):
     engines.connections, engines.changed = [types.SimpleNamespace(recv=replies.pop)], threading.Condition()
     engines.watchdog = types.SimpleNamespace(beat=lambda: None)
     engines.clocks, engines.owner, engines.loads = [None], dict.fromkeys(names, 0), [len(names)]
-    engines._ended = lambda name, made: ended.append(name)
+    engines._ended = lambda name, index, made: ended.append(name)
     monkeypatch.setattr(grpo_fast.gc, "collect", lambda generation: looked.append((generation, len(ended))))
     with pytest.raises(IndexError):  # nothing more comes
         engines._receive(0)

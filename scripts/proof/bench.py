@@ -1009,10 +1009,11 @@ def serve_stub(address: Any, ids: np.ndarray, holds: bool) -> None:
 def stub_engines(process: Any, address: Any, tokenizer: Any, args: grpo.Args) -> Any:
     """grpo_fast.Engines whose only engine is the process."""
     meeting: Any = SimpleNamespace(store=SimpleNamespace(set=lambda _, value: address.send(value)))
-    quiet = {"Watchdog": lambda *_: SimpleNamespace(beat=lambda: None), "weights_group": lambda *_: (None, None)}
+    watchdog: Any = SimpleNamespace(beat=lambda: None)
     process.start()
-    with mock.patch.multiple(grpo_fast, **quiet), mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        return grpo_fast.Engines(meeting, grpo_fast.Roles(1, 1, 1, True, 0), tokenizer, [], args)
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        connections = grpo_fast.meet_engines(meeting, grpo_fast.Roles(1, 1, 1, True, 0))
+    return grpo_fast.Engines(connections, watchdog, tokenizer, [], args)
 
 
 class Ticker:

@@ -137,14 +137,12 @@ def test_learner_0_gives_the_address_of_its_own_node(monkeypatch, node, host):
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("GROUP_RANK", node)
-    monkeypatch.setattr(grpo_fast, "Watchdog", lambda *_: None)
-    monkeypatch.setattr(grpo_fast, "weights_group", lambda *_: (None, None))
     reached = contextlib.nullcontext(types.SimpleNamespace(getsockname=lambda: ("10.0.0.2", 5)))
     monkeypatch.setattr(grpo_fast.socket, "create_connection", lambda where: reached if where == ("head", 1) else None)
     monkeypatch.setattr(grpo_fast, "Listener", Listener)
     meeting = types.SimpleNamespace(host="head", port=1, store=types.SimpleNamespace(set=told.__setitem__))
     with pytest.raises(Enough):
-        grpo_fast.Engines(meeting, grpo_fast.Roles(8, 8, 1, True, 0), None, [0], grpo.Args())
+        grpo_fast.meet_engines(meeting, grpo_fast.Roles(8, 8, 1, True, 0))
     assert told["address"].split()[:2] == [host, "4321"]
 
 

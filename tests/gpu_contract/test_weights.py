@@ -37,10 +37,10 @@ def engines():
     made: Any = object.__new__(grpo_fast.Engines)
     pipes = [Pipe() for _ in range(2)]
     made.connections, made.ends = [ours for ours, _ in pipes], [theirs for _, theirs in pipes]
-    made.changed, made.dead, made.device = threading.Condition(), None, torch.device("cpu")
+    made.changed, made.dead = threading.Condition(), None
     made.locks, made.clocks = [threading.Lock() for _ in pipes], [grpo_fast.Clock() for _ in pipes]
-    made.finished, made.on_finish, made.owner, made.loads = {}, {}, {}, [0, 0]
-    made.rounds, made.in_rounds, made.tells_all = {}, False, False
+    made.finished, made.on_end, made.owner, made.loads = {}, {}, {}, [0, 0]
+    made.rounds, made.wakes_for_each = None, False
     made.loaded, made.ready, made.group = {}, 0, Group(made)
     made.watchdog = types.SimpleNamespace(beat=lambda: None)
     for i in range(2):
@@ -86,12 +86,12 @@ class Engine(threading.Thread):
 def gather(sender, alive):
     """Hand over the buckets of a version as send_weights does; returns the most that were alive at once."""
     most, manifest = 0, [[(str(i), (4,))] for i in range(BUCKETS)]
-    sender.work.put((manifest, 7, 0))
+    sender.queue.put((manifest, 7, 0))
     for i in range(BUCKETS):
         bucket = torch.full((4,), i, dtype=torch.uint8)
         alive.add(bucket)
         most = max(most, len(alive))
-        sender.work.put((bucket, None))
+        sender.queue.put(grpo_fast.Bucket(bucket))
         del bucket
     return most
 
@@ -99,10 +99,10 @@ def gather(sender, alive):
 @pytest.mark.parametrize("inflight", [False, True])
 def test_a_broadcast_waits_for_every_engine_and_no_learner_for_a_drain(engines, monkeypatch, inflight):
     monkeypatch.setattr(
-        grpo_fast.Sender, "_to_host", lambda self, bucket, gathered: (bucket.clone(), None)
+        grpo_fast.Sender, "_to_host", lambda self, bucket: grpo_fast.Bucket(bucket.values.clone())
     )  # as on a GPU
     one, other = (Engine(engines, i, inflight) for i in range(2))
-    sender, alive = grpo_fast.Sender(engines), weakref.WeakSet()
+    sender, alive = grpo_fast.Sender(engines, engines.group, torch.device("cpu")), weakref.WeakSet()
     one.drained.set()  # and the other still decodes
     most = gather(sender, alive)  # comes back while it does
     assert most <= 4
@@ -141,8 +141,8 @@ def test_what_gloo_sends_has_arrived_on_the_host():
     group = types.SimpleNamespace(
         broadcast=lambda data, options: sent.extend(data[0].tolist()) or types.SimpleNamespace(wait=lambda: None)
     )
-    sender.engines, sender.stream = types.SimpleNamespace(device=torch.device("cpu"), group=group), None
-    sender._broadcast(OnGPU([1, 2, 3]), None)
+    sender.group, sender.device, sender.stream = group, torch.device("cpu"), None
+    sender._broadcast(grpo_fast.Bucket(OnGPU([1, 2, 3])))
     assert sent == [1, 2, 3]
 
 
@@ -161,7 +161,7 @@ def test_the_last_of_all_engines_alone_wakes_the_sender(engines):
 
 def test_a_dead_engine_ends_the_wait(engines):
     """The queue is bounded: a learner must not wait for room in it, and hears of the death with the next weights."""
-    sender = grpo_fast.Sender(engines)
+    sender = grpo_fast.Sender(engines, engines.group, torch.device("cpu"))
     engines.ends[0].close()
     while engines.dead is None:  # it is its own thread that finds out
         time.sleep(0.001)

@@ -304,7 +304,7 @@ def collect(groups, flags=""):
 def test_collector(groups, trained, lengths):
     collector, step = collect(groups)
     assert len(step.groups) == 2 and sum(map(len, step.sampled)) == 4
-    (learners,) = step.packs
+    (learners,) = step.shares
     assert len(learners) == 3
     pieces = [piece for packs in learners for pack in packs for piece in pack]
     assert sorted(map(grpo.piece_length, pieces)) == sorted(lengths) or sum(map(len, pieces)) == sum(
