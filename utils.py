@@ -527,7 +527,7 @@ class ProcessFlags(Refusing):
     """grpo_fast.py: end the run if nothing has moved for this many seconds, and print all stacks and outstanding
     requests. 0 is off."""
     show_engines: bool = False
-    """grpo_fast.py: print groups, bottleneck and weight sync after every step, not only after every tenth or slow one."""
+    """grpo_fast.py: print groups, bottleneck and weight sync after every step, not only after a tenth or slow one."""
 
 
 @dataclass(frozen=True)

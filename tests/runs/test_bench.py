@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from scripts.proof import bench
+from scripts.proof.benchmarks import common, packing
 from tests import programs
 
 
@@ -48,7 +48,7 @@ def test_lengths_of_a_file(tiny_models, tmp_path, monkeypatch):
     rows = [{"prompt_tokens": 5, "response_tokens": n} for n in (7, 8, 9)]
     (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = f"--sequences 8 --samples 2 --learners 2 --repeat 1 --lengths {tmp_path / 'lengths.jsonl'}"
-    for name in bench.THREAD_SETTINGS:
+    for name in common.THREAD_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     result, stderr = run("packing", tiny_models(), flags)
     if not torch.cuda.is_available():  # a run without the settings of scripts/setup.sh says so
@@ -61,8 +61,7 @@ def test_lengths_of_a_file(tiny_models, tmp_path, monkeypatch):
 
 def test_drawn_lengths_are_those_of_gsm8k():
     """Medians of the fit: exp(4.04) = 56.8 tokens of question and 30 of template, exp(4.45) = 85.6 of answer."""
-    options = bench.argparse.Namespace(samples=8, pack_length=2048, lengths=None, seed=1)
-    lengths = bench.draw_lengths(100, options)
+    lengths = common.draw_lengths(100, common.BenchFlags("learner"))
     prompts, responses = sorted(n for n, _ in lengths), sorted(m for _, own in lengths for m in own)
     assert len(prompts) == 100 and len(responses) == 800
     assert prompts[50] == pytest.approx(87, abs=2) and responses[400] == pytest.approx(86, abs=2)
@@ -71,14 +70,14 @@ def test_drawn_lengths_are_those_of_gsm8k():
 
 def test_next_fit_by_hand():
     """[60] [50 40] [70 30]: two learners get one pack each, the third is dropped."""
-    assert bench.next_fit([60, 50, 40, 70, 30], 100, 2) == ([[[0]], [[1, 2]]], [[3, 4]])
+    assert packing.next_fit([60, 50, 40, 70, 30], 100, 2) == ([[[0]], [[1, 2]]], [[3, 4]])
     # fewer packs than learners (the limit is 10300 // 4): everything is dropped
-    assert bench.next_fit([100, 100, 100, 10000], 20480, 4) == ([[], [], [], []], [[0, 1, 2], [3]])
+    assert packing.next_fit([100, 100, 100, 10000], 20480, 4) == ([[], [], [], []], [[0, 1, 2], [3]])
 
 
 def test_ratio_by_hand():
     """Medians 2 and 3; the rounds' ratios are 3/1, 2/2, 6/3."""
-    found = bench.ratio([1.0, 2.0, 3.0], [3.0, 2.0, 6.0], target=1.6)
+    found = common.ratio([1.0, 2.0, 3.0], [3.0, 2.0, 6.0], target=1.6)
     assert found == {"value": 1.5, "min": 1.0, "max": 3.0, "target": 1.6, "met": False}
 
 
@@ -158,9 +157,15 @@ def test_rewards(tiny_models, tmp_path):
 def test_startup(tiny_models, tmp_path):
     """Whole processes, forked, the last of a run until its first step is in metrics.jsonl."""
     python = programs.python_that_forks(tmp_path / "python", "-c")
-    flags = "--repeat 1 --sides torch help model, --against ."
+    flags = "--repeat 1 --sides torch llama help model, --against ."
     result, _ = run("startup", tiny_models(), flags, PYTHON_OF_FORKS=python)
-    assert set(result["sides"]) == {"import torch, tyro", "--help", "--help, against", "tiny model, against"}
+    assert set(result["sides"]) == {
+        "import torch, tyro",
+        "import llama",
+        "--help",
+        "--help, against",
+        "tiny model, against",
+    }
     assert set(result["ratios"]) == {
         *(f"import torch, tyro over {name}" for name in ("--help", "--help, against", "tiny model, against")),
         "--help against the other",

@@ -1,0 +1,241 @@
+"""Benchmarks of whole runs in processes of their own: bench.py pipeline, startup and trl."""
+
+import functools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpo
+import utils
+from scripts.data.make_addition import make_addition
+from scripts.data.make_tiny_model import make_tiny_model
+from scripts.proof.benchmarks.common import (
+    ROOT,
+    THREAD_SETTINGS,
+    WARMUP_STEPS,
+    BenchFlags,
+    Result,
+    demo_flags,
+    in_rounds,
+    ratio,
+    run_or_exit,
+    run_script,
+    spread,
+    stopwatch,
+)
+
+# --- pipeline ---------------------------------------------------------------------------------------------------------
+
+PIPELINE_METRICS = """time/training time/generation time/weight_sync time/trainer_waiting_for_data
+    val/engine_pause_seconds val/engine_idle_share val/learner_idle_share""".split()
+
+
+def bench_pipeline(options: BenchFlags) -> Result:
+    """Seconds per step of whole runs, against max(generation, training): a step whose halves overlap entirely.
+
+    Where learner and engines share the cores of one CPU, either half is slower when both run, and there is little to
+    win.
+    """
+    sides = {
+        "grpo.py": lambda: run_script("grpo.py", [], options),
+        "async_steps 0": lambda: run_script("grpo_fast.py", ["--async_steps", "0"], options),
+        "async_steps 1": lambda: run_script("grpo_fast.py", ["--async_steps", "1"], options),
+    }
+    seconds = {}
+    ideal = {}
+    table = {}
+    for name, runs in in_rounds(sides, options.repeat, warm_up=False).items():
+        seconds[name] = [run["time/total"] for run in runs]
+        ideal[name] = [max(run["time/generation"], run["time/training"]) for run in runs]
+        table[name] = spread(seconds[name])
+        table[name]["ideal"] = statistics.median(ideal[name])
+        for metric in PIPELINE_METRICS:
+            values = [run[metric] for run in runs if metric in run]
+            if len(values) == len(runs):
+                table[name][metric] = statistics.median(values)
+    ours = seconds["async_steps 1"]
+    ratios = {
+        "async_steps 1 over grpo.py": ratio(ours, seconds["grpo.py"]),
+        "async_steps 1 over async_steps 0": ratio(ours, seconds["async_steps 0"]),
+        "async_steps 1 against its ideal": ratio(ours, ideal["async_steps 1"]),
+        "async_steps 1 against the ideal of grpo.py": ratio(ours, ideal["grpo.py"]),
+    }
+    return Result({"steps": options.steps, "warmup_steps": WARMUP_STEPS}, table, ratios)
+
+
+# --- trl --------------------------------------------------------------------------------------------------------------
+
+TRL_STEPS = 3  # measured steps of each of its runs, after one
+TRL_SETTINGS = {
+    "stock": "--mode stock",  # float32 master weights, as its users can run it
+    "vllm": "--mode vllm",  # the same with vLLM, patched by us
+    "fastest": "--mode vllm --dtype bfloat16 --torch_compile",  # bare bfloat16 weights, compiled learner
+}
+# task: response length, and how many times faster than each of TRL's settings a step should be
+TASKS = {"addition2": (64, {"stock": 5.0, "vllm": 2.5, "fastest": 2.0}), "addition": (24, {"vllm": 1.8})}
+
+
+def run_trl(setting: str, task: str, options: BenchFlags) -> dict[str, Any]:
+    """TRL's side in its own environment, with its own preloads; seconds without the first step."""
+    length, _ = TASKS[task]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trl.json"
+        line = f"source scripts/peers/setup_trl.sh && exec python scripts/peers/trl_side.py {TRL_SETTINGS[setting]}"
+        line += f" --data data/{task}/train.jsonl --max_new_tokens {length} --steps {1 + TRL_STEPS}"
+        line += f" --model {shlex.quote(options.model)} --json {path}"
+        env = {name: value for name, value in os.environ.items() if name not in THREAD_SETTINGS}
+        run_or_exit(["bash", "-c", line], env=env)
+        return json.loads(path.read_text())
+
+
+def column_of_ours(metrics: dict[str, float]) -> dict[str, float]:
+    """The column of our run in the table of bench_trl."""
+    column = {name: metrics[f"time/{name}"] for name in ("generation", "training")}
+    column["rollouts trained on"] = metrics["other/real_batch_size_ratio"]
+    column["response tokens"] = metrics["val/sequence_lengths"] * 64
+    return {"seconds": metrics["time/total"]} | column
+
+
+def column_of_trl(run: dict[str, Any]) -> dict[str, float]:
+    """The same of a run of TRL."""
+    median = run["median"]
+    column = {"seconds": median["total_s"], "generation": median["generation_s"], "training": median["learner_s"]}
+    column["rollouts trained on"] = 1.0
+    column["response tokens"] = statistics.mean(step["completion_tokens"] for step in run["steps"][1:])
+    return column
+
+
+def bench_trl(options: BenchFlags) -> Result:
+    """Seconds per step: grpo_fast.py and TRL, 8 prompts x 8 samples, the same model, data and settings, one sitting.
+
+    Both without a reference policy. Two-operand addition leaves most groups without a gradient, which we skip and TRL
+    trains on; with single digits nearly all groups have one. The steps of TRL are alike, so the median is taken. Ours
+    differ with the number of groups trained, so the mean is taken.
+    """
+    table: dict[str, dict[str, float]] = {}
+    ratios: dict[str, Any] = {}
+    for task, (length, targets) in TASKS.items():
+        data = make_addition(ROOT / "data" / task, digits=2 if task == "addition2" else 1)
+        flags = f"--async_steps 0 --no_load_ref_policy --response_length {length} --dataset_mixer_list".split()
+        ours = run_script("grpo_fast.py", [*flags, str(data / "train.jsonl"), "1.0"], options)
+        table[f"{task}: us"] = column_of_ours(ours)
+        for setting, target in targets.items():
+            run = run_trl(setting, task, options)
+            table[f"{task}: TRL {setting}"] = column_of_trl(run)
+            theirs = [step["total_s"] for step in run["steps"][1:]]
+            ratios[f"{task}: us over TRL {setting}"] = ratio([ours["time/total"]] * len(theirs), theirs, target)
+    settings = "; ".join(f"{name}: {flags}" for name, flags in TRL_SETTINGS.items())
+    return Result({"TRL": settings}, table, ratios)
+
+
+# --- startup ----------------------------------------------------------------------------------------------------------
+
+# What a side is divided by, and how many times as long it may take
+STARTUP_RATIOS = (
+    ("--help", "import torch, tyro", 1.5),
+    ("--dry_run", "import torch, tyro", 2),
+    ("--dry_run", "import llama", None),
+    ("tiny model", "import torch, tyro", 3),
+    ("demo", "from vllm import LLM", 2),
+    ("demo", "LLM()", None),
+)
+
+
+def environment_with_bytecode() -> dict[str, str]:
+    """The environment of a start whose bytecode is kept from the start before, as is usual."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def start_python(root: Path | str, *arguments: str) -> float:
+    """Seconds of `python ARGUMENTS` in the checkout `root`."""
+    command = [sys.executable, *arguments]
+    options = {"cwd": root, "env": environment_with_bytecode(), "stdout": subprocess.DEVNULL}
+    seconds, _ = stopwatch(lambda: subprocess.run(command, check=True, stderr=subprocess.DEVNULL, **options))
+    return seconds
+
+
+def start_run(root: Path | str, *arguments: str) -> float:
+    """Seconds from the start of a run of one step to its line in metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as directory:
+        metrics = Path(directory) / "run" / "metrics.jsonl"
+        log = Path(directory) / "log"
+        flags = "--exp_name run --total_episodes 64 --local_eval_every -1 --save_freq -1".split()
+        command = [sys.executable, *arguments, "--output_dir", directory, *flags]
+        env = environment_with_bytecode()
+        start = time.perf_counter()
+        with log.open("w") as out, subprocess.Popen(command, cwd=root, env=env, stdout=out, stderr=out) as process:
+            while not metrics.exists() or '"training_step": 1,' not in metrics.read_text():
+                if process.poll() is not None:
+                    raise SystemExit(f"bench.py: {shlex.join(command)}\n{log.read_text()[-3000:]}")
+                time.sleep(0.01)
+            return time.perf_counter() - start  # the end of the run is waited for, and not counted
+
+
+def bare_vllm(demo: Sequence[str]) -> str:
+    """A Python program that makes vLLM's engine as the demo has it."""
+    args = utils.parse_args(grpo.Args, list(demo))
+    tokens = args.max_prompt_token_length + args.response_length
+    options = f"model={args.model_name_or_path!r}, dtype={args.model_dtype!r}, seed={args.seed}, max_num_seqs=64"
+    options += f", max_model_len={tokens}, enforce_eager={args.vllm_enforce_eager}"
+    options += f", gpu_memory_utilization={args.vllm_gpu_memory_utilization}"
+    return f"from vllm import LLM; LLM({options})"
+
+
+def startup_ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """STARTUP_RATIOS of the measured sides, and this checkout against the other."""
+    ratios = {}
+    for name, reference, times in STARTUP_RATIOS:
+        other = f"{name}, against"
+        for side in (name, other):
+            if side in seconds and reference in seconds:
+                target = 1 / times if times and side == name else None
+                ratios[f"{reference} over {side}"] = ratio(seconds[side], seconds[reference], target)
+        if name in seconds and other in seconds:
+            ratios[f"{name} against the other"] = ratio(seconds[name], seconds[other])
+    return ratios
+
+
+def bench_startup(options: BenchFlags) -> Result:
+    """Seconds until a command says or does its first thing, each in a process of its own; the first round, which fills
+    the caches, does not count. With --against, the same of another checkout in the same rounds.
+
+    LLM()          vLLM's engine as the demo has it, bare: what no run with vLLM can be faster than
+    import llama   torch, tyro and a model's code from transformers, bare: the same of --dry_run with a memory estimate
+    tiny model     a random model of two layers, --rollout_backend transformers, to the end of the first step
+    demo           grpo_fast.py as in scripts/demo.sh, with the evaluation before training, to the end of the first step
+    """
+    demo = demo_flags(options)
+    import_llama = "import torch, tyro; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
+    with tempfile.TemporaryDirectory() as directory:
+        tiny = ["--model_name_or_path", str(make_tiny_model(Path(directory) / "tiny")), "--overwrite"]
+        tiny += "--rollout_backend transformers --beta 0 --response_length 24 --dataset_mixer_list".split()
+        tiny += [str(ROOT / "data" / "addition" / "train.jsonl"), "1.0"]
+        references = {
+            "import torch, tyro": lambda root: start_python(root, "-c", "import torch, tyro"),
+            "import llama": lambda root: start_python(root, "-c", import_llama),
+            "from vllm import LLM": lambda root: start_python(root, "-c", "from vllm import LLM"),
+            "LLM()": lambda root: start_python(root, "-c", bare_vllm(demo)),
+        }
+        ours = {
+            "import grpo": lambda root: start_python(root, "-c", "import grpo"),
+            "--help": lambda root: start_python(root, "grpo.py", "--help"),
+            "--dry_run": lambda root: start_python(root, "grpo.py", *demo, "--dry_run"),
+            "tiny model": lambda root: start_run(root, "grpo.py", *tiny),
+            "demo": lambda root: start_run(root, "grpo_fast.py", *demo),
+        }
+        sides = {name: functools.partial(start, ROOT) for name, start in (references | ours).items()}
+        if options.against:
+            sides |= {f"{name}, against": functools.partial(start, options.against) for name, start in ours.items()}
+        if options.sides:
+            sides = {name: start for name, start in sides.items() if any(part in name for part in options.sides)}
+        seconds = in_rounds(sides, options.repeat)
+    table = {name: spread(values) for name, values in seconds.items()}
+    return Result({}, table, startup_ratios(seconds))
