@@ -379,8 +379,8 @@ def configuration(run: Run) -> str:
         "Framework": f"this repository at {run.commit(' and changes')}; {versions(run)}",
         "Algorithm": algorithm(args),
         "Model": f"{args.get('model_name_or_path')} ({args.get('model_dtype')})",
-        "Task": " ".join(map(str, args.get("dataset_mixer_list", []))),
     }
+    rows["Task"] = " ".join(map(str, args.get("dataset_mixer_list", [])))
     prompts = args.get("num_unique_prompts_rollout", "?")
     samples = args.get("num_samples_per_prompt_rollout", "?")
     rows["Training steps"] = f"{len(run.rows)}, of {prompts} prompts x {samples} samples"

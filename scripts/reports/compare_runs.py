@@ -138,7 +138,8 @@ def best_in_bold(metric: str, values: list[float | None], digits: int) -> list[s
     """Cells with the best in bold: the least of seconds and gaps, the most of others. None if all cells are equal."""
     cells = [cell(value, digits) for value in values]
     known = [value for value in values if value is not None and not math.isnan(value)]
-    if metric in NEITHER_IS_BETTER or len(known) < 2 or len(set(cells)) == 1:
+    all_alike = len(known) < 2 or len(set(cells)) == 1
+    if metric in NEITHER_IS_BETTER or all_alike:
         return cells
     better = min if metric.startswith(("time/", "debug/")) else max
     best = cell(better(known), digits)
@@ -386,8 +387,10 @@ def tell_scores(first: Run, run: Run, differences: list[Difference]) -> Iterator
         if d.measure in ("score", "correct (share)"):
             verdict = "differs" if d.low > 0 or d.high < 0 else "cannot be told apart"
             subject = f"**{d.measure.capitalize()}** of {first.label} and {run.label}"
-            means = f"{d.first:.4g} and {d.other:.4g}, difference {d.mean:+.4g} ({d.low:+.4g} to {d.high:+.4g})"
-            yield f"{subject} {verdict} on the same {d.prompts} prompts: {means}."
+            means = f"{d.first:.4g} and {d.other:.4g}"
+            interval = f"{d.low:+.4g} to {d.high:+.4g}"
+            what = f"{means}, difference {d.mean:+.4g} ({interval})"
+            yield f"{subject} {verdict} on the same {d.prompts} prompts: {what}."
     first_reward = first.mean(REWARD)
     reward = run.mean(REWARD)
     if not differences and first_reward is not None and reward is not None:
