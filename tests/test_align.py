@@ -54,7 +54,7 @@ def test_differences_by_hand(tmp_path, capsys):
     b = write_run(tmp_path / "b", METRICS | {"loss/total_avg": [0.5, -0.2500001, 0.126]})
     runs = [align.read_run(a), align.read_run(b)]
     shared = align.shared_metrics([runs[:1], runs[1:]], None)
-    assert list(shared) == ["objective/scores", "loss/total_avg", "optim/grad_norm"]  # in the order of NAMES
+    assert list(shared) == ["objective/scores", "loss/total_avg", "optim/grad_norm"]  # in the order of ALIASES
     rows = {row["name"]: row for row in align.compare_metrics(*runs, shared, 1e-5, 1e-9)}
     loss = rows["loss/total_avg"]
     assert (loss["steps"], loss["first"]) == (3, 3)

@@ -19,7 +19,7 @@ import grpo
 import rewards
 import utils
 from scripts.parts import dumps
-from scripts.reports import benchmark_report, compare_runs, report
+from scripts.reports import benchmark_report, checks, common, compare_runs, definitions, report
 from tests import programs
 from tests.conftest import REPO
 
@@ -183,14 +183,14 @@ setTimeout(() => {
 @needs_browser
 def test_values_and_definitions_show_under_the_pointer_and_by_keyboard(learned, tmp_path, profile):
     """Events are made by a script added to the page, which its policy would not let run and is therefore taken out."""
-    page, last = report.write_page(learned, tmp_path / "page.html"), report.read_metrics(learned)[-2:]
+    page, last = report.write_page(learned, tmp_path / "page.html"), common.read_metrics(learned)[-2:]
     text = page.read_text().replace('http-equiv="Content-Security-Policy"', 'name="none"')
-    page.write_text(text.replace("</body>", PROBE.replace("GAP", report.GAP)))
+    page.write_text(text.replace("</body>", PROBE.replace("GAP", common.GAP)))
     title = re.search("<title>(.*?)</title>", browse(page, profile))[1]
     by_mouse, left, by_key, by_focus, focused, same_row = json.loads(html.unescape(title))
-    names = [f"{report.GAP}_mean", f"{report.GAP}_max"]
+    names = [f"{common.GAP}_mean", f"{common.GAP}_max"]
     explained = "{}\n{}\nhealthy: {}".format(
-        names[1], *report.define(names[1])
+        names[1], *definitions.define(names[1])
     )  # the upper curve's, as both are at its top
     for tip, row in ((by_mouse, last[1]), (by_key, last[0])):
         step, *values, nothing = tip.removesuffix(explained).splitlines()
@@ -238,7 +238,7 @@ def test_tokens_join_to_the_text_and_gaps_are_those_of_the_dump(learned):
 
 def test_new_logprobs_of_a_dump_are_those_of_the_last_pass(learned):
     """Of two passes over one mini-batch the first has ratio 1; val/ratio is the mean over both."""
-    metrics = report.read_metrics(learned)[-1]
+    metrics = common.read_metrics(learned)[-1]
     rows = [r for r in dumps.read_dump(learned, 4)[0] if "new_logprobs" in r]
     columns = [zip(r["new_logprobs"], r["old_logprobs"], r["mask"], strict=True) for r in rows]
     ratios = [math.exp(new - old) for tokens in columns for new, old, kept in tokens if kept]
@@ -298,15 +298,15 @@ FINE = {
 }  # fmt: skip
 
 
-def checks(change):
+def checks_of(change):
     rows = [{"training_step": s, "episode": 64 * s} | FINE | (change if s > 8 else {}) for s in range(1, 11)]
-    return report.check_run(
+    return checks.check_run(
         rows, {"model_dtype": "bfloat16", "beta": 0.01, "response_length": 128, "num_samples_per_prompt_rollout": 8}
     )
 
 
 def test_a_healthy_run_has_no_warning():
-    found = checks({})
+    found = checks_of({})
     assert len(found) == 16 and all(c["fine"] for c in found)
 
 
@@ -331,23 +331,26 @@ def test_a_healthy_run_has_no_warning():
     ],
 )
 def test_each_warning_names_its_numbers(metric, value, name, number):
-    bad = [c for c in checks({metric: value}) if not c["fine"]]
+    bad = [c for c in checks_of({metric: value}) if not c["fine"]]
     assert [c["name"] for c in bad] == [name] and number in bad[0]["numbers"]
 
 
 def test_every_metric_of_a_run_has_the_readmes_definition(learned):
     names = {k for line in (learned / "metrics.jsonl").read_text().splitlines() for k in json.loads(line)}
-    assert [n for n in sorted(names) if report.define(n) is None] == []
-    assert report.define("val/made_up") is None
-    assert report.define("policy/entropy_avg")[1] == "falls, not to 0"
-    assert report.define("val/sequence_lengths_max")[0] == "response tokens"
-    assert report.define("objective/gsm8k_correct_rate") == report.define("objective/verifiable_correct_rate")
-    assert report.define("time/generation")[0].startswith("seconds")
-    assert report.define("optim/grad_norm") == ("gradient norm before clipping", "stable")
-    assert report.define("val/rho_weight") == ("importance weight used", "1")
-    assert "engines" in report.define("val/engine_idle_share")[0]  # a part with commas is not divided
-    assert "clipfrac < 0.1" in report.define("policy/clipfrac_avg")[1]  # nor a healthy range in words
-    assert "truncated" in report.define("val/rho_clipfrac")[0] and "clipped" in report.define("policy/clipfrac_avg")[0]
+    assert [n for n in sorted(names) if definitions.define(n) is None] == []
+    assert definitions.define("val/made_up") is None
+    assert definitions.define("policy/entropy_avg")[1] == "falls, not to 0"
+    assert definitions.define("val/sequence_lengths_max")[0] == "response tokens"
+    assert definitions.define("objective/gsm8k_correct_rate") == definitions.define("objective/verifiable_correct_rate")
+    assert definitions.define("time/generation")[0].startswith("seconds")
+    assert definitions.define("optim/grad_norm") == ("gradient norm before clipping", "stable")
+    assert definitions.define("val/rho_weight") == ("importance weight used", "1")
+    assert "engines" in definitions.define("val/engine_idle_share")[0]  # a part with commas is not divided
+    assert "clipfrac < 0.1" in definitions.define("policy/clipfrac_avg")[1]  # nor a healthy range in words
+    assert (
+        "truncated" in definitions.define("val/rho_clipfrac")[0]
+        and "clipped" in definitions.define("policy/clipfrac_avg")[0]
+    )
 
 
 # the comparison
@@ -617,19 +620,18 @@ VERL_SUMMARY = """actor/entropy actor/grad_norm actor/kl_coef actor/kl_loss acto
 
 
 def test_benchmark_has_all_of_verls_summary_and_a_definition_of_its_own_for_each():
-    table = benchmark_report.METRICS
-    assert sorted(table) == sorted(VERL_SUMMARY) and len(table) == 62
-    chosen = [
-        n for part in ("CONVERGENCE", "PERFORMANCE", "EFFICIENCY", "LENGTHS") for n in getattr(benchmark_report, part)
-    ]
-    assert set(chosen) <= set(table) and len(set(chosen)) == len(chosen)
-    sentences = [what for _, what, _ in table.values()]
+    metrics = benchmark_report.METRICS
+    assert sorted(metrics) == sorted(VERL_SUMMARY) and len(metrics) == 62
+    tables = {"convergence", "performance", "efficiency", "length", ""}  # the last: in none
+    assert {metric.table for metric in metrics.values()} == tables
+    sentences = [metric.meaning for metric in metrics.values()]
     assert all(re.fullmatch(r"[A-Z][^.]+(?:\.py[^.]+|'s[^.]+)*\.", s) for s in sentences), "one sentence each"
     assert [s for s in set(sentences) if sentences.count(s) > 1] == ["Seconds of a step without evaluation and saving."]
-    for name, (ours, _, missing) in table.items():
-        assert ours or missing, name
-        for metric in re.findall(r"[a-z_-]+/[\w/]+|learner_mfu", "" if ours.startswith("timing_s") else ours):
-            assert report.define(metric), f"{name}: {metric} is not in the table of metrics"
+    for name, metric in metrics.items():
+        ours = metric.ours
+        assert ours or metric.missing, name
+        for known in re.findall(r"[a-z_-]+/[\w/]+|learner_mfu", "" if ours.startswith("timing_s") else ours):
+            assert definitions.define(known), f"{name}: {known} is not in the table of metrics"
 
 
 def test_scripts_without_a_run_say_so(tmp_path, capsys):
@@ -661,7 +663,7 @@ def test_no_panel_of_the_picture_reaches_into_another_or_beyond_it(tmp_path, mon
     gap = {f"debug/vllm_vs_local_logprob_diff_{name}": x * 1e-6 for name, x in (("mean", 0.6), ("max", 2.4))}
     rows = [{"training_step": i, "episode": 8 * i, "objective/kl": -0.011 * (i - 1)} for i in (1, 2, 3)]
     rows = [row | {name: x * row["training_step"] for name, x in gap.items()} for row in rows]
-    rows = [row | {f"time/{name}": 1.0 for name in curves.PHASES_FAST} for row in rows]
+    rows = [row | {f"time/{name}": 1.0 for name in common.PHASES_FAST} for row in rows]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     drawn = []
     monkeypatch.setattr(curves.plt, "close", drawn.append)

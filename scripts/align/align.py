@@ -5,10 +5,10 @@
     python scripts/align/align.py import BATCH.pkl OUT           a pickled veRL batch as a step for --load_batches OUT
 
 A and B are each a run's directory, what import wrote, a metrics.jsonl, veRL's file log or console log, TRL's
-trainer_state.json or list of logs, or a directory of weights in Hugging Face's format. NAMES says which metric of veRL,
-Trinity-RFT and TRL is which of ours. What both sides have is compared:
+trainer_state.json or list of logs, or a directory of weights in Hugging Face's format. ALIASES says which metric of
+veRL, Trinity-RFT and TRL is which of ours. What both sides have is compared:
 
-metrics   relative difference |a - b| / max(|a|, |b|) at each step. A step diverges when it is above --tolerance and
+metrics   relative difference d = |a - b| / max(|a|, |b|) at each step. A step diverges when d is above --tolerance and
           |a - b| is above --atol. Times, rates and other facts of the machine are left out.
 weights   of model/ and each step_N/: |a - b| / |b| of each parameter in the Euclidean norm, max |a - b|, and the sha256
           of its bytes. Where a side has only weights.jsonl (scripts/peers/trl_side.py): sha256, difference of norms.
@@ -24,7 +24,7 @@ against three cannot go below 0.1. A metric overlaps when the bands do in --min_
 
 --paired is for steps that start from the same state on both sides: given the state, d_t = mean_a - mean_b at step t is
 as likely as -d_t. T = |mean of d_t|, and p is the share of all ways to choose the signs (20,000 random ways where there
-are more) that give a T at least as large. It needs no second seed, and decides alone.
+are more) that give a T at least as large. This test needs no second seed. It decides alone: bands do not count.
 
 Exit status: 0 within tolerance (or overlapping), 1 not, 2 nothing to compare or not readable.
 """
@@ -36,6 +36,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,28 +49,39 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.parts import dumps
+import utils
+from scripts.reports.common import parser, pyplot
 
-NAMES = (  # ours, veRL, Trinity-RFT (whose trainer is veRL's), TRL. TRL averages over micro-batches: equal for one
-    ("objective/scores", "critic/score/mean", "critic/score/mean", "reward"),
-    ("loss/total_avg", None, "actor/final_loss", "loss"),
-    ("optim/grad_norm", "actor/grad_norm", "actor/grad_norm", "grad_norm"),
-    ("loss/policy_avg", "actor/pg_loss", "actor/pg_loss", "pg_loss"),
-    ("objective/kl2_avg", "actor/kl_loss", "actor/kl_loss", "kl"),  # k3, per token, without its coefficient
-    ("policy/entropy_avg", "actor/entropy", "actor/entropy_loss", "entropy"),
-    ("policy/ppo_kl_avg", "actor/ppo_kl", "actor/ppo_kl", "ppo_kl"),  # the last as scripts/peers/trl_side.py logs it
-    ("policy/clipfrac_avg", "actor/pg_clipfrac", "actor/pg_clipfrac", "clip_ratio/region_mean"),
-    ("lr", "actor/lr", "actor/lr", "learning_rate"),
-    ("val/sequence_lengths", "response_length/mean", "response_length/mean", "completions/mean_length"),
-    ("val/sequence_lengths_min", "response_length/min", "response_length/min", "completions/min_length"),
-    ("val/sequence_lengths_max", "response_length/max", "response_length/max", "completions/max_length"),
-)
-OURS = {alias: names[0] for names in NAMES for alias in names[1:] if alias}
+ALIASES = {  # ours -> veRL's, Trinity-RFT's where it is another (its trainer is veRL's), TRL's
+    "objective/scores": "critic/score/mean reward",
+    "loss/total_avg": "actor/final_loss loss",
+    "optim/grad_norm": "actor/grad_norm grad_norm",
+    "loss/policy_avg": "actor/pg_loss pg_loss",
+    "objective/kl2_avg": "actor/kl_loss kl",  # k3, per token, without its coefficient
+    "policy/entropy_avg": "actor/entropy actor/entropy_loss entropy",
+    "policy/ppo_kl_avg": "actor/ppo_kl ppo_kl",  # the last as scripts/peers/trl_side.py logs it
+    "policy/clipfrac_avg": "actor/pg_clipfrac clip_ratio/region_mean",
+    "lr": "actor/lr learning_rate",
+    "val/sequence_lengths": "response_length/mean completions/mean_length",
+    "val/sequence_lengths_min": "response_length/min completions/min_length",
+    "val/sequence_lengths_max": "response_length/max completions/max_length",
+}  # TRL averages over micro-batches: equal for one
+OURS = {alias: ours for ours, aliases in ALIASES.items() for alias in aliases.split()}
 MACHINE = re.compile(
     r"time|timing|perf/|per_second|mfu|seconds|idle|bandwidth|bytes|memory|runtime|flos|^epoch$|latency"
     r"|groups_started|groups_in_flight|weight_sync|cached_share"  # by when engines had the weights
 )
+STEP_NAMES = ("training_step", "step", "training/global_step")
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors")  # transformers' order
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # ends of their names
 EXACT = "prompt_ids token_ids mask position sample versions".split()
 CLOSE = "score outcome advantage logprobs old_logprobs new_logprobs ref_logprobs".split()
+MOST_WAYS = 20_000  # of a test: more are drawn at random
+MAX_PLOTS = 12
+FIRST_STEP = {"max_rel": "{:.2e}", "first": "step {}"}  # columns of two tables
+
+Row = dict[str, Any]  # of a table and of --json
+Weights = dict[str, Any]  # parameter -> its tensor, or its checksum
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,67 +91,111 @@ CLOSE = "score outcome advantage logprobs old_logprobs new_logprobs ref_logprobs
 
 @dataclass
 class Run:
-    """What a path holds. metrics: name -> step -> value; weights: "model" or "step_N" -> its directory."""
+    """What can be compared at a path."""
 
     path: Path
-    metrics: dict[str, dict[int, float]] = field(default_factory=dict)
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # name -> step -> value
     dumps: list[int] = field(default_factory=list)  # steps
-    weights: dict[str, Path] = field(default_factory=dict)
-    checksums: dict[str, dict] = field(default_factory=dict)  # "step_N" -> parameter -> sha256, norm
+    weights: dict[str, Path] = field(default_factory=dict)  # "model" or "step_N" -> its directory
+    checksums: dict[str, Weights] = field(default_factory=dict)  # "step_N" -> parameter -> sha256, norm
+
+    def load_weights(self, name: str) -> Weights:
+        """The tensors of "model" or "step_N", or checksums where only these are there."""
+        return load_hf_state(self.weights[name]) if name in self.weights else self.checksums[name]
 
 
 def read_run(path: Path) -> Run:
-    """Whatever can be compared at `path`. Raises ValueError when there is nothing."""
+    """What can be compared at `path`. Raises ValueError when there is nothing."""
     run = Run(path)
+    log: Path | None = path
     if path.is_dir():
-        run.dumps = sorted(int(p.stem[5:]) for p in (path / "dumps").glob("step_*.json"))
-        folders = {p.name: p for p in path.iterdir() if p.name == "model" or re.fullmatch(r"step_\d+", p.name)}
-        folders = folders or {"model": path}
-        run.weights = {name: p for name, p in sorted(folders.items()) if p.is_dir() and weight_files(p)}
-        if (path / "weights.jsonl").exists():
-            rows = [json.loads(line) for line in (path / "weights.jsonl").read_text().splitlines()]
-            run.checksums = {f"step_{row['step']}": row["parameters"] for row in rows}
-        states = sorted(path.glob("checkpoint-*/trainer_state.json"), key=lambda p: int(p.parent.name.split("-")[1]))
-        logs = [p for p in (path / "metrics.jsonl", path / "trainer_state.json", *states[-1:]) if p.exists()][:1]
-    else:
-        logs = [path]
-    rows = [row for p in logs for row in read_rows(p)]
-    for row in rows:
-        step = next((row[k] for k in ("training_step", "step", "training/global_step") if k in row), None)
-        for name, value in row.items() if step is not None else ():
-            if (value is None or isinstance(value, (int, float))) and not isinstance(value, bool):
-                steps = run.metrics.setdefault(OURS.get(name, name), {})
-                steps[int(step)] = math.nan if value is None else float(value)
-    for name in ("training_step", "step", "training/global_step"):
-        run.metrics.pop(name, None)
+        run.dumps = sorted(int(dump.stem[5:]) for dump in (path / "dumps").glob("step_*.json"))
+        run.weights = find_weights(path)
+        run.checksums = read_checksums(path / "weights.jsonl")
+        log = find_log(path)
+    if log is not None:
+        for row in read_rows(log):
+            add_metrics(run, row)
     if not (run.metrics or run.dumps or run.weights):
         raise ValueError(f"{path}: no metrics, no dumps and no weights")
     return run
 
 
-def read_rows(path: Path) -> list[dict]:
+def find_weights(path: Path) -> dict[str, Path]:
+    """The directories of weights in a run, or the directory itself as "model"."""
+    names = [folder.name for folder in sorted(path.iterdir())]
+    folders = {name: path / name for name in names if name == "model" or re.fullmatch(r"step_\d+", name)}
+    if not folders:
+        folders = {"model": path}
+    return {name: folder for name, folder in folders.items() if weight_files(folder)}
+
+
+def read_checksums(path: Path) -> dict[str, Weights]:
+    """The checksums of each step in weights.jsonl, if it is there."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {f"step_{row['step']}": row["parameters"] for row in rows}
+
+
+def find_log(path: Path) -> Path | None:
+    """The log of a run's directory: ours, or TRL's, also in its last checkpoint."""
+    checkpoints = path.glob("checkpoint-*/trainer_state.json")
+    states = sorted(checkpoints, key=lambda state: int(state.parent.name.split("-")[1]))
+    for log in (path / "metrics.jsonl", path / "trainer_state.json", *states[-1:]):
+        if log.exists():
+            return log
+    return None
+
+
+def add_metrics(run: Run, row: Row) -> None:
+    """Add the numbers of a log's row, under our names. null is NaN. A row without a step counts nothing."""
+    steps = [row.pop(name) for name in STEP_NAMES if name in row]
+    if not steps:
+        return
+    for name, value in row.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            continue
+        values = run.metrics.setdefault(OURS.get(name, name), {})
+        values[int(steps[0])] = math.nan if value is None else float(value)
+
+
+def read_rows(path: Path) -> list[Row]:
     """The rows of a log: JSON lines, veRL's {"step", "data"} lines, its console's `step:1 - name:value - ...`, or TRL's
     trainer_state.json and log_history."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".json":
-        found = json.loads(text)
-        return found["log_history"] if isinstance(found, dict) else found
-    rows, whole = [], text if text.endswith(("}", "\n")) else text.rpartition("\n")[0]  # a last line may be half
-    for line in whole.splitlines():
+        content = json.loads(text)
+        return content["log_history"] if isinstance(content, dict) else content
+    if not text.endswith(("}", "\n")):
+        text = text.rpartition("\n")[0]  # the last line is incomplete
+    rows = []
+    for line in text.splitlines():
+        on_console = re.search(r"\bstep:(\d+) - (.*)", line)
         if line.startswith("{"):
             row = json.loads(line)
-            rows.append({"step": row["step"]} | row["data"] if isinstance(row.get("data"), dict) else row)
-        elif found := re.search(r"\bstep:(\d+) - (.*)", line):
-            pairs = [part.rpartition(":") for part in found[2].split(" - ")]
-            values = {name: re.sub(r"np\.\w+\((.*)\)", r"\1", value) for name, _, value in pairs}
-            rows.append({"step": int(found[1])} | {name: float(value) for name, value in values.items()})
+            if isinstance(row.get("data"), dict):
+                row = {"step": row["step"], **row["data"]}
+            rows.append(row)
+        elif on_console:
+            rows.append({"step": int(on_console[1]), **read_console(on_console[2])})
     return rows
 
 
+def read_console(text: str) -> dict[str, float]:
+    """The metrics in `name:value - name:np.float64(value) - ...`."""
+    values = {}
+    for part in text.split(" - "):
+        name, _, value = part.rpartition(":")
+        values[name] = float(re.sub(r"np\.\w+\((.*)\)", r"\1", value))
+    return values
+
+
 def weight_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory, or its adapter's; safetensors first, as transformers does."""
-    for pattern in ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors"):
-        if files := sorted(directory.glob(pattern)):
+    """The weight files of a Hugging Face directory, or its adapter's. [] without any."""
+    for pattern in WEIGHT_FILES:
+        files = sorted(directory.glob(pattern))
+        if files:
             return files
     return []
 
@@ -154,10 +210,9 @@ def load_hf_state(directory: Path) -> dict[str, torch.Tensor]:
     for file in files:
         state |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     config = directory / "config.json"
-    embeddings = [
-        name for name in state if name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"))
-    ]
-    if config.exists() and json.loads(config.read_text()).get("tie_word_embeddings") and len(embeddings) == 1:
+    tied = config.exists() and json.loads(config.read_text()).get("tie_word_embeddings")
+    embeddings = [name for name in state if name.endswith(EMBEDDINGS)]
+    if tied and len(embeddings) == 1:
         state.setdefault("lm_head.weight", state[embeddings[0]])
     return state
 
@@ -170,47 +225,60 @@ def load_hf_state(directory: Path) -> dict[str, torch.Tensor]:
 def shared_metrics(sides: list[list[Run]], wanted: list[str] | None) -> dict[str, list[int]]:
     """Metric -> the steps at which every run has it. Raises ValueError when a wanted one is nowhere shared."""
     runs = [run for side in sides for run in side]
-    names = [n for n in runs[0].metrics if all(n in run.metrics for run in runs)]
-    known = [row[0] for row in NAMES]
-    names.sort(key=lambda n: known.index(n) if n in known else len(known))
-    chosen = [OURS.get(n, n) for n in wanted] if wanted else [n for n in names if not MACHINE.search(n)]
-    shared = {n: sorted(set.intersection(*(set(run.metrics.get(n, ())) for run in runs))) for n in chosen}
-    missing = [n for n in wanted or () if not shared[OURS.get(n, n)]]
+    names = [OURS.get(name, name) for name in wanted or ()]
+    if not wanted:
+        first = [name for name in ALIASES if name in runs[0].metrics]
+        others = [name for name in runs[0].metrics if name not in ALIASES]
+        names = [name for name in first + others if not MACHINE.search(name)]
+    shared = {}
+    for name in names:
+        steps = set.intersection(*(set(run.metrics.get(name, ())) for run in runs))
+        if steps:
+            shared[name] = sorted(steps)
+    missing = [name for name in wanted or () if OURS.get(name, name) not in shared]
     if missing:
         raise ValueError(f"not on both sides at any step: {', '.join(missing)}")
-    return {n: steps for n, steps in shared.items() if steps}
+    return shared
 
 
-def relative(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def relative(a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
     """|a - b|, and the same over max(|a|, |b|); 0 where both are equal or both NaN, infinite where one is NaN."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    a = np.asarray(a, np.float64)
+    b = np.asarray(b, np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", divide="ignore"):
-        difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-        difference = np.where(np.isnan(difference), np.inf, difference)
-        scaled = np.where(difference == 0, 0.0, difference / np.maximum(np.abs(a), np.abs(b)))
-    return difference, np.where(np.isnan(scaled), np.inf, scaled)
+        difference = np.abs(a - b)
+        scaled = difference / np.maximum(np.abs(a), np.abs(b))
+    for values in (difference, scaled):
+        values[np.isnan(values)] = np.inf
+        values[same] = 0.0
+    return difference, scaled
 
 
-def compare_metrics(a: Run, b: Run, shared: dict[str, list[int]], tolerance: float, atol: float) -> list[dict]:
+def compare_metrics(a: Run, b: Run, shared: dict[str, list[int]], tolerance: float, atol: float) -> list[Row]:
     """A row a metric: steps compared, max_abs, max_rel, and the first step that diverges or None."""
     rows = []
     for name, steps in shared.items():
-        difference, scaled = relative([a.metrics[name][s] for s in steps], [b.metrics[name][s] for s in steps])
-        apart = (scaled > tolerance) & (difference > atol)
-        first = steps[int(apart.argmax())] if apart.any() else None
+        values = [[run.metrics[name][step] for step in steps] for run in (a, b)]
+        difference, scaled = relative(*values)
+        diverging = np.flatnonzero((scaled > tolerance) & (difference > atol))
+        first = steps[diverging[0]] if len(diverging) else None
         row = {"name": name, "steps": len(steps), "max_abs": difference.max(), "max_rel": scaled.max()}
         rows.append(row | {"first": first})
     return rows
 
 
-def array_difference(a: Any, b: Any) -> tuple[float, float]:
-    """max |a - b|, and that over max |b|; infinite for different shapes or one-sided NaN."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    if a.shape != b.shape:
-        return math.inf, math.inf
-    most = relative(a, b)[0].max(initial=0.0)
-    finite = np.abs(b[np.isfinite(b)]).max(initial=0.0)
-    return float(most), float(most / finite) if finite else (math.inf if most else 0.0)
+def largest_difference(a: list, b: list) -> float:
+    """max |a - b| / max |b|; infinite for different lengths or one-sided NaN."""
+    x = np.asarray(a, np.float64)
+    y = np.asarray(b, np.float64)
+    if x.shape != y.shape:
+        return math.inf
+    largest = relative(x, y)[0].max(initial=0.0)
+    scale = np.abs(y[np.isfinite(y)]).max(initial=0.0)
+    if largest == 0:
+        return 0.0
+    return float(largest / scale) if scale else math.inf
 
 
 def checksum(tensor: torch.Tensor) -> dict[str, Any]:
@@ -220,61 +288,81 @@ def checksum(tensor: torch.Tensor) -> dict[str, Any]:
     return {"sha256": digest, "norm": data.double().norm().item()}
 
 
-def compare_weights(a: Run, b: Run, tolerance: float) -> list[dict]:
+def compare_parameter(name: str, a: Any, b: Any) -> Iterator[Row]:
+    """max |a - b| and |a - b| / |b| of a parameter, if its bytes differ. a, b: tensor, or a checksum without one.
+
+    A checksum leaves only the norms to compare."""
+    sums = [value if isinstance(value, dict) else checksum(value) for value in (a, b)]
+    hashes = [one["sha256"] for one in sums]
+    if hashes[0] == hashes[1]:
+        return
+    norm = sums[1]["norm"]
+    most = None
+    if isinstance(a, dict) or isinstance(b, dict):
+        distance = abs(sums[0]["norm"] - norm)
+    elif a.shape != b.shape:
+        most = distance = math.inf
+    else:
+        difference = a.double() - b.double()
+        most = difference.abs().max().item()
+        distance = difference.norm().item()
+    scaled = distance / norm if norm else math.inf
+    yield {"parameter": name, "max_abs": most, "norm": scaled, "sha256": hashes}
+
+
+def compare_weights(a: Run, b: Run, tolerance: float) -> list[Row]:
     """A row a step whose weights both have, with the parameters whose bytes differ, worst first."""
     rows = []
-    names = (a.weights.keys() | a.checksums.keys()) & (b.weights.keys() | b.checksums.keys())
-    for name in sorted(names, key=lambda n: (n == "model", int("0" + n[5:]))):
+    shared = (a.weights.keys() | a.checksums.keys()) & (b.weights.keys() | b.checksums.keys())
+    for name in sorted(shared, key=lambda name: (name == "model", int("0" + name[5:]))):
+        x = a.load_weights(name)
+        y = b.load_weights(name)
         whole = name in a.weights and name in b.weights
-        x, y = (load_hf_state(r.weights[name]) if name in r.weights else r.checksums[name] for r in (a, b))
-        lonely = x.keys() ^ y.keys() if whole else ()
-        differing = [{"parameter": n, "max_abs": math.inf, "norm": math.inf} for n in sorted(lonely)]
-        for parameter in sorted(x.keys() & y.keys()):
-            u, v = x[parameter], y[parameter]
-            sums = [checksum(t) if isinstance(t, torch.Tensor) else t for t in (u, v)]
-            if sums[0]["sha256"] == sums[1]["sha256"]:
-                continue
-            if not whole:  # the norms are what is left to compare
-                most, apart = None, abs(sums[0]["norm"] - sums[1]["norm"])
-            elif u.shape != v.shape:
-                most, apart = math.inf, math.inf
-            else:
-                difference = u.double() - v.double()
-                most, apart = difference.abs().max().item(), difference.norm().item()
-            apart = apart / sums[1]["norm"] if sums[1]["norm"] else math.inf
-            hashes = [c["sha256"] for c in sums]
-            differing.append({"parameter": parameter, "max_abs": most, "norm": apart, "sha256": hashes})
-        differing.sort(key=lambda d: -d["norm"])
-        row = {"name": name, "parameters": len(x.keys() & y.keys()), "differing": differing, "whole": whole}
-        worst = max((d["norm"] for d in differing), default=0.0)  # NaN is apart too
-        rows.append(row | {"norm": worst, "apart": not worst <= tolerance})
+        lonely = sorted(x.keys() ^ y.keys()) if whole else []
+        differing: list[Row] = [{"parameter": only, "max_abs": math.inf, "norm": math.inf} for only in lonely]
+        both = sorted(x.keys() & y.keys())
+        for parameter in both:
+            differing += compare_parameter(parameter, x[parameter], y[parameter])
+        differing.sort(key=lambda row: -row["norm"])
+        row: Row = {"name": name, "parameters": len(both), "differing": differing, "whole": whole}
+        row["norm"] = max((row["norm"] for row in differing), default=0.0)
+        row["apart"] = not row["norm"] <= tolerance  # NaN is apart too
+        rows.append(row)
     return rows
 
 
-def compare_dumps(a: Run, b: Run, tolerance: float) -> list[dict]:
+def compare_dumps(a: Run, b: Run, tolerance: float) -> list[Row]:
     """A row a field: in how many steps it was compared, its largest difference, and the first step that diverges."""
-    rows: dict[str, dict] = {}
-
-    def note(name: str, step: int, most: float, apart: bool) -> None:
-        row = rows.setdefault(name, {"name": name, "steps": 0, "max_rel": 0.0, "first": None})
-        row["steps"], row["max_rel"] = row["steps"] + 1, max(row["max_rel"], most)
-        if apart and row["first"] is None:
-            row["first"] = step
-
+    rows: dict[str, Row] = {}
     for step in sorted({*a.dumps} & {*b.dumps}):
         (x, of_a), (y, of_b) = dumps.read_dump(a.path, step), dumps.read_dump(b.path, step)
         for name in EXACT:
             same = [row[name] for row in x] == [row[name] for row in y]
-            note(name, step, 0.0 if same else math.inf, not same)
-        for name in CLOSE:  # learner's logprobs: of the rollouts that were trained on
-            mine, theirs = ([v for row in rows if name in row for v in np.atleast_1d(row[name])] for rows in (x, y))
-            if mine and theirs:
-                most = array_difference(mine, theirs)[1]
-                note(name, step, most, most > tolerance)
-        if of_a["weights"] and of_b["weights"]:  # equal only bit for bit: told, and no part of the verdict
+            note_field(rows, name, step, 0.0 if same else math.inf, 0.0)
+        for name in CLOSE:
+            values = values_of(x, name)
+            other_values = values_of(y, name)
+            if values and other_values:
+                note_field(rows, name, step, largest_difference(values, other_values), tolerance)
+        if of_a["weights"] and of_b["weights"]:  # equal only bit for bit: shown, and no part of the verdict
             row = rows.setdefault("weights", {"name": "weights", "steps": 0, "equal": 0, "first": None})
-            row["steps"], row["equal"] = row["steps"] + 1, row["equal"] + (of_a["weights"] == of_b["weights"])
+            row["steps"] += 1
+            row["equal"] += of_a["weights"] == of_b["weights"]
     return list(rows.values())
+
+
+def values_of(rows: list[Row], name: str) -> list[float]:
+    """The numbers of a field, of the rollouts that have it: only those trained on have the learner's logprobs."""
+    return [value for row in rows if name in row for value in np.atleast_1d(row[name])]
+
+
+def note_field(rows: dict[str, Row], name: str, step: int, difference: float, tolerance: float) -> None:
+    """Count a step's difference in the row of a field."""
+    row = rows.setdefault(name, {"name": name, "steps": 0, "max_rel": 0.0, "first": None})
+    row["steps"] += 1
+    row["max_rel"] = max(row["max_rel"], difference)
+    if difference > tolerance and row["first"] is None:
+        row["first"] = step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,102 +370,90 @@ def compare_dumps(a: Run, b: Run, tolerance: float) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def permutation_test(a: list[float], b: list[float], most: int = 20_000) -> tuple[float, float]:
+def permutation_test(a: list[float], b: list[float], most: int = MOST_WAYS) -> tuple[float, float]:
     """p-value of |mean a - mean b| when sides are dealt at random, and the smallest p these sizes can have."""
-    values, n = np.array([*a, *b]), len(a)
+    values = np.array([*a, *b])
+    n = len(a)
     ways = math.comb(len(values), n)
-
-    def distance(chosen: np.ndarray) -> np.ndarray:  # (ways, n) indices of side A
-        total = values[chosen].sum(1)
-        return np.abs(total / n - (values.sum() - total) / len(b))
-
-    observed = distance(np.arange(n)[None])[0]
-    slack = 1e-12 * np.abs(values).max()  # equal splits must not differ by rounding
     if ways <= most:
-        found = distance(np.array(list(itertools.combinations(range(len(values)), n))))
-        return float((found >= observed - slack).mean()), (2 if n == len(b) else 1) / ways
-    rng = np.random.default_rng(0)
-    found = distance(np.array([rng.permutation(len(values))[:n] for _ in range(most - 1)]))
-    return float(((found >= observed - slack).sum() + 1) / most), 1 / most
+        chosen = np.array(list(itertools.combinations(range(len(values)), n)))  # the first one is the observed way
+        smallest = (2 if n == len(b) else 1) / ways
+    else:
+        rng = np.random.default_rng(0)
+        drawn = [rng.permutation(len(values))[:n] for _ in range(most - 1)]
+        chosen = np.array([np.arange(n), *drawn])
+        smallest = 1 / most
+    totals = values[chosen].sum(1)
+    distances = np.abs(totals / n - (values.sum() - totals) / len(b))
+    slack = 1e-12 * np.abs(values).max()  # equal splits must not differ by rounding
+    return float((distances >= distances[0] - slack).mean()), smallest
 
 
-def sign_test(differences: np.ndarray, most: int = 20_000) -> tuple[float, float]:
+def sign_test(differences: np.ndarray, most: int = MOST_WAYS) -> tuple[float, float]:
     """p-value of |mean difference| when every sign is random, and the smallest p that many differences can have."""
     n = len(differences)
-    if 2**n <= most:
+    all_ways = 2**n <= most
+    if all_ways:
         signs = np.array(list(itertools.product((1, -1), repeat=n)))
     else:
         signs = np.random.default_rng(0).choice((1, -1), (most, n))
         signs[0] = 1  # the observed way
-    found, slack = np.abs(signs @ differences), 1e-12 * np.abs(differences).sum()
-    return float((found >= abs(differences.sum()) - slack).mean()), (2 if 2**n <= most else 1) / len(signs)
+    sums = np.abs(signs @ differences)
+    slack = 1e-12 * np.abs(differences).sum()
+    p = (sums >= abs(differences.sum()) - slack).mean()
+    return float(p), (2 if all_ways else 1) / len(signs)
 
 
 def band(runs: list[Run], name: str, steps: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Values (seeds, steps), their mean and standard deviation over seeds; one seed has a band of no width."""
-    values = np.array([[run.metrics[name][s] for s in steps] for run in runs])
-    return values, values.mean(0), values.std(0, ddof=1) if len(runs) > 1 else np.zeros(len(steps))
+    values = np.array([[run.metrics[name][step] for step in steps] for run in runs])
+    std = values.std(0, ddof=1) if len(runs) > 1 else np.zeros(len(steps))
+    return values, values.mean(0), std
 
 
-def compare_bands(sides: list[list[Run]], shared: dict[str, list[int]], options: argparse.Namespace) -> list[dict]:
+def compare_bands(sides: list[list[Run]], shared: dict[str, list[int]], options: argparse.Namespace) -> list[Row]:
     """A row a metric: share of steps at which the bands overlap, final means, p of the permutation test."""
     rows = []
     for name, steps in shared.items():
-        (a, mean_a, std_a), (b, mean_b, std_b) = (band(side, name, steps) for side in sides)
-        overlap = float((np.abs(mean_a - mean_b) <= std_a + std_b).mean())  # NaN does not overlap
+        a, mean_a, std_a = band(sides[0], name, steps)
+        b, mean_b, std_b = band(sides[1], name, steps)
         last = -max(1, round(options.window * len(steps)))
+        row: Row = {"name": name, "steps": len(steps), "overlap": None}
         if options.paired:
-            overlap, (p, smallest) = None, sign_test(mean_a - mean_b)
+            p, smallest = sign_test(mean_a - mean_b)
+            overlaps = True
         else:
             p, smallest = permutation_test(a[:, last:].mean(1).tolist(), b[:, last:].mean(1).tolist())
-        row = {"name": name, "steps": len(steps), "overlap": overlap, "p": p, "smallest_p": smallest}
-        row |= {"final": [float(mean_a[last:].mean()), float(mean_b[last:].mean())]}
-        rows.append(row | {"apart": not ((overlap is None or overlap >= options.min_overlap) and p > options.alpha)})
+            row["overlap"] = float((np.abs(mean_a - mean_b) <= std_a + std_b).mean())  # NaN does not overlap
+            overlaps = row["overlap"] >= options.min_overlap
+        row["p"] = p
+        row["smallest_p"] = smallest
+        row["final"] = [float(mean_a[last:].mean()), float(mean_b[last:].mean())]
+        row["apart"] = not (overlaps and p > options.alpha)
+        rows.append(row)
     return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Telling
+# Plots
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def plot(sides: list[list[Run]], shared: dict[str, list[int]], weights: list[dict], path: Path) -> None:
-    """For each metric both sides (several seeds: bands), and beside it their difference; 12 metrics at most, and
+def plot(sides: list[list[Run]], shared: dict[str, list[int]], weights: list[Row], path: Path) -> None:
+    """For each metric both sides (several seeds: bands), and beside it their difference. At most MAX_PLOTS metrics, and
     none that is equal throughout where others are not. Below, the largest difference of a parameter after each step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    a, b = sides[0][0].metrics, sides[1][0].metrics
-    names = [n for n, steps in shared.items() if any(a[n][s] != b[n][s] for s in steps)] or list(shared)
-    names, weights = names[:12], [row for row in weights if row["name"] != "model"]
+    plt = pyplot()
+    a = sides[0][0].metrics
+    b = sides[1][0].metrics
+    names = [name for name, steps in shared.items() if any(a[name][s] != b[name][s] for s in steps)]
+    names = (names or list(shared))[:MAX_PLOTS]
+    weights = [row for row in weights if row["name"] != "model"]
     rows = len(names) + bool(weights)
     figure, axes = plt.subplots(rows, 2, figsize=(12, 2.6 * rows), squeeze=False, constrained_layout=True)
     for (left, right), name in zip(axes, names, strict=False):
-        steps, means = shared[name], []
-        for side, label, style in zip(sides, "AB", ("-", "--"), strict=True):
-            _, mean, std = band(side, name, steps)
-            means.append(mean)
-            (line,) = left.plot(steps, mean, style, label=f"{label}: {', '.join(r.path.name for r in side)}")
-            if len(side) > 1:
-                left.fill_between(steps, mean - std, mean + std, alpha=0.2, color=line.get_color())
-        left.set(title=name)
-        left.legend(fontsize=7)
-        difference, scaled = relative(*means)
-        if scaled.any():
-            right.semilogy(steps, np.where(scaled > 0, scaled, np.nan), ".-", label="relative")
-            right.semilogy(steps, np.where(difference > 0, difference, np.nan), ".-", label="absolute")
-            right.legend(fontsize=7)
-        else:
-            right.text(0.5, 0.5, "equal", ha="center", transform=right.transAxes)
-        right.set(title=f"|A - B| of {name}")
+        plot_metric(left, right, sides, name, shared[name])
     if weights:
-        steps, apart = [int(row["name"][5:]) for row in weights], np.array([row["norm"] for row in weights])
-        axes[-1, 1].semilogy(steps, np.where(apart > 0, apart, np.nan), ".-")
-        axes[-1, 1].set(title="largest |A - B| / |B| of a parameter")
-        axes[-1, 0].plot(steps, [len(row["differing"]) for row in weights])
-        axes[-1, 0].set(title=f"parameters whose bytes differ, of {weights[0]['parameters']}")
+        plot_weights(*axes[-1], weights)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -385,99 +461,171 @@ def plot(sides: list[list[Run]], shared: dict[str, list[int]], weights: list[dic
     plt.close(figure)
 
 
-def table(rows: list[dict], columns: dict[str, str]) -> None:
-    """Print rows; columns: key -> format."""
+def plot_metric(left: Any, right: Any, sides: list[list[Run]], name: str, steps: list[int]) -> None:
+    """A metric of both sides, and |A - B|."""
+    means = []
+    for side, label, style in zip(sides, "AB", ("-", "--"), strict=True):
+        _, mean, std = band(side, name, steps)
+        means.append(mean)
+        (line,) = left.plot(steps, mean, style, label=f"{label}: {', '.join(run.path.name for run in side)}")
+        if len(side) > 1:
+            left.fill_between(steps, mean - std, mean + std, alpha=0.2, color=line.get_color())
+    left.set(title=name)
+    left.legend(fontsize=7)
+
+    difference, scaled = relative(*means)
+    if scaled.any():
+        plot_positive(right, steps, scaled, "relative")
+        plot_positive(right, steps, difference, "absolute")
+        right.legend(fontsize=7)
+    else:
+        right.text(0.5, 0.5, "equal", ha="center", transform=right.transAxes)
+    right.set(title=f"|A - B| of {name}")
+
+
+def plot_weights(left: Any, right: Any, weights: list[Row]) -> None:
+    """How many parameters differ after each step, and the largest difference."""
+    steps = [int(row["name"][5:]) for row in weights]
+    counts = [len(row["differing"]) for row in weights]
+    left.plot(steps, counts)
+    left.set(title=f"parameters whose bytes differ, of {weights[0]['parameters']}")
+    norms = np.array([row["norm"] for row in weights])
+    plot_positive(right, steps, norms)
+    right.set(title="largest |A - B| / |B| of a parameter")
+
+
+def plot_positive(axis: Any, steps: list[int], values: np.ndarray, label: str | None = None) -> None:
+    """On a logarithmic axis, without zeros."""
+    axis.semilogy(steps, np.where(values > 0, values, np.nan), ".-", label=label)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and verdict
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def print_table(rows: list[Row], columns: dict[str, str]) -> None:
+    """Print rows; columns: key -> format. The first column is aligned to the left, the others to the right."""
     if not rows:
         return
-    cells = [list(columns)] + [["-" if r.get(k) is None else f.format(r[k]) for k, f in columns.items()] for r in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
-        parts = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
-        print("  ".join(parts).rstrip())
+    lines = [list(columns)]
+    for row in rows:
+        lines.append(["-" if row.get(key) is None else form.format(row[key]) for key, form in columns.items()])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for name, *cells in lines:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        print("  ".join([name.ljust(widths[0]), *padded]).rstrip())
     print()
 
 
 def align(sides: list[list[Run]], options: argparse.Namespace) -> dict[str, Any]:
     """Compare, print tables and a verdict and, with --plot, draw; returns the tables and `aligned`."""
     shared = shared_metrics(sides, options.metrics)
-    found: dict[str, Any] = {"metrics": [], "weights": [], "dumps": []}
+    tables: dict[str, Any] = {"metrics": [], "weights": [], "dumps": []}
     if options.paired or max(map(len, sides)) > 1:
-        apart = tell_bands(found, sides, shared, options)
-        wanted = f"p > {options.alpha}" + ("" if options.paired else f" and overlap >= {options.min_overlap:.0%}")
+        tables["metrics"] = compare_bands(sides, shared, options)
+        apart = show_bands(tables["metrics"], options.alpha)
+        overlap = "" if options.paired else f" and overlap >= {options.min_overlap:.0%}"
+        wanted = f"p > {options.alpha}{overlap}"
         verdict = f"PARTED, wanted {wanted}" if apart else f"OVERLAP, {wanted}"
     else:
-        apart = tell_differences(found, sides[0][0], sides[1][0], shared, options)
+        a = sides[0][0]
+        b = sides[1][0]
+        tables["metrics"] = compare_metrics(a, b, shared, options.tolerance, options.atol)
+        if not options.metrics:
+            tables["weights"] = compare_weights(a, b, options.tolerance)
+            tables["dumps"] = compare_dumps(a, b, options.tolerance)
+        apart = show_differences(tables)
         wanted = f"{options.tolerance:g} relative (metrics: or {options.atol:g} absolute)"
         verdict = f"PARTED beyond {wanted}" if apart else f"ALIGNED within {wanted}"
-    if not any(found.values()):
+
+    if not any(tables.values()):
         raise ValueError("the two sides have nothing in common: no metric at the same step, no weights, no dumped step")
     if options.plot and shared:
-        plot(sides, shared, found["weights"], options.plot)
+        plot(sides, shared, tables["weights"], options.plot)
         print(f"plot {options.plot}")
-    steps = {name: max((r["steps"] for r in found[name]), default=0) for name in ("metrics", "dumps")}
-    counts = f"{len(shared)} metrics over {steps['metrics']} steps, {len(found['weights'])} saved weights"
-    counts += f", {steps['dumps']} dumped steps"
-    print(f"{verdict}: {'; '.join(apart) or counts}")
-    return found | {"aligned": not apart}
+    print(f"{verdict}: {'; '.join(apart) or counts_of(tables)}")
+    return tables | {"aligned": not apart}
 
 
-def tell_bands(found: dict, sides: list[list[Run]], shared: dict[str, list[int]], options: argparse.Namespace) -> list:
-    """Fill and print the table of several seeds a side; returns what parted, in words."""
-    found["metrics"] = compare_bands(sides, shared, options)
+def counts_of(tables: dict[str, Any]) -> str:
+    """What was compared."""
+    steps = max((row["steps"] for row in tables["metrics"]), default=0)
+    dumped = max((row["steps"] for row in tables["dumps"]), default=0)
+    metrics = f"{len(tables['metrics'])} metrics over {steps} steps"
+    return f"{metrics}, {len(tables['weights'])} saved weights, {dumped} dumped steps"
+
+
+def show_bands(rows: list[Row], alpha: float) -> list[str]:
+    """Print the table of several seeds a side; returns what parted, in words."""
     columns = {"name": "{}", "steps": "{}", "overlap": "{:.2f}", "p": "{:.3g}", "smallest_p": "{:.3g}"}
-    rows = [row | dict(zip(("mean_a", "mean_b"), row["final"], strict=True)) for row in found["metrics"]]
-    table(rows, columns | {"mean_a": "{:.5g}", "mean_b": "{:.5g}"})
+    columns |= {"mean_a": "{:.5g}", "mean_b": "{:.5g}"}
+    shown = []
+    for row in rows:
+        mean_a, mean_b = row["final"]
+        shown.append(row | {"mean_a": mean_a, "mean_b": mean_b})
+    print_table(shown, columns)
     smallest = max((row["smallest_p"] for row in rows), default=0)
-    if smallest > options.alpha:
+    if smallest > alpha:
         print(f"p cannot go below {smallest:.3g} with so few: the test cannot reject, only the bands can.")
-    return [f"{r['name']} (p {r['p']:.3g}, overlap {r['overlap'] or 0:.2f})" for r in rows if r["apart"]]
+    return [f"{row['name']} (p {row['p']:.3g}, overlap {row['overlap'] or 0:.2f})" for row in rows if row["apart"]]
 
 
-def tell_differences(found: dict, a: Run, b: Run, shared: dict[str, list[int]], options: argparse.Namespace) -> list:
-    """Fill and print the tables of one run a side; returns what parted, in words."""
-    found["metrics"] = compare_metrics(a, b, shared, options.tolerance, options.atol)
-    if not options.metrics:
-        found["weights"] = compare_weights(a, b, options.tolerance)
-        found["dumps"] = compare_dumps(a, b, options.tolerance)
-    first = {"max_rel": "{:.2e}", "first": "step {}"}
-    table(found["metrics"], {"name": "{}", "steps": "{}", "max_abs": "{:.2e}"} | first)
-    rows = [r | {"differing": len(r["differing"]), "of": "values" if r["whole"] else "norms"} for r in found["weights"]]
-    table(rows, {"name": "{}", "parameters": "{}", "differing": "{}", "norm": "{:.2e}", "of": "{}"})
-    if found["weights"] and (differing := found["weights"][-1]["differing"]):
-        print(f"the parameters of {found['weights'][-1]['name']} whose bytes differ, worst first:")
-        rows = [d | {"hashes": " ".join(h[:12] for h in d.get("sha256", ()))} for d in differing[:10]]
-        table(rows, {"parameter": "{}", "max_abs": "{:.2e}", "norm": "{:.2e}", "hashes": "{}"})
-    table(found["dumps"], {"name": "{}", "steps": "{}", "equal": "{}"} | first)
-    apart = [f"{r['name']} at step {r['first']}" for r in found["metrics"] + found["dumps"] if r["first"] is not None]
-    return apart + [f"weights of {r['name']}" for r in found["weights"] if r["apart"]][:1]
+def show_differences(tables: dict[str, Any]) -> list[str]:
+    """Print the tables of one run a side; returns what parted, in words."""
+    print_table(tables["metrics"], {"name": "{}", "steps": "{}", "max_abs": "{:.2e}"} | FIRST_STEP)
+    weights = []
+    for row in tables["weights"]:
+        compared = "values" if row["whole"] else "norms"
+        weights.append(row | {"differing": len(row["differing"]), "of": compared})
+    print_table(weights, {"name": "{}", "parameters": "{}", "differing": "{}", "norm": "{:.2e}", "of": "{}"})
+    if weights and weights[-1]["differing"]:
+        show_parameters(tables["weights"][-1])
+    print_table(tables["dumps"], {"name": "{}", "steps": "{}", "equal": "{}"} | FIRST_STEP)
+
+    compared = tables["metrics"] + tables["dumps"]
+    apart = [f"{row['name']} at step {row['first']}" for row in compared if row["first"] is not None]
+    parted_weights = [f"weights of {row['name']}" for row in weights if row["apart"]]
+    return apart + parted_weights[:1]
+
+
+def show_parameters(row: Row) -> None:
+    """Print the ten parameters that differ most after a step."""
+    print(f"the parameters of {row['name']} whose bytes differ, worst first:")
+    rows = []
+    for differing in row["differing"][:10]:
+        hashes = [digest[:12] for digest in differing.get("sha256", ())]
+        rows.append(differing | {"hashes": " ".join(hashes)})
+    print_table(rows, {"parameter": "{}", "max_abs": "{:.2e}", "norm": "{:.2e}", "hashes": "{}"})
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", metavar="A B", help="or: import BATCH.pkl OUT")
-    parser.add_argument("--a", action="append", default=[], type=Path, help="a further run of side A, e.g. a seed")
-    parser.add_argument("--b", action="append", default=[], type=Path, help="a further run of side B")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative")
-    parser.add_argument("--atol", type=float, default=1e-9, help="absolute, of metrics: smaller differences are noise")
-    parser.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("runs", nargs="*", metavar="A B", help="or: import BATCH.pkl OUT")
+    flags.add_argument("--a", action="append", default=[], type=Path, help="a further run of side A, e.g. a seed")
+    flags.add_argument("--b", action="append", default=[], type=Path, help="a further run of side B")
+    flags.add_argument("--tolerance", type=float, default=1e-5, help="relative")
+    flags.add_argument("--atol", type=float, default=1e-9, help="absolute, of metrics: smaller differences are noise")
+    flags.add_argument(
         "--metrics", nargs="+", help="only these, by our names or the other system's; no weights, no dumps"
     )
-    parser.add_argument("--paired", action="store_true", help="the same state at each step: test of signs over steps")
-    parser.add_argument("--window", type=float, default=0.25, help="seeds: share of the steps whose means are tested")
-    parser.add_argument("--min_overlap", type=float, default=0.8, help="seeds: share of steps at which bands overlap")
-    parser.add_argument("--alpha", type=float, default=0.05, help="seeds: p of the permutation test has to be above")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png")
-    parser.add_argument("--json", type=Path, metavar="OUT.json", help="the tables in full")
-    parser.add_argument("--step", type=int, help="import: number of the step")
-    options = parser.parse_args(argv)
+    flags.add_argument("--paired", action="store_true", help="the same state at each step: test of signs over steps")
+    flags.add_argument("--window", type=float, default=0.25, help="seeds: share of the steps whose means are tested")
+    flags.add_argument("--min_overlap", type=float, default=0.8, help="seeds: share of steps at which bands overlap")
+    flags.add_argument("--alpha", type=float, default=0.05, help="seeds: p of the permutation test has to be above")
+    flags.add_argument("--plot", type=Path, metavar="OUT.png")
+    flags.add_argument("--json", type=Path, metavar="OUT.json", help="the tables in full")
+    flags.add_argument("--step", type=int, help="import: number of the step")
+    options = flags.parse_args(argv)
     if options.runs[:1] == ["import"]:
         if len(options.runs) != 3:
-            parser.error("import takes BATCH.pkl and a directory")
+            flags.error("import takes BATCH.pkl and a directory")
         return options
     if len(options.runs) not in (0, 2) or not (options.runs or options.a and options.b):
-        parser.error("two sides are needed: A B, or --a and --b")
-    for side, text in zip((options.a, options.b), options.runs, strict=False):
-        side[:0] = map(Path, text.split(","))
+        flags.error("two sides are needed: A B, or --a and --b")
+    if options.runs:
+        options.a = [*map(Path, options.runs[0].split(",")), *options.a]
+        options.b = [*map(Path, options.runs[1].split(",")), *options.b]
     return options
 
 
@@ -489,7 +637,8 @@ def main(argv: list[str] | None = None) -> int:
 
             print(import_batch(Path(options.runs[1]), Path(options.runs[2]), options.step))
             return 0
-        found = align([[read_run(path) for path in side] for side in (options.a, options.b)], options)
+        sides = [[read_run(path) for path in side] for side in (options.a, options.b)]
+        found = align(sides, options)
     except (ValueError, KeyError, OSError) as error:
         print(f"align.py: {error}", file=sys.stderr)
         return 2

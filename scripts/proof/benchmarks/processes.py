@@ -79,10 +79,10 @@ def connect_engine(serve: Callable[..., None], *arguments: Any, args: grpo.Args)
     meeting: Any = SimpleNamespace(store=SimpleNamespace(set=lambda _, value: here.send(value)))
     roles = grpo_fast.Roles(1, 1, 1, is_learner=True, index=0)
     tokenizer = utils.load_tokenizer(args)
-    grpo_fast.Watchdog = lambda *_: SimpleNamespace(beat=ignore)
-    grpo_fast.weights_group = no_group
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        return grpo_fast.Engines(meeting, roles, tokenizer, [], args)
+        connections = grpo_fast.meet_engines(meeting, roles)
+    watchdog: Any = SimpleNamespace(beat=ignore)
+    return grpo_fast.Engines(connections, watchdog, tokenizer, [], args)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

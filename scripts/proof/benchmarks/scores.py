@@ -13,6 +13,7 @@ import numpy as np
 
 import rewards
 import utils
+from scripts.parts import serve
 from scripts.proof.benchmarks.common import BenchFlags, Result, ratio, side_by_side, spread, stopwatch
 
 TARGETS = {"gsm8k": 10_000, "math": 1_000, "code_stdio": 300}  # scores a second
@@ -130,7 +131,7 @@ def measure_solver(options: BenchFlags, rng: np.random.Generator) -> Any:
     one_by_one = [[record] for record in first]
     print("starting the solver", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        servers = utils.start_servers(options.model, Path(directory), max_model_len=1024, model_dtype=options.dtype)
+        servers = serve.start_servers(options.model, Path(directory), max_model_len=1024, model_dtype=options.dtype)
         os.environ["SOLVER_API_KEY"] = servers.api_key
         flags = rewards.RewardFlags(
             solver_model_name_or_path=options.model,
@@ -144,7 +145,7 @@ def measure_solver(options: BenchFlags, rng: np.random.Generator) -> Any:
             IN_TURN: lambda: solve(IN_TURN, one_by_one, flags),
         }
         measured = side_by_side(sides, options.repeat, warm_up=False)
-        utils.stop_servers(servers)
+        servers.stop()
     return measured
 
 

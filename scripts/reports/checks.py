@@ -1,0 +1,181 @@
+"""What a practitioner would look at first in a run's metrics: checks with thresholds, and speed against its limits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from scripts.reports.common import GAP
+
+Rows = list[dict[str, Any]]  # of metrics.jsonl
+
+
+def series(rows: Rows, name: str) -> list[float]:
+    """The finite values of a metric over the training steps."""
+    return [row[name] for row in rows if row["training_step"] > 0 and row.get(name) is not None]
+
+
+def ends(rows: Rows, name: str) -> tuple[float, float] | None:
+    """Means over the first and the last fifth of the steps that have the metric."""
+    values = series(rows, name)
+    if not values:
+        return None
+    fifth = max(1, len(values) // 5)
+    return float(np.mean(values[:fifth])), float(np.mean(values[-fifth:]))
+
+
+def check(name: str, fine: bool, numbers: str, threshold: str) -> dict[str, Any]:
+    """A check: whether the run is fine, the numbers that say so, and when it would not be."""
+    return {"name": name, "fine": bool(fine), "numbers": numbers, "threshold": threshold}
+
+
+def check_policy(rows: Rows) -> Iterator[dict[str, Any]]:
+    entropy = ends(rows, "policy/entropy_avg")
+    if entropy:
+        first, last = entropy
+        fine = last > 0.05 and last > first / 4
+        numbers = f"{first:.3g} -> {last:.3g} nats per token"
+        yield check("entropy collapse", fine, numbers, "last < 0.05 or < first / 4")
+    clipped = ends(rows, "policy/clipfrac_avg")
+    if clipped:
+        most = max(series(rows, "policy/clipfrac_avg"))
+        fine = clipped[1] <= 0.1 and most <= 0.3
+        yield check("clipped tokens", fine, f"last {clipped[1]:.2%}, most {most:.2%}", "last > 10 % or any > 30 %")
+
+
+def check_lengths(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    lengths = ends(rows, "val/sequence_lengths")
+    if lengths:
+        first, last = lengths
+        fine = 0.5 <= last / max(first, 1e-9) <= 2
+        numbers = f"{first:.1f} -> {last:.1f} tokens"
+        yield check("length explosion", fine, numbers, "last > 2 x first, or < first / 2")
+    stopped = ends(rows, "val/stop_rate")
+    if stopped:
+        limit = args.get("response_length", "?")
+        numbers = f"last {1 - stopped[1]:.1%} (limit {limit} tokens)"
+        yield check("truncated responses", stopped[1] >= 0.9, numbers, "last > 10 %")
+
+
+def check_gap(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    gap = ends(rows, f"{GAP}_mean")
+    if not gap:
+        return
+    first, last = gap
+    dtype = args.get("model_dtype")
+    most = 1e-5 if dtype == "float32" else 0.05
+    age = max(series(rows, "val/num_steps_off_policy"), default=0)
+    stale = f", tokens up to {age:.2g} updates old" if age else ""
+    numbers = f"{first:.2g} -> {last:.2g} nats{stale}"
+    yield check("logprob gap", last <= most, numbers, f"last > {most:g} ({dtype})")
+    yield check("gap growth", last <= max(3 * first, 1e-5), numbers, "last > 3 x first and > 1e-5")
+
+
+def check_groups(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    prompts = ends(rows, "batch/total_prompts")
+    sampled = sum(series(rows, "batch/total_prompts")) * args.get("num_samples_per_prompt_rollout", 1)
+    kinds = {"solved": ("solved groups", "right: too easy"), "zero": ("hopeless groups", "at 0: too hard")}
+    for kind, (name, hint) in kinds.items():
+        filtered = ends(rows, f"batch/filtered_prompts_{kind}")
+        if prompts and sampled and filtered:
+            share = filtered[1] / max(prompts[1], 1)
+            yield check(name, share <= 0.5, f"last {share:.1%} (all rollouts {hint})", "last > 50 %")
+    kept = ends(rows, "other/real_batch_size_ratio")
+    if kept:
+        yield check("rollouts with a gradient", kept[1] >= 0.3, f"last {kept[1]:.1%}", "last < 30 %")
+    missing = series(rows, "batch/missing_rewards")
+    if missing:
+        numbers = f"{sum(missing):.0f} of {sampled:.0f} rollouts"
+        yield check("missing rewards", sum(missing) == 0, numbers, "> 0")
+
+
+def check_updates(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    bad = series(rows, "optim/nonfinite_updates")
+    if bad:
+        yield check("non-finite updates", sum(bad) == 0, f"{sum(bad):.0f} in {len(bad)} steps", "> 0")
+    skipped = series(rows, "optim/skipped_steps")
+    if skipped:
+        fine = sum(skipped) / len(skipped) <= 0.1
+        yield check("steps without an update", fine, f"{sum(skipped):.0f} of {len(skipped)} steps", "> 10 %")
+    kl = ends(rows, "objective/kl2_avg")
+    if kl:
+        fine = kl[1] <= 0.1 or not args.get("beta")
+        yield check("KL to the reference", fine, f"last {kl[1]:.3g} nats per token", "last > 0.1, where beta > 0")
+    norms = series(rows, "optim/grad_norm")
+    if len(norms) > 2 and np.median(norms) > 0:
+        ratio = max(norms) / np.median(norms)
+        numbers = f"largest {max(norms):.3g} = {ratio:.1f} x median"
+        yield check("gradient spikes", ratio <= 10, numbers, "> 10 x median")
+
+
+def check_evaluations(rows: Rows) -> Iterator[dict[str, Any]]:
+    accuracies = series(rows, "eval/objective/verifiable_correct_rate")
+    if len(accuracies) > 1:
+        fine = accuracies[-1] >= max(accuracies) - 0.05
+        numbers = f"best {max(accuracies):.3f}, last {accuracies[-1]:.3f}"
+        yield check("evaluation falls", fine, numbers, "last < best - 0.05")
+
+
+def check_run(rows: Rows, args: dict[str, Any]) -> list[dict[str, Any]]:
+    """All checks whose metrics were recorded, warnings first. First and last are those of `ends`."""
+    holes = sorted({name for row in rows for name, value in row.items() if value is None})
+    checks = [
+        *check_policy(rows),
+        *check_lengths(rows, args),
+        *check_gap(rows, args),
+        *check_groups(rows, args),
+        *check_updates(rows, args),
+        *check_evaluations(rows),
+        check("NaN or infinite metrics", not holes, ", ".join(holes[:6]) or "none", "any"),
+    ]
+    return sorted(checks, key=lambda check: check["fine"])
+
+
+class Speed:
+    """A table of speeds against their limits. A row: what, mean over the steps after the first, limit, share of it."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+        self.table: list[list[str]] = []
+
+    def mean(self, name: str) -> float | None:
+        values = series(self.rows, name)
+        return float(np.mean(values[1:] or values)) if values else None
+
+    def add(self, name: str, form: str, limit: str = "-", share: str = "-", over: float = 1.0) -> None:
+        """A row, with its value over `over` in `share`. Without a value the row is left out."""
+        value = self.mean(name)
+        if value is not None:
+            self.table.append([name, form.format(value), limit, share.format(value / over)])
+
+    def add_always(self, name: str, limit: str) -> None:
+        """A share of a limit. Without a value the row says so."""
+        self.add(name, "{:.3f}", limit, "{:.1%}")
+        if self.mean(name) is None:
+            self.table.append([name, "not recorded", limit, "-"])
+
+
+def floors(rows: Rows) -> list[list[str]]:
+    """Mean speeds over the steps after the first, each with its floor or ceiling and the value against it."""
+    speed = Speed(rows)
+    copy = speed.mean("time/weight_sync_floor")
+    if copy:
+        speed.add("time/weight_sync", "{:.3g} s", f"{copy:.3g} s, a memory copy of the bytes", "{:.1f} x", copy)
+    else:
+        speed.add("time/weight_sync", "{:.3g} s", "not recorded")
+    speed.add_always("val/engine_bandwidth_share", "1: memory bandwidth of a copy")
+    speed.add_always("learner_mfu", "1: the matrix product measured at start")
+    for name in ("val/learner_idle_share", "val/engine_idle_share"):
+        speed.add(name, "{:.3f}", "0", "{:.1%} of the step")
+    for name in ("learner_tokens_per_second_step", "val/actor_tokens_per_second", "val/response_tokens_per_second"):
+        speed.add(name, "{:,.0f} tokens/s")
+
+    engine = "val/engine_tokens_per_second"
+    rate = speed.mean(engine)
+    share = speed.mean("val/engine_bandwidth_share")
+    if rate and share:
+        most = rate / share
+        speed.add(engine, "{:,.0f} tokens/s", f"{most:,.0f} tokens/s at the memory's bandwidth", "{:.1%}", most)
+    else:
+        speed.add(engine, "{:,.0f} tokens/s")
+    return speed.table
