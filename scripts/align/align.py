@@ -49,7 +49,6 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.parts import dumps
-import utils
 from scripts.reports.common import parser, pyplot
 
 ALIASES = {  # ours -> veRL's, Trinity-RFT's where it is another (its trainer is veRL's), TRL's

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 import rewards
-import utils
 from scripts.parts import serve
 from scripts.proof.benchmarks.common import BenchFlags, Result, ratio, side_by_side, spread, stopwatch
 
