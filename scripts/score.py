@@ -1,10 +1,12 @@
-"""Score JSON lines {response, ground_truth, dataset} with the rewards of a run: one JSON result a line on stdout, and a
-summary on stderr. A row may have num_tokens and prompt, for the verifiers that ask for them.
+"""Score JSON lines {response, ground_truth, dataset} with the rewards of a run.
+
+Prints one JSON result per line on stdout and a summary on stderr. A row may also have num_tokens and prompt, for the
+verifiers that need them.
 
     python scripts/score.py CASES.jsonl
     python scripts/score.py CASES.jsonl --reward_file my_reward.py --timeout_s 30
 
-Flags are those of the training scripts' rewards.
+The flags are the rewards' flags of the training scripts.
 """
 
 import collections
@@ -12,8 +14,10 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -21,7 +25,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import rewards
-from rewards import RewardFlags, UserError, need
+from rewards import RewardFlags, RewardRecord, RewardResult, UserError, need
 from scripts.parts.rows import jsonl_rows
 
 
@@ -32,25 +36,54 @@ class CommandLine(RewardFlags):
     cases: tyro.conf.Positional[str]
     """The JSON lines file."""
     timeout_s: float = 10.0
-    """Deadline of each row, seconds."""
+    """Deadline of each row in seconds."""
 
 
-def read_cases(path: str) -> list[rewards.RewardRecord]:
-    """The records of a file. Raises ValueError naming the row."""
+REQUIRED = {"response", "ground_truth", "dataset"}
+COLUMNS = (*sorted(REQUIRED), "num_tokens", "prompt")
+
+
+def record_of(row: Any, where: str) -> RewardRecord:
+    """The record of a row. Raises UserError with `where`."""
+    missing = sorted(REQUIRED - row.keys() if isinstance(row, dict) else REQUIRED)
+    need(not missing, f"{where}: no {', '.join(missing)}")
+    texts = isinstance(row["response"], str) and isinstance(row["dataset"], str)
+    need(texts, f"{where}: response and dataset must be strings, one verifier a row")
+    try:
+        rewards.check_verifier(row["dataset"])
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    columns = {name: row[name] for name in COLUMNS if name in row}
+    return RewardRecord(**columns)
+
+
+def read_cases(path: str) -> list[RewardRecord]:
+    """The records of a file. Raises ValueError that names the row."""
     need(Path(path).is_file(), f"{path}: no such file")
-    rows = list(jsonl_rows(Path(path)))
-    for i, row in rows:
-        where, wanted = f"{path} row {i}", {"response", "ground_truth", "dataset"}
-        missing = wanted - row.keys() if isinstance(row, dict) else wanted
-        need(not missing, f"{where}: no {', '.join(sorted(missing))}")
-        texts = isinstance(row["response"], str) and isinstance(row["dataset"], str)
-        need(texts, f"{where}: response and dataset must be strings, one verifier a row")
-        try:
-            rewards.check_verifier(row["dataset"])
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-    columns = ("response", "ground_truth", "dataset", "num_tokens", "prompt")
-    return [rewards.RewardRecord(**{c: row[c] for c in columns if c in row}) for _, row in rows]
+    return [record_of(row, f"{path} row {i}") for i, row in jsonl_rows(Path(path))]
+
+
+def as_json(result: RewardResult) -> str:
+    """A result as a line of JSON, which has no nan: a missing score is null. Empty details are left out."""
+    columns = dict(vars(result))
+    if math.isnan(result.score):
+        columns["score"] = None
+    if not result.details:
+        del columns["details"]
+    return json.dumps(columns)
+
+
+def summary(results: Sequence[RewardResult], seconds: float) -> str:
+    """Rows by status, and the mean of the scores that are not missing."""
+    scores = []
+    rows = collections.Counter()
+    for result in results:
+        rows[result.status] += 1
+        if result.status not in rewards.MISSING:
+            scores.append(result.score)
+    mean = sum(scores) / len(scores) if scores else math.nan
+    statuses = ", ".join(f"{status} {count}" for status, count in rows.items())
+    return f"{len(results)} rows ({statuses}) | mean score {mean:.4f} | {seconds:.1f} s"
 
 
 def main() -> None:
@@ -63,13 +96,8 @@ def main() -> None:
     start = time.monotonic()
     results = rewards.score(records, flags.timeout_s)
     for result in results:
-        value = None if math.isnan(result.score) else result.score  # JSON has no nan
-        print(json.dumps({k: v for k, v in (vars(result) | {"score": value}).items() if k != "details" or v}))
-    scores = [result.score for result in results if result.status not in rewards.MISSING]
-    counts = ", ".join(f"{status} {n}" for status, n in collections.Counter(r.status for r in results).items())
-    mean = sum(scores) / len(scores) if scores else math.nan
-    seconds = time.monotonic() - start
-    print(f"{len(results)} rows ({counts}) | mean score {mean:.4f} | {seconds:.1f} s", file=sys.stderr)
+        print(as_json(result))
+    print(summary(results, time.monotonic() - start), file=sys.stderr)
 
 
 if __name__ == "__main__":

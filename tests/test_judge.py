@@ -176,8 +176,8 @@ def test_questions_are_the_same_to_the_letter():
 
 
 QUESTIONS_SHA256 = "73704406418957cca266ce294450e738837988028ea1d88df0e507f73bbaa460"
-PROMPT = """Rate how well the response to the question meets the rubric below, and nothing else. 1 is not at all, 10 is \
-in every point.
+PROMPT = """Rate how well the response to the question meets the rubric below, and nothing else. 1 is not at all, 10 \
+is in every point.
 
 The rubric:
 THE LABEL

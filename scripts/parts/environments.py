@@ -29,7 +29,8 @@ MAX_ERROR_CHARACTERS = 1000
 
 def about(flag: str, path: str, config: dict[str, Any]) -> dict[str, Any]:
     """What about(config) of an environment's file returns. Raises UserError if the file cannot be loaded."""
-    job = Job("environments.work_environment", {"path": path, "config": config, "state": None, "episode": None})
+    arguments = {"path": path, "config": config, "state": None, "episode": None}
+    job = Job("environments.work_environment", arguments)
     loaded = rewards.run_in_worker(job, rewards.START_TIMEOUT_S, rewards.ENV_WORKERS)
     problem = loaded.details.get("problem", "the process died")
     need(loaded.status == "ok", f"{flag} {path}: cannot be loaded: {problem}")
@@ -43,7 +44,8 @@ def ask(path: str, state: str | None, episode: dict[str, Any], timeout_s: float)
     status: ok; crash or timeout, of which the policy is told in a text, and the episode goes on with the state from
     before; infra_error (OSError, ImportError, a worker killed three times by something else), which ends the rollout
     and makes its score missing."""
-    job = Job("environments.work_environment", {"path": path, "config": {}, "state": state, "episode": episode})
+    arguments = {"path": path, "config": {}, "state": state, "episode": episode}
+    job = Job("environments.work_environment", arguments)
     start = time.monotonic()
     result = Scored(math.nan, "infra_error")
     for _ in range(TRIES):
@@ -117,22 +119,20 @@ def take_step(module: Any, path: str, state: str | None, episode: Episode) -> di
         answer = Answer(done=True)
     elif not isinstance(answer, Answer):
         answer = Answer(answer)
-    texts = texts_of(answer)
-    metrics = metrics_of(answer)
-    new_state = None if env is module else base64.b64encode(pickle.dumps(env)).decode()
-    return {
-        "status": "ok",
-        "texts": texts,
-        "reward": float(answer.reward),
-        "done": bool(answer.done),
-        "metrics": metrics,
-        "state": new_state,
-    }
+    result: dict[str, Any] = {"status": "ok"}
+    result["texts"] = texts_of(answer)
+    result["reward"] = float(answer.reward)
+    result["done"] = bool(answer.done)
+    result["metrics"] = metrics_of(answer)
+    result["state"] = None if env is module else base64.b64encode(pickle.dumps(env)).decode()
+    return result
 
 
 def texts_of(answer: Answer) -> list[str]:
     """The texts of an answer, together at most MAX_ANSWER_BYTES. Raises TypeError for a value that is not a text."""
-    texts = [answer.text] if isinstance(answer.text, str) else answer.text
+    texts = answer.text
+    if isinstance(texts, str):
+        texts = [texts]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"step returned {type(answer.text).__name__}, not a text")
     limit = MAX_ANSWER_BYTES // max(len(texts), 1)
@@ -141,7 +141,9 @@ def texts_of(answer: Answer) -> list[str]:
 
 def metrics_of(answer: Answer) -> dict[str, float]:
     """The metrics of an answer. Raises ValueError if one of them, or the reward, is not finite."""
-    metrics = {str(name): float(value) for name, value in answer.metrics.items()}
+    metrics = {}
+    for name, value in answer.metrics.items():
+        metrics[str(name)] = float(value)
     numbers = [answer.reward, *metrics.values()]
     if not all(map(math.isfinite, numbers)):
         raise ValueError(f"step returned the reward {answer.reward}, the metrics {metrics}")

@@ -86,11 +86,10 @@ def without_groups(match: re.Match) -> str:
 
 def repeating_as_fraction(match: re.Match) -> str:
     """\\frac{5}{6} of 0.8\\overline{3}."""
-    whole = match[1] or "0"
-    digits = match[2]
-    period = match[3]
+    whole, digits, period = match.groups()
     nines = 10 ** len(period) - 1
-    value = Fraction(f"{whole}.{digits or 0}") + Fraction(int(period), nines * 10 ** len(digits))
+    value = Fraction(f"{whole or 0}.{digits or 0}")
+    value += Fraction(int(period), nines * 10 ** len(digits))
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
@@ -101,7 +100,8 @@ def mixed_as_fraction(match: re.Match) -> str:
     denominator = int(match[3] or match[5])
     if numerator >= denominator:
         return match[0]
-    return f"\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+    numerator += whole * denominator
+    return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
 def scientific_as_number(match: re.Match) -> str:
@@ -228,6 +228,12 @@ def quantity(text: str) -> Quantity | None:
     return Quantity(value, unit + (power or ""))
 
 
+def in_smallest_unit(given: Quantity) -> tuple[str, Fraction]:
+    """(measure, value in the unit of size 1 of this measure)."""
+    measure, size = UNITS.get(given.unit, (given.unit, 1))
+    return measure, given.value * size
+
+
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     """Whether two quantities are equal. If both have units, these must be equal, or of one measure; then the values are
     converted.
@@ -236,9 +242,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     MATH normalizer and math-verify have it: MATH's own labels of a share may lack the sign. Below 1, 0.5 and 0.5 %
     differ."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
-        gold_measure, gold_size = UNITS.get(gold.unit, (gold.unit, 1))
-        answer_measure, answer_size = UNITS.get(answer.unit, (answer.unit, 1))
-        return gold_measure == answer_measure and gold.value * gold_size == answer.value * answer_size
+        return in_smallest_unit(gold) == in_smallest_unit(answer)
 
     equal = gold.value == answer.value
     if not gold.unit and answer.unit in PERCENT:
@@ -352,9 +356,11 @@ def same_times(gold: str, answer: str) -> bool | None:
     answer_time = TIME.fullmatch(answer)
     if not gold_time or not answer_time:
         return None
-    same_minute = int(gold_time[1]) == int(answer_time[1]) and gold_time[2] == answer_time[2]
-    may_agree = not gold_time[3] or not answer_time[3] or gold_time[3] == answer_time[3]
-    return same_minute and may_agree
+    gold_hour, gold_minute, gold_half = gold_time.groups()
+    hour, minute, half = answer_time.groups()
+    if int(gold_hour) != int(hour) or gold_minute != minute:
+        return False
+    return gold_half == half or not gold_half or not half
 
 
 def solutions(text: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rewards import NO_ANSWER, Job, RewardRecord, Verdict, answer_text, warn_once
@@ -172,14 +173,14 @@ def verify(record: RewardRecord, mean: bool) -> Verdict:
 
 def work_ifeval(text: str, constraints: list[tuple[str, dict]], mean: bool) -> Callable[[], float]:
     """In a worker: the function that scores the text."""
-    names = [name for name, _ in constraints]
-    built = [build_constraint(name, arguments) for name, arguments in constraints]
+    ready = [(name, build_constraint(name, arguments)) for name, arguments in constraints]
+    return partial(share_followed, text, ready, mean)
 
-    def run() -> float:
-        followed = [follows(text, name, constraint) for name, constraint in zip(names, built, strict=True)]
-        return sum(followed) / len(followed) if mean else float(all(followed))
 
-    return run
+def share_followed(text: str, constraints: list[tuple[str, Any]], mean: bool) -> float:
+    """The share of constraints that the text follows; without `mean`, whether it follows all of them."""
+    followed = [follows(text, name, constraint) for name, constraint in constraints]
+    return sum(followed) / len(followed) if mean else float(all(followed))
 
 
 def follows(text: str, name: str, constraint: Any) -> bool:

@@ -95,8 +95,12 @@ VERDICT = re.compile(r"SCORE: ([0-9]{1,3}(?:\.[0-9]{1,3})?)")
 def read_score(reply: str, lowest: float, highest: float) -> float | None:
     """The number in the last line of a reply, `SCORE: <number>`. None if there is no such line or a second one, or if
     the number is not on the scale."""
-    lines = [line.strip() for line in final_text(reply).splitlines() if line.strip()]
-    matches = [VERDICT.fullmatch(line.strip("*`").strip()) for line in lines]
+    matches = []
+    for line in final_text(reply).splitlines():
+        line = line.strip()
+        if line:
+            plain = line.strip("*`").strip()
+            matches.append(VERDICT.fullmatch(plain))
     verdicts = [match for match in matches if match]
     if len(verdicts) != 1 or matches[-1] is None:
         return None
@@ -168,8 +172,11 @@ def rubric_label(ground_truth: Any) -> tuple[str, list[Criterion]]:
     """(query, criteria) of {"query", "rubrics": [{"description", "weight"}]}, a dict or its JSON. Raises ValueError for
     anything else, or if all weights are 0."""
     label = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    criteria = []
     try:
-        criteria = [Criterion(str(row["description"]), float(row.get("weight", 1))) for row in label["rubrics"]]
+        for row in label["rubrics"]:
+            weight = float(row.get("weight", 1))
+            criteria.append(Criterion(str(row["description"]), weight))
         query = str(label.get("query") or "")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         form = '{"query", "rubrics": [{"description", "weight"}]}'

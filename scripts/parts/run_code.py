@@ -30,8 +30,10 @@ def sandbox_level(without: tuple[str, ...]) -> tuple[list[str], list[str]]:
     except sandbox.SandboxError as error:
         raise ValueError(str(error)) from None
     SANDBOXES.idle[(), without].append(box)
-    leaks = f"; NOT kept out: {', '.join(box.leaks)}" if box.leaks else ""
-    print(f"code sandbox: {', '.join(box.layers)}{leaks}", file=sys.stderr)
+    message = f"code sandbox: {', '.join(box.layers)}"
+    if box.leaks:
+        message += f"; NOT kept out: {', '.join(box.leaks)}"
+    print(message, file=sys.stderr)
     return box.layers, box.leaks
 
 
@@ -154,7 +156,8 @@ def pass_rate(runs: Sequence[sandbox.Run]) -> Scored:
     if len(passed) / len(runs) < flags.code_pass_rate_reward_threshold:
         points = 0.0
 
-    details: dict[str, Any] = {"passed": [int(run.problem is None) for run in runs]}
+    details: dict[str, Any] = {}
+    details["passed"] = [int(run.problem is None) for run in runs]
     details["seconds"] = [run.seconds for run in runs]
     problems = [run.problem for run in runs if run.problem]
     if problems:

@@ -44,14 +44,19 @@ class Solver:
 def solver_model(flags: RewardFlags, connect: bool) -> Solver:
     """The solver of --solver_model_name_or_path. connect: send the servers of --solver_base_url, which run already, a
     test message. Raises UserError."""
-    temperature = SOLVER_TEMPERATURE if flags.solver_num_samples > 1 else 0.0
-    sampling: Any = {"max_tokens": flags.solver_response_length, "temperature": temperature}
-    name = flags.solver_model_name_or_path
-    chat = ChatModel(name, rewards.SOLVER_MAX_CONCURRENCY, SOLVER_TIMEOUT_S, **sampling)
+    template = rewards.solver_template(flags.solver_prompt_file)
+    chat = ChatModel(
+        flags.solver_model_name_or_path,
+        rewards.SOLVER_MAX_CONCURRENCY,
+        SOLVER_TIMEOUT_S,
+        max_tokens=flags.solver_response_length,
+        temperature=SOLVER_TEMPERATURE if flags.solver_num_samples > 1 else 0.0,
+    )
     if connect and flags.solver_base_url:
         urls = [url.strip() for url in flags.solver_base_url.split(",")]
-        chat.connect(urls, os.environ.get("SOLVER_API_KEY") or "EMPTY")
-    return Solver(chat, rewards.solver_template(flags.solver_prompt_file), flags.solver_num_samples)
+        api_key = os.environ.get("SOLVER_API_KEY") or "EMPTY"
+        chat.connect(urls, api_key)
+    return Solver(chat, template, flags.solver_num_samples)
 
 
 def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
@@ -158,13 +163,12 @@ def guideline_score(guided: Future[Replies], baseline: Future[Replies] | None, a
         return Scored(math.nan, error.status, {"problem": error.problem})
 
     results = grade(replies, answer)
-    details: dict[str, Any] = {
-        "solver_texts": [reply.text for reply in replies],
-        "tokens": tokens,
-        "guideline_share": share,
-        "solver_correct": [None if result.status in MISSING else result.score for result in results],
-        "truncated": sum(reply.cut for reply in replies),
-    }
+    details: dict[str, Any] = {}
+    details["solver_texts"] = [reply.text for reply in replies]
+    details["tokens"] = tokens
+    details["guideline_share"] = share
+    details["solver_correct"] = [None if result.status in MISSING else result.score for result in results]
+    details["truncated"] = sum(reply.cut for reply in replies)
     if baseline is not None:
         details["baseline"] = baseline_score(baseline, answer)
 
