@@ -366,16 +366,22 @@ def sample_groups(
 ) -> tuple[list[Group], list[Group]]:
     """This rank's groups of a step (P / W of them, scored, with advantages) and all groups that it sampled.
 
-    Moves the state's cursor and exclusions. With active_sampling there are rounds of P prompts until every rank has
-    its P / W groups with a gradient.
+    Moves the state's cursor and exclusions. Rank r has the stream's positions cursor + r, cursor + r + W, ...: see
+    stream_offset. With active_sampling there are rounds of P prompts until every rank has its P / W groups with a
+    gradient.
     """
     wanted = args.num_unique_prompts_rollout // world.size
+    order = args.seed if args.shuffle else None
     chosen: list[Group] = []
     sampled: list[Group] = []
     excluded = frozenset(state["excluded"])
     for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
+        start = state["cursor"] + stream_offset(args, world)
+        state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
-            numbered = take_prompts(prompts, state, excluded, args, world)
+            numbered = []
+            for position in range(start, state["cursor"], world.size):
+                numbered.append((position, utils.prompt_at(prompts, position, order, excluded)))
             groups = sample_rollouts(engine, numbered, args.num_samples_per_prompt_rollout, args)
         with timer("reward"):
             chosen += [group for group in groups if score_group(group, args)]
@@ -387,23 +393,6 @@ def sample_groups(
     everyone = utils.all_gather(exclude_solved(excluded, sampled, args), world)
     state["excluded"] = sorted(frozenset().union(*everyone))
     return chosen[:wanted], sampled
-
-
-def take_prompts(
-    prompts: list[Prompt], state: dict, excluded: frozenset[int], args: Args, world: World
-) -> list[tuple[int, Prompt]]:
-    """This rank's (position, prompt) of the next P positions of the stream; moves the state's cursor past them.
-
-    Rank r has positions cursor + r, cursor + r + W, ...: see stream_offset.
-    """
-    start = state["cursor"]
-    end = start + args.num_unique_prompts_rollout
-    state["cursor"] = end
-    order = args.seed if args.shuffle else None
-    numbered = []
-    for position in range(start + stream_offset(args, world), end, world.size):
-        numbered.append((position, utils.prompt_at(prompts, position, order, excluded)))
-    return numbered
 
 
 def stream_offset(args: Args, world: World) -> int:
@@ -1073,14 +1062,27 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics
     without tokens of the policy keeps its score and counts in its group. A fork's reward per token, which make_batch
     has put into the advantages, is lost here: add it again.
     """
-    scores = []
+    rows = []
     for batch in batches:
         kls = response_kls(batch, args)
-        for r, kl in zip(batch.rollouts, kls, strict=True):
-            scores.append((r.position, r.sample, r.score - args.beta * kl, r.tokenless))
         metrics.add("objective/kl_in_reward", args.beta * sum(kls), len(kls))
-    everyone = utils.all_gather(scores, world)[:: args.sequence_parallel_size]
-    advantages = advantages_of_ranks([row for rows in everyone for row in rows], args)
+        for r, kl in zip(batch.rollouts, kls, strict=True):
+            rows.append((r.position, r.sample, r.score - args.beta * kl, r.tokenless))
+
+    # position -> its group's rows, of all ranks
+    groups: dict[int, list] = {}
+    for rank_rows in utils.all_gather(rows, world)[:: args.sequence_parallel_size]:
+        for row in rank_rows:
+            groups.setdefault(row[0], []).append(row)
+    advantages = {}
+    for group in groups.values():
+        group.sort()  # the same order, and sum, wherever packs lie
+        *_, tokenless = group[0]  # scores of responses in no batch: they count in the group and train nothing
+        scores = torch.tensor([score for _, _, score, _ in group] + tokenless, dtype=torch.float64)
+        values = compute_advantages(scores, len(scores), args.advantage_normalization_type).tolist()
+        for i, (position, sample, _, _) in enumerate(group):
+            advantages[position, sample] = values[i]
+
     for batch in batches:
         values = [0.0]  # of seq_id 0
         for r in batch.rollouts:
@@ -1103,23 +1105,6 @@ def response_kls(batch: Batch, args: Args) -> list[float]:
     sums = torch.zeros(len(batch.rollouts) + 1, dtype=torch.float64, device=kl.device)
     sums = sums.index_add(0, owners, kl)
     return sums[1:].tolist()
-
-
-def advantages_of_ranks(
-    rows: Sequence[tuple[int, int, float, list[float]]], args: Args
-) -> dict[tuple[int, int], float]:
-    """(position, sample) -> advantage, from the (position, sample, score, tokenless) of all trained rollouts."""
-    groups: dict[int, list] = {}
-    for row in sorted(rows):
-        groups.setdefault(row[0], []).append(row)
-    advantages = {}
-    for group in groups.values():
-        tokenless = group[0][3]  # scores of responses in no batch: they count in the group and train nothing
-        scores = torch.tensor([score for _, _, score, _ in group] + tokenless, dtype=torch.float64)
-        values = compute_advantages(scores, len(scores), args.advantage_normalization_type).tolist()
-        for i, (position, sample, _, _) in enumerate(group):
-            advantages[position, sample] = values[i]
-    return advantages
 
 
 # --- Update -----------------------------------------------------------------------------------------------------------
