@@ -1695,8 +1695,9 @@ class StepSums:
 
 
 def step_metrics(run: Run, step: Step) -> dict[str, float]:
-    """The step's metrics over all ranks; adds the step to the sums in the run's state. The step's share of the run's
-    seconds begins at the state's clock: the start of the log, then the last call. All ranks."""
+    """The step's metrics over all ranks; adds the step to the sums in the run's state. All ranks.
+
+    The run's seconds count from one call to the next, the first from start_log: evaluation and saving are in them."""
     args = run.args
     world = run.world
     state = run.state
@@ -1709,32 +1710,31 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     totals = StepSums(**{total.name: metrics.pop(total.name) for total in fields(StepSums)})
 
     now = time.perf_counter()
-    tokens = metrics["val/num_step_tokens"]
-    earlier_tokens = state["tokens"]
     state["step"] = step.number
     state["episode"] += args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    state["tokens"] += tokens
     state["seconds"] += now - state["clock"]
     state["clock"] = now
+    metrics["training_step"] = step.number
+    metrics["episode"] = state["episode"]
+    metrics["epoch"] = state["cursor"] / len(run.train_prompts)
+    metrics["other/real_batch_size_ratio"] = totals.trained / totals.sampled
+    metrics["optim/skipped_steps"] = float(totals.trained == 0)
+    metrics["val/num_total_tokens"] = state["tokens"]  # before this step
+    metrics["val/num_learner_tokens"] = metrics["val/learner_tokens"] * world.size
+    metrics["val/num_excluded_prompts"] = float(len(state["excluded"]))
+    metrics["time/from_scratch"] = now - run.start_time
+
+    tokens = metrics["val/num_step_tokens"]
     generation = seconds.get("time/generation", seconds["time/total"])
     longest_generation = seconds.get("time/group_generation_max") or generation
     possible_flops = seconds["time/training"] * world.size * state["flops_per_second"]
-    return metrics | {
-        "training_step": step.number,
-        "episode": state["episode"],
-        "epoch": state["cursor"] / len(run.train_prompts),
-        "other/real_batch_size_ratio": totals.trained / totals.sampled,
-        "optim/skipped_steps": float(totals.trained == 0),
-        "val/num_total_tokens": earlier_tokens,
-        "val/num_learner_tokens": metrics["val/learner_tokens"] * world.size,
-        "val/num_excluded_prompts": float(len(state["excluded"])),
-        "learner_mfu": totals.learner_flops / possible_flops,
-        "time/from_scratch": now - run.start_time,
-        "learner_tokens_per_second_step": tokens / seconds["time/total"],
-        "learner_tokens_per_second_overall": earlier_tokens / state["seconds"],
-        "val/actor_tokens_per_second": tokens / longest_generation,
-        "val/response_tokens_per_second": totals.response_tokens / generation,
-    }
+    metrics["learner_mfu"] = totals.learner_flops / possible_flops
+    metrics["learner_tokens_per_second_step"] = tokens / seconds["time/total"]
+    metrics["learner_tokens_per_second_overall"] = state["tokens"] / state["seconds"]
+    metrics["val/actor_tokens_per_second"] = tokens / longest_generation
+    metrics["val/response_tokens_per_second"] = totals.response_tokens / generation
+    state["tokens"] += tokens
+    return metrics
 
 
 def note_update(learner: Learner, packs: Sequence[Sequence[Pack]], args: Args, metrics: Metrics) -> None:

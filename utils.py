@@ -2464,6 +2464,7 @@ class Logger:
             return
         self.run_dir = run_dir
         self.num_steps = num_steps
+        self.step_width = max(9, len(f"{num_steps}/{num_steps}"))
         self.header_shown = False
         self.step_ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
         self.trackers: dict[str, subprocess.Popen] = {}
@@ -2485,14 +2486,14 @@ class Logger:
             file.write(json.dumps(metrics, default=str) + "\n")
         if not self.header_shown:
             headings = [heading.rjust(self.WIDTH) for heading, _, _ in self.COLUMNS]
-            self.say(" ".join(["step".rjust(9), *headings, "left".rjust(8)]))
+            self.say(" ".join(["step".rjust(self.step_width), *headings, "left".rjust(8)]))
             self.header_shown = True
         self.say(self._line(metrics))
 
     def _line(self, metrics: dict[str, Any]) -> str:
         """A step in at most 120 columns."""
         step = metrics["training_step"]
-        cells = [f"{step}/{self.num_steps}".rjust(9)]
+        cells = [f"{step}/{self.num_steps}".rjust(self.step_width)]
         for heading, name, form in self.COLUMNS:
             cells.append(cell(metrics.get(name), form, max(self.WIDTH, len(heading))))
         cells.append(self._time_left(step).rjust(8))

@@ -21,15 +21,17 @@ def check(batch: Any, when: str, args: Any, world: utils.World) -> None:
     float32 that is 0.2 %: each of SmolLM2's 210 adapters is worth 0.7 % or more. In bfloat16 it is 30 %: rounding is
     7 %, and more for less than 8 tokens.
     """
-    limit = 0.002 if args.model_dtype == "float32" else 0.3
-    least_tokens = 1 if args.model_dtype == "float32" else 8
+    is_float32 = args.model_dtype == "float32"
+    limit = 0.002 if is_float32 else 0.3
+    least_tokens = 1 if is_float32 else 8
     mask = batch.response_mask  # (B, T)
-    gaps = torch.where(mask, (batch.old_logprobs - batch.vllm_logprobs).abs(), 0.0)  # (B, T)
-    engine_gaps = gaps.sum(1) / mask.sum(1).clamp(min=least_tokens)  # (B,)
+    gaps = (batch.old_logprobs - batch.vllm_logprobs).abs()  # (B, T)
+    lengths = mask.sum(1).clamp(min=least_tokens)  # (B,)
+    engine_gaps = torch.where(mask, gaps, 0.0).sum(1) / lengths  # (B,)
     worst = float(engine_gaps.max().nan_to_num(math.inf))
     (worst,) = utils.all_reduce([worst], world, dist.ReduceOp.MAX)
-    moved = float((batch.old_logprobs - batch.ref_logprobs)[mask].abs().sum())
-    moved, tokens = utils.all_reduce([moved, len(batch.places)], world)
+    effects = (batch.old_logprobs - batch.ref_logprobs)[mask].abs()  # (n,)
+    moved, tokens = utils.all_reduce([float(effects.sum()), len(batch.places)], world)
     if not worst <= limit * moved / tokens:
         raise utils.GapError(
             f"{when}: learner and engine are apart by {worst * tokens / moved:.2%} of what adapters do to logprobs, "

@@ -69,7 +69,8 @@ def record_step(step: Any, packing: str, policy: Any, args: utils.Flags, world: 
         row = rollout_row(r, step.number) | columns.get((r.position, r.sample), {})
         traces.append(Trace(r.position, r.sample, json.dumps(row, default=str) + "\n"))
     positions = [group[0].position for group in step.groups]
-    parts = utils.all_gather(Part(traces, positions, names_of(step.packs)), world)
+    packs = [names_of(mini_batch) for mini_batch in step.packs]
+    parts = utils.all_gather(Part(traces, positions, packs), world)
     description: Row = {}
     if dumping:
         learners = [part.packs for part in parts[:: args.sequence_parallel_size]]
@@ -100,12 +101,9 @@ def learner_columns(mini_batches: Sequence[Sequence[Any]], dumping: bool) -> dic
     return columns
 
 
-def names_of(mini_batches: Sequence[Sequence[Sequence[Group]]]) -> list[list[list[list[Name]]]]:
-    """The packs of each mini-batch with names in place of rollouts."""
-    out = []
-    for packs in mini_batches:
-        out.append([[[(r.position, r.sample) for r in piece] for piece in pack] for pack in packs])
-    return out
+def names_of(packs: Sequence[Sequence[Group]]) -> list[list[list[Name]]]:
+    """Packs with names in place of rollouts."""
+    return [[[(r.position, r.sample) for r in piece] for piece in pack] for pack in packs]
 
 
 def rollout_row(r: Rollout, step: int) -> Row:

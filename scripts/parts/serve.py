@@ -9,6 +9,7 @@ process that owns the servers: scripts/serve.py starts it by hand.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -204,18 +205,21 @@ def server_command(options: argparse.Namespace) -> list[str]:
 def start(options: argparse.Namespace, key: str, directory: str, servers: list[Server]) -> None:
     """Start the servers, each in a process group of its own, with `directory` for their temporary files."""
     command = server_command(options)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
-    env = DEFAULTS | env | {"VLLM_API_KEY": key, "TMPDIR": directory, "VLLM_RPC_BASE_PATH": directory}
+    env = DEFAULTS | {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
+    env["VLLM_API_KEY"] = key
+    env["TMPDIR"] = directory
+    env["VLLM_RPC_BASE_PATH"] = directory
     for i, devices in enumerate(server_devices(options.num_engines, options.devices_in_use)):
         port = free_port(options.port + i if options.port else 0)
+        env["CUDA_VISIBLE_DEVICES"] = devices
         log = options.log_dir / f"{options.name}_{i}.log" if options.log_dir else None
-        with (log or Path(os.devnull)).open("w") as out:
+        with log.open("w") if log else contextlib.nullcontext(sys.stderr) as out:
             process = subprocess.Popen(
                 [*command, "--port", str(port)],
                 stdin=subprocess.DEVNULL,
-                stdout=out if log else sys.stderr,
+                stdout=out,
                 stderr=subprocess.STDOUT,
-                env=env | {"CUDA_VISIBLE_DEVICES": devices},
+                env=env,
                 start_new_session=True,  # to end all its processes at once
             )
         servers.append(Server(f"http://127.0.0.1:{port}/v1", log, process))
