@@ -659,9 +659,6 @@ class Engine:
             self.time.sleep(self.clocks.load * size)
         self.versions = [*self.versions[-64:], (self.steps, version)]
 
-    def close(self) -> None:
-        pass
-
 
 class Play:
     """A run of `args.steps` steps; `rows` has each step's metrics under their names in metrics.jsonl."""
