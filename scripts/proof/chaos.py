@@ -4,22 +4,23 @@
     python scripts/proof/chaos.py kill_engine sigterm --script grpo_fast.py --out DIR --seed 2
 
 kill_learner, kill_engine, kill_launcher   kill -9 while the engine decodes, between two backwards, while a checkpoint
-                  is half written and when the first prompt of an epoch is drawn, one after the other in one run, at
-                  steps that --seed draws; after each nothing is left running, and --resume goes on
-sigterm           to the launcher, then to the learner under torchrun: a checkpoint and exit status 0; --resume goes on
-drop_request      an engine swallows a response: the run ends within --stall_timeout_s and names it; --resume goes on
-delay_reward      a verifier that is slow changes nothing; one that misses its deadline costs that sample alone
-corrupt_weights   noise in a weight broadcast: the logprob gap ends the run before the next checkpoint; --resume goes on
+                  is half written, and when the first prompt of an epoch is drawn: one after the other in one run, at
+                  steps that --seed draws. After each kill nothing is left running, and --resume works
+sigterm           to the launcher, then to the learner under torchrun: a checkpoint and exit status 0; --resume works
+drop_request      an engine swallows a response: the run ends within --stall_timeout_s and names it; --resume works
+delay_reward      a slow verifier changes nothing; one that misses its deadline costs that sample alone
+corrupt_weights   noise in a weight broadcast: the logprob gap ends the run before the next checkpoint; --resume works
 full_disk         a checkpoint that does not fit is a warning; the run completes
 wedge_wandb       wandb's service process is stopped for good: the run completes, metrics.jsonl is whole
 
-"goes on" means: final weights and all metrics but times are bit-equal to those of a run nobody touched. A drill also
-counts: every step is logged once, every rollout was trained or filtered once, no process and no *.tmp is left. The exit
-status is 1 if a drill ends otherwise than promised. Nothing in the product knows of this script: faults inside its
+"--resume works" means: final weights and all metrics but times are bit-equal to those of an undisturbed run. A drill
+also counts: every step is logged once, every rollout was trained or filtered once, no process and no *.tmp is left. The
+exit status is 1 if a drill ends otherwise than promised. Nothing in the product knows this script: faults inside its
 processes come from a sitecustomize.py on their PYTHONPATH. Needs Linux (/proc).
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -36,11 +37,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
-SETTINGS = (("grpo.py", None), ("grpo_fast.py", 0), ("grpo_fast.py", 1))  # script, async_steps
-SYNC, FAST0, FAST1 = SETTINGS
-STEPS, PROMPTS, SAMPLES, ROWS = 8, 8, 8, 20  # 20 rows: an epoch ends within step 3, after step 5, within step 8
+SYNC = ("grpo.py", None)  # script, async_steps
+FAST0 = ("grpo_fast.py", 0)
+FAST1 = ("grpo_fast.py", 1)
+SETTINGS = (SYNC, FAST0, FAST1)
+STEPS = 8
+PROMPTS = 8
+SAMPLES = 8
+ROWS = 20  # an epoch ends within step 3, after step 5, within step 8
 FLAGS = f"""--total_episodes {STEPS * PROMPTS * SAMPLES} --num_unique_prompts_rollout {PROMPTS} --seed 3
     --num_samples_per_prompt_rollout {SAMPLES} --model_dtype float32 --response_length 6 --max_prompt_token_length 48
     --pack_length 128 --temperature 1.0 --learning_rate 3e-3 --beta 0 --per_device_train_batch_size 8
@@ -210,7 +217,7 @@ def promise(kept: bool, text: str) -> None:
 
 @dataclass
 class Lab:
-    """Where all drills take place, and what runs that nobody touched gave."""
+    """Where all drills take place, and the undisturbed runs that they are compared with."""
 
     directory: Path
     backend: str
@@ -219,42 +226,58 @@ class Lab:
     unbroken: dict[tuple, "Run"] = field(default_factory=dict)
 
 
+def title_of(setting: tuple) -> str:
+    script, async_steps = setting
+    return script if async_steps is None else f"{script}, {async_steps}"
+
+
 class Run:
-    """A run of the product, started as often as it takes: again with --resume, or --overwrite where there is no
+    """A run of the product, started as often as needed: again with --resume, or with --overwrite where there is no
     checkpoint yet."""
 
     def __init__(self, lab: Lab, name: str, setting: tuple, flags: str = "", **env: str):
-        self.lab, self.setting, self.flags, self.env = lab, setting, flags, env
-        self.directory = lab.directory / f"{name}_{setting[0][:-3]}_{setting[1] or 0}"
+        self.lab = lab
+        self.setting = setting
+        self.flags = flags
+        self.env = env
+        script, async_steps = setting
+        self.directory = lab.directory / f"{name}_{script[:-3]}_{async_steps or 0}"
         self.directory.mkdir(parents=True)
-        self.path, self.checkpoints = self.directory / "it", self.directory / "it" / "checkpoints"
-        self.starts = self.anew = 0
+        self.path = self.directory / "it"
+        self.checkpoints = self.path / "checkpoints"
+        self.starts = 0
+        self.anew = 0  # starts after the first one that found no checkpoint
         self.twin = lab.unbroken.get(setting)  # whose bits it should end with
 
     def start(self, chaos: str = "", torchrun: bool = False) -> None:
         """Start it, or go on with it. chaos: what:when of SITECUSTOMIZE."""
         self.starts += 1
-        self.log, self.marker = self.directory / f"log_{self.starts}", self.directory / f"marker_{self.starts}"
-        script, async_steps = self.setting
-        line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"] if torchrun else []
-        line += [script, "--exp_name", "it", "--output_dir", str(self.directory), *FLAGS.split(), *self.flags.split()]
-        line += ["--model_name_or_path", str(self.lab.directory / "model"), "--rollout_backend", self.lab.backend]
-        line += ["--dataset_mixer_list", str(self.lab.directory / "train.jsonl"), "1.0"]
-        line += [] if async_steps is None else ["--async_steps", str(async_steps)]
-        if self.starts > 1:  # before its first checkpoint a run can only start anew
-            saved = any(self.checkpoints.glob("step_?"))
-            line.append("--resume" if saved else "--overwrite")
-            self.anew += not saved
+        self.log = self.directory / f"log_{self.starts}"
+        self.marker = self.directory / f"marker_{self.starts}"
         self.name = f"{self.directory}:{self.starts}"  # in the environment of all its processes
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CHAOS_RUN": self.name} | self.env
         if chaos:
             hooks = [str(self.lab.directory / "hooks"), os.environ.get("PYTHONPATH", "")]
-            env |= {
-                "CHAOS": chaos,
-                "CHAOS_MARKER": str(self.marker),
-                "PYTHONPATH": os.pathsep.join(filter(None, hooks)),
-            }
-        self.begin(line, env)
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, hooks))
+            env["CHAOS"] = chaos
+            env["CHAOS_MARKER"] = str(self.marker)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"] if torchrun else []
+        self.begin([*launcher, *self.command()], env)
+
+    def command(self) -> list[str]:
+        """The script and its flags for the next start."""
+        script, async_steps = self.setting
+        directory = self.lab.directory
+        command = [script, "--exp_name", "it", "--output_dir", str(self.directory), *FLAGS.split(), *self.flags.split()]
+        command += ["--model_name_or_path", str(directory / "model"), "--rollout_backend", self.lab.backend]
+        command += ["--dataset_mixer_list", str(directory / "train.jsonl"), "1.0"]
+        if async_steps is not None:
+            command += ["--async_steps", str(async_steps)]
+        if self.starts > 1:  # before its first checkpoint a run can only start anew
+            saved = any(self.checkpoints.glob("step_?"))
+            command.append("--resume" if saved else "--overwrite")
+            self.anew += not saved
+        return command
 
     def begin(self, line: list[str], env: dict[str, str]) -> None:
         """`python *line`."""
@@ -278,9 +301,11 @@ class Run:
         except subprocess.TimeoutExpired:
             raise Broken(f"has not ended after {TIMEOUT_S:.0f} s: {self.last_words()}") from None
         deadline = time.monotonic() + GONE_S
-        while left := self.processes():
+        left = self.processes()
+        while left:
             promise(time.monotonic() < deadline, f"left running: {left}")
             time.sleep(0.02)
+            left = self.processes()
         return status
 
     def complete(self, chaos: str = "") -> None:
@@ -291,14 +316,7 @@ class Run:
 
     def processes(self) -> dict[int, str]:
         """Its processes in whatever session, with their command lines: those with its name in their environment."""
-        found = {}
-        for directory in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"CHAOS_RUN={self.name}\0".encode() in (directory / "environ").read_bytes():
-                    found[int(directory.name)] = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # gone meanwhile, or somebody else's
-                continue
-        return found
+        return processes_with(f"CHAOS_RUN={self.name}\0")
 
     def rank(self, number: int) -> int:
         """The pid of a rank: 0 is the learner, 1 the engine."""
@@ -310,10 +328,11 @@ class Run:
 
     def victim(self, who: str) -> int:
         """The pid of the launcher, learner or engine."""
-        alone = (
-            self.setting == SYNC and "torch.distributed" not in Path(f"/proc/{self.process.pid}/cmdline").read_text()
-        )
-        return self.process.pid if who == "launcher" or alone else self.rank(("learner", "engine").index(who))
+        command = Path(f"/proc/{self.process.pid}/cmdline").read_text()
+        one_process = self.setting == SYNC and "torch.distributed" not in command
+        if who == "launcher" or one_process:
+            return self.process.pid
+        return self.rank(("learner", "engine").index(who))
 
     def proceed(self) -> None:
         """End the pause of SITECUSTOMIZE."""
@@ -335,101 +354,153 @@ class Run:
         return hashlib.sha256((self.path / "model" / "model.safetensors").read_bytes()).hexdigest()
 
     def difference(self, other: "Run") -> str:
-        """What is not equal to another run's: weights or the first metric; "" if all is."""
+        """What differs from another run: weights or the first metric; empty if nothing does."""
         if self.weights() != other.weights():
             return f"weights {self.weights()[:12]}, not {other.weights()[:12]}"
-        for mine, theirs in zip(self.metrics(), other.metrics(), strict=False):  # see account
-            for name in sorted(mine.keys() | theirs.keys()):
-                if mine.get(name) != theirs.get(name) and not TIMED.search(name):
-                    return f"step {mine['training_step']}: {name} {mine.get(name)}, not {theirs.get(name)}"
+        for row, other_row in zip(self.metrics(), other.metrics(), strict=False):  # account counts the steps
+            for name in sorted(row.keys() | other_row.keys()):
+                value = row.get(name)
+                expected = other_row.get(name)
+                if value != expected and not TIMED.search(name):
+                    return f"step {row['training_step']}: {name} {value}, not {expected}"
         return ""
 
     def account(self) -> str:
-        """Count what a run that is complete has left, in words. Raises Broken."""
+        """Count what a complete run has left, in words. Raises Broken."""
         rows = self.metrics()
         steps = [row["training_step"] for row in rows]
         promise(steps == list(range(1, STEPS + 1)), f"steps logged: {steps}")
-        lines = (self.path / "rollouts.jsonl").read_text().splitlines()
-        names = sorted((row["position"], row["sample"]) for row in map(json.loads, lines))
-        want = [(p, s) for p in range(STEPS * PROMPTS) for s in range(SAMPLES)]
-        promise(names == want, f"{len(names)} rollouts logged, {len(set(names))} different ones, not {len(want)}")
+        rollouts = [json.loads(line) for line in (self.path / "rollouts.jsonl").read_text().splitlines()]
+        names = sorted((r["position"], r["sample"]) for r in rollouts)
+        expected = [(position, sample) for position in range(STEPS * PROMPTS) for sample in range(SAMPLES)]
+        promise(
+            names == expected, f"{len(names)} rollouts logged, {len(set(names))} different ones, not {len(expected)}"
+        )
         words = f"{STEPS} steps, {len(names)} rollouts"
         if self.setting != SYNC:
-            kinds = ("started", "trained", "filtered", "in_flight")
-            for row in rows:
-                started, trained, filtered, in_flight = (row[f"batch/groups_{kind}"] for kind in kinds)
-                promise(started == trained + filtered + in_flight, f"groups lost at step {row['training_step']}")
-            promise(started == STEPS * PROMPTS and in_flight == 0, f"{started:.0f} groups, {in_flight:.0f} in flight")
-            words += f", {started:.0f} groups = {trained:.0f} + {filtered:.0f} + {in_flight:.0f}"
+            words += f", {account_of_groups(rows)}"
         leftovers = [str(path.relative_to(self.path)) for path in self.path.rglob("*.tmp")]
         promise(not leftovers, f"left behind: {leftovers}")
         return words
 
 
+def account_of_groups(rows: list[dict]) -> str:
+    """Count the groups in the metrics of grpo_fast.py, in words. Raises Broken."""
+    for row in rows:
+        started = row["batch/groups_started"]
+        trained = row["batch/groups_trained"]
+        filtered = row["batch/groups_filtered"]
+        in_flight = row["batch/groups_in_flight"]
+        promise(started == trained + filtered + in_flight, f"groups lost at step {row['training_step']}")
+    promise(started == STEPS * PROMPTS and in_flight == 0, f"{started:.0f} groups, {in_flight:.0f} in flight")
+    return f"{started:.0f} groups = {trained:.0f} + {filtered:.0f} + {in_flight:.0f}"
+
+
+def processes_with(mark: str) -> dict[int, str]:
+    """Command lines of all processes that have some text in their environment, by pid."""
+    command_lines = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (directory / "environ").read_bytes():
+                line = (directory / "cmdline").read_bytes()
+                command_lines[int(directory.name)] = line.replace(b"\0", b" ").decode()
+        except OSError:  # gone meanwhile, or somebody else's
+            continue
+    return command_lines
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Drills: each breaks a run, has it completed and returns the run, what was done and how the first attempts ended
+# Drills: each breaks a run and has it completed
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def kill(who: str, lab: Lab, setting: tuple) -> tuple[Run, str, str]:
+class Drilled(NamedTuple):
+    run: Run
+    done: str  # to it
+    ended: str  # how its first attempts ended
+
+
+def pause_at(run: Run, step: int) -> None:
+    """Start a run that pauses in the update of a step, and wait for the pause."""
+    run.start(f"update:{step}")
+    run.until(run.marker.exists, f"update {step}")
+
+
+def kill(who: str, lab: Lab, setting: tuple) -> Drilled:
     rng = random.Random(f"{lab.seed} {who} {setting[0]}")  # of both async_steps: they share the moments out
-    moments, n = rng.sample(MOMENTS, len(MOMENTS)), lab.kills
-    mine = {SYNC: range(n), FAST0: range((n + 1) // 2), FAST1: range(n // 2, n)}[setting]
-    whats = [moments[i % len(MOMENTS)] for i in mine]
-    whats.sort(key=lambda what: what != "epoch")  # first: later it may have been drawn before the kill
-    whens = sorted(rng.choices(range(2, STEPS - 1), k=len(whats)))
-    run, done = Run(lab, f"kill_{who}", setting), []
-    for what, step in zip(whats, whens, strict=True):
-        run.start(f"{what}:{PROMPTS * (step - 1) if what == 'epoch' else step}")
-
-        def half_written(step: int = step) -> bool:
-            return any(int(path.stem[5:]) >= step for path in run.checkpoints.glob("step_*.tmp"))
-
-        run.until(half_written if what == "checkpoint" else run.marker.exists, f"{what} {step}")
-        os.kill(run.victim(who), signal.SIGKILL)
-        rows = run.rows()
-        run.proceed()
-        promise(run.end() != 0, "status 0 after kill -9")
-        if setting != SYNC and who != "launcher":
-            words = f"{who} 0 (pid"
-            promise(words in run.log.read_text() and "SIGKILL" in run.log.read_text(), f"no word of {words}")
-        done.append(f"{what} (after step {rows})")
+    moments = rng.sample(MOMENTS, len(MOMENTS))
+    n = lab.kills
+    numbers = {SYNC: range(n), FAST0: range((n + 1) // 2), FAST1: range(n // 2, n)}[setting]
+    chosen = [moments[i % len(MOMENTS)] for i in numbers]
+    chosen.sort(key=lambda moment: moment != "epoch")  # first: later it may have been drawn before the kill
+    steps = sorted(rng.choices(range(2, STEPS - 1), k=len(chosen)))
+    run = Run(lab, f"kill_{who}", setting)
+    done = [kill_once(run, who, moment, step) for moment, step in zip(chosen, steps, strict=True)]
     run.complete()
     anew = f", started anew x {run.anew}: no checkpoint yet" if run.anew else ""
-    return run, f"kill -9 in {', '.join(done)}", f"resumed x {len(done) - run.anew}{anew}"
+    return Drilled(run, f"kill -9 in {', '.join(done)}", f"resumed x {len(done) - run.anew}{anew}")
 
 
-def sigterm(lab: Lab, setting: tuple) -> tuple[Run, str, str]:
-    rng, run, done = random.Random(f"{lab.seed} sigterm {setting}"), Run(lab, "sigterm", setting), []
+def kill_once(run: Run, who: str, moment: str, step: int) -> str:
+    """Start a run and kill it at a moment of a step; what was done, in words."""
+    when = PROMPTS * (step - 1) if moment == "epoch" else step
+    run.start(f"{moment}:{when}")
+    if moment == "checkpoint":
+        run.until(partial(is_half_written, run, step), f"{moment} {step}")
+    else:
+        run.until(run.marker.exists, f"{moment} {step}")
+    os.kill(run.victim(who), signal.SIGKILL)
+    rows = run.rows()
+    run.proceed()
+    promise(run.end() != 0, "status 0 after kill -9")
+    if run.setting != SYNC and who != "launcher":
+        words = f"{who} 0 (pid"
+        log = run.log.read_text()
+        promise(words in log and "SIGKILL" in log, f"no word of {words}")
+    return f"{moment} (after step {rows})"
+
+
+def is_half_written(run: Run, step: int) -> bool:
+    """Whether a checkpoint of that step, or of a later one, is being written."""
+    return any(int(path.stem[5:]) >= step for path in run.checkpoints.glob("step_*.tmp"))
+
+
+def sigterm(lab: Lab, setting: tuple) -> Drilled:
+    rng = random.Random(f"{lab.seed} sigterm {setting}")
+    run = Run(lab, "sigterm", setting)
+    done = []
     for who, step in (("launcher", rng.randint(2, 3)), ("learner", rng.randint(5, 6))):
         run.start(f"update:{step}", torchrun=setting == SYNC and who == "learner")
         run.until(run.marker.exists, f"update {step}")
         os.kill(run.victim(who), signal.SIGTERM)
         run.proceed()
-        status, rows = run.end(), run.rows()
+        status = run.end()
+        rows = run.rows()
         promise(status == 0, f"status {status} after SIGTERM to the {who}: {run.last_words()}")
         promise(f"SIGTERM: stopped after step {rows}; --resume" in run.log.read_text(), "no word about SIGTERM")
         latest = (run.checkpoints / "latest").read_text()
         promise(latest == f"step_{rows}", f"{rows} steps, but the newest checkpoint is {latest}")
         done.append(f"{who} (step {rows})")
     run.complete()
-    return run, f"SIGTERM to the {', '.join(done)}", "exit 0 with a checkpoint, resumed x 2"
+    return Drilled(run, f"SIGTERM to the {', '.join(done)}", "exit 0 with a checkpoint, resumed x 2")
 
 
-def drop_request(lab: Lab, setting: tuple) -> tuple[Run, str, str]:
+def drop_request(lab: Lab, setting: tuple) -> Drilled:
     version = random.Random(f"{lab.seed} drop {setting}").randint(3, 5)
     run = Run(lab, "drop_request", setting, f"--stall_timeout_s {STALL_S}")
     run.start(f"drop_request:{version}")
-    status, name = run.end(), run.marker.read_text()
+    status = run.end()
+    name = run.marker.read_text()
     stalled = re.search(r"stalled: nothing moved for (\d+) s\. Outstanding: (.*)", run.log.read_text())
     promise(status != 0 and stalled is not None, f"status {status}, no stall: {run.last_words()}")
-    promise(f"{name} (engine 0)" in stalled[2], f"{name} is not among {stalled[2]}")
+    seconds, outstanding = stalled.groups()
+    promise(f"{name} (engine 0)" in outstanding, f"{name} is not among {outstanding}")
     run.complete()
-    ended = f"status {status} after {stalled[1]} s: 'Outstanding: {stalled[2][:40]}', resumed"
-    return run, f"the engine swallows response {name} (version {version})", ended
+    done = f"the engine swallows response {name} (version {version})"
+    return Drilled(run, done, f"status {status} after {seconds} s: 'Outstanding: {outstanding[:40]}', resumed")
 
 
-def delay_reward(seconds: float, lab: Lab, setting: tuple) -> tuple[Run, str, str]:
+def delay_reward(seconds: float, lab: Lab, setting: tuple) -> Drilled:
     late = seconds > 10.0  # the deadline of a worker's job
     flags = f"--reward_file {lab.directory / 'reward_file.py'} --remap_verifier gsm8k=slow"
     run = Run(lab, f"delay_reward_{seconds:g}", setting, flags, DELAY=str(seconds))
@@ -439,51 +510,55 @@ def delay_reward(seconds: float, lab: Lab, setting: tuple) -> tuple[Run, str, st
         run.twin = Run(lab, "delay_reward_0", setting, flags, DELAY="0")
         run.twin.complete()
     run.complete()
-    missing, timeouts = (
-        sum(row.get(name) or 0 for row in run.metrics()) for name in ("batch/missing_rewards", "reward/slow_timeout")
-    )
+    missing = sum(row["batch/missing_rewards"] for row in run.metrics())
+    timeouts = sum(row.get("reward/slow_timeout") or 0 for row in run.metrics())
     promise(missing == (1 if late else 0), f"{missing} missing rewards")
     promise((timeouts > 0) == late, f"reward/slow_timeout {timeouts}")
     done = f"{'one score takes' if late else 'a score in 40 takes'} {seconds:g} s; the deadline is 10 s"
-    return run, done, f"completed, {missing:.0f} missing"
+    return Drilled(run, done, f"completed, {missing:.0f} missing")
 
 
-def corrupt_weights(lab: Lab, setting: tuple) -> tuple[Run, str, str]:
+def corrupt_weights(lab: Lab, setting: tuple) -> Drilled:
     # with async_steps fresh responses are looked at every --local_eval_every steps
-    version = random.Random(f"{lab.seed} corrupt {setting}").choice([2, 4] if setting == FAST1 else [2, 3, 4, 5])
+    versions = [2, 4] if setting == FAST1 else [2, 3, 4, 5]
+    version = random.Random(f"{lab.seed} corrupt {setting}").choice(versions)
     run = Run(lab, "corrupt_weights", setting)
     run.start(f"corrupt_weights:{version}")
-    status, text = run.end(), run.log.read_text()
-    found = re.search(r"GapError: (.*): mean \|learner - engine\| logprob (\S+)", text)
-    promise(status != 0 and run.marker.exists() and found is not None, f"status {status}, no gap: {run.last_words()}")
+    status = run.end()
+    gap = re.search(r"GapError: (.*): mean \|learner - engine\| logprob (\S+)", run.log.read_text())
+    broken = status != 0 and run.marker.exists()
+    promise(broken and gap is not None, f"status {status}, no gap: {run.last_words()}")
     run.complete()
-    return run, f"noise in the broadcast of version {version}", f"status {status}: {found[1]}: gap {found[2]}; resumed"
+    ended = f"status {status}: {gap[1]}: gap {gap[2]}; resumed"
+    return Drilled(run, f"noise in the broadcast of version {version}", ended)
 
 
-def full_disk(lab: Lab, setting: tuple) -> tuple[Run, str, str]:
+def full_disk(lab: Lab, setting: tuple) -> Drilled:
     """A limit on the size of files stands for the full disk: the model fits, a checkpoint's state does not."""
     size = 2 * (lab.directory / "model" / "model.safetensors").stat().st_size
     run = Run(lab, "full_disk", setting)
-    run.start("update:4")
-    run.until(run.marker.exists, "update 4")
-    rows, latest = run.rows(), run.checkpoints / "latest"
-    before, after = ([f"step_{s}" for s in range(2, STEPS + 1, 2) if (s > rows) == late] for late in (False, True))
+    pause_at(run, 4)
+    rows = run.rows()
+    steps = range(2, STEPS + 1, 2)
+    before = [f"step_{step}" for step in steps if step <= rows]
+    after = [f"step_{step}" for step in steps if step > rows]
+    latest = run.checkpoints / "latest"
     run.until(lambda: latest.exists() and latest.read_text() == before[-1], before[-1])
     resource.prlimit(run.victim("learner"), resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     run.proceed()
-    status, warned = run.end(), re.findall(r"WARNING: checkpoint (\S+) was not written", run.log.read_text())
+    status = run.end()
+    warned = re.findall(r"WARNING: checkpoint (\S+) was not written", run.log.read_text())
     promise(status == 0, f"status {status}: {run.last_words()}")
     promise(warned == after, f"warnings about {warned}, not {after}")
     left = sorted(path.name for path in run.checkpoints.iterdir())
     promise(left == ["latest", *before], f"checkpoints left: {left}")
     done = f"no file above {size / 1e6:.1f} MB from step {rows + 1} on"
-    return run, done, f"completed, {len(warned)} warnings, {before[-1]} stays"
+    return Drilled(run, done, f"completed, {len(warned)} warnings, {before[-1]} stays")
 
 
-def wedge_wandb(lab: Lab, setting: tuple) -> tuple[Run, str, str]:
+def wedge_wandb(lab: Lab, setting: tuple) -> Drilled:
     run = Run(lab, "wedge_wandb", setting, "--with_tracking", WANDB_MODE="offline", WANDB_SILENT="true")
-    run.start("update:3")
-    run.until(run.marker.exists, "update 3")
+    pause_at(run, 3)
     services = [pid for pid, line in run.processes().items() if "wandb-core" in line.split(" ")[0]]
     promise(len(services) == 1, f"wandb's processes: {run.processes()}")
     os.kill(services[0], signal.SIGSTOP)
@@ -497,7 +572,7 @@ def wedge_wandb(lab: Lab, setting: tuple) -> tuple[Run, str, str]:
     finally:
         os.kill(services[0], signal.SIGCONT)  # it sees that its client is gone, and ends
     run.end()
-    return run, "SIGSTOP to wandb-core in step 3", f"completed {seconds:.0f} s later"
+    return Drilled(run, "SIGSTOP to wandb-core in step 3", f"completed {seconds:.0f} s later")
 
 
 DRILLS: dict[str, list[tuple[Callable, tuple]]] = {  # and the settings of each
@@ -516,21 +591,24 @@ DRILLS: dict[str, list[tuple[Callable, tuple]]] = {  # and the settings of each
 def carry_out(lab: Lab, name: str, drill: Callable, setting: tuple) -> dict:
     """A row of the table."""
     start = time.monotonic()
-    row = {"drill": name, "script": setting[0] + ("" if setting[1] is None else f", {setting[1]}")}
+    row = {"drill": name, "script": title_of(setting)}
     row |= {"done": "", "ended": "", "weights": "", "equal": "", "accounting": "", "kept": False}
     try:
         run, row["done"], row["ended"] = drill(lab, setting)
         row["weights"] = run.weights()[:12]
         difference = run.difference(run.twin)
         row["equal"] = difference or "yes"
-        missing = sum(r["batch/missing_rewards"] for r in run.metrics())
+        missing = sum(metrics["batch/missing_rewards"] for metrics in run.metrics())
         promise(not difference or missing > 0, f"not the unbroken run's: {difference}")
         row["accounting"] = run.account()
         row["kept"] = True
-    except (Broken, OSError, ValueError, KeyError) as error:  # files that are not there or not whole are a result too
-        row["ended"] = f"BROKEN: {'' if isinstance(error, Broken) else type(error).__name__ + ' '}{error}"
+    except Broken as error:
+        row["ended"] = f"BROKEN: {error}"
+    except (OSError, ValueError, KeyError) as error:  # files that are not there or not whole are a result too
+        row["ended"] = f"BROKEN: {type(error).__name__} {error}"
     row["seconds"] = round(time.monotonic() - start)
-    print(f"{name} | {row['script']} | {row['done']} | {row['ended']} | {row['seconds']} s", flush=True)
+    columns = "drill script done ended seconds weights equal accounting".split()
+    print(" | ".join(str(row[column]) for column in columns), flush=True)
     return row
 
 
@@ -549,21 +627,6 @@ def prepare(directory: Path) -> None:
     (directory / "hooks" / "sitecustomize.py").write_text(SITECUSTOMIZE)
 
 
-def show(rows: list[dict]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_lines=True)
-    headings = {"script": "script, async_steps", "done": "what was done", "ended": "how it ended", "seconds": "s"}
-    headings |= {"equal": "equal to the unbroken run", "weights": "final weights"}
-    for name in ("drill", "script", "done", "ended", "seconds", "weights", "equal", "accounting"):
-        table.add_column(headings.get(name, name), justify="right" if name == "seconds" else "left")
-    for row in rows:
-        cells = [str(row[column]) for column in "drill script done ended seconds weights equal accounting".split()]
-        table.add_row(*cells, style=None if row["kept"] else "red")
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drills", nargs="*", metavar="DRILL", help=f"of {', '.join(DRILLS)}; none: all")
@@ -574,32 +637,35 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="drills at the same time")
     parser.add_argument("--rollout_backend", choices=("vllm", "transformers"), default="vllm")
     args = parser.parse_args()
-    if unknown := set(args.drills) - DRILLS.keys():
+    unknown = set(args.drills) - DRILLS.keys()
+    if unknown:
         parser.error(f"no drill {', '.join(sorted(unknown))}; known are {', '.join(DRILLS)}")
-    chosen = [
-        (name, drill, setting)
-        for name in args.drills or DRILLS
-        for drill, setting in DRILLS[name]
-        if args.script in (None, setting[0])
-    ]
+    chosen = []
+    for name in args.drills or DRILLS:
+        for drill, setting in DRILLS[name]:
+            if args.script in (None, setting[0]):
+                chosen.append((name, drill, setting))
     if not chosen:
         parser.error(f"{', '.join(args.drills)}: not a drill of {args.script}")
-    start, out = time.monotonic(), args.out or Path(tempfile.mkdtemp(prefix="chaos_"))
+    print(
+        "drill | script, async_steps | what was done | how it ended | s | weights | equal to the unbroken run | account"
+    )
+    start = time.monotonic()
+    out = args.out or Path(tempfile.mkdtemp(prefix="chaos_"))
     lab = Lab(out.resolve(), args.rollout_backend, args.seed, args.kills)
     prepare(lab.directory)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     pool = ThreadPoolExecutor(args.jobs)
     try:
-        lab.unbroken = {s: Run(lab, "unbroken", s) for s in SETTINGS if any(s == setting for *_, setting in chosen)}
+        settings = [setting for _, _, setting in chosen]
+        lab.unbroken = {s: Run(lab, "unbroken", s) for s in SETTINGS if s in settings}
         list(pool.map(Run.complete, lab.unbroken.values()))
         rows = list(pool.map(partial(carry_out, lab), *zip(*chosen, strict=True)))
     finally:
         end_all(lab)  # a drill that still runs breaks, and starts nothing more
         pool.shutdown(cancel_futures=True)
-    show(rows)
-    for (script, async_steps), run in lab.unbroken.items():
-        name = script + ("" if async_steps is None else f", {async_steps}")
-        print(f"unbroken {name}: weights {run.weights()[:12]}, {run.account()}")
+    for setting, run in lab.unbroken.items():
+        print(f"unbroken {title_of(setting)}: weights {run.weights()[:12]}, {run.account()}")
     kept = sum(row["kept"] for row in rows)
     print(f"{kept} of {len(rows)} drills ended as promised; {time.monotonic() - start:.0f} s; logs in {lab.directory}")
     (lab.directory / "table.json").write_text(json.dumps(rows, indent=1))
@@ -608,12 +674,9 @@ def main() -> int:
 
 def end_all(lab: Lab) -> None:
     """kill -9 for whatever of a broken drill still runs."""
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"CHAOS_RUN={lab.directory}/".encode() in (directory / "environ").read_bytes():
-                os.kill(int(directory.name), signal.SIGKILL)
-        except OSError:  # gone meanwhile, or somebody else's
-            continue
+    for pid in processes_with(f"CHAOS_RUN={lab.directory}/"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Checks on a real GPU of what was only compiled or simulated, one after the other, with a page of pass, fail, figures.
+"""Checks, on a real GPU, of what was only compiled or simulated, and a page of their results and figures.
 
     bash scripts/proof/gpu_hour.sh [--out DIR] [--tiny] [--only NAME ...]
 
-A check that passed is not made again; one that failed is. DIR has README.md (the page), a result and a log for each
-check, and the runs. Every check but kernels is a program of this repository in processes of its own, which end when
-this one is stopped. Models have random weights in the shapes of public ones (proof/memory.py), of as many layers as
+The checks run one after the other. One that passed is not made again; one that failed is. DIR gets README.md (the
+page), a result and a log for each check, and the runs. Each check is a program in processes of its own, which end when
+this one is stopped. The models have random weights in the shapes of public ones (proof/memory.py) and as many layers as
 fit, so responses have full length and nothing is learned.
 """
 
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +37,13 @@ import torch  # noqa: E402
 import grpo  # noqa: E402
 from scripts.data.make_tiny_model import make_tokenizer  # noqa: E402
 from scripts.parts import machine  # noqa: E402
+from scripts.parts.head import HeadLogprobs  # noqa: E402
 from scripts.parts.plan import ESTIMATED_BY  # noqa: E402
 from scripts.proof import memory, roofline  # noqa: E402
 
 GPUS = torch.cuda.device_count()
+DEVICE = "cuda" if GPUS else "cpu"
+STEPS = 6  # of a short run
 CHECK_S = 1200.0  # a check that takes longer has failed
 TINY = (64, 128, 2, 1, 1, True)  # as memory.SHAPES: hidden, MLP, layers, heads, key-value heads, tied head
 SHOWN = """learner_mfu time/total time/training time/weight_sync time/weight_sync_wire time/weight_sync_load
@@ -48,19 +54,19 @@ SHOWN = """learner_mfu time/total time/training time/weight_sync time/weight_syn
 
 @dataclass
 class Hour:
-    """The session: where things go, and what was asked for."""
+    """The session: where results go, and what was asked for."""
 
     out: Path
     tiny: bool
     child: Any = None  # the process of the check under way
 
-    def run(self, name: str, command: list[str], **env: str) -> tuple[int, str]:
+    def run(self, name: str, command: list[str]) -> tuple[int, str]:
         """Exit status and output of a command, also in DIR/NAME.log."""
         log = self.out / f"{name}.log"
         with log.open("w") as file:
             print("+", *command, file=file, flush=True)
             self.child = subprocess.Popen(
-                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | env
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
                 status = self.child.wait(CHECK_S)
@@ -81,6 +87,11 @@ class Hour:
                 self.child.wait()
         self.child = None
 
+    def result(self, name: str) -> dict[str, Any] | None:
+        """What a check came to, if it was made."""
+        file = self.out / f"{name}.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
 
 @dataclass
 class Found:
@@ -97,40 +108,41 @@ class Found:
 
 
 def model(hour: Hour, shape: str, layers: int) -> Path:
-    """A model of random weights, made once; its tokenizer knows 512 of its tokens."""
+    """A model of random weights, made once; its tokenizer knows 512 of its tokens. With --tiny it is a tiny one."""
+    if hour.tiny:
+        layers = TINY[2]
     out = hour.out / "models" / f"{shape}_{layers}_layers"
     if (out / "config.json").exists():
         return out
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     tokenizer = make_tokenizer(512)
-    config = memory.qwen(*(TINY if hour.tiny else memory.SHAPES[shape]))
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = memory.qwen(*(TINY if hour.tiny else memory.SHAPES[shape]))
     vocabulary = 2048 if hour.tiny else config.vocab_size
     config.update(ids | {"num_hidden_layers": layers, "vocab_size": vocabulary, "layer_types": None})
     config = type(config).from_dict(config.to_dict())
     torch.manual_seed(0)
-    with torch.device("cuda" if GPUS else "cpu"):
+    with torch.device(DEVICE):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.generation_config = GenerationConfig(**ids)
-    partial = out.with_name(f"{out.name}.part")
-    made.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    unfinished = out.with_name(f"{out.name}.part")
+    made.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
     del made
     torch.cuda.empty_cache()
-    partial.rename(out)
+    unfinished.rename(out)
     return out
 
 
 def rows(hour: Hour) -> Path:
     """Prompts of the length of GSM8K's."""
     path = hour.out / "rows.jsonl"
-    words = "how many apples are left if " * (2 if hour.tiny else 14)
-    made = [
-        {"messages": [{"role": "user", "content": f"{words}{i}?"}], "ground_truth": "7", "dataset": "gsm8k"}
-        for i in range(64)
-    ]
-    path.write_text("\n".join(map(json.dumps, made)) + "\n")
+    text = "how many apples are left if " * (2 if hour.tiny else 14)
+    with path.open("w") as file:
+        for i in range(64):
+            messages = [{"role": "user", "content": f"{text}{i}?"}]
+            print(json.dumps({"messages": messages, "ground_truth": "7", "dataset": "gsm8k"}), file=file)
     return path
 
 
@@ -142,15 +154,16 @@ def flags_of(hour: Hour, name: str, path: Path) -> list[str]:
         --exp_name {name} --overwrite --num_unique_prompts_rollout {prompts} --num_samples_per_prompt_rollout {samples}
         --max_prompt_token_length {prompt} --response_length {response} --pack_length {pack} --temperature 1.0
         --learning_rate 1e-6 --beta 0 --no_load_ref_policy --no_filter_zero_std_samples --gradient_checkpointing
-        --total_episodes {prompts * samples * 6} --save_freq -1 --local_eval_every -1 --num_mini_batches 1"""
-    return text.split() + (["--rollout_backend", "transformers"] if hour.tiny else [])
+        --total_episodes {prompts * samples * STEPS} --save_freq -1 --local_eval_every -1 --num_mini_batches 1"""
+    if hour.tiny:
+        text += " --rollout_backend transformers"
+    return text.split()
 
 
-def roles(hour: Hour) -> list[str]:
-    """One learner and one engine, on GPUs of their own where there are two."""
-    return ["--async_steps", "1", "--inflight_updates"] + (
-        ["--single_gpu_mode", "--vllm_gpu_memory_utilization", "0.35"] if GPUS < 2 else []
-    )
+def learner_bytes(setup: memory.Setup, config: Any) -> float:
+    """scripts/proof/memory.py's estimate of a learner's most bytes."""
+    estimate = memory.memory_estimate(setup, config)
+    return sum(size for name, size in estimate.items() if not name.startswith("engine"))
 
 
 def layers_that_fit(shape: str) -> int:
@@ -160,34 +173,60 @@ def layers_that_fit(shape: str) -> int:
     config = memory.qwen(*memory.SHAPES[shape])
     for layers in range(config.num_hidden_layers, 1, -1):
         config.update({"num_hidden_layers": layers, "layer_types": None})
-        parts = memory.memory_estimate(setup, type(config).from_dict(config.to_dict()))
-        if sum(size for name, size in parts.items() if not name.startswith("engine")) < 0.5 * room:
+        if learner_bytes(setup, type(config).from_dict(config.to_dict())) < 0.5 * room:
             return layers
     return 1
 
 
-def train(hour: Hour, name: str, script: str, path: Path, *more: str) -> Found:
+def train(hour: Hour, name: str, script: str, path: Path, *flags: str) -> Found:
     """A short run: it ends well, every gradient is finite, learner and engine agree, no rollout is too old."""
-    flags = [*flags_of(hour, name, path), *more]
-    status, output = hour.run(name, [sys.executable, script, *flags])
+    command = [sys.executable, script, *flags_of(hour, name, path), *flags]
+    status, output = hour.run(name, command)
     file = hour.out / "runs" / name / "metrics.jsonl"
-    steps = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if status or len(steps) < 6:
+    steps = []
+    if file.exists():
+        steps = [json.loads(line) for line in file.read_text().splitlines()]
+    if status or len(steps) < STEPS:
         last = [line for line in output.splitlines() if line.strip()][-1:]
-        return Found(False, f"exit status {status} after {len(steps)} of 6 steps: {''.join(last)[:300]}")
+        return Found(False, f"exit status {status} after {len(steps)} of {STEPS} steps: {''.join(last)[:300]}")
+
     late = steps[2:]  # the first have compilation in them
-    figures = {key: sum(s[key] for s in late) / len(late) for key in SHOWN if all(key in s for s in late)}
-    ready = [line.split("ready after ")[1].split(" s")[0] for line in output.splitlines() if "ready after " in line]
-    figures |= {"ready after, s": float(ready[0])} if ready else {}
+    figures = {}
+    for key in SHOWN:
+        if all(key in step for step in late):
+            figures[key] = mean(step[key] for step in late)
+    ready = re.search(r"ready after (\S+) s", output)
+    if ready:
+        figures["ready after, s"] = float(ready[1])
+    gap = most(steps, "debug/vllm_vs_local_logprob_diff_mean")
+    faults = faults_of(steps, gap)
+    return Found(not faults, "; ".join(faults) or f"{STEPS} steps, gap at most {gap:.2g}", figures)
+
+
+def most(steps: list[dict[str, Any]], name: str) -> float:
+    """The largest value of a metric, 0 if no step has it."""
+    return max(step.get(name, 0.0) for step in steps)
+
+
+def faults_of(steps: list[dict[str, Any]], gap: float) -> list[str]:
+    """What is wrong in a run's metrics, in words."""
     faults = []
-    if any(s.get("optim/nonfinite_updates") or not math.isfinite(s.get("optim/grad_norm") or 0.0) for s in steps):
+    norms = [step.get("optim/grad_norm") or 0.0 for step in steps]
+    if any(step.get("optim/nonfinite_updates") for step in steps) or not all(map(math.isfinite, norms)):
         faults.append("a gradient was not finite")
-    gap = max(s.get("debug/vllm_vs_local_logprob_diff_mean", 0.0) for s in steps)
     if gap > 0.05:
         faults.append(f"the logprob gap is {gap:.3f}, more than 0.05")
-    if max(s.get("val/num_steps_off_policy", 0.0) for s in steps) > 1:
+    if most(steps, "val/num_steps_off_policy") > 1:
         faults.append("a rollout is older than async_steps")
-    return Found(not faults, "; ".join(faults) or f"6 steps, gap at most {gap:.2g}", figures)
+    return faults
+
+
+def train_fast(hour: Hour, name: str, path: Path, *flags: str) -> Found:
+    """A short run of grpo_fast.py with a learner and an engine, on GPUs of their own where there are two."""
+    roles = ["--async_steps", "1", "--inflight_updates"]
+    if GPUS < 2:
+        roles += ["--single_gpu_mode", "--vllm_gpu_memory_utilization", "0.35"]
+    return train(hour, name, "grpo_fast.py", path, *flags, *roles)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,127 +236,129 @@ def train(hour: Hour, name: str, script: str, path: Path, *more: str) -> Found:
 
 def check_machine(hour: Hour) -> Found:
     """scripts/doctor.py finds nothing that does not work; with --tiny it is asked for versions alone."""
-    command = [sys.executable, "scripts/doctor.py", *(["pins", "requirements-cpu.txt"] if hour.tiny else [])]
+    command = [sys.executable, "scripts/doctor.py"]
+    if hour.tiny:
+        command += ["pins", "requirements-cpu.txt"]
     status, output = hour.run("machine", command)
     failed = [line for line in output.splitlines() if "FAIL" in line]
-    device = torch.device("cuda" if GPUS else "cpu")
-    speed = utils.device_speed(device, torch.bfloat16 if GPUS else torch.float32)
-    figures = {"product, TFLOP/s": speed["flops_per_second"] / 1e12, "copy, GB/s": speed["bytes_per_second"] / 1e9}
+    speed = utils.device_speed(torch.device(DEVICE), torch.bfloat16 if GPUS else torch.float32)
+    figures = {"product, TFLOP/s": speed["flops_per_second"] / 1e12}
+    figures["copy, GB/s"] = speed["bytes_per_second"] / 1e9
     return Found(not status, "; ".join(failed)[:300] or "doctor.py finds nothing wrong", figures)
 
 
 def check_kernels(hour: Hour) -> Found:
     """Packs of shared prompts give the logprobs and gradients of one response a row, at each head size and dtype."""
-    status, output = hour.run(
-        "kernels", [sys.executable, "scripts/proof/gpu_hour.py", "--kernels", "--out", str(hour.out)]
-    )
-    lines = [line for line in output.splitlines() if line.startswith("head ")]
-    wrong = [line for line in lines if not line.endswith("ok")]
-    if status or not lines or wrong:
-        return Found(False, "; ".join(wrong)[:300] or output.strip()[-300:])
-    return Found(True, f"{len(lines)} cases", {line.split(":")[0]: line.split(": ")[1] for line in lines})
+    return compare(hour, "kernels")
 
 
 def check_head(hour: Hour) -> Found:
     """The compiled head gives the plain one's logprobs, entropies and gradients, and how much faster it is."""
-    status, output = hour.run("head", [sys.executable, "scripts/proof/gpu_hour.py", "--head", "--out", str(hour.out)])
+    return compare(hour, "head")
+
+
+def compare(hour: Hour, name: str) -> Found:
+    """A comparison of COMPARISONS in a process of its own, which prints a line for each case."""
+    command = [sys.executable, "scripts/proof/gpu_hour.py", "--compare", name, "--out", str(hour.out)]
+    status, output = hour.run(name, command)
     lines = [line for line in output.splitlines() if line.startswith("head ")]
-    wrong = [line for line in lines if not line.endswith("ok")]
+    wrong = "; ".join(line for line in lines if not line.endswith("ok"))
     if status or not lines or wrong:
-        return Found(False, "; ".join(wrong)[:300] or output.strip()[-300:])
-    return Found(True, f"{len(lines)} cases", {line.split(":")[0]: line.split(": ")[1] for line in lines})
+        return Found(False, wrong[:300] or output.strip()[-300:])
+    figures = dict(line.split(": ", 1) for line in lines)
+    return Found(True, f"{len(lines)} cases", figures)
 
 
 def check_cold_start(hour: Hour) -> Found:
     """grpo_fast.py, engine compiled, weights in flight, on a cache that is empty for this model."""
-    return train(
-        hour, "cold_start", "grpo_fast.py", model(hour, "Qwen2.5-0.5B", TINY[2] if hour.tiny else 24), *roles(hour)
-    )
+    return train_fast(hour, "cold_start", model(hour, "Qwen2.5-0.5B", 24))
 
 
 def check_warm_start(hour: Hour) -> Found:
     """The same again: the compile cache is warm now, which is where engines of other devices once crashed."""
-    return train(
-        hour, "warm_start", "grpo_fast.py", model(hour, "Qwen2.5-0.5B", TINY[2] if hour.tiny else 24), *roles(hour)
-    )
+    return train_fast(hour, "warm_start", model(hour, "Qwen2.5-0.5B", 24))
 
 
 def check_synchronous(hour: Hour) -> Found:
     """grpo.py: learner and engine on one GPU by turns."""
-    path = model(hour, "Qwen2.5-0.5B", TINY[2] if hour.tiny else 24)
+    path = model(hour, "Qwen2.5-0.5B", 24)
     return train(hour, "synchronous", "grpo.py", path, "--vllm_gpu_memory_utilization", "0.35")
 
 
 def check_sleep(hour: Hour) -> Found:
     """grpo.py with an engine that gives its cache back while the learner works: 0.8 of the GPU."""
-    if "vllm_sleep" not in grpo.Args.__dataclass_fields__ or not GPUS:
-        return Found(None, "no GPU" if not GPUS else "grpo.py has no --vllm_sleep")
+    if not GPUS:
+        return Found(None, "no GPU")
     path = model(hour, "Qwen2.5-0.5B", 24)
     return train(hour, "sleep", "grpo.py", path, "--vllm_sleep", "on", "--vllm_gpu_memory_utilization", "0.8")
 
 
 def check_mfu_7b(hour: Hour) -> Found:
     """An update at Qwen2.5-7B's shape, as many layers as fit: MFU at least 0.7 of what roofline.py says."""
-    layers = TINY[2] if hour.tiny else layers_that_fit("Qwen2.5-7B")
-    found = train(hour, "mfu_7b", "grpo_fast.py", model(hour, "Qwen2.5-7B", layers), *roles(hour))
+    layers = layers_of_7b(hour)
+    found = train_fast(hour, "mfu_7b", model(hour, "Qwen2.5-7B", layers))
     found.figures["layers"] = layers
-    return against_paper(hour, found, "Qwen2.5-7B")
+    return against_paper(found, "Qwen2.5-7B")
 
 
 def check_compiled_7b(hour: Hour) -> Found:
     """The same with --compile_layers, the MLPs alone recomputed: learner and engine agree, and an update is faster."""
-    layers = TINY[2] if hour.tiny else layers_that_fit("Qwen2.5-7B")
-    flags = ["--compile_layers", "--gradient_checkpointing_part", "mlp", *roles(hour)]
-    found = train(hour, "compiled_7b", "grpo_fast.py", model(hour, "Qwen2.5-7B", layers), *flags)
-    file = hour.out / "mfu_7b.json"
-    before = json.loads(file.read_text())["figures"].get("learner_mfu") if file.exists() else None
-    if before and "learner_mfu" in found.figures:
-        found.figures["faster than mfu_7b"] = found.figures["learner_mfu"] / before
-        if GPUS and found.passed and found.figures["learner_mfu"] < before:
-            found.passed, found.said = False, "slower than without the flags"
-    return against_paper(hour, found, "Qwen2.5-7B", compiled=True, recompute="mlp")
+    path = model(hour, "Qwen2.5-7B", layers_of_7b(hour))
+    flags = ["--compile_layers", "--gradient_checkpointing_part", "mlp"]
+    found = train_fast(hour, "compiled_7b", path, *flags)
+    plain = hour.result("mfu_7b") or {"figures": {}}
+    before = plain["figures"].get("learner_mfu")
+    now = found.figures.get("learner_mfu")
+    if before and now is not None:
+        found.figures["faster than mfu_7b"] = now / before
+        if GPUS and found.passed and now < before:
+            found.passed = False
+            found.said = "slower than without the flags"
+    return against_paper(found, "Qwen2.5-7B", compiled=True, recompute="mlp")
+
+
+def layers_of_7b(hour: Hour) -> int:
+    return TINY[2] if hour.tiny else layers_that_fit("Qwen2.5-7B")
 
 
 def check_mfu_05b(hour: Hour) -> Found:
     """The warm run's update at Qwen2.5-0.5B's shape: MFU at least 0.7 of what roofline.py says."""
-    file = hour.out / "warm_start.json"
-    if not file.exists():
+    before = hour.result("warm_start")
+    if before is None:
         return Found(False, "warm_start has no result")
-    before = json.loads(file.read_text())
     figures = {name: value for name, value in before["figures"].items() if name == "learner_mfu"}
-    return against_paper(hour, Found(before["passed"], "as warm_start measured it", figures), "Qwen2.5-0.5B")
+    return against_paper(Found(before["passed"], "as warm_start measured it", figures), "Qwen2.5-0.5B")
 
 
-def against_paper(hour: Hour, found: Found, shape: str, **way: Any) -> Found:
+def against_paper(found: Found, shape: str, **options: Any) -> Found:
     """Measured learner_mfu, which is of this GPU's own matrix product, beside the paper's share of such a product."""
-    kind = next((k for k in roofline.GPUS if GPUS and k in torch.cuda.get_device_name().lower()), None)
-    if not found.passed or kind is None or "learner_mfu" not in found.figures:
+    device = torch.cuda.get_device_name().lower() if GPUS else ""
+    kinds = [kind for kind in roofline.GPUS if kind in device]
+    measured = found.figures.get("learner_mfu")
+    if not found.passed or not kinds or measured is None:
         return found
-    how = roofline.Way(compiled_head=True, stage=0, **way)
-    share, _ = roofline.mfu(roofline.shape_of(shape), roofline.GPUS[kind], how, 1, 8192, 90, 512, 8)
+    way = roofline.Way(compiled_head=True, stage=0, **options)
+    share, _ = roofline.mfu(roofline.shape_of(shape), roofline.GPUS[kinds[0]], way, 1, 8192, 90, 512, 8)
     paper = share / roofline.EFFICIENCY["products"]
     found.figures["learner_mfu on paper"] = paper
-    if found.figures["learner_mfu"] < 0.7 * paper:
-        found.passed, found.said = False, f"MFU {found.figures['learner_mfu']:.2f}, on paper {paper:.2f}"
+    if measured < 0.7 * paper:
+        found.passed = False
+        found.said = f"MFU {measured:.2f}, on paper {paper:.2f}"
     return found
 
 
 def check_memory(hour: Hour) -> Found:
     """The learner's most bytes in both shapes are 0.8 to 1.25 of scripts/proof/memory.py's estimate."""
-    figures, wrong = {}, []
+    figures = {}
+    wrong = []
     for name in ("warm_start", "mfu_7b"):
+        result = hour.result(name)
         args = hour.out / "runs" / name / "args.json"
-        result = hour.out / f"{name}.json"
-        if not (args.exists() and result.exists()):
+        if result is None or not args.exists():
             return Found(False, f"{name} has no result")
-        flags = json.loads(args.read_text())
-        setup = memory.Setup(
-            **{k: flags[k] for k in ESTIMATED_BY if k != "model_revision"}, logprob_chunk=grpo.LOGPROB_CHUNK
-        )
-        parts = memory.memory_estimate(setup, memory.load_config(flags["model_name_or_path"], None))
-        estimate = sum(size for part, size in parts.items() if not part.startswith("engine")) / memory.GIB
+        estimate = estimated_gib(json.loads(args.read_text()))
         figures[f"{name}: estimate, GiB"] = estimate
-        measured = json.loads(result.read_text())["figures"].get("memory/gpu_allocated_gib")
+        measured = result["figures"].get("memory/gpu_allocated_gib")
         if measured is not None:
             figures[f"{name}: measured, GiB"] = measured
             if not 0.8 < measured / estimate < 1.25:
@@ -327,27 +368,31 @@ def check_memory(hour: Hour) -> Found:
     return Found(not wrong, "; ".join(wrong) or "as estimated", figures)
 
 
+def estimated_gib(flags: dict[str, Any]) -> float:
+    """The estimate for a learner of a run with these flags."""
+    values = {name: flags[name] for name in ESTIMATED_BY if name != "model_revision"}
+    setup = memory.Setup(**values, logprob_chunk=grpo.LOGPROB_CHUNK)
+    return learner_bytes(setup, memory.load_config(flags["model_name_or_path"], None)) / memory.GIB
+
+
 CHECKS: dict[str, Callable[[Hour], Found]] = {
-    f.__name__[6:]: f
-    for f in (
-        check_machine,
-        check_kernels,
-        check_head,
-        check_cold_start,
-        check_warm_start,
-        check_synchronous,
-        check_sleep,
-        check_mfu_05b,
-        check_mfu_7b,
-        check_compiled_7b,
-        check_memory,
-    )
+    "machine": check_machine,
+    "kernels": check_kernels,
+    "head": check_head,
+    "cold_start": check_cold_start,
+    "warm_start": check_warm_start,
+    "synchronous": check_synchronous,
+    "sleep": check_sleep,
+    "mfu_05b": check_mfu_05b,
+    "mfu_7b": check_mfu_7b,
+    "compiled_7b": check_compiled_7b,
+    "memory": check_memory,
 }
 
 
-def kernels(out: Path) -> None:
-    """check_kernels' process: a line for each case."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+def compare_kernels() -> None:
+    """Print a line for each case of check_kernels."""
+    from transformers import AttentionInterface
 
     world = utils.init_distributed()
     AttentionInterface.register(utils.PACK_ATTENTION, utils.pack_attention)
@@ -355,65 +400,114 @@ def kernels(out: Path) -> None:
         for dtype in (torch.bfloat16, torch.float32) if GPUS else (torch.float32,):
             for tokens in (300, 4000) if GPUS else (40,):
                 torch.manual_seed(0)
-                config = AutoConfig.for_model(
-                    "llama", vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=False,
-                )  # fmt: skip
-                made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=utils.PACK_ATTENTION)
-                policy = grpo.Policy(made.to(world.device))
-                prompt = utils.Prompt(0, tuple(range(50, 90)), "", ("7",), ("gsm8k",))
-                ids = torch.randint(0, 1024, (4, tokens)).tolist()
-                rollouts = [
-                    grpo.Rollout(prompt, i // 2, i, x, [0.0] * len(x), [True] * len(x), [0] * len(x), "stop")
-                    for i, x in enumerate(ids)
-                ]
-                results = []
-                for packs in ([[[r] for r in rollouts[:1]]], [grpo.make_pieces(rollouts, 2**62)]):
-                    batch = grpo.make_batch(packs, world.device)
-                    logprobs = policy(batch, 1.0)[0][batch.response_mask][:tokens]  # of the first response
-                    policy.zero_grad()
-                    logprobs.sum().backward()
-                    grad = torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.grad is not None])
-                    results.append((logprobs.detach().float(), grad))
-                (a, ga), (b, gb) = results
-                off = float((a - b).abs().mean() / a.abs().mean())
-                turn = float((ga - gb).norm() / ga.norm())
-                most = (0.03, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-3)
-                fine = off < most[0] and turn < most[1]
+                policy = grpo.Policy(small_llama(head_dim, dtype).to(world.device))
+                rollouts = rollouts_of_a_prompt(tokens)
+                alone = first_response(policy, [[[r] for r in rollouts[:1]]], tokens, world)
+                packed = first_response(policy, [grpo.make_pieces(rollouts, 2**62)], tokens, world)
+                off = float((alone[0] - packed[0]).abs().mean() / alone[0].abs().mean())
+                turn = relative(alone[1], packed[1])
+                most_off, most_turn = (0.03, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-3)
                 case = f"head {head_dim} {str(dtype)[6:]} {4 * tokens + 39} tokens"
-                print(f"{case}: logprobs {off:.1e}, gradient {turn:.1e} {'ok' if fine else 'DIFFERENT'}", flush=True)
+                fine = "ok" if off < most_off and turn < most_turn else "DIFFERENT"
+                print(f"{case}: logprobs {off:.1e}, gradient {turn:.1e} {fine}", flush=True)
 
 
-def head() -> None:
-    """check_head's process: a line for each dtype."""
-    device = torch.device("cuda" if GPUS else "cpu")
+def small_llama(head_dim: int, dtype: torch.dtype) -> Any:
+    """A model of two layers with our attention."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama", vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=False,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=utils.PACK_ATTENTION)
+
+
+def rollouts_of_a_prompt(tokens: int) -> list[grpo.Rollout]:
+    """Two groups of two responses of `tokens` random tokens to one prompt."""
+    prompt = utils.Prompt(0, tuple(range(50, 90)), "", ("7",), ("gsm8k",))
+    ids = torch.randint(0, 1024, (4, tokens)).tolist()
+    rollouts = []
+    for sample in range(4):
+        r = grpo.Rollout(prompt, sample // 2, sample)
+        r.append(utils.Generation(ids[sample], [0.0] * tokens, "stop", [0] * tokens))
+        rollouts.append(r)
+    return rollouts
+
+
+def first_response(
+    policy: grpo.Policy, packs: Any, tokens: int, world: utils.World
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, gradient of their sum) of the first response in some packs."""
+    batch = grpo.make_batch(packs, world.device)
+    logprobs, _ = policy(batch, 1.0)
+    logprobs = logprobs[batch.response_mask][:tokens]
+    policy.zero_grad()
+    logprobs.sum().backward()
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    gradient = torch.cat([values.flatten().float() for values in gradients])
+    return logprobs.detach().float(), gradient
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The distance of b from a, of a's norm."""
+    return float((a - b).norm() / a.norm())
+
+
+@dataclass
+class Head:
+    """Random inputs of the model's head."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    targets: torch.Tensor
+    by_logprobs: torch.Tensor  # a gradient
+    by_entropy: torch.Tensor
+
+    def work(self, compiled: bool) -> list[torch.Tensor]:
+        """Logprobs, entropy and the gradients by x and weight."""
+        chunk = grpo.LOGPROB_CHUNK
+        if compiled:
+            chunk *= 3
+        logprobs, entropy = HeadLogprobs.apply(self.x, self.weight, self.targets, 0.9, chunk, compiled)
+        total = self.by_logprobs * logprobs + self.by_entropy * entropy
+        by_x, by_weight = torch.autograd.grad(total.sum(), (self.x, self.weight))
+        return [values.detach().float() for values in (logprobs, entropy, by_x, by_weight)]
+
+
+def compare_head() -> None:
+    """Print a line for each dtype of check_head."""
+    limits = {torch.bfloat16: 1e-2, torch.float32: 1e-5} if GPUS else {torch.float32: 1e-6}
     vocabulary, hidden, tokens = (152064, 3584, 6144) if GPUS else (2048, 64, 300)
-    for dtype, most in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)) if GPUS else ((torch.float32, 1e-6),):
+    for dtype, limit in limits.items():
         torch.manual_seed(0)
-        x = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
-        weight = (torch.randn(vocabulary, hidden, device=device) / hidden**0.5).to(dtype).requires_grad_()
-        targets = torch.randint(vocabulary, (tokens,), device=device)
-        g, h = torch.randn(2, tokens, device=device)
-        results, seconds = [], []
+        x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+        weight = torch.randn(vocabulary, hidden, device=DEVICE) / hidden**0.5
+        weight = weight.to(dtype)
+        targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
+        by_logprobs, by_entropy = torch.randn(2, tokens, device=DEVICE)
+        head = Head(x.requires_grad_(), weight.requires_grad_(), targets, by_logprobs, by_entropy)
 
-        def work(compiled: bool) -> list[torch.Tensor]:
-            chunk = grpo.LOGPROB_CHUNK * (3 if compiled else 1)
-            logprobs, entropy = grpo.HeadLogprobs.apply(x, weight, targets, 0.9, chunk, compiled)  # noqa: B023
-            gradients = torch.autograd.grad((g * logprobs + h * entropy).sum(), (x, weight))  # noqa: B023
-            return [t.detach().float() for t in (logprobs, entropy, *gradients)]
-
-        for compiled in (False, True):
-            results.append(work(compiled))
-            seconds.append(machine.best_seconds(lambda c=compiled: work(c)))  # noqa: B023
-        off = max(float((b - a).norm() / a.norm()) for a, b in zip(*results, strict=True))
-        fine = "ok" if off < most and (not GPUS or seconds[1] < seconds[0]) else "WRONG"
-        times = f"{seconds[0] * 1e3:.3g} ms plain, {seconds[1] * 1e3:.3g} compiled"
+        plain = head.work(False)
+        plain_s = machine.best_seconds(partial(head.work, False))
+        compiled = head.work(True)
+        compiled_s = machine.best_seconds(partial(head.work, True))
+        off = max(map(relative, plain, compiled))
+        faster = compiled_s < plain_s or not GPUS
+        fine = "ok" if off < limit and faster else "WRONG"
+        times = f"{plain_s * 1e3:.3g} ms plain, {compiled_s * 1e3:.3g} compiled"
         print(f"head {str(dtype)[6:]} {tokens} tokens: off by {off:.1e}, {times} {fine}", flush=True)
+
+
+COMPARISONS = {"kernels": compare_kernels, "head": compare_head}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+WORDS = {True: "pass", False: "FAIL", None: "skipped"}
 
 
 def write_page(hour: Hour) -> Path:
@@ -431,13 +525,16 @@ def write_page(hour: Hour) -> Path:
     ]
     figures = []
     for name, check in CHECKS.items():
-        file = hour.out / f"{name}.json"
-        found = json.loads(file.read_text()) if file.exists() else None
-        word = "not made yet" if found is None else {True: "pass", False: "**FAIL**", None: "skipped"}[found["passed"]]
-        said = found["said"].replace("|", "\\|").replace("\n", " ") if found else (check.__doc__ or "")
-        lines.append(f"| {name} | {word} | {found['seconds'] if found else 0:.0f} | {said} |")
-        for key, value in (found["figures"] if found else {}).items():
-            figures.append(f"| {name} | {key} | {value if isinstance(value, str) else f'{value:.4g}'} |")
+        found = hour.result(name)
+        if found is None:
+            lines.append(f"| {name} | not made yet | 0 | {check.__doc__} |")
+            continue
+        word = WORDS[found["passed"]].replace("FAIL", "**FAIL**")
+        said = found["said"].replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {name} | {word} | {found['seconds']:.0f} | {said} |")
+        for key, value in found["figures"].items():
+            shown = value if isinstance(value, str) else f"{value:.4g}"
+            figures.append(f"| {name} | {key} | {shown} |")
     lines += ["", "Means over the run's steps after the second; logs and runs are beside this page.", ""]
     lines += ["| check | figure | value |", "|---|---|---|", *figures]
     page = hour.out / "README.md"
@@ -452,51 +549,51 @@ def replace(path: Path, text: str) -> None:
     part.rename(path)
 
 
+def make_check(hour: Hour, name: str, check: Callable[[Hour], Found]) -> None:
+    """Make a check, keep its result and write the page."""
+    print(f"{name}: {check.__doc__}", flush=True)
+    start = time.monotonic()
+    try:
+        found = check(hour)
+    except Exception as error:  # the next check may still work
+        found = Found(False, f"{type(error).__name__}: {error}"[:300])
+    replace(hour.out / f"{name}.json", json.dumps(vars(found) | {"seconds": time.monotonic() - start}))
+    print(f"    {WORDS[found.passed]}: {found.said}", flush=True)
+    write_page(hour)
+
+
+def stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_hour", help="directory (runs/gpu_hour)")
     parser.add_argument("--tiny", action="store_true", help="tiny models, transformers' sampling: to try this program")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), help="these checks, also when they passed before")
-    parser.add_argument("--kernels", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--head", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compare", choices=list(COMPARISONS), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    out = options.out.resolve()
-    if options.kernels or options.head:
-        kernels(out) if options.kernels else head()
+    if options.compare:
+        COMPARISONS[options.compare]()
         return 0
     if not GPUS and not options.tiny:
         raise SystemExit("gpu_hour.py: no GPU is visible to torch; --tiny tries the program itself on a CPU")
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     hour = Hour(out, options.tiny)
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
     signal.signal(signal.SIGTERM, stop)
     try:
         for name, check in CHECKS.items():
-            file = out / f"{name}.json"
-            passed = file.exists() and json.loads(file.read_text())["passed"] is not False
-            if name not in options.only if options.only else passed:
-                continue
-            print(f"{name}: {check.__doc__}", flush=True)
-            start = time.monotonic()
-            try:
-                found = check(hour)
-            except Exception as error:  # the next check may still work
-                found = Found(False, f"{type(error).__name__}: {error}"[:300])
-            replace(file, json.dumps(vars(found) | {"seconds": time.monotonic() - start}))
-            word = {True: "pass", False: "FAIL", None: "skipped"}[found.passed]
-            print(f"    {word}: {found.said}", flush=True)
-            write_page(hour)
+            before = hour.result(name)
+            passed = before is not None and before["passed"] is not False
+            if name in options.only if options.only else not passed:
+                make_check(hour, name, check)
         shutil.rmtree(out / "models", ignore_errors=True)  # gigabytes, made again in seconds
     except KeyboardInterrupt:
         hour.stop()
         print(f"\nstopped: the same command goes on. So far: {write_page(hour)}")
         return 130
-    results = [
-        json.loads((out / f"{name}.json").read_text())["passed"] for name in CHECKS if (out / f"{name}.json").exists()
-    ]
+    results = [result["passed"] for result in map(hour.result, CHECKS) if result is not None]
     counts = [results.count(kind) for kind in (True, False, None)]
     print("{} passed, {} failed, {} skipped: {}".format(*counts, write_page(hour)))
     return 1 if False in results else 0
