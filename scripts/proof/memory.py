@@ -15,23 +15,21 @@ import hashlib
 import importlib.metadata
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-GIB = 2**30
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.proof.shapes import GIB, SHAPES, config_file, load_config, qwen
+
 BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
-LENGTHS, LEARNERS = (2048, 8192, 32768), (1, 2, 4, 8, 16)
-SHAPES = {  # hidden, MLP, layers, heads, key-value heads, tied head (their config.json)
-    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, True),
-    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, True),
-    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, True),
-    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, False),
-    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, False),
-    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, False),
-}
+LENGTHS = (2048, 8192, 32768)
+LEARNERS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,11 @@ def meta_model(config: Any, dtype: Any, repeats: int = 1, lora_rank: int = 0) ->
             ctx.save_for_backward(query, key, value, out)
             return out
 
-    def kept(_module, query, key, value, *_more, **_others):
-        both = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
-        return Kept.apply(query, *both).transpose(1, 2), None
+    def kept(_module, query, key, value, *_, **__):
+        if repeats > 1:
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
+        return Kept.apply(query, key, value).transpose(1, 2), None
 
     AttentionInterface.register("kept", kept)
     with torch.device("meta"):
@@ -133,18 +133,40 @@ def kept_for_backward(model: Any, tokens: int) -> int:
     return sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
 
 
-def size_of(model: Any, item: int, setup: Setup) -> tuple[int, int, list[Any], float]:
-    """Of a model its weights, those in no layer, its layers, and the bytes of what a forward gathers."""
-    names = set(model._no_split_modules or ())
-    layers = [m for m in model.modules() if type(m).__name__ in names]
-    whole = sum(p.numel() for p in model.parameters())
-    root = whole - sum(p.numel() for layer in layers for p in layer.parameters())
-    return (
-        whole,
-        root,
-        layers,
-        item * (root + 2 * (whole - root) / len(layers) if setup.deepspeed_stage == 3 else whole),
-    )
+class Weights:
+    """Numbers of weights of a model."""
+
+    def __init__(self, model: Any):
+        classes = set(model._no_split_modules or ())
+        self.layers = [module for module in model.modules() if type(module).__name__ in classes]
+        self.all = sum(p.numel() for p in model.parameters())
+        self.outside = self.all - sum(p.numel() for layer in self.layers for p in layer.parameters())  # of the layers
+
+    def gathered(self, itemsize: int, stage: int) -> float:
+        """Bytes of what a forward gathers: with stage 3 two layers and what is in no layer."""
+        if stage != 3:
+            return itemsize * self.all
+        return itemsize * (self.outside + 2 * (self.all - self.outside) / len(self.layers))
+
+
+def cache_bytes(config: Any, itemsize: int) -> int:
+    """Bytes of keys and values of one token in an engine's cache."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * itemsize
+
+
+def activation_bytes(model: Any, layers: list[Any], tokens: int, hidden: int, itemsize: int, setup: Setup) -> float:
+    """Bytes of activations that an update of `tokens` tokens keeps. Wraps the MLPs that are computed again."""
+    from torch.utils.checkpoint import checkpoint
+
+    if not setup.gradient_checkpointing:
+        return kept_for_backward(model, tokens)
+    if setup.gradient_checkpointing_part == "layer":  # the input of each layer, and all of the one that is recomputed
+        return kept_for_backward(model, tokens) / len(layers) + len(layers) * tokens * hidden * itemsize
+    for layer in layers:
+        layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    return kept_for_backward(model, tokens)
 
 
 def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[str, float]:
@@ -153,89 +175,120 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
 
     With N weights on S shards (the learners from deepspeed_stage 2 on, else 1): master weights and gradients 4 N / S
     each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two layers and what is in no layer. The
-    reference policy, or the teacher of `ref_config`, lies there in its compute dtype (in float32 if it is refreshed);
-    what its forward gathers is gone before the update and counts if it is more than what that takes. With lora_rank
-    only adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, its own reference policy.
+    reference policy, or the teacher of `ref_config`, has its compute dtype (float32 if it is refreshed). What its
+    forward gathers is freed before the update and counts if it is more than what the update takes. With lora_rank only
+    adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, and is its own reference policy.
     Activations of one pack of --pack_length tokens, or of the part that sequence_parallel_size leaves a learner (its
-    attention has all tokens of a part of the heads), are counted by a forward on the meta device; the head makes the
-    logits of logprob_chunk tokens at a time. They are gone when the last gradients, of the embeddings, are reduced. To
-    engines on GPUs of their own learner 0 sends the weights in buckets, four of which are alive at once.
+    attention has all tokens of a part of the heads), are counted by a forward on the meta device. The head makes the
+    logits of logprob_chunk tokens at a time. They are freed before the last gradients, of the embeddings, are reduced.
+    To engines on GPUs of their own learner 0 sends the weights in buckets, four of which are alive at once.
     """
     import torch
-    from torch.utils.checkpoint import checkpoint
 
-    dtype = torch.float32 if setup.model_dtype == "float32" else torch.bfloat16
-    text, size = config.get_text_config(), setup.sequence_parallel_size
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if text.num_attention_heads % size:
-        words = f"--sequence_parallel_size {size} does not divide the model's {text.num_attention_heads}"
+    text = config.get_text_config()
+    group = setup.sequence_parallel_size
+    if text.num_attention_heads % group:
+        words = f"--sequence_parallel_size {group} does not divide the model's {text.num_attention_heads}"
         raise ValueError(f"{words} attention heads")
-    model = meta_model(config, dtype, size // math.gcd(heads, size), setup.lora_rank)
-    whole, root, layers, gathered = size_of(model, dtype.itemsize, setup)
-    head = model.get_output_embeddings().weight.numel()
-    item, shards = dtype.itemsize, setup.learners if setup.deepspeed_stage >= 2 else 1
-    tokens, vocabulary = -(-setup.pack_length // size), text.vocab_size
-    whole_layers = setup.gradient_checkpointing and setup.gradient_checkpointing_part == "layer"
-    for layer in layers if setup.gradient_checkpointing and not whole_layers else ():
-        layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
-    activations = kept_for_backward(model, tokens)
-    if whole_layers:
-        activations = activations / len(layers) + len(layers) * tokens * text.hidden_size * item
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    repeats = group // math.gcd(kv_heads, group)
+    dtype = torch.float32 if setup.model_dtype == "float32" else torch.bfloat16
+    itemsize = dtype.itemsize
+    model = meta_model(config, dtype, repeats, setup.lora_rank)
+    weights = Weights(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = whole - trained
-    ends = 0 if setup.lora_rank else 4 + item  # bytes of the gradients of a weight of embeddings and head
-    in_head = head * ends + 12 * min(setup.logprob_chunk, tokens) * vocabulary
-    ref_whole, ref_item, ref_gathered, logits = whole, item, gathered, 12 * min(setup.logprob_chunk, tokens)
+    frozen = weights.all - trained
+    shards = setup.learners if setup.deepspeed_stage >= 2 else 1
+
+    tokens = -(-setup.pack_length // group)
+    gathered = weights.gathered(itemsize, setup.deepspeed_stage)
+    activations = activation_bytes(model, weights.layers, tokens, text.hidden_size, itemsize, setup)
+    logit_rows = 12 * min(setup.logprob_chunk, tokens)  # bytes of the logits at once, over the vocabulary
+    gradient_bytes = 0 if setup.lora_rank else 4 + itemsize  # of a weight of embeddings and head
+    head = model.get_output_embeddings().weight.numel() * gradient_bytes + logit_rows * text.vocab_size
+    activations_and_head = max(activations + head, weights.outside * gradient_bytes)
+
+    ref_weights = weights
+    ref_itemsize = itemsize
     if ref_config is not None:
-        ref_item = item if setup.ref_model_dtype == "auto" else getattr(torch, setup.ref_model_dtype).itemsize
-        ref_whole, *_, ref_gathered = size_of(meta_model(ref_config, dtype), ref_item, setup)
-    update = 4 * trained / shards + gathered + max(activations + in_head, root * ends)
-    beyond = max(0.0, ref_gathered + logits * (ref_config or config).get_text_config().vocab_size - update)
-    reference = (ref_item if setup.ref_policy_update_freq is None else 4) * ref_whole / shards + beyond
-    own = not setup.load_ref_policy or (setup.lora_rank > 0 and ref_config is None)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    tp = setup.vllm_tensor_parallel_size
-    return {
-        "weights": (4 * trained + item * frozen) / shards,
+        ref_weights = Weights(meta_model(ref_config, dtype))
+        if setup.ref_model_dtype != "auto":
+            ref_itemsize = getattr(torch, setup.ref_model_dtype).itemsize
+    ref_vocabulary = (ref_config or config).get_text_config().vocab_size
+    ref_forward = ref_weights.gathered(ref_itemsize, setup.deepspeed_stage) + logit_rows * ref_vocabulary
+    update = 4 * trained / shards + gathered + activations_and_head
+    kept_itemsize = ref_itemsize if setup.ref_policy_update_freq is None else 4
+    reference = kept_itemsize * ref_weights.all / shards + max(0.0, ref_forward - update)
+    is_own_reference = setup.lora_rank > 0 and ref_config is None
+
+    parts: dict[str, float] = {
+        "weights": (4 * trained + itemsize * frozen) / shards,
         "gradients": 4 * trained / shards,
         "Adam": 8 * trained / shards,
-        "reference": 0.0 if own else reference,
+        "reference": reference if setup.load_ref_policy and not is_own_reference else 0.0,
         "gathered": gathered,
-        "activations and head": max(activations + in_head, root * ends),
-        "engine_weights": item * (frozen or whole) / tp,
-        "engine_token": 2 * text.num_hidden_layers * heads * head_dim * item / tp,
-    } | ({} if setup.shared_gpu else {"buckets": min(item * whole, 4 * BUCKET + item * head)})
+        "activations and head": activations_and_head,
+        "engine_weights": itemsize * (frozen or weights.all) / setup.vllm_tensor_parallel_size,
+        "engine_token": cache_bytes(text, itemsize) / setup.vllm_tensor_parallel_size,
+    }
+    if not setup.shared_gpu:
+        largest = itemsize * model.get_output_embeddings().weight.numel()
+        parts["buckets"] = min(itemsize * weights.all, 4 * BUCKET + largest)
+    return parts
+
+
+def learner_bytes(parts: dict[str, float]) -> float:
+    """Bytes of the learner in memory_estimate's parts."""
+    return sum(size for name, size in parts.items() if not name.startswith("engine"))
+
+
+def gpu_bytes() -> int:
+    """Memory of a GPU, 0 where there is none."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+
+def teacher_line(setup: Setup, config: Any, ref_config: Any) -> str:
+    """The teacher's share in an update's time."""
+    import torch
+
+    policy, teacher = (Weights(meta_model(c, torch.bfloat16)).all for c in (config, ref_config))
+    passes = 3 + setup.gradient_checkpointing
+    return (
+        f"         teacher: {teacher / 1e9:.2f} billion weights to the policy's {policy / 1e9:.2f}, "
+        f"{teacher / (teacher + passes * policy):.0%} of an update's operations"
+    )
 
 
 def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
     """The estimate in two lines, the share of a teacher in an update's time, and, where it is more than a GPU (80 GiB
     where none is visible), what helps."""
-    import torch
-
     parts = memory_estimate(setup, config, ref_config)
-    weights, token = parts.pop("engine_weights"), parts.pop("engine_token")
-    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
-    share, longest = setup.vllm_gpu_memory_utilization, setup.max_prompt_token_length + setup.response_length
-    learner, engine = sum(parts.values()), share * gpu
-    fits = max(0, int((engine - weights) / (token * longest)))
-    asleep = setup.shared_gpu and setup.vllm_sleep != "off"  # then either works: weights, Adam, reference stay
-    between = sum(parts[name] for name in ("weights", "Adam", "reference"))
-    used = max(learner, between + engine) if asleep else learner + engine if setup.shared_gpu else learner
-    room = f"{fits:,} responses of {longest:,} tokens"
+    learner = learner_bytes(parts)
+    weights = parts.pop("engine_weights")
+    token = parts.pop("engine_token")
+    gpu = gpu_bytes() or 80 * GIB
+    engine = setup.vllm_gpu_memory_utilization * gpu
+    longest = setup.max_prompt_token_length + setup.response_length
+    responses = max(0, int((engine - weights) / (token * longest)))
+
+    used = learner
+    asleep = ""
+    if setup.shared_gpu and setup.vllm_sleep == "off":
+        used = learner + engine
+    elif setup.shared_gpu:  # learner and engine take turns; weights, Adam and reference stay
+        used = max(learner, parts["weights"] + parts["Adam"] + parts["reference"] + engine)
+        asleep = ", asleep during updates"
     sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     lines = [
         f"memory   learner, GiB a GPU: {sizes}: {learner / GIB:.1f}",
-        f"         engine, {share:g} of {gpu / GIB:.0f} GiB: weights {weights / GIB:.1f} and {token / 1024:.0f} KiB a "
-        f"token, {room} at once{', asleep during updates' * asleep}",
+        f"         engine, {setup.vllm_gpu_memory_utilization:g} of {gpu / GIB:.0f} GiB: weights {weights / GIB:.1f} "
+        f"and {token / 1024:.0f} KiB a token, {responses:,} responses of {longest:,} tokens at once{asleep}",
     ]
     if ref_config is not None:
-        whole, theirs = (size_of(meta_model(c, torch.bfloat16), 2, setup)[0] for c in (config, ref_config))
-        passes = 3 + setup.gradient_checkpointing
-        lines.append(
-            f"         teacher: {theirs / 1e9:.2f} billion weights to the policy's {whole / 1e9:.2f}, "
-            f"{theirs / (theirs + passes * whole):.0%} of an update's operations"
-        )
-    if used > 0.95 * gpu or not fits:
+        lines.append(teacher_line(setup, config, ref_config))
+    if used > 0.95 * gpu or not responses:
         lines.append(
             f"         WARNING: that is {used / GIB:.0f} of {gpu / GIB:.0f} GiB. What helps: --gradient_checkpointing, "
             "--deepspeed_stage 3\n         and --sequence_parallel_size on more GPUs, a smaller --pack_length or "
@@ -244,81 +297,42 @@ def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
     return "\n".join(lines)
 
 
-def qwen(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, tied: bool) -> Any:
-    """The configuration of a Qwen2.5 model."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(
-        "qwen2",
-        vocab_size=151936 if hidden < 3584 else 152064,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-    )
-
-
 def row(name: str, config: Any, setup: Setup) -> str:
     """A model's row of the Markdown table; * is above 75 GiB."""
-    cells = []
+    cells = [name]
     for learners in LEARNERS:
         sizes = []
         for length in LENGTHS:
             parts = memory_estimate(replace(setup, pack_length=length, learners=learners), config)
-            weights, token = parts.pop("engine_weights") / GIB, parts.pop("engine_token") / 2**10
-            used = sum(parts.values()) / GIB
-            sizes.append(f"{used:.0f}{'*' * (used > 75)}")
+            used = learner_bytes(parts) / GIB
+            sizes.append(f"{used:.0f}*" if used > 75 else f"{used:.0f}")
         cells.append(" / ".join(sizes))
-    return f"| {' | '.join([name, *cells, f'{weights:.1f} + {token:.0f} KiB a token'])} |"
+    cells.append(f"{parts['engine_weights'] / GIB:.1f} + {parts['engine_token'] / 1024:.0f} KiB a token")
+    return f"| {' | '.join(cells)} |"
 
 
 def print_table(setup: Setup) -> None:
     """The table of the models named, or of the public ones."""
     setup = replace(setup, deepspeed_stage=3, gradient_checkpointing=True)
-    heads = [f"packs of {' / '.join(f'{n:,}' for n in LENGTHS)} tokens", *(f"{n} GPU" for n in LEARNERS), "engine"]
-    print(f"| {' | '.join(heads)} |")
+    lengths = " / ".join(f"{length:,}" for length in LENGTHS)
+    learners = " | ".join(f"{count} GPU" for count in LEARNERS)
+    print(f"| packs of {lengths} tokens | {learners} | engine |")
     print("|---" * (len(LEARNERS) + 2) + "|")
     for name in setup.models or SHAPES:
         config = load_config(name, setup.model_revision) if setup.models else qwen(*SHAPES[name])
         print(row(Path(name).name, config, setup))
 
 
-def config_file(name: str, revision: str | None) -> Path:
-    """The model's config.json. Raises ValueError where this machine does not have it."""
-    if Path(name).is_dir():
-        return Path(name) / "config.json"
-    if name.startswith(("/", ".", "~")):
-        raise ValueError(f"no directory {name}")
-    import huggingface_hub
-
-    cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(cached, str):
-        raise ValueError(f"no config.json of {name} on this machine (hf download {name} config.json)")
-    return Path(cached)
-
-
-def load_config(name: str, revision: str | None) -> Any:
-    """The model's configuration. Raises ValueError where this machine does not have it."""
-    config_file(name, revision)  # before transformers is imported, which takes seconds
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
-
-
 def remembered(setup: Setup) -> str:
     """estimate_text of the first model, which is kept for the next start: a file of $XDG_CACHE_HOME/grpo for each set
     of all that it depends on. Models' code from transformers takes longer to import than all else of a --dry_run.
     Raises OSError or ValueError where this machine has no config.json of a model."""
-    import torch
-
-    models = [(setup.models[0], setup.model_revision), (setup.ref_model_name_or_path, setup.ref_model_revision)]
-    models = models if setup.ref_model_name_or_path else models[:1]
-    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    models = [(setup.models[0], setup.model_revision)]
+    if setup.ref_model_name_or_path:
+        models.append((setup.ref_model_name_or_path, setup.ref_model_revision))
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
-    depends = [setup, gpu, versions, Path(__file__).read_bytes()]
-    depends += [config_file(*model).read_bytes() for model in models]
+    configs = [config_file(*model).read_bytes() for model in models]
+    depends = [setup, gpu_bytes(), versions, Path(__file__).read_bytes(), configs]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kept = Path(cache, "grpo", f"memory_{key[:32]}")
@@ -327,7 +341,8 @@ def remembered(setup: Setup) -> str:
     text = estimate_text(setup, *(load_config(*model) for model in models))
     with contextlib.suppress(OSError):  # a home that cannot be written to: then the next start takes as long
         kept.parent.mkdir(parents=True, exist_ok=True)
-        (unfinished := kept.with_suffix(f".{os.getpid()}")).write_text(text)
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(text)
         unfinished.replace(kept)
     return text
 
@@ -337,7 +352,8 @@ def tell(setup: Setup) -> int:
     try:
         if setup.table or not setup.models:
             print_table(setup)
-        for name in () if setup.table else setup.models:
+            return 0
+        for name in setup.models:
             print(remembered(replace(setup, models=(name,))))
     except (OSError, ValueError) as error:
         print(f"memory   not estimated: {error}")

@@ -18,42 +18,44 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import tyro
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.proof import memory
+from scripts.proof import memory, shapes
+from scripts.proof.shapes import GPU, GPUS
 
-
-@dataclass(frozen=True)
-class GPU:
-    """Of the data sheets: dense bfloat16 operations, bytes of memory and of links to others, each a second; GiB."""
-
-    flops: float
-    bandwidth: float
-    link: float  # NVLink, one direction, or PCIe
-    network: float  # a GPU's share of the node's network: one port of 400 or 200 Gb/s
-    memory: float
-
-
-GPUS = {
-    "h100": GPU(989e12, 3.35e12, 450e9, 50e9, 80),
-    "h200": GPU(989e12, 4.8e12, 450e9, 50e9, 141),
-    "h20": GPU(148e12, 4.0e12, 450e9, 50e9, 96),
-    "a100": GPU(312e12, 2.04e12, 300e9, 25e9, 80),
-    "4090": GPU(165e12, 1.01e12, 25e9, 12e9, 24),
-}
 # Share of the data sheet. All believed: matrix products of these shapes under power limits reach 0.6 to 0.75 in public
 # tables of cuBLAS; flex attention at head size 128 lies below FlashAttention-3's 0.6 to 0.75 (arXiv:2407.08608).
 EFFICIENCY = {"products": 0.68, "attention": 0.4, "bytes": 0.85, "link": 0.75, "decode products": 0.55}
 LAUNCH_S = 5e-6  # of the host for a kernel, believed; PyTorch's eager dispatch
 READ_S = 30e-6  # of a device-to-host read, in which the queue of launches runs dry; believed
-READS = 3  # of an update, whatever its micro-batches: tests/gpu_contract/test_reads.py
 EXPOSED = 0.1  # share of the collectives that FSDP's prefetch does not hide, believed
 FSDP_COPIES = 4.0  # bytes a weight to copy out of an all-gather in bfloat16; a reduce-scatter in float32 copies in 6
 COMPILED_LOGIT_BYTES = (6.0, 4.0)  # forward, backward: tests/gpu_contract/test_kernels.py counts the kernels
 TOKENS = 256  # of the layers that are counted
+
+
+@dataclass(frozen=True)
+class Count:
+    """Work of a decoder layer that is neither a matrix product nor attention."""
+
+    bytes: float  # a token
+    fused_bytes: float  # a token, if all between two matrix products were one kernel
+    kernels: float  # launches, products and attention included
+    fused_kernels: float
+
+    def __sub__(self, other: "Count") -> "Count":
+        return Count(
+            self.bytes - other.bytes,
+            self.fused_bytes - other.fused_bytes,
+            self.kernels - other.kernels,
+            self.fused_kernels - other.fused_kernels,
+        )
 
 
 @dataclass(frozen=True)
@@ -67,154 +69,167 @@ class Shape:
     layers: int
     vocabulary: int
     token_bytes: int  # of the engine's cache
-    forward: "Count"  # of one layer, a token
-    backward: "Count"
+    forward: Count  # of one layer, a token
+    backward: Count
     logit_bytes: float  # of the head's elementwise work, not compiled, a logit, forward and backward
     hidden: int
     mlp_in: int  # weights of the MLPs' first products, gate and up
     mlp_out: int  # and of their last
 
 
-@dataclass(frozen=True)
-class Count:
-    """Work of a decoder layer that is neither a matrix product nor attention."""
+# --- Counting what PyTorch dispatches ---------------------------------------------------------------------------------
 
-    bytes: float  # a token
-    fused_bytes: float  # a token, if all between two matrix products were one kernel
-    kernels: float  # launches, products and attention included
-    fused_kernels: float
+
+def storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def size(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor; an expanded one has those of its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+@dataclass
+class Operation:
+    name: str
+    read: list[torch.Tensor]
+    made: list[torch.Tensor]
+
+
+class Trace(TorchDispatchMode):
+    """Notes every dispatched operation that makes or changes a tensor, so no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept: list[torch.Tensor] = []  # so that no storage's address is used twice
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.kept += [*read, *made]
+        name = func.overloadpacket.__name__
+        storages_read = {storage_key(x) for x in read}
+        is_view = all(storage_key(x) in storages_read for x in made) and not name.endswith("_")
+        if made and not is_view:
+            self.operations.append(Operation(name, read, made))
+        return out
+
+
+class NoAttention(torch.autograd.Function):
+    """In place of attention: outputs and gradients of the right shape, by operations that do not count."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        ctx.shapes = query, key, value
+        return torch.ops.aten.new_empty(query, query.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.ops.aten.new_empty(x, x.shape) for x in ctx.shapes)
+
+
+def no_attention(_module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    return NoAttention.apply(query, key, value).transpose(1, 2), None
 
 
 def count_layers(config: Any, layers: int) -> tuple[Count, Count]:
     """Forward and backward of `layers` decoder layers in bfloat16, on the meta device."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, query, key, value):
-            ctx.shapes = query, key, value
-            return torch.ops.aten.new_empty(query, query.shape)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return tuple(torch.ops.aten.new_empty(x, x.shape) for x in ctx.shapes)
-
-    class Trace(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.kept: list[Any] = []  # so that no storage's address is used twice
-            self.rows: list[tuple[str, list, list]] = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            self.kept += [*read, *made]
-            name = func.overloadpacket.__name__
-            mine = {x.untyped_storage()._cdata for x in read}
-            view = all(x.untyped_storage()._cdata in mine for x in made) and not name.endswith("_")
-            # copy_ of a weight's gradient: autograd would not make it if this trace did not hold what it copies
-            if made and not view and not name.startswith(("empty", "arange", "detach", "new_empty_strided", "copy_")):
-                self.rows.append((name, read, made))
-            return out
-
-    AttentionInterface.register(
-        "counted", lambda _, q, k, v, *more, **other: (Attention.apply(q, k, v).transpose(1, 2), None)
-    )
+    AttentionInterface.register("counted", no_attention)
     config = type(config).from_dict(config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted").base_model
     ids = torch.zeros((1, TOKENS), dtype=torch.long, device="meta")
-    traces = Trace(), Trace()
-    with traces[0]:
+    forward = Trace()
+    with forward:
         hidden = model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
-    with traces[1]:
+    backward = Trace()
+    with backward:
         hidden.backward(torch.empty_like(hidden))
-    wanted = {x.untyped_storage()._cdata for _, read, _ in traces[1].rows for x in read}
-    return summed(traces[0].rows, wanted), summed(traces[1].rows, set())
+    # copy_ of a weight's gradient: autograd would not make it if the trace did not hold what it copies
+    uncounted = ("empty", "arange", "detach", "new_empty_strided", "copy_")
+    forwards = [op for op in forward.operations if not op.name.startswith(uncounted)]
+    backwards = [op for op in backward.operations if not op.name.startswith(uncounted)]
+    read_later = {storage_key(x) for op in backwards for x in op.read}
+    return count(forwards, read_later), count(backwards, set())
 
 
-def summed(rows: list[tuple[str, list, list]], wanted: set[int]) -> Count:
-    """The Count of dispatched operations; `wanted` are storages that are read after them."""
+def fused_bytes(segment: list[Operation], outlives: set[int]) -> int:
+    """Bytes that one kernel for all operations of a segment reads and writes. `outlives`: storages that are read after
+    the segment."""
+    inputs: dict[int, int] = {}
+    outputs: dict[int, int] = {}
+    for op in segment:
+        inputs |= {storage_key(x): size(x) for x in op.read}
+        outputs |= {storage_key(x): size(x) for x in op.made}
+    moved = sum(n for key, n in inputs.items() if key not in outputs)
+    for key, n in outputs.items():
+        if key in outlives or key not in inputs:
+            moved += n
+    return moved
 
-    def size(x: Any) -> int:
-        return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
-    def key(x: Any) -> int:
-        return x.untyped_storage()._cdata
-
-    segments: list[list[tuple[list, list]]] = [[]]
-    unfused, products = 0, 0
-    for name, read, made in rows:
-        if name in ("mm", "addmm", "bmm", "new_empty", "_unsafe_view"):
+def count(operations: list[Operation], read_later: set[int]) -> Count:
+    """The Count of dispatched operations; `read_later` are storages that are read after all of them."""
+    segments: list[list[Operation]] = [[]]  # of operations between two matrix products
+    products = 0
+    for op in operations:
+        if op.name in ("mm", "addmm", "bmm", "new_empty", "_unsafe_view"):
             segments.append([])
-            products += name != "_unsafe_view"
-            continue
-        segments[-1].append((read, made))
-        unfused += sum(map(size, read)) + sum(map(size, made))
-    last = {key(x): i for i, (_, read, _) in enumerate(rows) for x in read}  # the last operation that reads it
-    place = {id(made): i for i, (_, _, made) in enumerate(rows)}
-    fused, clusters = 0, 0
+            products += op.name != "_unsafe_view"
+        else:
+            segments[-1].append(op)
+    segments = [segment for segment in segments if segment]
+    last_reader = {storage_key(x): i for i, op in enumerate(operations) for x in op.read}
+    place = {id(op): i for i, op in enumerate(operations)}
+    fused = 0
+    unfused = 0
     for segment in segments:
-        if not segment:
-            continue
-        clusters += 1
-        own = {key(x) for _, made in segment for x in made}
-        inside = {key(x) for read, _ in segment for x in read}
-        end = place[id(segment[-1][1])]
-        reads = {key(x): size(x) for read, _ in segment for x in read if key(x) not in own}
-        later = {key(x): size(x) for _, made in segment for x in made}
-        writes = [n for k, n in later.items() if last.get(k, -1) > end or k in wanted or k not in inside]
-        fused += sum(reads.values()) + sum(writes)
-    kernels = sum(len(s) for s in segments) + products
-    return Count(unfused / TOKENS, fused / TOKENS, kernels, clusters + products)
+        end = place[id(segment[-1])]
+        fused += fused_bytes(segment, read_later | {key for key, i in last_reader.items() if i > end})
+        unfused += sum(size(x) for op in segment for x in op.read + op.made)
+    kernels = products + sum(map(len, segments))
+    return Count(unfused / TOKENS, fused / TOKENS, kernels, products + len(segments))
 
 
 def head_bytes() -> float:
-    """Bytes of the elementwise work of the head a logit, both ways, counted as a CPU runs it; adding up
-    the gradient of its weight is apart."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
+    """Bytes a logit of the elementwise work of the head, both ways, counted as a CPU runs it. Adding up the gradient of
+    its weight is apart."""
     import grpo
 
-    moved = [0.0]
-
-    class Bytes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            read = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-            made = {id(x): x for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
-            name, mine = func.overloadpacket.__name__, {x.untyped_storage()._cdata for x in read.values()}
-            view = all(x.untyped_storage()._cdata in mine for x in made.values()) and not name.endswith("_")
-            of_weight = any(x.numel() == vocabulary * hidden for x in made.values())
-            if name not in ("mm", "addmm", "empty", "empty_like") and not view and not of_weight:
-                moved[0] += sum(x.numel() * x.element_size() for x in [*read.values(), *made.values()])
-            return out
-
-    tokens, vocabulary, hidden = 64, 4096, 16
+    tokens = 64
+    vocabulary = 4096
+    hidden = 16
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
-    with Bytes():
+    trace = Trace()
+    with trace:
         logprobs, _ = grpo.HeadLogprobs.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 1.0, tokens)
-        logprobs.sum().backward()
-    return moved[0] / (tokens * vocabulary)
+        torch.autograd.grad(logprobs.sum(), (x, weight))
+    moved = 0
+    for op in trace.operations:
+        of_weight = any(made.numel() == weight.numel() for made in op.made)
+        if op.name not in ("mm", "addmm", "empty", "empty_like") and not of_weight:
+            read = {id(tensor): tensor for tensor in op.read}.values()
+            moved += sum(tensor.numel() * tensor.element_size() for tensor in [*read, *op.made])
+    return moved / (tokens * vocabulary)
 
 
 def load_config(name: str) -> Any:
-    """The configuration of a model that proof/memory.py lists, by any name that holds its own, or of a directory."""
-    known = next((shape for key, shape in memory.SHAPES.items() if key in name), None)
-    return memory.qwen(*known) if known and not Path(name).is_dir() else memory.load_config(name, None)
+    """The configuration of a model of shapes.py, by any name that contains its name there, or of a directory."""
+    if not Path(name).is_dir():
+        for key, shape in shapes.SHAPES.items():
+            if key in name:
+                return shapes.qwen(*shape)
+    return shapes.load_config(name, None)
 
 
 @functools.cache
 def shape_of(name: str) -> Shape:
     """Everything counted of the model `name`."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     import utils
@@ -223,33 +238,33 @@ def shape_of(name: str) -> Shape:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     matrices, head = utils.matmul_parameters(model)
-    mlps = [m for name, m in model.named_modules() if name.endswith(".mlp")]
-    mlp_in, mlp_out = (
-        sum(p.numel() for m in mlps for p in m.parameters() if p.ndim == 2 and (len(p) == config.hidden_size) == last)
-        for last in (False, True)
-    )
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    one, two = count_layers(config, 1), count_layers(config, 2)
-    forward, backward = (
-        Count(*(getattr(b, f) - getattr(a, f) for f in Count.__dataclass_fields__))
-        for a, b in zip(one, two, strict=True)
-    )
+    mlp_in = 0
+    mlp_out = 0
+    for module_name, module in model.named_modules():
+        if module_name.endswith(".mlp"):
+            products = [p for p in module.parameters() if p.ndim == 2]
+            mlp_out += sum(p.numel() for p in products if len(p) == config.hidden_size)
+            mlp_in += sum(p.numel() for p in products if len(p) != config.hidden_size)
+    forward_of_one, backward_of_one = count_layers(config, 1)
+    forward_of_two, backward_of_two = count_layers(config, 2)
     return Shape(
-        matrices,
-        head,
-        sum(p.numel() for p in model.parameters()),
-        utils.attention_width(config),
-        config.num_hidden_layers,
-        config.vocab_size,
-        2 * config.num_hidden_layers * heads * head_dim * 2,
-        forward,
-        backward,
-        head_bytes(),
-        config.hidden_size,
-        mlp_in,
-        mlp_out,
+        matrices=matrices,
+        head=head,
+        weights=sum(p.numel() for p in model.parameters()),
+        width=utils.attention_width(config),
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        token_bytes=memory.cache_bytes(config, 2),
+        forward=forward_of_two - forward_of_one,
+        backward=backward_of_two - backward_of_one,
+        logit_bytes=head_bytes(),
+        hidden=config.hidden_size,
+        mlp_in=mlp_in,
+        mlp_out=mlp_out,
     )
+
+
+# --- Seconds ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -272,43 +287,70 @@ def seconds(
     tokens of the pack, (query, key) pairs that attend, response tokens that meet the head. A layer that is recomputed
     ends before its last product, whose output nobody asks for, but not in a compiled graph.
     """
-    again = update and way.recompute == "layer"
-    part = update and way.recompute == "mlp"
-    count = [
-        (1 + again) * a + update * b for a, b in zip(per(shape.forward, way), per(shape.backward, way), strict=True)
-    ]
-    recomputed = again * (shape.matrices - (0 if way.compiled else shape.mlp_out)) + part * shape.mlp_in
-    count[0] += part * 3 * shape.mlp_in / shape.layers / shape.hidden  # gate and up read, their product written
+    forwards = 1
+    recomputed = 0  # weights of the products that are computed again
+    mlp_bytes = 0.0  # a token of a layer, of the elementwise work that is computed again
+    if update and way.recompute == "layer":
+        forwards = 2
+        recomputed = shape.matrices if way.compiled else shape.matrices - shape.mlp_out
+    elif update and way.recompute == "mlp":
+        recomputed = shape.mlp_in
+        mlp_bytes = 3 * shape.mlp_in / shape.layers / shape.hidden  # gate and up read, their product written
+    forward_bytes, forward_kernels = layer_work(shape.forward, way)
+    backward_bytes, backward_kernels = layer_work(shape.backward, way)
+    layer_bytes = forwards * forward_bytes + update * backward_bytes + mlp_bytes
+    kernels = shape.layers * (forwards * forward_kernels + update * backward_kernels)
+
+    bandwidth = gpu.bandwidth * EFFICIENCY["bytes"]
     products = 2 * tokens * (shape.matrices * (1 + 2 * update) + recomputed)
     head = 2 * shape.head * responses * (4 if update else 1)  # the backward makes the logits again
-    attention = 4 * shape.width * pairs * (1 + again + 2.5 * update)
-    forward, backward = (
-        COMPILED_LOGIT_BYTES if way.compiled_head else (0.4 * shape.logit_bytes, 0.6 * shape.logit_bytes)
-    )
-    chunk = 3 * 1024 if way.compiled_head else 1024
-    logit = forward + update * (backward + 12 * shape.hidden / chunk)  # the weight's gradient, added up once a chunk
-    bandwidth, link = gpu.bandwidth * EFFICIENCY["bytes"], EFFICIENCY["link"]
-    link *= gpu.link if learners <= 8 else gpu.network * 2  # across nodes NCCL's ring uses all ports of a node
+    attention = 4 * shape.width * pairs * (forwards + 2.5 * update)
     parts = {
         "products": products / gpu.flops / EFFICIENCY["products"],
         "head": head / gpu.flops / EFFICIENCY["products"],
         "attention": attention / gpu.flops / EFFICIENCY["attention"],
-        "elementwise": count[0] * shape.layers * tokens / bandwidth,
-        "logits": logit * shape.vocabulary * responses / bandwidth,
+        "elementwise": layer_bytes * shape.layers * tokens / bandwidth,
+        "logits": logit_bytes(shape, way, update) * shape.vocabulary * responses / bandwidth,
     }
     busy = sum(parts.values())
-    moved = (learners - 1) / learners * shape.weights * ((4 if way.stage == 3 else 0) + 4 if update else 2)
-    wire = moved / link if way.stage else 0.0
-    copies = shape.weights * FSDP_COPIES * (3.5 if update and way.stage == 3 else 1) / bandwidth if way.stage else 0.0
-    parts["collectives"] = max(wire - busy, EXPOSED * wire) + copies
-    parts["launches"] = max(0.0, count[1] * shape.layers * LAUNCH_S - busy)
+    parts["collectives"] = collective_seconds(shape, gpu, way, learners, update, busy) if way.stage else 0.0
+    parts["launches"] = max(0.0, kernels * LAUNCH_S - busy)
     parts["reads"] = way.reads * READ_S if update else 0.0
     return parts
 
 
-def per(count: Count, way: Way) -> tuple[float, float]:
+def layer_work(count: Count, way: Way) -> tuple[float, float]:
     """Bytes a token and kernels of a layer."""
-    return (count.fused_bytes, count.fused_kernels) if way.compiled else (count.bytes, count.kernels)
+    if way.compiled:
+        return count.fused_bytes, count.fused_kernels
+    return count.bytes, count.kernels
+
+
+def logit_bytes(shape: Shape, way: Way, update: bool) -> float:
+    """Bytes a logit of the head's elementwise work."""
+    forward = 0.4 * shape.logit_bytes
+    backward = 0.6 * shape.logit_bytes
+    chunk = 1024
+    if way.compiled_head:
+        forward, backward = COMPILED_LOGIT_BYTES
+        chunk = 3 * 1024
+    if not update:
+        return forward
+    return forward + (backward + 12 * shape.hidden / chunk)  # the weight's gradient, added up once a chunk
+
+
+def collective_seconds(shape: Shape, gpu: GPU, way: Way, learners: int, update: bool, busy: float) -> float:
+    """Seconds of FSDP's collectives that `busy` seconds of computation do not hide, and of the copies for them."""
+    link = gpu.link if learners <= 8 else 2 * gpu.network  # across nodes NCCL's ring uses all ports of a node
+    bytes_a_weight = 2
+    copies = 1.0
+    if update:
+        bytes_a_weight = 8 if way.stage == 3 else 4
+        copies = 3.5 if way.stage == 3 else 1.0
+    moved = (learners - 1) / learners * shape.weights * bytes_a_weight
+    wire = moved / (link * EFFICIENCY["link"])
+    copied = shape.weights * FSDP_COPIES * copies / (gpu.bandwidth * EFFICIENCY["bytes"])
+    return max(wire - busy, EXPOSED * wire) + copied
 
 
 def optimizer_seconds(shape: Shape, gpu: GPU, learners: int) -> float:
@@ -316,15 +358,22 @@ def optimizer_seconds(shape: Shape, gpu: GPU, learners: int) -> float:
     return 38 * shape.weights / learners / gpu.bandwidth / EFFICIENCY["bytes"]
 
 
-def mfu(shape: Shape, gpu: GPU, way: Way, learners: int, pack_length: int, prompt: float, response: float, group: int):
+def mfu(
+    shape: Shape, gpu: GPU, way: Way, learners: int, pack_length: int, prompt: float, response: float, group: int
+) -> tuple[float, dict[str, float]]:
     """(MFU, seconds by class) of an update of full packs: useful operations (no recomputation) over time and peak."""
-    piece = prompt - 1 + group * response  # tokens of a group that shares its prompt
-    pieces = pack_length / piece
+    pieces = pack_length / (prompt - 1 + group * response)  # groups that share their prompt
+    responses = pieces * group * response
     pairs = pieces * (prompt**2 / 2 + group * response * (prompt + response / 2))
-    tokens, responses = pack_length, pieces * group * response
-    parts = seconds(shape, gpu, way, learners, tokens, pairs, responses, update=True)
-    useful = 3 * (2 * shape.matrices * tokens + 4 * shape.width * pairs + 2 * shape.head * responses)
+    parts = seconds(shape, gpu, way, learners, pack_length, pairs, responses, update=True)
+    in_layers = 2 * shape.matrices * pack_length
+    in_attention = 4 * shape.width * pairs
+    in_head = 2 * shape.head * responses
+    useful = 3 * (in_layers + in_attention + in_head)
     return useful / sum(parts.values()) / gpu.flops, parts
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -332,8 +381,8 @@ class Options:
     """An update on paper."""
 
     model: str = "Qwen2.5-7B"
-    """A model of scripts/proof/memory.py, or a directory with a config.json."""
-    gpu: Literal["h100", "h200", "h20", "a100", "4090"] = "h100"
+    """A model of scripts/proof/shapes.py, or a directory with a config.json."""
+    gpu: shapes.GPUName = "h100"
     """Data sheet."""
     learners: int = 4
     """GPUs that learn."""
@@ -349,36 +398,19 @@ class Options:
     """Responses that share a prompt."""
 
 
-def gibibytes(options: Options, way: Way, length: int) -> float:
-    """Memory of a learner by scripts/proof/memory.py's estimate, which knows no compiler: that keeps less."""
-    part: Any = "mlp" if way.recompute == "mlp" else "layer"
-    setup = memory.Setup(
-        deepspeed_stage=3, learners=options.learners, pack_length=length, load_ref_policy=False, shared_gpu=False,
-        gradient_checkpointing=way.recompute != "none", gradient_checkpointing_part=part,
-    )  # fmt: skip
-    parts = memory.memory_estimate(setup, load_config(options.model))
-    return sum(size for name, size in parts.items() if not name.startswith("engine")) / memory.GIB
+@dataclass(frozen=True)
+class Row:
+    """An update of the table."""
+
+    name: str
+    way: Way
+    length: int  # of a pack
 
 
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__, use_underscores=True)
-    shape, gpu = shape_of(options.model), GPUS[options.gpu]
-    print(
-        f"{options.model}: {shape.matrices / 1e9:.2f} G weights in products + {shape.head / 1e9:.2f} G in the head, "
-        f"{shape.layers} layers\ncounted, a layer and token:"
-    )
-    for name, count in (("forward", shape.forward), ("backward", shape.backward)):
-        print(
-            f"    {name}: {count.bytes / 1024:.0f} KiB in {count.kernels:.0f} kernels; fused at best "
-            f"{count.fused_bytes / 1024:.0f} KiB in {count.fused_kernels:.0f}"
-        )
-    fused, add = sum(COMPILED_LOGIT_BYTES), 12 * shape.hidden / 1024
-    print(
-        f"    head: {shape.logit_bytes:.0f} bytes a logit, forward and backward, compiled {fused:.0f}; "
-        f"to add up its gradient {add:.0f}, compiled {add / 3:.0f}"
-    )
-    print("believed, share of the data sheet: " + ", ".join(f"{k} {v:g}" for k, v in EFFICIENCY.items()))
-    ways: list[tuple[str, Way, int]] = [("plain layers, 21 reads that wait", Way(reads=21), options.pack_length)]
+def rows_of(options: Options) -> list[Row]:
+    """Each row keeps the changes of those above it."""
+    row = Row("plain layers, 21 reads that wait", Way(reads=21), options.pack_length)
+    rows = [row]
     for name, change in (
         ("+ none that waits", {"reads": 0.0}),
         ("+ head compiled", {"compiled_head": True}),
@@ -387,36 +419,65 @@ def main() -> None:
         ("+ --gradient_checkpointing_part mlp", {"recompute": "mlp"}),
         ("+ no checkpointing", {"recompute": "none"}),
     ):
-        length = options.long_pack_length if "packs" in name else ways[-1][2]
-        ways.append((name, replace(ways[-1][1], **change), length))
-    rows = []
-    for name, way, length in ways:
-        rows.append(
-            (
-                name,
-                length,
-                *mfu(
-                    shape,
-                    gpu,
-                    way,
-                    options.learners,
-                    length,
-                    options.prompt_tokens,
-                    options.response_tokens,
-                    options.samples,
-                ),
-            )
-        )
-    classes = list(rows[0][3])
-    print(f"\n| update on {options.learners} {options.gpu}, us a token | MFU | GiB | " + " | ".join(classes) + " |")
-    print("|---" * (len(classes) + 3) + "|")
-    for (name, way, length), (_, _, share, parts) in zip(ways, rows, strict=True):
-        cells = [f"{s / length * 1e6:.1f}" for s in parts.values()]
-        print(f"| {name} | {share:.0%} | {gibibytes(options, way, length):.0f} | {' | '.join(cells)} |")
-    for name, _, _, parts in (rows[0], rows[-2]):
-        rest = {k: v for k, v in parts.items() if k != "products"}
-        worst = max(rest, key=lambda k: rest[k])
-        print(f"{name}: beside the products themselves {worst} take most, {rest[worst] / sum(parts.values()):.0%}")
+        length = options.long_pack_length if "packs" in name else row.length
+        row = Row(name, replace(row.way, **change), length)
+        rows.append(row)
+    return rows
+
+
+def gibibytes(options: Options, row: Row) -> float:
+    """Memory of a learner by memory.py's estimate. A compiler keeps less for the backward than the estimate says."""
+    setup = memory.Setup(
+        deepspeed_stage=3,
+        learners=options.learners,
+        pack_length=row.length,
+        load_ref_policy=False,
+        shared_gpu=False,
+        gradient_checkpointing=row.way.recompute != "none",
+        gradient_checkpointing_part="mlp" if row.way.recompute == "mlp" else "layer",
+    )
+    return memory.learner_bytes(memory.memory_estimate(setup, load_config(options.model))) / shapes.GIB
+
+
+def print_counts(name: str, shape: Shape) -> None:
+    """What was counted of the model."""
+    print(f"{name}: {shape.matrices / 1e9:.2f} G weights in products + {shape.head / 1e9:.2f} G in the head, ", end="")
+    print(f"{shape.layers} layers\ncounted, a layer and token:")
+    for way, count in (("forward", shape.forward), ("backward", shape.backward)):
+        plain = f"{count.bytes / 1024:.0f} KiB in {count.kernels:.0f} kernels"
+        fused = f"{count.fused_bytes / 1024:.0f} KiB in {count.fused_kernels:.0f}"
+        print(f"    {way}: {plain}; fused at best {fused}")
+    compiled = sum(COMPILED_LOGIT_BYTES)
+    add = 12 * shape.hidden / 1024
+    print(f"    head: {shape.logit_bytes:.0f} bytes a logit, forward and backward, compiled {compiled:.0f}; ", end="")
+    print(f"to add up its gradient {add:.0f}, compiled {add / 3:.0f}")
+    print("believed, share of the data sheet: " + ", ".join(f"{k} {v:g}" for k, v in EFFICIENCY.items()))
+
+
+def print_worst(row: Row, parts: dict[str, float]) -> None:
+    """The class of kernels, matrix products apart, that takes most time."""
+    others = {name: passed for name, passed in parts.items() if name != "products"}
+    worst = max(others, key=lambda name: others[name])
+    share = others[worst] / sum(parts.values())
+    print(f"{row.name}: beside the products themselves {worst} take most, {share:.0%}")
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__, use_underscores=True)
+    shape = shape_of(options.model)
+    print_counts(options.model, shape)
+    lengths = (options.prompt_tokens, options.response_tokens, options.samples)
+    rows = rows_of(options)
+    updates = [mfu(shape, GPUS[options.gpu], row.way, options.learners, row.length, *lengths) for row in rows]
+    _, parts = updates[0]
+    print(f"\n| update on {options.learners} {options.gpu}, us a token | MFU | GiB | " + " | ".join(parts) + " |")
+    print("|---" * (len(parts) + 3) + "|")
+    for row, (share, parts) in zip(rows, updates, strict=True):
+        cells = " | ".join(f"{passed / row.length * 1e6:.1f}" for passed in parts.values())
+        print(f"| {row.name} | {share:.0%} | {gibibytes(options, row):.0f} | {cells} |")
+    for i in (0, -2):
+        _, parts = updates[i]
+        print_worst(rows[i], parts)
 
 
 if __name__ == "__main__":
