@@ -40,7 +40,6 @@ from torch import Tensor
 
 import rewards
 from rewards import NotNegative, Positive, Share, ShareAboveZero, ShareBelowOne
-from scripts.parts.head import HeadLogprobs
 from utils import Gap, Group, Metrics, Prompt, Rollout, Sampler, Timer, World
 
 # --- Flags: open-instruct's names; defaults of its GRPO page where the page has one -----------------------------------
@@ -723,6 +722,8 @@ class Policy(torch.nn.Module):
         The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist. On a GPU it
         is compiled and takes three times as many, in the memory of one: it keeps no logits in float32.
         """
+        from scripts.parts.head import HeadLogprobs
+
         part: Batch | BatchPart = batch
         options: dict[str, Any] = {}
         if self.group is not None:

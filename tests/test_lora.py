@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import grpo
 import utils
 from scripts.parts import adapters
+from scripts.parts.head import HeadLogprobs
 from tests import programs
 from tests.test_learner import assert_same_update, make_args, make_rollouts
 
@@ -141,11 +142,11 @@ def test_the_gradient_is_autograds_on_merged_weights(tiny_models, world):
 
 def test_the_head_takes_no_gradient_where_it_is_frozen(tiny_models, world):
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
-    logprobs, entropy = grpo.HeadLogprobs.apply(hidden, weight, torch.arange(5), 1.0, 2)
+    logprobs, entropy = HeadLogprobs.apply(hidden, weight, torch.arange(5), 1.0, 2)
     (logprobs.sum() + entropy.sum()).backward()
     with_grad = weight.clone().requires_grad_()
     again = hidden.detach().clone().requires_grad_()
-    sums = grpo.HeadLogprobs.apply(again, with_grad, torch.arange(5), 1.0, 2)
+    sums = HeadLogprobs.apply(again, with_grad, torch.arange(5), 1.0, 2)
     sum(x.sum() for x in sums).backward()
     assert torch.equal(hidden.grad, again.grad) and with_grad.grad is not None
 

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import grpo
 import utils
+from scripts.parts.head import HeadLogprobs
 
 CASES = json.loads((Path(__file__).parent / "verl_cases.json").read_text())["cases"]
 TOLERANCE = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.float64: dict(rtol=1e-9, atol=1e-9)}
@@ -581,7 +582,7 @@ def head(seed=0, n=7, width=5, vocab=11):
 def test_head_against_torch(temperature, chunk):
     """Values and gradients of both outputs at once, with a different weight for each token."""
     hidden, weight, targets = head()
-    logprobs, entropy = grpo.HeadLogprobs.apply(hidden, weight, targets, temperature, chunk)
+    logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk)
     logits = hidden @ weight.T / temperature
     want = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
     want_entropy = torch.distributions.Categorical(logits=logits).entropy()
@@ -596,14 +597,14 @@ def test_head_against_torch(temperature, chunk):
 
 def test_head_alone_for_logprobs():  # the entropy is not used: its gradient never arrives
     hidden, weight, targets = head(seed=1)
-    got = torch.autograd.grad(grpo.HeadLogprobs.apply(hidden, weight, targets, 0.7, 3)[0].sum(), (hidden, weight))
+    got = torch.autograd.grad(HeadLogprobs.apply(hidden, weight, targets, 0.7, 3)[0].sum(), (hidden, weight))
     want = torch.log_softmax(hidden @ weight.T / 0.7, -1).gather(1, targets[:, None]).sum()
     assert_close(got, torch.autograd.grad(want, (hidden, weight)), rtol=1e-4, atol=1e-5)
 
 
 def test_entropy_of_known_distributions():  # weight = identity: hidden is the logits
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3.0), 0.0, -1e4, -1e4], [1e4, 0.0, 0.0, 0.0]])
-    logprobs, entropy = grpo.HeadLogprobs.apply(logits, torch.eye(4), torch.tensor([2, 0, 0]), 1.0, 2)
+    logprobs, entropy = HeadLogprobs.apply(logits, torch.eye(4), torch.tensor([2, 0, 0]), 1.0, 2)
     third = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
     assert_close(entropy, torch.tensor([math.log(4), third, 0.0]))
     assert_close(logprobs, torch.tensor([-math.log(4), math.log(0.75), 0.0]))
@@ -613,7 +614,7 @@ def test_verl_entropy():
     (case,) = (c for c in CASES if c["fn"] == "entropy")
     logits, want = torch.tensor(case["logits"]).flatten(0, 1), torch.tensor(case["value"]).flatten()
     zeros = torch.zeros(len(logits), dtype=torch.long)
-    got = grpo.HeadLogprobs.apply(logits, torch.eye(logits.shape[1]), zeros, 1.0, 5)[1]
+    got = HeadLogprobs.apply(logits, torch.eye(logits.shape[1]), zeros, 1.0, 5)[1]
     assert_close(got, want, **TOLERANCE[torch.float32])
 
 
@@ -622,7 +623,7 @@ def test_verl_logprobs_of_bfloat16_logits():
     (case,) = (c for c in CASES if c["fn"] == "logprobs")
     logits = torch.tensor(case["logits"]).bfloat16().flatten(0, 1)
     labels, verls = torch.tensor(case["labels"]).flatten(), torch.tensor(case["value"]).flatten()
-    got = grpo.HeadLogprobs.apply(logits, torch.eye(logits.shape[1]).bfloat16(), labels, 1.0, 5)[0]
+    got = HeadLogprobs.apply(logits, torch.eye(logits.shape[1]).bfloat16(), labels, 1.0, 5)[0]
     assert_close(got, torch.log_softmax(logits.float(), 1).gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     assert_close(got, verls, rtol=2**-7, atol=2**-7)
 

@@ -7,6 +7,7 @@ import torch
 
 import grpo
 import utils
+from scripts.parts.head import HeadLogprobs
 from scripts.proof import roofline
 from tests.gpu_contract import compiler
 
@@ -58,7 +59,7 @@ def test_the_compiled_head_is_the_head():
         g, h = torch.randn(2, tokens)
         results = []
         for compiled in (False, True):
-            logprobs, entropy = grpo.HeadLogprobs.apply(hidden, weight, targets, 0.7, 100, compiled)
+            logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, 0.7, 100, compiled)
             gradients = torch.autograd.grad((g * logprobs + h * entropy).sum(), (hidden, weight))
             results.append((logprobs, entropy, *gradients))
         for plain, fused in zip(*results, strict=True):
@@ -78,9 +79,9 @@ def test_the_head_is_compiled_where_it_pays(tiny_models, world, monkeypatch, fla
     """On a GPU, three times as many tokens at once; on a CPU with --compile_layers, without which its numbers are
     scripts/minimal.py's bit for bit."""
     seen = []
-    apply = grpo.HeadLogprobs.apply
+    apply = HeadLogprobs.apply
     plain: Any = lambda *a: (seen.append(a[4:6]), apply(*a[:5], False, *a[6:]))[1]  # noqa: E731
-    monkeypatch.setattr(grpo.HeadLogprobs, "apply", plain)
+    monkeypatch.setattr(HeadLogprobs, "apply", plain)
     monkeypatch.setattr(torch, "compile", lambda work, **_: work)
     args = utils.parse_args(
         grpo.Args, ["--model_name_or_path", str(tiny_models()), "--model_dtype", "float32", *flags.split()]
