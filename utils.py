@@ -2153,7 +2153,11 @@ class Metrics:
     def on_host(self) -> "Metrics":
         """The same numbers without tensors and GPU events, as other ranks get them."""
         host = Metrics()
-        host.sums = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
+        tensors = [x for pair in self.sums.values() for x in pair if isinstance(x, torch.Tensor)]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
+        for name, pair in self.sums.items():
+            total, count = (next(numbers) if isinstance(x, torch.Tensor) else x for x in pair)
+            host.sums[name] = (total, count)
         host.sums |= {name: (seconds, 1.0) for name, seconds in self.timer.seconds.items()}
         host.totals = self.totals
         host.extremes = self.extremes

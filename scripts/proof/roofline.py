@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from scripts.parts.head import HeadLogprobs
 from scripts.proof import memory, shapes
 from scripts.proof.shapes import GPU, GPUS
 
@@ -198,7 +199,6 @@ def count(operations: list[Operation], read_later: set[int]) -> Count:
 def head_bytes() -> float:
     """Bytes a logit of the elementwise work of the head, both ways, counted as a CPU runs it. Adding up the gradient of
     its weight is apart."""
-    import grpo
 
     tokens = 64
     vocabulary = 4096
@@ -207,7 +207,7 @@ def head_bytes() -> float:
     weight = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
     trace = Trace()
     with trace:
-        logprobs, _ = grpo.HeadLogprobs.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 1.0, tokens)
+        logprobs, _ = HeadLogprobs.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 1.0, tokens)
         torch.autograd.grad(logprobs.sum(), (x, weight))
     moved = 0
     for op in trace.operations:

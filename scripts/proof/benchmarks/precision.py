@@ -15,6 +15,7 @@ import torch
 
 import grpo
 import utils
+from scripts.parts.head import HeadLogprobs
 from scripts.proof.benchmarks.common import BenchFlags, Result, Session, ratio, start_engine
 
 
@@ -94,7 +95,7 @@ class RoundedWeights:
 def float32_head(engine: Any, policy: grpo.Policy) -> Generator[None]:
     """Products of the head in float32 in learner and engine, from the same weights and hidden states."""
     model = engine.worker.model_runner.model
-    learner_logits = grpo.HeadLogprobs.logits
+    learner_logits = HeadLogprobs.logits
     engine_logits = model.compute_logits
 
     def exact(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -104,12 +105,12 @@ def float32_head(engine: Any, policy: grpo.Policy) -> Generator[None]:
         weight = utils.shard_of(policy.model.get_input_embeddings().weight).to(hidden.dtype)
         return hidden.float() @ weight.float().T
 
-    grpo.HeadLogprobs.logits = staticmethod(exact)
+    HeadLogprobs.logits = staticmethod(exact)
     model.compute_logits = exact_in_engine
     try:
         yield
     finally:
-        grpo.HeadLogprobs.logits = staticmethod(learner_logits)
+        HeadLogprobs.logits = staticmethod(learner_logits)
         model.compute_logits = engine_logits
 
 
