@@ -66,15 +66,15 @@ def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measured ceilings of a device: operations a second of a square matrix product, bytes a second of a copy."""
-    on_gpu = device.type == "cuda"
-    n = 8192 if on_gpu else 512
-    block = torch.empty(2**28 if on_gpu else 2**26, dtype=torch.uint8, device=device)
-    x = torch.randn(n, n, device=device, generator=torch.Generator(device)).to(dtype)
-    return {
-        "flops_per_second": 2 * n**3 / best_seconds(lambda: x @ x),
-        "bytes_per_second": block.numel() / best_seconds(block.clone),
-        "itemsize": dtype.itemsize,
-    }
+    n, num_bytes = (8192, 2**28) if device.type == "cuda" else (512, 2**26)
+    x = torch.randn(n, n, device=device, generator=torch.Generator(device))
+    x = x.to(dtype)
+    product_seconds = best_seconds(functools.partial(torch.matmul, x, x))
+    block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    copy_seconds = best_seconds(block.clone)
+    flops_per_second = 2 * n**3 / product_seconds
+    bytes_per_second = num_bytes / copy_seconds
+    return {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second, "itemsize": dtype.itemsize}
 
 
 def best_seconds(work: Callable[[], object]) -> float:

@@ -18,12 +18,11 @@ Table = dict[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class Given:
-    """A flag on the command line with the values that follow it; or, with name "", a value that follows no flag."""
+    """A flag of a command line and its values; or, with name "", a value that belongs to no flag."""
 
-    token: str
+    token: str  # --flag, or --flag=value
     name: str
     values: list[str]
-    has_equals: bool = False
 
 
 @dataclass
@@ -69,8 +68,8 @@ def split(tokens: Sequence[str]) -> list[Given]:
         if token.startswith("--"):
             name, equals, value = token.partition("=")
             name = name.removeprefix("--").replace("-", "_")
-            line.append(Given(token, name, [value] if equals else [], bool(equals)))
-        elif line and line[-1].name and not line[-1].has_equals:
+            line.append(Given(token, name, [value] if equals else []))
+        elif line and line[-1].name and "=" not in line[-1].token:
             line[-1].values.append(token)
         else:
             line.append(Given(token, "", []))
@@ -78,8 +77,8 @@ def split(tokens: Sequence[str]) -> list[Given]:
 
 
 def translate(argv: Sequence[str], known: set[str]) -> Translation:
-    """Translate a command line for a script with the `known` flags. A `--flag true` becomes `--flag`. If nobody knows a
-    flag, or a yes/no flag has another value, the process ends with exit status 2, and stderr has the nearest name."""
+    """Translate a command line for a script with the `known` flags. If nobody knows a flag, stderr has the nearest name
+    and the process ends with exit status 2."""
     table = read_table()
     names = known | {key.partition("=")[0] for key in table}
     done = Translation()
@@ -91,7 +90,10 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
         if key is not None:
             waiting = replace_flag(given, key, table, done) + waiting
         elif given.name in known or given.name == "" or given.name.startswith("tyro_"):
-            done.line += own_form(given, known, problems)
+            try:
+                done.line += own_form(given, known)
+            except ValueError as error:
+                problems.append(str(error))
         else:
             nearest = difflib.get_close_matches(given.name, sorted(names), 1, 0)[0]
             problems.append(f"--{given.name}: no such flag; the nearest is --{nearest}")
@@ -133,15 +135,15 @@ def replace_flag(given: Given, key: str, table: Table, done: Translation) -> lis
     return split(instead)
 
 
-def own_form(given: Given, known: set[str], problems: list[str]) -> list[str]:
-    """A flag of ours as the parser takes it: a yes/no flag has no value."""
-    values = [] if given.has_equals else given.values
+def own_form(given: Given, known: set[str]) -> list[str]:
+    """A flag of ours as the parser takes it: --flag true is --flag, --flag false is --no_flag."""
+    has_equals = "=" in given.token
+    value = given.values[0].lower() if given.values else ""
     is_switch = {given.name, f"no_{given.name}"} <= known
-    value = given.values[0] if given.values else ""
-    is_answer = value.lower() in ("true", "false")
-    if not is_switch or not (is_answer or given.has_equals):
-        return [given.token, *values]
-    if not is_answer:
-        problems.append(f"--{given.name} {value}: a yes/no flag takes true, false or nothing")
-    flag = f"--no_{given.name}" if value.lower() == "false" else f"--{given.name}"
-    return [flag, *values[1:]]
+    if is_switch and value == "true":
+        return [f"--{given.name}", *given.values[1:]]
+    if is_switch and value == "false":
+        return [f"--no_{given.name}", *given.values[1:]]
+    if is_switch and has_equals:
+        raise ValueError(f"--{given.name} {value}: a yes/no flag takes true, false or nothing")
+    return [given.token] if has_equals else [given.token, *given.values]
