@@ -2,8 +2,8 @@
 
 import functools
 import json
+import math
 import time
-import timeit
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,16 +52,17 @@ def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
     lengthen; with one thread none waits for another that the system has put aside.
     """
     threads = torch.get_num_threads()
-    until = time.thread_time() + 0.1
     torch.set_num_threads(1)
     matrices = [torch.randn(MATRIX, MATRIX, generator=torch.Generator()).to(dtype) for dtype in dtypes]
-    seconds: list[list[float]] = [[] for _ in dtypes]
-    while time.thread_time() < until or not seconds[-1]:
-        for x, measured in zip(matrices, seconds, strict=True):
-            product = functools.partial(torch.matmul, x, x)
-            measured.append(timeit.timeit(product, timer=time.thread_time, number=1))
+    best = [math.inf] * len(dtypes)  # seconds
+    until = time.thread_time() + 0.1
+    while time.thread_time() < until or math.inf in best:
+        for i, x in enumerate(matrices):
+            start = time.thread_time()
+            torch.matmul(x, x)
+            best[i] = min(best[i], time.thread_time() - start)
     torch.set_num_threads(threads)
-    return [2 * MATRIX**3 / min(measured) / 1e9 for measured in seconds]
+    return [2 * MATRIX**3 / seconds / 1e9 for seconds in best]
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -79,11 +80,11 @@ def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 def best_seconds(work: Callable[[], object]) -> float:
     """Wall seconds of the fastest of four calls."""
-    return min(timeit.repeat(functools.partial(finish, work), number=1, repeat=4))
-
-
-def finish(work: Callable[[], object]) -> None:
-    """Call `work` and wait until the GPU has done it."""
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
