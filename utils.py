@@ -753,12 +753,14 @@ def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",))
 def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
     """The rows of all data sets of a mixer flag, in its order. Raises UserError."""
     splits = getattr(args, f"{flag}_splits")
-    for i, (name, amount) in enumerate(parse_mixer(flag, getattr(args, flag))):
+    pairs = parse_mixer(flag, getattr(args, flag))
+    for i, (name, amount) in enumerate(pairs):
+        split = splits[i % len(splits)]
         if name.startswith("reasoning_gym:"):
-            seed = args.seed + (HELD_OUT_SEED if "eval" in flag else 0)
-            yield from generate_rows(flag, name, int(amount), seed)
+            held_out = HELD_OUT_SEED if "eval" in flag else 0
+            yield from generate_rows(flag, name, int(amount), args.seed + held_out)
         else:
-            yield from read_rows(flag, name, amount, splits[i % len(splits)], args.seed)
+            yield from read_rows(flag, name, amount, split, args.seed)
 
 
 def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Iterator[Row]:
@@ -768,7 +770,8 @@ def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Ite
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
-            need("error" not in row, f"--{flag} {row.get('error')}")
+            error = row.get("error")
+            need(error is None, f"--{flag} {error}")
             yield Row(**row)
     need(process.returncode == 0, f"--{flag} {name}: {shlex.join(command)} ended with {process.returncode}")
 

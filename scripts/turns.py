@@ -23,22 +23,27 @@ from scripts.parts import turns
 from scripts.parts.rows import jsonl_rows
 from utils import need
 
+SHOWN_OR_OMITTED = ("role", "content", "seconds")
+
 
 def transcript(environment: turns.Environment, row: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """The turns of the row's responses and the environment's answers to them, up to its last word."""
+    """The row's responses and the environment's answers to them, up to its last word."""
     _, config = environment.of_row(row)
-    messages, turns, state = row.get("messages", [{"role": "user", "content": "?"}]), [], None
-    told = {"ground_truths": [row.get("ground_truth")], "config": config, "stopped": True}
+    messages = row.get("messages", [{"role": "user", "content": "?"}])
+    episode = {"ground_truths": [row.get("ground_truth")], "config": config, "stopped": True}
+    state = None
+    said: list[dict[str, Any]] = []
     for turn, text in enumerate(row["responses"], start=1):
-        turns.append({"role": "assistant", "content": text})
-        said = [{"role": t["role"], "content": t["content"]} for t in turns]
-        now = {"messages": messages + said, "text": text, "turn": turn, "steps_left": len(row["responses"]) - turn}
-        answer = rewards.ask_environment(environment.path, state, told | now, timeout_s)
-        state, content = answer.pop("state"), "\n".join(answer.pop("texts"))
-        turns.append({"role": environment.role or "tool", "content": content} | answer)
+        said.append({"role": "assistant", "content": text})
+        episode["messages"] = messages + [{"role": message["role"], "content": message["content"]} for message in said]
+        episode |= {"text": text, "turn": turn, "steps_left": len(row["responses"]) - turn}
+        answer = rewards.ask_environment(environment.path, state, episode, timeout_s)
+        state = answer.pop("state")
+        content = "\n".join(answer.pop("texts"))
+        said.append({"role": environment.role or "tool", "content": content} | answer)
         if answer["done"]:
             break
-    return turns
+    return said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +54,27 @@ class CommandLine(utils.TurnFlags, utils.ModelFlags):
     """The environment's file, unless --tools are given, and the JSON lines file."""
 
 
+def show(row: Any, where: str, environment: turns.Environment, timeout_s: float) -> None:
+    """Print the transcript of a row. Raises UserError for a row without responses."""
+    has_responses = isinstance(row, dict) and isinstance(row.get("responses"), list)
+    need(has_responses, f"{where}: no list of responses")
+    for message in transcript(environment, row, timeout_s):
+        print(f"{message['role']}: {message['content']}", end="")
+        details = {name: value for name, value in message.items() if value and name not in SHOWN_OR_OMITTED}
+        print(f"   {details}" if details else "")
+
+
 def main() -> None:
     flags = tyro.cli(CommandLine, use_underscores=True)
     try:
-        words = "give the environment's file and the JSON lines file, or the latter first and then --tools"
-        need(len(flags.files) == 2 - bool(flags.tools), words)
+        usage = "give the environment's file and the JSON lines file, or the latter first and then --tools"
+        need(len(flags.files) == (1 if flags.tools else 2), usage)
         *env_file, path = flags.files
         need(Path(path).is_file(), f"{path}: no such file")
         environment = utils.load_environment(replace(flags, env_file="".join(env_file)))
         for i, row in list(jsonl_rows(Path(path))):
-            given = isinstance(row, dict) and isinstance(row.get("responses"), list)
-            need(given, f"{path} row {i}: no list of responses")
             print(f"--- row {i}")
-            for turn in transcript(environment, row, flags.env_timeout):
-                rest = {k: v for k, v in turn.items() if k not in ("role", "content", "seconds") and v}
-                print(f"{turn['role']}: {turn['content']}" + (f"   {rest}" if rest else ""))
+            show(row, f"{path} row {i}", environment, flags.env_timeout)
     except ValueError as error:  # a UserError, or a row that is not JSON
         raise SystemExit(f"turns.py: {error}") from None
 

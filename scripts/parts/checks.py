@@ -16,6 +16,8 @@ from typing import Any
 import rewards
 from rewards import need
 
+PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
+
 
 def check_args(args: Any, world_size: int, fast: bool) -> None:
     """All of a script's flags, on `world_size` ranks of grpo.py; with `fast` on one of grpo_fast.py."""
@@ -224,15 +226,14 @@ def check_processes(args: Any, world_size: int | None, ranks_per_node: int) -> N
     ranks = learners + engine_ranks
     nodes = 1 if world_size is None else world_size // ranks_per_node
     is_plan = args.dry_run and world_size is None  # perhaps for other machines than this one
-    names = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
     fewest = min(args.num_learners_per_node, default=-1)
     if fewest < 0 or learners < 1 or args.vllm_num_engines < 1 or args.vllm_tensor_parallel_size < 1:
-        args.refuse(f"{names}: a run needs a learner and an engine")
+        args.refuse(f"{PROCESSES}: a run needs a learner and an engine")
     if learners % args.sequence_parallel_size:
         args.refuse(f"--sequence_parallel_size does not divide the {learners} learners: raise --num_learners_per_node")
     if world_size not in (None, ranks):
-        args.refuse(f"{names} = {ranks} processes, but {world_size} ranks run: start torchrun with {ranks} in all")
+        args.refuse(f"{PROCESSES} = {ranks} processes, but {world_size} ranks run: start torchrun with {ranks} in all")
     given = len(args.num_learners_per_node)
     if given > nodes and not is_plan:
         args.refuse(f"--num_learners_per_node is for {given} nodes, but {nodes} run: give a number for each")
@@ -245,17 +246,17 @@ def check_processes(args: Any, world_size: int | None, ranks_per_node: int) -> N
     visible = torch.cuda.device_count()
     if visible and needed > visible and not is_plan:
         fix = "lower them, or add --single_gpu_mode"
-        args.refuse(f"{names} need {needed} GPUs on a node, {visible} are visible: {fix}")
+        args.refuse(f"{PROCESSES} need {needed} GPUs on a node, {visible} are visible: {fix}")
 
 
 def check_nodes(args: Any, nodes: int, ranks_per_node: int) -> None:
     """Every engine of grpo_fast.py lies within a node: the ranks of a node that do not learn make whole engines."""
-    engine_ranks = args.vllm_num_engines * args.vllm_tensor_parallel_size
+    tp = args.vllm_tensor_parallel_size
     learners = args.num_learners_per_node + [0] * nodes
-    on_nodes = [ranks_per_node - min(learners[node], ranks_per_node) for node in range(nodes)]
-    if sum(on_nodes) != engine_ranks or any(n % args.vllm_tensor_parallel_size for n in on_nodes):
-        names = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
-        args.refuse(f"{names}: an engine would span two nodes")
+    engine_ranks = [ranks_per_node - min(n, ranks_per_node) for n in learners[:nodes]]
+    is_split = any(n % tp for n in engine_ranks)
+    if is_split or sum(engine_ranks) != args.vllm_num_engines * tp:
+        args.refuse(f"{PROCESSES}: an engine would span two nodes")
 
 
 def check_asynchronous(args: Any) -> None:

@@ -2,8 +2,8 @@
 
 import functools
 import json
+import math
 import time
-import timeit
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,38 +52,39 @@ def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
     lengthen; with one thread none waits for another that the system has put aside.
     """
     threads = torch.get_num_threads()
-    until = time.thread_time() + 0.1
     torch.set_num_threads(1)
     matrices = [torch.randn(MATRIX, MATRIX, generator=torch.Generator()).to(dtype) for dtype in dtypes]
-    seconds: list[list[float]] = [[] for _ in dtypes]
-    while time.thread_time() < until or not seconds[-1]:
-        for x, measured in zip(matrices, seconds, strict=True):
-            product = functools.partial(torch.matmul, x, x)
-            measured.append(timeit.timeit(product, timer=time.thread_time, number=1))
+    best = [math.inf] * len(dtypes)  # seconds
+    until = time.thread_time() + 0.1
+    while time.thread_time() < until or math.inf in best:
+        for i, x in enumerate(matrices):
+            start = time.thread_time()
+            torch.matmul(x, x)
+            best[i] = min(best[i], time.thread_time() - start)
     torch.set_num_threads(threads)
-    return [2 * MATRIX**3 / min(measured) / 1e9 for measured in seconds]
+    return [2 * MATRIX**3 / seconds / 1e9 for seconds in best]
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measured ceilings of a device: operations a second of a square matrix product, bytes a second of a copy."""
-    on_gpu = device.type == "cuda"
-    n = 8192 if on_gpu else 512
-    block = torch.empty(2**28 if on_gpu else 2**26, dtype=torch.uint8, device=device)
-    x = torch.randn(n, n, device=device, generator=torch.Generator(device)).to(dtype)
-    return {
-        "flops_per_second": 2 * n**3 / best_seconds(lambda: x @ x),
-        "bytes_per_second": block.numel() / best_seconds(block.clone),
-        "itemsize": dtype.itemsize,
-    }
+    n, num_bytes = (8192, 2**28) if device.type == "cuda" else (512, 2**26)
+    x = torch.randn(n, n, device=device, generator=torch.Generator(device))
+    x = x.to(dtype)
+    product_seconds = best_seconds(functools.partial(torch.matmul, x, x))
+    block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    copy_seconds = best_seconds(block.clone)
+    flops_per_second = 2 * n**3 / product_seconds
+    bytes_per_second = num_bytes / copy_seconds
+    return {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second, "itemsize": dtype.itemsize}
 
 
 def best_seconds(work: Callable[[], object]) -> float:
     """Wall seconds of the fastest of four calls."""
-    return min(timeit.repeat(functools.partial(finish, work), number=1, repeat=4))
-
-
-def finish(work: Callable[[], object]) -> None:
-    """Call `work` and wait until the GPU has done it."""
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -159,15 +159,17 @@ def draw(name: str, rows: list[Any], amount: float | int, seed: int) -> list[Any
     """A fixed subset of the rows, in file order. An int is their number; a float is the fraction, above 1 with
     repetitions. Raises ValueError if there are fewer."""
     need(rows != [], f"{name}: no rows")
-    is_fraction = isinstance(amount, float)
-    count = round(amount * len(rows)) if is_fraction else amount
-    need(count > 0, f"{name} {amount}: that is no row of {len(rows)}; give a larger fraction or a count")
-    enough = is_fraction or amount <= len(rows)
-    need(enough, f"{name} {amount}: only {len(rows)} rows; a fraction such as 2.0 repeats them")
-    if count < len(rows):
-        chosen = random.Random(seed).sample(range(len(rows)), count)
-        return [rows[i] for i in sorted(chosen)]
-    return [rows[i % len(rows)] for i in range(count)]
+    size = len(rows)
+    if isinstance(amount, float):
+        count = round(amount * size)
+        need(count > 0, f"{name} {amount}: that is no row of {size}; give a larger fraction or a count")
+    else:
+        count = amount
+        need(count <= size, f"{name} {amount}: only {size} rows; a fraction such as 2.0 repeats them")
+    if count >= size:
+        return [rows[i % size] for i in range(count)]
+    chosen = random.Random(seed).sample(range(size), count)
+    return [rows[i] for i in sorted(chosen)]
 
 
 def drawn_rows(name: str, amount: float | int, split: str, seed: int) -> Iterator[dict[str, Any]]:

@@ -131,14 +131,16 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
 def differences(run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]) -> str:
     """The flags and hashes in which the run in the directory is another one, for a person."""
     old = json.loads((run_dir / "args.json").read_text())
-    found = []
+    changed = []
     for name, value in config.items():
-        if name not in MAY_CHANGE and repr(old.get(name)) != repr(value):
-            found.append(f"--{name}: {old.get(name)!r} then, {value!r} now")
-    for name, value in hashes.items():
-        if environment.get(name) != value:
-            found.append(f"{name.replace('_', ' ')}: {environment.get(name)} then, {value} now")
-    return "; ".join(found)
+        then, now = repr(old.get(name)), repr(value)
+        if name not in MAY_CHANGE and then != now:
+            changed.append(f"--{name}: {then} then, {now} now")
+    for name, now in hashes.items():
+        then = environment.get(name)
+        if then != now:
+            changed.append(f"{name.replace('_', ' ')}: {then} then, {now} now")
+    return "; ".join(changed)
 
 
 def need_same_run(run_dir: Path, args: dict[str, Any], differs: str) -> None:

@@ -13,135 +13,104 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 TABLE = Path(__file__).resolve().parents[1] / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words
-Table = dict[str, tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Given:
-    """A flag on the command line with the values that follow it; or, with name "", a value that follows no flag."""
-
-    token: str
-    name: str
-    values: list[str]
-    has_equals: bool = False
 
 
 @dataclass
 class Translation:
-    """A command line of our flags alone, and the other flags by (kind, words)."""
+    """A command line of our flags alone, and the other flags that it had, by (kind, words)."""
 
     line: list[str] = field(default_factory=list)
     others: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def text(self) -> str:
-        """What became of the other flags, for a person; "" if there were none."""
-        if not self.others:
-            return ""
+        """What became of the other flags, for a person."""
         rows = [f"  {kind:8} {' '.join(flags)}: {words}" for (kind, words), flags in sorted(self.others.items())]
         return "\n".join(["open-instruct's flags:", *rows])
 
     def missing(self) -> str:
         """The flags without which a run would be another one, each with the reason."""
-        flags_and_words = [(flags, words) for (kind, words), flags in self.others.items() if kind == "missing"]
-        return "; ".join(f"{' '.join(flags)}: {words}" for flags, words in flags_and_words)
+        rows = [(flags, words) for (kind, words), flags in self.others.items() if kind == "missing"]
+        return "; ".join(f"{' '.join(flags)}: {words}" for flags, words in rows)
 
 
 def names_of(cls: type) -> set[str]:
     """The flags of a dataclass, as they are typed."""
-    names = {flag.name for flag in fields(cls)}
     negated = {f"no_{flag.name}" for flag in fields(cls) if flag.type is bool}
-    return names | negated | {"help"}
+    return {flag.name for flag in fields(cls)} | negated
 
 
-def read_table() -> Table:
+def read_table() -> dict[str, tuple[str, str]]:
     """flag or flag=value -> (kind, words)"""
-    table = {}
-    for line in TABLE.read_text().splitlines()[1:]:
-        flag, kind, words = line.split("\t")
-        table[flag] = (kind, words)
-    return table
+    rows = [line.split("\t") for line in TABLE.read_text().splitlines()[1:]]
+    return {flag: (kind, words) for flag, kind, words in rows}
 
 
-def split(tokens: Sequence[str]) -> list[Given]:
-    """A command line, flag by flag."""
-    line: list[Given] = []
+def split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """A command line as (flag, values); values before the first flag have the flag ""."""
+    line: list[tuple[str, list[str]]] = []
     for token in tokens:
         if token.startswith("--"):
-            name, equals, value = token.partition("=")
-            name = name.removeprefix("--").replace("-", "_")
-            line.append(Given(token, name, [value] if equals else [], bool(equals)))
-        elif line and line[-1].name and not line[-1].has_equals:
-            line[-1].values.append(token)
+            name, equals, value = token.removeprefix("--").partition("=")
+            line.append((name.replace("-", "_"), [value] if equals else []))
+        elif line:
+            line[-1][1].append(token)
         else:
-            line.append(Given(token, "", []))
+            line.append(("", [token]))
     return line
 
 
 def translate(argv: Sequence[str], known: set[str]) -> Translation:
-    """Translate a command line for a script with the `known` flags. A `--flag true` becomes `--flag`. If nobody knows a
-    flag, or a yes/no flag has another value, the process ends with exit status 2, and stderr has the nearest name."""
+    """Translate a command line for a script with the `known` flags. If a flag or the value of a yes/no flag is unknown,
+    stderr says so, with the nearest name, and the process ends with exit status 2."""
     table = read_table()
     names = known | {key.partition("=")[0] for key in table}
     done = Translation()
     problems = []
     waiting = split(argv)
     while waiting:
-        given = waiting.pop(0)
-        key = find_row(given, table, names)
-        if key is not None:
-            waiting = replace_flag(given, key, table, done) + waiting
-        elif given.name in known or given.name == "" or given.name.startswith("tyro_"):
-            done.line += own_form(given, known, problems)
+        name, values = waiting.pop(0)
+        is_negated = name not in names  # then --no_x is x with the value false
+        flag = name.removeprefix("no_") if is_negated else name
+        text = "false" if is_negated else " ".join(values) or "true"
+        with_value = f"{flag}={text.lower()}"
+        kind, words = table.get(with_value) or table.get(flag) or ("", "")
+        is_switch = {name, f"no_{name}"} <= known
+
+        if kind:
+            if kind == "alias":
+                ours = replacement(words, values or [text])
+                waiting = split(ours) + waiting
+                words = " ".join(ours)
+            shows_value = not is_negated and (kind == "alias" or with_value in table)
+            shown = f"--{name} {text}" if shows_value else f"--{name}"
+            done.others.setdefault((kind, words), []).append(shown)
+        elif is_switch and text.lower() == "false":
+            done.line.append(f"--no_{name}")
+        elif is_switch and text.lower() == "true":
+            done.line.append(f"--{name}")
+        elif is_switch:
+            problems.append(f"--{name} {text}: a yes/no flag takes true, false or nothing")
+        elif name in known or name.startswith("tyro_") or not name:
+            done.line += own_form(name, values)
         else:
-            nearest = difflib.get_close_matches(given.name, sorted(names), 1, 0)[0]
-            problems.append(f"--{given.name}: no such flag; the nearest is --{nearest}")
+            nearest = difflib.get_close_matches(name, sorted(names), 1, 0)[0]
+            problems.append(f"--{name}: no such flag; the nearest is --{nearest}")
     if problems:
         print("\n".join(problems), file=sys.stderr)
         raise SystemExit(2)
     return done
 
 
-def text_of(given: Given, names: set[str]) -> tuple[str, str]:
-    """The flag's name and its value as the table has them: `--no_x` is x with the value false."""
-    if given.name in names:
-        return given.name, " ".join(given.values) or "true"
-    return given.name.removeprefix("no_"), "false"
+def replacement(words: str, values: list[str]) -> list[str]:
+    """The flags that stand in place of an alias: `{}` is its values."""
+    tokens = []
+    for word in words.split():
+        tokens += values if word == "{}" else [word]
+    return tokens
 
 
-def find_row(given: Given, table: Table, names: set[str]) -> str | None:
-    """The table's key for a flag with its value, or else for the flag with any value."""
-    name, text = text_of(given, names)
-    for key in (f"{name}={text.lower()}", name):
-        if key in table:
-            return key
-    return None
-
-
-def replace_flag(given: Given, key: str, table: Table, done: Translation) -> list[Given]:
-    """Note what becomes of a flag, and return the flags that stand in its place."""
-    kind, words = table[key]
-    name, text = text_of(given, {key.partition("=")[0]})
-    instead = []
-    if kind == "alias":
-        for word in words.split():
-            instead += (given.values or [text]) if word == "{}" else [word]
-        words = " ".join(instead)
-    shown = f"--{given.name}"
-    if name == given.name and (kind == "alias" or "=" in key):
-        shown += f" {text}"
-    done.others.setdefault((kind, words), []).append(shown)
-    return split(instead)
-
-
-def own_form(given: Given, known: set[str], problems: list[str]) -> list[str]:
-    """A flag of ours as the parser takes it: a yes/no flag has no value."""
-    values = [] if given.has_equals else given.values
-    is_switch = {given.name, f"no_{given.name}"} <= known
-    value = given.values[0] if given.values else ""
-    is_answer = value.lower() in ("true", "false")
-    if not is_switch or not (is_answer or given.has_equals):
-        return [given.token, *values]
-    if not is_answer:
-        problems.append(f"--{given.name} {value}: a yes/no flag takes true, false or nothing")
-    flag = f"--no_{given.name}" if value.lower() == "false" else f"--{given.name}"
-    return [flag, *values[1:]]
+def own_form(name: str, values: list[str]) -> list[str]:
+    """A flag of ours as the parser takes it. A value that begins with a dash needs an equals sign."""
+    if len(values) == 1 and values[0].startswith("-"):
+        return [f"--{name}={values[0]}"]
+    return [f"--{name}", *values] if name else values

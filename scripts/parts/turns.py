@@ -146,8 +146,8 @@ def find_separators(
     """Environment's first, between and last for a tokenizer's chat template. A probe conversation must come to the same
     tokens as its turns put together; else UserError with the reason."""
     render = functools.partial(render_turns, tokenizer, schemas)
-    separators_around(THINKING_TURN, role, tokenizer, render)
     first, last = separators_around(TURN, role, tokenizer, render)
+    separators_around(THINKING_TURN, role, tokenizer, render)
     between = None
     with contextlib.suppress(Exception):  # whatever a template raises that takes one answer to a turn only
         start = render([]) + TURN + first + ANSWER
