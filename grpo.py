@@ -260,7 +260,8 @@ def end_turn(
             r.over = True
         else:
             add_turn(r, generation, engine)
-            r.over = len(r.turns) // 2 >= args.max_steps or room(r, args, evaluation) <= 0
+            is_last = len(r.turns) // 2 >= args.max_steps
+            r.over = is_last or room(r, args, evaluation) <= 0
     if r.over:
         start_scoring(r, engine, args)
         return None
@@ -298,7 +299,7 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
             r.scoring = []
         r.verifiable = sum(result.score for result in r.results)
         if r.prompt.environment is not None:
-            r.verifiable = add_answers_rewards(r, args)
+            r.verifiable = environment_score(r, args)
         r.format_score = rewards.format_reward(r.text)
         stopped = r.finish_reason == "stop"
         tokens_left = room(r, args)
@@ -329,8 +330,10 @@ def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> T
     centered = torch.where(present, grouped - mean, 0.0)
     if normalization != "centered":
         unbiased = normalization == "standard_unbiased"
-        variance = centered.square().sum(1, keepdim=True) / (count - int(unbiased)).clamp(min=1)
-        centered = centered / (variance.sqrt() + (1e-6 if unbiased else 1e-8))
+        freedom = (count - int(unbiased)).clamp(min=1)
+        variance = centered.square().sum(1, keepdim=True) / freedom
+        epsilon = 1e-6 if unbiased else 1e-8
+        centered = centered / (variance.sqrt() + epsilon)
 
     # rounding leaves equal scores near their mean, not on it
     low = torch.where(present, grouped, math.inf).amin(1, keepdim=True)
@@ -570,7 +573,9 @@ def pack_rollouts(
     bin_limit = 0 if packing == "rows" else pack_length
     packs: list[list[Pack]] = []
     for share in shares:
-        bins = utils.pack_bins([tokens[i] for i in share], [costs[i] for i in share], bin_limit)
+        share_tokens = [tokens[i] for i in share]
+        share_costs = [costs[i] for i in share]
+        bins = utils.pack_bins(share_tokens, share_costs, bin_limit)
         packs.append([[pieces[share[i]] for i in indices] for indices in bins])
     return packs
 
@@ -579,7 +584,8 @@ def make_pieces(rollouts: Sequence[Rollout], max_tokens: int) -> list[Piece]:
     """Neighbouring rollouts of one prompt in pieces of at most `max_tokens`, one rollout where that is too few."""
     pieces: list[Piece] = []
     for r in rollouts:
-        if pieces and pieces[-1][0].position == r.position and piece_length([*pieces[-1], r]) <= max_tokens:
+        is_next = bool(pieces) and pieces[-1][0].position == r.position
+        if is_next and piece_length([*pieces[-1], r]) <= max_tokens:
             pieces[-1].append(r)
         else:
             pieces.append([r])
@@ -587,13 +593,18 @@ def make_pieces(rollouts: Sequence[Rollout], max_tokens: int) -> list[Piece]:
 
 
 def piece_length(piece: Piece) -> int:
-    """Tokens of a piece: the prompt but its last token once, then a segment for each response."""
-    return len(piece[0].prompt.token_ids) - 1 + sum(len(r.token_ids) for r in piece)
+    """Tokens of a piece: those shared, then a segment for each response."""
+    return shared_length(piece) + sum(len(r.token_ids) for r in piece)
+
+
+def shared_length(piece: Piece) -> int:
+    """Tokens that the responses of a piece share: the prompt but its last token, which predicts in each of them."""
+    return len(piece[0].prompt.token_ids) - 1
 
 
 def attended_pairs(piece: Piece) -> float:
     """(query, key) pairs of a piece: what attention costs."""
-    shared = len(piece[0].prompt.token_ids) - 1
+    shared = shared_length(piece)
     pairs = shared * shared / 2
     return pairs + sum(len(r.token_ids) * (shared + len(r.token_ids) / 2) for r in piece)
 
@@ -676,8 +687,8 @@ def layout_of(pack: Pack, device: torch.device) -> utils.Layout:
     """Who attends to whom in a pack."""
     pieces = []
     for piece in pack:
-        shared = len(piece[0].prompt.token_ids) - 1
-        pieces.append((shared, [len(r.token_ids) for r in piece]))
+        lengths = [len(r.token_ids) for r in piece]
+        pieces.append((shared_length(piece), lengths))
     return utils.Layout(pieces, device)
 
 
@@ -744,7 +755,10 @@ class Policy(torch.nn.Module):
         chunk = LOGPROB_CHUNK * (3 if on_gpu else 1)
         logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, on_gpu or self.compiled)
         if self.keeps_top_tokens:  # another product with the head
-            top_tokens = [(x @ weight.detach().T).argmax(1) for x in hidden.detach().split(chunk)]
+            top_tokens = []
+            for x in hidden.detach().split(chunk):
+                logits = x @ weight.detach().T
+                top_tokens.append(logits.argmax(1))
             self.top_tokens = self.in_rows(torch.cat(top_tokens), batch, part)
         return self.in_rows(logprobs, batch, part), self.in_rows(entropy, batch, part)
 
@@ -884,7 +898,8 @@ def response_tokens(mask: Tensor, seq_ids: Tensor, dtype: torch.dtype) -> Tensor
 def response_mean(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
     """At each position the mean of `values` over the masked tokens of its response. All (B, T); seq_ids >= 0."""
     counts = response_tokens(mask, seq_ids, values.dtype)
-    sums = torch.zeros_like(counts).index_add(0, seq_ids.flatten(), torch.where(mask, values, 0.0).flatten())
+    masked = torch.where(mask, values, 0.0)
+    sums = torch.zeros_like(counts).index_add(0, seq_ids.flatten(), masked.flatten())
     return (sums / counts)[seq_ids]
 
 
@@ -1079,8 +1094,9 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics
     for group in groups.values():
         group.sort()  # the same order, and sum, wherever packs lie
         *_, tokenless = group[0]  # scores of responses in no batch: they count in the group and train nothing
-        scores = torch.tensor([score for _, _, score, _ in group] + tokenless, dtype=torch.float64)
-        values = compute_advantages(scores, len(scores), args.advantage_normalization_type).tolist()
+        scores = [score for _, _, score, _ in group] + tokenless
+        exact = torch.tensor(scores, dtype=torch.float64)
+        values = compute_advantages(exact, len(scores), args.advantage_normalization_type).tolist()
         for i, (position, sample, _, _) in enumerate(group):
             advantages[position, sample] = values[i]
 
@@ -1310,8 +1326,8 @@ def episode_of(r: Rollout, args: Args) -> dict[str, Any]:
     }
 
 
-def add_answers_rewards(r: Rollout, args: Args) -> float:
-    """r.verifiable and the rewards of the environment's answers. NaN if the environment failed to answer.
+def environment_score(r: Rollout, args: Args) -> float:
+    """The sum of r.verifiable and the rewards of the environment's answers. NaN if an answer is missing.
 
     With only_reward_good_outputs the verifiers count only if no answer had a failure and one has a text.
     """
