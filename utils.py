@@ -2103,6 +2103,13 @@ def record_step(step: Any, packing: str, policy: Any, args: Flags, world: World)
 # --- Metrics and report -----------------------------------------------------------------------------------------------
 
 
+def read_numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """The values as Python numbers; all tensors among them are read at once, so that a GPU is waited for once."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(numbers) if isinstance(x, torch.Tensor) else x for x in values]
+
+
 class Metrics:
     """Numbers of one step on one rank. Means are kept as (sum, count): all samples of all ranks weigh the same."""
 
@@ -2156,11 +2163,8 @@ class Metrics:
     def on_host(self) -> "Metrics":
         """The same numbers without tensors and GPU events, as other ranks get them."""
         host = Metrics()
-        tensors = [x for pair in self.sums.values() for x in pair if isinstance(x, torch.Tensor)]
-        numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
-        for name, pair in self.sums.items():
-            total, count = (next(numbers) if isinstance(x, torch.Tensor) else x for x in pair)
-            host.sums[name] = (total, count)
+        numbers = iter(read_numbers([number for pair in self.sums.values() for number in pair]))
+        host.sums = {name: (next(numbers), next(numbers)) for name in self.sums}
         host.sums |= {name: (seconds, 1.0) for name, seconds in self.timer.seconds.items()}
         host.totals = self.totals
         host.extremes = self.extremes
