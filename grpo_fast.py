@@ -1241,7 +1241,7 @@ def engine_lines(out: dict[str, float]) -> str:
         lines.append(
             f"weights v{out['val/weight_sync_version']:.0f}: {out['val/weight_sync_bytes'] / 1e6:.0f} MB, wire "
             f"{out['time/weight_sync_wire']:.2f} s, load {out['time/weight_sync_load']:.2f} s, pause "
-            f"{out['time/weight_sync_pause']:.2f} s, {out['val/weight_sync_gb_per_second']:.1f} GB/s (a copy takes "
+            f"{out['time/weight_sync_pause']:.2f} s, {out['val/weight_sync_gb_per_second']:.1f} GB/s (a copy: "
             f"{out['time/weight_sync_floor']:.2f} s)"
         )
     return "\n".join(f"          {line}" for line in lines)

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 import types
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -283,6 +284,62 @@ def test_what_responses_leave_is_looked_at_in_portions(monkeypatch):
     with pytest.raises(IndexError):  # nothing more comes
         engines._receive(0)
     assert looked == [(1, n) for n in (8, 72, 136, 200)]
+
+
+def test_turns_of_a_round_start_together_and_others_at_once():
+    """With --deterministic no batch may depend on when an answer comes."""
+    for flags, starts in (("", [["b"], ["a"]]), ("--deterministic", [["a", "b"]])):
+        line = f"--model_name_or_path x --tools calculator {flags}"
+        sent, beats = [], types.SimpleNamespace(beat=lambda: None)
+        connection = types.SimpleNamespace(recv=threading.Event().wait, send=sent.append)  # no message ever comes
+        engines = grpo_fast.Engines([connection], beats, None, [], utils.parse_args(grpo.Args, line.split()))
+        answers = {name: Future() for name in "abc"}
+        first = utils.Request((1,), 0, 1.0, 1)
+        engines.submit([grpo_fast.NamedRequest(name, first, lambda made, a=a: a) for name, a in answers.items()])
+        for name in "cba":
+            engines._ended(name, 0, utils.Generation([5], [0.0], "stop", [0]))
+        for name in "bca":  # c is over, the others have a second turn
+            answers[name].set_result(None if name == "c" else utils.Request((1, 2), 0, 1.0, 1))
+        assert [[name for name, _ in requests] for _, requests in sent] == [["a", "b", "c"], *starts]
+        assert engines.dead is None and set(engines.finished) == {"c"} and set(engines.on_end) == {"a", "b"}
+
+
+def engine_out(learner=0.0, engine=0.0, pause=0.0, large=1.0):
+    """The metrics of a step of 10 s that engine_lines prints."""
+    names = [f"batch/groups_{name}" for name in ("started", "trained", "filtered", "in_flight")]
+    names += [f"time/weight_sync{name}" for name in ("", "_wire", "_load", "_floor")]
+    names += [f"val/weight_sync_{name}" for name in ("bytes", "gb_per_second", "version")]
+    out = dict.fromkeys(names, large) | {"time/total": 10.0, "time/weight_sync_pause": pause}
+    return out | {"val/learner_idle_share": learner, "val/engine_idle_share": engine}
+
+
+@pytest.mark.parametrize("out, step, flags, shown", [
+    (engine_out(0.5, 0.5, 1.0), 1, "", False),
+    (engine_out(0.5, 0.5, 1.0), 20, "", True),  # every tenth
+    (engine_out(0.5, 0.5, 1.0), 1, "--show_engines", True),
+    (engine_out(learner=0.51), 1, "", True),
+    (engine_out(engine=0.51), 1, "", True),
+    (engine_out(learner=0.6, engine=0.3), 1, "--async_steps 0", False),  # both sides take turns
+    (engine_out(pause=1.1), 1, "", True),
+    (engine_out(pause=1.1), 1, "--async_steps 0", True),
+    ({"time/total": 10.0, "val/learner_idle_share": 0.1, "val/engine_idle_share": 0.1}, 1, "", False),  # no sync yet
+])  # fmt: skip
+def test_engines_are_shown_now_and_then_and_where_time_is_lost(out, step, flags, shown):
+    args = utils.parse_args(grpo.Args, f"--model_name_or_path x {flags}".split())
+    assert grpo_fast.shows_engines(out, step, args) is shown
+
+
+@pytest.mark.parametrize(
+    "learner, engine, name", [(0.04, 0.05, "none"), (0.1, 0.06, "generation"), (0.1, 0.2, "training")]
+)
+def test_engine_lines_fit_and_name_the_bottleneck(learner, engine, name):
+    lines = grpo_fast.engine_lines(engine_out(learner, engine)).splitlines()
+    assert "1 started = 1 trained + 1 filtered + 1 in flight" in lines[0] and "weights v1: " in lines[2]
+    assert lines[1].partition("bottleneck: ")[2].startswith(name)
+    out = engine_out(1.0, 1.0, pause=9999.0, large=9999.0) | {"val/weight_sync_bytes": 2e11}
+    out |= {name: 123456.0 for name in out if name.startswith("batch/")}
+    widest = grpo_fast.engine_lines(out).splitlines()
+    assert len(widest) == 3 and max(map(len, widest)) <= 120
 
 
 @pytest.mark.parametrize("steps, cursor, started", [(0, 4, 4), (1, 3, 4)])
