@@ -1255,93 +1255,6 @@ def refresh_reference(ref_policy: Policy, policy: Policy, alpha: float) -> None:
         utils.shard_of(ref).lerp_(utils.shard_of(new), alpha)
 
 
-# --- Turns: an environment answers the policy, which goes on ----------------------------------------------------------
-#
-# r.turns has a dict for each turn of the policy, {role: assistant, content, tokens, cached, finish_reason}, and for
-# each answer, {role, content, tokens, status, seconds, reward, done, metrics, state}. Their tokens add up to
-# r.token_ids.
-
-
-def add_turn(r: Rollout, generation: utils.Generation, engine: Sampler) -> None:
-    """Note a turn of the policy, whose tokens r has already."""
-    r.turns.append(
-        {
-            "role": "assistant",
-            "content": text_of(generation.token_ids, engine),
-            "tokens": len(generation.token_ids),
-            "cached": generation.cached,
-            "finish_reason": generation.finish_reason,
-        }
-    )
-
-
-def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
-    """Have the environment answer the last turn of r, in a thread: see end_turn."""
-    return rewards.ENV_THREADS.submit(lambda: take_answer(r, engine, args, evaluation))
-
-
-def take_answer(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> utils.Request | None:
-    """Wait for the environment's answer to the last turn of r and add it. If it ends r, start the verifiers and return
-    None; otherwise return the request for the next turn."""
-    environment = r.prompt.environment
-    assert environment is not None
-    state = r.turns[-2]["state"] if len(r.turns) > 1 else None  # of the answer before
-    answer = rewards.ask_environment(environment.path, state, episode_of(r, args), args.env_timeout)
-
-    texts = answer.pop("texts")
-    ended = r.token_ids[-1] in engine.eos_ids
-    tokens_left = room(r, args, evaluation)
-    token_ids, text = environment.answer(texts, ended, tokens_left, engine.tokenizer)
-    with utils.LOCK:
-        r.over = answer["done"] or (ended and not environment.role)
-        if not r.over and len(token_ids) >= tokens_left:
-            r.over = True
-            r.finish_reason = "length"
-        if r.over:
-            token_ids = []
-        r.append_answer(token_ids)
-        if text or answer["reward"] or answer["metrics"] or not r.over:
-            role = environment.role or "tool"
-            r.turns.append({"role": role, "content": text, "tokens": len(token_ids)} | answer)
-    if r.over:
-        start_scoring(r, engine, args)
-        return None
-    return make_request(r, args, evaluation)
-
-
-def episode_of(r: Rollout, args: Args) -> dict[str, Any]:
-    """What the environment gets to know about r: the columns of its row, and what was said so far."""
-    messages = list(r.prompt.episode["messages"])
-    for turn in r.turns:
-        messages.append({"role": turn["role"], "content": turn["content"]})
-    last = r.turns[-1]
-    number = 1 + len(r.turns) // 2  # answers stand between the turns
-    stopped = last["finish_reason"] == "stop"
-    return r.prompt.episode | {
-        "messages": messages,
-        "text": last["content"],
-        "turn": number,
-        "steps_left": args.max_steps - number,
-        "stopped": stopped,
-    }
-
-
-def environment_score(r: Rollout, args: Args) -> float:
-    """The sum of r.verifiable and the rewards of the environment's answers. NaN if an answer is missing.
-
-    With only_reward_good_outputs the verifiers count only if no answer had a failure and one has a text.
-    """
-    answers = [turn for turn in r.turns if turn["role"] != "assistant"]
-    if any(answer["status"] == "infra_error" for answer in answers):
-        return math.nan
-    failures = 0
-    for answer in answers:
-        failures += sum(value for name, value in answer["metrics"].items() if name.endswith("/failures"))
-    is_good = not failures and any(answer["content"] for answer in answers)
-    verifiable = r.verifiable if is_good or not args.only_reward_good_outputs else 0.0
-    return verifiable + sum(answer["reward"] for answer in answers)
-
-
 # --- The run ----------------------------------------------------------------------------------------------------------
 
 
@@ -1633,6 +1546,93 @@ def dumped_prompts(args: Args) -> list[Prompt]:
     groups = dumps.read_groups(1, args)
     dumps.read_groups(num_training_steps(args), args)
     return [group[0].prompt for group in groups]
+
+
+# --- Turns: an environment answers the policy, which goes on ----------------------------------------------------------
+#
+# r.turns has a dict for each turn of the policy, {role: assistant, content, tokens, cached, finish_reason}, and for
+# each answer, {role, content, tokens, status, seconds, reward, done, metrics, state}. Their tokens add up to
+# r.token_ids.
+
+
+def add_turn(r: Rollout, generation: utils.Generation, engine: Sampler) -> None:
+    """Note a turn of the policy, whose tokens r has already."""
+    r.turns.append(
+        {
+            "role": "assistant",
+            "content": text_of(generation.token_ids, engine),
+            "tokens": len(generation.token_ids),
+            "cached": generation.cached,
+            "finish_reason": generation.finish_reason,
+        }
+    )
+
+
+def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
+    """Have the environment answer the last turn of r, in a thread: see end_turn."""
+    return rewards.ENV_THREADS.submit(lambda: take_answer(r, engine, args, evaluation))
+
+
+def take_answer(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> utils.Request | None:
+    """Wait for the environment's answer to the last turn of r and add it. If it ends r, start the verifiers and return
+    None; otherwise return the request for the next turn."""
+    environment = r.prompt.environment
+    assert environment is not None
+    state = r.turns[-2]["state"] if len(r.turns) > 1 else None  # of the answer before
+    answer = rewards.ask_environment(environment.path, state, episode_of(r, args), args.env_timeout)
+
+    texts = answer.pop("texts")
+    ended = r.token_ids[-1] in engine.eos_ids
+    tokens_left = room(r, args, evaluation)
+    token_ids, text = environment.answer(texts, ended, tokens_left, engine.tokenizer)
+    with utils.LOCK:
+        r.over = answer["done"] or (ended and not environment.role)
+        if not r.over and len(token_ids) >= tokens_left:
+            r.over = True
+            r.finish_reason = "length"
+        if r.over:
+            token_ids = []
+        r.append_answer(token_ids)
+        if text or answer["reward"] or answer["metrics"] or not r.over:
+            role = environment.role or "tool"
+            r.turns.append({"role": role, "content": text, "tokens": len(token_ids)} | answer)
+    if r.over:
+        start_scoring(r, engine, args)
+        return None
+    return make_request(r, args, evaluation)
+
+
+def episode_of(r: Rollout, args: Args) -> dict[str, Any]:
+    """What the environment gets to know about r: the columns of its row, and what was said so far."""
+    messages = list(r.prompt.episode["messages"])
+    for turn in r.turns:
+        messages.append({"role": turn["role"], "content": turn["content"]})
+    last = r.turns[-1]
+    number = 1 + len(r.turns) // 2  # answers stand between the turns
+    stopped = last["finish_reason"] == "stop"
+    return r.prompt.episode | {
+        "messages": messages,
+        "text": last["content"],
+        "turn": number,
+        "steps_left": args.max_steps - number,
+        "stopped": stopped,
+    }
+
+
+def environment_score(r: Rollout, args: Args) -> float:
+    """The sum of r.verifiable and the rewards of the environment's answers. NaN if an answer is missing.
+
+    With only_reward_good_outputs the verifiers count only if no answer had a failure and one has a text.
+    """
+    answers = [turn for turn in r.turns if turn["role"] != "assistant"]
+    if any(answer["status"] == "infra_error" for answer in answers):
+        return math.nan
+    failures = 0
+    for answer in answers:
+        failures += sum(value for name, value in answer["metrics"].items() if name.endswith("/failures"))
+    is_good = not failures and any(answer["content"] for answer in answers)
+    verifiable = r.verifiable if is_good or not args.only_reward_good_outputs else 0.0
+    return verifiable + sum(answer["reward"] for answer in answers)
 
 
 # --- Evaluation -------------------------------------------------------------------------------------------------------
