@@ -156,7 +156,7 @@ def test_help_has_every_flag_and_the_defaults_of_a_simulation(capsys):
         utils.parse_args(simulate.Simulation, ["--help"])
     shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert all(f"--{f.name}" in shown for f in fields(simulate.Simulation))
-    assert "P, prompts per step over all ranks. (default: 1024)" in shown  # grpo.py's is 16
+    assert "P: prompts in a step, over all ranks. (default: 1024)" in shown  # grpo.py's is 16
     assert "--what fit --run RUN" in shown  # what --what's own text points to
 
 

@@ -50,7 +50,8 @@ def check_bounds(args: Any) -> None:
     for flag in fields(args):
         value = getattr(args, flag.name)
         need(value == value, f"--{flag.name} nan: must be a number")
-        for bound in getattr(flag.type, "__metadata__", ()):
+        bounds = [mark for mark in getattr(flag.type, "__metadata__", ()) if isinstance(mark, rewards.Bound)]
+        for bound in bounds:
             need(value is None or bound.holds(value), f"--{flag.name} {value}: must {bound.must}")
 
 
