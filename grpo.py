@@ -335,7 +335,7 @@ def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> T
         epsilon = 1e-6 if unbiased else 1e-8
         centered = centered / (variance.sqrt() + epsilon)
 
-    # rounding leaves equal scores near their mean, not on it
+    # a group of equal scores: rounding may leave the mean beside them
     low = torch.where(present, grouped, math.inf).amin(1, keepdim=True)
     high = torch.where(present, grouped, -math.inf).amax(1, keepdim=True)
     return torch.where(low < high, centered, 0.0).flatten().float()
@@ -853,7 +853,7 @@ def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: i
 
 @dataclass
 class LossInputs:
-    """A micro-batch as the losses see it; see Batch.loss_inputs. Tensors are (B, T), of any value outside `mask`."""
+    """A micro-batch as the losses see it: see Batch.loss_inputs. Tensors are (B, T); outside `mask` they may be NaN."""
 
     new_logprobs: Tensor  # of the policy, with its gradient
     old_logprobs: Tensor  # of the policy before the step's updates
@@ -1072,11 +1072,11 @@ def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, 
 
 
 def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics: Metrics) -> None:
-    """Advantages anew from score - beta * sum_t KL_t(old || ref), of whole groups, wherever their packs lie. All ranks.
+    """Compute the advantages again, from score - beta * sum_t KL_t(old || ref). All ranks.
 
-    verl's use_kl_in_reward; the estimator is --kl_estimator. The sum over tokens grows with the length: a response
-    without tokens of the policy keeps its score and counts in its group. A fork's reward per token, which make_batch
-    has put into the advantages, is lost here: add it again.
+    verl's use_kl_in_reward; the estimator is --kl_estimator. Groups are whole, whichever ranks have their packs. The
+    sum over tokens grows with the length: a response without tokens of the policy keeps its score and counts in its
+    group. This replaces what make_batch gave as advantages: a fork adds its rewards per token again.
     """
     rows = []
     for batch in batches:
@@ -1092,7 +1092,7 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics
             groups.setdefault(row[0], []).append(row)
     advantages = {}
     for group in groups.values():
-        group.sort()  # the same order, and sum, wherever packs lie
+        group.sort()  # the order, and so the rounding of the mean, is the same for every split into packs
         *_, tokenless = group[0]  # scores of responses in no batch: they count in the group and train nothing
         scores = [score for _, _, score, _ in group] + tokenless
         exact = torch.tensor(scores, dtype=torch.float64)
@@ -1196,7 +1196,7 @@ def prepare(
 def accumulate_gradient(
     policy: Policy, batches: Sequence[Batch], rounds: int, args: Args, world: World, metrics: Metrics
 ) -> None:
-    """Forward and backward of a mini-batch, and idle ones up to `rounds`. Sets new_logprobs. All ranks."""
+    """Forward and backward of each micro-batch, then of idle batches up to `rounds`. Sets new_logprobs. All ranks."""
     totals = count_totals(batches, args, world)
     for i in range(rounds):
         utils.gradient_sync(policy, args, last=i == rounds - 1)
@@ -1548,7 +1548,7 @@ def dumped_prompts(args: Args) -> list[Prompt]:
     return [group[0].prompt for group in groups]
 
 
-# --- Turns: an environment answers the policy, which goes on ----------------------------------------------------------
+# --- Turns: an environment answers the policy between its turns -------------------------------------------------------
 #
 # r.turns has a dict for each turn of the policy, {role: assistant, content, tokens, cached, finish_reason}, and for
 # each answer, {role, content, tokens, status, seconds, reward, done, metrics, state}. Their tokens add up to
