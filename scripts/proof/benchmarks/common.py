@@ -141,15 +141,20 @@ def in_rounds(sides: Sides, repeat: int, warm_up: bool = True) -> dict[str, list
     return returned
 
 
-def side_by_side(sides: Sides, repeat: int, warm_up: bool = True) -> tuple[dict[str, list[float]], dict[str, Any]]:
+class Measured(NamedTuple):
+    seconds: dict[str, list[float]]  # of each side in each round
+    results: dict[str, Any]  # what the last call of each side returned
+
+
+def side_by_side(sides: Sides, repeat: int, warm_up: bool = True) -> Measured:
     """Seconds of each side in each round, as in_rounds has them, and what its last call returned."""
     timed = {name: functools.partial(stopwatch, work) for name, work in sides.items()}
-    seconds: dict[str, list[float]] = {}
+    seconds = {}
     results = {}
     for name, calls in in_rounds(timed, repeat, warm_up).items():
         seconds[name] = [passed for passed, _ in calls]
-        _, results[name] = calls[-1]
-    return seconds, results
+        results[name] = calls[-1][1]
+    return Measured(seconds, results)
 
 
 def ratio(ours: Sequence[float], other: Sequence[float], target: float | None = None) -> dict[str, Any]:
@@ -268,6 +273,12 @@ def run_or_exit(command: list[str], **how: Any) -> None:
         raise SystemExit(f"bench.py: {shlex.join(command)}\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
 
 
+def mean_metrics(steps: Sequence[dict[str, float | None]]) -> dict[str, float]:
+    """The mean over steps of every metric that some step has; it is 0 in the others."""
+    names = {name for step in steps for name, value in step.items() if value is not None}
+    return {name: statistics.mean(step.get(name) or 0.0 for step in steps) for name in names}
+
+
 def run_script(script: str, flags: Sequence[str], options: BenchFlags) -> dict[str, float]:
     """Mean metrics of the steps after the first WARMUP_STEPS of a whole run on the demo's task."""
     demo = demo_flags(options)
@@ -278,6 +289,4 @@ def run_script(script: str, flags: Sequence[str], options: BenchFlags) -> dict[s
         run_or_exit([sys.executable, script, *demo, "--output_dir", directory, *run, *flags])
         lines = (Path(directory) / "bench" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    steps = [step for step in steps if step["training_step"] > WARMUP_STEPS]
-    names = {name for step in steps for name, value in step.items() if value is not None}
-    return {name: statistics.mean(step.get(name) or 0.0 for step in steps) for name in names}
+    return mean_metrics([step for step in steps if step["training_step"] > WARMUP_STEPS])

@@ -82,9 +82,8 @@ def bench_sync(options: BenchFlags) -> Result:
     }
     seconds, _ = side_by_side(sides, options.repeat)
     size = sum(tensor.nbytes for tensor in tensors)
-    copies_and_reload = [
-        3 * copy + reload for copy, reload in zip(seconds["memory copy"], seconds["vLLM's reload"], strict=True)
-    ]
+    rounds = zip(seconds["memory copy"], seconds["vLLM's reload"], strict=True)
+    copies_and_reload = [3 * copy + reload for copy, reload in rounds]
     table = {name: spread(values, gb=size / 1e9) for name, values in seconds.items()}
     speed = ratio(seconds["engine.load_weights"], copies_and_reload, 1.0)
     settings = {"bytes": size, "tensors": len(weights)}

@@ -56,16 +56,18 @@ def describe(shares: Shares, pack_length: int, pair_cost: float) -> dict[str, fl
     """The figures of packs."""
     tokens = []
     costs = []
+    fewest = []
     response_tokens = 0
     for packs in shares:
         pieces = [piece for pack in packs for piece in pack]
         tokens.append(sum(map(grpo.piece_length, pieces)))
+        fewest.append(math.ceil(tokens[-1] / pack_length))
         costs.append(tokens[-1] + pair_cost * sum(map(grpo.attended_pairs, pieces)))
         response_tokens += sum(len(r.token_ids) for piece in pieces for r in piece)
     return {
         "tokens": sum(tokens),
         "packs": sum(map(len, shares)),
-        "fewest_packs": sum(math.ceil(n / pack_length) for n in tokens),
+        "fewest_packs": sum(fewest),
         "token_imbalance": imbalance(tokens),
         "cost_imbalance": imbalance(costs),
         "response_tokens": response_tokens,

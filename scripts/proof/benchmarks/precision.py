@@ -156,15 +156,15 @@ class Trial:
         """A training step. Returns the share of correct answers and the logprob gap."""
         engine = self.session.engine
         world = self.session.world
-        weights = utils.full_weights(self.policy, utils.DTYPES[args.model_dtype])
-        engine.load_weights(weights, version=step)
+        dtype = utils.DTYPES[args.model_dtype]
+        engine.load_weights(utils.full_weights(self.policy, dtype), version=step)
         groups, sampled = grpo.sample_groups(engine, self.prompts, state, args, world, utils.Timer())
         rollouts = grpo.trainable(groups, args)
         packs = grpo.pack_rollouts(rollouts, "shared", args.pack_length, 1, self.policy.pair_cost)[0]
         batches = grpo.micro_batches(packs, "shared", args, world.device)
         gap, _ = grpo.update(learner, [batches], args, world, utils.Metrics())
-        correct = statistics.mean(r.verifiable > 0 for group in sampled for r in group)
-        return correct, gap.get("debug/vllm_vs_local_logprob_diff_mean")
+        right = [rollout.verifiable > 0 for group in sampled for rollout in group]
+        return statistics.mean(right), gap.get("debug/vllm_vs_local_logprob_diff_mean")
 
     def run(self, name: str, seed: int) -> dict[str, Any]:
         """A training run of an arm: per step the share of correct answers, seconds, the logprob gap and, at SHARES_AT,
@@ -218,7 +218,9 @@ def describe_arm(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     steps = [end for end in ends if end]
     figures: dict[str, float] = {"runs": len(runs), "not learned": len(runs) - len(steps)}
     if steps:
-        figures |= {"steps": statistics.mean(steps), "least": min(steps), "most": max(steps)}
+        figures["steps"] = statistics.mean(steps)
+        figures["least"] = min(steps)
+        figures["most"] = max(steps)
         seconds = [sum(run["seconds"][:end]) for run, end in zip(runs, ends, strict=True) if end]
         figures["seconds"] = statistics.mean(seconds)
     figures["at the end"] = statistics.mean(share for run in runs for share in run["correct"][-3:])
@@ -298,8 +300,13 @@ def draw_precision(runs: dict[str, list[dict[str, Any]]], results: Path) -> Path
 def draw_curve(axis: Any, name: str, curves: Sequence[Sequence[float]]) -> None:
     """Mean and range of the runs that have reached a step."""
     steps = range(1, 1 + max(map(len, curves)))
-    shares = [[curve[step - 1] for curve in curves if len(curve) >= step] for step in steps]
-    (line,) = axis.plot(steps, [statistics.mean(values) for values in shares], label=name)
-    lowest = [min(values) for values in shares]
-    highest = [max(values) for values in shares]
+    means = []
+    lowest = []
+    highest = []
+    for step in steps:
+        shares = [curve[step - 1] for curve in curves if len(curve) >= step]
+        means.append(statistics.mean(shares))
+        lowest.append(min(shares))
+        highest.append(max(shares))
+    (line,) = axis.plot(steps, means, label=name)
     axis.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)

@@ -208,20 +208,24 @@ def run_steps(
     return parts.measured
 
 
-def path_of_tokens(options: BenchFlags) -> dict[str, dict[str, float]]:
-    """CPU microseconds a token of learner 0's process, and its longest pause, in each part of the path of a token."""
-    steps = 1 + options.repeat
-    args = grpo.Args(
+def token_args(options: BenchFlags) -> grpo.Args:
+    """The flags of a run of as many steps as there are rounds."""
+    return grpo.Args(
         model_name_or_path=options.model,
         num_unique_prompts_rollout=options.groups,
         num_samples_per_prompt_rollout=options.samples,
-        total_episodes=options.groups * options.samples * steps,
+        total_episodes=options.groups * options.samples * (1 + options.repeat),
         response_length=options.response_tokens,
         pack_length=max(16384, 2 * options.response_tokens),
         async_steps=1,
         filter_zero_std_samples=False,
         apply_verifiable_reward=True,
     )
+
+
+def path_of_tokens(options: BenchFlags) -> dict[str, dict[str, float]]:
+    """CPU microseconds a token of learner 0's process, and its longest pause, in each part of the path of a token."""
+    args = token_args(options)
     tokenizer = utils.load_tokenizer(args)
     text = "\n".join(record.response for record in gsm8k_records(np.random.default_rng(0), 50))
     ids = tokenizer.encode(text)
@@ -230,7 +234,7 @@ def path_of_tokens(options: BenchFlags) -> dict[str, dict[str, float]]:
     response_ids = np.resize(ids, options.response_tokens).astype(np.int32)
     tokens = options.groups * options.samples * options.response_tokens
     table = {}
-    for name, (_, *measured) in run_steps(prompts, response_ids, args, steps).items():
+    for name, (_, *measured) in run_steps(prompts, response_ids, args, 1 + options.repeat).items():
         own_tokens = tokens / 2 if name in ("batch", "staleness") else tokens  # of this learner, or of both
         microseconds = [part.cpu / own_tokens * 1e6 for part in measured]
         table[name] = spread(microseconds) | {"pause": max(part.pause for part in measured)}

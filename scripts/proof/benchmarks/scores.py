@@ -7,13 +7,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import rewards
 from scripts.parts import serve
-from scripts.proof.benchmarks.common import BenchFlags, Result, ratio, side_by_side, spread, stopwatch
+from scripts.proof.benchmarks.common import BenchFlags, Measured, Result, ratio, side_by_side, spread, stopwatch
+import utils
 
 TARGETS = {"gsm8k": 10_000, "math": 1_000, "code_stdio": 300}  # scores a second
 TOGETHER = "solver, all at once"
@@ -106,8 +106,8 @@ def score_next(name: str, batches: Iterator[list[rewards.RewardRecord]]) -> list
     return score_batches(name, [next(batches)])
 
 
-def measure_verifiers(options: BenchFlags, rng: np.random.Generator) -> Any:
-    """Seconds and results of each verifier, as side_by_side has them. Each round has records of its own: workers keep
+def measure_verifiers(options: BenchFlags, rng: np.random.Generator) -> Measured:
+    """Seconds and results of each verifier. Each round has records of its own: workers keep
     what they parsed before, and training sees nothing twice."""
     makers = {
         "gsm8k": lambda: gsm8k_records(rng, options.records),
@@ -123,8 +123,8 @@ def measure_verifiers(options: BenchFlags, rng: np.random.Generator) -> Any:
     return side_by_side(sides, options.repeat, warm_up=False)
 
 
-def measure_solver(options: BenchFlags, rng: np.random.Generator) -> Any:
-    """Seconds and results of the solver, asked all at once and one by one, as side_by_side has them."""
+def measure_solver(options: BenchFlags, rng: np.random.Generator) -> Measured:
+    """Seconds and results of the solver, asked all at once and one by one."""
     guidelines = solver_records(rng, options.calls)
     first = guidelines[: options.calls_in_turn]
     one_by_one = [[record] for record in first]

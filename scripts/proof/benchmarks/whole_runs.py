@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,32 @@ def startup_ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]
     return ratios
 
 
+Starts = dict[str, Callable[[Path | str], float]]  # of a checkout
+
+
+def reference_starts(demo: Sequence[str]) -> Starts:
+    """What any program like ours has to wait for."""
+    llama = "import torch, tyro; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
+    return {
+        "import torch, tyro": lambda root: start_python(root, "-c", "import torch, tyro"),
+        "import llama": lambda root: start_python(root, "-c", llama),
+        "from vllm import LLM": lambda root: start_python(root, "-c", "from vllm import LLM"),
+        "LLM()": lambda root: start_python(root, "-c", bare_vllm(demo)),
+    }
+
+
+def our_starts(demo: Sequence[str], tiny: Path) -> Starts:
+    tiny_run = f"--model_name_or_path {tiny} --overwrite --rollout_backend transformers --beta 0 --response_length 24"
+    data = ["--dataset_mixer_list", str(ROOT / "data" / "addition" / "train.jsonl"), "1.0"]
+    return {
+        "import grpo": lambda root: start_python(root, "-c", "import grpo"),
+        "--help": lambda root: start_python(root, "grpo.py", "--help"),
+        "--dry_run": lambda root: start_python(root, "grpo.py", *demo, "--dry_run"),
+        "tiny model": lambda root: start_run(root, "grpo.py", *tiny_run.split(), *data),
+        "demo": lambda root: start_run(root, "grpo_fast.py", *demo),
+    }
+
+
 def bench_startup(options: BenchFlags) -> Result:
     """Seconds until a command says or does its first thing, each in a process of its own; the first round, which fills
     the caches, does not count. With --against, the same of another checkout in the same rounds.
@@ -212,25 +238,11 @@ def bench_startup(options: BenchFlags) -> Result:
     tiny model     a random model of two layers, --rollout_backend transformers, to the end of the first step
     demo           grpo_fast.py as in scripts/demo.sh, with the evaluation before training, to the end of the first step
     """
-    demo = demo_flags(options)
-    import_llama = "import torch, tyro; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
     with tempfile.TemporaryDirectory() as directory:
-        tiny = ["--model_name_or_path", str(make_tiny_model(Path(directory) / "tiny")), "--overwrite"]
-        tiny += "--rollout_backend transformers --beta 0 --response_length 24 --dataset_mixer_list".split()
-        tiny += [str(ROOT / "data" / "addition" / "train.jsonl"), "1.0"]
-        references = {
-            "import torch, tyro": lambda root: start_python(root, "-c", "import torch, tyro"),
-            "import llama": lambda root: start_python(root, "-c", import_llama),
-            "from vllm import LLM": lambda root: start_python(root, "-c", "from vllm import LLM"),
-            "LLM()": lambda root: start_python(root, "-c", bare_vllm(demo)),
-        }
-        ours = {
-            "import grpo": lambda root: start_python(root, "-c", "import grpo"),
-            "--help": lambda root: start_python(root, "grpo.py", "--help"),
-            "--dry_run": lambda root: start_python(root, "grpo.py", *demo, "--dry_run"),
-            "tiny model": lambda root: start_run(root, "grpo.py", *tiny),
-            "demo": lambda root: start_run(root, "grpo_fast.py", *demo),
-        }
+        tiny = make_tiny_model(Path(directory) / "tiny")
+        demo = demo_flags(options)
+        references = reference_starts(demo)
+        ours = our_starts(demo, tiny)
         sides = {name: functools.partial(start, ROOT) for name, start in (references | ours).items()}
         if options.against:
             sides |= {f"{name}, against": functools.partial(start, options.against) for name, start in ours.items()}
