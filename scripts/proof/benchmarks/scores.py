@@ -13,7 +13,6 @@ import numpy as np
 import rewards
 from scripts.parts import serve
 from scripts.proof.benchmarks.common import BenchFlags, Measured, Result, ratio, side_by_side, spread, stopwatch
-import utils
 
 TARGETS = {"gsm8k": 10_000, "math": 1_000, "code_stdio": 300}  # scores a second
 TOGETHER = "solver, all at once"
