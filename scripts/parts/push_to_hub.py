@@ -67,17 +67,19 @@ def hub_repo(name: str, revision: str | None) -> str:
 
 def model_card(run_dir: Path, args: dict[str, Any]) -> str:
     """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics_lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in metrics_lines]
     environment = json.loads((run_dir / "environment.json").read_text())
     start = Path(args["model_name_or_path"])
     start_name = start.name if start.is_dir() else args["model_name_or_path"]
     steps = metrics[-1]["training_step"]
     episodes = metrics[-1]["episode"]
     data = ", ".join(args["dataset_mixer_list"][::2])
-    flags = {name: args.get(name) for name in SHOWN_FLAGS if args.get(name) != []}
+    flags = {name: args.get(name) for name in SHOWN_FLAGS}
     line = shlex.join(["python", *environment["command"][1:]])
+    data_header = card_data(run_dir, args).to_yaml()
     parts = [
-        f"---\n{card_data(run_dir, args).to_yaml()}\n---\n",
+        f"---\n{data_header}\n---\n",
         f"# {args['exp_name']}\n",
         f"{start_name} after {steps} steps and {episodes} sampled responses of GRPO on {data}.\n",
         table("| flag | value |", flags),
@@ -117,7 +119,9 @@ def evaluation_table(metrics: list[dict[str, Any]]) -> str:
 def table(head: str, rows: dict[str, Any]) -> str:
     """Two columns in Markdown; rows without a value are left out."""
     lines = [head, "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    for name, value in rows.items():
+        if value not in (None, []):
+            lines.append(f"| {name} | {value} |")
     return "\n".join(lines) + "\n"
 
 
