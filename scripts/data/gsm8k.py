@@ -30,24 +30,14 @@ def gsm8k_row(row: dict, prompt: str) -> dict:
     if not marker:
         raise ValueError(f"no #### in {row['answer'][-80:]!r}")
     text = PROMPTS[prompt].format(question=row["question"].strip())
-    return data.make_row([{"role": "user", "content": text}], answer.strip().replace(",", ""), "gsm8k")
+    return data.question_row(text, answer.strip().replace(",", ""), "gsm8k")
 
 
 def main() -> None:
-    parser = data.parser(__doc__, "data/gsm8k")
-    parser.add_argument("--source", default="openai/gsm8k:main", help="hub dataset or local directory")
+    parser = data.parser(__doc__, "data/gsm8k", "openai/gsm8k:main")
     parser.add_argument("--prompt", choices=PROMPTS, default="plain")
     args = parser.parse_args()
-    made = {}
-    for split in ("train", "test"):
-        made[split] = []
-        for where, row in data.read_rows(args.source, split):
-            try:
-                made[split].append((row["question"], gsm8k_row(row, args.prompt)))
-            except (KeyError, ValueError) as error:
-                sys.exit(f"{where}: {error!r}")
-    data.save_train(made["train"], args)
-    data.write([row for _, row in made["test"]], args.out / "test.jsonl")
+    data.convert(args, lambda row: gsm8k_row(row, args.prompt))
 
 
 if __name__ == "__main__":

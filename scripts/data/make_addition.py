@@ -2,7 +2,7 @@
 
 --digits 1 takes the 100 pairs of digits: train.jsonl holds four fifths of the rows and eval.jsonl the rest.
 --digits 2 draws 2000 train and 100 eval pairs of numbers from 1 to 99, no pair twice.
-a + b and b + a are always on the same side, so that no eval question has its answer among the train ones.
+a + b and b + a are in the same file, so that no eval question has its answer among the train questions.
 
     python scripts/data/make_addition.py [--digits 1] [--out data/addition, or data/addition2 for 2 digits] [--seed 1]
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 EVAL_ROWS = 20  # of the 100 pairs of digits
-DRAWN_TRAIN_ROWS, DRAWN_EVAL_ROWS = 2000, 100  # of the pairs from 1 to 99
+DRAWN_TRAIN_ROWS = 2000  # of the pairs from 1 to 99
+DRAWN_EVAL_ROWS = 100
 
 
 def make_row(a: int, b: int) -> dict:
@@ -25,8 +26,11 @@ def make_row(a: int, b: int) -> dict:
 
 
 def all_pairs(rng: random.Random) -> dict[str, list[dict]]:
-    """Every pair of digits"""
-    groups = [sorted({(a, b), (b, a)}) for a in range(10) for b in range(a, 10)]  # one row where a == b, else two
+    """Every pair of digits."""
+    groups = []
+    for a in range(10):
+        for b in range(a, 10):
+            groups.append(sorted({(a, b), (b, a)}))  # one pair where a == b, else two
     rng.shuffle(groups)
     rows: dict[str, list[dict]] = {"eval": [], "train": []}
     for group in groups:
@@ -36,27 +40,39 @@ def all_pairs(rng: random.Random) -> dict[str, list[dict]]:
 
 
 def drawn_pairs(rng: random.Random) -> dict[str, list[dict]]:
-    """Pairs of numbers from 1 to 99, without replacement, those of eval first"""
-    drawn: dict[tuple[int, int], str] = {}
-    while len(drawn) < DRAWN_EVAL_ROWS + DRAWN_TRAIN_ROWS:
-        a, b = rng.randint(1, 99), rng.randint(1, 99)
-        split = "eval" if len(drawn) < DRAWN_EVAL_ROWS else "train"
-        if drawn.get((b, a), split) == split:  # else its mirror is on the other side
-            drawn.setdefault((a, b), split)
-    return {split: [make_row(a, b) for (a, b), s in drawn.items() if s == split] for split in ("eval", "train")}
+    """Pairs of numbers from 1 to 99, without replacement, those of eval first."""
+    split_of: dict[tuple[int, int], str] = {}
+    while len(split_of) < DRAWN_EVAL_ROWS + DRAWN_TRAIN_ROWS:
+        a = rng.randint(1, 99)
+        b = rng.randint(1, 99)
+        split = "eval" if len(split_of) < DRAWN_EVAL_ROWS else "train"
+        mirrored = split_of.get((b, a), split)
+        if mirrored == split:
+            split_of.setdefault((a, b), split)
+
+    rows: dict[str, list[dict]] = {"eval": [], "train": []}
+    for (a, b), split in split_of.items():
+        rows[split].append(make_row(a, b))
+    return rows
+
+
+def write_splits(out: Path, splits: dict[str, list[dict]]) -> Path:
+    """Write a jsonl file for each split into the directory `out`. A file that is there is whole."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        temporary = out / f".{split}.jsonl.tmp"
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        os.replace(temporary, out / f"{split}.jsonl")
+    return out
 
 
 def make_addition(out: Path, seed: int = 1, digits: int = 1) -> Path:
-    out = Path(out)
     rng = random.Random(seed)
-    rows = all_pairs(rng) if digits == 1 else drawn_pairs(rng)
-    out.mkdir(parents=True, exist_ok=True)
-    for split, split_rows in rows.items():
-        rng.shuffle(split_rows)
-        tmp = out / f".{split}.jsonl.tmp"
-        tmp.write_text("".join(json.dumps(row) + "\n" for row in split_rows), encoding="utf-8")
-        os.replace(tmp, out / f"{split}.jsonl")
-    return out
+    splits = all_pairs(rng) if digits == 1 else drawn_pairs(rng)
+    for rows in splits.values():
+        rng.shuffle(rows)
+    return write_splits(out, splits)
 
 
 def main() -> None:
@@ -65,11 +81,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: data/addition or data/addition2")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    name = "addition" if args.digits == 1 else f"addition{args.digits}"
+    name = "addition" if args.digits == 1 else "addition2"
     out = make_addition(args.out or ROOT / "data" / name, args.seed, args.digits)
     for split in ("train", "eval"):
-        n_rows = len((out / f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
-        print(f"{out / split}.jsonl: {n_rows} rows")
+        rows = (out / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        print(f"{out / split}.jsonl: {len(rows)} rows")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
 """Write the data of the demo with a tool: "What is 964 * 494?", for a policy that may write <calc>964 * 494</calc>.
 
-2000 train and 64 eval products of two numbers of three digits, no product twice, a * b never on the other side of
-b * a. A prompt begins with two examples: a sum without a call and a product with one, which a model of 135M parameters
-follows now and then.
+2000 train and 64 eval products of two numbers of three digits, no product twice, and no b * a where there is a * b. A
+prompt begins with two examples: a sum without a call and a product with one, which a model of 135M parameters follows
+now and then.
 
     python scripts/data/make_products.py [--out data/products] [--seed 1]
 """
 
 import argparse
-import json
-import os
 import random
+import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAIN_ROWS, EVAL_ROWS = 2000, 64
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.data.make_addition import ROOT, write_splits
+
+TRAIN_ROWS = 2000
+EVAL_ROWS = 64
 EXAMPLES = [
     ("user", "What is 2 + 3?"),
     ("assistant", "5"),
@@ -33,19 +37,15 @@ def make_row(a: int, b: int) -> dict:
 
 
 def make_products(out: Path, seed: int = 1) -> Path:
-    out, rng = Path(out), random.Random(seed)
-    drawn: dict[tuple[int, int], None] = {}
+    rng = random.Random(seed)
+    drawn: dict[tuple[int, int], dict] = {}
     while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
         if (b, a) not in drawn:
-            drawn[a, b] = None
-    pairs = list(drawn)
-    out.mkdir(parents=True, exist_ok=True)
-    for split, rows in (("eval", pairs[:EVAL_ROWS]), ("train", pairs[EVAL_ROWS:])):
-        tmp = out / f".{split}.jsonl.tmp"
-        tmp.write_text("".join(json.dumps(make_row(a, b)) + "\n" for a, b in rows), encoding="utf-8")
-        os.replace(tmp, out / f"{split}.jsonl")
-    return out
+            drawn[a, b] = make_row(a, b)
+    rows = list(drawn.values())
+    return write_splits(out, {"eval": rows[:EVAL_ROWS], "train": rows[EVAL_ROWS:]})
 
 
 def main() -> None:

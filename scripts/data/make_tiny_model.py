@@ -12,38 +12,41 @@ from pathlib import Path
 
 ARCHS = ("llama", "qwen2", "qwen3")
 # Qwen2Tokenizer, which transformers loads for arch qwen2, adds <|endoftext|> where it is missing
-PAD, BOS, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+BOS = "<|im_start|>"
+EOS = "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+PEOPLE = "Anna, Tom, the teacher, a farmer, my neighbour, the old doctor, Maria, every student".split(", ")
+VERBS = "buys, finds, sells, counts, gives away, carries, keeps, paints, sharpens".split(", ")
+THINGS = "apples, red balls, books, small stones, tickets, green bottles, letters, chairs, pencils".split(", ")
+PLACES = "at the market, in the garden, near the river, at school, on the train, before lunch".split(", ")
 
 
 def make_text(n_lines: int = 400) -> list[str]:
     """Lines of English-like text with numbers, always the same ones, to train the tokenizer on."""
     rng = random.Random(0)
-    people = "Anna, Tom, the teacher, a farmer, my neighbour, the old doctor, Maria, every student".split(", ")
-    verbs = "buys, finds, sells, counts, gives away, carries, keeps, paints, sharpens".split(", ")
-    things = "apples, red balls, books, small stones, tickets, green bottles, letters, chairs, pencils".split(", ")
-    places = "at the market, in the garden, near the river, at school, on the train, before lunch".split(", ")
     lines = []
     for _ in range(n_lines):
-        a, b = rng.randrange(100), rng.randrange(100)
-        person, verb, thing, place = (rng.choice(words) for words in (people, verbs, things, places))
-        lines.append(
-            rng.choice(
-                [
-                    f"What is {a} + {b}? The answer is {a + b}.",
-                    f"Yesterday {person} {verb} {a} {thing} {place}, and then {b} more. How many are there?",
-                    f"{person.capitalize()} {verb} {a} {thing} {place}.",
-                    f"Let us think step by step: {a} times {b} equals {a * b}. The final answer is \\boxed{{{a * b}}}.",
-                    f"Please explain how {person} could have known, without looking, that {b} is less than {a + b}.",
-                    f"user\nGive only the number.\nassistant\n{a}",
-                ]
-            )
-        )
+        a = rng.randrange(100)
+        b = rng.randrange(100)
+        person = rng.choice(PEOPLE)
+        verb = rng.choice(VERBS)
+        thing = rng.choice(THINGS)
+        place = rng.choice(PLACES)
+        sentences = [
+            f"What is {a} + {b}? The answer is {a + b}.",
+            f"Yesterday {person} {verb} {a} {thing} {place}, and then {b} more. How many are there?",
+            f"{person.capitalize()} {verb} {a} {thing} {place}.",
+            f"Let us think step by step: {a} times {b} equals {a * b}. The final answer is \\boxed{{{a * b}}}.",
+            f"Please explain how {person} could have known, without looking, that {b} is less than {a + b}.",
+            f"user\nGive only the number.\nassistant\n{a}",
+        ]
+        lines.append(rng.choice(sentences))
     return lines
 
 

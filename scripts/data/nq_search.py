@@ -24,28 +24,19 @@ Question: {question}"""
 
 
 def nq_row(row: dict) -> dict:
-    """Raises ValueError for a question without an answer."""
-    question, answers = row["question"].strip(), [str(answer) for answer in row["golden_answers"]]
+    """The row of a question. Raises ValueError for one without an answer."""
+    question = row["question"].strip()
+    answers = [str(answer) for answer in row["golden_answers"]]
     if not question or not answers:
         raise ValueError("no question or no answer")
-    text = PROMPT.format(question=question if question.endswith("?") else question + "?")
-    return {**data.make_row([{"role": "user", "content": text}], "", "puzzle"), "ground_truth": answers}
+    mark = "" if question.endswith("?") else "?"
+    made = data.question_row(PROMPT.format(question=question + mark), "", "puzzle")
+    return made | {"ground_truth": answers}
 
 
 def main() -> None:
-    parser = data.parser(__doc__, "data/nq_search")
-    parser.add_argument("--source", default="RUC-NLPIR/FlashRAG_datasets:nq", help="hub dataset or local directory")
-    args = parser.parse_args()
-    made = {}
-    for split in ("train", "test"):
-        made[split] = []
-        for where, row in data.read_rows(args.source, split):
-            try:
-                made[split].append((row["question"], nq_row(row)))
-            except (KeyError, ValueError) as error:
-                sys.exit(f"{where}: {error!r}")
-    data.save_train(made["train"], args)
-    data.write([row for _, row in made["test"]], args.out / "test.jsonl")
+    args = data.parser(__doc__, "data/nq_search", "RUC-NLPIR/FlashRAG_datasets:nq").parse_args()
+    data.convert(args, nq_row)
 
 
 if __name__ == "__main__":

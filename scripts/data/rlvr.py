@@ -14,6 +14,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -22,48 +23,25 @@ import utils
 from scripts.data import rows as data
 from scripts.parts.rows import parse_row
 
-# func_name -> (IFEval's constraint, {its argument: argument of the older form}). arXiv:2311.07911 has the constraints.
-FUNCTIONS = {
-    "verify_keywords": ("keywords:existence", {"keywords": "keyword_list"}),
-    "verify_keyword_frequency": ("keywords:frequency", {"keyword": "word", "frequency": "N", "relation": "quantifier"}),
-    "validate_forbidden_words": ("keywords:forbidden_words", {"forbidden_words": "forbidden_words"}),
-    "verify_letter_frequency": (
-        "keywords:letter_frequency",
-        {"letter": "letter", "let_frequency": "N", "let_relation": "quantifier"},
-    ),
-    "validate_response_language": ("language:response_language", {"language": "language"}),
-    "verify_paragraph_count": ("length_constraints:number_paragraphs", {"num_paragraphs": "N"}),
-    "validate_word_constraint": ("length_constraints:number_words", {"num_words": "N", "relation": "quantifier"}),
-    "verify_sentence_constraint": (
-        "length_constraints:number_sentences",
-        {"num_sentences": "N", "relation": "quantifier"},
-    ),
-    "validate_paragraphs": (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": "N", "nth_paragraph": "i", "first_word": "first_word"},
-    ),
-    "verify_postscript": ("detectable_content:postscript", {"postscript_marker": "postscript_marker"}),
-    "validate_placeholders": ("detectable_content:number_placeholders", {"num_placeholders": "N"}),
-    "verify_bullet_points": ("detectable_format:number_bullet_lists", {"num_bullets": "N"}),
-    "validate_title": ("detectable_format:title", {}),
-    "validate_highlighted_sections": ("detectable_format:number_highlighted_sections", {"num_highlights": "N"}),
-    "validate_sections": (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "section_splitter", "num_sections": "N"},
-    ),
-    "validate_json_format": ("detectable_format:json_format", {}),
-    "validate_repeat_prompt": ("combination:repeat_prompt", {"prompt_to_repeat": "original_prompt"}),
-    "validate_two_responses": ("combination:two_responses", {}),
-    "validate_uppercase": ("change_case:english_capital", {}),
-    "validate_lowercase": ("change_case:english_lowercase", {}),
-    "validate_frequency_capital_words": (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": "N", "capital_relation": "quantifier"},
-    ),
-    "validate_end": ("startend:end_checker", {"end_phrase": "end_phrase"}),
-    "validate_quotation": ("startend:quotation", {}),
-    "validate_no_commas": ("punctuation:no_comma", {}),
-}
+
+class Function(NamedTuple):
+    """What func_name is in IFEval (arXiv:2311.07911 has the constraints)."""
+
+    constraint: str
+    arguments: dict[str, str]  # the constraint's -> those of the older form
+
+
+def read_functions() -> dict[str, Function]:
+    """func_name -> constraint, from rlvr_functions.tsv."""
+    functions = {}
+    for line in Path(__file__).with_name("rlvr_functions.tsv").read_text().splitlines()[1:]:
+        name, constraint, arguments = line.split("\t")
+        pairs = [pair.split("=") for pair in arguments.split() if "=" in pair]
+        functions[name] = Function(constraint, {new: old for new, old in pairs})
+    return functions
+
+
+FUNCTIONS = read_functions()
 
 
 def ifeval_label(label: str) -> str:
@@ -79,31 +57,51 @@ def ifeval_label(label: str) -> str:
         return label
     if old["func_name"] not in FUNCTIONS:
         raise ValueError(f"no constraint of IFEval is {old['func_name']}")
-    constraint, names = FUNCTIONS[old["func_name"]]
-    kwargs = {new: old.get(name) for new, name in names.items()}
-    relation = next((name for name in kwargs if name.endswith("relation")), None)
-    if relation is not None:
-        if kwargs[relation] not in ("at least", "at most", "less than"):
-            raise ValueError(f"no relation of IFEval is {kwargs[relation]!r}")
-        if kwargs[relation] == "at most":
-            number = next(new for new, name in names.items() if name == "N")
-            kwargs |= {relation: "less than", number: int(kwargs[number]) + 1}
+    constraint, arguments = FUNCTIONS[old["func_name"]]
+    kwargs = {}
+    for new, name in arguments.items():
+        value = old.get(name)
+        if name == "quantifier" and value not in ("at least", "at most", "less than"):
+            raise ValueError(f"no relation of IFEval is {value!r}")
+        if name == "quantifier" and value == "at most":
+            value = "less than"
+        elif name == "N" and "quantifier" in arguments.values() and old.get("quantifier") == "at most":
+            value = int(value) + 1
+        kwargs[new] = value
     return json.dumps([{"instruction_id": [constraint], "kwargs": [kwargs]}])
 
 
 def rlvr_row(row: dict) -> dict:
     """A row of any shape that the loader reads in that of scripts/data/rows.py. Raises ValueError for what is none."""
     messages, labels, verifiers = parse_row(row)
-    labels = [ifeval_label(data.text_of(x)) if v == "ifeval" else x for x, v in zip(labels, verifiers, strict=True)]
-    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+    labels = list(labels)
+    for i, verifier in enumerate(verifiers):
+        if verifier == "ifeval":
+            labels[i] = ifeval_label(data.text_of(labels[i]))
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     return data.make_row(messages, labels, verifiers)
 
 
-def draw(found: list[dict], amount: float | int, rng: random.Random) -> list[dict]:
+def draw(rows: list[dict], amount: float | int, rng: random.Random) -> list[dict]:
     """That fraction or number of rows, in file order; a fraction above 1 repeats them."""
-    count = round(amount * len(found)) if isinstance(amount, float) else amount
-    whole, rest = divmod(count, len(found))
-    return found * whole + [found[i] for i in sorted(rng.sample(range(len(found)), rest))]
+    count = round(amount * len(rows)) if isinstance(amount, float) else amount
+    copies, remainder = divmod(count, len(rows))
+    indices = sorted(rng.sample(range(len(rows)), remainder))
+    return rows * copies + [rows[i] for i in indices]
+
+
+def read(name: str, split: str) -> list[dict]:
+    """The rows of a data set; prints how many are dropped and why."""
+    rows = []
+    dropped: collections.Counter[str] = collections.Counter()
+    for _, row in data.read_rows(name, split):
+        try:
+            rows.append(rlvr_row(row))
+        except ValueError as error:
+            dropped[str(error)[:100]] += 1
+    for reason, count in dropped.most_common():
+        print(f"{name}: {count} rows dropped: {reason}")
+    return rows
 
 
 def main() -> None:
@@ -116,22 +114,19 @@ def main() -> None:
         pairs = utils.parse_mixer("dataset_mixer_list", args.dataset_mixer_list)
     except utils.UserError as error:
         sys.exit(str(error))
-    rng, mixed = random.Random(args.seed), []
+    rng = random.Random(args.seed)
+    mixed: list[dict] = []
     for name, amount in pairs:
-        found, dropped = [], collections.Counter()
-        for _, row in data.read_rows(name, args.split):
-            try:
-                found.append(rlvr_row(row))
-            except ValueError as error:
-                dropped[str(error)[:100]] += 1
-        for reason, count in dropped.most_common():
-            print(f"{name}: {count} rows dropped: {reason}")
-        if isinstance(amount, int) and amount > len(found):
-            sys.exit(f"--dataset_mixer_list {name} {amount}: only {len(found)} rows")
-        if found:
-            mixed += draw(found, amount, rng)
+        rows = read(name, args.split)
+        if isinstance(amount, int) and amount > len(rows):
+            sys.exit(f"--dataset_mixer_list {name} {amount}: only {len(rows)} rows")
+        if rows:
+            mixed += draw(rows, amount, rng)
     rng.shuffle(mixed)
-    counts = collections.Counter(v for row in mixed for v in parse_row(row)[2])
+
+    counts: collections.Counter[str] = collections.Counter()
+    for row in mixed:
+        counts.update(parse_row(row)[2])
     print("verifiers: " + ", ".join(f"{verifier} {count}" for verifier, count in counts.most_common()))
     data.save_train([(data.question_of(row), row) for row in mixed], args)
 

@@ -1,4 +1,4 @@
-"""What the three scripts that prepare data share: rows in, jsonl with its sha256 out, and the decontamination check.
+"""What the scripts that prepare data share: rows in, jsonl with its sha256 out, and the decontamination check.
 
 A row is {"messages": [{role, content}, ...], "ground_truth": text, "dataset": verifier's name}, and "prompt", the same
 list as messages. open-instruct reads the first three (`--dataset_mixer_list FILE.jsonl 1.0`). TRL's GRPOTrainer reads
@@ -11,7 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,16 @@ from scripts.parts.rows import read_rows as read
 
 NGRAM = 13  # words; GPT-3's (arXiv:2005.14165, appendix C)
 
+Row = dict[str, Any]
+Asked = tuple[str, Row]  # a bare question, and the row made of it
 
-def make_row(messages: list[dict[str, str]], ground_truth: Any, dataset: str | list[str]) -> dict[str, Any]:
+
+def make_row(messages: list[dict[str, str]], ground_truth: Any, dataset: str | list[str]) -> Row:
     """One row in the shape above. A label that is no text is written as JSON; several verifiers stay lists of texts."""
     if isinstance(dataset, list) and len(dataset) == 1:
-        dataset, ground_truth = dataset[0], ground_truth[0] if isinstance(ground_truth, list) else ground_truth
+        dataset = dataset[0]
+        if isinstance(ground_truth, list):
+            ground_truth = ground_truth[0]
     if isinstance(dataset, list):
         label = [text_of(value) for value in ground_truth]
     else:
@@ -32,11 +38,16 @@ def make_row(messages: list[dict[str, str]], ground_truth: Any, dataset: str | l
     return {"messages": messages, "ground_truth": label, "dataset": dataset, "prompt": messages}
 
 
+def question_row(text: str, ground_truth: Any, dataset: str) -> Row:
+    """The row of a prompt of one user turn."""
+    return make_row([{"role": "user", "content": text}], ground_truth, dataset)
+
+
 def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def read_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     """(where, row) of a hub dataset (`org/name` or `org/name:config`), or of a local .jsonl, .parquet or directory."""
     try:
         yield from read(source, split)
@@ -49,75 +60,76 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def question_of(row: dict[str, Any]) -> str:
-    """The last user turn of any row that the loader reads, with whatever the prompt puts around the question."""
+def question_of(row: Row) -> str:
+    """The last user turn of any row that the loader reads, with the text that the prompt puts around the question."""
     messages, _, _ = parse_row(row)
-    return next(m["content"] for m in reversed(messages) if m["role"] == "user")
+    turns = [message["content"] for message in messages if message["role"] == "user"]
+    return turns[-1]
 
 
 class Contamination:
     """Which questions are in an evaluation set: equal to one of its questions, or sharing `n` words in a row with one.
 
-    Words as words_of has them. Questions of fewer than n words can only be equal. What most questions of the evaluation
-    set share, such as instructions for the answer, is in no n-gram: n-grams of more than a tenth of them do not count
-    (of at least 10 questions).
+    Words are those of words_of. Questions of fewer than n words can only be equal. Of 10 questions or more, n-grams of
+    more than a tenth of the questions do not count, such as those of instructions for the answer.
     """
 
     def __init__(self, questions: Iterable[str], n: int = NGRAM) -> None:
-        self.n, self.exact, counts, total = n, set(), {}, 0
-        for question in questions:
-            words = words_of(question)
-            self.exact.add(tuple(words))
-            total += 1
-            for gram in self.grams(words):
-                counts[gram] = counts.get(gram, 0) + 1
-        most = max(1, total // 10) if total >= 10 else total
+        self.n = n
+        words = [tuple(words_of(question)) for question in questions]
+        self.exact = set(words)
+        counts = Counter(gram for question in words for gram in self.grams(question))
+        most = len(words) // 10 if len(words) >= 10 else len(words)
         self.known = {gram for gram, count in counts.items() if count <= most}
 
-    def grams(self, words: list[str]) -> set[tuple[str, ...]]:
-        return {tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)}
+    def grams(self, words: tuple[str, ...]) -> set[tuple[str, ...]]:
+        return {words[i : i + self.n] for i in range(len(words) - self.n + 1)}
 
     def kind(self, question: str) -> str | None:
         """ "exact", "n-gram" or None."""
-        words = words_of(question)
-        if tuple(words) in self.exact:
+        words = tuple(words_of(question))
+        if words in self.exact:
             return "exact"
-        return "n-gram" if not self.known.isdisjoint(self.grams(words)) else None
+        return None if self.known.isdisjoint(self.grams(words)) else "n-gram"
 
 
-def decontaminate(
-    found: list[tuple[str, dict[str, Any]]], evaluation: list[str], n: int
-) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, str]]]:
-    """(the (bare question, row) pairs that are kept, [(kind, question)] of the dropped ones); see Contamination."""
-    check = Contamination(evaluation, n)
-    kinds = [check.kind(question) for question, _ in found]
-    kept = [pair for pair, kind in zip(found, kinds, strict=True) if kind is None]
-    return kept, [(kind, question) for (question, _), kind in zip(found, kinds, strict=True) if kind is not None]
+def without_questions(asked: list[Asked]) -> list[Row]:
+    return [row for _, row in asked]
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> str:
-    """Write jsonl, and its sha256 beside it in the format of `sha256sum -c`; returns the sha256.
+def write(rows: list[Row], path: Path) -> None:
+    """Write jsonl, and its sha256 beside it in the format of `sha256sum -c`.
 
     Where one row has several verifiers, each has lists: in a column of texts and lists `datasets` turns "3" into 3.
     """
     if not rows:
         sys.exit(f"{path}: no row is left to write")
     if any(isinstance(row["dataset"], list) for row in rows):
-        columns = ("ground_truth", "dataset")
-        rows = [row | {c: row[c] if isinstance(row["dataset"], list) else [row[c]] for c in columns} for row in rows]
+        rows = [with_lists(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     digest = hashlib.sha256(data).hexdigest()
-    for target, content in ((path, data), (path.with_name(path.name + ".sha256"), f"{digest}  {path.name}\n".encode())):
-        tmp = target.with_name(f".{target.name}.tmp")
-        tmp.write_bytes(content)
-        os.replace(tmp, target)
+    replace_file(path, data)
+    replace_file(path.with_name(f"{path.name}.sha256"), f"{digest}  {path.name}\n".encode())
     print(f"{path}: {len(rows)} rows, sha256 {digest}")
-    return digest
 
 
-def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
-    """The flags that all three scripts have."""
+def with_lists(row: Row) -> Row:
+    """The row with lists of labels and verifiers."""
+    if isinstance(row["dataset"], list):
+        return row
+    return row | {"ground_truth": [row["ground_truth"]], "dataset": [row["dataset"]]}
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that is never half written."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def parser(doc: str | None, out: str, source: str | None = None) -> argparse.ArgumentParser:
+    """The flags that all these scripts have; --source where `source` is its default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(out), help=f"directory to write to (default: {out})")
     parser.add_argument(
@@ -128,23 +140,50 @@ def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
         help="drop train rows found in these files or hub datasets (NAME or NAME@SPLIT; the split is test)",
     )
     parser.add_argument("--ngram", type=int, default=NGRAM, help=f"words in a row that are too many (default: {NGRAM})")
+    if source is not None:
+        parser.add_argument("--source", default=source, help="hub dataset or local directory")
     return parser
 
 
-def save_train(found: list[tuple[str, dict[str, Any]]], args: argparse.Namespace) -> None:
-    """Drop what --decontaminate finds of these (bare question, row) pairs, say so, and write train.jsonl."""
-    evaluation = []
+def convert(args: argparse.Namespace, make: Callable[[Row], Row]) -> None:
+    """Write train.jsonl and test.jsonl of --source, whose rows have a question. make: a source's row -> ours."""
+    made: dict[str, list[Asked]] = {"train": [], "test": []}
+    for split, asked in made.items():
+        for where, row in read_rows(args.source, split):
+            try:
+                asked.append((row["question"], make(row)))
+            except (KeyError, ValueError) as error:
+                sys.exit(f"{where}: {error!r}")
+    save_train(made["train"], args)
+    write(without_questions(made["test"]), args.out / "test.jsonl")
+
+
+def save_train(asked: list[Asked], args: argparse.Namespace) -> None:
+    """Write train.jsonl without what --decontaminate finds, which is printed."""
+    evaluation: list[str] = []
     for source in args.decontaminate:
         name, _, split = source.partition("@")
         evaluation += [question_of(row) for _, row in read_rows(name, split or "test")]
     if evaluation:
-        kept, dropped = decontaminate(found, evaluation, args.ngram)
-        for kind, question in dropped[:5]:
-            print(f"  {kind}: {question[:150]!r}")
-        exact = sum(kind == "exact" for kind, _ in dropped)
-        print(
-            f"decontamination against {len(evaluation)} questions: {exact} equal, {len(dropped) - exact} share "
-            f"{args.ngram} words in a row; {len(kept)} of {len(found)} rows kept"
-        )
-        found = kept
-    write([row for _, row in found], args.out / "train.jsonl")
+        asked = decontaminate(asked, Contamination(evaluation, args.ngram), len(evaluation))
+    write(without_questions(asked), args.out / "train.jsonl")
+
+
+def decontaminate(asked: list[Asked], evaluation: Contamination, size: int) -> list[Asked]:
+    """The rows whose questions are not in an evaluation set of `size` questions; prints what is dropped."""
+    kept = []
+    dropped = []
+    for question, row in asked:
+        kind = evaluation.kind(question)
+        if kind is None:
+            kept.append((question, row))
+        else:
+            dropped.append((kind, question))
+    for kind, question in dropped[:5]:
+        print(f"  {kind}: {question[:150]!r}")
+    exact = sum(kind == "exact" for kind, _ in dropped)
+    print(
+        f"decontamination against {size} questions: {exact} equal, {len(dropped) - exact} share {evaluation.n} words "
+        f"in a row; {len(kept)} of {len(asked)} rows kept"
+    )
+    return kept

@@ -11,7 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-MAX_CHARACTERS, MAX_BITS = 500, 4096
+MAX_CHARACTERS = 500
+MAX_BITS = 4096
 OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -46,25 +47,31 @@ def value(node: ast.AST) -> Fraction:
         case ast.UnaryOp() if type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.operand))
         case ast.BinOp() if type(node.op) in OPERATORS:
-            left, right = value(node.left), value(node.right)
+            left = value(node.left)
+            right: Fraction | int = value(node.right)
             if isinstance(node.op, ast.Pow):
-                size = max(left.numerator.bit_length(), left.denominator.bit_length())
-                if right.denominator != 1 or abs(right) * size > MAX_BITS:
+                if right.denominator != 1 or abs(right) * bits(left) > MAX_BITS:
                     raise ValueError("the exponent is no whole number, or the power is too large")
                 right = right.numerator
             result = Fraction(OPERATORS[type(node.op)](left, right))
-            if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
+            if bits(result) > MAX_BITS:
                 raise ValueError("the number is too large")
             return result
     raise ValueError(f"not arithmetic: {ast.unparse(node)[:60]}")
+
+
+def bits(number: Fraction) -> int:
+    """Of the longer one of numerator and denominator."""
+    return max(number.numerator.bit_length(), number.denominator.bit_length())
 
 
 def call(config: dict, expression: str) -> str:
     """The value: all digits of a whole number, 10 significant digits of another. Raises ValueError."""
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"the expression has more than {MAX_CHARACTERS} characters")
+    text = expression.translate(SIGNS).strip()
     try:
-        result = value(ast.parse(expression.translate(SIGNS).strip(), mode="eval").body)
+        result = value(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"not arithmetic: {expression[:60]}") from None
     except (ZeroDivisionError, OverflowError) as error:

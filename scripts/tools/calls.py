@@ -1,17 +1,17 @@
-"""An environment of tools: reads the calls in a turn, runs each in order, answers with what they say.
+"""An environment of tools: it reads the calls in a turn, runs them in order, and answers with their results.
 
     python scripts/tools/calculator.py '{"expression": "12 * 34"}'   # by hand: calls of a tool, in one episode
     python scripts/tools/calls.py legacy calculator '<calculator>1 + 2</calculator>'   # a parser, tools, turns
     python scripts/tools/calls.py hermes calculator python '<tool_call>...</tool_call>' --tokenizer models/NAME
 
-A tool is a file with SCHEMA, a function's schema as OpenAI has it, and `call(config, **arguments) -> str`, or a class
-`Tool` with `__init__(self, config)` and `call(self, **arguments) -> str`, whose attributes, plain data, last for the
-episode. What it raises is its answer, "Error: ...", and counted as a failure; but an OSError (ConnectionError,
-TimeoutError, ...) is one of infrastructure, and makes the sample missing.
+A tool is a file with SCHEMA, a function's schema as OpenAI has it, and either `call(config, **arguments) -> str` or a
+class `Tool` with `__init__(self, config)` and `call(self, **arguments) -> str`. The attributes of a Tool are plain data
+and last for the episode. An exception becomes the answer "Error: ..." and counts as a failure. An OSError
+(ConnectionError, TimeoutError, ...) is a failure of infrastructure instead, and makes the sample missing.
 
 Parsers are vLLM's (hermes, olmo3, llama3_json, ...; open-instruct writes vllm_ before the name) and `legacy`,
-open-instruct's plain tags: <search>text</search> gives text to the tool's first required argument. Only what follows
-the last </think> is read.
+open-instruct's plain tags: <search>text</search> gives text to the tool's first required argument. Parsers read only
+the text after the last </think>.
 """
 
 import argparse
@@ -84,36 +84,44 @@ def vllm_parser(parser_type: str, tokenizer: str, schemas: str) -> tuple[Any, An
     return parser, request
 
 
-@contextlib.contextmanager
-def complaints() -> Generator[list[str]]:
-    """The errors that vLLM's parsers log in this block, in place of the log."""
-    found: list[str] = []
+class Complaints(logging.Handler):
+    """In a `with` block: the errors that vLLM's parsers log, in place of the log."""
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(str(record.exc_info[1]) if record.exc_info else record.getMessage())
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
 
-    logger = logging.getLogger("vllm")
-    before, logger.handlers = logger.handlers, [Keep(logging.WARNING)]
-    try:
-        yield found
-    finally:
-        logger.handlers = before
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(str(record.exc_info[1]) if record.exc_info else record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logger = logging.getLogger("vllm")
+        self.before = logger.handlers
+        logger.handlers = [self]
+        return self.texts
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("vllm").handlers = self.before
 
 
 def tagged_calls(text: str, schemas: list[dict]) -> tuple[list[Call], str | None]:
     """The calls <name>text</name>, one after the other; text is the tool's first required argument, else its first."""
-    parameters = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
-    opening = re.compile(f"<({'|'.join(map(re.escape, parameters))})>")
-    calls, at = [], 0
-    while match := opening.search(text, at) if parameters else None:
-        end = text.find(f"</{match[1]}>", match.end())
+    calls: list[Call] = []
+    if not schemas:
+        return calls, None
+    functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    opening = re.compile(f"<({'|'.join(map(re.escape, functions))})>")
+    match = opening.search(text)
+    while match:
+        name = match[1]
+        closing = f"</{name}>"
+        end = text.find(closing, match.end())
         if end < 0:
-            return calls, f"<{match[1]}> is never closed"
-        known = parameters[match[1]]
-        argument = next(iter(known.get("required") or known.get("properties") or ["text"]))
-        calls.append(Call(match[1], {argument: text[match.end() : end]}))
-        at = end + len(match[1]) + 3
+            return calls, f"<{name}> is never closed"
+        parameters = functions[name].get("parameters", {})
+        arguments = parameters.get("required") or parameters.get("properties") or ["text"]
+        calls.append(Call(name, {next(iter(arguments)): text[match.end() : end]}))
+        match = opening.search(text, end + len(closing))
     return calls, None
 
 
@@ -129,7 +137,7 @@ def parse_calls(
     if parser_type == "legacy":
         return tagged_calls(text, schemas)
     parser, request = vllm_parser(parser_type.removeprefix("vllm_"), str(tokenizer), json.dumps(schemas))
-    with complaints() as problems:
+    with Complaints() as problems:
         try:
             found = parser.extract_tool_calls(text, request).tool_calls
         except Exception as error:  # a parser's bug on such a text
@@ -162,10 +170,9 @@ def load_file(tool: str) -> types.ModuleType:
     """The module of a tool: a name in scripts/tools, or a path. Raises ValueError for a file that is no tool."""
     path = Path(tool) if tool.endswith(".py") else Path(__file__).parent / f"{tool}.py"
     if not path.is_file():
-        there = sorted(
-            file.stem for file in Path(__file__).parent.glob("*.py") if "\nSCHEMA" in file.read_text("utf-8")
-        )
-        raise ValueError(f"--tools {tool}: no file {path}; there are {', '.join(there)}, or give a path")
+        files = sorted(Path(__file__).parent.glob("*.py"))
+        known = [file.stem for file in files if "\nSCHEMA" in file.read_text("utf-8")]
+        raise ValueError(f"--tools {tool}: no file {path}; there are {', '.join(known)}, or give a path")
     spec: Any = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
@@ -210,15 +217,15 @@ def check(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def about(config: dict[str, Any]) -> dict[str, Any]:
-    """What the trainer asks at start: the role in which answers stand, texts that end a turn, schemas by name."""
-    parser, schemas = config["tool_parser_type"].removeprefix("vllm_"), check(config)
-    names = [schema["function"]["name"] for schema in schemas]
-    stop = [f"</{name}>" for name in names] if parser == "legacy" else []
-    return {"role": ROLES.get(parser, "tool"), "stop": stop, "schemas": dict(zip(names, schemas, strict=True))}
+    """For the trainer, at start: the role of answers in the chat, texts that end a turn, schemas by name."""
+    parser = config["tool_parser_type"].removeprefix("vllm_")
+    schemas = {schema["function"]["name"]: schema for schema in check(config)}
+    stop = [f"</{name}>" for name in schemas] if parser == "legacy" else []
+    return {"role": ROLES.get(parser, "tool"), "stop": stop, "schemas": schemas}
 
 
 def prepare(config: dict[str, Any]) -> None:
-    """What takes long once: vLLM's imports, an index, a sandbox. A worker does it before an answer's time starts."""
+    """Do once what takes long: vLLM's imports, an index, a sandbox. A worker does it before an answer's time starts."""
     key = json.dumps({name: value for name, value in config.items() if name.startswith(("tool", "tokenizer"))})
     if key not in PREPARED:
         check(config)
@@ -277,21 +284,17 @@ class Env:
         self.states: dict[str, dict[str, Any]] = {}  # call name -> attributes of its Tool
 
     def run(self, call: Call, tools: dict[str, Loaded]) -> tuple[str, bool]:
-        """(what the call says, whether it failed). Raises OSError where infrastructure failed."""
+        """(the answer to a call, whether the call failed). Raises OSError where infrastructure failed."""
         if call.name not in tools:
             return f"Error: there is no tool {call.name[:40]!r}; there are {', '.join(tools)}", True
         module, config, schema = tools[call.name]
-        if problem := misfit(call.arguments, schema):
+        problem = misfit(call.arguments, schema)
+        if problem:
             return f"Error: {problem}", True
         try:
             with deadline(float(config.get("deadline", TIMEOUT_S))):
                 if hasattr(module, "Tool"):
-                    tool = module.Tool(config)
-                    vars(tool).update(self.states.get(call.name, {}))
-                    try:
-                        answer = tool.call(**call.arguments)
-                    finally:
-                        self.states[call.name] = vars(tool)
+                    answer = self.run_tool(call, module.Tool(config))
                 else:
                     answer = module.call(config, **call.arguments)
             if not isinstance(answer, str):
@@ -302,39 +305,54 @@ class Env:
             return f"Error: {str(error) or type(error).__name__}", True
         return answer, False
 
-    def step(self, episode: rewards.Episode) -> rewards.Answer | None:
-        """What the tools say to a turn, a message for each call; None for a turn without a call.
+    def run_tool(self, call: Call, tool: Any) -> Any:
+        """The answer of a Tool, whose attributes are those that its last call in the episode left."""
+        vars(tool).update(self.states.get(call.name, {}))
+        try:
+            return tool.call(**call.arguments)
+        finally:
+            self.states[call.name] = vars(tool)
 
-        Metrics are tools/NAME/calls, failures and seconds, whose NAME is invalid for calls that cannot be read, of
-        unknown tools, and beyond MAX_CALLS.
+    def step(self, episode: rewards.Episode) -> rewards.Answer | None:
+        """The tools' answers to a turn, a message for each call; None for a turn without a call.
+
+        Metrics are tools/NAME/calls, failures and seconds. NAME is `invalid` for calls that cannot be read, calls of
+        unknown tools, and calls beyond MAX_CALLS.
         """
-        settings = [self.config.get(key) for key in ("tools", "tool_call_names", "tool_configs")]
+        tools = load_tools(*(self.config.get(key) for key in ("tools", "tool_call_names", "tool_configs")))
         active = episode.config.get("active_tools")
-        tools = {name: tool for name, tool in load_tools(*settings).items() if active is None or name in active}
+        if active is not None:
+            tools = {name: tool for name, tool in tools.items() if name in active}
         schemas = [tool.schema for tool in tools.values()]
-        parser, tokenizer = self.config["tool_parser_type"], self.config.get("tokenizer")
-        calls, problem = parse_calls(episode.text, parser, tokenizer, schemas)
+        parser = self.config["tool_parser_type"]
+        calls, problem = parse_calls(episode.text, parser, self.config.get("tokenizer"), schemas)
         if not calls and problem is None:
             return None
+
         answers: list[str] = []
-        counts: dict[str, float] = {}
-
-        def count(name: str, failed: bool, seconds: float = 0.0, number: int = 1) -> None:
-            for key, value in (("calls", number), ("failures", number * failed), ("seconds", seconds)):
-                counts[f"tools/{name}/{key}"] = counts.get(f"tools/{name}/{key}", 0.0) + value
-
+        metrics: dict[str, float] = {}
         for call in calls[:MAX_CALLS]:
             start = time.monotonic()
             answer, failed = self.run(call, tools)
             answers.append(bounded(answer))
-            count(call.name if call.name in tools else "invalid", failed, time.monotonic() - start)
-        if left_out := len(calls[MAX_CALLS:]):
+            name = call.name if call.name in tools else "invalid"
+            count_calls(metrics, name, failed, time.monotonic() - start)
+        left_out = len(calls) - MAX_CALLS
+        if left_out > 0:
             answers.append(f"Error: a turn may have {MAX_CALLS} calls; the other {left_out} were not run")
-            count("invalid", True, number=left_out)
+            count_calls(metrics, "invalid", True, calls=left_out)
         if problem is not None:
             answers.append(f"Error: a call cannot be read: {bounded(problem, 200)}")
-            count("invalid", True)
-        return rewards.Answer(answers, metrics=counts)
+            count_calls(metrics, "invalid", True)
+        return rewards.Answer(answers, metrics=metrics)
+
+
+def count_calls(metrics: dict[str, float], name: str, failed: bool, seconds: float = 0.0, calls: int = 1) -> None:
+    """Add calls of a tool to the metrics."""
+    counts = {"calls": calls, "failures": calls * failed, "seconds": seconds}
+    for key, value in counts.items():
+        metric = f"tools/{name}/{key}"
+        metrics[metric] = metrics.get(metric, 0.0) + value
 
 
 # --- By hand ----------------------------------------------------------------------------------------------------------

@@ -31,24 +31,27 @@ async def ask(config: dict, name: str, arguments: dict) -> tuple[str, bool]:
     """(the text of the server's answer, whether its tool failed)."""
     import mcp
 
-    target = config.get("url") or mcp.StdioServerParameters(command=config["command"][0], args=config["command"][1:])
+    target = config.get("url")
+    if not target:
+        program, *words = config["command"]
+        target = mcp.StdioServerParameters(command=program, args=words)
     async with mcp.Client(target) as client:
         if name == "list":
-            return "\n".join(
-                json.dumps(tool.model_dump(mode="json")) for tool in (await client.list_tools()).tools
-            ), False
+            listed = await client.list_tools()
+            return "\n".join(json.dumps(tool.model_dump(mode="json")) for tool in listed.tools), False
         try:
             result = await client.call_tool(name, arguments)
         except mcp.MCPError as error:  # no such tool, no such arguments
             return str(error), True
-    return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content), result.is_error
+    texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
+    return "\n".join(texts), result.is_error
 
 
 def call(config: dict, name: str, arguments: dict | None = None) -> str:
-    """What the server's tool says. Raises ValueError where the tool failed, ConnectionError where the server did."""
+    """The tool's answer. Raises ValueError where the tool failed, ConnectionError where the server did."""
     try:
-        seconds = float(config.get("timeout", 20))
-        text, failed = asyncio.run(asyncio.wait_for(ask(config, name, arguments or {}), seconds))
+        reply = ask(config, name, arguments or {})
+        text, failed = asyncio.run(asyncio.wait_for(reply, float(config.get("timeout", 20))))
     except Exception as error:  # mostly groups of others
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]

@@ -102,9 +102,9 @@ class Tool:
             raise ConnectionError(str(error)) from None
         if self.keeps_state and not run.late:
             self.cells.append(code)
-        output = "\n".join(text for text in (run.output.strip(), run.error.strip()) if text)
+        output = f"{run.output.strip()}\n{run.error.strip()}".strip()
         if run.problem or run.exit:
-            raise ValueError("\n".join(text for text in (output, run.problem) if text) or f"exit status {run.exit}")
+            raise ValueError(f"{output}\n{run.problem or ''}".strip() or f"exit status {run.exit}")
         return output or "(no output)"
 
 

@@ -66,27 +66,38 @@ def search_file(corpus: str, query: str, top_k: int) -> list[dict]:
 
     index, documents = bm25(corpus)
     words = bm25s.tokenize([query], return_ids=False, show_progress=False)[0]
-    scores = index.get_scores(words) if words else []
-    best = sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: -scores[i])
-    return [documents[i] for i in best[:top_k]]
+    if not words:
+        return []
+    scores = index.get_scores(words)
+    found = [i for i, score in enumerate(scores) if score > 0]
+    found.sort(key=lambda i: -scores[i])
+    return [documents[i] for i in found[:top_k]]
 
 
 def search_url(url: str, query: str, top_k: int, timeout: float, retries: int) -> list[dict]:
     """The same from a server. Raises ConnectionError after retries + 1 tries, 0.5, 1, 2, ... seconds apart."""
     body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True}).encode()
+    delay = DELAY_S
     for attempt in range(retries + 1):
-        time.sleep(DELAY_S * 2 ** (attempt - 1) if attempt else 0)
+        if attempt:
+            time.sleep(delay)
+            delay *= 2
         try:
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout) as reply:
-                found = json.loads(reply.read(MAX_REPLY))["result"][0]
-            texts = [row.get("document", row)["contents"] for row in found]
-            return [dict(zip(("title", "text"), text.partition("\n")[::2], strict=True)) for text in texts]
+                rows = json.loads(reply.read(MAX_REPLY))["result"][0]
+            return [document_of(row) for row in rows]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
             if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
                 break  # a refusal, which no second try changes
     raise ConnectionError(f"{url}: {problem}")
+
+
+def document_of(row: dict) -> dict[str, str]:
+    """A row of a server's reply, whose contents are title, newline, text."""
+    title, _, text = row.get("document", row)["contents"].partition("\n")
+    return {"title": title, "text": text}
 
 
 def check(config: dict) -> None:
@@ -99,19 +110,22 @@ def check(config: dict) -> None:
 
 def call(config: dict, query: str) -> str:
     """The documents found, as Search-R1 writes them. Raises ConnectionError, ValueError."""
-    query, top_k = query.strip(), int(config.get("top_k", 3))
-    if not query or len(query) > MAX_QUERY:
-        raise ValueError("the query is empty" if not query else f"the query has more than {MAX_QUERY} characters")
+    query = query.strip()
+    if not query:
+        raise ValueError("the query is empty")
+    if len(query) > MAX_QUERY:
+        raise ValueError(f"the query has more than {MAX_QUERY} characters")
+    top_k = int(config.get("top_k", 3))
     if "url" in config:
-        timeout, retries = float(config.get("timeout", 10)), int(config.get("retries", 3))
-        found = search_url(config["url"], query, top_k, timeout, retries)
+        timeout = float(config.get("timeout", 10))
+        documents = search_url(config["url"], query, top_k, timeout, int(config.get("retries", 3)))
     else:
-        found = search_file(config["corpus"], query, top_k)
+        documents = search_file(config["corpus"], query, top_k)
     limit = int(config.get("max_characters", 1000))
     lines = []
-    for number, document in enumerate(found, start=1):
-        title = f"(Title: {document['title'].strip()}) " if document["title"] else ""
-        lines.append(f"Doc {number}{title and ' '}{title}".rstrip() + f": {document['text'].strip()[:limit]}")
+    for number, document in enumerate(documents, start=1):
+        title = f" (Title: {document['title'].strip()})" if document["title"] else ""
+        lines.append(f"Doc {number}{title}: {document['text'].strip()[:limit]}")
     return "\n".join(lines) or "No results."
 
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-# Shell functions come before the programs of their names. What prepares data or the machine is left out.
+# Bash prefers these functions to the programs of their names. They skip the preparation of data and of the machine.
 STUBS = {
     "source": '() { [[ "$1" == *setup.sh ]] || builtin source "$@"; }',
     "scontrol": "() { echo localhost; }",
@@ -60,28 +60,36 @@ def captures(recipe: str | Path) -> list[list[str]]:
 
 def training_flags(command: list[str]) -> tuple[str, list[str]]:
     """(grpo.py or grpo_fast.py, its flags) of a captured command."""
-    i = next(i for i, word in enumerate(command) if word in ("grpo.py", "grpo_fast.py"))
-    return command[i], command[i + 1 :]
+    (script,) = {"grpo.py", "grpo_fast.py"} & set(command)
+    return script, command[command.index(script) + 1 :]
 
 
 def verifiers_of(names: list[str]) -> list[str]:
     """The verifiers that rows of these data sets have; math and gsm8k where no name tells."""
-    found = {kind for kind, words in KINDS.items() if any(word in name for name in names for word in words.split())}
-    return sorted(" ".join(found or {"math gsm8k"}).split())
+    all_names = "\n".join(names)
+    kinds = [kind for kind, words in KINDS.items() if any(word in all_names for word in words.split())]
+    return sorted(" ".join(kinds or ["math gsm8k"]).split())
 
 
 def make_row(verifier: str, number: int) -> dict:
     """A row that this verifier judges, made from a number."""
-    questions = {
-        "code": ("Write a function f(x) in Python that adds %d.", [f"assert f(1) == {number + 1}"]),
-        "code_stdio": ("Read a number in Python and print it plus %d.", [{"input": "1", "output": str(number + 1)}]),
-        "ifeval": ("Say %d with a letter a.", [{"instruction_id": ["keywords:letter_frequency"], "kwargs": [LETTER]}]),
-        "solver": ("Write a guideline: what is %d + 1?", {"question": f"What is {number} + 1?", "answer": number + 1}),
-    }
-    question, label = questions.get(verifier, ("What is %d + 1?", str(number + 1)))
-    label = label if isinstance(label, str) else json.dumps(label)
-    turns = [{"role": "user", "content": question % number}]
-    return {"messages": turns, "ground_truth": label, "dataset": verifier}
+    question = f"What is {number} + 1?"
+    label: object = str(number + 1)
+    match verifier:
+        case "code":
+            question = f"Write a function f(x) in Python that adds {number}."
+            label = [f"assert f(1) == {number + 1}"]
+        case "code_stdio":
+            question = f"Read a number in Python and print it plus {number}."
+            label = [{"input": "1", "output": str(number + 1)}]
+        case "ifeval":
+            question = f"Say {number} with a letter a."
+            label = [{"instruction_id": ["keywords:letter_frequency"], "kwargs": [LETTER]}]
+        case "solver":
+            label = {"question": question, "answer": number + 1}
+            question = f"Write a guideline: what is {number} + 1?"
+    text = label if isinstance(label, str) else json.dumps(label)
+    return {"messages": [{"role": "user", "content": question}], "ground_truth": text, "dataset": verifier}
 
 
 LETTER = {"letter": "a", "let_frequency": 1, "let_relation": "at least"}
@@ -105,8 +113,8 @@ def shrink(args, name: str, out: Path) -> list[str]:
     if args.llm_judge_model or args.solver_model_name_or_path:
         server = make_tiny_model(out / "server")
     verifiers = ["solver"] if args.solver_model_name_or_path else verifiers_of(args.dataset_mixer_list[::2])
-    samples, mini_batches = min(4, args.num_samples_per_prompt_rollout), args.num_mini_batches
-    prompts = math.ceil((len(verifiers) + 2) / mini_batches) * mini_batches
+    samples = min(4, args.num_samples_per_prompt_rollout)
+    prompts = math.ceil((len(verifiers) + 2) / args.num_mini_batches) * args.num_mini_batches
     data = make_data(out / "rows.jsonl", verifiers, prompts)
     flags = f"""--exp_name {name} --output_dir {ROOT / "runs"} --overwrite --model_name_or_path {model}
         --model_revision None --model_dtype float32 --rollout_backend transformers
@@ -141,15 +149,17 @@ def run(recipe: Path, more: list[str]) -> int:
     _, flags = training_flags(captures(recipe)[0])
     args = utils.parse_args(grpo.Args, flags)
     with tempfile.TemporaryDirectory() as directory:
-        out, servers, judge = Path(directory), None, {}
+        out = Path(directory)
+        env = environment(RUN)
+        servers = None
         flags = shrink(args, f"smoke_{recipe.stem}", out)
         try:
             if args.llm_judge_model:
-                servers = serve.start_servers(
-                    str(out / "server"), out, "judge", max_model_len=2048, model_dtype="float32"
-                )
-                judge = {"OPENAI_BASE_URL": servers.base_urls[0], "OPENAI_API_KEY": servers.api_key}
-            return subprocess.run(["bash", str(recipe), *flags, *more], env=environment(RUN) | judge).returncode
+                model = str(out / "server")
+                servers = serve.start_servers(model, out, "judge", max_model_len=2048, model_dtype="float32")
+                env["OPENAI_BASE_URL"] = servers.base_urls[0]
+                env["OPENAI_API_KEY"] = servers.api_key
+            return subprocess.run(["bash", str(recipe), *flags, *more], env=env).returncode
         finally:
             if servers is not None:
                 servers.stop()
