@@ -31,15 +31,12 @@ engines carries the weights. Everything else goes over local sockets, whose addr
 that no flag contains a port number.
 """
 
-import ctypes
-import faulthandler
 import functools
 import gc
 import math
 import os
 import pickle
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -62,6 +59,7 @@ import torch.distributed as dist
 
 import grpo
 from grpo import Args, Pack
+from scripts.parts.liveness import Watchdog, die_with_parent
 from utils import Generation, Group, Prompt, Request, Rollout, World
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
@@ -124,17 +122,6 @@ def launch(args: Args) -> None:
     launcher.launch(names, [__file__, *flags])
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher is gone: kill -9 of the launcher must leave no orphans."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() == 1:  # adopted by init, unless the launcher is the first process of a container
-        first_process = Path("/proc/1/cmdline").read_text()
-        if os.path.basename(__file__) not in first_process:
-            raise SystemExit("grpo_fast.py: the launcher is gone")
-
-
 def pin_cores(args: Args) -> None:
     """Give this rank its own cores where the ranks compute at the same time and there are enough."""
     cores = sorted(utils.ALL_CORES)
@@ -164,42 +151,6 @@ def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, tor
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return dist.ProcessGroupNCCL(prefix, rank, size, options), None
-
-
-class Watchdog:
-    """A thread that ends this process with all its stacks when learner 0 sees nothing move for --stall_timeout_s.
-    Learner 0 calls `beat` whenever a message arrives or a step ends. On a stall it tells the other ranks through the
-    store."""
-
-    def __init__(self, meeting: "Meeting", roles: Roles, timeout_s: float):
-        self.name = roles.name
-        self.leads = roles.name == "learner 0"
-        self.timeout_s = timeout_s
-        self.outstanding: Callable[[], str] = lambda: "no request"
-        self.beat()
-        if timeout_s > 0:
-            self.store = meeting.connect()
-            threading.Thread(target=self._watch, daemon=True).start()
-
-    def beat(self) -> None:
-        self.last = time.monotonic()
-
-    def seconds(self) -> float:
-        """Since the last beat."""
-        return time.monotonic() - self.last
-
-    def _watch(self) -> None:
-        while not (self.seconds() > self.timeout_s if self.leads else self.store.check(["stalled"])):
-            time.sleep(min(1.0, self.timeout_s / 10))
-        message = f"grpo_fast.py: {self.name} (pid {os.getpid()}): stalled"
-        if self.leads:
-            self.store.set("stalled", "1")
-            message += f": nothing moved for {self.seconds():.0f} s. Outstanding: {self.outstanding()}"
-        print(message, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        if self.leads:
-            time.sleep(3.0)  # the others dump too before the launcher ends them
-        os._exit(1)
 
 
 class Meeting:
@@ -237,18 +188,17 @@ class Meeting:
 class FixedOrder:
     """What happens in an order that timing cannot change.
 
-    A batch decides about the bits of its tokens, so runs with --deterministic fix the batches of the engines. So does
-    --async_steps 0, which promises the bits of grpo.py, where it costs nothing.
+    The batch of an engine affects the bits of its tokens. With --deterministic a run has always the same batches, with
+    --async_steps 0 those of grpo.py.
     """
 
     requests: bool  # an engine gets the requests of an admission in one message, and each position has its engine
-    messages: bool  # an engine reads a message only while no response is running
+    messages: bool  # an engine reads a message only while no response is running: a late one would change the batch
     turns: bool  # the next turns of a message's requests start together, once all of them have been answered
 
 
 def fixed_order(args: Args) -> FixedOrder:
-    """The order that the flags ask for. vLLM's batches do not change bits where its kernels are batch-invariant, so
-    only the transformers engine reads one message at a time; several turns need that with either engine."""
+    """The order that the flags ask for."""
     requests = args.deterministic or args.async_steps == 0
     turns = args.deterministic and args.has_turns
     messages = turns or (requests and args.rollout_backend == "transformers")
@@ -329,7 +279,7 @@ def most_requests(args: Args) -> int:
 def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
     """One rank of an engine: load it, meet learner 0, do what it asks for."""
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
-    Watchdog(meeting, roles, args.stall_timeout_s)
+    Watchdog(meeting, roles.name, args.stall_timeout_s)
     tokenizer = utils.load_tokenizer(args)
     if args.single_gpu_mode:  # vLLM takes a share of what it finds free on the device, which must not change meanwhile
         meeting.store.get(f"engine {roles.index - 1} loaded" if roles.index else "learner loaded")
@@ -522,6 +472,7 @@ class Engines(utils.Sampler):
         self.loaded: dict[int, int] = {}  # version -> engines that have it
         self.ready = 0  # engines that wait for a bucket of the weights announced
         self.clocks = [Clock() for _ in connections]
+        self.reported = list(self.clocks)  # by `spent`
         for index in range(len(connections)):
             threading.Thread(target=self._receive, args=(index,), daemon=True).start()
 
@@ -606,6 +557,12 @@ class Engines(utils.Sampler):
         for name, request, _ in requests:
             if isinstance(request, Future):
                 request.add_done_callback(functools.partial(self._ended, name, index))
+
+    def spent(self) -> list[Clock]:
+        """What each engine did since the last call."""
+        before = self.reported
+        self.reported = list(self.clocks)
+        return spent(before, self.reported)
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Block until condition() holds; raises RuntimeError when an engine is gone."""
@@ -1020,7 +977,7 @@ def start_sender(run: grpo.Run, roles: Roles, meeting: Meeting) -> Sender:
     meeting.store.set("learner loaded", "")
     run.servers = utils.start_reward_models(run.args, run.run_dir, run.eval_world)
     eos_ids = utils.eos_token_ids(run.args, run.tokenizer)
-    watchdog = Watchdog(meeting, roles, run.args.stall_timeout_s)
+    watchdog = Watchdog(meeting, roles.name, run.args.stall_timeout_s)
     group, device = weights_group(meeting.store, roles, run.args)
     engines = Engines(meet_engines(meeting, roles), watchdog, run.tokenizer, eos_ids, run.args)
     run.engine = engines
@@ -1031,7 +988,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     """The training loop of every learner; learner 0 also owns collector, sender and all files."""
     world = join(meeting.store, "learners", roles.index, roles.learners)
     if not world.is_main:
-        Watchdog(meeting, roles, args.stall_timeout_s)
+        Watchdog(meeting, roles.name, args.stall_timeout_s)
     run = grpo.set_up(args, world)  # the engines are still starting
     run.eval_world = World(0, world.local_rank, 1, world.device)  # learner 0 only
     state = run.state
@@ -1048,12 +1005,11 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     grpo.start_log(run, gap_metrics, words)
 
     collector = None
-    clocks: list[Clock] = []
     if sender is not None:
         sizes: Any = {"pack_length": args.pack_length, "learners": world.size // args.sequence_parallel_size}
         pack = functools.partial(grpo.pack_rollouts, packing=run.packing, pair_cost=policy.pair_cost, **sizes)
         collector = sender.collector = Collector(sender.engines, run.train_prompts, args, state, pack)
-        clocks = list(sender.engines.clocks)
+        sender.engines.spent()  # the start is no part of a step
     # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
     update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
     first_step = state["step"] + 1
@@ -1083,9 +1039,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             engines = collector.engines
             engines.watchdog.beat()
             out |= collector.account(data) | sender.metrics
-            now = list(engines.clocks)
-            out |= engine_metrics(spent(clocks, now), policy, out, state)
-            clocks = now
+            out |= engine_metrics(engines.spent(), policy, out, state)
             if shows_engines(out, number, args):
                 lines = engine_lines(out)
         evaluates = grpo.due(args.local_eval_every, number, last_step)

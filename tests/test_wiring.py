@@ -17,6 +17,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
+from scripts.parts import liveness
 from tests.test_learner import make_args, make_rollouts
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -650,12 +651,12 @@ def test_what_cannot_work_is_told_before_a_model_loads(flags, what, tiny_models,
 @pytest.mark.parametrize("first_process, alive", [("python\0grpo_fast.py\0", True), ("/sbin/init\0", False)])
 def test_a_launcher_may_be_the_first_process_of_a_container(first_process, alive, monkeypatch):
     """Which a rank cannot tell by the number 1 from that which adopts orphans."""
-    monkeypatch.setattr(grpo_fast.sys, "platform", "linux")
-    monkeypatch.setattr(grpo_fast.ctypes, "CDLL", lambda _: types.SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(grpo_fast.os, "getppid", lambda: 1)
-    monkeypatch.setattr(grpo_fast.Path, "read_text", lambda path: first_process)
+    monkeypatch.setattr(liveness.sys, "platform", "linux")
+    monkeypatch.setattr(liveness.ctypes, "CDLL", lambda _: types.SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(liveness.os, "getppid", lambda: 1)
+    monkeypatch.setattr(liveness.Path, "read_text", lambda path: first_process)
     with contextlib.nullcontext() if alive else pytest.raises(SystemExit, match="the launcher is gone"):
-        grpo_fast.die_with_parent()
+        liveness.die_with_parent()
 
 
 def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch):

@@ -770,14 +770,12 @@ class Play:
         prompts = [utils.Prompt(n, (0,) * n, "", ("",), ("simulated",)) for n in range(longest + 1)]
         self.collector = self.kind(engines, prompts, args, grpo.start_state(), pack)
         sender.collector = self.collector
-        clocks = list(engines.clocks)
+        engines.spent()
         for step in range(1, grpo.num_training_steps(args) + 1):
             data, out = self.play_step(step, sender)
             out |= self.collector.account(data) | sender.metrics | data.seconds
-            now = list(engines.clocks)
             speed = {"itemsize": self.dtype.itemsize, "bytes_per_second": roofline.GPUS[args.gpu].bandwidth}
-            out |= grpo_fast.engine_metrics(grpo_fast.spent(clocks, now), self.policy, out, speed)
-            clocks = now
+            out |= grpo_fast.engine_metrics(engines.spent(), self.policy, out, speed)
             self.rows.append(out)
             self.trained.append([r for group in data.sampled for r in group])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import types
 from dataclasses import replace
 
@@ -225,7 +226,7 @@ def test_ranks_share_the_cores(monkeypatch, gpus, steps, threads):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "96")
     monkeypatch.setattr(api, "elastic_launch", lambda config, program: lambda *line: None)
-    monkeypatch.setattr(grpo_fast.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     line = f"--model_name_or_path x --num_learners_per_node 4 --vllm_num_engines 4 --async_steps {steps}"
     grpo_fast.launch(utils.parse_args(grpo.Args, [*line.split(), "--total_episodes", "4"]))
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
