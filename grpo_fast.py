@@ -59,7 +59,6 @@ import torch.distributed as dist
 
 import grpo
 from grpo import Args, Pack
-from scripts.parts.liveness import Watchdog, die_with_parent
 from utils import Generation, Group, Prompt, Request, Rollout, World
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
@@ -276,10 +275,17 @@ def most_requests(args: Args) -> int:
     return math.ceil(rollouts / args.vllm_num_engines)
 
 
+def start_watchdog(args: Args, roles: Roles, meeting: Meeting) -> Any:
+    """A thread that ends this process when nothing moves any more: see scripts/parts/liveness.py."""
+    from scripts.parts import liveness
+
+    return liveness.Watchdog(meeting, roles.name, args.stall_timeout_s)
+
+
 def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
     """One rank of an engine: load it, meet learner 0, do what it asks for."""
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
-    Watchdog(meeting, roles.name, args.stall_timeout_s)
+    start_watchdog(args, roles, meeting)
     tokenizer = utils.load_tokenizer(args)
     if args.single_gpu_mode:  # vLLM takes a share of what it finds free on the device, which must not change meanwhile
         meeting.store.get(f"engine {roles.index - 1} loaded" if roles.index else "learner loaded")
@@ -445,7 +451,7 @@ class Engines(utils.Sampler):
     def __init__(
         self,
         connections: Sequence[Any],
-        watchdog: Watchdog,
+        watchdog: Any,
         tokenizer: "utils.Tokenizer",
         eos_ids: list[int],
         args: Args,
@@ -977,7 +983,7 @@ def start_sender(run: grpo.Run, roles: Roles, meeting: Meeting) -> Sender:
     meeting.store.set("learner loaded", "")
     run.servers = utils.start_reward_models(run.args, run.run_dir, run.eval_world)
     eos_ids = utils.eos_token_ids(run.args, run.tokenizer)
-    watchdog = Watchdog(meeting, roles.name, run.args.stall_timeout_s)
+    watchdog = start_watchdog(run.args, roles, meeting)
     group, device = weights_group(meeting.store, roles, run.args)
     engines = Engines(meet_engines(meeting, roles), watchdog, run.tokenizer, eos_ids, run.args)
     run.engine = engines
@@ -988,7 +994,7 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     """The training loop of every learner; learner 0 also owns collector, sender and all files."""
     world = join(meeting.store, "learners", roles.index, roles.learners)
     if not world.is_main:
-        Watchdog(meeting, roles.name, args.stall_timeout_s)
+        start_watchdog(args, roles, meeting)
     run = grpo.set_up(args, world)  # the engines are still starting
     run.eval_world = World(0, world.local_rank, 1, world.device)  # learner 0 only
     state = run.state
@@ -1201,21 +1207,34 @@ def engine_lines(out: dict[str, float]) -> str:
     return "\n".join(f"          {line}" for line in lines)
 
 
+def print_plan(args: Args) -> None:
+    """What the run would do, by its flags alone."""
+    utils.print_plan(
+        replace(args, vllm_sleep="off"),
+        fast=True,
+        learners=sum(args.num_learners_per_node),
+        shared_gpu=args.single_gpu_mode,
+        logprob_chunk=grpo.LOGPROB_CHUNK,
+    )
+
+
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
+    from scripts.parts import liveness
+
     args = args.beside_engine(args.single_gpu_mode)
     world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args.check(1, fast=True)
     check_fast_args(args, world_size, ranks_per_node)
     if args.dry_run or world_size is None:
-        learners, awake = sum(args.num_learners_per_node), replace(args, vllm_sleep="off")
-        chunk, shared = grpo.LOGPROB_CHUNK, args.single_gpu_mode
-        utils.print_plan(awake, fast=True, learners=learners, shared_gpu=shared, logprob_chunk=chunk)
-        if not args.dry_run:
-            launch(args)
+        print_plan(args)
+    if args.dry_run:
         return
-    die_with_parent()
+    if world_size is None:
+        launch(args)
+        return
+    liveness.die_with_parent()
     pin_cores(args)
     roles = roles_of(args, int(os.environ["RANK"]), ranks_per_node)
     meeting = Meeting()

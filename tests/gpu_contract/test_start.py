@@ -53,7 +53,7 @@ def test_ranks_of_one_gpu_start_one_after_the_other(monkeypatch, name, waits_for
     roles = grpo_fast.Roles(1, 2, 1, False, int(name[-1]))
     world = utils.World(0, 0, 1, torch.device("cpu"))
     monkeypatch.setattr(grpo_fast, "join", lambda *_: world)
-    monkeypatch.setattr(grpo_fast, "Watchdog", lambda *_: None)
+    monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: None)
     monkeypatch.setattr(utils, "load_tokenizer", lambda _: None)
     monkeypatch.setattr(utils, "make_engine", lambda *_: told.append("start"))
 

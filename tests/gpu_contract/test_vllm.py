@@ -276,7 +276,7 @@ def test_ranks_of_an_engine_do_the_same_in_the_same_order(monkeypatch):
     monkeypatch.setattr(
         grpo_fast, "join", lambda store, name, rank, size: utils.World(rank, rank, size, torch.device("cpu"))
     )
-    monkeypatch.setattr(grpo_fast, "Watchdog", lambda *_: None)
+    monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: None)
     monkeypatch.setattr(grpo_fast, "weights_group", lambda *_: (group, None))
     monkeypatch.setattr(grpo_fast, "Client", lambda *_, **__: theirs)
     monkeypatch.setattr(grpo_fast.dist, "broadcast_object_list", broadcast)

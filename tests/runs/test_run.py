@@ -297,7 +297,7 @@ utils.full_weights = lambda *a: ((n, t) for n, t in full(*a) if n != "lm_head.we
 grpo.compute_advantages = lambda scores, *a: torch.full_like(scores, float("inf"))""",
     "other temperature": """
 init = utils.Request.__init__
-utils.Request.__init__ = lambda self, *a, **k: init(self, a[0], a[1], 0.5, *a[3:], **k)""",
+utils.Request.__init__ = lambda self, ids, **k: init(self, ids, **(k | {"temperature": 0.5}))""",
 }
 
 

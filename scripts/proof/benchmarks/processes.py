@@ -65,7 +65,7 @@ def serve_vllm(address: Any, args: grpo.Args) -> None:
     meeting: Any = SimpleNamespace(store=store)
     roles = grpo_fast.Roles(1, 1, 1, is_learner=False, index=0)
     grpo_fast.join = lambda *_: utils.init_distributed()
-    grpo_fast.Watchdog = ignore
+    grpo_fast.start_watchdog = ignore
     grpo_fast.weights_group = no_group
     grpo_fast.run_engine(args, roles, meeting)
 
