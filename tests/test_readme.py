@@ -140,8 +140,14 @@ def test_every_program_has_a_row():
     table = PAGES["scripts/README.md"].split("\n## ")[0]
     for path in sorted(REPO.glob("scripts/**/*.py")):
         name = str(path.relative_to(REPO / "scripts"))
-        if '__name__ == "__main__"' in path.read_text() and not name.startswith("train/"):
+        if '__name__ == "__main__"' in path.read_text() and not name.startswith(("train/", "parts/")):
             assert f"`{name}`" in table, f"{name}: a row in scripts/README.md says what it does"
+
+
+def test_every_part_has_a_row():
+    table = PAGES["scripts/parts/README.md"].split("\n## ")[0]
+    for path in sorted(REPO.glob("scripts/parts/*.py")):
+        assert f"`{path.name}`" in table, f"{path.name}: a row in scripts/parts/README.md says what it does"
 
 
 def test_the_metrics_to_look_at_first_are_the_table_s():

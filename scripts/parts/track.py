@@ -17,12 +17,16 @@ import select
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import textwrap
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 START_S = 120.0  # after this time a run no longer waits for a tracker to be ready
 WAIT_S = 30.0  # at the end of a run, for rows that are not sent yet
