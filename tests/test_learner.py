@@ -687,3 +687,28 @@ def test_transformers_engine_samples_each_request_as_it_asks_whatever_the_model_
         assert alone == together["train"].token_ids.tolist()
         made.append([together[name].token_ids.tolist() for name in asked])
     assert made[0] == made[1]
+
+
+PLAIN = """
+import pathlib, sys, torch, utils, grpo
+world = utils.init_distributed()
+line = f"--model_name_or_path {sys.argv[1]} --model_dtype float32 --beta 0.1 --load_ref_policy --max_logprob_gap 0"
+args = utils.parse_args(grpo.Args, line.split())
+learner = grpo.load_learner(args, world)
+prompt = utils.Prompt(0, (5, 6, 7), "", (), ())
+group = [utils.Rollout(prompt, 0, i, [11, 12], [-2.0] * 2, [True] * 2, [0] * 2, advantage=1.0 - 2 * i) for i in (0, 1)]
+groups = sum(utils.share([group], args), [])
+packs = grpo.pack_rollouts(groups[0], "shared", 60)[0]
+grpo.update(learner, [grpo.micro_batches(packs, "shared", args, world.device)], args, world, utils.Metrics())
+utils.Checkpoints(pathlib.Path(sys.argv[2]), 1, world).wait()
+utils.save_model(learner.policy, utils.load_tokenizer(args), pathlib.Path(sys.argv[2]) / "model", args, world)
+optional = ("adapters", "sequence", "checkpoints", "transformers_engine", "push_to_hub")
+print([name for name in optional if f"scripts.parts.{name}" in sys.modules])
+"""
+
+
+def test_an_update_without_their_flags_loads_no_optional_part(tiny_models, tmp_path):
+    """In a process that is forked before any test: other tests have loaded them in this one."""
+    done = programs.run(["-c", PLAIN, tiny_models(), tmp_path])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "[]"

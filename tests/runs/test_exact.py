@@ -20,7 +20,7 @@ import grpo
 import rewards
 import utils
 from scripts.parts import dumps
-from scripts.parts.checkpoints import checkpoint_dirs
+from scripts.parts.checkpoints import checkpoint_dirs, remove
 from tests import programs
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
@@ -110,6 +110,33 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, world, capsys,
     assert re.search(r"WARNING: checkpoint .*step_2 is damaged and skipped: \S+", capsys.readouterr().out)
     DAMAGE[damage](tmp_path / "checkpoints" / "step_1")
     assert utils.newest_checkpoint(tmp_path, world) is None
+
+
+def test_a_run_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it(tmp_path, monkeypatch):
+    """What is left has the name of an unfinished one, which the next run's first save removes."""
+    for step in (1, 2):
+        (tmp_path / f"step_{step}").mkdir()
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove(tmp_path / "step_1")
+    assert [path.name for path in checkpoint_dirs(tmp_path)] == ["step_2"]
+    assert [path.name for path in tmp_path.glob("*.tmp")] == ["step_1.old.tmp"]
+
+
+def test_the_program_lists_what_is_whole(tmp_path, world):
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoint here" in programs.run(["scripts/checkpoints.py", tmp_path / "empty"]).stderr
+    writer = utils.Checkpoints(tmp_path, -1, world)
+    for step in (1, 2):
+        save(writer, Small(), step)
+    writer.wait()
+    DAMAGE["a lost file"](tmp_path / "checkpoints" / "step_1")
+    lines = programs.run(["scripts/checkpoints.py", tmp_path]).stdout.splitlines()
+    assert lines[0].endswith("step_2: whole") and re.search(r"step_1: .*No such file.*metadata", lines[1])
 
 
 def test_a_full_disk_costs_only_the_new_checkpoint(tmp_path):
