@@ -77,7 +77,13 @@ EXACT = "prompt_ids token_ids mask position sample versions".split()
 CLOSE = "score outcome advantage logprobs old_logprobs new_logprobs ref_logprobs".split()
 MOST_WAYS = 20_000  # of a test: more are drawn at random
 MAX_PLOTS = 12
-FIRST_STEP = {"max_rel": "{:.2e}", "first": "step {}"}  # columns of two tables
+FORMATS = {  # of the tables' columns, "{}" of others
+    **dict.fromkeys(("max_abs", "max_rel", "norm"), "{:.2e}"),
+    **dict.fromkeys(("p", "smallest_p"), "{:.3g}"),
+    **dict.fromkeys(("mean_a", "mean_b"), "{:.5g}"),
+    "overlap": "{:.2f}",
+    "first": "step {}",
+}
 
 Row = dict[str, Any]  # of a table and of --json
 Weights = dict[str, Any]  # parameter -> its tensor, or its checksum
@@ -503,13 +509,15 @@ def plot_positive(axis: Any, steps: list[int], values: np.ndarray, label: str | 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def print_table(rows: list[Row], columns: dict[str, str]) -> None:
-    """Print rows; columns: key -> format. The first column is aligned to the left, the others to the right."""
+def print_table(rows: list[Row], columns: str) -> None:
+    """Print these columns of rows. The first column is aligned to the left, the others to the right."""
     if not rows:
         return
-    lines = [list(columns)]
+    names = columns.split()
+    lines = [names]
     for row in rows:
-        lines.append(["-" if row.get(key) is None else form.format(row[key]) for key, form in columns.items()])
+        values = [(name, row.get(name)) for name in names]
+        lines.append(["-" if value is None else FORMATS.get(name, "{}").format(value) for name, value in values])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for name, *cells in lines:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
@@ -557,13 +565,11 @@ def counts_of(tables: dict[str, Any]) -> str:
 
 def show_bands(rows: list[Row], alpha: float) -> list[str]:
     """Print the table of several seeds a side; returns what parted, in words."""
-    columns = {"name": "{}", "steps": "{}", "overlap": "{:.2f}", "p": "{:.3g}", "smallest_p": "{:.3g}"}
-    columns |= {"mean_a": "{:.5g}", "mean_b": "{:.5g}"}
     shown = []
     for row in rows:
         mean_a, mean_b = row["final"]
         shown.append(row | {"mean_a": mean_a, "mean_b": mean_b})
-    print_table(shown, columns)
+    print_table(shown, "name steps overlap p smallest_p mean_a mean_b")
     smallest = max((row["smallest_p"] for row in rows), default=0)
     if smallest > alpha:
         print(f"p cannot go below {smallest:.3g} with so few: the test cannot reject, only the bands can.")
@@ -572,15 +578,15 @@ def show_bands(rows: list[Row], alpha: float) -> list[str]:
 
 def show_differences(tables: dict[str, Any]) -> list[str]:
     """Print the tables of one run a side; returns what parted, in words."""
-    print_table(tables["metrics"], {"name": "{}", "steps": "{}", "max_abs": "{:.2e}"} | FIRST_STEP)
+    print_table(tables["metrics"], "name steps max_abs max_rel first")
     weights = []
     for row in tables["weights"]:
         compared = "values" if row["whole"] else "norms"
         weights.append(row | {"differing": len(row["differing"]), "of": compared})
-    print_table(weights, {"name": "{}", "parameters": "{}", "differing": "{}", "norm": "{:.2e}", "of": "{}"})
+    print_table(weights, "name parameters differing norm of")
     if weights and weights[-1]["differing"]:
         show_parameters(tables["weights"][-1])
-    print_table(tables["dumps"], {"name": "{}", "steps": "{}", "equal": "{}"} | FIRST_STEP)
+    print_table(tables["dumps"], "name steps equal max_rel first")
 
     compared = tables["metrics"] + tables["dumps"]
     apart = [f"{row['name']} at step {row['first']}" for row in compared if row["first"] is not None]
@@ -595,7 +601,7 @@ def show_parameters(row: Row) -> None:
     for differing in row["differing"][:10]:
         hashes = [digest[:12] for digest in differing.get("sha256", ())]
         rows.append(differing | {"hashes": " ".join(hashes)})
-    print_table(rows, {"parameter": "{}", "max_abs": "{:.2e}", "norm": "{:.2e}", "hashes": "{}"})
+    print_table(rows, "parameter max_abs norm hashes")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

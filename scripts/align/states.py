@@ -18,7 +18,6 @@ ranks with torch 2.13 by both strategies: weights and moments equal those of the
 wrap_policy in veRL's configuration, only strategy fsdp2 and use_orig_params=True can be read. Adapters (LoRA) cannot.
 """
 
-import argparse
 import itertools
 import os
 import pickle
@@ -34,6 +33,8 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
+
+from scripts.reports.common import parser
 
 SHARDS = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -152,9 +153,12 @@ def units(model: Any) -> list[list[str]]:
     classes = set(model._no_split_modules or ())
     blocks = [name for name, module in model.named_modules() if type(module).__name__ in classes]
     names = [name for name, _ in model.named_parameters()]
-    inside = [[name for name in names if name.startswith(f"{block}.")] for block in blocks]
+    inside = []
+    for block in blocks:
+        inside.append([name for name in names if name.startswith(f"{block}.")])
     wrapped = set(itertools.chain(*inside))
-    return [[name for name in names if name not in wrapped], *inside]
+    outside = [name for name in names if name not in wrapped]
+    return [outside, *inside]
 
 
 def moments_of(shards: list[Moments], model: Any) -> Moments:
@@ -273,12 +277,12 @@ def _embeddings(model: Any) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, metavar="DIR")
-    parser.add_argument("step", type=int, metavar="STEP")
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--model", help="directory or hub name of the start model")
-    options = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("source", type=Path, metavar="DIR")
+    flags.add_argument("step", type=int, metavar="STEP")
+    flags.add_argument("out", type=Path, metavar="OUT")
+    flags.add_argument("--model", help="directory or hub name of the start model")
+    options = flags.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the run's
     try:
         print(f"{options.out} has the state of {convert(options.source, options.step, options.out, options.model)}")

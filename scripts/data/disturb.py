@@ -2,7 +2,7 @@
 
     python scripts/data/disturb.py models/SmolLM2-135M-Instruct models/disturbed [--noise 0.08] [--seed 1]
 
-To each matrix comes Gaussian noise of --noise times the root mean square of its elements.
+Each matrix gets Gaussian noise with a standard deviation of --noise times the root mean square of its elements.
 """
 
 import argparse
@@ -23,9 +23,9 @@ def disturb(model: Path, out: Path, noise: float, seed: int = 1) -> Path:
         weights = load_file(file)
         for name, weight in weights.items():
             if weight.ndim >= 2:
-                size = noise * weight.float().square().mean().sqrt()
-                sum_ = weight.float() + size * torch.randn(weight.shape, generator=generator)
-                weights[name] = sum_.to(weight.dtype)
+                deviation = noise * weight.float().square().mean().sqrt()
+                noisy = weight.float() + deviation * torch.randn(weight.shape, generator=generator)
+                weights[name] = noisy.to(weight.dtype)
         save_file(weights, file, {"format": "pt"})
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)

@@ -76,10 +76,12 @@ class Contamination:
 
     def __init__(self, questions: Iterable[str], n: int = NGRAM) -> None:
         self.n = n
-        words = [tuple(words_of(question)) for question in questions]
-        self.exact = set(words)
-        counts = Counter(gram for question in words for gram in self.grams(question))
-        most = len(words) // 10 if len(words) >= 10 else len(words)
+        known = [tuple(words_of(question)) for question in questions]
+        self.exact = set(known)
+        counts: Counter[tuple[str, ...]] = Counter()
+        for words in known:
+            counts.update(self.grams(words))
+        most = len(known) // 10 if len(known) >= 10 else len(known)
         self.known = {gram for gram, count in counts.items() if count <= most}
 
     def grams(self, words: tuple[str, ...]) -> set[tuple[str, ...]]:

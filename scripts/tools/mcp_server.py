@@ -3,9 +3,10 @@
     python scripts/tools/mcp_server.py '{"name": "add", "arguments": {"a": 1, "b": 2}}' \
         --config '{"command": ["python", "my_server.py"]}'
 
-Config: command, which starts a server on standard input and output, or url, of one over HTTP; timeout (20) seconds. A
-server has many tools, and a policy calls them through this one; a fixed tool of its own is a copy of this file with
-the server's schema, `python scripts/tools/mcp_server.py '{"name": "list", "arguments": {}}' --config ...` prints them.
+Config: either command, which starts a server on standard input and output, or url, of a server over HTTP; timeout (20)
+seconds. A server has many tools, and a policy calls them all through this one. For a fixed tool of its own, copy this
+file and give it the server's schema: `python scripts/tools/mcp_server.py '{"name": "list", "arguments": {}}' --config
+...` prints the schemas.
 """
 
 import asyncio

@@ -3,10 +3,12 @@
     python scripts/tools/python.py '{"code": "print(127 * 344)"}'
     python scripts/tools/python.py '{"code": "x = 2"}' '{"code": "x + 1"}' --config '{"state": true}'
 
-The answer is what the program writes, and the value of its last line where that is an expression. Config: timeout (6),
-seconds of wall time; state (false): names last for the episode, by running its earlier programs again before each, so
-that they count for the timeout, and one that draws random numbers has to seed them; allow_unsafe_code (false): also on
-a machine whose sandbox leaks.
+The answer is the output of the program, and the value of its last line where that is an expression. Config:
+
+timeout             seconds of wall time (6)
+state               names last for the episode (false). The episode's earlier programs run again before each program, so
+                    they count for the timeout, and a program that draws random numbers has to seed them
+allow_unsafe_code   run programs on a machine whose sandbox leaks too (false)
 """
 
 import functools

@@ -3,14 +3,14 @@
     python scripts/tools/search.py '{"query": "capital of France"}' --config '{"corpus": "corpus.jsonl", "top_k": 3}'
     python scripts/tools/search.py '{"query": "capital of France"}' --config '{"url": "http://localhost:8000/retrieve"}'
 
-Config: corpus, a file of rows {text or contents, title}; or url, a server that speaks as that of Search-R1
+Config: either corpus, a file of rows {text or contents, title}, or url, a server with the protocol of Search-R1
 (arXiv:2503.09516): {"queries": [text], "topk": 3, "return_scores": true} -> {"result": [[{"document": {"contents":
-title, newline, text}, "score": 1.2}, ...]]}. top_k (3), max_characters of a document (1000); for a url: timeout (10)
-seconds of a request, retries (3). A server that cannot be reached, or answers what is none of this, raises
-ConnectionError: infrastructure, and apart from a query that finds nothing.
+title, newline, text}, "score": 1.2}, ...]]}. top_k (3), max_characters of a document (1000). For a url: timeout (10)
+seconds of a request, retries (3). A server that cannot be reached, or answers in another form, raises ConnectionError:
+a failure of infrastructure, unlike a query that finds nothing.
 
 BM25 is bm25s (arXiv:2407.03618) with its own defaults: Lucene's variant, k1 1.5, b 0.75, English stop words, no
-stemmer. The index lives in the process that searches, and is made at its first call.
+stemmer. Each process that searches makes its own index at its first call.
 """
 
 import functools
