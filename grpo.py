@@ -123,8 +123,6 @@ class GRPOFlags:
     and backward is of one pack."""
     pack_length: int = 512
     """Most tokens of a pack: of a forward and backward. At least prompt and response together."""
-    share_prompts: bool = True
-    """Compute a prompt once for all its responses in a pack, if the model's attention allows it."""
     total_episodes: Positive[int] = 100_000
     """Rollouts of the whole run: steps = total_episodes // (P * G)."""
     num_epochs: Positive[int] = 1
@@ -1620,19 +1618,11 @@ def episode_of(r: Rollout, args: Args) -> dict[str, Any]:
 
 
 def environment_score(r: Rollout, args: Args) -> float:
-    """The sum of r.verifiable and the rewards of the environment's answers. NaN if an answer is missing.
-
-    With only_reward_good_outputs the verifiers count only if no answer had a failure and one has a text.
-    """
+    """The sum of r.verifiable and the rewards of the environment's answers. NaN if an answer is missing."""
     answers = [turn for turn in r.turns if turn["role"] != "assistant"]
     if any(answer["status"] == "infra_error" for answer in answers):
         return math.nan
-    failures = 0
-    for answer in answers:
-        failures += sum(value for name, value in answer["metrics"].items() if name.endswith("/failures"))
-    is_good = not failures and any(answer["content"] for answer in answers)
-    verifiable = r.verifiable if is_good or not args.only_reward_good_outputs else 0.0
-    return verifiable + sum(answer["reward"] for answer in answers)
+    return r.verifiable + sum(answer["reward"] for answer in answers)
 
 
 # --- Evaluation -------------------------------------------------------------------------------------------------------

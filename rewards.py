@@ -302,15 +302,11 @@ class RewardFlags(Refusing):
     """Python file: each function (response, ground_truth) -> number in it is a verifier of that name. Empty is off."""
     remap_verifier: str | None = None
     """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
-    max_length_verifier_max_length: Positive[int] = 32768
-    """Verifiers max_length and up_to_max_length: a response longer than its target by this many tokens scores 0."""
     code_max_execution_time: Positive[float] = 1.0
     """Verifiers code and code_stdio: seconds for each test. Time in which other processes had the processor is not
     counted."""
     code_pass_rate_reward_threshold: Share[float] = 0.0
     """Verifiers code and code_stdio: a smaller share of passed tests scores 0. At 1.0 all tests must pass."""
-    code_apply_perf_penalty: bool = False
-    """Verifiers code and code_stdio: a passed test counts 1 - seconds / code_max_execution_time."""
     allow_unsafe_code: bool = False
     """Run the model's programs even if the sandbox is not tight on this machine."""
     llm_judge_model: str = ""
@@ -322,12 +318,8 @@ class RewardFlags(Refusing):
     """Most tokens of a verdict."""
     llm_judge_max_context_length: int = 8192
     """Most tokens of question, response and verdict together. Longer responses are cut in the middle."""
-    llm_judge_temperature: float = 1.0
-    """Sampling temperature of the judge."""
     llm_judge_timeout: Positive[float] = 60.0
     """Seconds for a verdict, with retries. After that the score is missing."""
-    llm_judge_max_concurrency: Positive[int] = 64
-    """Most requests to the judge at the same time."""
     solver_model_name_or_path: str = ""
     """Frozen model of the verifier solver, which gets the response as a guideline. Empty is none."""
     solver_base_url: str = ""
@@ -339,10 +331,6 @@ class RewardFlags(Refusing):
     """Solutions for each guideline; their mean correctness is the score. 1 is greedy."""
     solver_response_length: Positive[int] = 1024
     """Most tokens of a solution."""
-    solver_prompt_file: str = ""
-    """Text file with {question} and {guideline} for the solver. Empty is scripts/prompts/solver.txt."""
-    solver_baseline: bool = True
-    """Let the solver also answer each question once without a guideline: metric reward/solver_baseline."""
     apply_r1_style_format_reward: bool = False
     """Reward the format `...</think> <answer>...</answer>`."""
     r1_style_format_reward: float = 1.0
@@ -355,10 +343,8 @@ class RewardFlags(Refusing):
     non_stop_penalty_value: float = 0.0
     """Score of such a response: see non_stop_penalty."""
     overlong_buffer_length: NotNegative[int] = 0
-    """In the last tokens before response_length, this many, a penalty grows linearly (DAPO, arXiv:2503.14476, eq. 13).
-    0 is off."""
-    overlong_penalty_factor: NotNegative[float] = 1.0
-    """Penalty of a response of full length, in units of the score: see overlong_buffer_length."""
+    """In the last tokens before response_length, this many, a penalty of the score grows linearly from 0 to 1 (DAPO,
+    arXiv:2503.14476, eq. 13). 0 is off."""
 
     def check(self) -> None:
         """Refuse what cannot work before anything starts. Raises UserError with flag, value and fix."""
@@ -423,20 +409,6 @@ def judge_url(flags: RewardFlags) -> str:
     return flags.llm_judge_base_url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("HOSTED_VLLM_API_BASE", "")
 
 
-def solver_template(path: str) -> str:
-    """The text of --solver_prompt_file, or of our own prompt if the path is empty. Raises UserError.
-
-    Our prompt asks the question first. All prompts of a group have the same question, so they share a cached
-    beginning."""
-    path = path or os.path.join(SCRIPTS, "prompts", "solver.txt")
-    need(os.path.isfile(path), f"--solver_prompt_file {path}: no such file")
-    with open(path, encoding="utf-8") as file:
-        template = file.read().strip()
-    for name in ("{question}", "{guideline}"):
-        need(template.count(name) == 1, f"--solver_prompt_file {path}: must have {name} exactly once")
-    return template
-
-
 SOLVER_MAX_CONCURRENCY = 256  # requests to the solver's servers at the same time
 
 FORMAT_START = re.compile(r"</think>\s*<answer>")
@@ -461,8 +433,8 @@ def combine_rewards(
              additive_format_reward:              v + f
              gated, the default:                  v if format_score == 1 else 0
              non_stop_penalty:                    non_stop_penalty_value if the response did not stop by itself
-    score    outcome - overlong_penalty_factor * min(max(overlong_buffer_length - tokens_left, 0) /
-             overlong_buffer_length, 1): DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13; a buffer of 0 is off
+    score    outcome - min(max(overlong_buffer_length - tokens_left, 0) / overlong_buffer_length, 1):
+             DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13; a buffer of 0 is off
 
     verifiable is the sum of the verifiers' scores. format_score is 0 or 1. tokens_left is response_length minus the
     length of the response. Groups are filtered by outcome, so a penalty alone never makes a gradient. With
@@ -485,7 +457,7 @@ def combine_rewards(
     buffer = flags.overlong_buffer_length
     if buffer:
         overlong = min(max(buffer - tokens_left, 0) / buffer, 1.0)
-    return outcome, outcome - flags.overlong_penalty_factor * overlong
+    return outcome, outcome - overlong
 
 
 def max_score(flags: RewardFlags, verifiers: int = 1) -> float:
@@ -884,6 +856,8 @@ def verify_re_search(record: RewardRecord, f1: bool) -> Verdict:
 
 # --- Lengths: max_length, up_to_max_length; no score: passthrough -----------------------------------------------------
 
+WORST_LENGTH_ERROR = 32768  # tokens; a response that is as far from its target, or farther, scores 0
+
 
 def check_length(record: RewardRecord) -> None:
     if not 0 <= float(record.ground_truth) < math.inf:
@@ -891,7 +865,7 @@ def check_length(record: RewardRecord) -> None:
 
 
 def verify_length(record: RewardRecord, shorter_is_fine: bool) -> Verdict:
-    """max(1 - |num_tokens - label| / max_length_verifier_max_length, 0).
+    """max(1 - |num_tokens - label| / WORST_LENGTH_ERROR, 0).
 
     shorter_is_fine: only tokens beyond the label lower the score. All tokens of the response count, the thinking
     included. open-instruct goes below 0."""
@@ -900,7 +874,7 @@ def verify_length(record: RewardRecord, shorter_is_fine: bool) -> Verdict:
         raise ValueError("the length verifiers need num_tokens, the number of tokens of the response")
     excess = num_tokens - float(record.ground_truth)
     excess = max(excess, 0.0) if shorter_is_fine else abs(excess)
-    return Verdict(str(num_tokens), max(0.0, 1.0 - excess / FLAGS.max_length_verifier_max_length))
+    return Verdict(str(num_tokens), max(0.0, 1.0 - excess / WORST_LENGTH_ERROR))
 
 
 def verify_passthrough(record: RewardRecord) -> Verdict:

@@ -377,8 +377,6 @@ class TrackingFlags(Refusing):
     """Upload the last model, and a card with the command line, to the Hugging Face hub. Off: nothing is uploaded."""
     hf_repo_id: str | None = None
     """Repository for push_to_hub, NAME or ORGANIZATION/NAME. A new one is private. None is exp_name."""
-    hf_repo_revision: str | None = None
-    """Branch for push_to_hub, created if it is new. None is the default branch."""
 
 
 @dataclass(frozen=True)
@@ -404,10 +402,6 @@ class ModelFlags(Refusing):
     ref_model_name_or_path: str = ""
     """A teacher of the same vocabulary as reference policy. With --beta 1 --kl_estimator kl2 that is on-policy
     distillation (arXiv:2306.13649). Empty: the start policy."""
-    ref_model_revision: str | None = None
-    """Hub revision of the teacher. None is its default branch."""
-    ref_model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the teacher, in memory and in computing. auto is the policy's."""
     dither_master_weights: bool = True
     """With bfloat16: start each master weight at a random point of its rounding interval, see utils.dither."""
     attn_implementation: str = "sdpa"
@@ -427,15 +421,14 @@ class ModelFlags(Refusing):
     the number of learners and the model's attention heads."""
 
     def of_reference(self) -> Self:
-        """The flags with which the reference policy loads: the teacher's, or these."""
+        """The flags with which the reference policy loads: these, or those of a teacher, which comes from its default
+        branch and has the policy's dtype."""
         if not self.ref_model_name_or_path:
             return self
-        dtype = self.model_dtype if self.ref_model_dtype == "auto" else self.ref_model_dtype
         return replace(
             self,
             model_name_or_path=self.ref_model_name_or_path,
-            model_revision=self.ref_model_revision,
-            model_dtype=dtype,
+            model_revision=None,
             lora_rank=0,
             ref_model_name_or_path="",
         )
@@ -537,7 +530,8 @@ class TurnFlags(Refusing):
     env_file: str = ""
     """Python file whose step(episode), or class Env, answers a response or ends the rollout. Empty is off."""
     tools: list[str] = field(default_factory=list)
-    """Tools that answer calls in a response: names of scripts/tools/, or files of your own. Empty is none."""
+    """Tools that answer calls in a response: names of scripts/tools/, or files of your own. The chat template describes
+    them to the policy. Empty is none."""
     tool_call_names: list[str] = field(default_factory=list)
     """Names by which the policy calls the tools, in the order of tools. Empty: the names in their files."""
     tool_configs: list[str] = field(default_factory=list)
@@ -548,10 +542,6 @@ class TurnFlags(Refusing):
     """Most answers in a rollout. After the last one the policy has one more turn."""
     per_turn_max_tokens: Positive[int | None] = None
     """Most tokens of a turn. None: as many as response_length leaves, which counts answers too."""
-    only_reward_good_outputs: bool = False
-    """Verifiers score a rollout 0 if no answer came or one failed."""
-    pass_tools_to_chat_template: bool = True
-    """The chat template describes the tools to the policy. Off: your prompts describe them."""
     env_timeout: Positive[float] = 60.0
     """Seconds for an answer. After that the policy reads that none came, and the rollout continues."""
     pool_size: Positive[int | None] = None

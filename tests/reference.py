@@ -84,7 +84,6 @@ def draw_args(rng: random.Random, model: object, ranks: int = 1) -> grpo.Args:
         "max_grad_norm": rng.choice((0, 1e-3, 1.0)),
         "per_device_train_batch_size": rng.choice((1, 2, 5)),
         "pack_length": rng.choice((32, 60, 1000)),
-        "share_prompts": rng.random() < 0.7,
         "temperature": rng.uniform(0.8, 3.0),
         "apply_verifiable_reward": verifiable,
         "verification_reward": rng.choice((1.0, 10.0, 2.7)),
@@ -94,7 +93,6 @@ def draw_args(rng: random.Random, model: object, ranks: int = 1) -> grpo.Args:
         "non_stop_penalty": rng.random() < 0.3,
         "non_stop_penalty_value": rng.choice((0.0, -1.0)),
         "overlong_buffer_length": buffer,
-        "overlong_penalty_factor": rng.choice((1.0, 0.4)),
         "total_episodes": 3 * 6 * 4 * 2 * ranks,
         "seed": rng.randrange(10**6),
     }
@@ -229,7 +227,7 @@ def judge(r: grpo.Rollout, a: grpo.Args) -> Response:
         outcome = a.non_stop_penalty_value
     into = a.overlong_buffer_length - (a.response_length - len(r.token_ids))
     share = min(max(into / a.overlong_buffer_length, 0.0), 1.0) if a.overlong_buffer_length else 0.0
-    return Response(r, outcome, outcome - a.overlong_penalty_factor * share)
+    return Response(r, outcome, outcome - share)
 
 
 def compare(scores: list[float], kind: str) -> list[float]:
@@ -425,7 +423,7 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
     rng = random.Random(seed)
     a = draw_args(rng, model, world.size)
     a.check(world.size)
-    prompts, packing = draw_prompts(rng), rng.choice(("shared", "plain", "rows")) if a.share_prompts else "plain"
+    prompts, packing = draw_prompts(rng), rng.choice(("shared", "plain", "rows"))
     rewards.VERIFIERS["toy"] = rewards.Verifier(verify_toy)
     tokenizer: object = SimpleNamespace(decode=decode)
     policy = grpo.load_policy(a, world)

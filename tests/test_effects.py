@@ -233,7 +233,6 @@ def verdicts(flags, model, world, patch):
         patch.setattr(run_code, "require_sandbox", lambda: None)
     found["code"] = rewards.score([record])[0].score
     found["limit"] = limits
-    found["length"] = rewards.score([rewards.RewardRecord("x", "10", "max_length", num_tokens=20)])[0].score
     found["names"] = sorted(set(rewards.VERIFIERS) - rewards.BUILT_IN)
     return found
 
@@ -244,8 +243,7 @@ def questions(flags, model, world, patch):
 
     def ask(self, prompt, beginning="", n=1, **more):
         text = prompt(1.0)
-        asked.append({"solver": "Reason step" in text or text.startswith("OWN"), "length": len(text), "n": n})
-        seen["text"] = text[:3]
+        asked.append({"solver": "Reason step" in text, "length": len(text), "n": n})
         reply = chat.Reply("So.\nSCORE: 5" if "SCORE" in text else "\\boxed{7}", cut=False)
         return chat.Replies([reply] * n, 1, 1.0)
 
@@ -271,9 +269,7 @@ def questions(flags, model, world, patch):
             f"{name} sampling": model_.sampling,
             f"{name} seconds": model_.timeout_s,
         }
-        seen[f"{name} slots"] = vars(model_.slots)["_initial_value"]
-        (made,) = rewards.score([rewards.RewardRecord(long, "7", verifier, prompt="user: 3 + 4?")])
-        seen[f"{name} baseline"] = "baseline" in made.details
+        rewards.score([rewards.RewardRecord(long, "7", verifier, prompt="user: 3 + 4?")])
     seen["asked"] = sorted((a["solver"], a["length"] // 100, a["n"]) for a in asked)
     return seen | {"connected": connected}
 
@@ -299,14 +295,14 @@ def environment(flags, model, world, patch):
 
 
 def models(flags, model, world, patch):
-    """Which models are read, which adapters the policy has, and what is written of it."""
+    """Which adapters the policy has, and what is written of it."""
     from transformers import AutoModelForCausalLM
 
-    read, load = [], AutoModelForCausalLM.from_pretrained
+    load = AutoModelForCausalLM.from_pretrained
     patch.setattr(
         AutoModelForCausalLM,
         "from_pretrained",
-        lambda name, revision, **more: read.append(revision) or load(name, **more),
+        lambda name, revision, **more: load(name, **more),
     )
     args = replace(flags_of(flags.replace("TEACHER", str(model))), model_name_or_path=str(model))
     learner = grpo.load_learner(args, world)
@@ -316,7 +312,7 @@ def models(flags, model, world, patch):
         sizes = {name: tuple(layer.lora_A["default"].weight.shape) for name, layer in made.items()}
         scaling = {layer.scaling["default"] for layer in made.values()}
         saved = sorted(path.name for path in Path(out).iterdir())
-        return {"revisions": read, "adapters": sizes, "scaling": scaling, "saved": saved}
+        return {"adapters": sizes, "scaling": scaling, "saved": saved}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,7 +337,6 @@ ENV = "def step(episode):\n    return 'so' if '7' not in episode.text and episod
 FILES = {
     "ENV": ENV,
     "REWARD": "def own(response, ground_truth):\n    return 1.0\n",
-    "PROMPT": "OWN {question}\n\n{guideline}",
 }
 CASES: dict[str, Case] = {
     # the algorithm
@@ -379,7 +374,6 @@ CASES: dict[str, Case] = {
         "--verification_reward 0", "--per_device_train_batch_size 4", "1 debug/vllm_vs_local_logprob_diff_mean"
     ),
     "pack_length": Case("", "--pack_length 51", "1 packs"),
-    "share_prompts": Case("", "--no_share_prompts", "1 packs"),
     "sequence_parallel_size": Case("", "--sequence_parallel_size 2", "refused"),  # else tests/test_sequence_parallel.py
     "total_episodes": Case("", "--total_episodes 24", "3 requests"),
     "num_epochs": Case("", "--num_epochs 2", "1 loss/policy_avg"),
@@ -389,12 +383,6 @@ CASES: dict[str, Case] = {
     "eval_pass_at_k": Case("--dataset_mixer_eval_list EVAL", "--eval_pass_at_k 2", "3 evaluation"),
     # the learner's models
     "ref_model_name_or_path": Case("--load_ref_policy", "--ref_model_name_or_path TEACHER", "1 objective/kl0_avg"),
-    "ref_model_revision": Case(
-        "--load_ref_policy --ref_model_name_or_path TEACHER", "--ref_model_revision v2", "revisions", "models"
-    ),
-    "ref_model_dtype": Case(
-        "--load_ref_policy --ref_model_name_or_path TEACHER", "--ref_model_dtype bfloat16", "1 objective/kl0_avg"
-    ),
     "lora_rank": Case("", "--lora_rank 4", "adapters, scaling", "models"),
     "lora_alpha": Case("--lora_rank 4", "--lora_alpha 1", "scaling", "models"),
     "lora_target_modules": Case("--lora_rank 4", "--lora_target_modules q_proj", "adapters", "models"),
@@ -425,8 +413,6 @@ CASES: dict[str, Case] = {
     "tool_parser_type": Case("--tools a", "--tool_parser_type hermes", "config", "environment"),
     "max_steps": Case(TURNS, "--max_steps 1", "1 requests"),
     "per_turn_max_tokens": Case(TURNS, "--per_turn_max_tokens 2", "1 requests"),
-    "only_reward_good_outputs": Case(TURNS, "--only_reward_good_outputs", "1 outcomes"),
-    "pass_tools_to_chat_template": Case("--tools a", "--no_pass_tools_to_chat_template", "shown", "environment"),
     "env_timeout": Case("--tools a", "--env_timeout 7", "asked", "environment"),
     "pool_size": Case("--tools a", "--pool_size 3", "workers", "environment"),
     # the reward
@@ -434,17 +420,13 @@ CASES: dict[str, Case] = {
     "verification_reward": Case("", "--verification_reward 3", "1 outcomes"),
     "reward_file": Case("", "--reward_file REWARD", "names", "verdicts"),
     "remap_verifier": Case("", "--remap_verifier gsm8k=string_matcher", "1 outcomes"),
-    "max_length_verifier_max_length": Case("", "--max_length_verifier_max_length 20", "length", "verdicts"),
-    "code_max_execution_time": Case(
-        "--code_apply_perf_penalty", "--code_max_execution_time 2", "code, limit", "verdicts"
-    ),
+    "code_max_execution_time": Case("", "--code_max_execution_time 2", "limit", "verdicts"),
     "code_pass_rate_reward_threshold": Case("", "--code_pass_rate_reward_threshold 0.7", "code", "verdicts"),
-    "code_apply_perf_penalty": Case("", "--code_apply_perf_penalty", "code", "verdicts"),
     "allow_unsafe_code": Case("", "--allow_unsafe_code", "sandbox", "verdicts"),
     "llm_judge_model": Case(
         "--llm_judge_base_url http://j",
         "--llm_judge_model m",
-        "asked, connected, judge model, judge sampling, judge seconds, judge slots, text, judge baseline",
+        "asked, connected, judge model, judge sampling, judge seconds",
         "questions",
     ),
     "llm_judge_base_url": Case(
@@ -452,13 +434,11 @@ CASES: dict[str, Case] = {
     ),
     "llm_judge_max_tokens": Case(JUDGE, "--llm_judge_max_tokens 512", "judge sampling, asked", "questions"),
     "llm_judge_max_context_length": Case(JUDGE, "--llm_judge_max_context_length 4096", "asked", "questions"),
-    "llm_judge_temperature": Case(JUDGE, "--llm_judge_temperature 0.1", "judge sampling", "questions"),
     "llm_judge_timeout": Case(JUDGE, "--llm_judge_timeout 5", "judge seconds", "questions"),
-    "llm_judge_max_concurrency": Case(JUDGE, "--llm_judge_max_concurrency 3", "judge slots", "questions"),
     "solver_model_name_or_path": Case(
         "--solver_base_url http://s",
         "--solver_model_name_or_path s",
-        "asked, connected, solver model, solver sampling, solver seconds, solver slots, text, solver baseline",
+        "asked, connected, solver model, solver sampling, solver seconds",
         "questions",
     ),
     "solver_base_url": Case(
@@ -470,15 +450,12 @@ CASES: dict[str, Case] = {
     "solver_num_engines": Case("--solver_model_name_or_path s", "--solver_num_engines 2", "servers", "questions"),
     "solver_num_samples": Case(SOLVER, "--solver_num_samples 3", "solver sampling, asked", "questions"),
     "solver_response_length": Case(SOLVER, "--solver_response_length 64", "solver sampling", "questions"),
-    "solver_prompt_file": Case(SOLVER, "--solver_prompt_file PROMPT", "text, asked", "questions"),
-    "solver_baseline": Case(SOLVER, "--no_solver_baseline", "solver baseline, asked", "questions"),
     "apply_r1_style_format_reward": Case("", FORMAT, "1 outcomes"),
     "r1_style_format_reward": Case(f"{FORMAT} --additive_format_reward", "--r1_style_format_reward 4", "1 outcomes"),
     "additive_format_reward": Case(FORMAT, "--additive_format_reward", "1 outcomes"),
     "non_stop_penalty": Case("", "--non_stop_penalty", "1 outcomes"),
     "non_stop_penalty_value": Case("--non_stop_penalty", "--non_stop_penalty_value -2", "1 outcomes"),
     "overlong_buffer_length": Case("", "--overlong_buffer_length 10", "3 scores"),
-    "overlong_penalty_factor": Case("--overlong_buffer_length 10", "--overlong_penalty_factor 3", "3 scores"),
 }
 
 

@@ -363,9 +363,10 @@ def test_a_bad_request_that_shortening_does_not_cure_is_missing(serve):
     assert missing(judged()) and len(server.messages) < 20
 
 
-def test_at_most_max_concurrency_in_flight(serve):
+def test_at_most_max_concurrency_in_flight(serve, monkeypatch):
     server = serve(lambda message, request: time.sleep(0.1) or "SCORE: 5")
-    judge_with(server, max_concurrency=4)
+    monkeypatch.setattr(judges, "JUDGE_MAX_CONCURRENCY", 4)
+    judge_with(server)
     results = score([RewardRecord(f"Response {i}", "", "general-quality") for i in range(12)])
     assert [result.score for result in results] == [0.5] * 12
     assert server.most_in_flight == 4
@@ -441,10 +442,10 @@ def test_a_judge_by_open_instruct_s_names(monkeypatch):
 def test_key_is_the_environments(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     server = serve(lambda message, request: "SCORE: 5")
-    configure(server, server, solver_baseline=False)
+    configure(server, server)
     judged()
     score([RewardRecord("Add.", {"question": "1+1?", "answer": "2"}, "solver")])
-    assert server.keys == ["Bearer sk-secret", "Bearer EMPTY"]  # the solver's servers are not OpenAI's
+    assert server.keys == ["Bearer sk-secret", "Bearer EMPTY", "Bearer EMPTY"]  # the solver's servers are not OpenAI's
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -485,12 +486,12 @@ def test_solver_is_graded_and_kept(serve):
 
 def test_solver_labels(serve):
     server = serve(lambda message, request: "\\boxed{42}")
-    solve_with(server, baseline=False)
+    solve_with(server)
     prompt = "system: Be brief.\nuser: Hello\nassistant: Hi\nuser: What is 6 times 7?"
     labels = [LABEL, json.dumps(LABEL), "42", 42, "\\boxed{42}"]
     results = score([RewardRecord("Multiply.", label, "solver", prompt=prompt) for label in labels])
     assert [result.score for result in results] == [1.0] * 5
-    assert len(server.messages) == 1  # the same question and guideline: asked once
+    assert len(server.messages) == 2  # the same question, with and without the same guideline: each asked once
     assert check_ground_truth("solver", "{1, 2}") is None
     for label in (
         {"question": "", "answer": "1"},
@@ -557,7 +558,7 @@ def test_failure_of_the_baseline_costs_no_score(serve):
 @pytest.mark.filterwarnings("ignore:verifier solver")
 def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve, monkeypatch):
     server = serve(lambda message, request: "\\boxed{9^{9^{9^9}}+x}")
-    solve_with(server, baseline=False)
+    solve_with(server)
     slow = "{" * 22 + "y" + "}" * 22
     found = []
     for answer, seconds in (("y^2+x", 1.5), (slow, 0.3)):  # the worker after the first one reads a harmless answer
@@ -570,28 +571,24 @@ def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve
 
 def test_guideline_is_plain_text_and_fits(serve):
     server = serve(lambda message, request: (400, {}) if len(message) > 3000 else "\\boxed{42}")
-    solve_with(server, baseline=False)
+    solve_with(server)
     guideline = f"first words {SPECIALS} {{question}} " + "x" * 9000 + " last words"
     [result] = score([RewardRecord(guideline, LABEL, "solver")])
     assert result.score == 1.0 and result.details["guideline_share"] == 0.25
-    message = server.messages[-1]
-    assert "last words" in message and "characters left out" in message
+    message = [message for message in server.messages if "last words" in message][-1]
+    assert len(message) <= 3000 and "characters left out" in message
     assert message.count(LABEL["question"]) == 1  # {question} of a guideline is text
     assert not any(token in message for token in ("<|", "</s>", "[/INST]", "<end_of_turn>"))
 
 
-def test_prompt_file(serve, tmp_path):
+def test_the_paragraph_of_the_guideline_is_left_out_without_one(serve):
     server = serve(lambda message, request: "\\boxed{42}")
-    file = tmp_path / "prompt.txt"
-    file.write_text("Q: {question}\n\nHint: {guideline}\n\nA in \\boxed{}:")
-    solve_with(server, prompt_file=str(file))
+    solve_with(server)
     score([RewardRecord("Multiply.", LABEL, "solver")])
-    question = LABEL["question"]
-    asked = {f"Q: {question}\n\nA in \\boxed{{}}:", f"Q: {question}\n\nHint: Multiply.\n\nA in \\boxed{{}}:"}
-    assert set(server.messages) == asked
-    file.write_text("Q: {question}")
-    with pytest.raises(ValueError, match="{guideline} exactly once"):
-        solve_with(server, prompt_file=str(file))
+    start = f"Solve this problem.\n\n{LABEL['question']}\n\n"
+    end = "Reason step by step, and put your final answer within \\boxed{}."
+    guided = f"{start}A guideline that you may follow:\nMultiply.\n\n{end}"
+    assert set(server.messages) == {start + end, guided}
 
 
 def test_servers_take_turns_and_a_question_stays(serve):
@@ -609,7 +606,7 @@ def test_servers_take_turns_and_a_question_stays(serve):
 def test_no_string_breaks_a_request(serve):
     """Random and hostile strings through judge, rubric and solver: all are judged, in a time linear in their length."""
     server = serve(lambda message, request: "\\boxed{42}" if "solve" in message.lower() else "SCORE: 1")
-    configure(server, server, solver_baseline=False)
+    configure(server, server)
     labels = {"general-quality": "", "rubric": {"rubrics": [{"description": "short", "weight": 1}]}, "solver": LABEL}
     texts = random_strings(100) + [piece * 50_000 for piece in PIECES]
     start = time.monotonic()

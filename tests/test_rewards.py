@@ -291,14 +291,13 @@ GSM8K_RULES = ("gsm8k", "gsm8k_strict", "gsm8k_verl")
 @pytest.mark.parametrize(
     "name, num_tokens, label, want",
     [
-        ("max_length", 100, "100", 1.0), ("max_length", 60, 100, 0.8), ("max_length", 140, 100, 0.8),
-        ("max_length", 1000, 100, 0.0),  # 1 - 900/200 would be negative
-        ("up_to_max_length", 100, 100, 1.0), ("up_to_max_length", 3, 100, 1.0), ("up_to_max_length", 150, 100, 0.75),
-        ("up_to_max_length", 301, 100, 0.0),
+        ("max_length", 100, "100", 1.0), ("max_length", 808, 9000, 0.75), ("max_length", 17192, 9000, 0.75),
+        ("max_length", 32868, 100, 0.0), ("max_length", 40000, 100, 0.0),  # 1 - 39900 / 32768 would be negative
+        ("up_to_max_length", 100, 100, 1.0), ("up_to_max_length", 3, 100, 1.0), ("up_to_max_length", 8292, 100, 0.75),
+        ("up_to_max_length", 33000, 100, 0.0),
     ],
 )  # fmt: skip
-def test_length_verifiers(name, num_tokens, label, want, configured):
-    configured(max_length_verifier_max_length=200)
+def test_length_verifiers(name, num_tokens, label, want):
     (result,) = score([RewardRecord("x", label, name, num_tokens)])
     assert (result.status, result.extracted) == ("ok", str(num_tokens)) and result.score == pytest.approx(want)
 
@@ -1018,9 +1017,9 @@ def test_cli(tmp_path):
 
 def test_cli_flags_and_a_missing_library(tmp_path):
     (tmp_path / "if_verifiable.py").write_text("raise ImportError('no such library')")
-    rows = [GSM8K_ROW | {"dataset": "mine"}, GSM8K_ROW | {"dataset": "up_to_max_length", "num_tokens": 82}]
+    rows = [GSM8K_ROW | {"dataset": "mine"}, GSM8K_ROW | {"dataset": "up_to_max_length", "num_tokens": 72 + 2**14}]
     rows += [GSM8K_ROW | {"dataset": "ifeval", "ground_truth": ifeval(NO_COMMA)}]
-    args = ["--remap_verifier", "mine=gsm8k", "--max_length_verifier_max_length", "20"]
+    args = ["--remap_verifier", "mine=gsm8k"]
     lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, *args, PYTHONPATH=str(tmp_path))
     assert [(line["score"], line["status"]) for line in lines] == [(1.0, "ok"), (0.5, "ok"), (None, "infra_error")]
     assert "no such library" in stderr
@@ -1097,10 +1096,10 @@ def test_combine_rewards(verifiable, format_score, flags, want):
 
 @pytest.mark.parametrize(
     "tokens, want",
-    [(80, 10.0), (81, 9.8), (90, 8.0), (100, 6.0), (120, 6.0), (0, 10.0)],  # DAPO's eq. 13, by hand
+    [(80, 10.0), (81, 9.95), (90, 9.5), (100, 9.0), (120, 9.0), (0, 10.0)],  # DAPO's eq. 13, by hand
 )
 def test_soft_overlong_penalty(tokens, want):
-    flags = RewardFlags(overlong_buffer_length=20, overlong_penalty_factor=4.0)
+    flags = RewardFlags(overlong_buffer_length=20)
     outcome, shaped = combine_rewards(flags, 1.0, 0.0, tokens_left=100 - tokens)
     assert outcome == 10.0 and shaped == pytest.approx(want)
     assert combine_rewards(RewardFlags(), 1.0, 0.0, tokens_left=100 - tokens) == (10.0, 10.0)  # off

@@ -465,7 +465,7 @@ def test_gradients_are_reduced_after_the_last_micro_batch_only(tiny_models, worl
 
 def test_penalties_reach_scores_and_scores_reach_advantages():
     """Right and short; right and 4 tokens into the buffer of 8 before 16; cut."""
-    flags = dict(response_length=16, overlong_buffer_length=8, overlong_penalty_factor=2.0, non_stop_penalty=True)
+    flags = dict(response_length=16, overlong_buffer_length=8, non_stop_penalty=True)
     args = grpo.Args(advantage_normalization_type="centered", non_stop_penalty_value=-3.0, **flags)
     prompt, group = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",)), []
     for sample, (tokens, why) in enumerate([(4, "stop"), (12, "stop"), (16, "length")]):
@@ -474,8 +474,8 @@ def test_penalties_reach_scores_and_scores_reach_advantages():
         group[-1].scoring = [grpo.rewards.submit(grpo.rewards.RewardRecord("7", "7", "gsm8k"))]
     assert grpo.score_group(group, args)
     grpo.set_advantages([group], args)
-    assert [(r.outcome, r.score) for r in group] == [(10.0, 10.0), (10.0, 9.0), (-3.0, -5.0)]
-    assert [r.advantage for r in group] == pytest.approx([10 - 14 / 3, 9 - 14 / 3, -5 - 14 / 3])
+    assert [(r.outcome, r.score) for r in group] == [(10.0, 10.0), (10.0, 9.5), (-3.0, -4.0)]
+    assert [r.advantage for r in group] == pytest.approx([10 - 15.5 / 3, 9.5 - 15.5 / 3, -4 - 15.5 / 3])
 
 
 def test_the_schedule_ticks_with_every_optimizer_step():

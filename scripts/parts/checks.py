@@ -81,15 +81,13 @@ def check_tracking(args: Any) -> None:
     """Services that follow the run."""
     if args.with_tensorboard and importlib.util.find_spec("tensorboard") is None:
         args.refuse("--with_tensorboard needs a package that is not installed: pip install tensorboard")
-    if (args.hf_repo_id or args.hf_repo_revision) and not args.push_to_hub:
-        args.refuse("--hf_repo_id --hf_repo_revision: nothing is uploaded without --push_to_hub, off by default")
+    if args.hf_repo_id and not args.push_to_hub:
+        args.refuse("--hf_repo_id: nothing is uploaded without --push_to_hub, off by default")
 
 
 def check_model(args: Any) -> None:
     """The model, its adapters and how the learner computes it."""
     need(args.model_name_or_path != "", "--model_name_or_path is required: a hub name or a directory")
-    if not args.ref_model_name_or_path and (args.ref_model_revision or args.ref_model_dtype != "auto"):
-        args.refuse("--ref_model_revision --ref_model_dtype are a teacher's: give --ref_model_name_or_path too")
     if args.sequence_parallel_size > 1 and args.attn_implementation != "sdpa":
         args.refuse("--sequence_parallel_size with --attn_implementation: only our own attention, sdpa, can do it")
     if args.gradient_checkpointing_part != "layer" and not args.gradient_checkpointing:
@@ -379,4 +377,3 @@ def check_rewards(args: Any) -> None:
         if args.llm_judge_max_tokens > args.llm_judge_max_context_length - 1024:
             fix = "must leave 1024 tokens for what is judged: lower it"
             args.refuse(f"--llm_judge_max_tokens of --llm_judge_max_context_length {fix}")
-    rewards.solver_template(args.solver_prompt_file)

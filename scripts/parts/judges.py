@@ -20,6 +20,8 @@ import rewards
 from rewards import NO_ANSWER, RewardFlags, RewardRecord, Scored, Verdict, answer_text, final_text, judge_url
 from scripts.parts.chat import ChatModel, NoReply, neutral, shortened
 
+JUDGE_TEMPERATURE = 1.0
+JUDGE_MAX_CONCURRENCY = 64  # requests to the judge's server at the same time
 JUDGE_TRIES = 3  # until a reply ends with a verdict
 CHARACTERS_PER_TOKEN = 3  # fewer than in English text; for text with fewer yet, the server refuses and ask shortens
 
@@ -44,9 +46,9 @@ def judge_model(flags: RewardFlags, connect: bool) -> ChatModel:
     url = judge_url(flags)
     # OpenAI's newer models know the second name only, most other servers the first only.
     limit = "max_tokens" if url else "max_completion_tokens"
-    sampling: Any = {limit: flags.llm_judge_max_tokens, "temperature": flags.llm_judge_temperature}
+    sampling: Any = {limit: flags.llm_judge_max_tokens, "temperature": JUDGE_TEMPERATURE}
     name = flags.llm_judge_model.removeprefix("hosted_vllm/")  # litellm's prefix for a server of one's own
-    chat = ChatModel(name, flags.llm_judge_max_concurrency, flags.llm_judge_timeout, **sampling)
+    chat = ChatModel(name, JUDGE_MAX_CONCURRENCY, flags.llm_judge_timeout, **sampling)
     if connect:
         chat.connect([url or "https://api.openai.com/v1"], os.environ.get("OPENAI_API_KEY") or "EMPTY")
     return chat

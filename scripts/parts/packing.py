@@ -29,7 +29,7 @@ def candidates(policy: Any, args: Any, world: World) -> list[str]:
     on_gpu = world.device.type == "cuda"
     if not within_window or (ours and on_gpu and not flex_attention_runs(config, args, world)):
         return packings
-    return ["shared", "plain", *packings] if ours and args.share_prompts else ["plain", *packings]
+    return ["shared", "plain", *packings] if ours else ["plain", *packings]
 
 
 def refuse_parallel(policy: Any, args: Any, reason: str) -> None:

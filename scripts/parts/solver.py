@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import rewards
@@ -26,16 +27,17 @@ SOLVER_TEMPERATURE = 0.7  # of several samples; a single sample is greedy
 SOLVER_TIMEOUT_S = 600.0  # for the replies to one guideline
 GRADING_TIMEOUT_S = 10.0  # of a solver's answer
 REPLIES_KEPT = 8192
+# The prompt asks the question first. All prompts of a group have the same question, so they share a cached beginning.
+PROMPT = Path(rewards.SCRIPTS, "prompts", "solver.txt").read_text(encoding="utf-8").strip()
 PLACEHOLDER = re.compile(r"\{(?:question|guideline)\}")
 
 
 @dataclass(frozen=True)
 class Solver:
-    """The model that solves, its prompt, the number of solutions per guideline, and the futures of the replies by
+    """The model that solves, the number of solutions per guideline, and the futures of the replies by
     (question, guideline)."""
 
     model: ChatModel
-    template: str
     num_samples: int
     replies: collections.OrderedDict[tuple[str, str | None], Future] = field(default_factory=collections.OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -44,7 +46,6 @@ class Solver:
 def solver_model(flags: RewardFlags, connect: bool) -> Solver:
     """The solver of --solver_model_name_or_path. connect: send the servers of --solver_base_url, which run already, a
     test message. Raises UserError."""
-    template = rewards.solver_template(flags.solver_prompt_file)
     chat = ChatModel(
         flags.solver_model_name_or_path,
         rewards.SOLVER_MAX_CONCURRENCY,
@@ -56,7 +57,7 @@ def solver_model(flags: RewardFlags, connect: bool) -> Solver:
         urls = [url.strip() for url in flags.solver_base_url.split(",")]
         api_key = os.environ.get("SOLVER_API_KEY") or "EMPTY"
         chat.connect(urls, api_key)
-    return Solver(chat, template, flags.solver_num_samples)
+    return Solver(chat, flags.solver_num_samples)
 
 
 def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
@@ -79,11 +80,12 @@ def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
     return question.strip(), str(answer)
 
 
-def solver_prompt(template: str, question: str, guideline: str | None, share: float = 1.0) -> str:
-    """The message to the solver, with `share` of the guideline's characters. Without a guideline the paragraph of the
-    template that has it is left out."""
+def solver_prompt(question: str, guideline: str | None, share: float = 1.0) -> str:
+    """The message to the solver, with `share` of the guideline's characters. Without a guideline the paragraph of
+    PROMPT that has it is left out."""
+    template = PROMPT
     if guideline is None:
-        paragraphs = template.split("\n\n")
+        paragraphs = PROMPT.split("\n\n")
         template = "\n\n".join(text for text in paragraphs if "{guideline}" not in text)
         guideline = ""
     guideline = shortened(guideline, int(len(guideline) * share))
@@ -109,7 +111,7 @@ def solve(solver: Solver, question: str, guideline: str | None) -> Future[Replie
 
 def ask_solver(solver: Solver, question: str, guideline: str | None) -> Replies:
     """The solver's solutions, num_samples of them. Raises NoReply."""
-    prompt = partial(solver_prompt, solver.template, question, guideline)
+    prompt = partial(solver_prompt, question, guideline)
     if solver.num_samples == 1:
         return solver.model.ask(prompt, beginning=question)
     key = repr((question, guideline)).encode()
@@ -146,12 +148,12 @@ def verify(record: RewardRecord) -> Verdict:
         return NO_ANSWER
     solver: Any = rewards.SOLVER
     # Threads take calls in order: so a call that waits for the baseline knows that the baseline has begun.
-    baseline = solve(solver, question, None) if rewards.FLAGS.solver_baseline else None
+    baseline = solve(solver, question, None)
     guided = solve(solver, question, guideline)
     return Verdict(guideline, partial(guideline_score, guided, baseline, answer))
 
 
-def guideline_score(guided: Future[Replies], baseline: Future[Replies] | None, answer: str) -> Scored:
+def guideline_score(guided: Future[Replies], baseline: Future[Replies], answer: str) -> Scored:
     """The score of verify, from the solutions with a guideline and, for comparison, without one. Waits for them.
 
     details: solver_texts; solver_correct, None for a text whose grading failed, which the mean leaves out; tokens;
@@ -169,8 +171,7 @@ def guideline_score(guided: Future[Replies], baseline: Future[Replies] | None, a
     details["guideline_share"] = share
     details["solver_correct"] = [None if result.status in MISSING else result.score for result in results]
     details["truncated"] = sum(reply.cut for reply in replies)
-    if baseline is not None:
-        details["baseline"] = baseline_score(baseline, answer)
+    details["baseline"] = baseline_score(baseline, answer)
 
     value = mean_score(results)
     if value is None:

@@ -42,7 +42,6 @@ class Environment:
     role: str
     stop: tuple[str, ...]  # texts that end a turn
     schemas: dict[str, dict[str, Any]]  # of the tools, by name, for the chat template
-    show_tools: bool = True  # to the chat template
     first: str = ""
     between: str | None = ""  # None: the template takes one message only, and texts are lines of it
     last: str = ""
@@ -61,7 +60,7 @@ class Environment:
             names = [names]
         unknown = sorted(set(names) - set(self.schemas))
         need(not self.schemas or not unknown, f"tools {unknown}: --tools has {sorted(self.schemas)}")
-        shown = [self.schemas[name] for name in names if name in self.schemas] if self.show_tools else []
+        shown = [self.schemas[name] for name in names if name in self.schemas]
         return shown, self.config | config | {"active_tools": list(names)}
 
     def answer(self, texts: Sequence[str], ended: bool, room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
@@ -110,7 +109,7 @@ class Environment:
         """The same with the separators of the tokenizer's chat template. Raises UserError if it has none."""
         if not self.role:
             return self
-        schemas = list(self.schemas.values()) if self.show_tools else []
+        schemas = list(self.schemas.values())
         first, between, last = find_separators(tokenizer, self.role, eos_ids, schemas)
         return replace(self, first=first, between=between, last=last)
 
@@ -214,7 +213,7 @@ def load_environment(args: utils.Flags, tokenizer: "Tokenizer | None") -> Enviro
     role = about.get("role", "user")
     stop = tuple(about.get("stop", ()))
     schemas = about.get("schemas", {})
-    environment = Environment(path, config, role, stop, schemas, args.pass_tools_to_chat_template)
+    environment = Environment(path, config, role, stop, schemas)
     if tokenizer is None:
         return environment
     return environment.with_separators(tokenizer, utils.eos_token_ids(args, tokenizer))

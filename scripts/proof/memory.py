@@ -60,10 +60,6 @@ class Setup:
     """There is a reference policy."""
     ref_model_name_or_path: str = ""
     """Hub name or directory of a teacher, which is the reference policy."""
-    ref_model_revision: str | None = None
-    """Its hub revision."""
-    ref_model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the teacher; auto is the policy's."""
     ref_policy_update_freq: int | None = None
     """Steps between refreshes of the reference policy, which then takes 4 bytes a weight."""
     pack_length: int = 512
@@ -209,15 +205,12 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     activations_and_head = max(activations + head, weights.outside * gradient_bytes)
 
     ref_weights = weights
-    ref_itemsize = itemsize
     if ref_config is not None:
         ref_weights = Weights(meta_model(ref_config, dtype))
-        if setup.ref_model_dtype != "auto":
-            ref_itemsize = getattr(torch, setup.ref_model_dtype).itemsize
     ref_vocabulary = (ref_config or config).get_text_config().vocab_size
-    ref_forward = ref_weights.gathered(ref_itemsize, setup.deepspeed_stage) + logit_rows * ref_vocabulary
+    ref_forward = ref_weights.gathered(itemsize, setup.deepspeed_stage) + logit_rows * ref_vocabulary
     update = 4 * trained / shards + gathered + activations_and_head
-    kept_itemsize = ref_itemsize if setup.ref_policy_update_freq is None else 4
+    kept_itemsize = itemsize if setup.ref_policy_update_freq is None else 4
     reference = kept_itemsize * ref_weights.all / shards + max(0.0, ref_forward - update)
     is_own_reference = setup.lora_rank > 0 and ref_config is None
 
@@ -329,7 +322,7 @@ def remembered(setup: Setup) -> str:
     Raises OSError or ValueError where this machine has no config.json of a model."""
     models = [(setup.models[0], setup.model_revision)]
     if setup.ref_model_name_or_path:
-        models.append((setup.ref_model_name_or_path, setup.ref_model_revision))
+        models.append((setup.ref_model_name_or_path, None))
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
     configs = [config_file(*model).read_bytes() for model in models]
     depends = [setup, gpu_bytes(), versions, Path(__file__).read_bytes(), configs]

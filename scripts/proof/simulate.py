@@ -759,10 +759,9 @@ class Play:
         engines = grpo_fast.Engines(connections, watchdog, None, [], args)
         sender = grpo_fast.Sender(engines, self.group, None)
         learners = sum(args.num_learners_per_node)
-        packing = "shared" if args.share_prompts else "plain"
 
         def pack(rollouts: list[Any]) -> grpo_fast.Shares:
-            return grpo.pack_rollouts(rollouts, packing, args.pack_length, learners, self.policy.pair_cost)
+            return grpo.pack_rollouts(rollouts, "shared", args.pack_length, learners, self.policy.pair_cost)
 
         grpo_fast.send_weights(self.policy, self.manifest, sender, self.dtype, 0, 0)
         engines.wait_loaded(0)

@@ -24,11 +24,10 @@ class Enough(Exception):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_the_packing_probe_gives_its_memory_back(tiny_models, world, share):
+def test_the_packing_probe_gives_its_memory_back(tiny_models, world):
     """After a forward without a backward FSDP keeps whole copies of the weights; an engine that starts then finds that
     much less."""
-    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32", share_prompts=share)
+    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32")
     policy = grpo.load_policy(args, world)
     assert grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, world) != "rows"
     assert all(isinstance(p, DTensor) for p in policy.parameters())

@@ -160,9 +160,9 @@ def start(tiny_models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(start, data, tmp_path_factory):
-    """Two steps on two ranks with sharded parameters, the model uploaded to a branch of a hub."""
+    """Two steps on two ranks with sharded parameters, the model uploaded to a hub."""
     out, hub = tmp_path_factory.mktemp("runs"), Hub()
-    flags = "--exp_name t --deepspeed_stage 3 --dump_steps all --push_to_hub --hf_repo_id org/t --hf_repo_revision b/1"
+    flags = "--exp_name t --deepspeed_stage 3 --dump_steps all --push_to_hub --hf_repo_id org/t"
     done = run("grpo.py", start[0], data, out, *flags.split(), env=hub.env, ranks=2)
     hub.server.shutdown()
     return out / "t", hub, done
@@ -237,17 +237,16 @@ def test_vllm_serves_the_saved_model(trained, start):
 
 
 def test_upload_of_a_run(trained):
-    """The repository is private, its branch is made before training, all files arrive with a card."""
+    """The repository is private, and made before training; all files arrive with a card."""
     run_dir, hub, done = trained
     model = run_dir / "model"
     assert hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
     assert json.loads(hub.calls[0][1]) == {"name": "t", "organization": "org", "visibility": "private"}
-    assert [path for path, _ in hub.calls[:3]] == [
+    assert [path for path, _ in hub.calls[:2]] == [
         "/api/repos/create",
         "/api/models/org/t/auth-check/write",
-        "/api/models/org/t/branch/b%2F1",
     ]
-    assert hub.commits == ["/api/models/org/t/commit/b%2F1"]
+    assert hub.commits == ["/api/models/org/t/commit/main"]
     card = hub.files["README.md"].decode()
     assert card.startswith("---\n") and "library_name: transformers" in card and "base_model" not in card
     assert "start after 2 steps and 16 sampled responses" in card and "| learning_rate | 1e-05 |" in card
@@ -259,7 +258,7 @@ def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
     """grpo_fast.py: the hub refuses the model when it comes; the run ends well, its last line uploads the model."""
     hub = Hub()
     hub.faults = {"/preupload/": 403}
-    flags = "--exp_name f --push_to_hub --hf_repo_revision b".split()
+    flags = "--exp_name f --push_to_hub".split()
     done = run("grpo_fast.py", start[0], data, tmp_path, *flags, env=hub.env)
     assert hub.calls[0][0] == "/api/repos/create" and not hub.commits
     model = tmp_path / "f" / "model"
@@ -270,7 +269,7 @@ def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
     hub.faults = {}
     subprocess.run(again.split(), env=os.environ | hub.env, check=True, capture_output=True, timeout=120)
     assert hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
-    assert hub.commits == ["/api/models/me/f/commit/b"]
+    assert hub.commits == ["/api/models/me/f/commit/main"]
 
 
 def test_sigterm_ends_an_upload_and_says_how_to_repeat_it(trained, tmp_path):

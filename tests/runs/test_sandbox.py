@@ -958,11 +958,10 @@ def test_settings(configured):
     assert one("code_stdio", label, three_of_four).score == 0.75
     configured(code_pass_rate_reward_threshold=0.8)
     assert one("code_stdio", label, three_of_four).score == 0.0
-    configured(code_max_execution_time=2.0, code_apply_perf_penalty=True)
+    configured(code_max_execution_time=2.0)
     result = one("code_stdio", label, "import time; time.sleep(0.5); print(input())")
-    seconds = result.details["seconds"]
-    assert min(seconds) >= 0.5 and result.score == pytest.approx(sum(max(0, 1 - s / 2) for s in seconds) / 4)
-    configured(code_max_execution_time=0.3, code_apply_perf_penalty=True)
+    assert min(result.details["seconds"]) >= 0.5 and result.score == 1.0
+    configured(code_max_execution_time=0.3)
     result = one("code_stdio", label, "while True: pass")
     assert result.score == 0.0 and result.status == "ok" and "time limit" in result.details["problem"]
     for bad in ({"max_execution_time": 0}, {"max_execution_time": math.inf}, {"pass_rate_reward_threshold": 1.1}):

@@ -6,12 +6,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import rewards
-from scripts.parts import serve
+from scripts.parts import chat, serve, solver
 from scripts.proof.benchmarks.common import BenchFlags, Measured, Result, ratio, side_by_side, spread, stopwatch
 
 TARGETS = {"gsm8k": 10_000, "math": 1_000, "code_stdio": 300}  # scores a second
@@ -98,7 +100,19 @@ def score_batches(name: str, batches: Batches) -> list[rewards.RewardResult]:
 def solve(name: str, batches: Batches, flags: rewards.RewardFlags) -> list[rewards.RewardResult]:
     """Score with a new client of the solver, which has nothing cached of the round before."""
     rewards.configure(flags, connect=True)
+    for batch in batches:
+        skip_baselines(batch)
     return score_batches(name, batches)
+
+
+def skip_baselines(records: Sequence[rewards.RewardRecord]) -> None:
+    """Note empty solutions without a guideline for all questions, so that the solver is asked with guidelines only."""
+    client: Any = rewards.SOLVER
+    for record in records:
+        question, _ = solver.solver_label(record.ground_truth, record.prompt)
+        empty: Future[chat.Replies] = Future()
+        empty.set_result(chat.Replies([], 0, 1.0))
+        client.replies[question, None] = empty
 
 
 def score_next(name: str, batches: Iterator[list[rewards.RewardRecord]]) -> list[rewards.RewardResult]:
@@ -135,7 +149,6 @@ def measure_solver(options: BenchFlags, rng: np.random.Generator) -> Measured:
             solver_model_name_or_path=options.model,
             solver_base_url=servers.base_urls[0],
             solver_response_length=options.solver_tokens,
-            solver_baseline=False,
         )
         solve("warm-up, solver", [first], flags)
         sides = {
