@@ -83,8 +83,12 @@ def parse_options() -> common.BenchFlags:
 
 def machine(dtype: torch.dtype) -> dict[str, Any]:
     """What the numbers were measured on. Trust no ratio where the load is well above 0: other jobs are running."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    facts: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else device}
+    device = "cpu"
+    name = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+        name = torch.cuda.get_device_name()
+    facts: dict[str, Any] = {"device": name}
     facts |= {"cores": len(utils.ALL_CORES), "load": os.getloadavg()[0], "torch": torch.__version__}
     product, operations = common.matrix_product(dtype, device)
     fastest = min(common.stopwatch(product)[0] for _ in range(6))

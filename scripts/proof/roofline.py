@@ -305,12 +305,13 @@ def seconds(
     products = 2 * tokens * (shape.matrices * (1 + 2 * update) + recomputed)
     head = 2 * shape.head * responses * (4 if update else 1)  # the backward makes the logits again
     attention = 4 * shape.width * pairs * (forwards + 2.5 * update)
+    logits = logit_bytes(shape, way, update) * shape.vocabulary * responses
     parts = {
         "products": products / gpu.flops / EFFICIENCY["products"],
         "head": head / gpu.flops / EFFICIENCY["products"],
         "attention": attention / gpu.flops / EFFICIENCY["attention"],
         "elementwise": layer_bytes * shape.layers * tokens / bandwidth,
-        "logits": logit_bytes(shape, way, update) * shape.vocabulary * responses / bandwidth,
+        "logits": logits / bandwidth,
     }
     busy = sum(parts.values())
     parts["collectives"] = collective_seconds(shape, gpu, way, learners, update, busy) if way.stage else 0.0
@@ -358,19 +359,23 @@ def optimizer_seconds(shape: Shape, gpu: GPU, learners: int) -> float:
     return 38 * shape.weights / learners / gpu.bandwidth / EFFICIENCY["bytes"]
 
 
+def forward_operations(shape: Shape, tokens: float, pairs: float, responses: float) -> float:
+    """Floating-point operations of the matrix products and the attention of a forward."""
+    return 2 * shape.matrices * tokens + 4 * shape.width * pairs + 2 * shape.head * responses
+
+
 def mfu(
     shape: Shape, gpu: GPU, way: Way, learners: int, pack_length: int, prompt: float, response: float, group: int
 ) -> tuple[float, dict[str, float]]:
     """(MFU, seconds by class) of an update of full packs: useful operations (no recomputation) over time and peak."""
     pieces = pack_length / (prompt - 1 + group * response)  # groups that share their prompt
     responses = pieces * group * response
-    attended = prompt**2 / 2 + group * response * (prompt + response / 2)  # pairs of a group
-    pairs = pieces * attended
+    pairs_of_prompt = prompt**2 / 2
+    pairs_of_responses = group * response * (prompt + response / 2)
+    pairs = pieces * (pairs_of_prompt + pairs_of_responses)
     parts = seconds(shape, gpu, way, learners, pack_length, pairs, responses, update=True)
-    forward = 2 * shape.matrices * pack_length
-    forward += 4 * shape.width * pairs
-    forward += 2 * shape.head * responses
-    return 3 * forward / sum(parts.values()) / gpu.flops, parts
+    useful = 3 * forward_operations(shape, pack_length, pairs, responses)
+    return useful / sum(parts.values()) / gpu.flops, parts
 
 
 # --- The table --------------------------------------------------------------------------------------------------------
@@ -439,14 +444,17 @@ def gibibytes(options: Options, row: Row) -> float:
     return memory.learner_bytes(memory.memory_estimate(setup, load_config(options.model))) / shapes.GIB
 
 
+def count_text(count: Count) -> str:
+    plain = f"{count.bytes / 1024:.0f} KiB in {count.kernels:.0f} kernels"
+    return f"{plain}; fused at best {count.fused_bytes / 1024:.0f} KiB in {count.fused_kernels:.0f}"
+
+
 def print_counts(name: str, shape: Shape) -> None:
     """What was counted of the model."""
     print(f"{name}: {shape.matrices / 1e9:.2f} G weights in products + {shape.head / 1e9:.2f} G in the head, ", end="")
     print(f"{shape.layers} layers\ncounted, a layer and token:")
-    for way, count in (("forward", shape.forward), ("backward", shape.backward)):
-        plain = f"{count.bytes / 1024:.0f} KiB in {count.kernels:.0f} kernels"
-        fused = f"{count.fused_bytes / 1024:.0f} KiB in {count.fused_kernels:.0f}"
-        print(f"    {way}: {plain}; fused at best {fused}")
+    print(f"    forward: {count_text(shape.forward)}")
+    print(f"    backward: {count_text(shape.backward)}")
     compiled = sum(COMPILED_LOGIT_BYTES)
     add = 12 * shape.hidden / 1024
     print(f"    head: {shape.logit_bytes:.0f} bytes a logit, forward and backward, compiled {compiled:.0f}; ", end="")

@@ -84,7 +84,8 @@ def bench_sync(options: BenchFlags) -> Result:
     size = sum(tensor.nbytes for tensor in tensors)
     rounds = zip(seconds["memory copy"], seconds["vLLM's reload"], strict=True)
     copies_and_reload = [3 * copy + reload for copy, reload in rounds]
-    table = {name: spread(values, gb=size / 1e9) for name, values in seconds.items()}
+    gigabytes = size / 1e9
+    table = {name: spread(values, gb=gigabytes) for name, values in seconds.items()}
     speed = ratio(seconds["engine.load_weights"], copies_and_reload, 1.0)
     settings = {"bytes": size, "tensors": len(weights)}
     return Result(settings, table, {"sync against 3 copies + vLLM's reload": speed})

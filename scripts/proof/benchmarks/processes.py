@@ -437,8 +437,10 @@ def bench_loop(options: BenchFlags) -> Result:
     loop = functools.partial(engine_loop, options.running, options.response_tokens)
     rounds = in_rounds({"loop": loop}, options.repeat)["loop"]
     million_tokens = options.running * options.response_tokens / 1e6
-    microseconds = {name: [one[name] / million_tokens for one in rounds] for name in rounds[0]}
-    microseconds["all"] = [sum(one.values()) / million_tokens for one in rounds]
+    microseconds: dict[str, list[float]] = {}
+    for seconds in rounds:
+        for name, passed in (seconds | {"all": sum(seconds.values())}).items():
+            microseconds.setdefault(name, []).append(passed / million_tokens)
     table = {name: spread(values) for name, values in microseconds.items()}
     speed = ratio(microseconds["all"], [12.0] * options.repeat, 1.0)
     return Result(settings, table, {"12 microseconds a token over measured": speed})
