@@ -96,8 +96,10 @@ def parse_row(row: Any) -> tuple[list[dict[str, str]], list[Any], list[str]]:
     labels = [label]
     if isinstance(verifier, (list, tuple)):
         verifiers = list(verifier)
-        is_one_label = len(verifiers) == 1 or not isinstance(label, (list, tuple))
-        labels = [label] if is_one_label else list(label)
+        if isinstance(label, (list, tuple)):
+            labels = list(label)
+        if len(verifiers) == 1 and len(labels) != 1:
+            labels = [label]  # the list is the label
     all_named = all(isinstance(name, str) for name in verifiers)
     need(all_named, f"dataset must be a verifier's name or a list of them, got {verifier!r}")
     need(len(labels) == len(verifiers), f"{len(labels)} ground truths for {len(verifiers)} verifiers")
