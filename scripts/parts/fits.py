@@ -48,7 +48,8 @@ def check_vocabulary(args: utils.Flags, rows: int, teacher_rows: int) -> None:
     if rows > teacher_rows:  # rows without a token can be sampled too
         tokens[teacher_rows] = "a row of the head"
     for i in sorted(tokens.keys() | teacher_tokens.keys()):
-        token, other = tokens.get(i), teacher_tokens.get(i)
-        if token != other:
-            differs = f"token {i} is {token!r} to the policy and {other!r} to the teacher"
+        token = tokens.get(i)
+        teacher_token = teacher_tokens.get(i)
+        if token != teacher_token:
+            differs = f"token {i} is {token!r} to the policy and {teacher_token!r} to the teacher"
             args.refuse(f"--ref_model_name_or_path: {differs}: take a teacher with the policy's vocabulary")

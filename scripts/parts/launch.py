@@ -63,7 +63,8 @@ def pass_on(number: int, frame: object) -> None:
 def child_processes() -> list[int]:
     """The process ids of all children."""
     if sys.platform == "linux":
-        text = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+        of_threads = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+        text = " ".join(of_threads)
     else:
         command = ["pgrep", "-P", str(os.getpid())]
         text = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout

@@ -92,33 +92,37 @@ def parse_row(row: Any) -> tuple[list[dict[str, str]], list[Any], list[str]]:
     need(label is not None, f"no ground_truth: columns are {sorted(row)}")
     need(verifier is not None, f"no dataset (the verifier's name): columns are {sorted(row)}")
 
-    several = isinstance(verifier, (list, tuple))
-    verifiers = list(verifier) if several else [verifier]
+    verifiers = [verifier]
+    labels = [label]
+    if isinstance(verifier, (list, tuple)):
+        verifiers = list(verifier)
+        if isinstance(label, (list, tuple)):
+            labels = list(label)
+        if len(verifiers) == 1 and len(labels) != 1:
+            labels = [label]  # the list is the label
     all_named = all(isinstance(name, str) for name in verifiers)
     need(all_named, f"dataset must be a verifier's name or a list of them, got {verifier!r}")
-    labels = list(label) if several and isinstance(label, (list, tuple)) else [label]
-    if len(verifiers) == 1 and len(labels) != 1:
-        labels = [label]  # the list is one label
     need(len(labels) == len(verifiers), f"{len(labels)} ground truths for {len(verifiers)} verifiers")
     return messages, labels, [name.lower() for name in verifiers]
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
     """The conversation to answer. A trailing assistant turn is dropped."""
-    prompt = first(row.get(name) or None for name in PROMPTS)
+    prompt: Any = first(row.get(name) or None for name in PROMPTS)
     need(prompt is not None, f"no prompt: none of messages, prompt, question, problem in {sorted(row)}")
-    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    is_list = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     need(is_list, "the prompt must be a text or a list of messages {role, content}")
-    if messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    is_complete = all(isinstance(message.get("content"), str) and message.get("role") for message in messages)
-    need(
-        messages != [] and is_complete,
-        "each message needs a role and a text content, and one must not be the assistant's",
-    )
+    ends_with_answer = prompt[-1].get("role") == "assistant"
+    messages = prompt[:-1] if ends_with_answer else prompt
+
+    problem = "each message needs a role and a text content, and one must not be the assistant's"
+    need(messages != [], problem)
     for message in messages:
-        message["content"].encode()  # raises for half a character of UTF-16, which no tokenizer takes
+        content = message.get("content")
+        need(isinstance(content, str) and bool(message.get("role")), problem)
+        content.encode()  # raises for half a character of UTF-16, which no tokenizer takes
     return messages
 
 

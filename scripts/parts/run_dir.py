@@ -132,7 +132,8 @@ def differences(run_dir: Path, config: dict[str, Any], environment: dict[str, An
     old = json.loads((run_dir / "args.json").read_text())
     changed = []
     for name, value in config.items():
-        then, now = repr(old.get(name)), repr(value)
+        then = repr(old.get(name))
+        now = repr(value)
         if name not in MAY_CHANGE and then != now:
             changed.append(f"--{name}: {then} then, {now} now")
     for name, now in hashes.items():
