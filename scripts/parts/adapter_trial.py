@@ -1,7 +1,7 @@
 """Whether an engine has all adapters of --lora_rank, found out before the first rollout.
 
 The adapters of a first update, with B near 0, change less than rounding does: an engine that lacks them looks healthy.
-So the engine first samples with the noise of utils.trial_adapters, which moves a logprob by about a nat.
+So the engine first samples with the noise of adapters.trial_adapters, which moves a logprob by about a nat.
 """
 
 import math
