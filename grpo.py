@@ -1426,7 +1426,9 @@ def check_start(args: Args) -> Args:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         args = utils.after_restart(args)
     if int(os.environ.get("RANK", 0)) == 0:
-        utils.print_plan(args, fast=False, learners=ranks, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
+        from scripts.parts import plan
+
+        plan.print_plan(args, fast=False, learners=ranks, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
         ignored = args.for_fast()
         if ignored:
             print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
@@ -1698,7 +1700,9 @@ def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
     """Open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine samples."""
     args = run.args
     state = run.state
-    state |= utils.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
+    from scripts.parts import machine
+
+    state |= machine.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
     state["clock"] = time.perf_counter()  # see step_metrics
     run.logger = utils.Logger(args, run.run_dir, num_training_steps(args), state["step"], run.world)
     if state["step"]:
@@ -1848,8 +1852,10 @@ def save_state(run: Run, more_state: Callable[[], dict[str, Any]] = dict) -> str
 def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[str, Any]:
     """Load a checkpoint into the learner; returns the run's state. Learning rates follow the flags of now, from the
     checkpoint's tick on. All ranks."""
+    from scripts.parts import checkpoints
+
     scheduler = learner.scheduler
-    state = utils.load_checkpoint(path, learner.modules(args), learner.optimizer, world)
+    state = checkpoints.load(path, learner.modules(args), learner.optimizer, world)
     saved = state.pop("scheduler")
     base_rates = scheduler.base_lrs
     rates = []

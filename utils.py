@@ -218,13 +218,6 @@ def after_restart(args: F) -> F:
     return replace(args, resume=has_checkpoint, overwrite=not has_checkpoint)
 
 
-def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measured ceilings of this device: operations a second of a matrix product, bytes a second of a copy."""
-    from scripts.parts import machine
-
-    return machine.device_speed(device, dtype)
-
-
 def choose_dtype(args: "Flags") -> tuple[str, str]:
     """The compute dtype that --model_dtype means on this machine, and why, for a person."""
     from scripts.parts import machine
@@ -571,13 +564,6 @@ class TurnFlags(Refusing):
 @dataclass(frozen=True)
 class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, RunFlags):
     """All flags but those of the algorithm."""
-
-
-def print_plan(args: Flags, fast: bool, learners: int, shared_gpu: bool, logprob_chunk: int) -> None:
-    """Print the arithmetic of a run and, with --dry_run, what it would do on this machine."""
-    from scripts.parts import plan
-
-    plan.print_plan(args, fast, learners, shared_gpu, logprob_chunk)
 
 
 def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
@@ -1987,15 +1973,6 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
     from scripts.parts import checkpoints
 
     return on_main(lambda: checkpoints.newest(run_dir / "checkpoints", before), world)
-
-
-def load_checkpoint(
-    path: Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, world: World
-) -> dict[str, Any]:
-    """Load a checkpoint into modules and optimizer: see scripts/parts/checkpoints.py. All ranks."""
-    from scripts.parts import checkpoints
-
-    return checkpoints.load(path, modules, optimizer, world)
 
 
 def take_state(

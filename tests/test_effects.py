@@ -21,7 +21,7 @@ import torch
 import grpo
 import rewards
 import utils
-from scripts.parts import adapters, chat, environments, run_code, run_dir, sandbox, serve
+from scripts.parts import adapters, chat, environments, machine, run_code, run_dir, sandbox, serve
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -100,7 +100,7 @@ def play(tiny_models, world, tmp_path_factory):
     read_rows = utils.read_rows
     patch.setattr(utils, "read_rows", functools.cache(lambda *asked: list(read_rows(*asked))))  # a program's start
     patch.setattr(run_dir, "provenance", functools.cache(run_dir.provenance))
-    patch.setattr(utils, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
+    patch.setattr(machine, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
 
     @functools.cache
     def run(flags):

@@ -40,9 +40,10 @@ def bfloat16_is_fast() -> tuple[bool, str]:
     """Whether this machine is fast in bfloat16, and the reason, for a person."""
     if torch.cuda.is_available():
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        return is_fast, f"{torch.cuda.get_device_name()} has {'' if is_fast else 'no '}bfloat16"
-    half, full = core_speeds([torch.bfloat16, torch.float32])
-    return half > full, f"a core reaches {half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32 here"
+        has = "has" if is_fast else "has no"
+        return is_fast, f"{torch.cuda.get_device_name()} {has} bfloat16"
+    bfloat16, float32 = core_speeds([torch.bfloat16, torch.float32])
+    return bfloat16 > float32, f"a core reaches {bfloat16:.0f} GFLOP/s in bfloat16, {float32:.0f} in float32 here"
 
 
 def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
