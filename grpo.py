@@ -509,11 +509,13 @@ class Batch:
 
     def part(self, group: dist.ProcessGroup) -> BatchPart:
         """This rank's columns."""
+        from scripts.parts import sequence
+
         length = self.input_ids.shape[1]
         positions = self.position_ids
         if positions is None:
             positions = torch.arange(length, device=self.input_ids.device).expand_as(self.input_ids)
-        input_ids = utils.columns(self.input_ids, group)
+        input_ids = sequence.columns(self.input_ids, group)
 
         # the places within these columns, counted in rows of their width
         width = input_ids.shape[1]
@@ -523,8 +525,8 @@ class Batch:
         places = places[columns // width == group.rank()]
         return BatchPart(
             input_ids,
-            position_ids=utils.columns(positions, group),
-            targets=utils.columns(self.targets, group),
+            position_ids=sequence.columns(positions, group),
+            targets=sequence.columns(self.targets, group),
             places=places.to(input_ids.device),
         )
 
@@ -769,19 +771,24 @@ class Policy(torch.nn.Module):
         placed = zeros.index_put((rows, columns), values.float())
         if self.group is None:
             return placed
-        return utils.all_columns(placed, batch.targets.shape[1], self.group)
+        from scripts.parts import sequence
+
+        return sequence.all_columns(placed, batch.targets.shape[1], self.group)
 
 
 def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
     """The model of --model_name_or_path as a sharded Policy; `frozen`: in compute dtype. All ranks."""
     model = utils.load_causal_lm(args).requires_grad_(not frozen)
     if args.lora_rank:
-        utils.add_adapters(model, args)
+        from scripts.parts import adapters
+
+        adapters.add_adapters(model, args)
     policy = Policy(model, utils.sequence_group(args))
     if args.gradient_checkpointing:
         utils.checkpoint_layers(policy.model, args.gradient_checkpointing_part)
     if args.compile_layers:
-        policy.compiled = utils.compile_layers(policy.model)
+        utils.compile_layers(policy.model)
+        policy.compiled = True
     return utils.shard_model(policy, policy.model, args, world)
 
 
@@ -1417,7 +1424,9 @@ def check_start(args: Args) -> Args:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         args = utils.after_restart(args)
     if int(os.environ.get("RANK", 0)) == 0:
-        utils.print_plan(args, fast=False, learners=ranks, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
+        from scripts.parts import plan
+
+        plan.print_plan(args, fast=False, learners=ranks, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
         ignored = args.for_fast()
         if ignored:
             print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
@@ -1470,7 +1479,9 @@ def starts(policy: Policy, args: Args, step: int) -> Iterator[Start]:
     """What the engines get before the first rollout: with --lora_rank a trial of all adapters, then the policy's own
     weights. The policy has them until the next one is asked for."""
     if args.lora_rank:
-        with utils.trial_adapters(policy, args.seed):
+        from scripts.parts import adapters
+
+        with adapters.trial_adapters(policy, args.seed):
             yield Start(step - 1, "on a trial of all adapters", check_trial)
     yield Start(step, "before the first rollout", measure_gap)
     utils.shard_again(policy)  # an engine that slept wakes next, beside the memory that a check leaves in use
@@ -1478,7 +1489,7 @@ def starts(policy: Policy, args: Args, step: int) -> Iterator[Start]:
 
 def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
     """Raise GapError unless the engine has all adapters: see scripts/parts/adapter_trial.py. All ranks, inside
-    utils.trial_adapters."""
+    adapters.trial_adapters."""
     from scripts.parts import adapter_trial
 
     rollouts = [r for part in utils.share(groups, args) for group in part for r in group]
@@ -1574,10 +1585,12 @@ def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Fu
 def take_answer(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> utils.Request | None:
     """Wait for the environment's answer to the last turn of r and add it. If it ends r, start the verifiers and return
     None; otherwise return the request for the next turn."""
+    from scripts.parts import environments
+
     environment = r.prompt.environment
     assert environment is not None
     state = r.turns[-2]["state"] if len(r.turns) > 1 else None  # of the answer before
-    answer = rewards.ask_environment(environment.path, state, episode_of(r, args), args.env_timeout)
+    answer = environments.ask(environment.path, state, episode_of(r, args), args.env_timeout)
 
     texts = answer.pop("texts")
     ended = r.token_ids[-1] in engine.eos_ids
@@ -1677,7 +1690,9 @@ def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
     """Open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine samples."""
     args = run.args
     state = run.state
-    state |= utils.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
+    from scripts.parts import machine
+
+    state |= machine.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
     state["clock"] = time.perf_counter()  # see step_metrics
     run.logger = utils.Logger(args, run.run_dir, num_training_steps(args), state["step"], run.world)
     if state["step"]:
@@ -1827,8 +1842,10 @@ def save_state(run: Run, more_state: Callable[[], dict[str, Any]] = dict) -> str
 def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[str, Any]:
     """Load a checkpoint into the learner; returns the run's state. Learning rates follow the flags of now, from the
     checkpoint's tick on. All ranks."""
+    from scripts.parts import checkpoints
+
     scheduler = learner.scheduler
-    state = utils.load_checkpoint(path, learner.modules(args), learner.optimizer, world)
+    state = checkpoints.load(path, learner.modules(args), learner.optimizer, world)
     saved = state.pop("scheduler")
     base_rates = scheduler.base_lrs
     rates = []
@@ -1863,7 +1880,9 @@ def finish(run: Run) -> Path:
     if dist.is_initialized():  # an engine that shares the process group closes it
         dist.destroy_process_group()
     if args.push_to_hub and run.world.is_main and finished:  # the other ranks do not wait for the upload
-        utils.push_model(run_dir)
+        from scripts.parts import push_to_hub
+
+        push_to_hub.push_in_process(run_dir)
     return run_dir
 
 

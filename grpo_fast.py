@@ -62,8 +62,8 @@ from grpo import Args, Pack
 from utils import Generation, Group, Prompt, Request, Rollout, World
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
-NEWS_EVERY = 8  # decoding steps: an engine of several ranks needs a millisecond to find out that there is no message
-TIMEOUT = timedelta(days=1)  # of waiting for another rank: the watchdog ends stalls, the launcher handles deaths
+NEWS_EVERY = 8  # decoding steps between looks for a message, which cost an engine of several ranks a millisecond
+TIMEOUT = timedelta(days=1)  # for another rank: the watchdog ends stalls, and the launcher handles deaths
 SHOW_ENGINES_EVERY = 10  # steps
 
 
@@ -72,7 +72,7 @@ SHOW_ENGINES_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Roles:
-    """Who this process is among `learners` learners and `engines` engines of `tp` ranks each."""
+    """What this process is, in a run with `learners` learners and `engines` engines of `tp` ranks each."""
 
     learners: int
     engines: int
@@ -88,19 +88,25 @@ class Roles:
 
 def roles_of(args: Args, rank: int, ranks_per_node: int) -> Roles:
     """The role of a rank: on node i the first num_learners_per_node[i] ranks learn, the others are engines' ranks."""
-    learners = []
+    learner_ranks: list[int] = []
     for node, number in enumerate(args.num_learners_per_node):
         first = node * ranks_per_node
-        learners += range(first, first + min(number, ranks_per_node))
-    size = sum(args.num_learners_per_node), args.vllm_num_engines, args.vllm_tensor_parallel_size
-    if rank in learners:
-        return Roles(*size, True, learners.index(rank))
-    before = sum(learner < rank for learner in learners)
-    return Roles(*size, False, *divmod(rank - before, args.vllm_tensor_parallel_size))
+        learner_ranks += range(first, first + min(number, ranks_per_node))
+
+    tp = args.vllm_tensor_parallel_size
+    is_learner = rank in learner_ranks
+    tp_rank = 0
+    if is_learner:
+        index = learner_ranks.index(rank)
+    else:
+        learners_before = sum(learner < rank for learner in learner_ranks)
+        index, tp_rank = divmod(rank - learners_before, tp)
+    return Roles(sum(args.num_learners_per_node), args.vllm_num_engines, tp, is_learner, index, tp_rank)
 
 
 def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> None:
-    """Refusals of grpo_fast.py alone; world_size is None if this script starts the processes itself, on one node."""
+    """Refuse flags that only grpo_fast.py refuses. world_size is None if this script starts the processes itself, on
+    one node."""
     from scripts.parts import checks
 
     checks.check_asynchronous(args)
@@ -108,21 +114,22 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
 
 
 def launch(args: Args) -> None:
-    """Start all ranks on this machine: they are this script again, with open-instruct's flags already translated."""
+    """Start all ranks on this machine. Each runs this script, with open-instruct's flags already translated."""
     from scripts.parts import launch as launcher
     from scripts.parts import translate
 
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    cores = len(utils.ALL_CORES)
-    side_by_side = args.async_steps > 0 or torch.cuda.is_available()  # else learners and engines compute in turns
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks) if side_by_side else cores)
+    threads = len(utils.ALL_CORES)
+    if args.async_steps > 0 or torch.cuda.is_available():  # else learners and engines compute in turns
+        threads = max(1, threads // ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     names = [roles_of(args, rank, ranks).name for rank in range(ranks)]
     flags = translate.translate(sys.argv[1:], translate.names_of(Args)).line
     launcher.launch(names, [__file__, *flags])
 
 
 def pin_cores(args: Args) -> None:
-    """Give this rank its own cores where the ranks compute at the same time and there are enough."""
+    """Give this rank its own cores if the ranks compute at the same time and there are enough cores."""
     cores = sorted(utils.ALL_CORES)
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if args.async_steps > 0 and not torch.cuda.is_available() and len(cores) >= ranks:
@@ -130,7 +137,7 @@ def pin_cores(args: Args) -> None:
 
 
 def join(store: dist.Store, name: str, index: int, size: int) -> World:
-    """This process's own world: the learners' for a learner, one of its own for an engine."""
+    """Join the world of this process: that of all learners, or that of one engine's ranks."""
     local_rank = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
     os.environ |= {"RANK": str(index), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}  # vLLM reads them too
     return utils.init_distributed(dist.PrefixStore(name, store), TIMEOUT)
@@ -138,8 +145,8 @@ def join(store: dist.Store, name: str, index: int, size: int) -> World:
 
 def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, torch.device | None]:
     """A bare process group of learner 0 and all ranks of the engines, and the device of the tensors it sends (None: the
-    rank's GPU). Waits for all of them. A default group shared with the engines would hang inside vLLM; NCCL refuses two
-    ranks on one GPU, so with --single_gpu_mode the group is gloo's."""
+    rank's GPU). Waits for all of its ranks. A default group shared with the engines would hang inside vLLM. NCCL
+    refuses two ranks on one GPU, so with --single_gpu_mode the group is gloo's."""
     size = 1 + roles.engines * roles.tp
     rank = 0
     if not roles.is_learner:
@@ -153,33 +160,40 @@ def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, tor
 
 
 class Meeting:
-    """The store in which all ranks of this start of the run meet; rank 0 hosts it. Its address is kept in the store of
-    torchrun's agents, which outlives restarts: a rank that reads the address of an earlier rank 0 looks again. The
-    system chooses the port."""
+    """The store in which all ranks meet. Rank 0 hosts it, on a port that the system chooses. Its address is kept in the
+    store of torchrun's agents, which outlives restarts of the ranks."""
 
     def __init__(self):
         self.host = os.environ["MASTER_ADDR"]
         agents = dist.TCPStore(self.host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
         if os.environ["RANK"] == "0":
-            key = uuid.uuid4().hex
-            self.server = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-            self.server.set("key", key)
-            self.server.set("starts", str(agents.add("grpo/starts", 1)))
-            agents.set("grpo/meeting", f"{self.server.port} {key}")
+            self._open(agents)
+        self.store = self._find(agents)
+        self.store.set_timeout(TIMEOUT)
+        self.restarted = int(self.store.get("starts")) > 1
+
+    def _open(self, agents: dist.TCPStore) -> None:
+        """Host the store, and write its address into that of the agents."""
+        key = uuid.uuid4().hex
+        self.server = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self.server.set("key", key)
+        self.server.set("starts", str(agents.add("grpo/starts", 1)))
+        agents.set("grpo/meeting", f"{self.server.port} {key}")
+
+    def _find(self, agents: dist.TCPStore) -> dist.TCPStore:
+        """Connect to the store. The address may still be that of a rank 0 before a restart: then look again."""
         while True:
             port, key = agents.get("grpo/meeting").decode().split()
             self.port = int(port)
             try:
-                self.store = self.connect(timedelta(seconds=5))
-                if self.store.get("key").decode() == key:
-                    break
+                store = self.connect(timedelta(seconds=5))
+                if store.get("key").decode() == key:
+                    return store
             except dist.DistError:
                 time.sleep(0.5)
-        self.store.set_timeout(TIMEOUT)
-        self.restarted = int(self.store.get("starts")) > 1
 
     def connect(self, timeout: timedelta = TIMEOUT) -> dist.TCPStore:
-        """A further connection, for a thread: a client that waits blocks every other user of it."""
+        """Another connection, for a thread: a client that waits blocks all who use it."""
         return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
@@ -232,8 +246,8 @@ def gather_weights(policy: grpo.Policy, manifest: Manifest, dtype: torch.dtype) 
 def receive_weights(
     group: Any, dtype: torch.dtype, device: torch.device, manifest: Manifest, clock: "Clock", inbox: "Inbox"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a broadcast, bucket by bucket, on all ranks of an engine; counts the seconds on the wire.
-    Each bucket is asked for once the one before is loaded."""
+    """Yield (name, tensor) of a broadcast, bucket by bucket, on all ranks of an engine. Asks for a bucket once the one
+    before is loaded, and adds the seconds on the wire to the clock."""
     for i, bucket in enumerate(manifest):
         if i > 0:
             inbox.say_ready()
@@ -253,7 +267,7 @@ def receive_weights(
 
 @dataclass
 class Clock:
-    """What an engine did with its time since the run began: seconds, decoding steps, tokens."""
+    """What an engine did since the run began: seconds, decoding steps, tokens."""
 
     busy: float = 0.0
     idle: float = 0.0  # nothing to decode
@@ -283,12 +297,13 @@ def start_watchdog(args: Args, roles: Roles, meeting: Meeting) -> Any:
 
 
 def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
-    """One rank of an engine: load it, meet learner 0, do what it asks for."""
+    """One rank of an engine: load the model, meet learner 0, and do what it asks for."""
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
     start_watchdog(args, roles, meeting)
     tokenizer = utils.load_tokenizer(args)
-    if args.single_gpu_mode:  # vLLM takes a share of what it finds free on the device, which must not change meanwhile
-        meeting.store.get(f"engine {roles.index - 1} loaded" if roles.index else "learner loaded")
+    if args.single_gpu_mode:  # vLLM takes a share of the memory that it finds free: load one after the other
+        before = f"engine {roles.index - 1}" if roles.index else "learner"
+        meeting.store.get(f"{before} loaded")
     engine = utils.make_engine(replace(args, vllm_sleep="off"), tokenizer, world, most_requests(args))
     meeting.store.set(f"{roles.name} loaded", "")
 
@@ -315,7 +330,7 @@ class EngineLoop:
     clock: Clock = field(default_factory=Clock)
 
     def run(self) -> None:
-        """Do what learner 0 asks for, until it says stop. Raises EOFError if it is gone."""
+        """Do what learner 0 asks for, until it sends stop. Raises EOFError if learner 0 is gone."""
         while True:
             start = time.perf_counter()
             message = self.next_message()
@@ -335,17 +350,17 @@ class EngineLoop:
                 return
 
     def next_message(self) -> tuple | None:
-        """A message of learner 0, the same one on all ranks, or None. An engine of several ranks that is busy decodes
-        NEWS_EVERY steps before it asks again."""
+        """The next message of learner 0, on all ranks, or None. A busy engine of several ranks looks for one after
+        every NEWS_EVERY decoding steps."""
         busy = self.engine.busy
         if self.world.size == 1:
             return self.inbox.next(busy)
         if busy and self.clock.steps % NEWS_EVERY:
             return None
         box = [self.inbox.next(busy)]
-        news = torch.tensor([box[0] is not None])
-        dist.broadcast(news, 0)
-        if news:
+        has_news = torch.tensor([box[0] is not None])
+        dist.broadcast(has_news, 0)
+        if has_news:
             dist.broadcast_object_list(box)
         return box[0]
 
@@ -415,7 +430,8 @@ class Inbox:
         return None
 
 
-OnEnd = Callable[[Generation], Future | None]  # takes a response; a future of the next request, or None, if it goes on
+# Takes a response. Returns None if the rollout is over, else a future of its next request (or of None: it is over)
+OnEnd = Callable[[Generation], Future | None]
 
 
 class NamedRequest(NamedTuple):
@@ -431,18 +447,23 @@ def meet_engines(meeting: Meeting, roles: Roles) -> list[Connection]:
     key = uuid.uuid4().hex
     ranks = roles.learners + roles.engines * roles.tp
     one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
-    host = "127.0.0.1" if one_node else meeting.host
-    if not one_node and os.environ["GROUP_RANK"] != "0":  # this node's address, as the host of the meeting reaches it
-        with socket.create_connection((meeting.host, meeting.port)) as connection:
-            host = connection.getsockname()[0]
-
+    host = "127.0.0.1" if one_node else own_address(meeting)
     connections: list[Any] = [None] * roles.engines
     with Listener(("127.0.0.1" if one_node else "", 0), authkey=key.encode()) as listener:
         meeting.store.set("address", f"{host} {listener.address[1]} {key}")
         for _ in range(roles.engines):
             connection = listener.accept()
-            connections[connection.recv()] = connection
+            index = connection.recv()
+            connections[index] = connection
     return connections
+
+
+def own_address(meeting: Meeting) -> str:
+    """The address of this node, as the node that hosts the meeting reaches it."""
+    if os.environ["GROUP_RANK"] == "0":
+        return meeting.host
+    with socket.create_connection((meeting.host, meeting.port)) as connection:
+        return connection.getsockname()[0]
 
 
 class Engines(utils.Sampler):
@@ -462,15 +483,15 @@ class Engines(utils.Sampler):
         self.eos_ids = eos_ids
         self.watchdog = watchdog
         watchdog.outstanding = self.outstanding
-        self.wakes_for_each = args.deterministic  # checkpoints wait for rollouts that nobody takes
+        self.wakes_for_each = args.deterministic  # each end wakes the waiting: a checkpoint may wait for any rollout
         self.rounds = None  # of turns that start together
         if fixed_order(args).turns:
             from scripts.parts import rounds
 
             self.rounds = rounds.Rounds()
 
-        self.changed = threading.Condition()  # of what follows
-        self.dead: str | None = None  # why the engines cannot be waited for
+        self.changed = threading.Condition()  # guards the attributes below
+        self.dead: str | None = None  # why nobody may wait for the engines any more
         self.owner: dict[str, int] = {}  # outstanding request -> engine
         self.loads = [0] * len(connections)  # outstanding requests of each engine
         self.on_end: dict[str, OnEnd] = {}  # of requests that are not over
@@ -478,7 +499,7 @@ class Engines(utils.Sampler):
         self.loaded: dict[int, int] = {}  # version -> engines that have it
         self.ready = 0  # engines that wait for a bucket of the weights announced
         self.clocks = [Clock() for _ in connections]
-        self.reported = list(self.clocks)  # by `spent`
+        self.reported = list(self.clocks)  # at the last call of `spent`
         for index in range(len(connections)):
             threading.Thread(target=self._receive, args=(index,), daemon=True).start()
 
@@ -501,10 +522,12 @@ class Engines(utils.Sampler):
                         del self.owner[name]
                 elif kind == "ready":
                     self.ready += 1
+                    if self.ready == len(self.connections):
+                        self.changed.notify_all()
                 else:
                     self.loaded[content] = self.loaded.get(content, 0) + 1
-                if kind != "done" and len(self.connections) in (self.ready, self.loaded.get(content)):
-                    self.changed.notify_all()  # nobody waits for some of the engines; see _go_on for responses
+                    if self.loaded[content] == len(self.connections):
+                        self.changed.notify_all()
             if kind == "done":
                 for name, generation in content:
                     self._ended(name, index, generation)
@@ -512,20 +535,20 @@ class Engines(utils.Sampler):
                         gc.collect(1)  # see collect_garbage_by_hand
 
     def _ended(self, name: str, index: int, ended: Generation | Future) -> None:
-        """A response of engine `index` has ended, or the future of the next request has its result."""
+        """A response of engine `index` has ended, or the future of a next request has its result."""
         try:
             answer = ended.result() if isinstance(ended, Future) else self.on_end[name](ended)
             if isinstance(answer, Future):
                 answer.add_done_callback(functools.partial(self._ended, name, index))
             else:
                 self._go_on(name, index, answer)
-        except Exception as error:
-            with self.changed:  # in its own thread nobody would see it
+        except Exception as error:  # nobody would see it: this thread has no caller
+            with self.changed:
                 self.dead = f"handling of a response failed ({type(error).__name__}: {error})"
 
     def _go_on(self, name: str, index: int, request: Request | None) -> None:
-        """A turn has been answered: start the next one, `request`, unless it waits for its round. None: it was the
-        last one."""
+        """A turn has been answered: start the next one, `request`, or have it wait for its round. Without a request the
+        turn was the last one."""
         with self.changed:
             turns = [] if request is None else [(name, request)]
             if self.rounds is not None:
@@ -547,22 +570,24 @@ class Engines(utils.Sampler):
         return f"{len(names)} requests: {shown}{dots}" if names else "no request"
 
     def submit(self, requests: Sequence[NamedRequest], index: int | None = None) -> None:
-        """Give requests to engine `index`, or to the one with the least to do. `on_end` is called in other threads."""
-        ready = [(name, request) for name, request, _ in requests if isinstance(request, Request)]
+        """Give requests to engine `index`, or to the engine with the fewest. `on_end` is called in other threads."""
+        ready = [(named.name, named.request) for named in requests if isinstance(named.request, Request)]
         with self.changed:
             if index is None:
                 index = self.loads.index(min(self.loads))
             self.loads[index] += len(ready)
-            self.owner |= {name: index for name, _ in ready}
-            self.on_end |= {name: on_end for name, _, on_end in requests}
+            for name, _ in ready:
+                self.owner[name] = index
+            for named in requests:
+                self.on_end[named.name] = named.on_end
             if self.rounds is not None:
-                self.rounds.start([name for name, _, _ in requests])
+                self.rounds.start([named.name for named in requests])
         if ready:
             with self.locks[index]:
                 self.connections[index].send(("generate", ready))
-        for name, request, _ in requests:
-            if isinstance(request, Future):
-                request.add_done_callback(functools.partial(self._ended, name, index))
+        for named in requests:
+            if isinstance(named.request, Future):
+                named.request.add_done_callback(functools.partial(self._ended, named.name, index))
 
     def spent(self) -> list[Clock]:
         """What each engine did since the last call."""
@@ -571,7 +596,7 @@ class Engines(utils.Sampler):
         return spent(before, self.reported)
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Block until condition() holds; raises RuntimeError when an engine is gone."""
+        """Block until condition() is true. Raises RuntimeError when an engine is gone."""
         with self.changed:
             while not condition():
                 if self.dead:
@@ -579,7 +604,7 @@ class Engines(utils.Sampler):
                 self.changed.wait(timeout=1.0)
 
     def take(self, names: Sequence[str]) -> float:
-        """Wait until requests, with all their turns, are over; returns when the last one was."""
+        """Wait until all turns of requests are over. Returns the time at which the last request was over."""
         for name in reversed(names):  # the last request often ends last, and then wakes this thread only once
             self.finished.setdefault(name, 0.0)
             self.wait_for(lambda name=name: self.finished[name] > 0, f"request {name}")
@@ -588,13 +613,14 @@ class Engines(utils.Sampler):
 
     def generate(self, requests: Sequence[Request], finished: Callable[[int, Generation], Future | None]) -> None:
         """See utils.Engine.generate; finished is called in another thread."""
-        names = [f"now/{uuid.uuid4().hex}" for _ in requests]
-        on_ends = [functools.partial(finished, i) for i in range(len(requests))]
-        named = [NamedRequest(*parts) for parts in zip(names, requests, on_ends, strict=True)]
+        named_requests = []
+        for i, request in enumerate(requests):
+            name = f"now/{uuid.uuid4().hex}"
+            named_requests.append(NamedRequest(name, request, functools.partial(finished, i)))
         engines = len(self.connections)
         for index in range(engines):
-            self.submit(named[index::engines], index)
-        self.take(names)
+            self.submit(named_requests[index::engines], index)
+        self.take([named.name for named in named_requests])
 
     def tell_all(self, message: tuple) -> None:
         """Send a message to every engine."""
@@ -618,7 +644,7 @@ class Engines(utils.Sampler):
 
 # --- Collector --------------------------------------------------------------------------------------------------------
 
-Shares = list[list[Pack]]  # [share][pack]: a share is the packs of one learner, or of those that share their packs
+Shares = list[list[Pack]]  # [share][pack]: a share has the packs of one learner, or of --sequence_parallel_size ones
 
 
 @dataclass
@@ -626,7 +652,7 @@ class StepData:
     """What the collector hands to the learners for a step."""
 
     groups: list[Group] = field(default_factory=list)  # to train on
-    sampled: list[Group] = field(default_factory=list)  # these and all others that were sampled for the step
+    sampled: list[Group] = field(default_factory=list)  # all that were sampled for the step
     shares: list[Shares] = field(default_factory=list)  # of each mini-batch
     pickled: list[list[list[torch.Tensor]]] = field(default_factory=list)  # the same, each pack as bytes
     cursor: int = 0  # prompts consumed so far
@@ -651,7 +677,7 @@ class Collector:
         self.admitted = self.first  # the next position to admit
         self.consumed = self.first  # the next position to collect
         self.excluded = frozenset(state["excluded"])
-        self.exclusions = {self.consumed: self.excluded}  # prompts consumed when weights were made -> then excluded
+        self.exclusions = {self.consumed: self.excluded}  # by the prompts consumed when weights were made
         self.restored = state.get("rollouts", {})  # see checkpoint
         self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0})
         self.admitting = threading.Lock()
@@ -666,9 +692,8 @@ class Collector:
         self.thread.start()
 
     def engines_have(self, cursor: int) -> None:
-        """The engines have the weights made when `cursor` prompts had been consumed. Admit every prompt that these
-        weights allow, except those excluded when they were made. Later exclusions depend on timing: they are not
-        used."""
+        """The engines have the weights that were made when `cursor` prompts had been consumed. Admit every prompt that
+        these weights allow, without those excluded at that time: later exclusions depend on timing."""
         limit = cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1)
         self.admit(limit, self.exclusions.pop(cursor, self.excluded))
 
@@ -710,8 +735,8 @@ class Collector:
             self.admitted = position + 1
 
     def _requests(self, position: int) -> list[NamedRequest]:
-        """What the engines are asked for at a stream position. A checkpoint's rollouts go on from where they were;
-        those that were over go to their verifiers at once."""
+        """The requests of the group at a stream position. Rollouts of a checkpoint continue from where they were; those
+        that were over go to their verifiers at once."""
         _, restored = self.restored.pop(position, (None, {}))
         requests = []
         for r in self.in_flight[position]:
@@ -768,7 +793,7 @@ class Collector:
         """Take and score groups in stream order until the step has enough; returns the seconds of each."""
         group_seconds = []
         while self._needs_groups(data):
-            if self.consumed == self.admitted and data.sampled:  # ran dry: go on from the newest weights
+            if self.consumed == self.admitted and data.sampled:  # all admitted groups are taken: admit more
                 self.admit(self.consumed + self.args.num_unique_prompts_rollout, self.excluded)
             self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
             group, seconds = self._take(self.consumed)
@@ -797,7 +822,8 @@ class Collector:
         return group, end - self.started_at.pop(position)
 
     def next(self) -> StepData:
-        """The next step's data; raises what the thread raised. The first call starts it: a signal then meets a step."""
+        """The next step's data. Raises what the thread raised. The first call starts the thread, so that a signal at
+        the start still finds a step under way."""
         if self.thread.ident is None:
             self.start()
         data = self.ready.get()
@@ -818,17 +844,18 @@ class Collector:
         of_older_weights = range(cursor, min(cursor + wanted * self.args.async_steps, last))
         if self.fixed:  # the weights that allow the last of them may still be on their way
             self.engines.wait_for(lambda: self.admitted >= of_older_weights.stop, "weights for a checkpoint's rollouts")
-            groups = [self.in_flight[position] for position in of_older_weights]
-            self.engines.wait_for(lambda: all(r.over for group in groups for r in group), "rollouts for a checkpoint")
+            awaited = [r for position in of_older_weights for r in self.in_flight[position]]
+            self.engines.wait_for(lambda: all(r.over for r in awaited), "rollouts for a checkpoint")
 
         with self.engines.changed:
             in_flight = dict(self.in_flight)
         rollouts = {}
         for position, group in in_flight.items():
             if position in of_older_weights or (position >= cursor and not self.fixed):
-                fields = {r.sample: r.so_far() for r in group}
-                kept = {sample: values for sample, values in fields.items() if values}
+                states = {r.sample: r.so_far() for r in group}
+                kept = {sample: state for sample, state in states.items() if state}
                 rollouts[position] = (group[0].prompt.index, kept)
+
         trained = self.counts["trained"]
         filtered = self.counts["filtered"]
         counts = {"trained": trained, "filtered": filtered, "started": trained + filtered}
@@ -840,10 +867,12 @@ class Collector:
         for group in data.sampled:
             position = group[0].position
             del self.in_flight[position]
-            self.counts["trained" if position in trained else "filtered"] += 1
+            end = "trained" if position in trained else "filtered"
+            self.counts[end] += 1
         with self.engines.changed:
             counts = self.counts | {"in_flight": len(self.in_flight)}
-        if counts["started"] != counts["trained"] + counts["filtered"] + counts["in_flight"]:
+        accounted = counts["trained"] + counts["filtered"] + counts["in_flight"]
+        if counts["started"] != accounted:
             raise RuntimeError(f"groups got lost: {counts}")
         return {f"batch/groups_{name}": float(number) for name, number in counts.items()}
 
@@ -899,13 +928,14 @@ class Sender:
                 while True:  # the learner must not wait for room in the queue
                     self.queue.get()
 
-            work = spent(clocks, list(self.engines.clocks))
-            wire = max(clock.wire for clock in work)
+            seconds = time.perf_counter() - start
+            sync_clocks = spent(clocks, list(self.engines.clocks))
+            wire = max(clock.wire for clock in sync_clocks)
             self.metrics = {
-                "time/weight_sync": time.perf_counter() - start,
+                "time/weight_sync": seconds,
                 "time/weight_sync_wire": wire,
-                "time/weight_sync_load": max(clock.pause - clock.wire for clock in work),
-                "time/weight_sync_pause": max(clock.pause for clock in work),
+                "time/weight_sync_load": max(clock.pause - clock.wire for clock in sync_clocks),
+                "time/weight_sync_pause": max(clock.pause for clock in sync_clocks),
                 "val/weight_sync_bytes": float(num_bytes),
                 "val/weight_sync_gb_per_second": num_bytes / wire / 1e9,
                 "val/weight_sync_version": float(version),
@@ -916,7 +946,7 @@ class Sender:
     def _send(self, manifest: Manifest, version: int) -> int:
         """Broadcast the buckets of a version as they come; returns their bytes."""
         engines = self.engines
-        everyone = len(engines.connections)
+        num_engines = len(engines.connections)
         num_bytes = 0
         started = False  # the engines take part in broadcasts
         waiting: deque[Bucket] = deque()  # gathered and not sent
@@ -928,11 +958,11 @@ class Sender:
         for left in reversed(range(len(manifest))):
             waiting.append(self.queue.get())
             num_bytes += waiting[-1].values.nbytes
-            if left and not started and engines.ready < everyone:
+            if left and not started and engines.ready < num_engines:
                 waiting[-1] = self._to_host(waiting[-1])
                 continue
             while waiting:
-                engines.wait_for(lambda: engines.ready == everyone, "engines that can take weights")
+                engines.wait_for(lambda: engines.ready == num_engines, "engines that can take weights")
                 if not started:
                     engines.tell_all(("weights", version, manifest))
                     started = True
@@ -957,17 +987,17 @@ class Sender:
         with torch.cuda.stream(self.stream):  # does nothing where there is none
             if bucket.gathered is not None:  # wait for the gather, not for the update that was queued after it
                 self.stream.wait_event(bucket.gathered)
-            data = bucket.values.view(torch.uint8).to(device)  # waits for a copy: gloo would send what has not come yet
+            data = bucket.values.view(torch.uint8).to(device)  # waits until all is copied: gloo sends what is there
             self.group.broadcast([data], dist.BroadcastOptions()).wait()
-            if data.is_cuda:  # else all would be on their way at once
+            if data.is_cuda:  # else all buckets would be on their way at once
                 self.stream.synchronize()
 
 
 def send_weights(
     policy: grpo.Policy, manifest: Manifest, sender: Sender | None, dtype: torch.dtype, version: int, cursor: int
 ) -> None:
-    """Gather the weights bucket by bucket; learner 0 hands each to the sender, which broadcasts it while the next one
-    is gathered. Waits only while the broadcast before is still under way. All learners."""
+    """Gather the weights bucket by bucket. Learner 0 hands each bucket to the sender, which broadcasts it while the
+    next one is gathered. Waits only for a broadcast of earlier weights. All learners."""
     if sender is not None:
         if sender.engines.dead:
             raise RuntimeError(f"{sender.engines.dead} while weights were sent")
@@ -979,7 +1009,7 @@ def send_weights(
 
 
 def start_sender(run: grpo.Run, roles: Roles, meeting: Meeting) -> Sender:
-    """Learner 0, once its model is loaded: start reward models, wait for the engines, start the sender."""
+    """On learner 0, once its model is loaded: start the reward models, wait for the engines, and start the sender."""
     meeting.store.set("learner loaded", "")
     run.servers = utils.start_reward_models(run.args, run.run_dir, run.eval_world)
     eos_ids = utils.eos_token_ids(run.args, run.tokenizer)
@@ -1007,16 +1037,11 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
     for version, when, check in grpo.starts(policy, args, state["step"]):
         send_weights(policy, manifest, sender, dtype, version, state["cursor"])
         gap_metrics = check_engines(run, version, when, check)
-    words = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
-    grpo.start_log(run, gap_metrics, words)
+    processes = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
+    grpo.start_log(run, gap_metrics, processes)
+    collector = make_collector(run, sender) if sender is not None else None
 
-    collector = None
-    if sender is not None:
-        sizes: Any = {"pack_length": args.pack_length, "learners": world.size // args.sequence_parallel_size}
-        pack = functools.partial(grpo.pack_rollouts, packing=run.packing, pair_cost=policy.pair_cost, **sizes)
-        collector = sender.collector = Collector(sender.engines, run.train_prompts, args, state, pack)
-        sender.engines.spent()  # the start is no part of a step
-    # the gap on rollouts of older weights says nothing about the engine: then fresh ones are compared now and then
+    # The gap on rollouts of older weights says nothing about the engine: check_engines then compares fresh ones
     update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
     first_step = state["step"] + 1
     last_step = grpo.num_training_steps(args)
@@ -1038,7 +1063,8 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
             send_weights(policy, manifest, sender, dtype, number, state["cursor"])
 
         # everything below reports or saves
-        note_staleness(step.packs if utils.leads(args, world) else [], number, step.metrics)
+        if utils.leads(args, world):
+            note_staleness(step.packs, number, step.metrics)
         out = grpo.step_metrics(run, step)
         lines = ""
         if collector is not None and sender is not None:
@@ -1054,11 +1080,29 @@ def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
         elif sender is not None and evaluates:
             sender.engines.wait_loaded(number)
         grpo.end_step(run, step, out, lines)
-        more = functools.partial(collector.checkpoint, state["cursor"]) if collector is not None else dict
-        if grpo.save_state(run, more):
+        more_state: Callable[[], dict[str, Any]] = dict
+        if collector is not None:
+            more_state = functools.partial(collector.checkpoint, state["cursor"])
+        if grpo.save_state(run, more_state):
             break
         gc.collect()
     return grpo.finish(run)
+
+
+def make_collector(run: grpo.Run, sender: Sender) -> Collector:
+    """Learner 0's collector, which the sender tells about new weights."""
+    args = run.args
+    pack = functools.partial(
+        grpo.pack_rollouts,
+        packing=run.packing,
+        pair_cost=run.learner.policy.pair_cost,
+        pack_length=args.pack_length,
+        learners=run.world.size // args.sequence_parallel_size,
+    )
+    collector = Collector(sender.engines, run.train_prompts, args, run.state, pack)
+    sender.collector = collector
+    sender.engines.spent()  # the start is no part of a step
+    return collector
 
 
 def check_engines(
@@ -1069,11 +1113,21 @@ def check_engines(
     probe: list[Group] = []
     if isinstance(run.engine, Engines):
         run.engine.wait_loaded(version)
-        args = replace(run.args, response_length=min(run.args.response_length, 32))
-        probe = grpo.sample_probes(run.engine, 0, run.train_prompts[0], args.vllm_num_engines, args)
+        short = replace(run.args, response_length=min(run.args.response_length, 32))
+        prompt = run.train_prompts[0]
+        probe = grpo.sample_probes(run.engine, 0, prompt, run.args.vllm_num_engines, short)
     box = [probe]
     dist.broadcast_object_list(box)
     return check(run.learner.policy, box[0], when, run.args, run.world)
+
+
+class Header(NamedTuple):
+    """What a learner gets before the packs of a step."""
+
+    sizes: list[list[int]]  # bytes of each pack of each mini-batch
+    probe: list[Group]
+    cursor: int
+    excluded: frozenset[int]
 
 
 class LearnerData(NamedTuple):
@@ -1094,10 +1148,10 @@ def scatter(data: StepData, args: Args, world: World) -> LearnerData:
         probe = data.sampled[: args.per_device_train_batch_size]
         for rank, share in enumerate(share_of):
             sizes = [[len(pack) for pack in shares[share]] for shares in data.pickled]
-            headers[rank] = (sizes, probe, data.cursor, data.excluded)
+            headers[rank] = Header(sizes, probe, data.cursor, data.excluded)
     box: list[Any] = [None]
     dist.scatter_object_list(box, headers)
-    sizes, probe, cursor, excluded = box[0]
+    header: Header = box[0]
 
     transfers = []
     if world.is_main:
@@ -1106,32 +1160,32 @@ def scatter(data: StepData, args: Args, world: World) -> LearnerData:
             for shares in data.pickled:
                 transfers += [dist.isend(pack, rank) for pack in shares[share_of[rank]]]
     else:
-        pickled = [[torch.empty(size, dtype=torch.uint8) for size in packs] for packs in sizes]
+        pickled = [[torch.empty(size, dtype=torch.uint8) for size in sizes] for sizes in header.sizes]
         for packs in pickled:
             transfers += [dist.irecv(pack, 0) for pack in packs]
     for transfer in transfers:
         transfer.wait()
     packs = [[pickle.loads(pack.numpy()) for pack in packs] for packs in pickled]
-    return LearnerData(packs, probe, cursor, excluded)
+    return LearnerData(packs, header.probe, header.cursor, header.excluded)
 
 
 def to_bytes(pack: Pack) -> torch.Tensor:
-    """A pickled pack. One call for all packs would stop every thread of learner 0 meanwhile."""
+    """A pickled pack. To pickle all packs in one call would stop every thread of learner 0 meanwhile."""
     return torch.frombuffer(bytearray(pickle.dumps(pack, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
 
 
 def collect_garbage_by_hand() -> None:
-    """Have no full garbage collection in the middle of a step: with a batch of rollouts in flight it stops all threads
-    for a second, and one of ten times utils' 10,000 objects for 70 ms.
+    """Keep Python from a full garbage collection in the middle of a step. With a batch of rollouts in flight it would
+    stop all threads for a second; a collection after 100,000 new objects would stop them for 70 ms.
 
     Objects that exist now are frozen: the collector never scans them again. All others are collected between two steps.
-    Python counts allocations minus deallocations, so the end of old objects hides new ones while responses end: it
-    would scan the objects of 1,024 x 16 responses at once, for 45 ms. So Engines collects after every 64 responses.
+    Python counts allocations minus deallocations. While responses end, old objects go and new ones come, so it would
+    scan the objects of 1,024 x 16 responses at once, for 45 ms: instead Engines collects after every 64 responses.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(1000, 10, 2**30)
-    sys.setswitchinterval(1e-4)  # with 5 ms a thread that waits for several others stood still for 140, with 1 for 110
+    sys.setswitchinterval(1e-4)  # with Python's 5 ms a thread that waits for several others stood still for 140 ms
 
 
 # --- Reports ----------------------------------------------------------------------------------------------------------
@@ -1142,7 +1196,8 @@ def note_staleness(packs: Sequence[Sequence[Pack]], step: int, metrics: utils.Me
     for mini_batch in packs:
         for pack in mini_batch:
             versions = np.concatenate([r.versions[r.mask] for r in rollouts_of([[pack]])])
-            metrics.add("val/num_steps_off_policy", float((step - 1 - versions).sum()), len(versions))
+            ages = step - 1 - versions
+            metrics.add("val/num_steps_off_policy", float(ages.sum()), len(versions))
             metrics.add_all("val/model_step", versions)
 
 
@@ -1154,9 +1209,8 @@ def engine_metrics(
     busy = max(mean.busy, 1e-9)
     seconds = out["time/total"]
     bytes_per_second = state["bytes_per_second"]
-    bytes_read = (
-        (policy.matrices + policy.head) * state["itemsize"] * mean.steps
-    )  # each decoding step reads the weights
+    weights_bytes = (policy.matrices + policy.head) * state["itemsize"]
+    bytes_read = weights_bytes * mean.steps  # each decoding step reads the weights
 
     metrics = {"time/generation": mean.busy}
     metrics["time/generation_waiting_for_trainer"] = mean.idle
@@ -1174,7 +1228,7 @@ def shows_engines(out: dict[str, float], step: int, args: Args) -> bool:
 
     A step wastes time if the learners or the engines waited for the other side for more than half of it, or if the
     engines stood still for more than a tenth of it while they took weights. With --async_steps 0 both sides take turns,
-    so there only the weights count. A wrong account and a dead engine need no line: they end the run.
+    so only the weights count. A wrong account and a dead engine need no line: they end the run.
     """
     if args.show_engines or grpo.due(SHOW_ENGINES_EVERY, step):
         return True
@@ -1208,8 +1262,10 @@ def engine_lines(out: dict[str, float]) -> str:
 
 
 def print_plan(args: Args) -> None:
-    """What the run would do, by its flags alone."""
-    utils.print_plan(
+    """Print what the run would do, by its flags alone."""
+    from scripts.parts import plan
+
+    plan.print_plan(
         replace(args, vllm_sleep="off"),
         fast=True,
         learners=sum(args.num_learners_per_node),
@@ -1245,7 +1301,10 @@ def main(args: Args) -> None:
         print(f"dtype    {dtype}: {why}")
         meeting.store.set("dtype", dtype)
     args = replace(args, model_dtype=meeting.store.get("dtype").decode())
-    (run_learner if roles.is_learner else run_engine)(args, roles, meeting)
+    if roles.is_learner:
+        run_learner(args, roles, meeting)
+    else:
+        run_engine(args, roles, meeting)
 
 
 if __name__ == "__main__":

@@ -1043,20 +1043,6 @@ class Answer:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def about_environment(flag: str, path: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What about(config) of an environment's file returns. Raises UserError if the file cannot be loaded."""
-    from scripts.parts import environments
-
-    return environments.about(flag, path, config)
-
-
-def ask_environment(path: str, state: str | None, episode: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """One step of an environment, in a worker: {status, seconds, texts, reward, done, metrics, state}."""
-    from scripts.parts import environments
-
-    return environments.ask(path, state, episode, timeout_s)
-
-
 # --- Workers: child processes that run one job at a time and are killed at its deadline -------------------------------
 
 START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of the deadline

@@ -60,9 +60,10 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM does so after its first warnings
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # looks at deprecated names of torch
-VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm")
+_USER_CACHE = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(_USER_CACHE, "vllm")
 
-# Imports make objects that stay: looking for dead cycles after every 700 is a quarter of their time, vLLM's a third
+# Imports make objects that stay. To look for dead cycles after every 700 objects takes a quarter of the imports' time.
 gc.set_threshold(10_000)
 
 import numpy as np  # noqa: E402
@@ -82,12 +83,12 @@ from rewards import (  # noqa: E402
     need,
 )
 
-# Compiled kernels outlive a run, beside vLLM's own. Inductor writes loops for the processor's vectors and does not ask,
-# when it finds them again, for which: a home directory may be shared by machines of several kinds.
-_CACHE = f"~/.cache/torchinductor/{torch.backends.cpu.get_cpu_capability()}"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(_CACHE))
+# Compiled kernels outlive a run. Inductor compiles them for this processor and does not check that when it loads them
+# again, so each kind of processor has a directory: machines of several kinds may share a home directory.
+_KERNELS = f"~/.cache/torchinductor/{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(_KERNELS))
 
-if TYPE_CHECKING:  # an import of seconds; and names of the room above, which nothing here runs
+if TYPE_CHECKING:  # to import transformers takes seconds
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
@@ -96,7 +97,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 F = TypeVar("F", bound="Flags")
 REPO = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-GATHER_BYTES = 5 * 2**28  # that one collective of gather_weights makes: a dozen of them for a 7B in bfloat16
+GATHER_BYTES = 5 * 2**28  # of the weights that one collective gathers: a 7B in bfloat16 takes a dozen collectives
 
 # --- Processes --------------------------------------------------------------------------------------------------------
 
@@ -116,8 +117,8 @@ class World:
 
 
 def init_distributed(store: dist.Store | None = None, timeout: timedelta | None = None) -> World:
-    """Join the ranks that torchrun started, or those that meet in `store`; without either make a world of one, which
-    opens no port."""
+    """Join the ranks that torchrun started, or the ranks that share `store`. Without torchrun and store this process is
+    a world of its own, which opens no port."""
     rank = int(os.environ.setdefault("RANK", "0"))
     size = int(os.environ.setdefault("WORLD_SIZE", "1"))
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
@@ -138,7 +139,7 @@ def init_distributed(store: dist.Store | None = None, timeout: timedelta | None 
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed: to return large tensors to the kernel takes a quarter of a CPU step."""
+    """Have glibc keep memory that is freed: to return large tensors to the kernel takes a quarter of a CPU step."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -186,39 +187,35 @@ def leads(args: "Flags", world: World) -> bool:
     return world.rank % args.sequence_parallel_size == 0
 
 
-def on_main(work: Callable[[], T], world: World) -> T:
-    """Rank 0's result of `work`, on every rank. Its ValueError is a UserError on every rank. All ranks must call it."""
-    outcome: list[Any] = [None, ""]  # result, error
+def on_main(function: Callable[[], T], world: World) -> T:
+    """Call `function` on rank 0 and return its result on every rank. If it raises a ValueError, every rank raises a
+    UserError with the same text. All ranks must call it."""
+    result: Any = None
+    problem = ""
     if world.is_main:
         try:
-            outcome[0] = work()
+            result = function()
         except ValueError as error:
-            outcome[1] = str(error)
+            problem = str(error)
+    box: list[Any] = [result, problem]
     if world.size > 1:
-        dist.broadcast_object_list(outcome)
-    result, error = outcome
-    if error:
-        raise UserError(error)
+        dist.broadcast_object_list(box)
+    result, problem = box
+    if problem:
+        raise UserError(problem)
     return result
 
 
 def after_restart(args: F) -> F:
-    """The flags after torchrun --max-restarts has started the ranks again: resume from the newest checkpoint, or
-    replace what this torchrun has begun. The flags stay as they are for a directory of another run: it is refused
-    again."""
+    """The flags of ranks that torchrun --max-restarts has started again: they resume from the newest checkpoint, or
+    without a checkpoint begin the run anew. A directory that another torchrun began is refused as before, so its flags
+    stay as they are."""
     from scripts.parts import run_dir
 
     if not run_dir.begun_by_this_torchrun(args.run_dir):
         return args
     has_checkpoint = (args.run_dir / "checkpoints" / "latest").exists()
     return replace(args, resume=has_checkpoint, overwrite=not has_checkpoint)
-
-
-def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measured ceilings of this device: operations a second of a matrix product, bytes a second of a copy."""
-    from scripts.parts import machine
-
-    return machine.device_speed(device, dtype)
 
 
 def choose_dtype(args: "Flags") -> tuple[str, str]:
@@ -233,7 +230,7 @@ def make_deterministic(args: "Flags") -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]  # finds bugs, no more
+        torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]  # finds bugs only
 
 
 def pin(cores: Iterable[int]) -> set[int]:
@@ -297,8 +294,8 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
-    """Parse flags into the dataclass `cls`. open-instruct's flags become ours, and rank 0 prints what became of them.
-    Raises UserError for one without which the run would be another one, unless this is a --dry_run."""
+    """Parse flags into the dataclass `cls`. open-instruct's flags are translated to ours, and rank 0 prints how. Raises
+    UserError for a flag that has no translation and that the run depends on, unless this is a --dry_run."""
     import tyro
 
     from scripts.parts import translate
@@ -495,9 +492,10 @@ class EngineFlags(Refusing):
     """End the run if the mean |learner - engine| logprob of sampled tokens is larger (bfloat16: ~0.04). 0 is off."""
 
     def beside_engine(self, shared: bool) -> Self:
-        """These flags where learner and engine share a GPU or not: the default share is for an engine alone on one."""
-        default = EngineFlags.vllm_gpu_memory_utilization
-        if shared and torch.cuda.is_available() and self.vllm_gpu_memory_utilization == default:
+        """The flags of a run in which learner and engine share a GPU (`shared`) or not. The default of
+        vllm_gpu_memory_utilization is for an engine that is alone on its GPU: a shared GPU gets a smaller one."""
+        is_default = self.vllm_gpu_memory_utilization == EngineFlags.vllm_gpu_memory_utilization
+        if shared and is_default and torch.cuda.is_available():
             return replace(self, vllm_gpu_memory_utilization=0.4)
         return self
 
@@ -558,16 +556,9 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
     """All flags but those of the algorithm."""
 
 
-def print_plan(args: Flags, fast: bool, learners: int, shared_gpu: bool, logprob_chunk: int) -> None:
-    """Print the arithmetic of a run and, with --dry_run, what it would do on this machine."""
-    from scripts.parts import plan
-
-    plan.print_plan(args, fast, learners, shared_gpu, logprob_chunk)
-
-
 def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
-    """Make `output_dir/exp_name` with args.json and environment.json; scripts/parts/run_dir.py says when a directory
-    that holds a run is refused. All ranks must call it. Raises UserError."""
+    """Make `output_dir/exp_name` with args.json and environment.json. Raises UserError for a directory that holds a
+    run, see scripts/parts/run_dir.py. All ranks must call it."""
     from scripts.parts import run_dir
 
     facts = {
@@ -581,8 +572,8 @@ def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
 
 # --- Programs beside a run --------------------------------------------------------------------------------------------
 
-PROGRAM_S = 120.0  # of a program that a run waits for: matplotlib's first start on a machine looks for fonts
-SWEEPERS: list[subprocess.Popen] = []
+PROGRAM_S = 120.0  # for a program that a run waits for: matplotlib's first start on a machine looks for fonts
+SWEEPERS: list[subprocess.Popen] = []  # see sweep
 
 
 def program(name: str, *arguments: object) -> list[str]:
@@ -590,11 +581,11 @@ def program(name: str, *arguments: object) -> list[str]:
     return [sys.executable, str(REPO / "scripts" / name), *map(str, arguments)]
 
 
-def run_program(name: str, *arguments: object, seconds: float | None = None) -> str:
+def run_program(name: str, *arguments: object, seconds: float = PROGRAM_S) -> str:
     """Run a program in scripts/ and wait for it. Returns what it wrote to stderr if it failed, else ""."""
     command = program(name, *arguments)
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds or PROGRAM_S)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds)
     except (OSError, subprocess.SubprocessError) as error:
         problem = getattr(error, "stderr", "") or str(error)
         return problem.strip()
@@ -602,8 +593,8 @@ def run_program(name: str, *arguments: object, seconds: float | None = None) -> 
 
 
 def start_program(log: Path, name: str, *arguments: object) -> subprocess.Popen:
-    """Start a program of scripts/ beside this process. It ends when its stdin closes, which the kernel does however
-    this process ends. This process reads its stdout; its stderr goes to `log`."""
+    """Start a program of scripts/ beside this process. It must end when its stdin closes: the kernel closes it, however
+    this process ends. Its stdout is a pipe to this process; its stderr goes to `log`."""
     pinned = pin(ALL_CORES)  # grpo_fast.py pins its ranks, and a program would inherit their cores
     try:
         with log.open("a") as stderr:
@@ -620,23 +611,23 @@ def start_program(log: Path, name: str, *arguments: object) -> subprocess.Popen:
 
 
 def sweep(directory: str | Path, until: str = "read -r _") -> None:
-    """Have a temporary directory removed however this process ends: a shell waits until its stdin closes."""
-    SWEEPERS.append(
-        subprocess.Popen(
-            ["sh", "-c", f'{until}; rm -rf -- "$0"', directory],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # who reads our output waits until all who hold it have ended
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    """Have a shell remove a temporary directory however this process ends. First it runs the command `until`, which
+    waits: the default ends when stdin closes, which happens when this process ends."""
+    sweeper = subprocess.Popen(
+        ["sh", "-c", f'{until}; rm -rf -- "$0"', directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # a reader of our output would wait for the shell too
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
+    SWEEPERS.append(sweeper)  # a sweeper that is forgotten is closed
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-# Published models expect the words of most to the letter: R1-Zero's (arXiv:2501.12948, table 1), Qwen's boxed one,
-# those of Olmo 3 RL-Zero. simple_chat is our own: open-instruct's of that name does not open the assistant's turn.
+# Published models expect most of these templates to the letter: R1-Zero's (arXiv:2501.12948, table 1), Qwen's boxed
+# one, those of Olmo 3 RL-Zero. simple_chat is our own: open-instruct's of that name does not open the assistant's turn.
 CHAT_TEMPLATES = {path.stem: path.read_text() for path in sorted(REPO.glob("scripts/data/templates/*.jinja"))}
 
 HELD_OUT_SEED = 1_000_000  # reasoning_gym item i uses Random(seed + i): close seeds share nearly all items
@@ -718,26 +709,33 @@ def pretrained(kind: Any, args: Flags, flag: str) -> Any:
 
 
 def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",)) -> list[tuple[str, float | int]]:
-    """`NAME AMOUNT NAME AMOUNT ...` as pairs; an amount with a dot is a fraction, without one a number of rows. Raises
-    UserError for a malformed flag or a file that does not exist."""
+    """`NAME AMOUNT NAME AMOUNT ...` as pairs: see parse_amount. Raises UserError for a malformed flag or a file that
+    does not exist."""
     need(len(values) % 2 == 0, f"--{flag} takes NAME AMOUNT pairs, got {len(values)} values: {' '.join(values)}")
     pairs: list[tuple[str, float | int]] = []
     for name, amount in zip(values[::2], values[1::2], strict=True):
         given = f"--{flag} {name} {amount}"
-        try:
-            number = float(amount) if "." in amount else int(amount)
-        except ValueError:
-            raise UserError(f"{given}: the amount must be a fraction (1.0) or a count (500)") from None
-        need(number > 0, f"{given}: the amount must be positive")
+        number = parse_amount(given, amount)
         endless = name.startswith("reasoning_gym:")
         need(not endless or isinstance(number, int), f"{given}: generated data has no end, give a count such as 2000")
         is_file = Path(name).suffix in (".jsonl", ".parquet")
         need(not is_file or Path(name).is_file(), f"--{flag} {name}: no such file")
         pairs.append((name, number))
+
     one_split = len(set(splits)) == 1
     if pairs and not one_split and len(splits) != len(pairs):
         raise UserError(f"--{flag}_splits: give one split or one per dataset ({len(pairs)}), got {len(splits)}")
     return pairs
+
+
+def parse_amount(given: str, amount: str) -> float | int:
+    """An amount with a dot is a fraction, one without is a number of rows. Raises UserError; `given` names the flag."""
+    try:
+        number = float(amount) if "." in amount else int(amount)
+    except ValueError:
+        raise UserError(f"{given}: the amount must be a fraction (1.0) or a count (500)") from None
+    need(number > 0, f"{given}: the amount must be positive")
+    return number
 
 
 def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
@@ -754,8 +752,8 @@ def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
 
 
 def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Iterator[Row]:
-    """The rows that NAME AMOUNT of a mixer flag takes. scripts/rows.py reads them in a process of its own, so that
-    pyarrow, datasets and rows that are not drawn take no memory of this one. Raises UserError."""
+    """The rows that NAME AMOUNT of a mixer flag takes. The program scripts/rows.py reads them, so that pyarrow,
+    datasets and rows that are not drawn take no memory of this process. Raises UserError."""
     command = program("rows.py", name, amount, "--split", split, "--seed", seed)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
@@ -777,20 +775,23 @@ def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Row]:
     except ValueError as error:
         raise UserError(f"--{flag} {name}: {error}") from None
     for i, item in enumerate(items, start=1):
+        question = {"role": "user", "content": item["question"]}
         label = json.dumps({"task": task, "entry": item}, default=str)
-        yield Row(f"{name} row {i}", [{"role": "user", "content": item["question"]}], [label], ["reasoning_gym"])
+        yield Row(f"{name} row {i}", [question], [label], ["reasoning_gym"])
 
 
 def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: Any = None) -> list[Prompt]:
     """Read, check and tokenize all rows of a mixer flag. Prompts that are too long are dropped and counted on stdout.
 
-    The `environment` answers rows with a column tools or env_config; if a source has no such row, all of its rows.
-    Raises UserError with file, row number and reason.
+    The `environment` answers the rows that have a column tools or env_config. In a data set without such rows it
+    answers all rows. Raises UserError with file, row number and reason.
     """
     system = None
     if args.system_prompt_override_file:
         system = Path(args.system_prompt_override_file).read_text().strip()
     strftime = date_of_start(args)
+    longest = args.max_prompt_token_length
+
     prompts: list[Prompt] = []
     dropped = 0
     for row in mixed_rows(flag, args):
@@ -798,14 +799,12 @@ def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: An
             prompt = make_prompt(row, len(prompts), tokenizer, environment, system, strftime)
         except Exception as error:  # whatever a template raises, for example for a role that it does not know
             raise UserError(f"--{flag} {row.where}: {error}") from None
-        if len(prompt.token_ids) > args.max_prompt_token_length:
+        if len(prompt.token_ids) > longest:
             dropped += 1
         else:
             prompts.append(prompt)
 
-    longest = args.max_prompt_token_length
-    is_main = os.environ.get("RANK", "0") == "0"
-    if dropped and is_main:
+    if dropped and os.environ.get("RANK", "0") == "0":
         print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
     need(prompts != [] or not dropped, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
     return prompts
@@ -819,28 +818,29 @@ def make_prompt(
     system: str | None,
     strftime: Callable[[str], str],
 ) -> Prompt:
-    """The prompt of a row: its labels are checked, its messages are rendered by the chat template and tokenized.
-    `system` replaces its system message. Raises ValueError."""
+    """Make the prompt of a row: check its labels, render its messages with the chat template, and tokenize them. A
+    `system` message replaces the row's own. Raises ValueError."""
     conversation = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages)
     verifiers = checked_verifiers(row, conversation)
     messages = row.messages
     if system is not None:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": system}, *others]
-    answers = environment if row.has_turns else None
+
     episode: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    if answers is not None:
-        tools, config = answers.of_row(row.columns)
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "strftime_now": strftime}
+    if not row.has_turns:
+        environment = None
+    if environment is not None:
+        tools, config = environment.of_row(row.columns)
         episode = {"messages": messages, "ground_truths": row.ground_truths, "config": config}
-        options = {"tools": tools} if tools else {}
-    rendered = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, strftime_now=strftime, **options
-    )
-    text = str(rendered)
+        if tools:
+            options["tools"] = tools
+
+    text = str(tokenizer.apply_chat_template(messages, **options))
     token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     ground_truths = tuple(row.ground_truths)
-    return Prompt(index, token_ids, text, ground_truths, verifiers, conversation, answers, episode)
+    return Prompt(index, token_ids, text, ground_truths, verifiers, conversation, environment, episode)
 
 
 def checked_verifiers(row: Row, conversation: str) -> tuple[str, ...]:
@@ -854,12 +854,13 @@ def checked_verifiers(row: Row, conversation: str) -> tuple[str, ...]:
 
 
 def date_of_start(args: Flags) -> Callable[[str], str]:
-    """strftime of the run's start. Some chat templates write the date; a resumed run has the prompts of its start."""
-    start = None  # now
+    """A strftime that always gives the date on which the run began. Some chat templates write the date, and a resumed
+    run must have the prompts that it began with."""
+    begun = None  # now
     path = Path(args.output_dir) / args.exp_name / "environment.json"
     if getattr(args, "resume", False) and path.exists():  # scripts/minimal.py has no --resume
-        start = json.loads(path.read_text()).get("begun")
-    day = time.localtime(start)
+        begun = json.loads(path.read_text()).get("begun")
+    day = time.localtime(begun)
     return lambda form: time.strftime(form, day)
 
 
@@ -994,8 +995,8 @@ class Rollout(Columns):
             setattr(self, name, np.concatenate([getattr(self, name), values]))
 
     def so_far(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the rollout, for `go_back`: its state if it is over or has ended a turn, else
-        nothing."""
+        """The state that a checkpoint keeps, for `go_back`. It is empty until the rollout has ended a turn or is
+        over."""
         with LOCK:
             if not self.over and not self.turns:
                 return {}
@@ -1006,7 +1007,7 @@ class Rollout(Columns):
             return kept
 
     def go_back(self, kept: dict[str, Any]) -> None:
-        """Take on the state that `so_far` returned for another rollout."""
+        """Take on a state that `so_far` returned."""
         for name, value in kept.items():
             setattr(self, name, value)
         self.__post_init__()
@@ -1048,8 +1049,8 @@ class Sampler:
         """Let processes that sample end, once they have the weights `version`."""
 
     def sleep(self, level: int = 2) -> None:
-        """Free the engine's memory where possible. The cache is freed at both levels. The weights are dropped until
-        load_weights (level 2), or kept on the host until the next request (level 1)."""
+        """Free the engine's memory where possible. Both levels free the cache. Level 1 moves the weights to the host
+        until the next request. Level 2 drops them until load_weights."""
 
     def close(self) -> None:
         """End the engine, if there is anything to end."""
@@ -1063,7 +1064,7 @@ class Engine(Sampler):
         self.eos_ids = eos_token_ids(args, tokenizer)
         self.stop_strings = list(args.stop_strings)
         self.version = -1
-        # With --deterministic next turns start together, when all have been answered: no batch depends on timing
+        # With --deterministic the next turns start together, once all have been answered: no batch depends on timing
         self.in_rounds = args.deterministic
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
@@ -1162,7 +1163,7 @@ class VLLMEngine(Engine):
         self.engine.set_weight_version("-1")
 
     def sleep(self, level: int = 2) -> None:
-        if self.asleep or not self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+        if self.asleep or not self.engine.vllm_config.model_config.enable_sleep_mode:
             return
         with fenced_rng():
             self.llm.sleep(level)
@@ -1222,7 +1223,8 @@ class VLLMEngine(Engine):
                 raise RuntimeError(f"vLLM finished request {output.request_id} without a token")
             reason = "stop" if response.finish_reason == "stop" else "length"
             spans = response.weight_versions
-            versions = np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans])
+            lengths = [span.end - span.start for span in spans]
+            versions = np.repeat([int(span.version) for span in spans], lengths)
             cached = output.num_cached_tokens or 0
             generation = Generation(response.token_ids, response.logprobs.logprobs, reason, versions, cached)
             finished.append((output.request_id, generation))
@@ -1277,22 +1279,8 @@ PACK_ATTENTION = "packs"
 SHORT_PIECE = 256  # tokens up to which one masked product is faster than one per response (CPU)
 
 
-def columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """See scripts/parts/sequence.py."""
-    from scripts.parts import sequence
-
-    return sequence.columns(x, group)
-
-
-def all_columns(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """See scripts/parts/sequence.py."""
-    from scripts.parts import sequence
-
-    return sequence.all_columns(x, length, group)
-
-
 def segment_ids(shared: int, segments: Sequence[int]) -> list[int]:
-    """The segment of each token of a piece: 0 for its shared tokens, then 1, 2, ..."""
+    """The number of each token's segment in a piece: 0 for the shared tokens, then 1, 2, ..."""
     ids = [0] * shared
     for i, n in enumerate(segments, 1):
         ids += [i] * n
@@ -1300,8 +1288,9 @@ def segment_ids(shared: int, segments: Sequence[int]) -> list[int]:
 
 
 class Layout:
-    """Which tokens of a pack attend to which. `pieces` are (shared tokens, tokens of each segment), in order. Every
-    segment attends to the shared tokens of its piece and, causally, to itself."""
+    """Which tokens of a pack attend to which. A pack is a row of pieces, and a piece is a prompt with some responses:
+    (shared tokens, tokens of each segment). A segment attends to the shared tokens of its piece and, causally, to
+    itself."""
 
     def __init__(self, pieces: Sequence[tuple[int, Sequence[int]]], device: torch.device):
         self.device = device
@@ -1317,19 +1306,21 @@ class Layout:
 
     @functools.cached_property
     def chunks(self) -> list[list[int]]:
-        """For each piece the tokens that attend in one product (CPU): the whole piece, if it is short or has one
-        segment; else its shared tokens first, then each segment."""
+        """How a CPU cuts each piece into products, as numbers of tokens. A piece that is short or has one segment is
+        one product; else there is one for the shared tokens and one for each segment."""
         chunks = []
         for shared, segments in self.pieces:
             length = shared + sum(segments)
-            at_once = length <= SHORT_PIECE or len(segments) == 1
-            chunks.append([length] if at_once else [shared, *segments])
+            if length <= SHORT_PIECE or len(segments) == 1:
+                chunks.append([length])
+            else:
+                chunks.append([shared, *segments])
         return chunks
 
     @functools.cached_property
     def masks(self) -> dict[tuple[int, ...], Tensor]:
-        """Boolean masks (queries, keys) of products that are not plainly causal: of a piece by (shared tokens, tokens
-        of each segment), of a single segment by (shared tokens, its tokens)."""
+        """Boolean masks (queries, keys) of the products that are not plainly causal. The mask of a whole piece has the
+        key (shared tokens, *tokens of each segment), that of one segment (shared tokens, tokens of the segment)."""
         masks = {}
         for (shared, segments), chunks in zip(self.pieces, self.chunks, strict=True):
             if len(segments) == 1:
@@ -1338,9 +1329,9 @@ class Layout:
                 ids = torch.tensor(segment_ids(shared, segments))
                 visible = (ids == 0) | (ids == ids[:, None])
                 masks[shared, *segments] = visible.tril()
-                continue
-            for n in segments:
-                masks[shared, n] = torch.ones(n, shared + n, dtype=torch.bool).tril(shared)
+            else:
+                for n in segments:
+                    masks[shared, n] = torch.ones(n, shared + n, dtype=torch.bool).tril(shared)
         return masks
 
     @functools.cached_property
@@ -1348,14 +1339,14 @@ class Layout:
         """The mask of the whole pack, for flex attention."""
         from torch.nn.attention.flex_attention import create_block_mask
 
-        piece_list: list[int] = []
-        segment_list: list[int] = []
-        for i, (shared, segments) in enumerate(self.pieces):
-            ids = segment_ids(shared, segments)
-            segment_list += ids
-            piece_list += [i] * len(ids)
-        piece = torch.tensor(piece_list, device=self.device)
-        segment = torch.tensor(segment_list, device=self.device)
+        pieces: list[int] = []  # of each token
+        segments: list[int] = []
+        for i, (shared, lengths) in enumerate(self.pieces):
+            ids = segment_ids(shared, lengths)
+            segments += ids
+            pieces += [i] * len(ids)
+        piece = torch.tensor(pieces, device=self.device)
+        segment = torch.tensor(segments, device=self.device)
 
         def attends(_batch, _head, q, k):
             visible = (segment[k] == 0) | (segment[k] == segment[q])
@@ -1375,8 +1366,8 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, **prepare_compiler())  # uncompiled it makes the scores of all pairs
 
 
-# Options of flex attention's kernels. The first that run are used: torch's own need up to 150 KB of shared memory for
-# heads of 256 (of 128 in float32), and a 4090, an L40S or a consumer Blackwell has 99.
+# Options of flex attention's kernels; the first that run are used. With torch's own, {}, heads of 256 (of 128 in
+# float32) need up to 150 KB of shared memory, and a 4090, an L40S or a consumer Blackwell has 99.
 FLEX_OPTIONS: list[dict[str, int]] = [
     {},
     {
@@ -1403,9 +1394,9 @@ FLEX_OPTIONS: list[dict[str, int]] = [
 
 
 def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> str:
-    """Drop FLEX_OPTIONS with which this model's heads and a pack of `tokens` do not run on this GPU, forward and
-    backward. Returns "", or why none is left."""
-    problem = "as before"
+    """Drop the FLEX_OPTIONS with which a forward and backward of a pack of `tokens` fails for this model's heads on
+    this GPU. Returns "", or why none is left."""
+    problem = "as before"  # an earlier model has left none
     while FLEX_OPTIONS:
         try:
             _try_flex_attention(config, dtype, tokens, device)
@@ -1448,10 +1439,9 @@ def pack_attention(
 ) -> tuple[Tensor, None]:
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
-    Returns (1, T, heads, D). A GPU runs one flex attention over the pack. A CPU attends piece by piece: with one mask
-    for the whole pack it would take a multiple of the time (`proof/bench.py learner`). `flex` chooses between the two.
-    With a `group` T are this rank's tokens only (Ulysses): see scripts/parts/sequence.py.
-    """
+    Returns (1, T, heads, D). A GPU runs one flex attention over the pack. A CPU attends piece by piece: one mask for
+    the whole pack would take several times as long (`proof/bench.py learner`). `flex` overrides that choice. With a
+    `group` the T tokens are this rank's only (Ulysses): see scripts/parts/sequence.py."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if group is not None:
@@ -1471,7 +1461,7 @@ def pack_attention(
 
 
 def _attend_by_piece(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: Layout) -> Tensor:
-    """Attention of a pack, a product for each chunk of its layout. Returns (1, T, heads, D)."""
+    """Attention of a pack, with a product for each chunk of its layout. Returns (1, T, heads, D)."""
     from transformers.integrations.sdpa_attention import repeat_kv
 
     repeats = query.shape[1] // key.shape[1]
@@ -1503,15 +1493,15 @@ def _attend_by_piece(query: Tensor, key: Tensor, value: Tensor, scaling: float |
 
 
 def balance(tokens: Sequence[float], costs: Sequence[float], bins: int, exchanges: int = 1000) -> list[list[int]]:
-    """Distribute items (indices) over `bins` with even sums of tokens and of costs; each bin in ascending order.
-    Longest processing time first (Graham 1969), then exchanges between the fullest bin and an emptier one while they
-    help."""
+    """Distribute items over `bins` such that the sums of tokens and of costs are even. Returns the indices of each bin,
+    ascending. Longest processing time first (Graham 1969), then at most `exchanges` exchanges between the fullest bin
+    and an emptier one, as long as they help."""
     if bins == 1:
         return [list(range(len(tokens)))]
     sizes = np.array([tokens, costs], dtype=np.float64)  # (2, items)
     totals = np.maximum(sizes.sum(1, keepdims=True), 1e-9)
     sizes /= totals / bins  # 1.0 is an even share
-    # Few long items cannot be even in both: a cost may deviate a bit more than tokens do
+    # A few long items cannot be even in both, so costs count half: they may deviate a bit more than tokens do
     sizes[1] = sizes.mean(0)
 
     owner = np.zeros(len(tokens), dtype=np.int64)  # the bin of each item
@@ -1529,15 +1519,16 @@ def balance(tokens: Sequence[float], costs: Sequence[float], bins: int, exchange
 
 
 def _exchange_items(sizes: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> bool:
-    """Move the item out of the fullest bin, in exchange for one or for nothing, that makes the fuller of the two bins
-    emptiest. `sizes` is (2, items), `loads` (2, bins); `owner` and `loads` change in place. False if nothing helps."""
+    """Move an item out of the fullest bin, in exchange for an item of another bin or for nothing. Take the exchange
+    after which the fuller of the two bins is least full. `sizes` is (2, items) and `loads` (2, bins). `owner` and
+    `loads` change in place. Returns False if no exchange helps."""
     highest = loads.max(0)  # (bins,)
     fullest = int(highest.argmax())
     # 64 other bins are enough: with all of them, 2,048 bins of 8 items took seconds
     emptiest = np.argsort(highest, kind="stable")[:64]
     partners = np.sort(emptiest[emptiest != fullest])
 
-    # Which item leaves: `given`. What comes back: an item of `others`, or (the last columns) nothing
+    # An item of `given` leaves. An item of `others` comes back or, in the last columns, nothing
     given = np.flatnonzero(owner == fullest)[:256]
     others = np.flatnonzero(np.isin(owner, partners))
     returned_sizes = np.pad(sizes[:, others], ((0, 0), (0, len(partners))))
@@ -1559,9 +1550,9 @@ def _exchange_items(sizes: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> 
 
 
 def pack_bins(tokens: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
-    """Distribute items (indices) over as few bins of at most `budget` tokens as best-fit-decreasing needs, then even
-    them out where that keeps the budget; costly bins first. An item above the budget, or budget 0, is a bin of its
-    own."""
+    """Distribute items (indices) over bins of at most `budget` tokens, as few as best-fit-decreasing needs. Then even
+    the bins out, if they stay within the budget. Returns costly bins first. An item above the budget is a bin of its
+    own, and so is every item with budget 0."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
@@ -1574,6 +1565,7 @@ def pack_bins(tokens: Sequence[int], costs: Sequence[float], budget: int) -> lis
             bins.append([])
         bins[b].append(i)
         bisect.insort(rooms, (left - tokens[i], b))
+
     if len(bins) > 1 and budget:
         even = balance(tokens, costs, len(bins), exchanges=0)
         fullest = max(sum(tokens[i] for i in items) for items in even)
@@ -1595,15 +1587,15 @@ def attention_width(config: Any) -> int:
 
 
 def matmul_parameters(model: Any) -> tuple[int, int]:
-    """Number of weights in matrices that multiply every token, and in the head, which only response tokens meet."""
+    """(weights of the matrices that multiply every token, weights of the head, which multiplies response tokens)."""
     head = model.get_output_embeddings().weight
-    others = {id(head)}
+    left_out = {id(head)}
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            others.add(id(module.weight))
+            left_out.add(id(module.weight))
     matrices = 0
     for p in model.parameters():
-        if p.ndim >= 2 and id(p) not in others:
+        if p.ndim >= 2 and id(p) not in left_out:
             matrices += p.numel()
     return matrices, head.numel()
 
@@ -1612,7 +1604,7 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 
 
 def check_models(args: Flags) -> None:
-    """Raise UserError where prompts, responses, learners or a teacher do not fit the model: see parts/fits.py."""
+    """Raise UserError if prompts, responses, learners or a teacher do not fit the model: see scripts/parts/fits.py."""
     from scripts.parts import fits
 
     fits.check(args)
@@ -1632,17 +1624,18 @@ def within_window(config: Any, args: Flags) -> bool:
 
 
 def load_causal_lm(args: Flags) -> Any:
-    """The Hugging Face causal LM with dropout off and no cache, still unsharded, in its checkpoint's dtype."""
+    """The Hugging Face causal LM without dropout, not sharded yet, in its checkpoint's dtype."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    # Each pack has a layout of its own, for which a compiled layer would be compiled again
+    # Each pack has another layout, for which a compiled layer would be compiled again
     attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
     AttentionInterface.register(PACK_ATTENTION, attention)
     source = {"revision": args.model_revision, "attn_implementation": args.attn_implementation}
     model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="auto", **source)
     if args.attn_implementation == "sdpa" and model._supports_attention_backend and within_window(model.config, args):
         model.set_attn_implementation(PACK_ATTENTION)
-    # Old and new logprobs must agree. eval() would also switch gradient checkpointing off
+
+    # Without dropout old and new logprobs agree. eval() would also switch gradient checkpointing off
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -1659,34 +1652,34 @@ def checkpoint_layers(model: Any, part: str) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     mlps: list[Any] = [getattr(layer, "mlp", None) for layer in blocks_of(model)]
-    need(all(mlps) and bool(mlps), f"--gradient_checkpointing_part mlp: {type(model).__name__} has none: take layer")
+    has_mlps = mlps != [] and None not in mlps
+    need(has_mlps, f"--gradient_checkpointing_part mlp: {type(model).__name__} has none: take layer")
     for mlp in mlps:
         mlp.forward = functools.partial(checkpoint, mlp.forward, use_reentrant=False)
 
 
 def prepare_compiler() -> dict[str, Any]:
-    """Have Inductor keep its precompiled C++ headers in its cache; it puts them into what is the temporary directory
-    when it is imported. Allow 64 graphs of a function, not torch's 8. Returns torch.compile's options, with the same
-    limit: the setting does not reach the thread of a GPU's backward."""
+    """Import Inductor, and return torch.compile's options: any number of tokens, and 64 graphs of a function in place
+    of torch's 8. The setting of torch has the limit too, and does not reach the thread of a GPU's backward."""
     setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010
     cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     os.makedirs(cache, exist_ok=True)
+    # Inductor's import chooses the temporary directory for precompiled C++ headers: let them outlive the run
     tempfile.tempdir = cache
     importlib.import_module("torch._inductor.codecache")
     tempfile.tempdir = None
     return {"dynamic": True, "recompile_limit": 64}
 
 
-def compile_layers(model: Any) -> bool:
+def compile_layers(model: Any) -> None:
     """Have torch.compile fuse the operations between the matrix products of each decoder layer. Call it before FSDP and
-    after checkpoint_layers, which both stay outside the compiled code. Any number of tokens is one graph; attention
-    over a pack is not compiled. Raises UserError where the model does not name its layers."""
+    after checkpoint_layers: both stay outside the compiled code. One graph serves any number of tokens; attention over
+    a pack is not compiled. Raises UserError if the model does not name its layers."""
     layers = blocks_of(model)
     need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
     options = prepare_compiler()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, **options)
-    return True
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -1742,19 +1735,21 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
 
 @functools.cache
 def _device_mesh(_ranks: object, device_type: str, shape: tuple[int, int]) -> Any:
-    """The mesh of all ranks. Policy and reference share it, and so its communicators."""
+    """The mesh of all ranks (`_ranks`, their group). Policy and reference share the mesh, and so its communicators."""
     return dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def cast_weights(part: Any, names: dict[int, str], args: Flags) -> None:
-    """Cast the parameters of `part` that are still in `names` (id -> name), and remove them from it: to float32,
-    dithered if asked, where they train, else to --model_dtype. Buffers become float32."""
+    """Cast the parameters of `part` that are still in `names` (id -> name), and remove them from `names`. Parameters
+    that train become float32, dithered with --dither_master_weights; others get --model_dtype. Buffers become
+    float32."""
+    dithered = args.dither_master_weights and args.model_dtype == "bfloat16"
     for p in part.parameters():
         name = names.pop(id(p), None)
         if name is None:
             continue
         p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[args.model_dtype])
-        if p.requires_grad and args.dither_master_weights and args.model_dtype == "bfloat16":
+        if p.requires_grad and dithered:
             dither(p.data, derive_seed(args.seed, name))
     for buffer in part.buffers():
         if buffer.is_floating_point():
@@ -1775,13 +1770,6 @@ def has_adapters(module: torch.nn.Module) -> bool:
     return any(hasattr(layer, "lora_A") for layer in module.modules())
 
 
-def add_adapters(model: Any, args: Flags) -> None:
-    """With --lora_rank: see scripts/parts/adapters.py."""
-    from scripts.parts import adapters
-
-    adapters.add_adapters(model, args)
-
-
 def without_adapters(model: Any) -> contextlib.AbstractContextManager[None]:
     """The model as it was before training, if it has adapters; else nothing changes."""
     if not has_adapters(model):
@@ -1791,17 +1779,14 @@ def without_adapters(model: Any) -> contextlib.AbstractContextManager[None]:
     return adapters.without_adapters(model)
 
 
-def trial_adapters(policy: Any, seed: int) -> contextlib.AbstractContextManager[None]:
-    """With --lora_rank: see scripts/parts/adapters.py."""
-    from scripts.parts import adapters
-
-    return adapters.trial_adapters(policy, seed)
-
-
 def named_weights(model: Any) -> NamedTensors:
     """(checkpoint name, parameter) of all weights of a model except adapters. A tied head is yielded under its own name
     too: vLLM's CPU backend keeps a packed copy of it, which would go stale."""
-    parameters = {n.replace(".base_layer.", "."): p for n, p in model.named_parameters() if ".lora_" not in n}
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            checkpoint_name = name.replace(".base_layer.", ".")
+            parameters[checkpoint_name] = parameter
     yield from parameters.items()
     if "lm_head.weight" not in parameters and model.get_output_embeddings() is not None:
         yield "lm_head.weight", model.get_input_embeddings().weight
@@ -1809,8 +1794,8 @@ def named_weights(model: Any) -> NamedTensors:
 
 @torch.no_grad()
 def shard_again(module: torch.nn.Module) -> None:
-    """Make parameters() this rank's shards of the master weights. After a forward without a backward FSDP keeps whole
-    copies in compute dtype in their place. It drops them later, and with them whatever was written to them."""
+    """Make parameters() this rank's shards of the master weights. After a forward without a backward FSDP has whole
+    copies in compute dtype in their place: it drops them later, with everything that was written to them."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -1832,8 +1817,8 @@ def full_weights(policy: Any, dtype: torch.dtype) -> NamedTensors:
 
 
 def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
-    """Yield (name, whole tensor in `dtype`) of sharded weights, with one collective for each GATHER_BYTES of them. All
-    ranks must exhaust it in lock-step."""
+    """Yield (name, whole tensor in `dtype`) of sharded weights. One collective gathers GATHER_BYTES of them. All ranks
+    must exhaust it in lock-step."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in named:
@@ -1848,8 +1833,8 @@ def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
 
 
 def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
-    """Gather the weights of a bucket with one collective. FSDP shards rows: of R ranks each holds ceil(rows / R) of
-    them, the last ones fewer or none, so shards are padded to the first rank's size."""
+    """Gather the weights of a bucket with one collective. FSDP shards rows: each of R ranks holds ceil(rows / R) of
+    them, the last ranks fewer or none, so their shards are padded."""
     mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
     ranks = 1 if mesh is None else mesh.size(-1)
     if ranks == 1:
@@ -1861,9 +1846,9 @@ def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> 
     own = torch.cat(shards)
     gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
     dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
-    by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
-    for (name, weight), everyones_shards in zip(bucket, by_weight, strict=True):
-        rows = everyones_shards.reshape(-1, *weight.shape[1:])
+    shards_by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
+    for (name, weight), all_shards in zip(bucket, shards_by_weight, strict=True):
+        rows = all_shards.reshape(-1, *weight.shape[1:])
         yield name, rows[: len(weight)]
 
 
@@ -1905,7 +1890,7 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
 
 @contextlib.contextmanager
 def whole_directory(path: Path) -> Generator[Path]:
-    """A directory to write a model into, which replaces `path` at the end: readers never see half a save."""
+    """A directory to write a model into. It replaces `path` at the end, so that readers never see half a save."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -1948,13 +1933,6 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", path
     )
 
 
-def push_model(run_dir: Path) -> None:
-    """With --push_to_hub: see scripts/parts/push_to_hub.py."""
-    from scripts.parts import push_to_hub
-
-    push_to_hub.push_in_process(run_dir)
-
-
 class Checkpoints:
     """Resumable checkpoints of a run, in run_dir/checkpoints/step_N: see scripts/parts/checkpoints.py, which the first
     save loads. All ranks construct it and call its methods."""
@@ -1966,8 +1944,8 @@ class Checkpoints:
         self.writer: Any = None
 
     def save(self, step: int, modules: dict[str, Any], optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
-        """Start to write everything a resume needs. Returns once it is copied, so that training may go on. The
-        optimizer is that of modules["policy"]. `extra` is plain data, each rank's own; its random state is added."""
+        """Start to write everything that a resume needs. Returns once all is copied, so that training may go on. The
+        optimizer is that of modules["policy"]. `extra` is this rank's plain data; its random state is added."""
         if self.writer is None:
             from scripts.parts import checkpoints
 
@@ -1987,19 +1965,11 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
     return on_main(lambda: checkpoints.newest(run_dir / "checkpoints", before), world)
 
 
-def load_checkpoint(
-    path: Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, world: World
-) -> dict[str, Any]:
-    """Load a checkpoint into modules and optimizer: see scripts/parts/checkpoints.py. All ranks."""
-    from scripts.parts import checkpoints
-
-    return checkpoints.load(path, modules, optimizer, world)
-
-
 def take_state(
     args: Flags, step: int, policy: Any, optimizer: torch.optim.Optimizer, engine: Engine | None, world: World
 ) -> None:
-    """With --load_states: load the other run's weights and moments after `step`; step 0 is the start model."""
+    """With --load_states: load the other run's weights and moments after `step`. After step 0 they are the start
+    model's, which are loaded already."""
     if not args.load_states or step == 0:
         return
     from scripts.parts import checkpoints
@@ -2030,7 +2000,7 @@ class Stop:
 
     def _answer(self, reader: int) -> None:
         """Answer each signal that comes through the pipe. The first rank of a node reports on stderr."""
-        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        reports = os.environ.get("LOCAL_RANK", "0") == "0"
         first_time = -math.inf
         while True:
             number = os.read(reader, 1)[0]
@@ -2039,7 +2009,7 @@ class Stop:
             if number not in (signal.SIGTERM, signal.SIGINT) or repeated:
                 continue
             stops_now = bool(self.asked) or not self.during
-            if speaks:
+            if reports:
                 answer = "stopping now" if stops_now else f"finishing {self.during}; once more to stop now"
                 os.write(2, f"{signal.Signals(number).name}: {answer}\n".encode())
             if stops_now:
@@ -2094,10 +2064,14 @@ def record_step(step: Any, packing: str, policy: Any, args: Flags, world: World)
 
 
 def read_numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
-    """The values as Python numbers; all tensors among them are read at once, so that a GPU is waited for once."""
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(numbers) if isinstance(x, torch.Tensor) else x for x in values]
+    """The values as Python numbers. All tensors among them are read at once, so that this waits for a GPU once."""
+    numbers: list[Any] = list(values)
+    places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    if places:
+        tensors = [numbers[i] for i in places]
+        for i, number in zip(places, torch.stack(tensors).tolist(), strict=True):
+            numbers[i] = number
+    return numbers
 
 
 class Metrics:
@@ -2115,7 +2089,8 @@ class Metrics:
         self.totals[name] += number
 
     def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
-        """Add `total` over `count` samples. Tensors are read in `reduce` only, so that this never waits for a GPU."""
+        """Add `total`, the sum over `count` samples. Only `reduce` reads tensors, so that this never waits for a
+        GPU."""
         if isinstance(total, torch.Tensor):
             total = total.detach().double()
         if isinstance(count, torch.Tensor):
@@ -2131,11 +2106,11 @@ class Metrics:
             self.extreme(f"{name}_max", float(np.max(values)))
 
     def sample(self, name: str, values: Sequence[float]) -> None:
-        """Values of which the median and the 99th percentile are wanted, `name`_p50 and _p99."""
+        """Add values to those whose median and 99th percentile are reported, as `name`_p50 and `name`_p99."""
         self.samples[name] += values
 
     def extreme(self, name: str, value: float) -> None:
-        """Keep the smallest value of a `..._min` name, the largest of a `..._max` name, over calls and ranks."""
+        """Keep the smallest value of a name that ends in _min, or the largest of one in _max, over calls and ranks."""
         best = min if name.endswith("_min") else max
         self.extremes[name] = best(self.extremes.get(name, value), value)
 
@@ -2153,9 +2128,11 @@ class Metrics:
     def on_host(self) -> "Metrics":
         """The same numbers without tensors and GPU events, as other ranks get them."""
         host = Metrics()
-        numbers = iter(read_numbers([number for pair in self.sums.values() for number in pair]))
-        host.sums = {name: (next(numbers), next(numbers)) for name in self.sums}
-        host.sums |= {name: (seconds, 1.0) for name, seconds in self.timer.seconds.items()}
+        totals_and_counts = read_numbers([number for pair in self.sums.values() for number in pair])
+        pairs = zip(totals_and_counts[::2], totals_and_counts[1::2], strict=True)
+        host.sums = dict(zip(self.sums, pairs, strict=True))
+        for name, seconds in self.timer.seconds.items():
+            host.sums[name] = (seconds, 1.0)
         host.totals = self.totals
         host.extremes = self.extremes
         host.samples = self.samples
@@ -2166,11 +2143,15 @@ class Metrics:
         merged = Metrics()
         for metrics in all_gather(self.on_host(), world):
             merged.merge(metrics)
-        out = {name: total / count for name, (total, count) in merged.sums.items() if count}
+
+        out = {}
+        for name, (total, count) in merged.sums.items():
+            if count:
+                out[name] = total / count
         for name, values in merged.samples.items():
             out[f"{name}_p50"] = float(np.percentile(values, 50))
             out[f"{name}_p99"] = float(np.percentile(values, 99))
-        return out | dict(merged.totals) | merged.extremes  # a defaultdict would infect the result
+        return out | dict(merged.totals) | merged.extremes  # dict: the result must not be a defaultdict
 
 
 class GapError(RuntimeError):
@@ -2178,10 +2159,12 @@ class GapError(RuntimeError):
 
 
 class Gap:
-    """Running comparison of learner and engine logprobs of sampled tokens: the gauge of the weight sync."""
+    """The gap between the learner's and the engine's logprobs of sampled tokens, which shows a bad weight sync.
+
+    Of a token d = learner - engine logprob, rho = exp(d), and k3 = rho - 1 - d."""
 
     def __init__(self):
-        self.rows: list[torch.Tensor] = []  # of each batch: six sums and max |d|, read only in `check`
+        self.rows: list[torch.Tensor] = []  # of each batch: the sums of `add` and max |d|, read only in `check`
 
     @torch.no_grad()
     def add(self, logprobs: torch.Tensor | None, vllm_logprobs: torch.Tensor, places: torch.Tensor) -> None:
@@ -2196,41 +2179,50 @@ class Gap:
         rho = d.exp()
         k3 = rho - 1 - d
         columns = (torch.ones_like(d), d.abs(), d.square(), k3, rho, rho.square())
-        self.rows.append(torch.stack([*(column.sum() for column in columns), d.abs().max()]))
+        sums = [column.sum() for column in columns]
+        self.rows.append(torch.stack([*sums, d.abs().max()]))
 
-    def check(self, args: Flags, world: World, when: str) -> dict[str, float]:
-        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
+    def reduce(self, world: World, leads: bool) -> tuple[list[float], float]:
+        """The sums of `add` and max |d| over the ranks that lead. All ranks."""
         sums = [0.0] * 6
         largest = 0.0
-        if self.rows and leads(args, world):
+        if self.rows and leads:
             for *row, row_largest in torch.stack(self.rows).tolist():
                 sums = [a + b for a, b in zip(sums, row, strict=True)]
                 largest = max(largest, row_largest)
-        n, absolute, squared, k3, rho, rho_squared = all_reduce(sums, world)
+        sums = all_reduce(sums, world)
         largest = all_reduce([largest], world, dist.ReduceOp.MAX)[0]
+        return sums, largest
+
+    def check(self, args: Flags, world: World, when: str) -> dict[str, float]:
+        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
+        sums, largest = self.reduce(world, leads(args, world))
+        n, absolute, squared, k3, rho, rho_squared = sums
         if n == 0:
             return {}
 
         mean = absolute / n
+        mean_rho = rho / n
         if args.max_logprob_gap and not mean <= args.max_logprob_gap:  # not: NaN is beyond it
             raise GapError(
-                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {rho / n:.3g}) "
+                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {mean_rho:.3g}) "
                 f"over {n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. "
                 f"Likely cause: {self.likely_cause(when)}."
             )
-        rho_variance = rho_squared / n - (rho / n) ** 2
+        variance = squared / n - mean**2
+        rho_variance = rho_squared / n - mean_rho**2
         return {
             "debug/vllm_vs_local_logprob_diff_mean": mean,
             "debug/vllm_vs_local_logprob_diff_max": largest,
-            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(max(squared / n - mean**2, 0.0)),
+            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(max(variance, 0.0)),
             "debug/vllm_local_reverse_kl": k3 / n,
-            "val/rho": rho / n,
+            "val/rho": mean_rho,
             "val/rho_se": math.sqrt(max(rho_variance, 0.0) / n),
         }
 
     @staticmethod
     def likely_cause(when: str) -> str:
-        """What usually makes a gap that is too large."""
+        """The usual cause of a gap that is too large."""
         if when == "before the first rollout":
             return (
                 "they never held the same weights: another revision or dtype, a head or embedding the engine did not "
@@ -2264,24 +2256,27 @@ def note_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metric
 
 
 def note_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics, prefix: str) -> None:
-    """Reward, share above 0 and share of full scores, of all verifiers together and of each. Missing scores, and the
-    rollouts of a dump, which have no results, do not count."""
-    for r in rollouts if args.apply_verifiable_reward else ():
+    """Reward, share above 0 and share of full scores, of all verifiers together and of each. Missing scores do not
+    count, and neither do rollouts of a dump, which have no results."""
+    if not args.apply_verifiable_reward:
+        return
+    for r in rollouts:
         if not r.results:
             continue
         scores = [("verifiable", r.verifiable, len(r.prompt.verifiers))]  # name, score, full score
         for name, result in zip(r.prompt.verifiers, r.results, strict=True):
             scores.append((name, result.score, 1))
         for name, score, full_score in scores:
-            if not math.isnan(score):
-                solve_rate = "solve_rate" if name == "verifiable" else f"{name}_solve_rate"
-                metrics.add(f"{prefix}/{name}_reward", args.verification_reward * score)
-                metrics.add(f"{prefix}/{name}_correct_rate", float(score > 0))
-                metrics.add(f"{prefix}/{solve_rate}", float(score >= full_score - 1e-8))
+            if math.isnan(score):
+                continue
+            solve_rate = "solve_rate" if name == "verifiable" else f"{name}_solve_rate"
+            metrics.add(f"{prefix}/{name}_reward", args.verification_reward * score)
+            metrics.add(f"{prefix}/{name}_correct_rate", float(score > 0))
+            metrics.add(f"{prefix}/{solve_rate}", float(score >= full_score - 1e-8))
 
 
 def note_statuses(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """How often each verifier ended in which of the STATUSES, its seconds and the numbers among its details."""
+    """Of each verifier: how often it ended in each of the STATUSES, its seconds and the numbers among its details."""
     statuses: dict[str, Counter[str]] = defaultdict(Counter)  # verifier -> status -> results
     for r in rollouts:
         for name, result in zip(r.prompt.verifiers, r.results, strict=bool(r.results)):
@@ -2299,33 +2294,36 @@ def note_statuses(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
 
 def note_lengths(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
     """Tokens of the responses, and how many ended by themselves."""
-    lengths = [len(r.token_ids) for r in rollouts]
-    solved = [len(r.token_ids) for r in rollouts if r.verifiable > 0]
-    unsolved = [len(r.token_ids) for r in rollouts if not r.verifiable > 0]  # the unscored, nan, too
-    metrics.add_all("val/sequence_lengths", lengths)
-    metrics.add("val/sequence_lengths_solved", sum(solved), len(solved))
-    metrics.add("val/sequence_lengths_unsolved", sum(unsolved), len(unsolved))
-    stopped = sum(r.finish_reason == "stop" for r in rollouts)
+    stopped = 0
+    for r in rollouts:
+        stopped += r.finish_reason == "stop"
+        if r.verifiable > 0:
+            metrics.add("val/sequence_lengths_solved", len(r.token_ids))
+        else:  # also the unscored (NaN)
+            metrics.add("val/sequence_lengths_unsolved", len(r.token_ids))
+    metrics.add_all("val/sequence_lengths", [len(r.token_ids) for r in rollouts])
     metrics.add("val/stop_rate", stopped, len(rollouts))
     metrics.add("val/stop_token_rate", stopped, len(rollouts))
     metrics.count("val/num_stop_token_ids", stopped)
 
 
 def kind_of(group: Group, args: rewards.RewardFlags) -> str:
-    """How a group's outcomes are, the missing ones apart: "mixed" if they differ, so that the group has a gradient;
-    else all "zero", all "solved" (the highest that the prompt allows), or "nonzero", as a group without outcomes."""
+    """The kind of a group by its outcomes, without missing ones. "mixed": they differ, so the group has a gradient.
+    "zero" or "solved": all are 0, or all are the highest that the prompt allows. "nonzero": neither, or there is
+    none."""
     outcomes = distinct_outcomes(group)
-    highest = rewards.max_score(args, len(group[0].prompt.verifiers) or 1)
     if len(outcomes) > 1:
         return "mixed"
     if outcomes == {0.0}:
         return "zero"
+    highest = rewards.max_score(args, len(group[0].prompt.verifiers) or 1)
     return "solved" if outcomes == {highest} else "nonzero"
 
 
 def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: Any, metrics: Metrics) -> None:
-    """Metrics of a step's sampling, with grpo.Args: rollouts, groups by outcome, advantages. As in open-instruct's
-    reports, objective_kept/* and val/num_step_tokens count the groups that are kept, and each prompt once."""
+    """Metrics of a step's sampling: rollouts, tokens, advantages, kinds of groups. `groups` are trained on; `args` are
+    grpo.Args. As in open-instruct, objective_kept/* and val/num_step_tokens count the groups that are kept, and each
+    prompt once."""
     rollouts = [r for group in sampled for r in group]
     note_rollouts(rollouts, args, metrics)
     kept = [group for group in groups if len(distinct_outcomes(group)) > 1 or not args.filter_zero_std_samples]
@@ -2347,19 +2345,24 @@ def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: Any, metr
     metrics.count("batch/missing_rewards", len(rollouts) - len(scores))
     metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
 
-    kinds = Counter(kind_of(group, args) for group in sampled)
-    metrics.count("batch/total_prompts", len(sampled))
-    metrics.count("val/total_reward_groups", kinds["mixed"])
-    metrics.count("batch/filtered_prompts", len(sampled) - kinds["mixed"])
-    for kind in ("zero", "solved", "nonzero"):
-        metrics.count(f"batch/filtered_prompts_{kind}", kinds[kind])
+    note_kinds(sampled, args, metrics)
     for name, gib in memory_used().items():
         metrics.extreme(name, gib)
 
 
+def note_kinds(groups: Sequence[Group], args: rewards.RewardFlags, metrics: Metrics) -> None:
+    """How many groups are of each kind."""
+    kinds = Counter(kind_of(group, args) for group in groups)
+    metrics.count("batch/total_prompts", len(groups))
+    metrics.count("val/total_reward_groups", kinds["mixed"])
+    metrics.count("batch/filtered_prompts", len(groups) - kinds["mixed"])
+    for kind in ("zero", "solved", "nonzero"):
+        metrics.count(f"batch/filtered_prompts_{kind}", kinds[kind])
+
+
 def memory_used() -> dict[str, float]:
-    """Memory in GiB: the most that this process ever held; what all processes of this machine hold now; the most that
-    torch's tensors ever held on this process's GPU, and the most that torch's allocator ever reserved there."""
+    """Memory in GiB. On the host: the peak of this process, and what all processes of the machine use now. On this
+    process's GPU: the peak of torch's tensors, and of what torch's allocator has reserved."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024  # bytes
     out = {"memory/process_peak_gib": peak * unit / 2**30}
@@ -2374,7 +2377,7 @@ def memory_used() -> dict[str, float]:
 
 
 def take_variance(metrics: dict[str, float], mean_square: str, mean: str) -> float:
-    """The variance, from the means of the squares, which leaves `metrics`, and of the values."""
+    """The variance: the mean of the squares, which is removed from `metrics`, minus the square of the mean."""
     return max(metrics.pop(mean_square) - metrics[mean] ** 2, 0.0)
 
 
@@ -2396,8 +2399,8 @@ def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
 
 
 class Timer:
-    """Seconds of each named phase of a step: on the clock or, with `gpu`, between two events of the caller's stream.
-    With `gpu`, reading `seconds` waits for the caller's own work alone, not for what other threads have on the GPU."""
+    """Seconds of each named phase of a step: by the clock or, with `gpu`, between two events of the caller's stream. To
+    read `seconds` then waits for the caller's own work only, not for what other threads have on the GPU."""
 
     def __init__(self, gpu: bool | None = None):
         self.gpu = torch.cuda.is_available() if gpu is None else gpu
@@ -2492,32 +2495,36 @@ class Logger:
         self.say(self._line(metrics))
 
     def _line(self, metrics: dict[str, Any]) -> str:
-        """A step in at most 120 columns."""
+        """A step's line, of at most 120 columns."""
         step = metrics["training_step"]
         cells = [f"{step}/{self.num_steps}".rjust(self.step_width)]
         for heading, name, form in self.COLUMNS:
-            cells.append(cell(metrics.get(name), form, max(self.WIDTH, len(heading))))
+            width = max(self.WIDTH, len(heading))
+            cells.append(cell(metrics.get(name), form, width))
         cells.append(self._time_left(step).rjust(8))
         return " ".join(cells)
 
     def _time_left(self, step: int) -> str:
-        """Hours:minutes:seconds of the steps to come at the mean pace of the last ones, eval and saving included."""
+        """Hours:minutes:seconds that the remaining steps take at the mean pace of the last ones, evaluation and saving
+        included."""
         if step == 0:
             self.step_ends[-1] = time.monotonic()  # the evaluation before the first step
             return ""
         self.step_ends.append(time.monotonic())
         pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
-        minutes, seconds = divmod(round(pace * (self.num_steps - step)), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        seconds_left = pace * (self.num_steps - step)
+        minutes, seconds = divmod(round(seconds_left), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}"
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
-        """Print the first and the last rollout; the first TABLE_ROLLOUTS go to samples.jsonl, for the trackers."""
+        """Print the first and the last rollout. Append the first TABLE_ROLLOUTS to samples.jsonl, for the trackers."""
         if not self.enabled or not groups:
             return
         rollouts = [r for group in groups for r in group]
         for r in (rollouts[0], rollouts[-1]):
             end = "ended by itself" if r.finish_reason == "stop" else "cut at the limit"
-            label = str(*r.prompt.ground_truths[:1])
+            label = str(r.prompt.ground_truths[0]) if r.prompt.ground_truths else ""
             self.say(f"  prompt   {r.prompt.text[-600:]!r}")
             self.say(f"  response {r.text[:600]!r}")
             self.say(f"  score {r.score:g}, {end}, label {label:.120}")
@@ -2550,13 +2557,13 @@ class Logger:
 
             problem = track.end(name, process)
             if problem:
-                by_hand = f"scripts/track.py {self.run_dir} --{name}"
-                self.say(f"{problem}: metrics.jsonl has all, {by_hand} sends it")
+                command = f"scripts/track.py {self.run_dir} --{name}"
+                self.say(f"{problem}: metrics.jsonl has all, {command} sends it")
 
 
 def draw_report(run_dir: Path) -> str:
-    """Have scripts/reports/curves.py draw report.png; returns what the run's last line says of it. A failure is a
-    warning."""
+    """Have scripts/reports/curves.py draw report.png. Returns the words about the report for the run's last line. A
+    failure is only a warning."""
     problem = run_program("reports/curves.py", run_dir)
     if not problem:
         return f"report {run_dir / 'report.png'}"
@@ -2570,7 +2577,8 @@ def draw_report(run_dir: Path) -> str:
 
 def start_reward_models(args: Flags, run_dir: Path, world: World) -> Any:
     """Connect this rank to the judge and the solver. Without --solver_base_url the first rank starts the solver's
-    servers: its result is then a scripts.parts.serve.Servers, else None. All ranks that score. Raises UserError."""
+    servers, and gets them as a scripts.parts.serve.Servers; all other results are None. All ranks that score. Raises
+    UserError."""
     servers = None
     if args.solver_model_name_or_path and not args.solver_base_url:
         from scripts.parts import serve

@@ -54,12 +54,13 @@ def load_policy(checkpoint: Path, args: Any) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     import utils
+    from scripts.parts import adapters
 
     policy: Any = torch.nn.Module()
     policy.model = utils.load_causal_lm(args)
     adapted = getattr(args, "lora_rank", 0) > 0  # older runs have no such flag
     if adapted:
-        utils.add_adapters(policy.model, args)
+        adapters.add_adapters(policy.model, args)
     policy.model.float()
     state = {"policy": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
     dcp.load(state, checkpoint_id=checkpoint / "state")

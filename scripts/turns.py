@@ -17,9 +17,8 @@ import tyro
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import rewards
 import utils
-from scripts.parts import turns
+from scripts.parts import environments, turns
 from scripts.parts.rows import jsonl_rows
 from utils import need
 
@@ -37,7 +36,7 @@ def transcript(environment: turns.Environment, row: dict[str, Any], timeout_s: f
         said.append({"role": "assistant", "content": text})
         episode["messages"] = messages + [{"role": message["role"], "content": message["content"]} for message in said]
         episode |= {"text": text, "turn": turn, "steps_left": len(row["responses"]) - turn}
-        answer = rewards.ask_environment(environment.path, state, episode, timeout_s)
+        answer = environments.ask(environment.path, state, episode, timeout_s)
         state = answer.pop("state")
         content = "\n".join(answer.pop("texts"))
         said.append({"role": environment.role or "tool", "content": content} | answer)

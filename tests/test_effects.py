@@ -21,7 +21,7 @@ import torch
 import grpo
 import rewards
 import utils
-from scripts.parts import adapters, chat, run_code, run_dir, sandbox, serve
+from scripts.parts import adapters, chat, environments, machine, run_code, run_dir, sandbox, serve
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -100,7 +100,7 @@ def play(tiny_models, world, tmp_path_factory):
     read_rows = utils.read_rows
     patch.setattr(utils, "read_rows", functools.cache(lambda *asked: list(read_rows(*asked))))  # a program's start
     patch.setattr(run_dir, "provenance", functools.cache(run_dir.provenance))
-    patch.setattr(utils, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
+    patch.setattr(machine, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
 
     @functools.cache
     def run(flags):
@@ -278,9 +278,9 @@ def environment(flags, model, world, patch):
     """What tools are made of, and for how long each answer is waited."""
     args, found = replace(flags_of(flags), model_name_or_path=str(model)), {}
     about = {"role": "tool", "schemas": {"a": {"type": "function", "function": {"name": "a"}}}}
-    patch.setattr(rewards, "about_environment", lambda flag, path, config: about)
+    patch.setattr(environments, "about", lambda flag, path, config: about)
     patch.setattr(rewards, "more_env_workers", lambda number: found.setdefault("workers", number))
-    patch.setattr(rewards, "ask_environment", lambda path, state, episode, s: found.setdefault("asked", s) and 1 / 0)
+    patch.setattr(environments, "ask", lambda path, state, episode, s: found.setdefault("asked", s) and 1 / 0)
     args.check()
     tokenizer = utils.load_tokenizer(args)
     if (made := utils.load_environment(args, tokenizer)) is None:

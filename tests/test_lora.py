@@ -197,7 +197,7 @@ def test_a_trial_shows_every_adapter_and_leaves_nothing(tiny_models, world, dtyp
     shake(policy)
     before = dict(utils.full_weights(policy, torch.float32))
     mask = batch.response_mask
-    with utils.trial_adapters(policy, args.seed):
+    with adapters.trial_adapters(policy, args.seed):
         on, noise = logprobs(policy, batch), 1e-4 if dtype == "float32" else 0.03
         layers = list(adapters.adapted_layers(policy.model).values())
         for missing in [[layer] for layer in layers] if dtype == "float32" else [layers]:
@@ -229,7 +229,7 @@ def test_one_engine_of_many_that_lacks_adapters_is_found(tiny_models, world, dty
         for i in engines:
             rollouts[i].logprobs = batch.old_logprobs[batch.seq_ids == i + 1].numpy()
 
-    with utils.trial_adapters(policy, args.seed):
+    with adapters.trial_adapters(policy, args.seed):
         sampled(range(60))
         grpo.fill_logprobs(policy, [batch], "ref_logprobs", 1, args)
         moved = float((batch.old_logprobs - batch.ref_logprobs)[batch.response_mask].abs().mean())

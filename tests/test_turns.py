@@ -21,7 +21,7 @@ import grpo
 import rewards
 import utils
 from scripts import turns as program
-from scripts.parts import checks, dumps, turn_metrics, turns
+from scripts.parts import checks, dumps, environments, turn_metrics, turns
 from tests.conftest import REPO
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
@@ -585,7 +585,7 @@ def test_quick_answers_take_turns_and_slow_ones_get_a_worker_each(tmp_path, monk
         config = {"config": {"wanted": wanted}}
         asked = [
             rewards.ENV_THREADS.submit(
-                lambda: rewards.ask_environment(str(tmp_path / "meets.py"), None, episode | config, 600)
+                lambda: environments.ask(str(tmp_path / "meets.py"), None, episode | config, 600)
             )
             for _ in range(16)
         ]

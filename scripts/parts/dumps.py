@@ -1,4 +1,4 @@
-"""What a step sampled and what the learner made of it, on disk: --save_traces, --dump_steps, --load_batches.
+"""What a step sampled and what the learner computed for it, on disk: --save_traces, --dump_steps, --load_batches.
 
 RUN/rollouts.jsonl has a row for each sampled rollout, in the order of the prompt stream: what was sampled, its score
 and its advantage. At a dumped step the rows of the rollouts that were trained on also have the LEARNER_COLUMNS. The
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 class Trace(NamedTuple):
-    """A line of rollouts.jsonl, which is sorted by the two numbers before it."""
+    """A line of rollouts.jsonl, with the two numbers by which the lines of a step are sorted."""
 
     position: int
     sample: int
@@ -46,7 +46,7 @@ class Trace(NamedTuple):
 
 
 @dataclass
-class Part:
+class RankPart:
     """What one rank has of a step."""
 
     traces: list[Trace]  # of the rollouts that it sampled
@@ -60,44 +60,47 @@ def record_step(step: Any, packing: str, policy: Any, args: utils.Flags, world: 
     dumping = args.dump_steps == "all" or (args.dump_steps != "" and step.number % int(args.dump_steps) == 0)
     if not (dumping or args.save_traces):
         return
+    own_columns = learner_columns(step.batches, dumping) if utils.leads(args, world) else {}
     columns: dict[Name, Row] = {}
-    mine = learner_columns(step.batches, dumping) if utils.leads(args, world) else {}
-    for part in utils.all_gather(mine, world):
-        columns |= part
+    for rank_columns in utils.all_gather(own_columns, world):
+        columns |= rank_columns
     traces = []
-    for r in (r for group in step.sampled for r in group):
-        row = rollout_row(r, step.number) | columns.get((r.position, r.sample), {})
-        traces.append(Trace(r.position, r.sample, json.dumps(row, default=str) + "\n"))
+    for group in step.sampled:
+        for r in group:
+            row = rollout_row(r, step.number) | columns.get((r.position, r.sample), {})
+            line = json.dumps(row, default=str) + "\n"
+            traces.append(Trace(r.position, r.sample, line))
+
     positions = [group[0].position for group in step.groups]
     packs = [names_of(mini_batch) for mini_batch in step.packs]
-    parts = utils.all_gather(Part(traces, positions, packs), world)
+    parts = utils.all_gather(RankPart(traces, positions, packs), world)
     description: Row = {}
     if dumping:
         learners = [part.packs for part in parts[:: args.sequence_parallel_size]]
-        description = {
-            "training_step": step.number,
-            "how": packing,
-            "weights": weights_hash(policy, world),
-            "positions": sorted(position for part in parts for position in part.positions),
-            "packs": list(zip(*learners, strict=True)),
-        }
+        description["training_step"] = step.number
+        description["how"] = packing
+        description["weights"] = weights_hash(policy, world)
+        description["positions"] = sorted(position for part in parts for position in part.positions)
+        description["packs"] = list(zip(*learners, strict=True))
     if world.is_main:
         ordered = sorted(trace for part in parts for trace in part.traces)
         append_rows(args.run_dir, [trace.line for trace in ordered], description)
 
 
 def learner_columns(mini_batches: Sequence[Sequence[Any]], dumping: bool) -> dict[Name, Row]:
-    """What the learner knows of each rollout of its grpo.Batches: the advantage, which --kl_in_reward makes anew, and
-    while `dumping` the LEARNER_COLUMNS."""
+    """What the learner knows of each rollout in its grpo.Batches: the advantage, which --kl_in_reward changes, and
+    with `dumping` the LEARNER_COLUMNS."""
+    names = LEARNER_COLUMNS if dumping else ()
     columns: dict[Name, Row] = {}
-    for batch in (batch for mini_batch in mini_batches for batch in mini_batch):
-        for i, r in enumerate(batch.rollouts, start=1):
-            row: Row = {"advantage": r.advantage}
-            for name in LEARNER_COLUMNS if dumping else ():
-                values = getattr(batch, name)  # (B, T)
-                if values is not None:
-                    row[name] = values[batch.seq_ids == i].tolist()
-            columns[r.position, r.sample] = row
+    for mini_batch in mini_batches:
+        for batch in mini_batch:
+            for i, r in enumerate(batch.rollouts, start=1):
+                row: Row = {"advantage": r.advantage}
+                for name in names:
+                    values = getattr(batch, name)  # (B, T)
+                    if values is not None:
+                        row[name] = values[batch.seq_ids == i].tolist()
+                columns[r.position, r.sample] = row
     return columns
 
 
@@ -107,8 +110,8 @@ def names_of(packs: Sequence[Sequence[Group]]) -> list[list[list[Name]]]:
 
 
 def rollout_row(r: Rollout, step: int) -> Row:
-    """A rollout as a row of rollouts.jsonl. NaN is null; every other number is read back to the same bits, since Python
-    writes a float with enough digits."""
+    """A rollout as a row of rollouts.jsonl. NaN is null. Every other number is read back with the same bits, since
+    Python writes a float with enough digits."""
     row: Row = {"training_step": step} | vars(r)
     del row["scoring"]
     row |= {name: getattr(r, name).tolist() for name in utils.COLUMNS}
@@ -134,9 +137,10 @@ def append_rows(run_dir: Path, lines: Sequence[str], description: Row) -> None:
         rows = {"start": start, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         path = dump_path(run_dir, description["training_step"])
         path.parent.mkdir(exist_ok=True)
-        half = path.with_suffix(".tmp")
-        half.write_text(json.dumps({"schema_version": SCHEMA} | description | {"rows": rows}))
-        os.replace(half, path)
+        content = {"schema_version": SCHEMA} | description | {"rows": rows}
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, path)
 
 
 def dump_path(run_dir: Path, step: int) -> Path:

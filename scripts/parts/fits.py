@@ -26,15 +26,16 @@ def check_model(args: utils.Flags, name: str, config: Any) -> None:
     """Raises UserError unless a model has the heads and the positions that the flags ask for."""
     heads = getattr(config, "num_attention_heads", 1)
     if heads % args.sequence_parallel_size:
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        fix = f"one of {divisors} does"
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        fix = f"one of {', '.join(divisors)} does"
         args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: {fix}")
+
     longest_response = max(args.response_length, args.eval_response_length or 0)
     length = args.max_prompt_token_length + longest_response
     positions = config.max_position_embeddings
     if length > positions:
-        too_long = f"= {length} tokens, but {name} has {positions} positions"
-        args.refuse(f"--max_prompt_token_length + --response_length {too_long}")
+        sizes = f"= {length} tokens, but {name} has {positions} positions"
+        args.refuse(f"--max_prompt_token_length + --response_length {sizes}")
 
 
 def check_vocabulary(args: utils.Flags, rows: int, teacher_rows: int) -> None:
@@ -43,13 +44,18 @@ def check_vocabulary(args: utils.Flags, rows: int, teacher_rows: int) -> None:
 
     tokenizer = utils.pretrained(AutoTokenizer, args, "model_name_or_path")
     teacher_tokenizer = utils.pretrained(AutoTokenizer, args.of_reference(), "ref_model_name_or_path")
-    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
-    teacher_tokens = {i: token for token, i in teacher_tokenizer.get_vocab().items()}
+    tokens = token_of_id(tokenizer)
+    teacher_tokens = token_of_id(teacher_tokenizer)
     if rows > teacher_rows:  # rows without a token can be sampled too
         tokens[teacher_rows] = "a row of the head"
     for i in sorted(tokens.keys() | teacher_tokens.keys()):
         token = tokens.get(i)
         teacher_token = teacher_tokens.get(i)
         if token != teacher_token:
-            differs = f"token {i} is {token!r} to the policy and {teacher_token!r} to the teacher"
-            args.refuse(f"--ref_model_name_or_path: {differs}: take a teacher with the policy's vocabulary")
+            difference = f"token {i} is {token!r} to the policy and {teacher_token!r} to the teacher"
+            args.refuse(f"--ref_model_name_or_path: {difference}: take a teacher with the policy's vocabulary")
+
+
+def token_of_id(tokenizer: Any) -> dict[int, str]:
+    """A tokenizer's vocabulary by id."""
+    return {i: token for token, i in tokenizer.get_vocab().items()}

@@ -14,45 +14,52 @@ import tyro
 def show(cls: Any, tokens: Sequence[str]) -> None:
     """Print the help that a command line asks for, and end the process with status 0."""
     word = word_of(tokens)
-    if not word:
+    if word:
+        text = io.StringIO()  # tyro draws no frames around its panels here
+        with contextlib.redirect_stdout(text):
+            print_help(cls)
+        flags = flags_with(word, text.getvalue())
+        print(flags or f"No flag has {word!r} in its name or text: --help without a word shows all flags.")
+    else:
         print_help(cls)
-        raise SystemExit(0)
-    text = io.StringIO()  # for which tyro draws panels without frames
-    with contextlib.redirect_stdout(text):
-        print_help(cls)
-    found = flags_with(word, text.getvalue())
-    print(found or f"No flag has {word!r} in its name or text: --help without a word shows all flags.")
     raise SystemExit(0)
 
 
 def word_of(tokens: Sequence[str]) -> str:
     """The word behind --help or -h; "" for none."""
-    position = next(i for i, token in enumerate(tokens) if token in ("-h", "--help"))
-    following = "".join(tokens[position + 1 : position + 2])
-    return "" if following.startswith("-") else following
+    flag = "--help" if "--help" in tokens else "-h"
+    after = tokens[tokens.index(flag) + 1 :]
+    if not after or after[0].startswith("-"):
+        return ""
+    return after[0]
 
 
 def print_help(cls: Any) -> None:
     """Print all flags of a dataclass with tyro, which makes a panel of each nested dataclass."""
-    bases = [base for base in cls.__mro__ if is_dataclass(base) and not any(map(is_dataclass, base.__bases__))]
+    defaults = cls()
     panels = []
-    for base in bases:
-        defaults = {flag.name: getattr(cls(), flag.name) for flag in fields(base)}
-        panels.append((base.__name__, base, field(default_factory=functools.partial(base, **defaults))))
+    for base in cls.__mro__:
+        if not is_dataclass(base) or any(map(is_dataclass, base.__bases__)):
+            continue
+        values = {flag.name: getattr(defaults, flag.name) for flag in fields(base)}
+        panel = field(default_factory=functools.partial(base, **values))
+        panels.append((base.__name__, base, panel))
     nested = make_dataclass(cls.__name__, panels, namespace={"__doc__": cls.__doc__})
     with contextlib.suppress(SystemExit):
         tyro.cli(nested, args=["--help"], use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def flags_with(word: str, text: str) -> str:
-    """Of the help's flags those that have the word, in any case, in their name or text, below the names of their
-    classes; "" if there are none."""
+    """The part of the help `text` about flags that have the word, in any case, in their name or text. The name of their
+    class comes first. "" if no flag has it."""
     shown = []
-    for panel in re.split(r"^ (?=\w+ options)", text, flags=re.MULTILINE)[1:]:
+    panels = re.split(r"^ (?=\w+ options)", text, flags=re.MULTILINE)[1:]
+    for panel in panels:
         title, *flags = re.split(r"^  (?=--\w)", panel, flags=re.MULTILINE)
-        found = [flag for flag in flags if has_word(flag, word)]
-        if found:
-            shown += [title.split()[0], *found]
+        matching = [flag for flag in flags if has_word(flag, word)]
+        if matching:
+            class_name = title.split()[0]
+            shown += [class_name, *matching]
     lines = [line.rstrip() for line in "\n".join(shown).splitlines()]
     return "\n".join(line for line in lines if line)
 

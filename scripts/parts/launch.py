@@ -13,7 +13,7 @@ import sys
 import uuid
 from pathlib import Path
 
-PASSED_ON: list[int] = []  # signals
+PASSED_ON: list[int] = []  # numbers of the signals that were passed on to the ranks
 
 
 def launch(names: list[str], command: list[str]) -> None:
@@ -44,7 +44,9 @@ def launch(names: list[str], command: list[str]) -> None:
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         code = failure.exitcode
-        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        cause = f"exit code {code}"
+        if code < 0:
+            cause = f"signal {signal.Signals(-code).name}"
         print(f"{Path(script).name}: {names[rank]} (pid {failure.pid}) died with {cause}", file=sys.stderr)
         raise SystemExit(128 + PASSED_ON[-1] if PASSED_ON else 1) from None
 

@@ -42,8 +42,8 @@ def bfloat16_is_fast() -> tuple[bool, str]:
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
         has = "has" if is_fast else "has no"
         return is_fast, f"{torch.cuda.get_device_name()} {has} bfloat16"
-    half, full = core_speeds([torch.bfloat16, torch.float32])
-    return half > full, f"a core reaches {half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32 here"
+    bfloat16, float32 = core_speeds([torch.bfloat16, torch.float32])
+    return bfloat16 > float32, f"a core reaches {bfloat16:.0f} GFLOP/s in bfloat16, {float32:.0f} in float32 here"
 
 
 def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:

@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism: neighbouring ranks share the tokens of their packs (--sequence_parallel_size).
 
-Each rank of a group holds a part of a pack's columns (tokens). For attention all-to-alls give each rank all tokens of a
-part of the heads, and take the result back (arXiv:2309.14509). utils.py imports this for such runs only.
+Each rank of a group has a part of a pack's columns (tokens). For attention, all-to-alls give each rank all tokens of a
+part of the heads. Afterwards they give the result back (arXiv:2309.14509). Only such runs import this.
 """
 
 import functools
@@ -48,8 +48,8 @@ def columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_columns(own: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """(B, T) from each rank's columns. Every rank computes the same loss from it. So each rank takes the gradient of
-    its own columns only, and gradients are not added up."""
+    """(B, T) from the columns of all ranks. Every rank computes the same loss from it: so each rank takes the gradient
+    of its own columns only, and gradients are not added up."""
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own.detach(), group)
     parts[group.rank()] = own

@@ -4,8 +4,8 @@ That process prints one line of JSON once all servers answer: base_urls (OpenAI'
 api_key. The servers end with it: on Ctrl-C, on SIGTERM and, where its stdin is a pipe, when that closes, which the
 kernel does when the run that started it is gone, for whatever reason.
 
-`Servers`, `start_servers` and `start_solver` are for the run's process, which has imported utils. All else is the
-process that owns the servers: scripts/serve.py starts it by hand.
+`Servers`, `start_servers` and `start_solver` are for the run's process. All else is for the process that owns the
+servers, which scripts/serve.py starts by hand.
 """
 
 import argparse
@@ -205,14 +205,18 @@ def server_command(options: argparse.Namespace) -> list[str]:
 def start(options: argparse.Namespace, key: str, directory: str, servers: list[Server]) -> None:
     """Start the servers, each in a process group of its own, with `directory` for their temporary files."""
     command = server_command(options)
-    env = DEFAULTS | {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
+    env = DEFAULTS | inherited
     env["VLLM_API_KEY"] = key
     env["TMPDIR"] = directory
     env["VLLM_RPC_BASE_PATH"] = directory
     for i, devices in enumerate(server_devices(options.num_engines, options.devices_in_use)):
-        port = free_port(options.port + i if options.port else 0)
+        wanted_port = options.port + i if options.port else 0
+        port = free_port(wanted_port)
         env["CUDA_VISIBLE_DEVICES"] = devices
-        log = options.log_dir / f"{options.name}_{i}.log" if options.log_dir else None
+        log = None
+        if options.log_dir:
+            log = options.log_dir / f"{options.name}_{i}.log"
         with log.open("w") if log else contextlib.nullcontext(sys.stderr) as out:
             process = subprocess.Popen(
                 [*command, "--port", str(port)],

@@ -52,12 +52,12 @@ class TransformersEngine(utils.Engine):
     def step(self) -> list[tuple[str, utils.Generation]]:
         """Sample a batch of waiting requests to their end: those with the shortest prompts and the same top_p and stop
         strings as the shortest one."""
-        shortest_first = sorted(self.waiting, key=lambda name: len(self.waiting[name].prompt_ids))
-        first = self.waiting[shortest_first[0]]
+        names = sorted(self.waiting, key=lambda name: len(self.waiting[name].prompt_ids))
+        shortest = self.waiting[names[0]]
         batch = []
-        for name in shortest_first:
+        for name in names:
             request = self.waiting[name]
-            if request.stop == first.stop and request.top_p == first.top_p:
+            if request.stop == shortest.stop and request.top_p == shortest.top_p:
                 batch.append(name)
         batch = batch[: self.batch_size]
         requests = [self.waiting.pop(name) for name in batch]
@@ -103,14 +103,13 @@ class TransformersEngine(utils.Engine):
     def _cut(
         self, ids: list[int], logprobs: list[float], max_tokens: int, stop_strings: Sequence[str]
     ) -> utils.Generation:
-        """End a row where its response ended: `generate` pads finished rows to the longest of the batch."""
+        """Cut a row where its response ended: `generate` pads finished rows to the longest of the batch."""
+        length = min(len(ids), max_tokens)
+        reason = "length"
         end = self._end_of(ids, stop_strings)
         if end is not None and end <= max_tokens:
             length = end
             reason = "stop"
-        else:
-            length = min(len(ids), max_tokens)
-            reason = "length"
         return utils.Generation(ids[:length], logprobs[:length], reason, [self.version] * length)
 
     def _end_of(self, ids: list[int], stop_strings: Sequence[str]) -> int | None:
@@ -125,8 +124,9 @@ class TransformersEngine(utils.Engine):
 
 
 class SeededSampler(LogitsProcessor):
-    """Makes a greedy search sample softmax(logits / temperature), by the Gumbel-max trick: it returns logprobs minus
-    the log of exponential noise, which each request draws from its own seed. Keeps the chosen tokens' logprobs."""
+    """Makes a greedy search sample from softmax(logits / temperature), by the Gumbel-max trick: it returns logprobs
+    minus the log of exponential noise. Each request draws its noise from its own seed. Keeps the chosen tokens'
+    logprobs."""
 
     def __init__(self, requests: Sequence[utils.Request], device: torch.device):
         temperatures = [[request.temperature or 1.0] for request in requests]

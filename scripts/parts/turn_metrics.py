@@ -12,7 +12,7 @@ Calls = dict[tuple[str, str], float]  # (tool, "calls", "failures" or "seconds")
 
 
 def note(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """Add the metrics of those of the rollouts that have turns."""
+    """Add the metrics of those rollouts that have turns."""
     rollouts = [r for r in rollouts if r.turns]
     tools: set[str] = set()
     calls: Calls = defaultdict(float)
@@ -24,11 +24,13 @@ def note(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
         for turn in r.turns:
             count_calls(turn, calls)
     metrics.add_all("val/turns", [sum(turn["role"] == "assistant" for turn in r.turns) for r in rollouts])
+
     tools |= {tool for tool, _ in calls}
     for tool in sorted(tools):
-        metrics.add(f"tools/{tool}/avg_calls_per_rollout", calls[tool, "calls"], len(rollouts))
-        metrics.add(f"tools/{tool}/failure_rate", calls[tool, "failures"], calls[tool, "calls"])
-        metrics.add(f"tools/{tool}/avg_runtime", calls[tool, "seconds"], calls[tool, "calls"])
+        number = calls[tool, "calls"]
+        metrics.add(f"tools/{tool}/avg_calls_per_rollout", number, len(rollouts))
+        metrics.add(f"tools/{tool}/failure_rate", calls[tool, "failures"], number)
+        metrics.add(f"tools/{tool}/avg_runtime", calls[tool, "seconds"], number)
 
 
 def note_tokens(r: Rollout, metrics: Metrics) -> None:
@@ -64,7 +66,7 @@ def note_environment(r: Rollout, metrics: Metrics) -> None:
 def count_calls(turn: dict[str, Any], calls: Calls) -> None:
     """Add a turn's `tools/TOOL/calls`, `/failures` and `/seconds` to those of its tool and of all tools."""
     for key, value in turn.get("metrics", {}).items():
-        parts = key.split("/")
-        if len(parts) == 3 and parts[0] == "tools":
-            calls[parts[1], parts[2]] += value
-            calls["aggregate", parts[2]] += value
+        if key.count("/") == 2 and key.startswith("tools/"):
+            _, tool, quantity = key.split("/")
+            calls[tool, quantity] += value
+            calls["aggregate", quantity] += value

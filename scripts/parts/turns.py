@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import rewards
 import utils
 from rewards import UserError, need
+from scripts.parts import environments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -209,7 +210,7 @@ def load_environment(args: utils.Flags, tokenizer: "Tokenizer | None") -> Enviro
         flag = "--env_file"
         path = os.path.abspath(args.env_file)
         config = {}
-    about = rewards.about_environment(flag, path, config)
+    about = environments.about(flag, path, config)
     role = about.get("role", "user")
     stop = tuple(about.get("stop", ()))
     schemas = about.get("schemas", {})

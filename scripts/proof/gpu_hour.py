@@ -241,7 +241,7 @@ def check_machine(hour: Hour) -> Found:
         command += ["pins", "requirements-cpu.txt"]
     status, output = hour.run("machine", command)
     failed = [line for line in output.splitlines() if "FAIL" in line]
-    speed = utils.device_speed(torch.device(DEVICE), torch.bfloat16 if GPUS else torch.float32)
+    speed = machine.device_speed(torch.device(DEVICE), torch.bfloat16 if GPUS else torch.float32)
     figures = {"product, TFLOP/s": speed["flops_per_second"] / 1e12}
     figures["copy, GB/s"] = speed["bytes_per_second"] / 1e9
     return Found(not status, "; ".join(failed)[:300] or "doctor.py finds nothing wrong", figures)

@@ -21,6 +21,7 @@ import rewards
 import utils
 from scripts.parts import dumps
 from scripts.parts.checkpoints import checkpoint_dirs, remove
+from scripts.parts.checkpoints import load as load_checkpoint
 from tests import programs
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
@@ -61,7 +62,7 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_4"
     other = Small(seed=1)
     path = utils.newest_checkpoint(tmp_path, world)
-    extra = utils.load_checkpoint(path, other.modules, other.optimizer, world)
+    extra = load_checkpoint(path, other.modules, other.optimizer, world)
     assert extra == {"step": 4, "excluded": [1, 2], "rollouts": rollouts}
     assert all(torch.equal(a, b) for a, b in zip(other.numbers(), want, strict=True))
     assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == after

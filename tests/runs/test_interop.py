@@ -272,12 +272,15 @@ def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
     assert hub.commits == ["/api/models/me/f/commit/main"]
 
 
+UPLOAD = "import pathlib; from scripts.parts import push_to_hub; push_to_hub.push_in_process(pathlib.Path({!r}))"
+
+
 def test_sigterm_ends_an_upload_and_says_how_to_repeat_it(trained, tmp_path):
     """A hub that takes the connection and is silent; the run is done, so its status stays 0."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         env = trained[1].env | {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "600"}
-        script = f"import utils, pathlib; utils.push_model(pathlib.Path({str(trained[0])!r}))"
+        script = UPLOAD.format(str(trained[0]))
         program = programs.Program(["-c", script], tmp_path / "out", tmp_path / "err", **env)
         silent.settimeout(60)
         connection, _ = silent.accept()
@@ -293,7 +296,7 @@ def test_an_upload_does_not_outlive_the_run(trained, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         env = trained[1].env | {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "600"}
-        script = f"import utils, pathlib; utils.push_model(pathlib.Path({str(trained[0])!r}))"
+        script = UPLOAD.format(str(trained[0]))
         program = programs.Program(["-c", script], tmp_path / "out", **env)
         silent.settimeout(60)
         connection, _ = silent.accept()
