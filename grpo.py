@@ -1317,6 +1317,8 @@ def start_state() -> dict[str, Any]:
 def set_up(args: Args, world: World) -> Run:
     """A run before its engines start: prompts, directory and a learner, with --resume that of its newest checkpoint.
     All learners. Raises UserError for what cannot work."""
+    from scripts.parts import fits
+
     start_time = time.perf_counter()
     torch.manual_seed(args.seed)
     utils.make_deterministic(args)
@@ -1327,7 +1329,7 @@ def set_up(args: Args, world: World) -> Run:
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
-    utils.check_models(args)
+    fits.check(args)
     run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
     rewards.configure(args, connect=world.is_main)  # an absent judge is refused now, not after minutes of loading
     newest = None

@@ -709,32 +709,34 @@ def pretrained(kind: Any, args: Flags, flag: str) -> Any:
 
 
 def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",)) -> list[tuple[str, float | int]]:
-    """`NAME AMOUNT NAME AMOUNT ...` as pairs: see parse_amount. Raises UserError for a malformed flag or a file that
-    does not exist."""
-    need(len(values) % 2 == 0, f"--{flag} takes NAME AMOUNT pairs, got {len(values)} values: {' '.join(values)}")
+    """`NAME AMOUNT NAME AMOUNT ...` as pairs: see parse_amount. Raises UserError."""
+    given = " ".join(values)
+    need(len(values) % 2 == 0, f"--{flag} takes NAME AMOUNT pairs, got {len(values)} values: {given}")
     pairs: list[tuple[str, float | int]] = []
     for name, amount in zip(values[::2], values[1::2], strict=True):
-        given = f"--{flag} {name} {amount}"
-        number = parse_amount(given, amount)
-        endless = name.startswith("reasoning_gym:")
-        need(not endless or isinstance(number, int), f"{given}: generated data has no end, give a count such as 2000")
-        is_file = Path(name).suffix in (".jsonl", ".parquet")
-        need(not is_file or Path(name).is_file(), f"--{flag} {name}: no such file")
+        number = parse_amount(flag, name, amount)
         pairs.append((name, number))
 
-    one_split = len(set(splits)) == 1
-    if pairs and not one_split and len(splits) != len(pairs):
-        raise UserError(f"--{flag}_splits: give one split or one per dataset ({len(pairs)}), got {len(splits)}")
+    num_pairs = len(pairs)
+    num_splits = len(splits)
+    fits = num_splits == num_pairs or num_pairs == 0 or len(set(splits)) == 1
+    need(fits, f"--{flag}_splits: give one split or one per dataset ({num_pairs}), got {num_splits}")
     return pairs
 
 
-def parse_amount(given: str, amount: str) -> float | int:
-    """An amount with a dot is a fraction, one without is a number of rows. Raises UserError; `given` names the flag."""
+def parse_amount(flag: str, name: str, amount: str) -> float | int:
+    """The AMOUNT of a data set: with a dot a fraction, without one a number of rows. Raises UserError for a malformed
+    one or a file that does not exist."""
+    given = f"--{flag} {name} {amount}"
     try:
         number = float(amount) if "." in amount else int(amount)
     except ValueError:
         raise UserError(f"{given}: the amount must be a fraction (1.0) or a count (500)") from None
     need(number > 0, f"{given}: the amount must be positive")
+    endless = name.startswith("reasoning_gym:")
+    need(not endless or isinstance(number, int), f"{given}: generated data has no end, give a count such as 2000")
+    is_file = Path(name).suffix in (".jsonl", ".parquet")
+    need(not is_file or Path(name).is_file(), f"--{flag} {name}: no such file")
     return number
 
 
@@ -1366,31 +1368,23 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, **prepare_compiler())  # uncompiled it makes the scores of all pairs
 
 
+def small_tiles(size: int) -> dict[str, int]:
+    """Options with which flex attention's kernels take less shared memory than with torch's own."""
+    return {
+        "fwd_BLOCK_M": 2 * size,
+        "fwd_BLOCK_N": size,
+        "bwd_BLOCK_M1": size,
+        "bwd_BLOCK_N1": size,
+        "bwd_BLOCK_M2": size,
+        "bwd_BLOCK_N2": size,
+        "fwd_num_stages": 1,
+        "bwd_num_stages": 1,
+    }
+
+
 # Options of flex attention's kernels; the first that run are used. With torch's own, {}, heads of 256 (of 128 in
 # float32) need up to 150 KB of shared memory, and a 4090, an L40S or a consumer Blackwell has 99.
-FLEX_OPTIONS: list[dict[str, int]] = [
-    {},
-    {
-        "fwd_BLOCK_M": 64,
-        "fwd_BLOCK_N": 32,
-        "bwd_BLOCK_M1": 32,
-        "bwd_BLOCK_N1": 32,
-        "bwd_BLOCK_M2": 32,
-        "bwd_BLOCK_N2": 32,
-        "fwd_num_stages": 1,
-        "bwd_num_stages": 1,
-    },
-    {
-        "fwd_BLOCK_M": 32,
-        "fwd_BLOCK_N": 16,
-        "bwd_BLOCK_M1": 16,
-        "bwd_BLOCK_N1": 16,
-        "bwd_BLOCK_M2": 16,
-        "bwd_BLOCK_N2": 16,
-        "fwd_num_stages": 1,
-        "bwd_num_stages": 1,
-    },
-]
+FLEX_OPTIONS: list[dict[str, int]] = [{}, small_tiles(32), small_tiles(16)]
 
 
 def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> str:
@@ -1601,13 +1595,6 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 
 
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
-
-
-def check_models(args: Flags) -> None:
-    """Raise UserError if prompts, responses, learners or a teacher do not fit the model: see scripts/parts/fits.py."""
-    from scripts.parts import fits
-
-    fits.check(args)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -2203,21 +2190,22 @@ class Gap:
 
         mean = absolute / n
         mean_rho = rho / n
-        if args.max_logprob_gap and not mean <= args.max_logprob_gap:  # not: NaN is beyond it
+        limit = args.max_logprob_gap
+        if limit and not mean <= limit:  # not: NaN is beyond it
+            cause = self.likely_cause(when)
             raise GapError(
                 f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {mean_rho:.3g}) "
-                f"over {n:.0f} sampled tokens exceeds --max_logprob_gap {args.max_logprob_gap}. "
-                f"Likely cause: {self.likely_cause(when)}."
+                f"over {n:.0f} sampled tokens exceeds --max_logprob_gap {limit}. Likely cause: {cause}."
             )
-        variance = squared / n - mean**2
-        rho_variance = rho_squared / n - mean_rho**2
+        variance = max(squared / n - mean**2, 0.0)
+        rho_variance = max(rho_squared / n - mean_rho**2, 0.0)
         return {
             "debug/vllm_vs_local_logprob_diff_mean": mean,
             "debug/vllm_vs_local_logprob_diff_max": largest,
-            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(max(variance, 0.0)),
+            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(variance),
             "debug/vllm_local_reverse_kl": k3 / n,
             "val/rho": mean_rho,
-            "val/rho_se": math.sqrt(max(rho_variance, 0.0) / n),
+            "val/rho_se": math.sqrt(rho_variance / n),
         }
 
     @staticmethod
@@ -2332,8 +2320,8 @@ def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: Any, metr
 
     prompt_lengths = [len(r.prompt.token_ids) for r in rollouts]
     response_tokens = sum(len(r.token_ids) for r in rollouts)
-    kept_tokens = sum(len(group[0].prompt.token_ids) for group in kept)
-    kept_tokens += sum(len(r.token_ids) for r in kept_rollouts)
+    kept_tokens = sum(len(r.token_ids) for r in kept_rollouts)
+    kept_tokens += sum(len(group[0].prompt.token_ids) for group in kept)
     metrics.count("sampled", len(rollouts))
     metrics.count("response_tokens", response_tokens)
     metrics.count("val/num_sampled_tokens", sum(prompt_lengths) + response_tokens)
@@ -2444,6 +2432,19 @@ def cell(value: float | None, form: str, width: int) -> str:
     return text.rjust(width)
 
 
+def sample_row(r: Rollout, step: int) -> dict[str, Any]:
+    """A rollout as a row of the trackers' table."""
+    return {
+        "training_step": step,
+        "prompt": r.prompt.text,
+        "ground_truths": str(r.prompt.ground_truths),
+        "score": r.score,
+        "advantage": r.advantage,
+        "finish_reason": r.finish_reason,
+        "text": r.text,
+    }
+
+
 class Logger:
     """Console, metrics.jsonl, samples.jsonl and trackers, all on rank 0; other ranks get a silent one."""
 
@@ -2528,18 +2529,7 @@ class Logger:
             self.say(f"  prompt   {r.prompt.text[-600:]!r}")
             self.say(f"  response {r.text[:600]!r}")
             self.say(f"  score {r.score:g}, {end}, label {label:.120}")
-        rows = []
-        for r in rollouts[:TABLE_ROLLOUTS]:
-            row = {
-                "training_step": step,
-                "prompt": r.prompt.text,
-                "ground_truths": str(r.prompt.ground_truths),
-                "score": r.score,
-                "advantage": r.advantage,
-                "finish_reason": r.finish_reason,
-                "text": r.text,
-            }
-            rows.append(row)
+        rows = [sample_row(r, step) for r in rollouts[:TABLE_ROLLOUTS]]
         with (self.run_dir / "samples.jsonl").open("a") as file:
             file.write(json.dumps({"training_step": step, "rollouts": rows}, default=str) + "\n")
 

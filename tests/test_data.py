@@ -15,6 +15,7 @@ import torch
 import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
+from scripts.parts import fits
 from scripts.parts.rows import parse_row
 
 QUESTION, LABEL = "What is 3 + 8?", "11"
@@ -524,10 +525,10 @@ def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
 
 def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny model has 2048
     args = grpo.Args(model_name_or_path=str(model_dir), max_prompt_token_length=1024, response_length=1024)
-    utils.check_models(args)
+    fits.check(args)
     for change in (dict(response_length=1025), dict(eval_response_length=1025)):
         with pytest.raises(utils.UserError, match=r"--max_prompt_token_length 1024 .* 2049 tokens, .* 2048 positions"):
-            utils.check_models(replace(args, **change))
+            fits.check(replace(args, **change))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

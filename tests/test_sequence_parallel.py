@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import utils
-from scripts.parts import adapters
+from scripts.parts import adapters, fits
 from tests import programs
 from tests.test_learner import assert_same_update, long_rollouts, make_args, make_rollouts, run_update, start_weights
 from tests.test_lora import shake
@@ -314,11 +314,11 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit(tmp_path):
     with pytest.raises(
         utils.UserError, match=r"--sequence_parallel_size 4 .* 6 attention heads: one of 1, 2, 3, 6 does"
     ):
-        utils.check_models(args)
+        fits.check(args)
     teacher = make_model(tmp_path / "teacher", 3, 1)
     flags = f"{TEACHER} --sequence_parallel_size 2".replace("TEACHER", str(teacher))
     with pytest.raises(utils.UserError, match=rf"--sequence_parallel_size 2 .* {teacher}'s 3 attention heads: .*1, 3 "):
-        utils.check_models(make_args(tmp_path, *flags.split()))
+        fits.check(make_args(tmp_path, *flags.split()))
 
 
 FLAGS = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6

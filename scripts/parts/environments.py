@@ -39,11 +39,11 @@ def about(flag: str, path: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask(path: str, state: str | None, episode: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """One step in a worker: {status, seconds, texts, reward, done, metrics, state}. Waits for it.
+    """Run one step in a worker and wait for it: {status, seconds, texts, reward, done, metrics, state}.
 
-    status: ok; crash or timeout, of which the policy is told in a text, and the episode goes on with the state from
-    before; infra_error (OSError, ImportError, a worker killed three times by something else), which ends the rollout
-    and makes its score missing."""
+    status is ok, crash, timeout or infra_error. After a crash or timeout the policy reads of it in a text, and the
+    episode continues with the state before the step. An infra_error (OSError, ImportError, a worker killed three times
+    by something else) ends the rollout and makes its score missing."""
     arguments = {"path": path, "config": {}, "state": state, "episode": episode}
     job = Job("environments.work_environment", arguments)
     start = time.monotonic()
@@ -93,10 +93,10 @@ def environment(path: str) -> Any:
 
 
 def work_environment(path: str, config: dict, state: str | None, episode: dict | None) -> Callable[[], dict]:
-    """With an episode, the result is a step of the environment; without one, it calls the file's about(config).
+    """Prepare a step of the environment or, without an episode, a call of the file's about(config).
 
     state: the environment's state as base64 of a pickle; None makes a new Env from the episode's config. The file's
-    prepare(config) runs here, so that its time does not count for the answer."""
+    prepare(config) runs here, so that the time limit of the answer does not include it."""
     module = environment(path)
     if episode is None:
         return partial(module.about, config) if hasattr(module, "about") else dict

@@ -48,7 +48,8 @@ def launch(names: list[str], command: list[str]) -> None:
         if code < 0:
             cause = f"signal {signal.Signals(-code).name}"
         print(f"{Path(script).name}: {names[rank]} (pid {failure.pid}) died with {cause}", file=sys.stderr)
-        raise SystemExit(128 + PASSED_ON[-1] if PASSED_ON else 1) from None
+        status = 128 + PASSED_ON[-1] if PASSED_ON else 1
+        raise SystemExit(status) from None
 
 
 def pass_on(number: int, frame: object) -> None:
@@ -65,8 +66,13 @@ def pass_on(number: int, frame: object) -> None:
 def child_processes() -> list[int]:
     """The process ids of all children."""
     if sys.platform == "linux":
+<<<<<<< HEAD
         of_threads = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
         text = " ".join(of_threads)
+=======
+        files = Path("/proc/self/task").glob("*/children")
+        text = " ".join(file.read_text() for file in files)
+>>>>>>> h-plumb
     else:
         command = ["pgrep", "-P", str(os.getpid())]
         text = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout

@@ -56,8 +56,8 @@ def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
     torch.set_num_threads(1)
     matrices = [torch.randn(MATRIX, MATRIX, generator=torch.Generator()).to(dtype) for dtype in dtypes]
     best = [math.inf] * len(dtypes)  # seconds
-    until = time.thread_time() + 0.1
-    while time.thread_time() < until or math.inf in best:
+    end = time.thread_time() + 0.1
+    while time.thread_time() < end or math.inf in best:
         for i, x in enumerate(matrices):
             start = time.thread_time()
             torch.matmul(x, x)
@@ -68,7 +68,12 @@ def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measured ceilings of a device: operations a second of a square matrix product, bytes a second of a copy."""
-    n, num_bytes = (8192, 2**28) if device.type == "cuda" else (512, 2**26)
+    n = 512
+    num_bytes = 2**26
+    if device.type == "cuda":
+        n = 8192
+        num_bytes = 2**28
+
     x = torch.randn(n, n, device=device, generator=torch.Generator(device))
     x = x.to(dtype)
     product_seconds = best_seconds(functools.partial(torch.matmul, x, x))

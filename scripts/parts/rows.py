@@ -114,11 +114,19 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
         prompt = [{"role": "user", "content": prompt}]
     is_list = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     need(is_list, "the prompt must be a text or a list of messages {role, content}")
+<<<<<<< HEAD
     ends_with_answer = prompt[-1].get("role") == "assistant"
     messages = prompt[:-1] if ends_with_answer else prompt
 
     problem = "each message needs a role and a text content, and one must not be the assistant's"
     need(messages != [], problem)
+=======
+    if messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    is_complete = all(isinstance(message.get("content"), str) and message.get("role") for message in messages)
+    problem = "each message needs a role and a text content, and one must not be the assistant's"
+    need(messages != [] and is_complete, problem)
+>>>>>>> h-plumb
     for message in messages:
         content = message.get("content")
         need(isinstance(content, str) and bool(message.get("role")), problem)
@@ -127,7 +135,7 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def verifier_and_label(row: dict[str, Any]) -> tuple[Any, Any]:
-    """What the columns name: a verifier or a list of them, a label or a list of them; None for what they lack."""
+    """(verifier, label) as the columns name them. Each may be a list, or None if no column has it."""
     reward_model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     answer = first(row.get(name) for name in ANSWERS)
     label = first([row.get("ground_truth"), reward_model.get("ground_truth"), answer])
@@ -149,12 +157,13 @@ def verifier_and_label(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def first(values: Any) -> Any:
-    """The first value that is not None: a row of data sets put together has None in columns that its own one lacks."""
+    """The first value that is not None. In data sets that were joined, a row has None in columns that its own data set
+    lacks."""
     return next((value for value in values if value is not None), None)
 
 
 def environment_of(row: Any) -> dict[str, Any]:
-    """What a row wants of an environment: its columns tools and env_config, where they have a value."""
+    """What a row asks of an environment: its columns tools and env_config, if they have a value."""
     columns = ("tools", "env_config") if isinstance(row, dict) else ()
     return {name: row[name] for name in columns if row.get(name) is not None}
 
@@ -179,7 +188,7 @@ def draw(name: str, rows: list[Any], amount: float | int, seed: int) -> list[Any
 def drawn_rows(name: str, amount: float | int, split: str, seed: int) -> Iterator[dict[str, Any]]:
     """The fields of utils.Row of each row that NAME AMOUNT takes. Raises ValueError."""
     rows = list(read_rows(name, split))
-    some_want_turns = any(environment_of(row) for _, row in rows)
+    some_ask_for_turns = any(environment_of(row) for _, row in rows)
     for where, row in draw(name, rows, amount, seed):
         try:
             messages, ground_truths, verifiers = parse_row(row)
@@ -192,5 +201,5 @@ def drawn_rows(name: str, amount: float | int, split: str, seed: int) -> Iterato
             "ground_truths": ground_truths,
             "verifiers": verifiers,
             "columns": columns,
-            "has_turns": columns != {} or not some_want_turns,
+            "has_turns": columns != {} or not some_ask_for_turns,
         }

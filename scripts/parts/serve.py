@@ -81,9 +81,11 @@ def start_solver(args: Any, run_dir: Path, world: Any) -> tuple[Servers | None, 
     import utils
 
     started: list[Servers] = []
-    solve = functools.partial(start_solver_here, args, run_dir, started)
-    base_urls, os.environ["SOLVER_API_KEY"] = utils.on_main(solve, world)
-    return (started[0] if started else None), replace(args, solver_base_url=base_urls)
+    start_here = functools.partial(start_solver_here, args, run_dir, started)
+    base_urls, api_key = utils.on_main(start_here, world)
+    os.environ["SOLVER_API_KEY"] = api_key
+    servers = started[0] if started else None
+    return servers, replace(args, solver_base_url=base_urls)
 
 
 def start_solver_here(args: Any, run_dir: Path, started: list[Servers]) -> tuple[str, str]:
@@ -95,8 +97,9 @@ def start_solver_here(args: Any, run_dir: Path, started: list[Servers]) -> tuple
 
     gpus = torch.cuda.device_count()
     in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    enough_gpus = gpus == 0 or gpus >= in_use + args.solver_num_engines
     utils.need(
-        not 0 < gpus < in_use + args.solver_num_engines,
+        enough_gpus,
         f"--solver_num_engines {args.solver_num_engines}: each takes a GPU of its own, and {in_use} of {gpus} are the "
         "run's: lower it, or start a server with a smaller share of a GPU yourself and give --solver_base_url",
     )

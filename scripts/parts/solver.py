@@ -80,10 +80,16 @@ def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
     return question.strip(), str(answer)
 
 
+<<<<<<< HEAD
 def solver_prompt(question: str, guideline: str | None, share: float = 1.0) -> str:
     """The message to the solver, with `share` of the guideline's characters. Without a guideline the paragraph of
     PROMPT that has it is left out."""
     template = PROMPT
+=======
+def solver_prompt(template: str, question: str, guideline: str | None, share: float = 1.0) -> str:
+    """The message to the solver, with `share` of the guideline's characters. Without a guideline, the paragraph of the
+    template with its place is left out."""
+>>>>>>> h-plumb
     if guideline is None:
         paragraphs = PROMPT.split("\n\n")
         template = "\n\n".join(text for text in paragraphs if "{guideline}" not in text)
@@ -94,19 +100,23 @@ def solver_prompt(question: str, guideline: str | None, share: float = 1.0) -> s
 
 
 def solve(solver: Solver, question: str, guideline: str | None) -> Future[Replies]:
-    """The future of ChatModel.ask for this guideline. The same future is returned again while it is kept, unless it
-    failed."""
+    """The future of ChatModel.ask for this guideline. The newest REPLIES_KEPT futures are kept: one that did not fail
+    is returned again."""
     key = (question, guideline)
     with solver.lock:
         future = solver.replies.get(key)
-        failed = future is not None and future.done() and (future.cancelled() or future.exception())
-        if future is None or failed:
+        if future is None or has_failed(future):
             future = rewards.CALL_THREADS.submit(partial(ask_solver, solver, question, guideline))
             solver.replies[key] = future
         solver.replies.move_to_end(key)
         while len(solver.replies) > REPLIES_KEPT:
             solver.replies.popitem(last=False)
     return future
+
+
+def has_failed(future: Future) -> bool:
+    """Whether a future is over without a result."""
+    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def ask_solver(solver: Solver, question: str, guideline: str | None) -> Replies:

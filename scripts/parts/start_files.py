@@ -25,7 +25,8 @@ def keep_start_files(path: Path, start: str, revision: str | None, dtype: str, t
     copy_start_files(path, start, revision)
 
     config = read(path / "config.json")
-    for name in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+    names = {"dtype", "torch_dtype"} & config.keys()  # by the version of transformers
+    for name in names or {"dtype"}:
         config[name] = dtype
     config["tie_word_embeddings"] = tied
     write(path / "config.json", config)
@@ -51,9 +52,9 @@ def copy_start_files(path: Path, start: str, revision: str | None) -> None:
             shutil.copyfile(source, path / name)
     # If only a part of the start model was loaded, its config describes another architecture
     source = start_file(start, "config.json", revision)
-    architectures = read(path / "config.json").get("architectures")
-    if source is not None and read(source).get("architectures") == architectures:
-        shutil.copyfile(source, path / "config.json")
+    target = path / "config.json"
+    if source is not None and read(source).get("architectures") == read(target).get("architectures"):
+        shutil.copyfile(source, target)
 
 
 def start_file(start: str, name: str, revision: str | None) -> Path | None:
@@ -61,7 +62,7 @@ def start_file(start: str, name: str, revision: str | None) -> Path | None:
     from transformers.utils import cached_file
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with contextlib.suppress(OSError):  # a hub that is gone at the end of a run must not cost the model
+    with contextlib.suppress(OSError):  # a hub that cannot be reached at the end of a run must not cost the model
         source = cached_file(start, name, revision=revision, **quiet)
         return Path(source) if source else None
     return None
