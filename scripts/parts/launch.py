@@ -66,13 +66,8 @@ def pass_on(number: int, frame: object) -> None:
 def child_processes() -> list[int]:
     """The process ids of all children."""
     if sys.platform == "linux":
-<<<<<<< HEAD
-        of_threads = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-        text = " ".join(of_threads)
-=======
         files = Path("/proc/self/task").glob("*/children")
         text = " ".join(file.read_text() for file in files)
->>>>>>> h-plumb
     else:
         command = ["pgrep", "-P", str(os.getpid())]
         text = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout

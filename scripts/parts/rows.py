@@ -114,19 +114,11 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
         prompt = [{"role": "user", "content": prompt}]
     is_list = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     need(is_list, "the prompt must be a text or a list of messages {role, content}")
-<<<<<<< HEAD
     ends_with_answer = prompt[-1].get("role") == "assistant"
     messages = prompt[:-1] if ends_with_answer else prompt
 
     problem = "each message needs a role and a text content, and one must not be the assistant's"
     need(messages != [], problem)
-=======
-    if messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    is_complete = all(isinstance(message.get("content"), str) and message.get("role") for message in messages)
-    problem = "each message needs a role and a text content, and one must not be the assistant's"
-    need(messages != [] and is_complete, problem)
->>>>>>> h-plumb
     for message in messages:
         content = message.get("content")
         need(isinstance(content, str) and bool(message.get("role")), problem)

@@ -80,16 +80,10 @@ def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
     return question.strip(), str(answer)
 
 
-<<<<<<< HEAD
 def solver_prompt(question: str, guideline: str | None, share: float = 1.0) -> str:
     """The message to the solver, with `share` of the guideline's characters. Without a guideline the paragraph of
     PROMPT that has it is left out."""
     template = PROMPT
-=======
-def solver_prompt(template: str, question: str, guideline: str | None, share: float = 1.0) -> str:
-    """The message to the solver, with `share` of the guideline's characters. Without a guideline, the paragraph of the
-    template with its place is left out."""
->>>>>>> h-plumb
     if guideline is None:
         paragraphs = PROMPT.split("\n\n")
         template = "\n\n".join(text for text in paragraphs if "{guideline}" not in text)
