@@ -532,6 +532,8 @@ def test_failures_of_the_solver_are_missing(serve):
     solve_with(server)
     [result] = score([RewardRecord("Multiply.", LABEL, "solver")])
     assert missing(result) and result.details["problem"]
+    for future in list(rewards.SOLVER.replies.values()):  # the baseline's tries too: nobody waited for them
+        assert future.exception()
     broken = False  # a failure is not kept
     [result] = score([RewardRecord("Multiply.", LABEL, "solver")])
     assert (result.score, result.details["baseline"]) == (1.0, 1.0)
