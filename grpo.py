@@ -226,11 +226,7 @@ def sample_rollouts(
         groups.append([Rollout(prompt, position, j, evaluation=evaluation) for j in range(samples)])
     rollouts = all_rollouts(groups)
     requests = [make_request(r, args) for r in rollouts]
-
-    def finished(i: int, generation: utils.Generation) -> Future | None:
-        return end_turn(rollouts[i], generation, engine, args)
-
-    engine.generate(requests, finished)
+    engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args))
     return groups
 
 
@@ -287,12 +283,9 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
             record = rewards.RewardRecord(scored_text, label, verifier, len(r.token_ids), prompt.conversation)
             r.scoring.append(rewards.submit(record))
 
-    # the environment's states are not needed any more; copies, as a checkpoint may be writing the turns
-    stateless_turns = []
-    for turn in r.turns:
-        stateless_turns.append({name: value for name, value in turn.items() if name != "state"})
+    # new dicts without the environment's states: a checkpoint may hold the old ones
     with utils.LOCK:
-        r.turns = stateless_turns
+        r.turns = [{key: turn[key] for key in turn if key != "state"} for turn in r.turns]
 
 
 def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
@@ -437,7 +430,7 @@ def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Arg
     return excluded | solved
 
 
-def share_groups(groups: list[Group], args: Args) -> list[Group]:
+def share_groups(groups: Sequence[Group], args: Args) -> list[Group]:
     """This rank's groups and those of the ranks that work on the same packs, in stream order. All ranks."""
     shared = [group for member in utils.share(groups, args) for group in member]
     return sorted(shared, key=lambda group: group[0].position)
@@ -726,10 +719,7 @@ def layout_of(pack: Pack, device: torch.device) -> utils.Layout:
 def micro_batches(packs: Sequence[Pack], packing: str, args: Args, device: torch.device) -> list[Batch]:
     """Packs as batches: of one pack each, with `packing` rows of up to per_device_train_batch_size packs."""
     size = args.per_device_train_batch_size if packing == "rows" else 1
-    batches = []
-    for start in range(0, len(packs), size):
-        batches.append(make_batch(packs[start : start + size], device))
-    return batches
+    return [make_batch(packs[start : start + size], device) for start in range(0, len(packs), size)]
 
 
 def idle_batch(device: torch.device) -> Batch:
@@ -790,8 +780,11 @@ class Policy(torch.nn.Module):
         chunk = LOGPROB_CHUNK * (3 if on_gpu else 1)
         logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, compiled)
         if self.keeps_top_tokens:
-            top_tokens = most_likely_tokens(hidden, weight, chunk)
-            self.top_tokens = self.in_rows(top_tokens, batch, part)
+            top_tokens = []
+            for x in hidden.detach().split(chunk):
+                logits = x @ weight.detach().T
+                top_tokens.append(logits.argmax(1))
+            self.top_tokens = self.in_rows(torch.cat(top_tokens), batch, part)
         return self.in_rows(logprobs, batch, part), self.in_rows(entropy, batch, part)
 
     def in_rows(self, values: Tensor, batch: Batch, part: Batch | BatchPart) -> Tensor:
@@ -804,16 +797,6 @@ class Policy(torch.nn.Module):
         if self.group is None:
             return placed
         return utils.all_columns(placed, batch.targets.shape[1], self.group)
-
-
-@torch.no_grad()
-def most_likely_tokens(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
-    """argmax of hidden @ weight.T, (n,), `chunk` tokens at a time."""
-    tokens = []
-    for x in hidden.split(chunk):
-        logits = x @ weight.T
-        tokens.append(logits.argmax(1))
-    return torch.cat(tokens)
 
 
 def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
@@ -1671,7 +1654,7 @@ def add_turn(r: Rollout, generation: utils.Generation, engine: Sampler) -> None:
 
 def ask(r: Rollout, engine: Sampler, args: Args) -> Future[utils.Request | None]:
     """Start a thread in which the environment answers the last turn of r. Returns the future of take_answer."""
-    return rewards.ENV_THREADS.submit(take_answer, r, engine, args)
+    return rewards.ENV_THREADS.submit(lambda: take_answer(r, engine, args))
 
 
 def take_answer(r: Rollout, engine: Sampler, args: Args) -> utils.Request | None:
