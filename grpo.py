@@ -790,10 +790,8 @@ class Policy(torch.nn.Module):
     def in_rows(self, values: Tensor, batch: Batch, part: Batch | BatchPart) -> Tensor:
         """Values (n,) of the masked positions of `part` as float32 (B, T) of the whole batch, zero elsewhere."""
         shape = part.targets.shape
-        rows = part.places // shape[1]
-        columns = part.places % shape[1]
-        zeros = torch.zeros(shape, device=part.places.device)
-        placed = zeros.index_put((rows, columns), values.float())
+        zeros = torch.zeros(shape.numel(), device=part.places.device)
+        placed = zeros.index_put((part.places,), values.float()).view(shape)
         if self.group is None:
             return placed
         return utils.all_columns(placed, batch.targets.shape[1], self.group)
