@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -178,46 +178,38 @@ def num_training_steps(args: Args) -> int:
 # --- Sample, score, compare within the group --------------------------------------------------------------------------
 
 
-def make_request(r: Rollout, args: Args, evaluation: bool = False) -> utils.Request:
+def all_rollouts(groups: Sequence[Group]) -> list[Rollout]:
+    """The rollouts of groups, one group after the other."""
+    return [r for group in groups for r in group]
+
+
+def make_request(r: Rollout, args: Args) -> utils.Request:
     """The request for the next turn of r.
 
     Its seed depends on (run seed, position, sample, turn) only, so any number of ranks samples the same rollouts.
-    Evaluation has seeds, a temperature and a length of its own.
+    An evaluation has seeds of its own.
     """
     prompt_ids = r.prompt.token_ids
-    seed_parts = [r.position, r.sample, int(evaluation)]
+    seed_parts = [r.position, r.sample, int(r.evaluation)]
     if r.turns:
         prompt_ids = (*prompt_ids, *r.token_ids.tolist())
         seed_parts.append(len(r.turns) // 2)  # each earlier turn has an answer
 
-    temperature = args.temperature
-    if evaluation and args.eval_temperature:
-        temperature = args.eval_temperature
-    elif evaluation and args.eval_pass_at_k == 1:
-        temperature = 0.0  # several greedy responses to a prompt would be equal
-
-    max_tokens = room(r, args, evaluation)
+    max_tokens = remaining_tokens(r, args)
     stop: tuple[str, ...] = ()
     environment = r.prompt.environment
     if environment is not None:
         max_tokens = min(max_tokens, args.per_turn_max_tokens or max_tokens)
         stop = environment.stop
-    return utils.Request(
-        prompt_ids,
-        seed=utils.derive_seed(args.seed, *seed_parts),
-        temperature=temperature,
-        max_tokens=max_tokens,
-        top_p=args.vllm_top_p if temperature > 0 else 1.0,
-        stop=stop,
-    )
+
+    top_p = args.vllm_top_p if args.temperature > 0 else 1.0
+    seed = utils.derive_seed(args.seed, *seed_parts)
+    return utils.Request(prompt_ids, seed, args.temperature, max_tokens, top_p, stop)
 
 
-def room(r: Rollout, args: Args, evaluation: bool = False) -> int:
+def remaining_tokens(r: Rollout, args: Args) -> int:
     """How many more tokens r may have."""
-    length = args.response_length
-    if evaluation and args.eval_response_length:
-        length = args.eval_response_length
-    return length - len(r.token_ids)
+    return args.response_length - len(r.token_ids)
 
 
 def sample_rollouts(
@@ -229,15 +221,15 @@ def sample_rollouts(
     """
     groups = []
     for position, prompt in prompts:
-        groups.append([Rollout(prompt, position, j) for j in range(samples)])
-    rollouts = [r for group in groups for r in group]
-    requests = [make_request(r, args, evaluation) for r in rollouts]
-    engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args, evaluation))
+        groups.append([Rollout(prompt, position, j, evaluation=evaluation) for j in range(samples)])
+    rollouts = all_rollouts(groups)
+    requests = [make_request(r, args) for r in rollouts]
+    engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args))
     return groups
 
 
 def sample_probes(engine: Sampler, position: int, prompt: Prompt, samples: int, args: Args) -> list[Group]:
-    """A group to measure the logprob gap on: one turn each, which nobody answers or scores."""
+    """A group to measure the logprob gap on: one turn each, without an environment's answer or a score."""
     group = [Rollout(prompt, position, j) for j in range(samples)]
     requests = [make_request(r, args) for r in group]
     engine.generate(requests, lambda i, generation: group[i].append(generation))
@@ -245,7 +237,7 @@ def sample_probes(engine: Sampler, position: int, prompt: Prompt, samples: int, 
 
 
 def end_turn(
-    r: Rollout, generation: utils.Generation, engine: Sampler, args: Args, evaluation: bool = False
+    r: Rollout, generation: utils.Generation, engine: Sampler, args: Args
 ) -> Future[utils.Request | None] | None:
     """Add what the policy generated to r. If r is over, start its verifiers and return None.
 
@@ -259,11 +251,12 @@ def end_turn(
         else:
             add_turn(r, generation, engine)
             is_last = len(r.turns) // 2 >= args.max_steps
-            r.over = is_last or room(r, args, evaluation) <= 0
+            r.over = is_last or remaining_tokens(r, args) <= 0
+
     if r.over:
         start_scoring(r, engine, args)
         return None
-    return ask(r, engine, args, evaluation)
+    return ask(r, engine, args)
 
 
 def text_of(token_ids: np.ndarray, engine: Sampler) -> str:
@@ -281,10 +274,14 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
     for turn in r.turns:
         if turn["role"] == "assistant":
             scored_text = turn["content"]
+
+    prompt = r.prompt
     if args.apply_verifiable_reward:
-        for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
-            record = rewards.RewardRecord(scored_text, label, verifier, len(r.token_ids), r.prompt.conversation)
+        for label, verifier in zip(prompt.ground_truths, prompt.verifiers, strict=True):
+            record = rewards.RewardRecord(scored_text, label, verifier, len(r.token_ids), prompt.conversation)
             r.scoring.append(rewards.submit(record))
+
+    # new dicts without the environment's states: a checkpoint may hold the old ones
     with utils.LOCK:
         r.turns = [{key: turn[key] for key in turn if key != "state"} for turn in r.turns]
 
@@ -295,12 +292,13 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
         if r.scoring:  # a second call finds none and keeps the results
             r.results = [future.result() for future in r.scoring]
             r.scoring = []
+
         r.verifiable = sum(result.score for result in r.results)
         if r.prompt.environment is not None:
             r.verifiable = environment_score(r, args)
         r.format_score = rewards.format_reward(r.text)
         stopped = r.finish_reason == "stop"
-        tokens_left = room(r, args)
+        tokens_left = remaining_tokens(r, args)
         r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
 
 
@@ -340,18 +338,21 @@ def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> T
 
 
 def set_advantages(groups: Sequence[Group], args: Args) -> None:
-    """Fill advantage from score, and tokenless. make_batch gives the advantage to every token."""
-    scores = torch.tensor([[r.score for r in group] for group in groups])  # (P, G)
-    advantages = compute_advantages(scores.flatten(), scores.shape[1], args.advantage_normalization_type)
-    for group, group_advantages in zip(groups, advantages.view(scores.shape).tolist(), strict=True):
+    """Fill advantage from score, and tokenless. All groups have the same size."""
+    rollouts = all_rollouts(groups)
+    scores = torch.tensor([r.score for r in rollouts])
+    advantages = compute_advantages(scores, len(groups[0]), args.advantage_normalization_type)
+    for r, advantage in zip(rollouts, advantages.tolist(), strict=True):
+        r.advantage = advantage
+
+    for group in groups:
         tokenless = [r.score for r in group if not np.count_nonzero(r.mask)]
-        for r, advantage in zip(group, group_advantages, strict=True):
-            r.advantage = advantage
+        for r in group:
             r.tokenless = tokenless
 
 
 def has_gradient(group: Group) -> bool:
-    """Whether the group's outcomes differ, missing ones apart. If not, advantages come from penalties alone."""
+    """Whether the group's outcomes differ. Missing ones (NaN) do not count."""
     return len(utils.distinct_outcomes(group)) > 1
 
 
@@ -361,37 +362,43 @@ def score_group(group: Group, args: Args) -> bool:
     return has_gradient(group) or not args.active_sampling
 
 
-def sample_groups(
-    engine: Sampler, prompts: list[Prompt], state: dict, args: Args, world: World, timer: Timer
-) -> tuple[list[Group], list[Group]]:
+def sample_groups(run: "Run", timer: Timer) -> tuple[list[Group], list[Group]]:
     """This rank's groups of a step (P / W of them, scored, with advantages) and all groups that it sampled.
 
-    Moves the state's cursor and exclusions. Rank r has the stream's positions cursor + r, cursor + r + W, ...: see
-    stream_offset. With active_sampling there are rounds of P prompts until every rank has its P / W groups with a
-    gradient.
+    A round samples P prompts, of which this rank takes every W-th from its stream_offset on. With active_sampling there
+    are rounds until every rank has P / W groups with a gradient. Updates the state's cursor and excluded.
     """
+    args = run.args
+    world = run.world
+    state = run.state
+    assert run.engine is not None
     wanted = args.num_unique_prompts_rollout // world.size
+    max_rounds = MAX_SAMPLING_ROUNDS if args.active_sampling else 1
     order = args.seed if args.shuffle else None
+    excluded = frozenset(state["excluded"])
     chosen: list[Group] = []
     sampled: list[Group] = []
-    excluded = frozenset(state["excluded"])
-    for _ in range(MAX_SAMPLING_ROUNDS if args.active_sampling else 1):
+
+    for _ in range(max_rounds):
         start = state["cursor"] + stream_offset(args, world)
         state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
-            numbered = []
+            prompts = []
             for position in range(start, state["cursor"], world.size):
-                numbered.append((position, utils.prompt_at(prompts, position, order, excluded)))
-            groups = sample_rollouts(engine, numbered, args.num_samples_per_prompt_rollout, args)
+                prompts.append((position, utils.prompt_at(run.train_prompts, position, order, excluded)))
+            groups = sample_rollouts(run.engine, prompts, args.num_samples_per_prompt_rollout, args)
         with timer("reward"):
             chosen += [group for group in groups if score_group(group, args)]
             set_advantages(groups, args)
         sampled += groups
-        ranks_short = utils.all_reduce([float(len(chosen) < wanted)], world)[0]
+
+        is_short = len(chosen) < wanted
+        (ranks_short,) = utils.all_reduce([float(is_short)], world)
         if ranks_short == 0:
             break
-    everyone = utils.all_gather(exclude_solved(excluded, sampled, args), world)
-    state["excluded"] = sorted(frozenset().union(*everyone))
+
+    excluded_by_rank = utils.all_gather(exclude_solved(excluded, sampled, args), world)
+    state["excluded"] = sorted(frozenset().union(*excluded_by_rank))
     return chosen[:wanted], sampled
 
 
@@ -410,27 +417,29 @@ def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Arg
     rate = args.no_resampling_pass_rate
     if rate is None:
         return excluded
+
     solved = set()
     for group in sampled:
         prompt = group[0].prompt
         mean = sum(r.outcome for r in group) / len(group)
-        if mean >= rate * rewards.max_score(args, len(prompt.verifiers)):  # never with NaN, a missing score
+        max_score = rewards.max_score(args, len(prompt.verifiers))
+        if mean >= rate * max_score:  # never with NaN, a missing score
             solved.add(prompt.index)
     return excluded | solved
 
 
-def share_groups(groups: list[Group], args: Args) -> list[Group]:
+def share_groups(groups: Sequence[Group], args: Args) -> list[Group]:
     """This rank's groups and those of the ranks that work on the same packs, in stream order. All ranks."""
     shared = [group for member in utils.share(groups, args) for group in member]
     return sorted(shared, key=lambda group: group[0].position)
 
 
 def split_groups(groups: Sequence[Group], args: Args) -> list[list[Rollout]]:
-    """The rollouts to train on of each of num_mini_batches. Their shares of the groups differ by one at most."""
+    """The rollouts to train on of each mini-batch. The mini-batches' numbers of groups differ by one at most."""
+    n = args.num_mini_batches
+    bounds = [len(groups) * i // n for i in range(n + 1)]
     mini_batches = []
-    for i in range(args.num_mini_batches):
-        start = len(groups) * i // args.num_mini_batches
-        end = len(groups) * (i + 1) // args.num_mini_batches
+    for start, end in itertools.pairwise(bounds):
         mini_batches.append(trainable(groups[start:end], args))
     return mini_batches
 
@@ -498,7 +507,8 @@ class Batch:
         if self.places is None:  # else this is a copy with all its fields, as FSDP makes one
             self.places = self.response_mask.flatten().nonzero()[:, 0]
             self.host_places = self.places
-            self.responses = self.seq_ids.flatten()[self.places].unique().numel()
+            owners = self.seq_ids.flatten()[self.places]
+            self.responses = owners.unique().numel()
 
     def to(self, device: torch.device) -> "Batch":
         """The batch itself, with its tensors on `device`."""
@@ -511,10 +521,11 @@ class Batch:
         """This rank's columns."""
         from scripts.parts import sequence
 
+        device = self.input_ids.device
         length = self.input_ids.shape[1]
         positions = self.position_ids
         if positions is None:
-            positions = torch.arange(length, device=self.input_ids.device).expand_as(self.input_ids)
+            positions = torch.arange(length, device=device).expand_as(self.input_ids)
         input_ids = sequence.columns(self.input_ids, group)
 
         # the places within these columns, counted in rows of their width
@@ -527,14 +538,17 @@ class Batch:
             input_ids,
             position_ids=sequence.columns(positions, group),
             targets=sequence.columns(self.targets, group),
-            places=places.to(input_ids.device),
+            places=places.to(device),
         )
 
     def loss_inputs(self, new_logprobs: Tensor, entropy: Tensor) -> "LossInputs":
-        """What grpo_loss needs: these two, made by the policy's forward of this batch, and the batch's own."""
+        """The inputs of grpo_loss: the two outputs of the policy's forward, and the fields of this batch."""
+        old_logprobs = self.old_logprobs
+        if old_logprobs is None:
+            old_logprobs = new_logprobs.detach()
         return LossInputs(
             new_logprobs=new_logprobs,
-            old_logprobs=new_logprobs.detach() if self.old_logprobs is None else self.old_logprobs,
+            old_logprobs=old_logprobs,
             vllm_logprobs=self.vllm_logprobs,
             ref_logprobs=self.ref_logprobs,
             advantages=self.advantages,
@@ -551,12 +565,17 @@ def pack_rollouts(
 ) -> list[list[Pack]]:
     """Each learner's packs of at most `pack_length` tokens; every rollout is in exactly one.
 
-    packing  shared: responses of a prompt share one copy of it; plain: each response has its own; rows: one a pack.
-    Pieces go to learners so that tokens and costs (tokens + pair_cost * attended pairs) are even, then into as few
-    packs as best-fit-decreasing needs, evenly filled. Groups are cut smaller until tokens are within 2 %.
+    packing  shared: the responses to a prompt share one copy of it
+             plain: each response has its own copy
+             rows: each response has its own pack
+
+    First pieces are divided among learners so that tokens and costs (tokens + pair_cost * attended pairs) are even.
+    Pieces are cut smaller until no learner has 2 % more tokens than the mean. Then each learner's pieces are packed by
+    best-fit-decreasing into as few packs as that needs, evenly filled.
     """
     if not rollouts:
         return [[] for _ in range(learners)]
+
     piece_limit = pack_length if packing == "shared" else 0
     while True:
         pieces = make_pieces(rollouts, piece_limit)
@@ -573,10 +592,11 @@ def pack_rollouts(
     bin_limit = 0 if packing == "rows" else pack_length
     packs: list[list[Pack]] = []
     for share in shares:
-        share_tokens = [tokens[i] for i in share]
-        share_costs = [costs[i] for i in share]
-        bins = utils.pack_bins(share_tokens, share_costs, bin_limit)
-        packs.append([[pieces[share[i]] for i in indices] for indices in bins])
+        learner_pieces = [pieces[i] for i in share]
+        learner_tokens = [tokens[i] for i in share]
+        learner_costs = [costs[i] for i in share]
+        bins = utils.pack_bins(learner_tokens, learner_costs, bin_limit)
+        packs.append([[learner_pieces[i] for i in indices] for indices in bins])
     return packs
 
 
@@ -606,7 +626,10 @@ def attended_pairs(piece: Piece) -> float:
     """(query, key) pairs of a piece: what attention costs."""
     shared = shared_length(piece)
     pairs = shared * shared / 2
-    return pairs + sum(len(r.token_ids) * (shared + len(r.token_ids) / 2) for r in piece)
+    for r in piece:
+        length = len(r.token_ids)
+        pairs += length * (shared + length / 2)
+    return pairs
 
 
 TOKEN_FIELDS = {  # of a Batch, with their types; 0 where a segment does not set them
@@ -662,8 +685,9 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
         rows.append(segments)
 
     # each field: the segments one after the other, (B, T)
-    length = max(sum(map(piece_length, pack)) for pack in packs)
-    arrays = {name: np.zeros((len(packs), length), dtype) for name, dtype in TOKEN_FIELDS.items()}
+    lengths = [sum(map(piece_length, pack)) for pack in packs]
+    shape = (len(packs), max(lengths))
+    arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_FIELDS.items()}
     for i, segments in enumerate(rows):
         start = 0
         for segment in segments:
@@ -693,7 +717,7 @@ def layout_of(pack: Pack, device: torch.device) -> utils.Layout:
 
 
 def micro_batches(packs: Sequence[Pack], packing: str, args: Args, device: torch.device) -> list[Batch]:
-    """A batch for each pack; for `packing` rows one for each per_device_train_batch_size of them."""
+    """Packs as batches: of one pack each, with `packing` rows of up to per_device_train_batch_size packs."""
     size = args.per_device_train_batch_size if packing == "rows" else 1
     return [make_batch(packs[start : start + size], device) for start in range(0, len(packs), size)]
 
@@ -752,9 +776,10 @@ class Policy(torch.nn.Module):
         targets = part.targets.flatten()[part.places]  # (n,)
         weight = self.model.get_output_embeddings().weight  # (V, H)
         on_gpu = hidden.is_cuda
+        compiled = on_gpu or self.compiled
         chunk = LOGPROB_CHUNK * (3 if on_gpu else 1)
-        logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, on_gpu or self.compiled)
-        if self.keeps_top_tokens:  # another product with the head
+        logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, compiled)
+        if self.keeps_top_tokens:
             top_tokens = []
             for x in hidden.detach().split(chunk):
                 logits = x @ weight.detach().T
@@ -765,10 +790,8 @@ class Policy(torch.nn.Module):
     def in_rows(self, values: Tensor, batch: Batch, part: Batch | BatchPart) -> Tensor:
         """Values (n,) of the masked positions of `part` as float32 (B, T) of the whole batch, zero elsewhere."""
         shape = part.targets.shape
-        rows = part.places // shape[1]
-        columns = part.places % shape[1]
-        zeros = torch.zeros(shape, device=part.places.device)
-        placed = zeros.index_put((rows, columns), values.float())
+        zeros = torch.zeros(shape.numel(), device=part.places.device)
+        placed = zeros.index_put((part.places,), values.float()).view(shape)
         if self.group is None:
             return placed
         from scripts.parts import sequence
@@ -797,13 +820,16 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     from transformers import get_scheduler
 
     trained = [p for p in policy.parameters() if p.requires_grad]
-    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay}
-    others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([matrices, others], lr=args.learning_rate, fused=True)
+    matrices = [p for p in trained if p.ndim >= 2]
+    others = [p for p in trained if p.ndim < 2]
+    decayed = {"params": matrices, "weight_decay": args.weight_decay}
+    undecayed = {"params": others, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([decayed, undecayed], lr=args.learning_rate, fused=True)
 
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
     ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
-    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, round(ticks * args.warmup_ratio), ticks)
+    warmup_ticks = round(ticks * args.warmup_ratio)
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, warmup_ticks, ticks)
     return optimizer, scheduler
 
 
@@ -836,16 +862,21 @@ def load_learner(args: Args, world: World) -> Learner:
         is_frozen = args.ref_policy_update_freq is None  # a refresh makes weights between those of the compute dtype
         ref_policy = load_policy(args.of_reference(), world, is_frozen).requires_grad_(False)
         ref_policy.keeps_top_tokens = has_teacher
-    return Learner(policy, ref_policy, *make_optimizer(policy, args))
+    optimizer, scheduler = make_optimizer(policy, args)
+    return Learner(policy, ref_policy, optimizer, scheduler)
 
 
 @torch.no_grad()
-def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, rounds: int, args: Args) -> None:
-    """Set `name` (old_ or ref_logprobs) of each batch. All ranks run `rounds` forwards: FSDP gathers in step."""
-    is_reference = name == "ref_logprobs"
+def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, forwards: int, args: Args) -> None:
+    """Set `name` (old_logprobs or ref_logprobs) of each batch.
+
+    All ranks run the same number of `forwards`, with idle batches at the end, because FSDP gathers weights in each.
+    """
     device = next(policy.parameters()).device
-    with utils.without_adapters(policy.model) if is_reference else contextlib.nullcontext():
-        for i in range(rounds):
+    is_reference = name == "ref_logprobs"
+    adapters = utils.without_adapters(policy.model) if is_reference else contextlib.nullcontext()
+    with adapters:
+        for i in range(forwards):
             batch = batches[i] if i < len(batches) else idle_batch(device)
             logprobs, _ = policy(batch, args.temperature)
             setattr(batch, name, logprobs)
@@ -927,7 +958,8 @@ def policy_loss(inputs: LossInputs, args: GRPOFlags) -> PolicyLoss:
 
     log_ratio = new - old
     if args.loss_fn == "gspo":
-        log_ratio = response_mean(log_ratio.detach(), mask, inputs.seq_ids) + new - new.detach()
+        mean_log_ratio = response_mean(log_ratio.detach(), mask, inputs.seq_ids)
+        log_ratio = mean_log_ratio + new - new.detach()  # the value of the mean, the gradient of new
     ratio = log_ratio.clamp(-20, 20).exp()
     clipped_ratio = ratio.clamp(1 - args.clip_lower, 1 + args.clip_higher)
 
@@ -940,7 +972,8 @@ def policy_loss(inputs: LossInputs, args: GRPOFlags) -> PolicyLoss:
         loss = torch.maximum(unclipped_loss, clipped_loss)
         clipped = clipped_loss > unclipped_loss
         if args.clip_dual:
-            loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * args.clip_dual), loss)
+            bound = -advantages * args.clip_dual
+            loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
     return PolicyLoss(loss, ratio.detach(), clipped & mask)
 
 
@@ -954,6 +987,7 @@ def importance_weights(inputs: LossInputs, args: GRPOFlags) -> Tensor:
     log_rho = torch.where(inputs.mask, inputs.old_logprobs - inputs.vllm_logprobs, 0.0)
     log_rho = log_rho.detach().clamp(-20, 20)
     rho = log_rho.exp()
+
     tested = rho
     if args.rho_mask_sequence_level:
         tested = response_mean(log_rho, inputs.mask, inputs.seq_ids).exp()
@@ -991,7 +1025,8 @@ def aggregate(per_token: Tensor, inputs: LossInputs, totals: Totals, kind: str) 
         return inputs.sum(per_token) / totals.tokens
     if kind == "sequence":
         lengths = response_tokens(inputs.mask, inputs.seq_ids, per_token.dtype)[inputs.seq_ids]  # (B, T)
-        return (torch.where(inputs.mask, per_token, 0.0) / lengths).sum() / totals.responses
+        shares = torch.where(inputs.mask, per_token, 0.0) / lengths
+        return shares.sum() / totals.responses
     return inputs.sum(per_token) / float(kind)
 
 
@@ -1005,6 +1040,7 @@ def grpo_loss(inputs: LossInputs, totals: Totals, args: Args, metrics: Metrics) 
     policy = policy_loss(inputs, args)
     per_token = policy.per_token
     clipped = policy.clipped
+
     if args.use_rho_correction:
         rho = importance_weights(inputs, args)
         per_token = per_token * rho
@@ -1051,24 +1087,27 @@ def note_rho(rho: Tensor, inputs: LossInputs, args: Args, metrics: Metrics) -> N
 
 def note_kl(estimates: Sequence[Tensor], inputs: LossInputs, metrics: Metrics) -> None:
     """Metrics of the KL estimates: means over tokens and, of the first three, over responses."""
-    for i, estimate in enumerate(estimates):
-        note_tokens({f"objective/kl{i}_avg": estimate}, inputs, metrics)
-    for name, estimate in zip(("kl", "kl2", "kl3"), estimates[:3], strict=True):
-        metrics.add(f"objective/{name}", inputs.sum(estimate), inputs.responses)
+    totals = [inputs.sum(estimate) for estimate in estimates]
+    for i, total in enumerate(totals):
+        metrics.add(f"objective/kl{i}_avg", total, inputs.tokens)
+    metrics.add("objective/kl", totals[0], inputs.responses)
+    metrics.add("objective/kl2", totals[1], inputs.responses)
+    metrics.add("objective/kl3", totals[2], inputs.responses)
 
 
 def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, metrics: Metrics) -> None:
     """Metrics of clipping, entropy and ratios."""
     new = inputs.new_logprobs
     old = inputs.old_logprobs
+    difference = new - old
     bound = args.clip_dual or math.inf
     clipped_dual = (inputs.advantages < 0) & (ratio > bound)
     values = {
         "policy/clipfrac_avg": clipped.float(),
         "policy/clipfrac_lower_avg": clipped_dual,
         "policy/entropy_avg": inputs.entropy,
-        "policy/approxkl_avg": (new - old).square() / 2,
-        "policy/ppo_kl_avg": old - new,
+        "policy/approxkl_avg": difference.square() / 2,
+        "policy/ppo_kl_avg": -difference,
         "val/ratio": ratio,
         "val/ratio_sq": ratio.square(),
     }
@@ -1076,34 +1115,44 @@ def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, 
     metrics.add("objective/entropy", -inputs.sum(new), inputs.responses)
 
 
+class KLReward(NamedTuple):
+    """What the ranks exchange about a rollout for put_kl_in_reward. It sorts by position and sample."""
+
+    position: int
+    sample: int
+    score: float  # less beta times its KL
+    tokenless: list[float]
+
+
 def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics: Metrics) -> None:
     """Compute the advantages again, from score - beta * sum_t KL_t(old || ref). All ranks.
 
-    verl's use_kl_in_reward; the estimator is --kl_estimator. Groups are whole, whichever ranks have their packs. The
-    sum over tokens grows with the length: a response without tokens of the policy keeps its score and counts in its
-    group. This replaces what make_batch gave as advantages: a fork adds its rewards per token again.
+    This is verl's use_kl_in_reward; the estimator is --kl_estimator. A group may have its packs on several ranks, so
+    all ranks exchange their scores. A response without tokens of the policy has no KL: it keeps its score, and counts
+    in its group. The new advantages replace those of make_batch: a fork adds its rewards per token again.
     """
-    rows = []
+    rewarded = []
     for batch in batches:
         kls = response_kls(batch, args)
         metrics.add("objective/kl_in_reward", args.beta * sum(kls), len(kls))
         for r, kl in zip(batch.rollouts, kls, strict=True):
-            rows.append((r.position, r.sample, r.score - args.beta * kl, r.tokenless))
+            score = r.score - args.beta * kl
+            rewarded.append(KLReward(r.position, r.sample, score, r.tokenless))
 
-    # position -> its group's rows, of all ranks
-    groups: dict[int, list] = {}
-    for rank_rows in utils.all_gather(rows, world)[:: args.sequence_parallel_size]:
-        for row in rank_rows:
-            groups.setdefault(row[0], []).append(row)
+    groups: dict[int, list[KLReward]] = {}  # by position, of all ranks
+    for rank_rewarded in utils.all_gather(rewarded, world)[:: args.sequence_parallel_size]:
+        for reward in rank_rewarded:
+            groups.setdefault(reward.position, []).append(reward)
+
     advantages = {}
     for group in groups.values():
         group.sort()  # the order, and so the rounding of the mean, is the same for every split into packs
-        *_, tokenless = group[0]  # scores of responses in no batch: they count in the group and train nothing
-        scores = [score for _, _, score, _ in group] + tokenless
+        scores = [reward.score for reward in group]
+        scores += group[0].tokenless  # of responses in no batch: they count in the group and train nothing
         exact = torch.tensor(scores, dtype=torch.float64)
         values = compute_advantages(exact, len(scores), args.advantage_normalization_type).tolist()
-        for i, (position, sample, _, _) in enumerate(group):
-            advantages[position, sample] = values[i]
+        for i, reward in enumerate(group):
+            advantages[reward.position, reward.sample] = values[i]
 
     for batch in batches:
         values = [0.0]  # of seq_id 0
@@ -1120,13 +1169,15 @@ def response_kls(batch: Batch, args: Args) -> list[float]:
     """
     old = batch.old_logprobs
     assert old is not None and batch.ref_logprobs is not None  # prepare has filled them
-    estimates = kl_estimates(old, batch.ref_logprobs, torch.ones_like(old))
+    ratio = torch.ones_like(old)
+    estimates = kl_estimates(old, batch.ref_logprobs, ratio)
     kl = estimates[KL_ESTIMATORS[args.kl_estimator]]
-    kl = kl.flatten()[batch.places].double()  # (n,)
+
+    token_kls = kl.flatten()[batch.places].double()  # (n,)
     owners = batch.seq_ids.flatten()[batch.places]  # (n,)
-    sums = torch.zeros(len(batch.rollouts) + 1, dtype=torch.float64, device=kl.device)
-    sums = sums.index_add(0, owners, kl)
-    return sums[1:].tolist()
+    sums = token_kls.new_zeros(len(batch.rollouts) + 1)
+    sums = sums.index_add(0, owners, token_kls)
+    return sums[1:].tolist()  # seq_id 0 is no response
 
 
 # --- Update -----------------------------------------------------------------------------------------------------------
@@ -1142,25 +1193,30 @@ def update(
 ) -> tuple[dict[str, float], int]:
     """num_epochs passes over this rank's mini-batches (lists of micro-batches), an optimizer step for each.
 
-    Returns the logprob gap's metrics and how many optimizer steps were skipped for a non-finite gradient. GapError:
-    before any weight changes. All ranks, with as many mini-batches; the numbers of micro-batches may differ, even be 0.
+    Returns the metrics of the logprob gap, and how many optimizer steps were skipped for a non-finite gradient. Raises
+    GapError before any weight changes. All ranks, with equally many mini-batches. Their numbers of micro-batches may
+    differ between ranks, and may be 0.
     """
     when = "on this step's rollouts"
-    metrics = metrics if utils.leads(args, world) else Metrics()
-    most = utils.all_reduce([len(batches) for batches in mini_batches], world, dist.ReduceOp.MAX)
-    rounds = [int(n) for n in most]  # forwards of each mini-batch, the same on every rank
-    gap = prepare(learner, mini_batches, rounds, args, world, metrics)
+    if not utils.leads(args, world):
+        metrics = Metrics()  # is not reported
+    sizes = [len(batches) for batches in mini_batches]
+    largest_sizes = utils.all_reduce(sizes, world, dist.ReduceOp.MAX)
+    forwards = [int(size) for size in largest_sizes]  # of each mini-batch, the same on every rank
+    gap = prepare(learner, mini_batches, forwards, args, world, metrics)
     is_single = not needs_old_logprobs(args, len(mini_batches))  # the new logprobs are the old ones
     gap_metrics = {} if is_single else gap.check(args, world, when)
+
     skipped = 0
     for _ in range(args.num_epochs):
-        for batches, n in zip(mini_batches, rounds, strict=True):
+        for batches, n in zip(mini_batches, forwards, strict=True):
             accumulate_gradient(learner.policy, batches, n, args, world, metrics)
             if is_single:
                 for batch in batches:
                     batch.old_logprobs = batch.new_logprobs
                     gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
                 gap_metrics = gap.check(args, world, when)
+
             if n and not take_step(learner, args, world, metrics):
                 skipped += 1
             metrics.add("lr", learner.scheduler.get_last_lr()[0])
@@ -1172,7 +1228,7 @@ def update(
 def prepare(
     learner: Learner,
     mini_batches: Sequence[Sequence[Batch]],
-    rounds: Sequence[int],
+    forwards: Sequence[int],
     args: Args,
     world: World,
     metrics: Metrics,
@@ -1182,7 +1238,7 @@ def prepare(
     Returns the gap of the old logprobs, an empty one if they are not needed.
     """
     gap = Gap()
-    for batches, n in zip(mini_batches, rounds, strict=True):
+    for batches, n in zip(mini_batches, forwards, strict=True):
         if learner.ref_policy is not None:
             with metrics.timer("ref_logprobs"):
                 fill_logprobs(learner.ref_policy, batches, "ref_logprobs", n, args)
@@ -1199,19 +1255,20 @@ def prepare(
 
 
 def accumulate_gradient(
-    policy: Policy, batches: Sequence[Batch], rounds: int, args: Args, world: World, metrics: Metrics
+    policy: Policy, batches: Sequence[Batch], forwards: int, args: Args, world: World, metrics: Metrics
 ) -> None:
-    """Forward and backward of each micro-batch, then of idle batches up to `rounds`. Sets new_logprobs. All ranks."""
+    """Forward and backward of each micro-batch, then of idle batches up to `forwards`. Sets new_logprobs. All ranks."""
     totals = count_totals(batches, args, world)
-    for i in range(rounds):
-        utils.gradient_sync(policy, args, last=i == rounds - 1)
+    for i in range(forwards):
+        utils.gradient_sync(policy, args, last=i == forwards - 1)
         if i < len(batches):
             batch = batches[i]
             new_logprobs, entropy = policy(batch, args.temperature)
             batch.new_logprobs = new_logprobs.detach()
             batch.top_tokens = policy.top_tokens
             note_teacher(batch, metrics)
-            loss = grpo_loss(batch.loss_inputs(new_logprobs, entropy), totals, args, metrics)
+            inputs = batch.loss_inputs(new_logprobs, entropy)
+            loss = grpo_loss(inputs, totals, args, metrics)
         else:
             new_logprobs, _ = policy(idle_batch(world.device), args.temperature)
             loss = 0.0 * new_logprobs.sum()  # FSDP must reduce the same tensors on every rank
@@ -1219,11 +1276,12 @@ def accumulate_gradient(
 
 
 def count_totals(batches: Sequence[Batch], args: Args, world: World) -> Totals:
-    """The counts of a mini-batch over all ranks. The ranks of a sequence-parallel group have the same batches."""
-    tokens = float(sum(len(batch.places) for batch in batches))
-    responses = float(sum(batch.responses for batch in batches))
+    """The counts of a mini-batch over all ranks."""
+    tokens = sum(len(batch.places) for batch in batches)
+    responses = sum(batch.responses for batch in batches)
     tokens, responses = utils.all_reduce([tokens, responses], world)
-    return Totals(tokens / args.sequence_parallel_size, responses / args.sequence_parallel_size)
+    copies = args.sequence_parallel_size  # the ranks of a sequence-parallel group have the same batches
+    return Totals(tokens / copies, responses / copies)
 
 
 def note_teacher(batch: Batch, metrics: Metrics) -> None:
@@ -1235,20 +1293,25 @@ def note_teacher(batch: Batch, metrics: Metrics) -> None:
 
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
     """An optimizer step with the clipped gradient; False, and nothing changes, if that is not finite. All ranks."""
-    # foreach plans the DTensors of all parameters in one call: on a CPU 1 s of a start
+    # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
     options = {} if world.device.type == "cuda" else {"foreach": False}
     bound = args.max_grad_norm or math.inf
-    norm: Any = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), bound, **options)
+    parameters = learner.policy.parameters()
+    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, bound, **options)
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()
     norm = float(norm)
     metrics.add("optim/grad_norm", norm)
-    share = args.sequence_parallel_size / world.size  # 1 over all ranks
+
+    # grpo_loss has added the values of these sums; all ranks together count one step
+    share = args.sequence_parallel_size / world.size
     for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
-        metrics.add(name, 0.0, share)  # one step; grpo_loss has added the values
-    if math.isfinite(norm):
+        metrics.add(name, 0.0, share)
+
+    is_finite = math.isfinite(norm)
+    if is_finite:
         learner.optimizer.step()
-    return math.isfinite(norm)
+    return is_finite
 
 
 @torch.no_grad()
@@ -1315,13 +1378,14 @@ def start_state() -> dict[str, Any]:
 
 
 def set_up(args: Args, world: World) -> Run:
-    """A run before its engines start: prompts, directory and a learner, with --resume that of its newest checkpoint.
+    """A run before its engines start: prompts, directory and learner. With --resume the newest checkpoint is loaded.
     All learners. Raises UserError for what cannot work."""
     from scripts.parts import fits
 
     start_time = time.perf_counter()
     torch.manual_seed(args.seed)
     utils.make_deterministic(args)
+
     tokenizer = utils.load_tokenizer(args)
     environment = utils.load_environment(args, tokenizer)
     if args.load_batches:
@@ -1329,8 +1393,10 @@ def set_up(args: Args, world: World) -> Run:
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
+
     fits.check(args)
-    run_dir = utils.prepare_run_dir(args, utils.data_hash(train_prompts + eval_prompts), world)
+    data_hash = utils.data_hash(train_prompts + eval_prompts)
+    run_dir = utils.prepare_run_dir(args, data_hash, world)
     rewards.configure(args, connect=world.is_main)  # an absent judge is refused now, not after minutes of loading
     newest = None
     if args.resume:
@@ -1342,6 +1408,7 @@ def set_up(args: Args, world: World) -> Run:
     checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
     if newest is not None:
         state |= load_state(newest, learner, args, world)
+    packing = choose_common_packing(learner, train_prompts[0], args, world)
     return Run(
         args=args,
         world=world,
@@ -1353,7 +1420,7 @@ def set_up(args: Args, world: World) -> Run:
         learner=learner,
         state=state,
         checkpoints=checkpoints,
-        packing=choose_common_packing(learner, train_prompts[0], args, world),
+        packing=packing,
         eval_world=world,
     )
 
@@ -1362,14 +1429,19 @@ def train(run: Run, step: Step, probe: Sequence[Group], args: Args) -> None:
     """The step's updates. Where no group has a gradient, the logprob gap is measured on `probe`. All ranks."""
     learner = run.learner
     world = run.world
-    step.batches = [micro_batches(packs, run.packing, args, world.device) for packs in step.packs]
+    for packs in step.packs:
+        step.batches.append(micro_batches(packs, run.packing, args, world.device))
     step.gap_metrics, skipped = update(learner, step.batches, args, world, step.metrics)
     if not step.gap_metrics:
-        rollouts = [r for group in probe for r in group][: args.per_device_train_batch_size]
+        rollouts = all_rollouts(probe)[: args.per_device_train_batch_size]
         step.gap_metrics = measure_gap(learner.policy, [rollouts], "on this step's rollouts", args, world)
-    step.metrics.count("optim/nonfinite_updates", skipped / world.size)  # every rank counts the same ones
+
+    share_skipped = skipped / world.size  # every rank counts the same updates
+    step.metrics.count("optim/nonfinite_updates", share_skipped)
     handle_nonfinite(run, step, skipped)
-    if learner.ref_policy is not None and due(args.ref_policy_update_freq or 0, step.number):
+
+    is_due = due(args.ref_policy_update_freq or 0, step.number)
+    if is_due and learner.ref_policy is not None:
         refresh_reference(learner.ref_policy, learner.policy, args.alpha)
 
 
@@ -1389,19 +1461,25 @@ def main(args: Args) -> Path | None:
     state = run.state
     policy = run.learner.policy
     dtype = utils.DTYPES[args.model_dtype]
-    for number in utils.STOP.steps(range(state["step"] + 1, num_training_steps(args) + 1)):
+    first_step = state["step"] + 1
+    last_step = num_training_steps(args)
+    for number in utils.STOP.steps(range(first_step, last_step + 1)):
         step = Step(number)
         utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
         if engine is None:
             step.groups = load_groups(number, state, args, world)
             step.sampled = step.groups
         else:
-            step.groups, step.sampled = sample_groups(engine, run.train_prompts, state, args, world, step.timer)
+            step.groups, step.sampled = sample_groups(run, step.timer)
             engine.sleep()
+
         with step.timer("training"):
-            for rollouts in split_groups(share_groups(step.groups, args), args):
-                step.packs += pack_rollouts(rollouts, run.packing, args.pack_length, 1, policy.pair_cost)
+            groups = share_groups(step.groups, args)
+            for rollouts in split_groups(groups, args):
+                (packs,) = pack_rollouts(rollouts, run.packing, args.pack_length, pair_cost=policy.pair_cost)
+                step.packs.append(packs)
             train(run, step, step.sampled, args)
+
         with step.timer("weight_sync"):
             if engine is not None:
                 engine.load_weights(utils.full_weights(policy, dtype), version=number)
@@ -1448,7 +1526,8 @@ def start_engine(run: Run) -> utils.Engine:
     args = run.args
     ranks = run.world.size
     trained = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // ranks
-    evaluated = math.ceil(len(run.eval_prompts) / ranks) * args.eval_pass_at_k
+    eval_prompts = math.ceil(len(run.eval_prompts) / ranks)
+    evaluated = eval_prompts * args.eval_pass_at_k
     engine = utils.make_engine(args, run.tokenizer, run.world, max(trained, evaluated))
     run.engine = engine
     return engine
@@ -1459,10 +1538,12 @@ def send_first_weights(run: Run, engine: utils.Engine) -> dict[str, float]:
     args = run.args
     world = run.world
     policy = run.learner.policy
+    dtype = utils.DTYPES[args.model_dtype]
     prompt = run.train_prompts[world.rank % len(run.train_prompts)]
     gap_metrics: dict[str, float] = {}
     for version, when, check in starts(policy, args, run.state["step"]):
-        engine.load_weights(utils.full_weights(policy, utils.DTYPES[args.model_dtype]), version=version)
+        weights = utils.full_weights(policy, dtype)
+        engine.load_weights(weights, version=version)
         probe = sample_probes(engine, world.rank, prompt, 1, args)
         engine.sleep(1)
         gap_metrics = check(policy, probe, when, args, world)
@@ -1470,16 +1551,16 @@ def send_first_weights(run: Run, engine: utils.Engine) -> dict[str, float]:
 
 
 class Start(NamedTuple):
-    """Weights that the policy has before the first rollout, and the check of what an engine samples with them."""
+    """A version of the weights to send to the engines before the first rollout, and the check that they arrived."""
 
     version: int
     when: str  # for the message of a failed check
-    check: Callable[..., dict[str, float]]
+    check: Callable[..., dict[str, float]]  # of what an engine samples: check_trial or measure_gap
 
 
 def starts(policy: Policy, args: Args, step: int) -> Iterator[Start]:
-    """What the engines get before the first rollout: with --lora_rank a trial of all adapters, then the policy's own
-    weights. The policy has them until the next one is asked for."""
+    """What to send to the engines before the first rollout: with --lora_rank a trial of all adapters, then the
+    policy's own weights. While the caller handles a Start, the policy holds the weights of that Start."""
     if args.lora_rank:
         from scripts.parts import adapters
 
@@ -1494,7 +1575,7 @@ def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
     adapters.trial_adapters."""
     from scripts.parts import adapter_trial
 
-    rollouts = [r for part in utils.share(groups, args) for group in part for r in group]
+    rollouts = all_rollouts(share_groups(groups, args))
     batch = make_batch([[[r]] for r in rollouts], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
     fill_logprobs(policy, [batch], "ref_logprobs", 1, args)  # without adapters
@@ -1504,9 +1585,9 @@ def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
 
 def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
     """The logprob gap on fresh rollouts that are not trained on. All ranks, with equally many rollouts."""
-    rollouts = [r for group in groups for r in group]
-    rollouts = [r for part in utils.share(rollouts, args) for r in part]
-    batches = micro_batches([[[r]] for r in rollouts], "rows", args, world.device)
+    members = utils.share(all_rollouts(groups), args)  # the ranks that work on the same packs
+    packs = [[[r]] for rollouts in members for r in rollouts]
+    batches = micro_batches(packs, "rows", args, world.device)
     fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
     gap = Gap()
     for batch in batches:
@@ -1524,11 +1605,12 @@ def choose_packing(policy: Policy, prompt: Prompt, args: Args, world: World) -> 
     if not candidates:
         return "rows"
     rollouts = packing.probe_rollouts(prompt)
-    batches = {
-        "shared": make_batch([make_pieces(rollouts, 2**62)], world.device),
-        "plain": make_batch([make_pieces(rollouts, 0)], world.device),
-        "rows": make_batch([[[r]] for r in rollouts], world.device),
+    packs = {
+        "shared": [make_pieces(rollouts, 2**62)],
+        "plain": [make_pieces(rollouts, 0)],
+        "rows": [[[r]] for r in rollouts],
     }
+    batches = {name: make_batch(probe, world.device) for name, probe in packs.items()}
     return packing.first_that_agrees(candidates, policy, batches, args)
 
 
@@ -1579,24 +1661,26 @@ def add_turn(r: Rollout, generation: utils.Generation, engine: Sampler) -> None:
     )
 
 
-def ask(r: Rollout, engine: Sampler, args: Args, evaluation: bool = False) -> Future[utils.Request | None]:
-    """Have the environment answer the last turn of r, in a thread: see end_turn."""
-    return rewards.ENV_THREADS.submit(lambda: take_answer(r, engine, args, evaluation))
+def ask(r: Rollout, engine: Sampler, args: Args) -> Future[utils.Request | None]:
+    """Start a thread in which the environment answers the last turn of r. Returns the future of take_answer."""
+    return rewards.ENV_THREADS.submit(lambda: take_answer(r, engine, args))
 
 
-def take_answer(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> utils.Request | None:
+def take_answer(r: Rollout, engine: Sampler, args: Args) -> utils.Request | None:
     """Wait for the environment's answer to the last turn of r and add it. If it ends r, start the verifiers and return
     None; otherwise return the request for the next turn."""
     from scripts.parts import environments
 
     environment = r.prompt.environment
     assert environment is not None
-    state = r.turns[-2]["state"] if len(r.turns) > 1 else None  # of the answer before
+    state = None
+    if len(r.turns) > 1:
+        state = r.turns[-2]["state"]  # of the answer before
     answer = environments.ask(environment.path, state, episode_of(r, args), args.env_timeout)
 
     texts = answer.pop("texts")
     ended = r.token_ids[-1] in engine.eos_ids
-    tokens_left = room(r, args, evaluation)
+    tokens_left = remaining_tokens(r, args)
     token_ids, text = environment.answer(texts, ended, tokens_left, engine.tokenizer)
     with utils.LOCK:
         r.over = answer["done"] or (ended and not environment.role)
@@ -1606,30 +1690,33 @@ def take_answer(r: Rollout, engine: Sampler, args: Args, evaluation: bool) -> ut
         if r.over:
             token_ids = []
         r.append_answer(token_ids)
-        if text or answer["reward"] or answer["metrics"] or not r.over:
+        is_empty = not (text or answer["reward"] or answer["metrics"])
+        if not (is_empty and r.over):
             role = environment.role or "tool"
-            r.turns.append({"role": role, "content": text, "tokens": len(token_ids)} | answer)
+            turn = {"role": role, "content": text, "tokens": len(token_ids)}
+            r.turns.append(turn | answer)
+
     if r.over:
         start_scoring(r, engine, args)
         return None
-    return make_request(r, args, evaluation)
+    return make_request(r, args)
 
 
 def episode_of(r: Rollout, args: Args) -> dict[str, Any]:
-    """What the environment gets to know about r: the columns of its row, and what was said so far."""
+    """What the environment receives about r: the columns of its row, and the messages so far."""
     messages = list(r.prompt.episode["messages"])
     for turn in r.turns:
         messages.append({"role": turn["role"], "content": turn["content"]})
     last = r.turns[-1]
     number = 1 + len(r.turns) // 2  # answers stand between the turns
-    stopped = last["finish_reason"] == "stop"
-    return r.prompt.episode | {
+    facts = {
         "messages": messages,
         "text": last["content"],
         "turn": number,
         "steps_left": args.max_steps - number,
-        "stopped": stopped,
+        "stopped": last["finish_reason"] == "stop",
     }
+    return r.prompt.episode | facts
 
 
 def environment_score(r: Rollout, args: Args) -> float:
@@ -1650,27 +1737,37 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def note_pass_at_k(group: Group, metrics: Metrics) -> None:
     """Metrics of a prompt's samples: pass@k for k = 1, 2, 4 and so on, over the samples that have a verdict."""
-    judged = [r for r in group if not math.isnan(r.verifiable)]
-    correct = sum(r.verifiable >= len(r.prompt.verifiers) - 1e-8 for r in judged)
+    verdicts = [r.verifiable for r in group if not math.isnan(r.verifiable)]
+    full_score = len(group[0].prompt.verifiers) - 1e-8
+    correct = sum(verdict >= full_score for verdict in verdicts)
     k = 1
-    while k <= len(judged):
+    while k <= len(verdicts):
         name = "pass_at_1" if k == 1 else f"pass_at_{k}_unbiased"
-        metrics.add(name, pass_at_k(len(judged), correct, k))
+        metrics.add(name, pass_at_k(len(verdicts), correct, k))
         k *= 2
+
+
+def evaluation_args(args: Args) -> Args:
+    """The flags as an evaluation samples and scores with them: its own length and temperature."""
+    temperature = args.eval_temperature or args.temperature
+    if not args.eval_temperature and args.eval_pass_at_k == 1:
+        temperature = 0.0  # with several responses to a prompt greedy ones would be equal
+    length = args.eval_response_length or args.response_length
+    return replace(args, temperature=temperature, response_length=length)
 
 
 def evaluate(run: Run) -> dict[str, float]:
     """Metrics `eval/...` over all evaluation prompts. All ranks of eval_world."""
     start = time.perf_counter()
     world = run.eval_world
-    length = run.args.eval_response_length or run.args.response_length
-    args = replace(run.args, response_length=length)  # penalties for length go by it
+    args = evaluation_args(run.args)
     assert run.engine is not None  # the ranks of eval_world have one
-    prompts = [(prompt.index, prompt) for prompt in run.eval_prompts[world.rank :: world.size]]
+    own_prompts = run.eval_prompts[world.rank :: world.size]
     groups: list[Group] = []
-    if prompts:
+    if own_prompts:
+        prompts = [(prompt.index, prompt) for prompt in own_prompts]
         groups = sample_rollouts(run.engine, prompts, args.eval_pass_at_k, args, evaluation=True)
-    rollouts = [r for group in groups for r in group]
+    rollouts = all_rollouts(groups)
     score_rollouts(rollouts, args)
 
     metrics = Metrics()
@@ -1692,36 +1789,33 @@ def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
     """Open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine samples."""
     args = run.args
     state = run.state
-    from scripts.parts import machine
-
-    state |= machine.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
+    done = state["step"]
+    dtype = utils.DTYPES[args.model_dtype]
+    state |= utils.device_speed(run.world.device, dtype)
     state["clock"] = time.perf_counter()  # see step_metrics
-    run.logger = utils.Logger(args, run.run_dir, num_training_steps(args), state["step"], run.world)
-    if state["step"]:
-        run.logger.say(f"resumed after step {state['step']}")
+    logger = utils.Logger(args, run.run_dir, num_training_steps(args), done, run.world)
+    run.logger = logger
+
+    if done:
+        logger.say(f"resumed after step {done}")
     gap = gap_metrics.get("debug/vllm_vs_local_logprob_diff_mean", math.nan)
     ready = time.perf_counter() - run.start_time
-    run.logger.say(f"data     {len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation")
-    run.logger.say(f"packing  {roles}{PACKING[run.packing].format(args.pack_length)}")
-    run.logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {gap:.1e}")
-    if args.eval_on_step_0 and state["step"] == 0 and run.engine is not None:
-        run.logger.log({"training_step": 0, "episode": 0} | gap_metrics | evaluate(run))
+    packing = PACKING[run.packing].format(args.pack_length)
+    logger.say(f"data     {len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation")
+    logger.say(f"packing  {roles}{packing}")
+    logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {gap:.1e}")
 
-
-@dataclass
-class StepSums:
-    """Sums of a step over all ranks that only enter ratios: they are no metrics."""
-
-    trained: float  # rollouts
-    sampled: float  # rollouts
-    response_tokens: float  # of the sampled ones
-    learner_flops: float
+    if args.eval_on_step_0 and done == 0 and run.engine is not None:
+        first_row = {"training_step": 0, "episode": 0}
+        logger.log(first_row | gap_metrics | evaluate(run))
 
 
 def step_metrics(run: Run, step: Step) -> dict[str, float]:
     """The step's metrics over all ranks; adds the step to the sums in the run's state. All ranks.
 
-    The run's seconds count from one call to the next, the first from start_log: evaluation and saving are in them."""
+    state["seconds"] counts from one call to the next, and from start_log to the first call. It includes evaluation and
+    saving.
+    """
     args = run.args
     world = run.world
     state = run.state
@@ -1729,20 +1823,27 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     seconds["time/total"] = time.perf_counter() - step.start_time
     utils.note_step(step.groups, step.sampled, args, step.metrics)
     if utils.leads(args, world):
-        note_update(run.learner, step.packs, args, step.metrics)
-    metrics = utils.finish_metrics(step.metrics.reduce(world), args) | step.gap_metrics | seconds
-    totals = StepSums(**{total.name: metrics.pop(total.name) for total in fields(StepSums)})
+        note_update(run.learner, step, args)
+    reduced = step.metrics.reduce(world)
+    metrics = utils.finish_metrics(reduced, args) | step.gap_metrics | seconds
+
+    # sums over all ranks that only enter ratios
+    trained = metrics.pop("trained")
+    sampled = metrics.pop("sampled")
+    response_tokens = metrics.pop("response_tokens")
+    learner_flops = metrics.pop("learner_flops")
 
     now = time.perf_counter()
     state["step"] = step.number
     state["episode"] += args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     state["seconds"] += now - state["clock"]
     state["clock"] = now
+
     metrics["training_step"] = step.number
     metrics["episode"] = state["episode"]
     metrics["epoch"] = state["cursor"] / len(run.train_prompts)
-    metrics["other/real_batch_size_ratio"] = totals.trained / totals.sampled
-    metrics["optim/skipped_steps"] = float(totals.trained == 0)
+    metrics["other/real_batch_size_ratio"] = trained / sampled
+    metrics["optim/skipped_steps"] = float(trained == 0)
     metrics["val/num_total_tokens"] = state["tokens"]  # before this step
     metrics["val/num_learner_tokens"] = metrics["val/learner_tokens"] * world.size
     metrics["val/num_excluded_prompts"] = float(len(state["excluded"]))
@@ -1752,45 +1853,52 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     generation = seconds.get("time/generation", seconds["time/total"])
     longest_generation = seconds.get("time/group_generation_max") or generation
     possible_flops = seconds["time/training"] * world.size * state["flops_per_second"]
-    metrics["learner_mfu"] = totals.learner_flops / possible_flops
+    metrics["learner_mfu"] = learner_flops / possible_flops
     metrics["learner_tokens_per_second_step"] = tokens / seconds["time/total"]
     metrics["learner_tokens_per_second_overall"] = state["tokens"] / state["seconds"]
     metrics["val/actor_tokens_per_second"] = tokens / longest_generation
-    metrics["val/response_tokens_per_second"] = totals.response_tokens / generation
+    metrics["val/response_tokens_per_second"] = response_tokens / generation
     state["tokens"] += tokens
     return metrics
 
 
-def note_update(learner: Learner, packs: Sequence[Sequence[Pack]], args: Args, metrics: Metrics) -> None:
+def note_update(learner: Learner, step: Step, args: Args) -> None:
     """Metrics of what this rank trained on."""
-    pieces = [piece for mini_batch in packs for pack in mini_batch for piece in pack]
+    metrics = step.metrics
+    packs = [pack for mini_batch in step.packs for pack in mini_batch]
+    pieces = [piece for pack in packs for piece in pack]
     trained = sum(len(piece) for piece in pieces)
     tokens = sum(piece_length(piece) for piece in pieces)
     pairs = sum(attended_pairs(piece) for piece in pieces)
     response_tokens = sum(len(r.token_ids) for piece in pieces for r in piece)
+
     # A backward costs as much as two forwards: the gradients of inputs and of weights. Frozen weights need no gradient.
-    forwards = (2 if args.lora_rank else 3) * args.num_epochs
-    forwards += needs_old_logprobs(args, len(packs))
+    passes = 2 if args.lora_rank else 3
+    forwards = passes * args.num_epochs
+    forwards += needs_old_logprobs(args, len(step.packs))
     flops = forwards * learner.policy.flops(tokens, pairs, response_tokens)
     if learner.ref_policy is not None:
         flops += learner.ref_policy.flops(tokens, pairs, response_tokens)
     metrics.count("trained", trained)
     metrics.count("learner_flops", flops)
     metrics.add_all("val/learner_tokens", [tokens / args.sequence_parallel_size])
-    metrics.add("other/packed_ratio", sum(len(mini_batch) for mini_batch in packs), trained)
+    metrics.add("other/packed_ratio", len(packs), trained)
 
 
 def handle_nonfinite(run: Run, step: Step, skipped: int) -> None:
-    """Dump the batches of a step with `skipped` updates; raises RuntimeError after three such steps in a row."""
+    """Dump the batches of a step that skipped updates. Raises RuntimeError at the third such step in a row."""
     if not skipped:
         run.state["nonfinite_in_a_row"] = 0
         return
+
     run.state["nonfinite_in_a_row"] += 1
     dumped = []
-    for batch in itertools.chain.from_iterable(step.batches):
-        pieces = batch.layout and batch.layout.pieces
-        dumped.append(vars(batch) | {"layout": pieces, "rollouts": None})
-    torch.save(dumped, run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt")
+    for mini_batch in step.batches:
+        for batch in mini_batch:
+            pieces = None if batch.layout is None else batch.layout.pieces
+            dumped.append(vars(batch) | {"layout": pieces, "rollouts": None})
+    path = run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt"
+    torch.save(dumped, path)
     run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
     if run.state["nonfinite_in_a_row"] == 3:
         raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run.run_dir}/nonfinite_step_*.pt")
@@ -1802,18 +1910,21 @@ def due(every: int, step: int, last: int = 0) -> bool:
 
 
 def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> None:
-    """Save and evaluate where it is due, log `out` and a further line, write traces and dumps. All ranks."""
+    """Save and evaluate where it is due; log the metrics `out` and a further line; record rollouts. All ranks."""
     args = run.args
     policy = run.learner.policy
     if run.servers is not None:
         run.servers.check()
+
     if due(args.save_freq, step.number):
+        path = run.run_dir / f"step_{step.number}"
         with step.timer("saving"):
-            utils.save_model(policy, run.tokenizer, run.run_dir / f"step_{step.number}", args, run.world)
+            utils.save_model(policy, run.tokenizer, path, args, run.world)
         out["time/saving"] = step.timer.seconds["time/saving"]
     evaluates = due(args.local_eval_every, step.number, num_training_steps(args))
     if evaluates and run.eval_prompts and run.engine is not None:
         out |= evaluate(run)
+
     run.logger.log(out)
     if line:
         run.logger.say(line)
@@ -1842,17 +1953,21 @@ def save_state(run: Run, more_state: Callable[[], dict[str, Any]] = dict) -> str
 
 
 def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[str, Any]:
-    """Load a checkpoint into the learner; returns the run's state. Learning rates follow the flags of now, from the
-    checkpoint's tick on. All ranks."""
+    """Load a checkpoint into the learner; returns the run's state. All ranks.
+
+    The learning-rate schedule goes on at the checkpoint's tick, with the flags of this start.
+    """
     from scripts.parts import checkpoints
 
     scheduler = learner.scheduler
     state = checkpoints.load(path, learner.modules(args), learner.optimizer, world)
     saved = state.pop("scheduler")
+
+    tick = saved["last_epoch"]
     base_rates = scheduler.base_lrs
     rates = []
     for base_rate, schedule in zip(base_rates, scheduler.lr_lambdas, strict=True):
-        rates.append(base_rate * schedule(saved["last_epoch"]))
+        rates.append(base_rate * schedule(tick))
     scheduler.load_state_dict(saved | {"base_lrs": base_rates, "_last_lr": rates})
     for group, rate in zip(learner.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -1864,15 +1979,18 @@ def finish(run: Run) -> Path:
     args = run.args
     run_dir = run.run_dir
     run.checkpoints.wait()
-    finished = run.state["step"] == num_training_steps(args)
+    last_step = run.state["step"]
+    finished = last_step == num_training_steps(args)
+    model_dir = run_dir / "model"
     if finished:
-        utils.save_model(run.learner.policy, run.tokenizer, run_dir / "model", args, run.world)
+        utils.save_model(run.learner.policy, run.tokenizer, model_dir, args, run.world)
     run.logger.close()
     if run.engine is not None:
-        run.engine.stop(run.state["step"])
+        run.engine.stop(last_step)
     if run.world.is_main:
-        made = f"model {run_dir / 'model'}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        made = f"model {model_dir}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
         print(f"{made}, {utils.draw_report(run_dir)}")
+
     rewards.close()
     if run.servers is not None:
         run.servers.stop()

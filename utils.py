@@ -977,6 +977,7 @@ class Rollout(Columns):
     tokenless: list[float] = field(default_factory=list)  # scores of responses of its group without a sampled token
     turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
     over: bool = False  # nothing is added any more
+    evaluation: bool = False  # sampled to evaluate the policy, with seeds apart from those of training
 
     def append(self, generation: Generation) -> None:
         """Add tokens the policy chose."""

@@ -445,7 +445,8 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
     state, mine, tick, errors, adam = grpo.start_state(), {"cursor": 0, "excluded": set()}, 0, [], AdamW()
     for step in range(1, steps + 1):
         # the project's step
-        groups, sampled = grpo.sample_groups(engine, prompts, state, a, world, utils.Timer())
+        run = SimpleNamespace(engine=engine, train_prompts=prompts, state=state, args=a, world=world)
+        groups, sampled = grpo.sample_groups(run, utils.Timer())
         for r in (r for group in sampled for r in group if len(r.token_ids)):
             dice = random.Random(repr((seed, r.position, r.sample)))
             if dice.random() < 0.3:

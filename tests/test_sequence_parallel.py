@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,7 +296,8 @@ def test_ranks_that_share_packs_have_the_groups_of_one_rank(monkeypatch, size, n
         flags = "--model_name_or_path x --num_unique_prompts_rollout 24 --num_mini_batches 2 --total_episodes 96"
         args = utils.parse_args(grpo.Args, [*flags.split(), "--sequence_parallel_size", str(size)])
         state, world = grpo.start_state() | {"cursor": 48}, utils.World(rank, rank, ranks, torch.device("cpu"))
-        return grpo.sample_groups(None, prompts, state, args, world, utils.Timer())[0], state, args
+        run = SimpleNamespace(engine=object(), train_prompts=prompts, state=state, args=args, world=world)
+        return grpo.sample_groups(run, utils.Timer())[0], state, args
 
     monkeypatch.setattr(grpo, "sample_rollouts", sample)
     for share in range(number // size):

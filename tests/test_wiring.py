@@ -497,7 +497,9 @@ def test_the_schedule_ticks_with_every_optimizer_step():
 
 def request(position=3, sample=1, evaluation=False, **flags):
     prompt = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
-    return grpo.make_request(grpo.Rollout(prompt, position, sample), grpo.Args(**flags), evaluation)
+    r = grpo.Rollout(prompt, position, sample, evaluation=evaluation)
+    args = grpo.Args(**flags)
+    return grpo.make_request(r, grpo.evaluation_args(args) if evaluation else args)
 
 
 def test_a_seed_is_of_run_position_sample_and_kind():
@@ -553,7 +555,8 @@ def sample(rank, state, *flags, size=2, prompts=12):
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
     engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
     world = utils.World(rank, rank, size, torch.device("cpu"))
-    chosen, sampled = grpo.sample_groups(engine, data, state, args, world, utils.Timer())
+    run = types.SimpleNamespace(engine=engine, train_prompts=data, state=state, args=args, world=world)
+    chosen, sampled = grpo.sample_groups(run, utils.Timer())
     return *([g[0].position for g in groups] for groups in (chosen, sampled)), [g[0].prompt.index for g in sampled]
 
 

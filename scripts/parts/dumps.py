@@ -113,7 +113,7 @@ def rollout_row(r: Rollout, step: int) -> Row:
     """A rollout as a row of rollouts.jsonl. NaN is null. Every other number is read back with the same bits, since
     Python writes a float with enough digits."""
     row: Row = {"training_step": step} | vars(r)
-    del row["scoring"]
+    del row["scoring"], row["evaluation"]
     row |= {name: getattr(r, name).tolist() for name in utils.COLUMNS}
     row["prompt"] = r.prompt.text
     row["prompt_ids"] = r.prompt.token_ids

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,7 +159,8 @@ class Trial:
         world = self.session.world
         dtype = utils.DTYPES[args.model_dtype]
         engine.load_weights(utils.full_weights(self.policy, dtype), version=step)
-        groups, sampled = grpo.sample_groups(engine, self.prompts, state, args, world, utils.Timer())
+        run: Any = SimpleNamespace(engine=engine, train_prompts=self.prompts, state=state, args=args, world=world)
+        groups, sampled = grpo.sample_groups(run, utils.Timer())
         rollouts = grpo.trainable(groups, args)
         packs = grpo.pack_rollouts(rollouts, "shared", args.pack_length, 1, self.policy.pair_cost)[0]
         batches = grpo.micro_batches(packs, "shared", args, world.device)
