@@ -1787,11 +1787,13 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
     """Open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine samples."""
+    from scripts.parts import machine
+
     args = run.args
     state = run.state
     done = state["step"]
     dtype = utils.DTYPES[args.model_dtype]
-    state |= utils.device_speed(run.world.device, dtype)
+    state |= machine.device_speed(run.world.device, dtype)
     state["clock"] = time.perf_counter()  # see step_metrics
     logger = utils.Logger(args, run.run_dir, num_training_steps(args), done, run.world)
     run.logger = logger
