@@ -1515,7 +1515,9 @@ def check_start(args: Args) -> Args:
 
 def choose_dtype(args: Args, world: World) -> Args:
     """The flags with the dtype that --model_dtype auto means on the first rank's machine. All ranks."""
-    dtype, reason = utils.all_gather(utils.choose_dtype(args), world)[0]
+    from scripts.parts import machine
+
+    dtype, reason = utils.all_gather(machine.choose_dtype(args), world)[0]
     if world.is_main:
         print(f"dtype    {dtype}: {reason}")
     return replace(args, model_dtype=dtype)

@@ -1297,7 +1297,9 @@ def main(args: Args) -> None:
     if meeting.restarted:
         args = utils.after_restart(args)
     if os.environ["RANK"] == "0":
-        dtype, why = utils.choose_dtype(args)
+        from scripts.parts import machine
+
+        dtype, why = machine.choose_dtype(args)
         print(f"dtype    {dtype}: {why}")
         meeting.store.set("dtype", dtype)
     args = replace(args, model_dtype=meeting.store.get("dtype").decode())

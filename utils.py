@@ -218,13 +218,6 @@ def after_restart(args: F) -> F:
     return replace(args, resume=has_checkpoint, overwrite=not has_checkpoint)
 
 
-def choose_dtype(args: "Flags") -> tuple[str, str]:
-    """The compute dtype that --model_dtype means on this machine, and why, for a person."""
-    from scripts.parts import machine
-
-    return machine.choose_dtype(args)
-
-
 def make_deterministic(args: "Flags") -> None:
     """--deterministic: kernels whose result does not depend on the order of threads, where torch has them."""
     if args.deterministic:
@@ -981,9 +974,11 @@ class Rollout(Columns):
 
     def append(self, generation: Generation) -> None:
         """Add tokens the policy chose."""
-        chosen = np.ones(len(generation.token_ids), np.bool_)
         self._add(
-            token_ids=generation.token_ids, logprobs=generation.logprobs, mask=chosen, versions=generation.versions
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            mask=np.ones(len(generation.token_ids)),
+            versions=generation.versions,
         )
         self.finish_reason = generation.finish_reason
 

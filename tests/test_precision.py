@@ -88,15 +88,15 @@ def test_auto_takes_what_the_processor_is_fast_in(monkeypatch, tmp_path, capsys)
     args = grpo.Args(output_dir=str(tmp_path), exp_name="run")
     for half, full, want in ((3.0, 60.0, "float32"), (400.0, 90.0, "bfloat16")):
         monkeypatch.setattr(machine, "core_speeds", lambda dtypes, found=(half, full): found)
-        dtype, why = utils.choose_dtype(args)
+        dtype, why = machine.choose_dtype(args)
         assert dtype == want and f"{half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32" in why
         (tmp_path / "run").mkdir(exist_ok=True)
         other = {"float32": "bfloat16", "bfloat16": "float32"}[want]
         (tmp_path / "run" / "args.json").write_text(json.dumps({"model_dtype": other}))
-        assert utils.choose_dtype(replace(args, resume=True))[0] == other
-        dtype, why = utils.choose_dtype(replace(args, model_dtype="bfloat16"))
+        assert machine.choose_dtype(replace(args, resume=True))[0] == other
+        dtype, why = machine.choose_dtype(replace(args, model_dtype="bfloat16"))
         assert dtype == "bfloat16" and ("WARNING" in why) == (want == "float32")
-        assert utils.choose_dtype(replace(args, model_dtype="float32")) == ("float32", "as --model_dtype says")
+        assert machine.choose_dtype(replace(args, model_dtype="float32")) == ("float32", "as --model_dtype says")
 
 
 def test_the_choice_does_not_change_while_other_processes_compute():

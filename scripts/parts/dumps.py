@@ -77,11 +77,13 @@ def record_step(step: Any, packing: str, policy: Any, args: utils.Flags, world: 
     description: Row = {}
     if dumping:
         learners = [part.packs for part in parts[:: args.sequence_parallel_size]]
-        description["training_step"] = step.number
-        description["how"] = packing
-        description["weights"] = weights_hash(policy, world)
-        description["positions"] = sorted(position for part in parts for position in part.positions)
-        description["packs"] = list(zip(*learners, strict=True))
+        description = {
+            "training_step": step.number,
+            "how": packing,
+            "weights": weights_hash(policy, world),
+            "positions": sorted(position for part in parts for position in part.positions),
+            "packs": list(zip(*learners, strict=True)),
+        }
     if world.is_main:
         ordered = sorted(trace for part in parts for trace in part.traces)
         append_rows(args.run_dir, [trace.line for trace in ordered], description)

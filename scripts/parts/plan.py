@@ -25,9 +25,10 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
         print(arithmetic(args, learners))
     if not args.dry_run:
         return
+    from scripts.parts import machine
     from scripts.proof import memory
 
-    dtype, why = utils.choose_dtype(args)
+    dtype, why = machine.choose_dtype(args)
     print(f"dtype    {dtype}: {why}")
     print(sources_text(args))
     flags = {name: getattr(args, name) for name in ESTIMATED_BY}

@@ -178,8 +178,9 @@ def server_command(options: argparse.Namespace) -> list[str]:
     dtype = options.model_dtype
     if dtype == "auto" and not torch.cuda.is_available():  # vLLM would take bfloat16 even where that is emulated
         import utils
+        from scripts.parts import machine
 
-        dtype, _ = utils.choose_dtype(utils.Flags())
+        dtype, _ = machine.choose_dtype(utils.Flags())
     flags = {
         "model": options.model,
         "served-model-name": options.model,

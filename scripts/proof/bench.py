@@ -40,6 +40,7 @@ import torch  # noqa: E402
 
 import grpo  # noqa: E402
 import utils  # noqa: E402
+from scripts.parts.machine import choose_dtype  # noqa: E402
 from scripts.proof.benchmarks import (  # noqa: E402
     engine,
     learner,
@@ -76,7 +77,7 @@ def parse_options() -> common.BenchFlags:
     if not (model / "config.json").exists():
         makers = "python scripts/data/get_smollm2.py (make_tiny_model.py)"
         raise utils.UserError(f"no model in {options.model}: {makers} makes it")
-    dtype, why = utils.choose_dtype(grpo.Args(model_dtype=options.dtype))
+    dtype, why = choose_dtype(grpo.Args(model_dtype=options.dtype))
     print(f"dtype {dtype}: {why}", file=sys.stderr)
     return dataclasses.replace(options, model=str(model), dtype=dtype, grpo_flags=tuple(others))
 

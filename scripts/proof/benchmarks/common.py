@@ -34,6 +34,7 @@ import torch  # noqa: E402
 
 import grpo  # noqa: E402
 from scripts.data.make_addition import make_addition  # noqa: E402
+from scripts.parts import machine  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTION = (4.04, 0.345)  # mean and standard deviation of the log of the tokens: see Lengths
@@ -177,7 +178,7 @@ def matrix_product(dtype: torch.dtype, device: Any) -> tuple[Callable[[], Any], 
     size = 2048
     if torch.cuda.is_available():
         size = 8192
-    elif dtype == torch.bfloat16 and utils.choose_dtype(grpo.Args())[0] == "float32":
+    elif dtype == torch.bfloat16 and machine.choose_dtype(grpo.Args())[0] == "float32":
         size = 256  # bfloat16 is emulated: a large product takes minutes
     left, right, out = torch.randn(3, size, size, device=device).to(dtype)
     return lambda: torch.mm(left, right, out=out), 2.0 * size**3
