@@ -4,18 +4,16 @@
         data/addition/train.jsonl 1.0 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --beta 0 \
         --response_length 24 --temperature 1.0 --learning_rate 1e-5 --total_episodes 768 --vllm_enforce_eager
 
-Flags and, where grpo.py packs nothing, numbers are its own to the bit (tests/test_minimal.py). What it adds to
-
+The flags are grpo.py's. Where grpo.py packs nothing, both give the same numbers, bit for bit. What grpo.py adds to
     sample              stop strings, top-p, active sampling; an engine on every rank; judging while others sample
     compute_advantages  three other normalizations; format rewards, penalties, KL in the reward; scores that are missing
     make_batch          packs of many responses that share their prompts, in place of padded rows
     token_logprobs      logits in chunks that are not kept, entropy, gradient checkpointing
     grpo_loss           CISPO, GSPO, dual clip, four KLs, three means, masks of rho, an entropy bonus, exp kept finite
-    main, set-up        FSDP2 over any number of ranks, weight decay, schedules of the learning rate, --resume
-    main, the loop      evaluation, checkpoints, dumps, metrics, report; NaN skips an update, a stale engine ends it
+    main                any number of ranks, learning-rate schedules, --resume, evaluation, checkpoints, metrics
 
-Shapes: a step has P prompts of G responses; a batch has B rows of at most T tokens, n of them of responses; H is the
-hidden size, V the vocabulary. Position t of a (B, T) tensor is about predicting targets[t]. Logprobs are in nats.
+Shapes: P prompts of G responses in a step; B rows of at most T tokens in a batch, n of them of responses; H hidden
+size, V vocabulary. Position t of a (B, T) tensor is about predicting targets[t]. Logprobs are in nats.
 """
 
 import copy
@@ -98,14 +96,14 @@ def sample(engine: Any, prompts: list[utils.Prompt], step: int, args: Args) -> l
 
     rollouts = []
     params = []
-    options: Any = {"temperature": args.temperature, "max_tokens": args.response_length}
+    options: Any = {"temperature": args.temperature, "max_tokens": args.response_length, "logprobs": 0}
     P = args.num_unique_prompts_rollout
     for position in range((step - 1) * P, step * P):
         prompt = utils.prompt_at(prompts, position, args.seed)
         for j in range(args.num_samples_per_prompt_rollout):
             rollouts.append(Rollout(prompt))
             seed = utils.derive_seed(args.seed, position, j, 0)  # each response has its own
-            params.append(SamplingParams(seed=seed, logprobs=0, skip_special_tokens=False, **options))
+            params.append(SamplingParams(seed=seed, skip_special_tokens=False, **options))
 
     requests = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in rollouts]
     outputs = engine.generate(requests, params, use_tqdm=False)
@@ -121,9 +119,8 @@ def sample(engine: Any, prompts: list[utils.Prompt], step: int, args: Args) -> l
 
 def score(r: Rollout, args: Args) -> float:
     """verification_reward times the sum of the verifiers' scores of 0 to 1."""
-    records = []
-    for label, verifier in zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True):
-        records.append(rewards.RewardRecord(r.text, label, verifier, len(r.token_ids)))
+    labels = zip(r.prompt.ground_truths, r.prompt.verifiers, strict=True)
+    records = [rewards.RewardRecord(r.text, label, verifier, len(r.token_ids)) for label, verifier in labels]
     return args.verification_reward * sum(result.score for result in rewards.score(records))
 
 
@@ -138,7 +135,6 @@ def make_batch(rollouts: list[Rollout], device: torch.device) -> Batch:
     """Rollouts as the rows of a batch. The shift of targets against inputs happens here only."""
     rows = [torch.tensor([*r.prompt.token_ids, *r.token_ids]) for r in rollouts]
     ids = pad_sequence(rows, batch_first=True).to(device)  # (B, T + 1)
-    input_ids = ids[:, :-1]
     targets = ids[:, 1:]
     mask = torch.zeros_like(targets, dtype=torch.bool)
     advantages = torch.zeros_like(targets, dtype=torch.float32)
@@ -149,20 +145,18 @@ def make_batch(rollouts: list[Rollout], device: torch.device) -> Batch:
         mask[i, response] = True
         advantages[i, response] = r.advantage
         vllm_logprobs[i, response] = torch.tensor(r.vllm_logprobs)
-    return Batch(input_ids, targets, mask, advantages, vllm_logprobs)
+    return Batch(ids[:, :-1], targets, mask, advantages, vllm_logprobs)
 
 
 def token_logprobs(model: Any, batch: Batch, args: Args) -> Tensor:
     """log softmax(logits / temperature)[targets], float32 (B, T), 0 outside the responses."""
-    mask = batch.mask
-    with torch.autocast(mask.device.type, torch.bfloat16, enabled=args.model_dtype == "bfloat16"):
+    with torch.autocast(batch.mask.device.type, torch.bfloat16, enabled=args.model_dtype == "bfloat16"):
         hidden = model.base_model(batch.input_ids, use_cache=False).last_hidden_state  # (B, T, H)
-        head = model.get_output_embeddings()
-        logits = head(hidden[mask]).float() / args.temperature  # (n, V)
-    targets = batch.targets[mask]  # (n,)
+        logits = model.get_output_embeddings()(hidden[batch.mask]).float() / args.temperature  # (n, V)
+    targets = batch.targets[batch.mask]  # (n,)
     target_logits = logits.gather(1, targets[:, None])[:, 0]
     logprobs = target_logits - logits.logsumexp(1)
-    return torch.zeros_like(batch.advantages).masked_scatter(mask, logprobs)
+    return torch.zeros_like(batch.advantages).masked_scatter(batch.mask, logprobs)
 
 
 def grpo_loss(new_logprobs: Tensor, batch: Batch, tokens: int, args: Args) -> Tensor:
@@ -177,8 +171,7 @@ def grpo_loss(new_logprobs: Tensor, batch: Batch, tokens: int, args: Args) -> Te
     unclipped_loss = -batch.advantages * ratio
     clipped_loss = -batch.advantages * clipped_ratio
     per_token = torch.maximum(unclipped_loss, clipped_loss)
-    rho = (batch.old_logprobs - batch.vllm_logprobs).exp()
-    rho = rho.clamp(max=args.rho_clamp_upper_bound)
+    rho = (batch.old_logprobs - batch.vllm_logprobs).exp().clamp(max=args.rho_clamp_upper_bound)
     loss = (per_token * rho)[batch.mask].sum() / tokens
     if args.beta:
         d = new_logprobs - batch.ref_logprobs
@@ -218,13 +211,11 @@ def main(args: Args) -> None:
 
     for step in range(1, num_steps + 1):
         # sync the weights, sample and score
-        weights = iter(policy.state_dict().items())
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(policy.state_dict().items())})
         rollouts = sample(engine, prompts, step, args)
 
         # compare within each group
-        scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)
-        scores = scores.view(-1, G)  # (P, G)
+        scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64).view(-1, G)  # (P, G)
         advantages = compute_advantages(scores).float().flatten()
         for r, advantage in zip(rollouts, advantages.tolist(), strict=True):
             r.advantage = advantage
@@ -257,12 +248,10 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
 
         # report
-        correct = (scores > 0).double().mean()
-        print(f"{step}/{num_steps} score {scores.mean():.2f}, correct {correct:.2f}", flush=True)
+        print(f"{step}/{num_steps} score {scores.mean():.2f}", flush=True)
         with (run_dir / "rollouts.jsonl").open("a") as file:
             for r in rollouts:
-                row = {"training_step": step} | asdict(r)
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps({"training_step": step} | asdict(r)) + "\n")
     policy.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
 
