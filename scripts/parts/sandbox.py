@@ -1,23 +1,24 @@
-"""Runs Python programs of unknown intent: no network, no files of others, no other programs, bounded in everything.
+"""Runs Python programs that may be hostile: no network, no files of others, no other programs, and limited resources.
 
-    python scripts/parts/sandbox.py  # what this machine allows, layer by layer
+    python scripts/parts/sandbox.py  # prints what this machine allows, layer by layer
 
-`Sandbox` starts this file as a fork server, a small Python process of its own. Every run is a fork of it which locks
-itself down (rlimits, Landlock, seccomp; no_new_privs) and only then reads the program. The server itself sits in
-namespaces of its own where the machine allows that. It never reads what a run is about: programs, inputs, tests and
-results go through memory files (memfd) that it passes on unopened, so that no run finds them in its memory later. The
-trainer gets back the files, an exit status and a time, and judges for itself: expected outputs never come here.
+`Sandbox` starts this file as a fork server, a small Python process of its own. Every run is a fork of the server. The
+fork locks itself down (rlimits, Landlock, seccomp, no_new_privs) before it reads the program. The server itself is in
+namespaces of its own where the machine allows them. The server never reads the content of a run: programs, inputs,
+tests and results travel in memory files (memfd) that the server passes on unopened, so no later run finds them in its
+memory. The trainer gets the files back with an exit status and a time, and judges them itself. Expected outputs are
+never sent to the server.
 
-Three layers do the work, and each is enough against most attacks:
+Three layers protect the trainer. Each alone stops most attacks:
 
-    seccomp     a list of allowed system calls. Not on it: sockets, new processes, exec, signals, changes to files
-    Landlock    reading beneath the Python installation and the system's libraries only
-    namespaces  a file system with just these, read-only; no network device; the process sees no others, and when the
-                server ends, the kernel ends whatever was started in there
+    seccomp     A list of allowed system calls. It lacks sockets, new processes, exec, signals and changes to files.
+    Landlock    A run may read beneath the Python installation and the system's libraries only.
+    namespaces  The file system contains these directories only, and is read-only. There is no network device. The
+                process sees no other processes. When the server ends, the kernel ends every process inside.
 
-`do_probe` tries the forbidden things from inside at every start; what succeeds is a leak, and leaks are for the caller
-to refuse. Out of scope: kernel bugs, side channels such as timing. Standard library only; Linux, x86_64 and aarch64.
-Sources: kernel.org, userspace-api/landlock and seccomp_filter; man7.org, namespaces(7), pid_namespaces(7).
+`do_probe` tries the forbidden actions from inside at every start. An action that succeeds is a leak, and the caller has
+to refuse leaks. Out of scope: kernel bugs, and side channels such as timing. Standard library only. Linux on x86_64 and
+aarch64. Sources: kernel.org, userspace-api/landlock and seccomp_filter; man7.org, namespaces(7), pid_namespaces(7).
 """
 
 import _thread
@@ -57,19 +58,21 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-MEMORY_BYTES = 2**30  # address space of a run beyond the server's own
-OUTPUT_BYTES = 4 * 2**20  # of each of standard output and error
-FRAME_BYTES = 16 * 2**20  # of one message between a test and the program
+MEMORY_BYTES = 2**30  # address space of a run, beyond the server's own
+OUTPUT_BYTES = 4 * 2**20  # each, for standard output and standard error
+FRAME_BYTES = 16 * 2**20  # for one message between a test and the program
 STACK_BYTES = 64 * 2**20
-MAX_THREADS = 512  # and processes, of all runs of a server, where that can be counted apart from the user's others
-MAX_TIME_LIMITS = 3  # of a program's tests; further ones are not run, or 100 tests of an endless loop take 100 times T
+MAX_THREADS = 512  # threads and processes of all runs of a server, where the user's other threads are not counted
+MAX_TIME_LIMITS = 3  # Later tests of the program are not run: 100 tests of an endless loop would take 100 time limits
 START_TIMEOUT_S = 120.0
-GRACE_S = 20.0  # for a reply, on a machine busy with other things
+GRACE_S = 20.0  # for a reply, on a machine that is busy with other work
 LOOK_S = 0.05  # between two looks at a run that seems late
-PATIENCE = 20  # times its limit that a run may take while others have the processors: then it is the machine's failure
-NOBODY, FIRST_USER = 65534, 2_000_000_000  # users of the runs as root: from FIRST_USER on one for each server
-# The server imports these once. Not random and threading, nor what imports them: they hook into every fork, and most
-# programs have no use for that. The trainer's side below imports subprocess and the like where it needs them.
+PATIENCE = 20  # A run may take this many times its limit while others have the processors; then the machine has failed
+NOBODY = 65534
+FIRST_USER = 2_000_000_000  # If we are root, each server's runs have a user of their own, numbered from here
+# The server imports these modules once. It does not import random and threading, or modules that import them: they hook
+# into every fork, and most programs do not need them. The trainer's side imports subprocess and others where it needs
+# them.
 PRELOAD = (
     "array bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions functools heapq io "
     "itertools json math numbers operator re string time typing"
@@ -79,21 +82,26 @@ PRELOAD = (
 # Layers. Each function changes the calling process for good, or raises OSError.
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 4, 15, 22, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_NAME = 15
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
 
 def libc(function: str, *args: int | bytes | ctypes.Array | None) -> int:
-    """Calls the C function with whole registers. Raises OSError where it returns -1."""
-    result = getattr(LIBC, function)(*[ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args])
+    """Calls the C function with integers as whole registers. Raises OSError if it returns -1."""
+    c_args = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
+    result = getattr(LIBC, function)(*c_args)
     if result == -1:
         code = ctypes.get_errno()
         raise OSError(code, f"{function}: {os.strerror(code)}")
     return result
 
 
-# Allowed system calls, with their numbers on x86_64 and aarch64 (- where it has none). From linux: arch/x86/entry/
-# syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h. All others are refused, those of the future as well.
+# Allowed system calls, each with its number on x86_64 and on aarch64 (- for none). From linux: arch/x86/entry/
+# syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h. All other calls are refused, also those of the future.
 ALLOWED = """
 read 0 63, write 1 64, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222, mprotect 10 226,
 munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67,
@@ -113,155 +121,266 @@ ppoll 271 73, set_robust_list 273 99, epoll_pwait 281 22, eventfd2 290 19, epoll
 pipe2 293 59, getcpu 309 168, getrandom 318 278, membarrier 324 283, statx 332 291, rseq 334 293, close_range 436 436,
 faccessat2 439 439
 """
-# Allowed with some arguments: number of the argument, which bits of it count (0: all), what they must be, the error
-OPEN_FOR_CHANGE, CLONE_THREAD = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0x10000
+
+
+class Rule(NamedTuple):
+    """Allows a system call if its argument with index `argument` is one of `values`. Otherwise the call gives `error`.
+
+    bits: only these bits of the argument count; 0: all of them. pointer: the upper half has to be 0 as well.
+    """
+
+    argument: int
+    bits: int
+    values: list[int]
+    error: int = errno.EPERM
+    pointer: bool = False
+
+
+OPEN_FOR_CHANGE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+CLONE_THREAD = 0x10000
 RULES = {
-    "open 2 -": (1, OPEN_FOR_CHANGE, [0], errno.EACCES),
-    "openat 257 56": (2, OPEN_FOR_CHANGE, [0], errno.EACCES),
-    "clone 56 220": (0, CLONE_THREAD, [CLONE_THREAD], errno.EPERM),  # threads, no processes
-    "prlimit64 302 261": (2, 0, [0], errno.EPERM),  # a pointer to new limits
-    "sendto 44 206": (4, 0, [0], errno.EPERM),  # a pointer to an address
-    "socketpair 53 199": (0, 0, [socket.AF_UNIX], errno.EPERM),  # asyncio has one
-    "getsockopt 55 209": (2, 0, [3, 4, 38, 39], errno.EPERM),  # what it is, and its error; no pidfd of the peer
-    # isatty, sizes, close-on-exec
-    "ioctl 16 29": (1, 0, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451], errno.EPERM),
-    "fcntl 72 25": (1, 0, [0, 1, 2, 3, 4, 1030], errno.EPERM),  # dup and flags; no signals by F_SETOWN
-    "prctl 157 167": (0, 0, [PR_SET_NAME], errno.EPERM),
+    "open 2 -": Rule(1, OPEN_FOR_CHANGE, [0], errno.EACCES),
+    "openat 257 56": Rule(2, OPEN_FOR_CHANGE, [0], errno.EACCES),
+    "clone 56 220": Rule(0, CLONE_THREAD, [CLONE_THREAD]),  # threads, but no processes
+    "prlimit64 302 261": Rule(2, 0, [0], pointer=True),  # to new limits
+    "sendto 44 206": Rule(4, 0, [0], pointer=True),  # to an address
+    "socketpair 53 199": Rule(0, 0, [socket.AF_UNIX]),  # asyncio needs one
+    "getsockopt 55 209": Rule(2, 0, [3, 4, 38, 39]),  # the socket's type and error; no pidfd of the peer
+    "ioctl 16 29": Rule(1, 0, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]),  # isatty, sizes, close-on-exec
+    "fcntl 72 25": Rule(1, 0, [0, 1, 2, 3, 4, 1030]),  # dup and flags; no signals by F_SETOWN
+    "prctl 157 167": Rule(0, 0, [PR_SET_NAME]),
 }
-UNKNOWN = "clone3 435 435, openat2 437 437"  # ENOSYS: the C library then takes the call whose arguments can be seen
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
-KILL, ALLOW, ERROR = 0x80000000, 0x7FFF0000, 0x00050000
+UNKNOWN = "clone3 435 435, openat2 437 437"  # get ENOSYS: then the C library makes a call whose arguments are visible
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column above, AUDIT_ARCH
+# Instructions of classic BPF
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+AND = 0x54
+ANSWER = 0x06
+# What a filter may answer
+KILL = 0x80000000
+ALLOW = 0x7FFF0000
+ERROR = 0x00050000
+Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, if false, constant
 
 
 def number(call: str) -> int | None:
-    """The system call's number on this machine, of "name x86_64 aarch64"."""
-    column = call.split()[1 + MACHINES[platform.machine()][0]]
-    return None if column == "-" else int(column)
+    """The number on this machine of a system call that is given as "name x86_64 aarch64"."""
+    column, _ = MACHINES[platform.machine()]
+    text = call.split()[1 + column]
+    return None if text == "-" else int(text)
+
+
+def load(offset: int) -> Instruction:
+    return LOAD, 0, 0, offset
+
+
+def answer(action: int) -> Instruction:
+    return ANSWER, 0, 0, action
+
+
+def refuse(code: int) -> Instruction:
+    return answer(ERROR | code)
+
+
+def check_argument(rule: Rule) -> list[Instruction]:
+    """The part of the filter that answers a system call that has a rule."""
+    low_half = 16 + 8 * rule.argument
+    block = [load(low_half)]
+    if rule.bits:
+        block.append((AND, 0, 0, rule.bits))
+    for index, value in enumerate(rule.values):
+        to_skip = len(rule.values) - index
+        block.append((EQUAL, to_skip, 0, value))
+    block.append(refuse(rule.error))
+    if rule.pointer:
+        block += [load(low_half + 4), (EQUAL, 1, 0, 0), refuse(rule.error)]
+    block.append(answer(ALLOW))
+    return block
+
+
+def check_number() -> list[Instruction]:
+    """The part of the filter that answers all other system calls, by ranges of their numbers.
+
+    To install a filter the kernel runs it for every number. One comparison for each number took 0.2 ms more.
+    """
+    numbers = {number(call) for call in ALLOWED.split(",")}
+    allowed = {nr for nr in numbers if nr is not None}
+    ranges = []
+    for nr in range(max(allowed) + 1):
+        is_allowed = nr in allowed
+        if is_allowed != (nr + 1 in allowed):
+            ranges.append((AT_LEAST, 1, 0, nr + 1))
+            ranges.append(answer(ALLOW) if is_allowed else refuse(errno.EPERM))
+    return ranges
 
 
 def seccomp_program() -> bytes:
     """The filter as classic BPF over struct seccomp_data (nr at 0, arch at 4, arguments at 16, low half first)."""
-    if platform.machine() not in MACHINES:
-        raise OSError(errno.ENOSYS, f"seccomp: no system call numbers for {platform.machine()}")
-    load, equal, at_least, and_, answer = 0x20, 0x15, 0x35, 0x54, 0x06
-    program = [(load, 0, 0, 4), (equal, 1, 0, MACHINES[platform.machine()][1]), (answer, 0, 0, KILL), (load, 0, 0, 0)]
+    machine = platform.machine()
+    if machine not in MACHINES:
+        raise OSError(errno.ENOSYS, f"seccomp: no system call numbers for {machine}")
+    _, audit_arch = MACHINES[machine]
+    program: list[Any] = [load(4), (EQUAL, 1, 0, audit_arch), answer(KILL), load(0)]
     for call in UNKNOWN.split(","):
-        program += [(equal, 0, 1, number(call)), (answer, 0, 0, ERROR | errno.ENOSYS)]
-    for call, (argument, bits, values, code) in RULES.items():
-        if (nr := number(call)) is None:
-            continue
-        block = [(load, 0, 0, 16 + 8 * argument), *([(and_, 0, 0, bits)] if bits else [])]
-        refuse = (answer, 0, 0, ERROR | code)
-        block += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)] + [refuse]
-        if call.startswith(("prlimit64", "sendto")):  # pointers: the high half as well
-            block += [(load, 0, 0, 20 + 8 * argument), (equal, 1, 0, 0), refuse]
-        block.append((answer, 0, 0, ALLOW))
-        program += [(equal, 0, len(block), nr), *block]
-    allowed = {number(call) for call in ALLOWED.split(",")} - {None}
-    # By ranges: to install a filter the kernel runs it for every number, and one by one took 0.2 ms more.
-    for nr in range(max(allowed) + 1):
-        if (nr in allowed) != (nr + 1 in allowed):
-            program += [(at_least, 1, 0, nr + 1), (answer, 0, 0, ALLOW if nr in allowed else ERROR | errno.EPERM)]
-    program.append((answer, 0, 0, ERROR | errno.EPERM))
+        program += [(EQUAL, 0, 1, number(call)), refuse(errno.ENOSYS)]
+    for call, rule in RULES.items():
+        nr = number(call)
+        if nr is not None:
+            block = check_argument(rule)
+            program += [(EQUAL, 0, len(block), nr), *block]
+    program += check_number()
+    program.append(refuse(errno.EPERM))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # on every machine
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
+# These numbers are the same on every machine
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
 
 
 def landlock_ruleset(readable: list[str]) -> tuple[int, int]:
-    """(descriptor of a ruleset that allows nothing but reading beneath these paths, ABI version of the kernel)."""
+    """(descriptor of a ruleset that allows only to read beneath these paths, ABI version of the kernel)."""
     abi = libc("syscall", LANDLOCK_CREATE_RULESET, 0, 0, 1)
-    files = (1 << 13) - 1 | (abi >= 2) << 13 | (abi >= 3) << 14 | (abi >= 5) << 15
-    attributes = struct.pack("QQQ", files, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]  # files, TCP, IPC
-    ruleset = libc("syscall", LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
+    file_rights = (1 << 13) - 1
+    for bit, first_abi in ((13, 2), (14, 3), (15, 5)):
+        if abi >= first_abi:
+            file_rights |= 1 << bit
+    size = 8
+    if abi >= 4:
+        size = 16
+    if abi >= 6:
+        size = 24
+    attributes = struct.pack("QQQ", file_rights, 3, 3)[:size]  # files, TCP, IPC
+    ruleset = libc("syscall", LANDLOCK_CREATE_RULESET, attributes, size, 0)
     for path in readable:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE, fd)
-        libc("syscall", LANDLOCK_ADD_RULE, ruleset, 1, rule, 0)
+        rights = READ_FILE
+        if os.path.isdir(path):
+            rights |= READ_DIR
+        libc("syscall", LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, fd), 0)
         os.close(fd)
     return ruleset, abi
 
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-ST_RELATIME, MS_RELATIME, KEPT_FLAGS = 4096, 1 << 21, 1 | 2 | 4 | 8 | 1024 | 2048
+CLONE_NEWNS = 0x20000
+CLONE_NEWUTS = 0x4000000
+CLONE_NEWIPC = 0x8000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MS_RELATIME = 1 << 21
+ST_RELATIME = 4096
+KEPT_FLAGS = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048
+READ_ONLY = MS_REMOUNT | MS_BIND | MS_RDONLY
+MNT_DETACH = 2
 
 
 def enter_namespaces(readable: list[str]) -> tuple[str, int]:
-    """Unshares, goes on in a child, pid 1 in there, and builds a root of `readable` alone; returns what these are and
-    own_proc(). The parent waits for the child."""
+    """Continues in a child process that is pid 1 of new namespaces, with a root directory of `readable` alone.
+
+    The parent waits for the child. Returns the name of this layer and own_proc().
+    """
     flags = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    uid, gid, user = os.getuid(), os.getgid(), ""
+    uid = os.getuid()
+    gid = os.getgid()
+    user = ""
     try:
         libc("unshare", flags)
-    except OSError:  # not privileged: only with a user namespace
+    except OSError:  # We are not privileged: only with a user namespace
         libc("unshare", flags | CLONE_NEWUSER)
         user = "user+"
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    if child := os.fork():
-        os.closerange(3, 4096)  # the server's end of the socket must close when the child ends
-        os._exit(min(os.waitpid(child, 0)[1], 1))
+    child = os.fork()
+    if child:
+        os.closerange(3, 4096)  # The server's end of the socket has to close when the child ends
+        _, status = os.waitpid(child, 0)
+        os._exit(min(status, 1))
     proc = own_proc()
     build_root(readable)
     return f"{user}pid+net+mount+ipc namespaces", proc
 
 
-FSOPEN, FSCONFIG, FSMOUNT = 430, 431, 432  # on every machine
+# These numbers are the same on every machine
+FSOPEN = 430
+FSCONFIG = 431
+FSMOUNT = 432
 
 
 def own_proc() -> int:
-    """A descriptor of the namespace's /proc, mounted nowhere: no run finds it. -1 where the kernel refuses, as in a
-    container that hides parts of /proc."""
+    """A descriptor of the namespace's /proc, which is not mounted anywhere, so that no run finds it.
+
+    -1 if the kernel refuses, for instance in a container that hides parts of /proc.
+    """
     try:
         context = libc("syscall", FSOPEN, b"proc", 1)
-        libc("syscall", FSCONFIG, context, 6, None, None, 0)  # make it
-        proc = libc("syscall", FSMOUNT, context, 1, MS_RDONLY | MS_NOSUID | MS_NODEV | 8)
+        libc("syscall", FSCONFIG, context, 6, None, None, 0)  # creates the file system
+        proc = libc("syscall", FSMOUNT, context, 1, MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
         os.close(context)
         return proc
     except OSError:
         return -1
 
 
+def mount_read_only(fd: int, target: str) -> None:
+    """Mounts the file or directory of this descriptor at the path, and closes the descriptor."""
+    source = f"/proc/self/fd/{fd}"
+    os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
+    if not os.path.isdir(target):
+        os.close(os.open(target, os.O_CREAT))
+    libc("mount", source.encode(), target.encode(), None, MS_BIND | MS_REC, None)
+    source_flags = os.statvfs(target).f_flag
+    flags = source_flags & KEPT_FLAGS  # A user namespace may not drop them
+    if source_flags & ST_RELATIME:
+        flags |= MS_RELATIME
+    libc("mount", None, target.encode(), None, READ_ONLY | flags, None)
+    os.close(fd)
+
+
 def build_root(readable: list[str]) -> None:
-    """Makes a read-only file system with only `readable` in it the root directory."""
-    root = "/tmp"  # a directory to mount on that is everywhere; nothing is written to it
-    sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in readable]  # some may lie beneath root
+    """Makes a read-only file system that contains only `readable` the root directory."""
+    root = "/tmp"  # exists on every machine, and nothing is written to it: the new root is mounted here
+    sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in readable]  # A path may be beneath `root`
     links = {path: os.readlink(path) for path in ("/lib", "/lib32", "/lib64") if os.path.islink(path)}
     libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     libc("mount", b"tmpfs", root.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"size=1m,mode=755")
     for path, fd in sources:
-        target = root + path
-        os.makedirs(target if os.path.isdir(f"/proc/self/fd/{fd}") else os.path.dirname(target), exist_ok=True)
-        if not os.path.isdir(target):
-            os.close(os.open(target, os.O_CREAT))
-        libc("mount", f"/proc/self/fd/{fd}".encode(), target.encode(), None, MS_BIND | MS_REC, None)
-        flags = os.statvfs(target).f_flag  # those of the source must be kept: a user namespace may not drop them
-        flags = flags & KEPT_FLAGS | (MS_RELATIME if flags & ST_RELATIME else 0)
-        libc("mount", None, target.encode(), None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags, None)
-        os.close(fd)
+        mount_read_only(fd, root + path)
     for path, link in links.items():
         os.symlink(link, root + path)
     os.chdir(root)
     libc("pivot_root", b".", b".")
-    libc("umount2", b".", 2)
+    libc("umount2", b".", MNT_DETACH)
     os.chdir("/")
-    libc("mount", None, b"/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None)
+    libc("mount", None, b"/", None, READ_ONLY | MS_NOSUID | MS_NODEV, None)
 
 
 def drop_privileges(readable: list[str], own_user: int) -> str:
-    """As root: a user that nobody else is, or nobody, if that user can read the installation; else root without any
-    capability. Limits of threads count by user: with one for all, a run could leave the others without."""
+    """As root: becomes `own_user`, else nobody, else root without any capability. Returns the name of this layer.
+
+    A user is taken only if it can read the installation. The kernel counts threads by user: if all servers had the same
+    user, one run could use up the threads of all.
+    """
     os.setgroups([])
     for user in (own_user, NOBODY, 0):
         try:
             os.setresgid(user, user, 0)
-            os.setresuid(user, user, 0)  # the saved user is the way back
-        except OSError:  # a user that a container does not know
+            os.setresuid(user, user, 0)  # The saved user allows us to return
+        except OSError:  # The container does not know this user
             continue
         if user == 0 or all(os.access(path, os.R_OK) for path in readable):
             break
@@ -287,17 +406,18 @@ NULL = -1  # in place of a descriptor
 class Server:
     """The fork server process: locks itself down, then answers requests one by one.
 
-    Its own descriptors 0 and 1 are /dev/null. Python's streams on 0, 1 and 2, unused so far, are those of the runs.
+    Its own descriptors 0 and 1 are /dev/null. The runs use Python's streams on 0, 1 and 2, which the server never used.
     """
 
     def __init__(self, options: dict) -> None:
-        while os.dup(0) < 16:  # low numbers stay free for the runs' descriptors
+        while os.dup(0) < 16:  # Low numbers stay free for the runs' descriptors
             pass
         self.control = socket.socket(fileno=os.dup(options["control"]))
         os.close(options["control"])
         sys.path[:] = [os.path.realpath(path) for path in sys.path + options["site"] if os.path.exists(path)]
-        self.trainer_pid, self.own_user = os.getppid(), FIRST_USER + os.getpid()
-        # The end of the whole trainer. PR_SET_PDEATHSIG would fire at the end of the thread that started us.
+        self.trainer_pid = os.getppid()
+        self.own_user = FIRST_USER + os.getpid()
+        # Becomes readable when the whole trainer ends. PR_SET_PDEATHSIG fires when the thread that started us ends.
         self.trainer = os.pidfd_open(self.trainer_pid)
         for module in [*PRELOAD, *options["preload"]]:
             __import__(module)
@@ -310,12 +430,14 @@ class Server:
         self.control.send(json.dumps({"layers": self.layers}).encode())
 
     def lock_down(self, without: list[str]) -> None:
-        """All layers that hold for the server as well, and what the runs need for theirs."""
+        """Sets up all layers that apply to the server too, and prepares those of the runs."""
         with open("/proc/self/statm") as file:
-            memory = int(file.read().split()[0]) * resource.getpagesize()
+            num_pages = int(file.read().split()[0])
+        memory = num_pages * resource.getpagesize()
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # if the machine runs out of memory, rather a run than the trainer
-        readable, in_user_namespace = readable_paths(), False
+            file.write("1000")  # If the machine runs out of memory, a run has to end rather than the trainer
+        readable = readable_paths()
+        in_user_namespace = False
         os.chdir("/")
         libc("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if "namespaces" in without:
@@ -324,13 +446,15 @@ class Server:
             layer, self.proc = enter_namespaces(readable)
             self.layers.append(layer)
             in_user_namespace = layer.startswith("user")
+
         self.ruleset = -1
         if "Landlock" not in without:
             try:
                 self.ruleset, abi = landlock_ruleset(readable)
                 self.layers.append(f"Landlock ABI {abi}")
             except OSError:
-                pass  # the kernel lacks it or has it off: `do_probe` finds what is open then
+                pass  # The kernel lacks Landlock or has it off: `do_probe` finds what is open then
+
         if os.getuid() == 0:
             self.layers.append(drop_privileges(readable, self.own_user))
         elif in_user_namespace:
@@ -339,15 +463,14 @@ class Server:
         libc("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace and no /proc/PID/mem among runs of one user
         if os.getpid() == 1:
             libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
         self.filter = None
         if "seccomp" not in without and platform.machine() in MACHINES:
             program = seccomp_program()
             self.instructions = ctypes.create_string_buffer(program)
             self.filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self.instructions))
             self.layers.append("seccomp")
-        release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-        counted_apart = in_user_namespace and release >= (5, 14) or os.getuid() in (self.own_user, NOBODY)
-        self.num_threads = MAX_THREADS if counted_apart and os.getuid() else None
+        self.num_threads = MAX_THREADS if self.counts_threads(in_user_namespace) else None
         limit(resource.RLIMIT_AS, memory + MEMORY_BYTES)
         limit(resource.RLIMIT_FSIZE, OUTPUT_BYTES)
         limit(resource.RLIMIT_STACK, STACK_BYTES)
@@ -358,16 +481,25 @@ class Server:
         gc.collect()
         gc.freeze()
 
+    def counts_threads(self, in_user_namespace: bool) -> bool:
+        """Whether the kernel counts the runs' threads apart from the user's other threads."""
+        user = os.getuid()
+        release, *_ = platform.release().split("-")
+        version = tuple(int(part) for part in release.split(".")[:2])
+        counts_by_namespace = in_user_namespace and version >= (5, 14)
+        return user != 0 and (counts_by_namespace or user in (self.own_user, NOBODY))
+
     def fork(self, role: str, fds: list[int], seconds: float) -> int:
-        """The pid of a locked-down child which has `fds` as its descriptors 0, 1, ... and does ROLES[role]."""
-        if child := os.fork():
+        """Starts a locked-down child that has `fds` as descriptors 0, 1, ... and does ROLES[role]. Returns its pid."""
+        child = os.fork()
+        if child:
             return child
         try:
             os.setsid()
             libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != self.pid:  # it has ended before the line above
+            if os.getppid() != self.pid:  # The server ended before the line above
                 os._exit(1)
-            # Opened anew: flags that a run sets, as O_NONBLOCK, hold for all who share the open file.
+            # Opened again: flags that a run sets, such as O_NONBLOCK, apply to all who share the open file
             null = os.open(os.devnull, os.O_RDWR)
             if role == "tests":
                 fds = [*fds, *self.clock("self")]
@@ -383,54 +515,73 @@ class Server:
             if self.filter:
                 libc("prctl", PR_SET_SECCOMP, 2, self.filter, 0, 0)
         except BaseException:
-            os.kill(os.getpid(), signal.SIGUSR2)  # not the program's fault: it has not been read yet
+            os.kill(os.getpid(), signal.SIGUSR2)  # not the program's fault: the program has not been read yet
         try:
             os._exit(ROLES[role](self))
         finally:
             os._exit(1)
 
     def clock(self, process: int | str) -> list[int]:
-        """What `own_clock` reads of a process; NULL where there is nothing to be read."""
+        """The files of a process that `own_clock` reads; NULL if they cannot be opened."""
         try:
             return [os.open(f"{process}/{name}", os.O_RDONLY, dir_fd=self.proc) for name in ("schedstat", "stat")]
         except OSError:
             return [NULL, NULL]
 
     def run(self, role: str, fds: list[int], seconds: float, patience: float) -> dict:
-        """One run of at most `seconds`: {"exit": status or -signal, None if it was killed at the deadline, "seconds"
-        without those that it waited for a processor, "waited": these}. In all at most `patience` times `seconds`."""
+        """Does one run of at most `seconds` of its own time, and at most `patience` times as much wall time.
+
+        Returns {"exit": status or -signal, or None if the run was killed at the deadline; "seconds": its own time;
+        "waited": how long it waited for a processor; "starved": whether it was killed because it waited too long}.
+        """
         start = time.monotonic()
+        children = []
+        clocks = []
         if role == "tests":
-            source, tests, results = fds
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                children = [self.fork("calls", [NULL, NULL, NULL, source, ours.fileno()], seconds)]
-                clocks = self.clock(children[0])
-                files = [NULL, NULL, NULL, tests, theirs.fileno(), results, *clocks]
-                children.append(self.fork("tests", files, seconds))
+            program, tests, results = fds
+            calls_end, tests_end = socket.socketpair()
+            with calls_end, tests_end:
+                calls = self.fork("calls", [NULL, NULL, NULL, program, calls_end.fileno()], seconds)
+                children.append(calls)
+                clocks += self.clock(calls)
+                test_fds = [NULL, NULL, NULL, tests, tests_end.fileno(), results, *clocks]
+                main_child = self.fork("tests", test_fds, seconds)
         else:
-            children, clocks = [self.fork(role, fds, seconds)], []
-        main, ready, own, elapsed = os.pidfd_open(children[-1]), [], 0.0, 0.0
-        clocks += self.clock(children[-1])
+            main_child = self.fork(role, fds, seconds)
+        children.append(main_child)
+        main_end = os.pidfd_open(main_child)
+        clocks += self.clock(main_child)
+
+        ready: list[int] = []
+        own = 0.0
+        elapsed = 0.0
         while not ready and own < seconds and elapsed < patience * seconds:
-            ready, _, _ = select.select([main, self.trainer, self.control], [], [], seconds - own)
-            own, elapsed = own_clock(clocks, start + seconds) - start, time.monotonic() - start
+            ready, _, _ = select.select([main_end, self.trainer, self.control], [], [], seconds - own)
+            own = own_clock(clocks, start + seconds) - start
+            elapsed = time.monotonic() - start
         if self.trainer in ready or self.control in ready:
-            os._exit(0)  # the trainer is gone, or has closed us: PDEATHSIG ends the runs
-        for fd in {main, *fds, *clocks} - {NULL}:
+            os._exit(0)  # The trainer has ended or closed the socket: PDEATHSIG ends the runs
+
+        for fd in {main_end, *fds, *clocks} - {NULL}:
             os.close(fd)
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if -signal.SIGUSR2 in ended:
+        exits = self.end(children)
+        if -signal.SIGUSR2 in exits:
             raise OSError("a run could not be locked down")
         self.sweep()
-        own, in_time = round(max(own, 0.0), 5), own < seconds
-        exit_, starved = ended[-1] if ready and in_time else None, in_time and not ready
-        return {"exit": exit_, "seconds": own, "starved": starved, "waited": round(elapsed - own, 5)}
+        in_time = own < seconds
+        exit_ = exits[-1] if ready and in_time else None
+        own = round(max(own, 0.0), 5)
+        return {"exit": exit_, "seconds": own, "starved": in_time and not ready, "waited": round(elapsed - own, 5)}
+
+    def end(self, children: list[int]) -> list[int]:
+        """Kills the children that have not ended, and returns the exit status or -signal of each."""
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        return [os.waitstatus_to_exitcode(status) for status in statuses]
 
     def sweep(self) -> None:
-        """Kills whatever a run has left. With seccomp that is nothing: it could not fork."""
+        """Kills all processes that a run has left. With seccomp there are none: it could not fork."""
         while True:
             try:
                 if os.waitpid(-1, os.WNOHANG)[0]:
@@ -439,69 +590,82 @@ class Server:
                 return
             if self.pid == 1:
                 os.kill(-1, signal.SIGKILL)
-            else:  # orphans come to us, the subreaper
+            else:  # We are the subreaper: orphans become our children
                 with open(f"/proc/self/task/{self.pid}/children") as file:
                     for child in file.read().split():
                         os.kill(int(child), signal.SIGKILL)
             time.sleep(0.001)
 
     def serve(self) -> None:
-        """Answers requests, [role, seconds] with descriptors, until the trainer closes the socket or ends."""
+        """Answers requests, [role, seconds, patience] with descriptors, until the trainer closes the socket or ends."""
         while self.trainer not in select.select([self.control, self.trainer], [], [])[0]:
             packet, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
             if not packet:
                 return
             role, seconds, patience = json.loads(packet)
-            self.control.send(json.dumps(self.run(role, fds, seconds, patience)).encode())
+            reply = self.run(role, fds, seconds, patience)
+            self.control.send(json.dumps(reply).encode())
+
+
+def are_ready(clocks: list[int]) -> list[bool]:
+    """Whether each process runs or is ready to run."""
+    texts = [os.pread(stat, 100, 0) for stat in clocks[1::2] if stat != NULL]
+    return [text.rpartition(b")")[2].split()[:1] == [b"R"] for text in texts]
+
+
+def ran_and_waited(clocks: list[int]) -> list[list[int]]:
+    """[how long it ran, how long it waited for a processor] for each process, in ns; 0 if the kernel does not count."""
+    texts = [os.pread(schedstat, 100, 0) for schedstat in clocks[::2] if schedstat != NULL]
+    return [[*map(int, text.split()), 0, 0][:2] for text in texts]
 
 
 def own_clock(clocks: list[int], until: float = math.inf) -> float:
-    """time.monotonic() without the seconds for which the main threads of these processes were ready to run and others
-    had the processors: the second number of /proc/PID/schedstat, where the kernel counts it. It counts a wait when
-    that ends, so where this would be beyond `until`, a second look tells how long a wait now may be, which comes off:
-    what passed in between but for time of its own, or, if that is all, longer: `until` is not yet."""
+    """time.monotonic() without the seconds in which these processes waited for a processor that others had.
 
-    pairs = [pair for pair in zip(clocks[::2], clocks[1::2], strict=True) if pair[0] != NULL]
-
-    def ready() -> list[bool]:  # to run, or running
-        return [os.pread(stat, 100, 0).rpartition(b")")[2].split()[:1] == [b"R"] for _, stat in pairs]
-
-    def counted() -> list[tuple[int, int]]:  # ns that each ran, and waited
-        counts = [[*map(int, os.pread(times, 100, 0).split()), 0, 0] for times, _ in pairs]
-        return [(ran, waited) for ran, waited, *_ in counts]
-
-    first, before = time.monotonic(), counted()
+    A process waits while its main thread is ready to run and does not run. The kernel counts these waits as the second
+    number of /proc/PID/schedstat, but adds each wait only when it ends. So if the result would exceed `until`, a second
+    look finds how long a current wait may be: the time between the two looks in which the process did not run. This is
+    subtracted. A process that neither ran nor ended a wait between the looks may have waited for much longer: then the
+    result is less than `until`.
+    """
+    first = time.monotonic()
+    before = ran_and_waited(clocks)
     own = first - sum(waited for _, waited in before) / 1e9
     if own < until:
         return own
-    if any(ready()):
+    if any(are_ready(clocks)):
         time.sleep(LOOK_S)
-    second, states, after = time.monotonic(), ready(), counted()  # in this order: who sleeps has all waits counted
+    second = time.monotonic()
+    ready = are_ready(clocks)  # before the counts: those of a process that sleeps contain all its waits
+    after = ran_and_waited(clocks)
     own = second - sum(waited for _, waited in after) / 1e9
-    for then, now, running in zip(before, after, states, strict=True):
-        if running and now[0]:  # else the kernel does not count
-            if then == now:
+    for old, new, is_ready in zip(before, after, ready, strict=True):
+        if is_ready and new[0]:  # otherwise the kernel does not count
+            if old == new:
                 return min(own, until - LOOK_S)
-            own -= max(second - first - (now[0] - then[0]) / 1e9, 0.0)
+            ran_s = (new[0] - old[0]) / 1e9
+            own -= max(second - first - ran_s, 0.0)
     return own
 
 
 def limit(kind: int, amount: int) -> None:
-    """Sets a resource limit for good, no higher than it is."""
-    hard = resource.getrlimit(kind)[1]
-    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    """Sets a resource limit for good, but never raises it."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        amount = min(amount, hard)
     resource.setrlimit(kind, (amount, amount))
 
 
 def readable_paths() -> list[str]:
-    """The Python installation and the system's libraries: what a run may read. No path beneath another one."""
+    """The Python installation and the system's libraries, which a run may read. No path is beneath another one."""
     wanted = [os.path.join(sys.base_prefix, "lib"), *sys.path, "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64"]
-    wanted += ["/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/null"]
-    found: list[str] = []
-    for path in sorted({os.path.realpath(path) for path in [*wanted, "/dev/urandom"] if os.path.exists(path)}):
-        if not any(path.startswith(above + "/") for above in found):
-            found.append(path)
-    return found
+    wanted += ["/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"]
+    wanted += ["/dev/null", "/dev/urandom"]
+    paths: list[str] = []
+    for path in sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)}):
+        if not any(path.startswith(above + "/") for above in paths):
+            paths.append(path)
+    return paths
 
 
 # ----------------------------------------------------------------------------------------------------------------------
