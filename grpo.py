@@ -482,7 +482,7 @@ class BatchPart:
 
 @dataclass
 class Batch:
-    """Rows for one forward. Every per-token tensor is (B, T), aligned to `targets`; the shift happens here only."""
+    """Rows for one forward. Every per-token tensor is (B, T), aligned to `targets`; response_segment shifts."""
 
     input_ids: Tensor
     targets: Tensor
@@ -926,7 +926,7 @@ class Totals:
 
 def response_tokens(mask: Tensor, seq_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """How many tokens each response has in the mask, at least 1: (B * T + 1,) by seq_id."""
-    counts = torch.zeros(seq_ids.numel() + 1, dtype=dtype, device=mask.device)  # a response has a token
+    counts = torch.zeros(seq_ids.numel() + 1, dtype=dtype, device=mask.device)  # more responses than tokens cannot be
     counts = counts.index_add(0, seq_ids.flatten(), mask.flatten().to(dtype))
     return counts.clamp(min=1)
 
@@ -945,7 +945,7 @@ def policy_loss(inputs: LossInputs, args: GRPOFlags) -> PolicyLoss:
     dapo   ratio_t = exp(new_t - old_t);  L_t = max(-A ratio_t, -A clip(ratio_t, 1 - lower, 1 + higher))
            PPO, arXiv:1707.06347, eq. 7, with DAPO's two bounds, arXiv:2503.14476. clip_dual c > 1 adds
            L_t <- min(L_t, -c A) where A < 0: dual-clip PPO, arXiv:1912.09729.
-    cispo  L_t = -A sg(clip(ratio_t, 1 - lower, 1 + higher)) new_t, lower inf in grpo_loss  MiniMax-M1, arXiv:2506.13585
+    cispo  L_t = -A sg(clip(ratio_t, 1 - lower, 1 + higher)) new_t, lower inf (grpo_loss)  MiniMax-M1, arXiv:2506.13585
     gspo   as dapo with the response's ratio exp(mean_t(new_t - old_t)), whose gradient is spread evenly over its
            tokens (GSPO-token), arXiv:2507.18071
 

@@ -966,7 +966,7 @@ class Rollout(Columns):
     format_score: float = 0.0
     outcome: float = 0.0  # verifiers and format, without penalties: a group of equal outcomes has no gradient
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
-    advantage: float = 0.0  # make_batch gives it to every token of the response
+    advantage: float = 0.0  # grpo.response_segment gives it to every token
     tokenless: list[float] = field(default_factory=list)  # scores of responses of its group without a sampled token
     turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
     over: bool = False  # nothing is added any more

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ def read_args(run_dir: Path) -> Any:
     import grpo
 
     flags = json.loads((run_dir / "args.json").read_text())
-    args = grpo.Args(**flags)
+    known = {flag.name for flag in fields(grpo.Args)}  # older runs had more flags
+    args = grpo.Args(**{name: value for name, value in flags.items() if name in known})
     return replace(args, output_dir=str(run_dir.parent), exp_name=run_dir.name, max_logprob_gap=0.0)
 
 
