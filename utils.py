@@ -1161,7 +1161,7 @@ class VLLMEngine(Engine):
         self.engine.set_weight_version("-1")
 
     def sleep(self, level: int = 2) -> None:
-        if self.asleep or not self.engine.vllm_config.model_config.enable_sleep_mode:
+        if self.asleep or not self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
             return
         with fenced_rng():
             self.llm.sleep(level)

@@ -118,7 +118,7 @@ def test_a_server_on_a_cpu_takes_what_the_processor_is_fast_in(monkeypatch, tiny
     options = argparse.Namespace(model=str(tiny_models()), model_revision=None, model_dtype="auto", seed=0)
     options = argparse.Namespace(**vars(options), max_model_len=64, max_num_seqs=4, gpu_memory_utilization=0.5)
     for dtype in ("float32", "bfloat16"):
-        monkeypatch.setattr(utils, "choose_dtype", lambda args, dtype=dtype: (dtype, ""))
+        monkeypatch.setattr(machine, "choose_dtype", lambda args, dtype=dtype: (dtype, ""))
         command = serve.server_command(options)
         assert command[command.index("--dtype") + 1] == dtype
 

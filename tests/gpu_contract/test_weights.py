@@ -108,7 +108,8 @@ def test_a_broadcast_waits_for_every_engine_and_no_learner_for_a_drain(engines, 
     assert most <= 4
     if not inflight:
         assert engines.group.sent == [] and 7 not in engines.loaded
-        engines.submit([("late", utils.Request((1,), 0, 1.0, 1), None)], index=1)
+        late = grpo_fast.NamedRequest("late", utils.Request((1,), 0, 1.0, 1), lambda made: None)
+        engines.submit([late], index=1)
         time.sleep(0.05)
         assert other.told == []  # a request that comes after the weights is for the weights
         other.drained.set()
@@ -183,7 +184,8 @@ def test_a_request_costs_the_same_whatever_is_outstanding(engines):
     engines.owner = Owner()
     sizes = [4, 2, 1, 3]
     for i, size in enumerate(sizes):
-        engines.submit([(f"{i}/{j}", utils.Request((1,), 0, 1.0, 1), lambda made: None) for j in range(size)])
+        request = utils.Request((1,), 0, 1.0, 1)
+        engines.submit([grpo_fast.NamedRequest(f"{i}/{j}", request, lambda made: None) for j in range(size)])
     assert engines.loads == [4, 6]  # 4 to the first, 2 and 1 to the second, which then has less still
     made = utils.Generation([5], [-1.0], "stop", [0])
     engines.ends[1].send(("done", [(f"1/{j}", made) for j in range(2)], grpo_fast.Clock()))

@@ -250,7 +250,7 @@ def submit_seconds(options: BenchFlags, outstanding: int) -> list[float]:
 
     def submit(groups: int) -> None:
         for _ in range(groups):
-            engines.submit([(next(names), request, print) for _ in range(options.samples)])
+            engines.submit([grpo_fast.NamedRequest(next(names), request, print) for _ in range(options.samples)])
 
     submit(math.ceil(outstanding / options.samples))
     microseconds = []
