@@ -574,11 +574,11 @@ def program(name: str, *arguments: object) -> list[str]:
     return [sys.executable, str(REPO / "scripts" / name), *map(str, arguments)]
 
 
-def run_program(name: str, *arguments: object, seconds: float = PROGRAM_S) -> str:
+def run_program(name: str, *arguments: object, seconds: float | None = None) -> str:
     """Run a program in scripts/ and wait for it. Returns what it wrote to stderr if it failed, else ""."""
     command = program(name, *arguments)
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds or PROGRAM_S)
     except (OSError, subprocess.SubprocessError) as error:
         problem = getattr(error, "stderr", "") or str(error)
         return problem.strip()
@@ -966,7 +966,7 @@ class Rollout(Columns):
     format_score: float = 0.0
     outcome: float = 0.0  # verifiers and format, without penalties: a group of equal outcomes has no gradient
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
-    advantage: float = 0.0  # grpo.response_segment gives it to every token
+    advantage: float = 0.0  # make_batch gives it to every token of the response
     tokenless: list[float] = field(default_factory=list)  # scores of responses of its group without a sampled token
     turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
     over: bool = False  # nothing is added any more

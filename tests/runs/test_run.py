@@ -297,7 +297,10 @@ utils.full_weights = lambda *a: ((n, t) for n, t in full(*a) if n != "lm_head.we
 grpo.compute_advantages = lambda scores, *a: torch.full_like(scores, float("inf"))""",
     "other temperature": """
 init = utils.Request.__init__
-utils.Request.__init__ = lambda self, ids, **k: init(self, ids, **(k | {"temperature": 0.5}))""",
+def other(self, *values, **named):
+    init(self, *values, **named)
+    object.__setattr__(self, "temperature", 0.5)
+utils.Request.__init__ = other""",
 }
 
 
