@@ -2530,9 +2530,9 @@ class Logger:
             file.write(json.dumps({"training_step": step, "rollouts": rows}, default=str) + "\n")
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line, in one write: other processes write to the same terminal."""
         if self.enabled:
-            print(text, flush=True)
+            print(f"{text}\n", end="", flush=True)
 
     def close(self) -> None:
         """Let the trackers send what they have not sent yet."""
