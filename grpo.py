@@ -790,8 +790,10 @@ class Policy(torch.nn.Module):
     def in_rows(self, values: Tensor, batch: Batch, part: Batch | BatchPart) -> Tensor:
         """Values (n,) of the masked positions of `part` as float32 (B, T) of the whole batch, zero elsewhere."""
         shape = part.targets.shape
-        zeros = torch.zeros(shape.numel(), device=part.places.device)
-        placed = zeros.index_put((part.places,), values.float()).view(shape)
+        rows = part.places // shape[1]
+        columns = part.places % shape[1]
+        zeros = torch.zeros(shape, device=part.places.device)
+        placed = zeros.index_put((rows, columns), values.float())  # no view: FSDP's hooks would miss its gradient
         if self.group is None:
             return placed
         from scripts.parts import sequence
