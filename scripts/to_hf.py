@@ -8,6 +8,8 @@ but for the order of names in an adapter's config.
 One process on the CPU, whatever number of ranks and --deepspeed_stage wrote it. It holds the weights in float32 and
 once more in the run's dtype: 6 bytes a weight in bfloat16, 46 GB for 7.6 billion. The start model is needed for its
 architecture, tokenizer and what training does not change.
+
+A checkpoint of others may be converted: only plain data is read of it, and what asks for code is refused.
 """
 
 import argparse
@@ -54,7 +56,7 @@ def load_policy(checkpoint: Path, args: Any) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     import utils
-    from scripts.parts import adapters
+    from scripts.parts import adapters, metadata
 
     policy: Any = torch.nn.Module()
     policy.model = utils.load_causal_lm(args)
@@ -63,6 +65,7 @@ def load_policy(checkpoint: Path, args: Any) -> Any:
         adapters.add_adapters(policy.model, args)
     policy.model.float()
     state = {"policy": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
+    metadata.need_plain(checkpoint / "state")
     dcp.load(state, checkpoint_id=checkpoint / "state")
     set_model_state_dict(policy, state["policy"], options=StateDictOptions(strict=not adapted))
     return policy

@@ -25,6 +25,7 @@ import re
 import sys
 import types
 import warnings
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,20 @@ class StateUnpickler(pickle.Unpickler):
         return self.ALLOWED[f"{module}.{name}"]
 
 
+def need_no_program(path: Path) -> None:
+    """Raises ValueError for an archive of TorchScript. torch.load would run it, whatever unpickler it is given."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    for name in names:
+        if "code" in name.split("/")[:-1] or name.rpartition("/")[2] == "constants.pkl":
+            raise ValueError(f"{path} has {name}: it is a TorchScript program, which torch would run")
+
+
 def read_shard(path: Path) -> Any:
     """A file of torch.save, without running anything it says. Raises ValueError that names what was refused."""
+    need_no_program(path)
     reader = types.SimpleNamespace(Unpickler=StateUnpickler, load=None, __name__="states")
     try:
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)

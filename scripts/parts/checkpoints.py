@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 import utils
+from scripts.parts import metadata
 
 Modules = dict[str, Any]  # "policy", and with --ref_policy_update_freq "ref_policy"
 
@@ -198,6 +199,7 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
+    metadata.need_plain(path / "state")
     state = learner_state(modules, optimizer)
     # The optimizer keeps the learning rates and decays of today's flags, which --resume_anyway may have changed
     groups = state["optimizer"].pop("param_groups")

@@ -274,6 +274,17 @@ def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     return shown
 
 
+def fit_page(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every second group until the page has room for them; of a single group the first half."""
+    while len(json.dumps(shown)) > MAX_ROLLOUT_BYTES:
+        groups = sorted({(row["step"], row["position"]) for row in shown})
+        kept = set(groups[::2])
+        if len(groups) == 1:
+            shown = shown[: len(shown) // 2]
+        shown = [row for row in shown if (row["step"], row["position"]) in kept]
+    return shown
+
+
 def choose_rollouts(run: Path, args: dict[str, Any], most: int, notes: list[str]) -> list[dict[str, Any]]:
     """Rollouts to browse: at most `most`, in whole groups evenly over the run."""
     path = run / "rollouts.jsonl"
@@ -290,9 +301,7 @@ def choose_rollouts(run: Path, args: dict[str, Any], most: int, notes: list[str]
             room = most - len(shown)
             shown += [show_rollout(row, pieces) for row in itertools.islice(rows, room)]
 
-    while len(json.dumps(shown)) > MAX_ROLLOUT_BYTES:
-        kept = set(sorted({(row["step"], row["position"]) for row in shown})[::2])
-        shown = [row for row in shown if (row["step"], row["position"]) in kept]
+    shown = fit_page(shown)
     if len(shown) < total:
         notes.append(f"{len(shown):,} of {total:,} rollouts are on this page, in whole groups evenly over the run.")
     return shown
