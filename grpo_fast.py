@@ -159,44 +159,6 @@ def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, tor
     return dist.ProcessGroupNCCL(prefix, rank, size, options), None
 
 
-class Meeting:
-    """The store in which all ranks meet. Rank 0 hosts it, on a port that the system chooses. Its address is kept in the
-    store of torchrun's agents, which outlives restarts of the ranks."""
-
-    def __init__(self):
-        self.host = os.environ["MASTER_ADDR"]
-        agents = dist.TCPStore(self.host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
-        if os.environ["RANK"] == "0":
-            self._open(agents)
-        self.store = self._find(agents)
-        self.store.set_timeout(TIMEOUT)
-        self.restarted = int(self.store.get("starts")) > 1
-
-    def _open(self, agents: dist.TCPStore) -> None:
-        """Host the store, and write its address into that of the agents."""
-        key = uuid.uuid4().hex
-        self.server = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        self.server.set("key", key)
-        self.server.set("starts", str(agents.add("grpo/starts", 1)))
-        agents.set("grpo/meeting", f"{self.server.port} {key}")
-
-    def _find(self, agents: dist.TCPStore) -> dist.TCPStore:
-        """Connect to the store. The address may still be that of a rank 0 before a restart: then look again."""
-        while True:
-            port, key = agents.get("grpo/meeting").decode().split()
-            self.port = int(port)
-            try:
-                store = self.connect(timedelta(seconds=5))
-                if store.get("key").decode() == key:
-                    return store
-            except dist.DistError:
-                time.sleep(0.5)
-
-    def connect(self, timeout: timedelta = TIMEOUT) -> dist.TCPStore:
-        """Another connection, for a thread: a client that waits blocks all who use it."""
-        return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
-
-
 @dataclass(frozen=True)
 class FixedOrder:
     """What happens in an order that timing cannot change.
@@ -289,14 +251,14 @@ def most_requests(args: Args) -> int:
     return math.ceil(rollouts / args.vllm_num_engines)
 
 
-def start_watchdog(args: Args, roles: Roles, meeting: Meeting) -> Any:
+def start_watchdog(args: Args, roles: Roles, meeting: Any) -> Any:
     """A thread that ends this process when nothing moves any more: see scripts/parts/liveness.py."""
     from scripts.parts import liveness
 
     return liveness.Watchdog(meeting, roles.name, args.stall_timeout_s)
 
 
-def run_engine(args: Args, roles: Roles, meeting: Meeting) -> None:
+def run_engine(args: Args, roles: Roles, meeting: Any) -> None:
     """One rank of an engine: load the model, meet learner 0, and do what it asks for."""
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
     start_watchdog(args, roles, meeting)
@@ -442,7 +404,7 @@ class NamedRequest(NamedTuple):
     on_end: OnEnd
 
 
-def meet_engines(meeting: Meeting, roles: Roles) -> list[Connection]:
+def meet_engines(meeting: Any, roles: Roles) -> list[Connection]:
     """Learner 0's connection to the first rank of each engine. Waits until all engines have loaded."""
     key = uuid.uuid4().hex
     ranks = roles.learners + roles.engines * roles.tp
@@ -458,7 +420,7 @@ def meet_engines(meeting: Meeting, roles: Roles) -> list[Connection]:
     return connections
 
 
-def own_address(meeting: Meeting) -> str:
+def own_address(meeting: Any) -> str:
     """The address of this node, as the node that hosts the meeting reaches it."""
     if os.environ["GROUP_RANK"] == "0":
         return meeting.host
@@ -1008,7 +970,7 @@ def send_weights(
             sender.queue.put(Bucket(values, gathered))
 
 
-def start_sender(run: grpo.Run, roles: Roles, meeting: Meeting) -> Sender:
+def start_sender(run: grpo.Run, roles: Roles, meeting: Any) -> Sender:
     """On learner 0, once its model is loaded: start the reward models, wait for the engines, and start the sender."""
     meeting.store.set("learner loaded", "")
     run.servers = utils.start_reward_models(run.args, run.run_dir, run.eval_world)
@@ -1020,7 +982,7 @@ def start_sender(run: grpo.Run, roles: Roles, meeting: Meeting) -> Sender:
     return Sender(engines, group, device)
 
 
-def run_learner(args: Args, roles: Roles, meeting: Meeting) -> Path:
+def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
     """The training loop of every learner; learner 0 also owns collector, sender and all files."""
     world = join(meeting.store, "learners", roles.index, roles.learners)
     if not world.is_main:
@@ -1277,6 +1239,7 @@ def print_plan(args: Args) -> None:
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
     from scripts.parts import liveness
+    from scripts.parts import meeting as rendezvous
 
     args = args.beside_engine(args.single_gpu_mode)
     world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
@@ -1293,7 +1256,7 @@ def main(args: Args) -> None:
     liveness.die_with_parent()
     pin_cores(args)
     roles = roles_of(args, int(os.environ["RANK"]), ranks_per_node)
-    meeting = Meeting()
+    meeting = rendezvous.Meeting(TIMEOUT)
     if meeting.restarted:
         args = utils.after_restart(args)
     if os.environ["RANK"] == "0":

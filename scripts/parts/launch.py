@@ -7,9 +7,11 @@ torchrun kills them. When a rank dies the others are ended, and stderr names the
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -22,13 +24,20 @@ def launch(names: list[str], command: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Files of this user alone: torch's store listens on all interfaces, without a password, and holds a pickle
+    directory = tempfile.mkdtemp(prefix="ranks_")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["GRPO_MEETING"] = os.path.join(directory, "meeting")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=len(names),
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=os.path.join(directory, "agents"),
+        rdzv_configs={"store_type": "file"},
         max_restarts=0,
         monitor_interval=0.2,
         signals_to_handle="SIGHUP,SIGQUIT",
@@ -50,6 +59,8 @@ def launch(names: list[str], command: list[str]) -> None:
         print(f"{Path(script).name}: {names[rank]} (pid {failure.pid}) died with {cause}", file=sys.stderr)
         status = 128 + PASSED_ON[-1] if PASSED_ON else 1
         raise SystemExit(status) from None
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def pass_on(number: int, frame: object) -> None:
