@@ -152,12 +152,6 @@ class Args(GRPOFlags, utils.Flags):
         checks.check_args(self, world_size, fast)
         rewards.configure(self, connect=False)
 
-    def for_fast(self) -> str:
-        """The flags given that only grpo_fast.py acts on."""
-        names = ("vllm_num_engines", "vllm_tensor_parallel_size", "async_steps", "inflight_updates")
-        given = [name for name in names if getattr(self, name) > getattr(Args, name)]
-        return " ".join(f"--{name} {getattr(self, name)}" for name in given)
-
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
 MAX_SAMPLING_ROUNDS = 10  # of active_sampling: a data set without any gradient must not sample for ever
@@ -278,7 +272,8 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
     prompt = r.prompt
     if args.apply_verifiable_reward:
         for label, verifier in zip(prompt.ground_truths, prompt.verifiers, strict=True):
-            record = rewards.RewardRecord(scored_text, label, verifier, len(r.token_ids), prompt.conversation)
+            num_tokens = int(np.count_nonzero(r.mask))  # a tool's tokens are not the policy's
+            record = rewards.RewardRecord(scored_text, label, verifier, num_tokens, prompt.conversation)
             r.scoring.append(rewards.submit(record))
 
     # new dicts without the environment's states: a checkpoint may hold the old ones
@@ -287,7 +282,8 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
 
 
 def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
-    """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout."""
+    """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout. The format is
+    that of the policy's own turns: a tool's text may have tags, too."""
     for r in rollouts:
         if r.scoring:  # a second call finds none and keeps the results
             r.results = [future.result() for future in r.scoring]
@@ -296,7 +292,8 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
         r.verifiable = sum(result.score for result in r.results)
         if r.prompt.environment is not None:
             r.verifiable = environment_score(r, args)
-        r.format_score = rewards.format_reward(r.text)
+        own_turns = [turn["content"] for turn in r.turns if turn["role"] == "assistant"]
+        r.format_score = rewards.format_reward("".join(own_turns) or r.text)
         stopped = r.finish_reason == "stop"
         tokens_left = remaining_tokens(r, args)
         r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
@@ -340,7 +337,7 @@ def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> T
 def set_advantages(groups: Sequence[Group], args: Args) -> None:
     """Fill advantage from score, and tokenless. All groups have the same size."""
     rollouts = all_rollouts(groups)
-    scores = torch.tensor([r.score for r in rollouts])
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)
     advantages = compute_advantages(scores, len(groups[0]), args.advantage_normalization_type)
     for r, advantage in zip(rollouts, advantages.tolist(), strict=True):
         r.advantage = advantage
@@ -1509,9 +1506,6 @@ def check_start(args: Args) -> Args:
         from scripts.parts import plan
 
         plan.print_plan(args, fast=False, learners=ranks, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
-        ignored = args.for_fast()
-        if ignored:
-            print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
     return args
 
 

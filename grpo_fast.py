@@ -635,6 +635,8 @@ class Collector:
         self.pack = pack
         self.fixed = fixed_order(args).requests
         self.steps = range(state["step"], grpo.num_training_steps(args))
+        self.number = state["step"] + 1  # of the step that is being collected
+        self.version = state["step"] - 1  # of the weights that the engines have
         self.first = state["cursor"]  # position of this start of the run
         self.admitted = self.first  # the next position to admit
         self.consumed = self.first  # the next position to collect
@@ -642,6 +644,8 @@ class Collector:
         self.exclusions = {self.consumed: self.excluded}  # by the prompts consumed when weights were made
         self.restored = state.get("rollouts", {})  # see checkpoint
         self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0})
+        rounds = grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1
+        self.most_groups = rounds * args.num_unique_prompts_rollout  # that a step may sample
         self.admitting = threading.Lock()
         self.in_flight: dict[int, Group] = {}  # position -> group that was started and has not reached a learner
         self.started_at: dict[int, float] = {}
@@ -656,6 +660,7 @@ class Collector:
     def engines_have(self, cursor: int) -> None:
         """The engines have the weights that were made when `cursor` prompts had been consumed. Admit every prompt that
         these weights allow, without those excluded at that time: later exclusions depend on timing."""
+        self.version += 1
         limit = cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1)
         self.admit(limit, self.exclusions.pop(cursor, self.excluded))
 
@@ -740,6 +745,7 @@ class Collector:
         data.excluded = grpo.exclude_solved(self.excluded, data.sampled, args)
         self.excluded = data.excluded
         self.exclusions[self.consumed] = data.excluded
+        self.number += 1
 
         with timer("packing"):
             data.shares = [self.pack(rollouts) for rollouts in grpo.split_groups(data.groups, args)]
@@ -755,8 +761,8 @@ class Collector:
         """Take and score groups in stream order until the step has enough; returns the seconds of each."""
         group_seconds = []
         while self._needs_groups(data):
-            if self.consumed == self.admitted and data.sampled:  # all admitted groups are taken: admit more
-                self.admit(self.consumed + self.args.num_unique_prompts_rollout, self.excluded)
+            if self.consumed == self.admitted and data.sampled:
+                self._admit_more(data)
             self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
             group, seconds = self._take(self.consumed)
             self.consumed += 1
@@ -768,11 +774,23 @@ class Collector:
             self.engines.watchdog.beat()
         return group_seconds
 
+    def _admit_more(self, data: StepData) -> None:
+        """With active_sampling a step has taken all admitted groups and needs more. Wait for weights that are at most
+        async_steps updates older than those it trains, and admit no more groups than it will take: a later step would
+        find them too old."""
+        least = self.number - 1 - self.args.async_steps
+        self.engines.wait_for(lambda: self.consumed < self.admitted or self.version >= least, "newer weights")
+        if self.consumed < self.admitted:
+            return
+        count = self.args.num_unique_prompts_rollout
+        if self.args.async_steps > 0:
+            count = min(count - len(data.groups), self.most_groups - len(data.sampled))
+        self.admit(self.consumed + count, self.excluded)
+
     def _needs_groups(self, data: StepData) -> bool:
         """Whether a step needs more groups. With async_steps 0 it takes rounds of P groups, as grpo.py samples them."""
         wanted = self.args.num_unique_prompts_rollout
-        rounds = grpo.MAX_SAMPLING_ROUNDS if self.args.active_sampling else 1
-        if len(data.sampled) >= wanted * rounds:
+        if len(data.sampled) >= self.most_groups:
             return False
         inside_round = self.args.async_steps == 0 and len(data.sampled) % wanted > 0
         return len(data.groups) < wanted or inside_round
@@ -1026,7 +1044,7 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
 
         # everything below reports or saves
         if utils.leads(args, world):
-            note_staleness(step.packs, number, step.metrics)
+            note_staleness(step.packs, number, args, step.metrics)
         out = grpo.step_metrics(run, step)
         lines = ""
         if collector is not None and sender is not None:
@@ -1153,12 +1171,17 @@ def collect_garbage_by_hand() -> None:
 # --- Reports ----------------------------------------------------------------------------------------------------------
 
 
-def note_staleness(packs: Sequence[Sequence[Pack]], step: int, metrics: utils.Metrics) -> None:
-    """Count how many updates old the weights behind the trained tokens are."""
+def note_staleness(packs: Sequence[Sequence[Pack]], step: int, args: Args, metrics: utils.Metrics) -> None:
+    """Count how many updates old the weights behind the trained tokens are. Raises RuntimeError for a token that is
+    more than async_steps updates old: a defect of this script, and never a matter of timing."""
     for mini_batch in packs:
         for pack in mini_batch:
             versions = np.concatenate([r.versions[r.mask] for r in rollouts_of([[pack]])])
             ages = step - 1 - versions
+            if ages.max() > args.async_steps:
+                raise RuntimeError(
+                    f"step {step} trained tokens {ages.max()} updates old; async_steps {args.async_steps}"
+                )
             metrics.add("val/num_steps_off_policy", float(ages.sum()), len(versions))
             metrics.add_all("val/model_step", versions)
 

@@ -1070,16 +1070,22 @@ class Worker:
         # A fresh interpreter: fork would copy the trainer's threads, locks and CUDA state, and
         # multiprocessing's spawn would import the trainer's __main__ with torch and vllm.
         command = [sys.executable, os.path.join(SCRIPTS, "parts", "worker.py"), "--serve"]
-        env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env.pop("LD_PRELOAD", None)
         self.socket, child = socket.socketpair()
         self.stderr = tempfile.TemporaryFile()
         self.buffer = b""
         self.num_jobs = 0
         with child:
             # Its own session: Ctrl-C in the terminal must not turn running jobs into crashes.
-            streams: dict[str, Any] = {"stdin": child, "stdout": subprocess.DEVNULL, "stderr": self.stderr}
-            self.process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdin=child.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self.stderr,
+                env=env,
+                start_new_session=True,
+            )
 
     def stop(self) -> str:
         """Kills the process; returns the end of the text that it wrote to stderr before it took jobs."""
@@ -1092,7 +1098,8 @@ class Worker:
             return self.stderr.read()[-1000:].decode(errors="replace").strip()
 
     def receive(self, deadline: float) -> dict:
-        """The next reply. Raises TimeoutError at the deadline (time.monotonic), EOFError if the process died."""
+        """The next reply. Raises TimeoutError at the deadline (time.monotonic), EOFError if the process died or the
+        reply is to another job."""
         while b"\n" not in self.buffer:
             self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
             chunk = self.socket.recv(65536)
@@ -1100,7 +1107,10 @@ class Worker:
                 raise EOFError("the worker died")
             self.buffer += chunk
         line, _, self.buffer = self.buffer.partition(b"\n")
-        return json.loads(line)
+        reply = json.loads(line)
+        if reply["number"] != self.num_jobs:
+            raise EOFError("the worker's replies are out of step")
+        return reply
 
     def send(self, job: Job, timeout_s: float) -> dict:
         """Sends the job, to a fresh process if needed; returns the first reply. Raises OSError, EOFError."""
@@ -1108,7 +1118,7 @@ class Worker:
             self.start()
         self.num_jobs += 1
         start = time.monotonic()
-        line = {"work": job.work, "arguments": job.arguments, "timeout_s": timeout_s}
+        line = {"number": self.num_jobs, "work": job.work, "arguments": job.arguments, "timeout_s": timeout_s}
         self.socket.settimeout(START_TIMEOUT_S)
         self.socket.sendall(json.dumps(line).encode() + b"\n")
         reply = self.receive(start + START_TIMEOUT_S)
@@ -1122,7 +1132,9 @@ class Worker:
         try:
             reply = self.send(job, timeout_s)
         except (OSError, EOFError) as error:
-            problem = self.stop() if self.process else ""
+            problem = ""
+            if self.process:
+                problem = self.stop()
             return Outcome(math.nan, "infra_error", 0.0, problem or repr(error))
         if "unavailable" in reply:
             return Outcome(math.nan, "infra_error", 0.0, reply["unavailable"])
@@ -1131,9 +1143,8 @@ class Worker:
         try:
             reply = self.receive(start + timeout_s)
         except TimeoutError:
-            seconds = time.monotonic() - start
             self.stop()
-            return Outcome(math.nan, "timeout", seconds)
+            return Outcome(math.nan, "timeout", timeout_s)
         except (OSError, EOFError):
             return self.after_death(time.monotonic() - start)
         seconds = time.monotonic() - start

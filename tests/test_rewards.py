@@ -249,6 +249,20 @@ TEXT_CASES = [
 ]
 
 
+def test_a_late_reply_is_not_the_next_jobs():
+    """A reply that was left in a worker's socket makes the next sample missing, and never its score."""
+    worker = rewards.Worker()
+    job = rewards.Job("equality.work_math", {"gold": "1", "answer": "1"})
+    try:
+        assert worker.run(job, 20.0).status != "infra_error"
+        worker.buffer = b'{"number": 1, "ready": true}\n{"number": 1, "score": 0.25}\n'
+        outcome = worker.run(job, 20.0)
+        assert outcome.status == "infra_error" and "out of step" in outcome.problem and worker.process is None
+        assert worker.run(job, 20.0).status != "infra_error"
+    finally:
+        worker.stop()
+
+
 @pytest.mark.parametrize(
     "rows",
     [GSM8K_CASES, MATH_CASES, STRING_CASES, STRICT_MATH_CASES, TEXT_CASES],

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import transformers
 import rewards
 from scripts.data.make_products import make_products
 from scripts.reports import report
-from scripts.tools import calculator, calls, search
+from scripts.tools import calculator, calls, python, search
 from tests.conftest import REPO
 
 SCHEMAS = [calculator.SCHEMA, search.SCHEMA]
@@ -177,6 +178,21 @@ def test_python_keeps_names_for_the_episode_where_asked():
     env = pickle.loads(pickle.dumps(env))  # as it goes on to another worker
     assert said(env, "<python>x</python>") == "3"
     assert "NameError" in said(environment("python", tool_configs=[{"state": True}]), "<python>x</python>")
+
+
+def test_a_call_that_is_cut_off_leaves_no_reply_for_the_next():
+    """A program that outlasts its call's deadline: each later call gets its own answer, not the one before."""
+    env = environment("python", tool_configs=[{"timeout": 60, "deadline": 1}])
+    assert "no answer within 1 s" in said(env, "<python>import time; time.sleep(1.5)</python>")
+    time.sleep(1.0)
+    answers = [said(env, f"<python>print({number})</python>") for number in range(3)]
+    assert answers == ["0", "1", "2"]
+
+
+def test_a_program_may_not_have_longer_than_its_call():
+    with pytest.raises(ValueError, match=r'"timeout": 30 of a program is not below "deadline": 30 of the call'):
+        python.check({"timeout": 30})
+    python.check({"timeout": 29})
 
 
 @pytest.mark.parametrize(

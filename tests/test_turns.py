@@ -615,9 +615,10 @@ def test_a_worker_ends_with_its_trainer_though_its_environment_waits(tmp_path):
     arguments = {"path": str(tmp_path / "waits.py"), "config": {}, "state": None, "episode": episode}
     worker.start()
     try:
-        line = {"work": "environments.work_environment", "arguments": arguments, "timeout_s": 600}
+        worker.num_jobs = 1
+        line = {"number": 1, "work": "environments.work_environment", "arguments": arguments, "timeout_s": 600}
         worker.socket.sendall(json.dumps(line).encode() + b"\n")
-        assert worker.receive(time.monotonic() + rewards.START_TIMEOUT_S) == {"ready": True}
+        assert worker.receive(time.monotonic() + rewards.START_TIMEOUT_S) == {"number": 1, "ready": True}
         while not asked.exists():
             assert worker.process.poll() is None
             time.sleep(0.05)

@@ -81,6 +81,38 @@ def test_exclusions_of_a_position_are_those_of_the_weights_that_admitted_it(ahea
     assert steps[0].excluded == first
 
 
+def test_a_step_that_runs_dry_waits_for_weights_that_are_new_enough():
+    """With --active_sampling it then starts no more groups than it needs: the next step would find them too old."""
+    collector = make_collector("7", flags="--async_steps 1 --active_sampling")
+    waits = []
+
+    def wait_for(condition, what):
+        while not condition():
+            waits.append((what, collector.version))
+            collector.version += 1  # as engines_have does
+
+    collector.engines.wait_for = wait_for
+    collector.engines_have(0)
+    assert (collector.admitted, collector.version) == (4, 0)
+    groups = [collector.in_flight[position] for position in range(4)]
+    collector.consumed = 4
+    collector.number = 4  # it trains weights of update 3, and may take tokens of update 2
+    collector._admit_more(grpo_fast.StepData(groups=groups[:1], sampled=groups))
+    assert waits == [("newer weights", 0), ("newer weights", 1)]
+    assert collector.admitted == 5, "one of two groups with a gradient is missing"
+
+
+def test_a_token_older_than_the_bound_ends_the_run():
+    """The bound is what README says of --async_steps: a defect of the admission must not be trained on in silence."""
+    args = utils.parse_args(grpo.Args, "--model_name_or_path x --async_steps 1".split())
+    prompt = utils.Prompt(0, (0, 1), "", ("7",), ("gsm8k",))
+    r = utils.Rollout(prompt, 0, 0)
+    r.append(utils.Generation([5, 6], [-1.0, -1.0], "stop", [2, 3]))
+    grpo_fast.note_staleness([[[[r]]]], 4, args, utils.Metrics())
+    with pytest.raises(RuntimeError, match="step 5 trained tokens 2 updates old; async_steps 1"):
+        grpo_fast.note_staleness([[[[r]]]], 5, args, utils.Metrics())
+
+
 def test_without_asynchrony_the_batches_of_an_engine_do_not_depend_on_arrival():
     """One message for each engine holds all its requests; the transformers engine answers it before it reads on."""
     collector = make_collector("1")

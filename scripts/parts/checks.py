@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
+import utils
 from rewards import need
 
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
@@ -195,12 +196,19 @@ def check_room(args: Any, shares_gpu: bool, most: float) -> None:
         args.refuse(f"--vllm_gpu_memory_utilization leaves the learner on the same GPU no room: 0.3 to {most}")
 
 
+def flags_of_fast(args: Any) -> str:
+    """The flags given that only grpo_fast.py acts on."""
+    names = ("vllm_num_engines", "vllm_tensor_parallel_size", "async_steps", "inflight_updates")
+    given = [name for name in names if getattr(args, name) > getattr(utils.Flags, name)]
+    return " ".join(f"--{name} {getattr(args, name)}" for name in given)
+
+
 def check_ranks(args: Any, world_size: int) -> None:
     """What grpo.py cannot do with the processes that were started."""
     if world_size % args.sequence_parallel_size:
         fix = "start a multiple of it, or less"
         args.refuse(f"--sequence_parallel_size does not divide the {world_size} ranks: {fix}")
-    for_fast = args.for_fast()
+    for_fast = flags_of_fast(args)
     learners = args.num_learners_per_node
     if learners != [1] and sum(learners) != world_size:
         ranks = learners[0] if learners else 1

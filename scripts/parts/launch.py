@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Generator
 from pathlib import Path
 
 PASSED_ON: list[int] = []  # numbers of the signals that were passed on to the ranks
@@ -26,10 +27,6 @@ def launch(names: list[str], command: list[str]) -> None:
 
     # Files of this user alone: torch's store listens on all interfaces, without a password, and holds a pickle
     directory = tempfile.mkdtemp(prefix="ranks_")
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["GRPO_MEETING"] = os.path.join(directory, "meeting")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -49,7 +46,8 @@ def launch(names: list[str], command: list[str]) -> None:
     signal.signal(signal.SIGINT, pass_on)
     script = os.path.abspath(command[0])
     try:
-        elastic_launch(config, sys.executable)(script, *command[1:])
+        with environment_of_ranks(directory):
+            elastic_launch(config, sys.executable)(script, *command[1:])
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         code = failure.exitcode
@@ -61,6 +59,22 @@ def launch(names: list[str], command: list[str]) -> None:
         raise SystemExit(status) from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def environment_of_ranks(directory: str) -> Generator[None]:
+    """In which ranks are started that meet in a file of `directory` and listen on loopback only. The next program that
+    this process starts must not look for that file."""
+    before = dict(os.environ)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["GRPO_MEETING"] = os.path.join(directory, "meeting")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def pass_on(number: int, frame: object) -> None:

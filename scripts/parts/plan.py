@@ -9,6 +9,7 @@ import torch
 
 import rewards
 import utils
+from scripts.parts import checks
 
 ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
     lora_rank load_ref_policy ref_model_name_or_path ref_policy_update_freq
@@ -23,6 +24,9 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
         print(roles(args, learners))
     else:
         print(arithmetic(args, learners))
+        ignored = checks.flags_of_fast(args)
+        if ignored:
+            print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
     if not args.dry_run:
         return
     from scripts.parts import machine

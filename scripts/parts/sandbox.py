@@ -586,13 +586,15 @@ class Server:
             time.sleep(0.001)
 
     def serve(self) -> None:
-        """Answers requests, [role, seconds, patience] with descriptors, until the trainer closes the socket or ends."""
+        """Answers requests, [number, role, seconds, patience] with descriptors, until the trainer closes the socket or
+        ends. A reply has the number of its request."""
         while self.trainer not in select.select([self.control, self.trainer], [], [])[0]:
             packet, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
             if not packet:
                 return
-            role, seconds, patience = json.loads(packet)
+            number, role, seconds, patience = json.loads(packet)
             reply = self.run(role, fds, seconds, patience)
+            reply["number"] = number
             self.control.send(json.dumps(reply).encode())
 
 
@@ -1799,6 +1801,7 @@ class Sandbox:
         self.preload = preload
         self.without = without
         self.process = None
+        self.number = 0  # of the last request
         self.layers = []
         self.leaks = []
 
@@ -1862,9 +1865,12 @@ class Sandbox:
                 fd = os.memfd_create("sandbox")
                 fds.append(fd)
                 os.pwrite(fd, (text or "").encode(errors="replace"), 0)
-            request = json.dumps([role, seconds, PATIENCE])
+            self.number += 1
+            request = json.dumps([self.number, role, seconds, PATIENCE])
             socket.send_fds(self.socket, [request.encode()], fds)
             reply = self.receive(PATIENCE * seconds + GRACE_S)
+            if reply["number"] != self.number:
+                raise SandboxError(f"reply {reply['number']} came for request {self.number}")
             written = [os.pread(fd, OUTPUT_BYTES, 0) for fd, text in zip(fds, files, strict=True) if text is None]
         finally:
             for fd in fds:
@@ -1886,7 +1892,8 @@ class Sandbox:
 
         files: their contents, None for a file that the process writes. seconds: limit of the wall time without the time
         in which the process waited for a processor that others had, if the kernel counts it. Raises SandboxError. The
-        next run then starts the server again.
+        next run then starts the server again. So it does if a caller's own deadline interrupts this run: the late reply
+        to this program must not become the answer to the next one.
         """
         if self.process is None or self.process.poll() is not None:
             self.stop()
@@ -1895,6 +1902,9 @@ class Sandbox:
             return self.exchange(role, files, seconds)
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the code sandbox failed: {error} {self.stop()}".strip()) from None
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> str:
         """Ends the server and everything in it. Returns the end of what it wrote to standard error."""

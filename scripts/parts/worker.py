@@ -50,6 +50,11 @@ def load_work(name: str) -> Callable[..., Callable[[], Any]]:
     return getattr(importlib.import_module(f"scripts.parts.{part}"), function)
 
 
+def send(protocol: socket.socket, reply: dict[str, Any]) -> None:
+    """Sends a reply, a line of JSON."""
+    protocol.sendall(json.dumps(reply).encode() + b"\n")
+
+
 def limit_cpu_time(timeout_s: float) -> None:
     """Sets the kernel's limit for the next job. If the trainer is killed, nobody enforces the deadline; this limit then
     ends a job that lets no other thread run."""
@@ -61,24 +66,26 @@ def serve() -> None:
     """Serves jobs, a line of JSON each, until the trainer closes the socket or is gone.
 
     The reply is {"ready": true} as soon as the function of the job has imported and built what it needs (the deadline
-    starts there), then {"score": x} or {"error": text}. It is {"unavailable": text} alone if that fails."""
+    starts there), then {"score": x} or {"error": text}. It is {"unavailable": text} alone if that fails. Each reply has
+    the number of its job, so that no late reply is taken for the next one."""
     protocol = take_protocol()
     threading.Thread(target=end_with_trainer, args=(protocol,), daemon=True).start()
     set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
     for line in protocol.makefile("r", encoding="utf-8", newline="\n"):
         job = json.loads(line)
         limit_cpu_time(job["timeout_s"])
+        number = {"number": job["number"]}
         try:
             run = load_work(job["work"])(**job["arguments"])
         except Exception as error:
             reply = {"unavailable": f"{type(error).__name__}: {error}"}
         else:
-            protocol.sendall(b'{"ready": true}\n')
+            send(protocol, number | {"ready": True})
             try:
                 reply = {"score": run()}
             except Exception as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
-        protocol.sendall(json.dumps(reply).encode() + b"\n")
+        send(protocol, number | reply)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ if __name__ == "__main__":
 
 from scripts.parts import run_code, sandbox
 
+PROGRAM_S = 6.0  # of wall time, without waits for a processor
+
 SCHEMA = {
     "type": "function",
     "function": {
@@ -76,7 +78,14 @@ def box() -> sandbox.Sandbox:
 
 
 def check(config: dict) -> None:
-    """Raises ValueError, at start, on a machine whose sandbox cannot start or leaks."""
+    """Raises ValueError, at start, for a time limit above the call's, and on a machine whose sandbox cannot start or
+    leaks."""
+    from scripts.tools import calls
+
+    seconds = float(config.get("timeout", PROGRAM_S))
+    most = float(config.get("deadline", calls.TIMEOUT_S))
+    if seconds >= most:
+        raise ValueError(f'"timeout": {seconds:g} of a program is not below "deadline": {most:g} of the call (seconds)')
     try:
         box().start()
     except sandbox.SandboxError as error:
@@ -90,7 +99,7 @@ def check(config: dict) -> None:
 
 class Tool:
     def __init__(self, config: dict) -> None:
-        self.timeout = float(config.get("timeout", 6))
+        self.timeout = float(config.get("timeout", PROGRAM_S))
         self.keeps_state = bool(config.get("state"))
         self.cells: list[str] = []  # the episode's, where they are kept
 

@@ -229,3 +229,4 @@ def test_ranks_share_the_cores(monkeypatch, gpus, steps, threads):
     line = f"--model_name_or_path x --num_learners_per_node 4 --vllm_num_engines 4 --async_steps {steps}"
     grpo_fast.launch(utils.parse_args(grpo.Args, [*line.split(), "--total_episodes", "4"]))
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
+    assert "GRPO_MEETING" not in os.environ, "what this process starts next, torchrun, would look for that file"

@@ -198,7 +198,7 @@ def run_steps(
             data = parts.measure("request to packs", request_to_packs, collector, groups)
             packs = parts.measure("scatter", grpo_fast.scatter, data, args, world)[0]
             parts.measure("batch", make_batches, packs, world.device)
-            parts.measure("staleness", grpo_fast.note_staleness, packs, 1, utils.Metrics())
+            parts.measure("staleness", grpo_fast.note_staleness, packs, 1, args, utils.Metrics())
             parts.measure("metrics", utils.note_step, data.groups, data.sampled, args, utils.Metrics())
             parts.measure("garbage", gc.collect)
             collector.account(data)
