@@ -17,7 +17,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts.parts import liveness
+from scripts.parts import checkpoints, liveness
 from tests.test_learner import make_args, make_rollouts
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -715,3 +715,14 @@ def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--eval_pass_at_k", "4"])
     out = grpo.evaluate(types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object()))
     assert {k: v for k, v in out.items() if "pass" in k} == {"eval/pass_at_1": 0.5, "eval/pass_at_2_unbiased": 1.0}
+
+
+def test_what_a_killed_run_left_is_removed_before_any_rank_writes_a_checkpoint(tmp_path, monkeypatch):
+    """Rank 0 once removed the file of a rank that was faster: the checkpoint then lacked it, and nobody was told."""
+    left = tmp_path / "checkpoints" / "step_1.tmp"
+    left.mkdir(parents=True)
+    seen = []
+    monkeypatch.setattr(checkpoints.dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(checkpoints.dist, "barrier", lambda group: seen.append((group, left.exists())))
+    checkpoints.Writer(tmp_path, 3, utils.World(0, 0, 2, torch.device("cpu")))
+    assert seen == [("gloo", False)]

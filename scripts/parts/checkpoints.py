@@ -42,6 +42,7 @@ class Writer:
         if world.is_main:
             for unfinished in self.root.glob("*.tmp"):  # of a run that was killed
                 shutil.rmtree(unfinished, ignore_errors=True)
+        dist.barrier(self.group)  # else rank 0 might remove what another rank already writes
 
     def save(self, step: int, modules: Modules, optimizer: Optimizer, extra: dict[str, Any]) -> None:
         """See utils.Checkpoints.save."""

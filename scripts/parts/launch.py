@@ -7,7 +7,6 @@ torchrun kills them. When a rank dies the others are ended, and stderr names the
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,15 +24,13 @@ def launch(names: list[str], command: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Files of this user alone: torch's store listens on all interfaces, without a password, and holds a pickle
-    directory = tempfile.mkdtemp(prefix="ranks_")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=len(names),
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=os.path.join(directory, "agents"),
+        rdzv_endpoint=file_of_ours("agents"),
         rdzv_configs={"store_type": "file"},
         max_restarts=0,
         monitor_interval=0.2,
@@ -46,7 +43,7 @@ def launch(names: list[str], command: list[str]) -> None:
     signal.signal(signal.SIGINT, pass_on)
     script = os.path.abspath(command[0])
     try:
-        with environment_of_ranks(directory):
+        with environment_of_ranks():
             elastic_launch(config, sys.executable)(script, *command[1:])
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
@@ -57,17 +54,23 @@ def launch(names: list[str], command: list[str]) -> None:
         print(f"{Path(script).name}: {names[rank]} (pid {failure.pid}) died with {cause}", file=sys.stderr)
         status = 128 + PASSED_ON[-1] if PASSED_ON else 1
         raise SystemExit(status) from None
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+
+
+def file_of_ours(name: str) -> str:
+    """The path of a new file that only this user's processes can open, in place of torch's store, which listens on all
+    interfaces, without a password, and holds a pickle. On Linux the file is gone with this process, however it ends."""
+    if sys.platform == "linux":
+        return f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}"
+    return tempfile.mkstemp(prefix=name)[1]
 
 
 @contextlib.contextmanager
-def environment_of_ranks(directory: str) -> Generator[None]:
-    """In which ranks are started that meet in a file of `directory` and listen on loopback only. The next program that
-    this process starts must not look for that file."""
+def environment_of_ranks() -> Generator[None]:
+    """In which ranks are started that meet in a file and listen on loopback only. The next program that this process
+    starts must not look for that file."""
     before = dict(os.environ)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["GRPO_MEETING"] = os.path.join(directory, "meeting")
+    os.environ["GRPO_MEETING"] = file_of_ours("meeting")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
