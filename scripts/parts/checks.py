@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-import utils
 from rewards import need
 
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
@@ -199,7 +198,7 @@ def check_room(args: Any, shares_gpu: bool, most: float) -> None:
 def flags_of_fast(args: Any) -> str:
     """The flags given that only grpo_fast.py acts on."""
     names = ("vllm_num_engines", "vllm_tensor_parallel_size", "async_steps", "inflight_updates")
-    given = [name for name in names if getattr(args, name) > getattr(utils.Flags, name)]
+    given = [name for name in names if getattr(args, name) > getattr(type(args), name)]
     return " ".join(f"--{name} {getattr(args, name)}" for name in given)
 
 
