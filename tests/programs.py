@@ -93,7 +93,7 @@ def connect(address):
         server._forkserver_alive_fd = os.dup(1)  # ty: ignore[missing-attribute]
 
 
-FORKED = "grpo.py | grpo_fast.py | scripts/proof/gpu_hour.py"
+FORKED = "grpo.py | grpo_fast.py | scripts/proof/gpu_hour.py | scripts/proof/broken.py"
 SERVERS = "*/scripts/parts/serve.py | -m"  # which starts vLLM's own: python -m
 
 

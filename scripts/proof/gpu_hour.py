@@ -1,14 +1,18 @@
 """Checks, on a real GPU, of what was only compiled or simulated, and a page of their results and figures.
 
-    bash scripts/proof/gpu_hour.sh [--out DIR] [--tiny] [--only NAME ...]
+    bash scripts/proof/gpu_hour.sh [--out DIR] [--tiny] [--only NAME ...] [--model DIR]
 
 The checks run one after the other. One that passed is not made again; one that failed is. DIR gets README.md (the
 page), a result and a log for each check, and the runs. Each check is a program in processes of its own, which end when
 this one is stopped. The models have random weights in the shapes of public ones (proof/memory.py) and as many layers as
-fit, so responses have full length and nothing is learned.
+fit; what does not fit is skipped. Responses have full length. Rewards are a coin's, and the learning rate is large: the
+weights move at every step, so an engine that does not get them is found out (proof/broken.py shows it). Nothing is
+learned but by --model. tests/test_hour_stubs.py has, for each check, a program that must fail it.
 """
 
 import argparse
+import bisect
+import functools
 import json
 import math
 import os
@@ -45,11 +49,26 @@ GPUS = torch.cuda.device_count()
 DEVICE = "cuda" if GPUS else "cpu"
 STEPS = 6  # of a short run
 CHECK_S = 1200.0  # a check that takes longer has failed
+GAP = 0.05  # mean |learner - engine| logprob that a healthy run stays below
+CONTEXTS = 4 * memory.GIB  # of CUDA, its graphs and workspaces, believed
+FEWEST_LAYERS = 4  # with fewer the head takes most of an update
+HOST_MS = 96.0  # of a pack of 8,192 tokens at 0.5B on an H100, on paper: a host that takes longer leaves the GPU idle
 TINY = (64, 128, 2, 1, 1, True)  # as memory.SHAPES: hidden, MLP, layers, heads, key-value heads, tied head
 SHOWN = """learner_mfu time/total time/training time/weight_sync time/weight_sync_wire time/weight_sync_load
     time/weight_sync_pause val/weight_sync_gb_per_second val/learner_idle_share val/engine_idle_share
     val/engine_tokens_per_second debug/vllm_vs_local_logprob_diff_mean debug/vllm_vs_local_logprob_diff_max
     memory/gpu_allocated_gib""".split()
+NVIDIA_SMI = {  # name of the log -> arguments; the logs are on the page
+    "topology": "topo -m",
+    "clocks": "--query-gpu=name,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,power.max_limit,"
+    "temperature.gpu,pcie.link.gen.current,pcie.link.width.current,ecc.mode.current --format=csv",
+}
+COIN = """import zlib
+
+
+def coin(response, ground_truth):
+    return float(zlib.crc32(response.encode()) % 2)
+"""
 
 
 @dataclass
@@ -58,6 +77,7 @@ class Hour:
 
     out: Path
     tiny: bool
+    real_model: Path | None = None  # of --model
     child: Any = None  # the process of the check under way
 
     def run(self, name: str, command: list[str]) -> tuple[int, str]:
@@ -142,19 +162,22 @@ def rows(hour: Hour) -> Path:
     with path.open("w") as file:
         for i in range(64):
             messages = [{"role": "user", "content": f"{text}{i}?"}]
-            print(json.dumps({"messages": messages, "ground_truth": "7", "dataset": "gsm8k"}), file=file)
+            print(json.dumps({"messages": messages, "ground_truth": "", "dataset": "coin"}), file=file)
     return path
 
 
 def flags_of(hour: Hour, name: str, path: Path) -> list[str]:
-    """Flags of a short run of grpo.py or grpo_fast.py."""
+    """Flags of a short run of grpo.py or grpo_fast.py. The gap ends it, after every step."""
+    reward_file = hour.out / "coin.py"
+    reward_file.write_text(COIN)
     sizes = (4, 4, 96, 16, 128) if hour.tiny else (32, 8, 256, 512, 8192)
     prompts, samples, prompt, response, pack = sizes
     text = f"""--model_name_or_path {path} --dataset_mixer_list {rows(hour)} 1.0 --output_dir {hour.out / "runs"}
         --exp_name {name} --overwrite --num_unique_prompts_rollout {prompts} --num_samples_per_prompt_rollout {samples}
         --max_prompt_token_length {prompt} --response_length {response} --pack_length {pack} --temperature 1.0
-        --learning_rate 1e-6 --beta 0 --no_load_ref_policy --no_filter_zero_std_samples --gradient_checkpointing
-        --total_episodes {prompts * samples * STEPS} --save_freq -1 --local_eval_every -1 --num_mini_batches 1"""
+        --learning_rate 1e-3 --lr_scheduler_type constant --reward_file {reward_file} --max_logprob_gap {GAP}
+        --beta 0 --no_load_ref_policy --no_filter_zero_std_samples --gradient_checkpointing
+        --total_episodes {prompts * samples * STEPS} --save_freq -1 --local_eval_every 1 --num_mini_batches 1"""
     if hour.tiny:
         text += " --rollout_backend transformers"
     return text.split()
@@ -162,33 +185,104 @@ def flags_of(hour: Hour, name: str, path: Path) -> list[str]:
 
 def learner_bytes(setup: memory.Setup, config: Any) -> float:
     """scripts/proof/memory.py's estimate of a learner's most bytes."""
-    estimate = memory.memory_estimate(setup, config)
-    return sum(size for name, size in estimate.items() if not name.startswith("engine"))
+    return memory.learner_bytes(memory.memory_estimate(setup, config))
+
+
+def gpu_bytes() -> float:
+    """Memory of a GPU, 80 GiB where there is none."""
+    return memory.gpu_bytes() or 80 * memory.GIB
+
+
+@functools.cache
+def parts_of(shape: str, layers: int) -> dict[str, float]:
+    """memory.py's estimate for a learner and an engine of that many layers of a shape."""
+    setup = memory.Setup(gradient_checkpointing=True, load_ref_policy=False, pack_length=8192)
+    config = memory.qwen(*memory.SHAPES[shape])
+    config.update({"num_hidden_layers": layers, "layer_types": None})
+    return memory.memory_estimate(setup, type(config).from_dict(config.to_dict()))
+
+
+def bytes_needed(shape: str, layers: int, engine_share: float, asleep: bool) -> float:
+    """Bytes on one GPU of a learner with an engine, which is asleep while the learner works or is not."""
+    parts = parts_of(shape, layers)
+    learner = memory.learner_bytes(parts)
+    engine = max(engine_share * gpu_bytes(), parts["engine_weights"])
+    if asleep:
+        return max(learner, parts["weights"] + parts["Adam"] + engine) + CONTEXTS
+    return learner + engine + CONTEXTS
+
+
+def without_room(hour: Hour, engine_share: float, asleep: bool = False, gpus: int = 1) -> Found | None:
+    """That a run of Qwen2.5-0.5B's shape does not fit on this many GPUs; None where it does."""
+    if hour.tiny:
+        return None
+    share = 0.0 if gpus > 1 else engine_share
+    needed = bytes_needed("Qwen2.5-0.5B", 24, share, asleep)
+    if needed <= gpu_bytes():
+        return None
+    return Found(None, f"needs {needed / memory.GIB:.0f} GiB, the GPU has {gpu_bytes() / memory.GIB:.0f}")
+
+
+@dataclass(frozen=True)
+class Large:
+    """The model whose update is timed."""
+
+    shape: str
+    layers: int
+
+
+def largest_model(hour: Hour) -> Large | None:
+    """The largest of three shapes of which at least FEWEST_LAYERS layers fit beside a sleeping engine, with as many as
+    fit; None if there is none."""
+    if hour.tiny:
+        return Large("Qwen2.5-7B", TINY[2])
+    for shape in ("Qwen2.5-7B", "Qwen2.5-3B", "Qwen2.5-1.5B"):
+        layers = layers_that_fit(shape)
+        if layers:
+            return Large(shape, layers)
+    return None
 
 
 def layers_that_fit(shape: str) -> int:
-    """Layers of a shape whose update takes at most half of a GPU (80 GiB where there is none), at most all."""
-    setup = memory.Setup(gradient_checkpointing=True, load_ref_policy=False, pack_length=8192)
-    room = torch.cuda.get_device_properties(0).total_memory if GPUS else 80 * memory.GIB
-    config = memory.qwen(*memory.SHAPES[shape])
-    for layers in range(config.num_hidden_layers, 1, -1):
-        config.update({"num_hidden_layers": layers, "layer_types": None})
-        if learner_bytes(setup, type(config).from_dict(config.to_dict())) < 0.5 * room:
-            return layers
-    return 1
+    """How many layers of a shape fit beside a sleeping engine; 0 for fewer than FEWEST_LAYERS."""
+
+    def too_large(layers: int) -> bool:
+        return bytes_needed(shape, layers, 0.35, asleep=True) > gpu_bytes()
+
+    candidates = range(FEWEST_LAYERS, memory.SHAPES[shape][2] + 1)
+    first_too_large = bisect.bisect_left(candidates, True, key=too_large)
+    return candidates[first_too_large - 1] if first_too_large else 0
 
 
-def train(hour: Hour, name: str, script: str, path: Path, *flags: str) -> Found:
-    """A short run: it ends well, every gradient is finite, learner and engine agree, no rollout is too old."""
-    command = [sys.executable, script, *flags_of(hour, name, path), *flags]
-    status, output = hour.run(name, command)
+def training(hour: Hour, name: str, script: str, path: Path, *flags: str) -> list[str]:
+    """The command of a short run."""
+    return [sys.executable, script, *flags_of(hour, name, path), *flags]
+
+
+def torchrun(ranks: int, command: list[str]) -> list[str]:
+    """The same command on several ranks of this machine."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [command[0], *launcher, *command[1:]]
+
+
+def lines_of(hour: Hour, name: str) -> list[str]:
+    """The lines of a run's metrics."""
     file = hour.out / "runs" / name / "metrics.jsonl"
-    steps = []
-    if file.exists():
-        steps = [json.loads(line) for line in file.read_text().splitlines()]
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def steps_of(hour: Hour, name: str) -> list[dict[str, Any]]:
+    """The metrics of a run's steps."""
+    return [step for step in map(json.loads, lines_of(hour, name)) if step["training_step"] > 0]
+
+
+def train(hour: Hour, name: str, command: list[str], off_policy: bool = False) -> Found:
+    """A short run: it ends well, every gradient is finite and not zero, learner and engine agree, no rollout is too
+    old. With off_policy the run itself compares fresh samples, and the gap of rollouts is not looked at."""
+    status, output = hour.run(name, command)
+    steps = steps_of(hour, name)
     if status or len(steps) < STEPS:
-        last = [line for line in output.splitlines() if line.strip()][-1:]
-        return Found(False, f"exit status {status} after {len(steps)} of {STEPS} steps: {''.join(last)[:300]}")
+        return Found(False, f"exit status {status} after {len(steps)} of {STEPS} steps: {last_line(output)}")
 
     late = steps[2:]  # the first have compilation in them
     figures = {}
@@ -198,14 +292,23 @@ def train(hour: Hour, name: str, script: str, path: Path, *flags: str) -> Found:
     ready = re.search(r"ready after (\S+) s", output)
     if ready:
         figures["ready after, s"] = float(ready[1])
-    gap = most(steps, "debug/vllm_vs_local_logprob_diff_mean")
+    gap = 0.0 if off_policy else most(steps, "debug/vllm_vs_local_logprob_diff_mean")
     faults = faults_of(steps, gap)
-    return Found(not faults, "; ".join(faults) or f"{STEPS} steps, gap at most {gap:.2g}", figures)
+    said = f"{STEPS} steps" if off_policy else f"{STEPS} steps, gap at most {gap:.2g}"
+    return Found(not faults, "; ".join(faults) or said, figures)
+
+
+def last_line(output: str) -> str:
+    """The last line of a program's output that says something, shortened."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return "".join((errors or lines)[-1:])[:300]
 
 
 def most(steps: list[dict[str, Any]], name: str) -> float:
-    """The largest value of a metric, 0 if no step has it."""
-    return max(step.get(name, 0.0) for step in steps)
+    """The largest value of a metric, 0 if no step has it, not a number if one is not."""
+    values = [step.get(name, 0.0) for step in steps]
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def faults_of(steps: list[dict[str, Any]], gap: float) -> list[str]:
@@ -214,19 +317,37 @@ def faults_of(steps: list[dict[str, Any]], gap: float) -> list[str]:
     norms = [step.get("optim/grad_norm") or 0.0 for step in steps]
     if any(step.get("optim/nonfinite_updates") for step in steps) or not all(map(math.isfinite, norms)):
         faults.append("a gradient was not finite")
-    if gap > 0.05:
-        faults.append(f"the logprob gap is {gap:.3f}, more than 0.05")
+    if 0.0 in norms:
+        faults.append("a gradient was zero: the weights did not move, so the gap says nothing")
+    if not gap <= GAP:
+        faults.append(f"the logprob gap is {gap:.3f}, more than {GAP}")
     if most(steps, "val/num_steps_off_policy") > 1:
         faults.append("a rollout is older than async_steps")
     return faults
 
 
-def train_fast(hour: Hour, name: str, path: Path, *flags: str) -> Found:
-    """A short run of grpo_fast.py with a learner and an engine, on GPUs of their own where there are two."""
-    roles = ["--async_steps", "1", "--inflight_updates"]
-    if GPUS < 2:
-        roles += ["--single_gpu_mode", "--vllm_gpu_memory_utilization", "0.35"]
-    return train(hour, name, "grpo_fast.py", path, *flags, *roles)
+def roles() -> list[str]:
+    """Flags for one learner and one engine, on GPUs of their own where there are two."""
+    if GPUS >= 2:
+        return []
+    return ["--single_gpu_mode", "--vllm_gpu_memory_utilization", "0.35"]
+
+
+def train_fast(hour: Hour, name: str, *flags: str) -> Found:
+    """A short run of grpo_fast.py with a learner and an engine, at Qwen2.5-0.5B's shape."""
+    no_room = without_room(hour, 0.35, gpus=GPUS)
+    if no_room:
+        return no_room
+    path = model(hour, "Qwen2.5-0.5B", 24)
+    command = training(hour, name, "grpo_fast.py", path, "--async_steps", "1", *roles(), *flags)
+    return train(hour, name, command, off_policy=True)
+
+
+def gpus_wanted(number: int) -> Found | None:
+    """That there are fewer GPUs than that; None where there are enough."""
+    if number <= GPUS:
+        return None
+    return Found(None, f"needs {number} GPUs, there are {GPUS}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,16 +356,28 @@ def train_fast(hour: Hour, name: str, path: Path, *flags: str) -> Found:
 
 
 def check_machine(hour: Hour) -> Found:
-    """scripts/doctor.py finds nothing that does not work; with --tiny it is asked for versions alone."""
+    """doctor.py finds nothing that does not work, nvidia-smi answers, a GPU reaches half of its data sheet."""
     command = [sys.executable, "scripts/doctor.py"]
     if hour.tiny:
         command += ["pins", "requirements-cpu.txt"]
     status, output = hour.run("machine", command)
     failed = [line for line in output.splitlines() if "FAIL" in line]
+    if status and not failed:
+        failed = [f"doctor.py: exit status {status}"]
+    if GPUS:
+        for name, words in NVIDIA_SMI.items():
+            status, _ = hour.run(name, ["nvidia-smi", *words.split()])
+            if status:
+                failed.append(f"nvidia-smi {words}: exit status {status}")
     speed = machine.device_speed(torch.device(DEVICE), torch.bfloat16 if GPUS else torch.float32)
-    figures = {"product, TFLOP/s": speed["flops_per_second"] / 1e12}
-    figures["copy, GB/s"] = speed["bytes_per_second"] / 1e9
-    return Found(not status, "; ".join(failed)[:300] or "doctor.py finds nothing wrong", figures)
+    teraflops = speed["flops_per_second"] / 1e12
+    sheet = data_sheet()
+    if sheet is not None and teraflops < 0.5 * sheet.flops / 1e12:
+        failed.append(
+            f"a matrix product reaches {teraflops:.0f} TFLOP/s of {sheet.flops / 1e12:.0f}: see clocks, power"
+        )
+    figures = {"product, TFLOP/s": teraflops, "copy, GB/s": speed["bytes_per_second"] / 1e9}
+    return Found(not failed, "; ".join(failed)[:300] or "nothing wrong", figures)
 
 
 def check_kernels(hour: Hour) -> Found:
@@ -261,7 +394,7 @@ def compare(hour: Hour, name: str) -> Found:
     """A comparison of COMPARISONS in a process of its own, which prints a line for each case."""
     command = [sys.executable, "scripts/proof/gpu_hour.py", "--compare", name, "--out", str(hour.out)]
     status, output = hour.run(name, command)
-    lines = [line for line in output.splitlines() if line.startswith("head ")]
+    lines = [line for line in output.splitlines() if line.startswith(("head ", "host "))]
     wrong = "; ".join(line for line in lines if not line.endswith("ok"))
     if status or not lines or wrong:
         return Found(False, wrong[:300] or output.strip()[-300:])
@@ -271,74 +404,265 @@ def compare(hour: Hour, name: str) -> Found:
 
 def check_cold_start(hour: Hour) -> Found:
     """grpo_fast.py, engine compiled, weights in flight, on a cache that is empty for this model."""
-    return train_fast(hour, "cold_start", model(hour, "Qwen2.5-0.5B", 24))
+    return train_fast(hour, "cold_start", "--inflight_updates")
 
 
 def check_warm_start(hour: Hour) -> Found:
     """The same again: the compile cache is warm now, which is where engines of other devices once crashed."""
-    return train_fast(hour, "warm_start", model(hour, "Qwen2.5-0.5B", 24))
+    return train_fast(hour, "warm_start", "--inflight_updates")
+
+
+def check_drain(hour: Hour) -> Found:
+    """grpo_fast.py without --inflight_updates, on two GPUs: engines finish first, weights wait in the host's memory."""
+    return gpus_wanted(2) or train_fast(hour, "drain")
+
+
+def check_tensor_parallel(hour: Hour) -> Found:
+    """grpo_fast.py with an engine over two GPUs."""
+    return gpus_wanted(3) or train_fast(hour, "tensor_parallel", "--vllm_tensor_parallel_size", "2")
 
 
 def check_synchronous(hour: Hour) -> Found:
     """grpo.py: learner and engine on one GPU by turns."""
-    path = model(hour, "Qwen2.5-0.5B", 24)
-    return train(hour, "synchronous", "grpo.py", path, "--vllm_gpu_memory_utilization", "0.35")
+    return train_alone(hour, "synchronous", "--vllm_sleep", "off", "--vllm_gpu_memory_utilization", "0.35")
 
 
 def check_sleep(hour: Hour) -> Found:
     """grpo.py with an engine that gives its cache back while the learner works: 0.8 of the GPU."""
     if not GPUS:
         return Found(None, "no GPU")
+    return train_alone(hour, "sleep", "--vllm_sleep", "on", "--vllm_gpu_memory_utilization", "0.8", asleep=True)
+
+
+def train_alone(hour: Hour, name: str, *flags: str, asleep: bool = False) -> Found:
+    """A short run of grpo.py at Qwen2.5-0.5B's shape."""
+    no_room = without_room(hour, float(flags[-1]), asleep)
+    if no_room:
+        return no_room
     path = model(hour, "Qwen2.5-0.5B", 24)
-    return train(hour, "sleep", "grpo.py", path, "--vllm_sleep", "on", "--vllm_gpu_memory_utilization", "0.8")
+    return train(hour, name, training(hour, name, "grpo.py", path, *flags))
 
 
-def check_mfu_7b(hour: Hour) -> Found:
-    """An update at Qwen2.5-7B's shape, as many layers as fit: MFU at least 0.7 of what roofline.py says."""
-    layers = layers_of_7b(hour)
-    found = train_fast(hour, "mfu_7b", model(hour, "Qwen2.5-7B", layers))
-    found.figures["layers"] = layers
-    return against_paper(found, "Qwen2.5-7B")
+def check_sharded(hour: Hour) -> Found:
+    """torchrun grpo.py, --deepspeed_stage 3 over all GPUs, as many as divide the prompts."""
+    too_few = gpus_wanted(2) or without_room(hour, 0.5, asleep=True)
+    if too_few:
+        return too_few
+    ranks = 2 ** int(math.log2(min(GPUS, 4 if hour.tiny else 32)))
+    flags = ["--deepspeed_stage", "3", "--vllm_gpu_memory_utilization", "0.5"]
+    path = model(hour, "Qwen2.5-0.5B", 24)
+    found = train(hour, "sharded", torchrun(ranks, training(hour, "sharded", "grpo.py", path, *flags)))
+    found.figures["ranks"] = ranks
+    return found
 
 
-def check_compiled_7b(hour: Hour) -> Found:
+def check_stale(hour: Hour) -> Found:
+    """grpo.py with an engine that keeps its first weights must be ended by the gap: else no check of weights counts."""
+    no_room = without_room(hour, 0.35)
+    if no_room:
+        return no_room
+    path = model(hour, "Qwen2.5-0.5B", 24)
+    flags = ["--vllm_sleep", "off", "--vllm_gpu_memory_utilization", "0.35"]
+    command = training(hour, "stale", "grpo.py", path, *flags)
+    return noticed(hour, "stale", [command[0], "scripts/proof/broken.py", "stale", *command[1:]])
+
+
+def check_stale_fast(hour: Hour) -> Found:
+    """The same with grpo_fast.py, whose weights travel between processes."""
+    if not GPUS:
+        return Found(None, "no GPU")
+    no_room = without_room(hour, 0.35, gpus=GPUS)
+    if no_room:
+        return no_room
+    path = model(hour, "Qwen2.5-0.5B", 24)
+    command = training(hour, "stale_fast", "grpo_fast.py", path, "--async_steps", "1", *roles())
+    return noticed(hour, "stale_fast", torchrun(2, [command[0], "scripts/proof/broken.py", "stale", *command[1:]]))
+
+
+def noticed(hour: Hour, name: str, command: list[str]) -> Found:
+    """A run with a stale engine: it must end with GapError, and not before a step is done."""
+    status, output = hour.run(name, command)
+    steps = len(steps_of(hour, name))
+    errors = [line for line in output.splitlines() if "GapError" in line]
+    if not status:
+        return Found(False, f"{steps} steps with a stale engine, and nothing was noticed")
+    if not errors or not steps:
+        return Found(False, f"ended for another reason after {steps} steps: {last_line(output)}")
+    gap = re.search(r"logprob (\S+) \(max", errors[-1])
+    figures = {"gap of the stale engine": float(gap[1])} if gap else {}
+    return Found(True, f"noticed after {steps} steps", figures)
+
+
+def check_resume(hour: Hour) -> Found:
+    """grpo.py, on two GPUs if there are two, killed and resumed: steps before stay, the others follow."""
+    no_room = without_room(hour, 0.35)
+    if no_room:
+        return no_room
+    path = model(hour, "Qwen2.5-0.5B", 24)
+    flags = ["--vllm_sleep", "off", "--vllm_gpu_memory_utilization", "0.35", "--checkpoint_state_freq", "1"]
+    if GPUS >= 2:
+        flags += ["--deepspeed_stage", "3"]
+    command = training(hour, "resume", "grpo.py", path, *flags)
+    killed = [command[0], "scripts/proof/broken.py", "killed", *command[1:]]
+    resumed = [word for word in command if word != "--overwrite"] + ["--resume"]
+    if GPUS >= 2:
+        killed = torchrun(2, killed)
+        resumed = torchrun(2, resumed)
+
+    status, output = hour.run("resume_killed", killed)
+    before = lines_of(hour, "resume")
+    if not status or not before or len(before) >= STEPS:
+        return Found(False, f"was to be killed; exit status {status} after {len(before)} steps: {last_line(output)}")
+    found = train(hour, "resume", resumed)
+    after = lines_of(hour, "resume")
+    numbers = [json.loads(line)["training_step"] for line in after]
+    kept = [line for line in before if line in after]
+    if found.passed and (numbers != list(range(1, STEPS + 1)) or len(kept) < len(before) - 1):
+        found.passed = False
+        found.said = f"killed after step {len(before)}, {len(kept)} steps of it kept; the steps are now {numbers}"
+    return found
+
+
+def check_synchronous_fast(hour: Hour) -> Found:
+    """grpo_fast.py --async_steps 0 in float32 makes the first step of grpo.py: scores, tokens, gradient."""
+    no_room = without_room(hour, 0.35)
+    if no_room:
+        return no_room
+    path = model(hour, "Qwen2.5-0.5B", 24)
+    flags = ["--model_dtype", "float32", "--pack_length", "2048"]
+    alone = ["--vllm_sleep", "off", "--vllm_gpu_memory_utilization", "0.35"]
+    found = train(hour, "float32", training(hour, "float32", "grpo.py", path, *flags, *alone))
+    if not found.passed:
+        return found
+    name = "float32_fast"
+    found = train(hour, name, training(hour, name, "grpo_fast.py", path, *flags, "--async_steps", "0", *roles()))
+    expected = steps_of(hour, "float32")[0]
+    made = steps_of(hour, name)[:1]
+    for key in ("objective/scores", "val/num_learner_tokens", "optim/grad_norm"):
+        if not found.passed:
+            break
+        a = expected[key]
+        b = made[0][key]
+        found.figures[key] = f"{a:.6g}, {b:.6g}"
+        if abs(a - b) > 0.02 * abs(a):
+            found.passed = False
+            found.said = f"{key} of step 1: {a:.6g} in grpo.py, {b:.6g} in grpo_fast.py"
+    return found
+
+
+def check_real_model(hour: Hour) -> Found:
+    """A model that can speak (--model, else models/SmolLM2-135M-Instruct) learns sums: its score rises."""
+    path = hour.real_model or ROOT / "models" / "SmolLM2-135M-Instruct"
+    sums = ROOT / "data" / "addition" / "train.jsonl"
+    if hour.tiny or not (path / "config.json").exists() or not sums.exists():
+        return Found(None, "no model: scripts/data/get_smollm2.py and make_addition.py make it, or --model DIR")
+    text = f"""grpo.py --model_name_or_path {path} --dataset_mixer_list {sums} 1.0 --output_dir {hour.out / "runs"}
+        --exp_name real_model --overwrite --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8
+        --response_length 24 --temperature 1.0 --learning_rate 1e-5 --lr_scheduler_type constant --beta 0
+        --total_episodes 1280 --save_freq -1 --local_eval_every -1 --vllm_gpu_memory_utilization 0.35"""
+    status, output = hour.run("real_model", [sys.executable, *text.split()])
+    scores = [step["objective/scores"] for step in steps_of(hour, "real_model")]
+    if status or len(scores) < 20:
+        return Found(False, f"exit status {status} after {len(scores)} of 20 steps: {last_line(output)}")
+    first = mean(scores[:5])
+    last = mean(scores[-5:])
+    figures = {"score, steps 1 to 5": first, "score, steps 16 to 20": last}
+    # 320 samples of a share between 0 and 1, times 10: the standard error of a difference is at most 0.4
+    risen = last > first + 0.8 or min(first, last) > 9.5
+    said = "the score has risen" if risen else f"the score was {first:.2f} and is {last:.2f}"
+    return Found(risen, said, figures)
+
+
+def check_host(hour: Hour) -> Found:
+    """Python's milliseconds for a micro-batch of Qwen2.5-0.5B: less than a GPU's for a pack of 8,192 tokens."""
+    model(hour, "Qwen2.5-0.5B", 24)
+    return compare(hour, "host")
+
+
+def check_load(hour: Hour) -> Found:
+    """load_weights alone, beside a memory copy and vLLM's own reload; at most twice three copies and the reload."""
+    no_room = without_room(hour, 0.35)
+    if no_room or not GPUS:
+        return no_room or Found(None, "no GPU")
+    path = str(model(hour, "Qwen2.5-0.5B", 24))
+    flags = ["--json", "--model", path, "--vllm_gpu_memory_utilization", "0.35", "--vllm_sleep", "off"]
+    status, output = hour.run("load", [sys.executable, "scripts/proof/bench.py", "sync", *flags])
+    found = [line for line in output.splitlines() if line.startswith("{")]
+    if status or not found:
+        return Found(False, f"exit status {status}: {last_line(output)}")
+    result = json.loads(found[-1])
+    figures = {}
+    for side, columns in result["sides"].items():
+        for column, value in columns.items():
+            figures[f"{side}: {column}"] = value
+    (speed,) = result["ratios"].values()
+    share = speed["value"]
+    return Found(share > 0.5, f"{share:.2f} of the speed of three copies and vLLM's reload", figures)
+
+
+def check_mfu_large(hour: Hour) -> Found:
+    """An update at Qwen2.5-7B's shape, as many layers as fit, else a smaller one: MFU at least 0.7 of roofline.py's."""
+    large = largest_model(hour)
+    if large is None:
+        return Found(None, f"no {FEWEST_LAYERS} layers of a large shape fit")
+    return against_paper(time_large(hour, "mfu_large", large), large)
+
+
+def time_large(hour: Hour, name: str, large: Large, *flags: str) -> Found:
+    """A run of grpo.py whose engine sleeps while the learner, which is timed, has the GPU."""
+    path = model(hour, large.shape, large.layers)
+    engine = ["--vllm_sleep", "on", "--vllm_gpu_memory_utilization", "0.35"] if GPUS else []
+    found = train(hour, name, training(hour, name, "grpo.py", path, *engine, *flags))
+    found.figures |= {"model": large.shape, "layers": large.layers}
+    return found
+
+
+def check_compiled_large(hour: Hour) -> Found:
     """The same with --compile_layers, the MLPs alone recomputed: learner and engine agree, and an update is faster."""
-    path = model(hour, "Qwen2.5-7B", layers_of_7b(hour))
-    flags = ["--compile_layers", "--gradient_checkpointing_part", "mlp"]
-    found = train_fast(hour, "compiled_7b", path, *flags)
-    plain = hour.result("mfu_7b") or {"figures": {}}
+    large = largest_model(hour)
+    if large is None:
+        return Found(None, f"no {FEWEST_LAYERS} layers of a large shape fit")
+    found = time_large(hour, "compiled_large", large, "--compile_layers", "--gradient_checkpointing_part", "mlp")
+    plain = hour.result("mfu_large") or {"figures": {}}
     before = plain["figures"].get("learner_mfu")
     now = found.figures.get("learner_mfu")
     if before and now is not None:
-        found.figures["faster than mfu_7b"] = now / before
+        found.figures["faster than mfu_large"] = now / before
         if GPUS and found.passed and now < before:
             found.passed = False
             found.said = "slower than without the flags"
-    return against_paper(found, "Qwen2.5-7B", compiled=True, recompute="mlp")
+    return against_paper(found, large, compiled=True, recompute="mlp")
 
 
-def layers_of_7b(hour: Hour) -> int:
-    return TINY[2] if hour.tiny else layers_that_fit("Qwen2.5-7B")
-
-
-def check_mfu_05b(hour: Hour) -> Found:
-    """The warm run's update at Qwen2.5-0.5B's shape: MFU at least 0.7 of what roofline.py says."""
-    before = hour.result("warm_start")
+def check_mfu_small(hour: Hour) -> Found:
+    """The update of `sleep` at Qwen2.5-0.5B's shape: MFU at least 0.7 of the paper's."""
+    if not GPUS:
+        return Found(None, "no GPU")
+    before = hour.result("sleep")
     if before is None:
-        return Found(False, "warm_start has no result")
+        return Found(False, "sleep has no result")
     figures = {name: value for name, value in before["figures"].items() if name == "learner_mfu"}
-    return against_paper(Found(before["passed"], "as warm_start measured it", figures), "Qwen2.5-0.5B")
+    return against_paper(Found(before["passed"], "as sleep measured it", figures), Large("Qwen2.5-0.5B", 24))
 
 
-def against_paper(found: Found, shape: str, **options: Any) -> Found:
+def device_name() -> str:
+    return torch.cuda.get_device_name() if GPUS else ""
+
+
+def data_sheet() -> roofline.GPU | None:
+    """Of this GPU, if it is known."""
+    kinds = [kind for kind in roofline.GPUS if kind in device_name().lower()]
+    return roofline.GPUS[kinds[0]] if kinds else None
+
+
+def against_paper(found: Found, large: Large, **options: Any) -> Found:
     """Measured learner_mfu, which is of this GPU's own matrix product, beside the paper's share of such a product."""
-    device = torch.cuda.get_device_name().lower() if GPUS else ""
-    kinds = [kind for kind in roofline.GPUS if kind in device]
+    sheet = data_sheet()
     measured = found.figures.get("learner_mfu")
-    if not found.passed or not kinds or measured is None:
+    if not found.passed or sheet is None or measured is None:
         return found
     way = roofline.Way(compiled_head=True, stage=0, **options)
-    share, _ = roofline.mfu(roofline.shape_of(shape), roofline.GPUS[kinds[0]], way, 1, 8192, 90, 512, 8)
+    share, _ = roofline.mfu(roofline.shape_of(large.shape), sheet, way, 1, 8192, 90, 512, 8)
     paper = share / roofline.EFFICIENCY["products"]
     found.figures["learner_mfu on paper"] = paper
     if measured < 0.7 * paper:
@@ -348,24 +672,24 @@ def against_paper(found: Found, shape: str, **options: Any) -> Found:
 
 
 def check_memory(hour: Hour) -> Found:
-    """The learner's most bytes in both shapes are 0.8 to 1.25 of scripts/proof/memory.py's estimate."""
-    figures = {}
-    wrong = []
-    for name in ("warm_start", "mfu_7b"):
-        result = hour.result(name)
-        args = hour.out / "runs" / name / "args.json"
-        if result is None or not args.exists():
-            return Found(False, f"{name} has no result")
-        estimate = estimated_gib(json.loads(args.read_text()))
-        figures[f"{name}: estimate, GiB"] = estimate
-        measured = result["figures"].get("memory/gpu_allocated_gib")
-        if measured is not None:
-            figures[f"{name}: measured, GiB"] = measured
-            if not 0.8 < measured / estimate < 1.25:
-                wrong.append(f"{name}: {measured:.1f} GiB, estimated {estimate:.1f}")
+    """The most bytes of warm_start's learner, which has a process of its own: 0.8 to 1.25 of memory.py's estimate."""
+    result = hour.result("warm_start")
+    if result is not None and result["passed"] is None:
+        return Found(None, "warm_start did not fit")
+    args = hour.out / "runs" / "warm_start" / "args.json"
+    if result is None or not args.exists():
+        return Found(False, "warm_start has no result")
+    estimate = estimated_gib(json.loads(args.read_text()))
+    figures = {"estimate, GiB": estimate}
     if not GPUS:
         return Found(None, "no GPU: the estimate alone", figures)
-    return Found(not wrong, "; ".join(wrong) or "as estimated", figures)
+    measured = result["figures"].get("memory/gpu_allocated_gib")
+    if measured is None:
+        return Found(False, "warm_start has no memory/gpu_allocated_gib", figures)
+    figures["measured, GiB"] = measured
+    as_estimated = 0.8 < measured / estimate < 1.25
+    said = "as estimated" if as_estimated else f"{measured:.1f} GiB, estimated {estimate:.1f}"
+    return Found(as_estimated, said, figures)
 
 
 def estimated_gib(flags: dict[str, Any]) -> float:
@@ -382,15 +706,25 @@ CHECKS: dict[str, Callable[[Hour], Found]] = {
     "cold_start": check_cold_start,
     "warm_start": check_warm_start,
     "synchronous": check_synchronous,
+    "stale": check_stale,
     "sleep": check_sleep,
-    "mfu_05b": check_mfu_05b,
-    "mfu_7b": check_mfu_7b,
-    "compiled_7b": check_compiled_7b,
+    "resume": check_resume,
+    "synchronous_fast": check_synchronous_fast,
+    "stale_fast": check_stale_fast,
+    "drain": check_drain,
+    "sharded": check_sharded,
+    "tensor_parallel": check_tensor_parallel,
+    "host": check_host,
+    "load": check_load,
+    "mfu_small": check_mfu_small,
+    "mfu_large": check_mfu_large,
+    "compiled_large": check_compiled_large,
     "memory": check_memory,
+    "real_model": check_real_model,
 }
 
 
-def compare_kernels() -> None:
+def compare_kernels(out: Path) -> None:
     """Print a line for each case of check_kernels."""
     from transformers import AttentionInterface
 
@@ -475,7 +809,7 @@ class Head:
         return [values.detach().float() for values in (logprobs, entropy, by_x, by_weight)]
 
 
-def compare_head() -> None:
+def compare_head(out: Path) -> None:
     """Print a line for each dtype of check_head."""
     limits = {torch.bfloat16: 1e-2, torch.float32: 1e-5} if GPUS else {torch.float32: 1e-6}
     vocabulary, hidden, tokens = (152064, 3584, 6144) if GPUS else (2048, 64, 300)
@@ -499,7 +833,31 @@ def compare_head() -> None:
         print(f"head {str(dtype)[6:]} {tokens} tokens: off by {off:.1e}, {times} {fine}", flush=True)
 
 
-COMPARISONS = {"kernels": compare_kernels, "head": compare_head}
+def compare_host(out: Path) -> None:
+    """Print a line for each case of check_host, a forward and backward of three tokens: a GPU has nothing to do."""
+    world = utils.init_distributed()
+    (path,) = (out / "models").glob("Qwen2.5-0.5B_*")
+    dtype = "bfloat16" if GPUS else "float32"
+    for part in ("none", "layer"):
+        flags = ["--model_name_or_path", str(path), "--model_dtype", dtype]
+        if part == "layer":
+            flags.append("--gradient_checkpointing")
+        policy = grpo.load_policy(utils.parse_args(grpo.Args, flags), world)
+        prompt = utils.Prompt(0, (5,), "", ("7",), ("gsm8k",))
+        r = grpo.Rollout(prompt, 0, 0)
+        r.append(utils.Generation([6, 7], [0.0, 0.0], "stop", [0, 0]))
+        batch = grpo.make_batch([[[r]]], world.device)
+        seconds = math.inf
+        for _ in range(5):
+            start = time.process_time()
+            policy(batch, 1.0)[0].sum().backward()
+            seconds = min(seconds, time.process_time() - start)
+            policy.zero_grad()
+        fine = "ok" if seconds * 1e3 < HOST_MS else "SLOW"
+        print(f"host ms a micro-batch, recomputed {part}: {seconds * 1e3:.1f} {fine}", flush=True)
+
+
+COMPARISONS = {"kernels": compare_kernels, "head": compare_head, "host": compare_host}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -513,7 +871,7 @@ WORDS = {True: "pass", False: "FAIL", None: "skipped"}
 def write_page(hour: Hour) -> Path:
     """DIR/README.md from what results there are."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    device = f"{GPUS} x {torch.cuda.get_device_name()}" if GPUS else f"no GPU; {platform.processor() or 'a CPU'}"
+    device = f"{GPUS} x {device_name()}" if GPUS else f"no GPU; {platform.processor() or 'a CPU'}"
     lines = [
         f"# An hour on {device}{', tiny models' if hour.tiny else ''}",
         "",
@@ -537,6 +895,10 @@ def write_page(hour: Hour) -> Path:
             figures.append(f"| {name} | {key} | {shown} |")
     lines += ["", "Means over the run's steps after the second; logs and runs are beside this page.", ""]
     lines += ["| check | figure | value |", "|---|---|---|", *figures]
+    for name in NVIDIA_SMI:
+        log = hour.out / f"{name}.log"
+        if log.exists():
+            lines += ["", "```", log.read_text(errors="replace").strip(), "```"]
     page = hour.out / "README.md"
     replace(page, "\n".join(lines) + "\n")
     return page
@@ -571,16 +933,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_hour", help="directory (runs/gpu_hour)")
     parser.add_argument("--tiny", action="store_true", help="tiny models, transformers' sampling: to try this program")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), help="these checks, also when they passed before")
+    parser.add_argument("--model", type=Path, help="a chat model whose score must rise (models/SmolLM2-135M-Instruct)")
     parser.add_argument("--compare", choices=list(COMPARISONS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compare:
-        COMPARISONS[options.compare]()
+        COMPARISONS[options.compare](options.out.resolve())
         return 0
     if not GPUS and not options.tiny:
         raise SystemExit("gpu_hour.py: no GPU is visible to torch; --tiny tries the program itself on a CPU")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    hour = Hour(out, options.tiny)
+    hour = Hour(out, options.tiny, options.model and options.model.resolve())
     signal.signal(signal.SIGTERM, stop)
     try:
         for name, check in CHECKS.items():

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 
+from scripts.proof import gpu_hour
 from scripts.train.debug import smoke
 from tests import programs
 from tests.conftest import REPO
@@ -48,11 +49,12 @@ def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
     assert process.wait(timeout=600) == 0, log.read_text()
     found = results(out)
     skipped = {name for name, result in found.items() if result["passed"] is None}
-    assert skipped == {"sleep", "memory"} and len(found) == 11  # the two need a GPU
+    on_gpus = {"sleep", "memory", "mfu_small", "load", "stale_fast", "drain", "sharded", "tensor_parallel"}
+    assert skipped == {*on_gpus, "real_model"} and len(found) == 21
     assert all(result["passed"] for name, result in found.items() if name not in skipped)
     assert (out / "kernels.json").stat().st_mtime_ns == stamp, "a check that had passed was made again"
-    assert found["warm_start"]["figures"]["debug/vllm_vs_local_logprob_diff_mean"] < 0.05
-    assert found["memory"]["figures"]["mfu_7b: estimate, GiB"] > 0
+    assert found["synchronous"]["figures"]["debug/vllm_vs_local_logprob_diff_mean"] < 0.05
+    assert found["memory"]["figures"]["estimate, GiB"] > 0
     assert "not made yet" not in (out / "README.md").read_text()
 
 
@@ -68,3 +70,17 @@ def test_a_check_that_fails_says_why_and_is_made_again(tmp_path):
     process, log = start(out, "--only", "kernels", **forks(tmp_path))
     assert process.wait(timeout=300) == 0, log.read_text()
     assert results(out)["kernels"]["passed"] is True
+
+
+def test_a_stale_engine_ends_grpo_fast(tmp_path, monkeypatch):
+    """The check stale_fast, with ranks that are forked: an engine that ignores every load after the first fails."""
+    monkeypatch.setattr(gpu_hour, "GPUS", 1)  # else it is skipped
+
+    class Forked(gpu_hour.Hour):
+        def run(self, name, command):
+            done = programs.run([*programs.torchrun(2), *command[command.index("scripts/proof/broken.py") :]])
+            return done.returncode, done.stdout + done.stderr
+
+    found = gpu_hour.check_stale_fast(Forked(tmp_path, True))
+    assert found.passed, found.said
+    assert found.figures["gap of the stale engine"] > gpu_hour.GAP
