@@ -1756,6 +1756,8 @@ def evaluation_args(args: Args) -> Args:
 
 def evaluate(run: Run) -> dict[str, float]:
     """Metrics `eval/...` over all evaluation prompts. All ranks of eval_world."""
+    from scripts.parts import dumps
+
     start = time.perf_counter()
     world = run.eval_world
     args = evaluation_args(run.args)
@@ -1767,12 +1769,13 @@ def evaluate(run: Run) -> dict[str, float]:
         groups = sample_rollouts(run.engine, prompts, args.eval_pass_at_k, args, evaluation=True)
     rollouts = all_rollouts(groups)
     score_rollouts(rollouts, args)
+    dumps.keep_evaluation(run, rollouts)
 
     metrics = Metrics()
     utils.note_rollouts(rollouts, args, metrics)
     for group in groups:
         note_pass_at_k(group, metrics)
-    out = {}
+    out = {"eval/num_prompts": len(run.eval_prompts)}
     for name, value in metrics.reduce(world).items():
         short_name = name.removeprefix("val/").replace("objective/scores", "scores")
         out[f"eval/{short_name}"] = value
@@ -1988,7 +1991,11 @@ def finish(run: Run) -> Path:
     if run.engine is not None:
         run.engine.stop(last_step)
     if run.world.is_main:
-        made = f"model {model_dir}" if finished else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        made = (
+            f"model {model_dir} (to ask it: vllm serve {model_dir})"
+            if finished
+            else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        )
         print(f"{made}, {utils.draw_report(run_dir)}")
 
     rewards.close()

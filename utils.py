@@ -2552,7 +2552,7 @@ def draw_report(run_dir: Path) -> str:
     failure is only a warning."""
     problem = run_program("reports/curves.py", run_dir)
     if not problem:
-        return f"report {run_dir / 'report.png'}"
+        return f"report {run_dir / 'report.png'}\nrollouts and checks: python scripts/reports/report.py {run_dir}"
     command = shlex.join(program("reports/curves.py", run_dir))
     print(f"WARNING: no report was drawn: {problem.splitlines()[-1]}. To draw it: {command}", flush=True)
     return "no report"

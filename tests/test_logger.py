@@ -11,13 +11,14 @@ import termios
 import textwrap
 import threading
 import time
+import types
 from dataclasses import asdict
 
 import pytest
 
 import grpo
 import utils
-from scripts.parts import track
+from scripts.parts import dumps, track
 from tests.conftest import REPO
 
 
@@ -139,7 +140,11 @@ def test_wandb_gets_axes_and_a_table(tmp_path, world, monkeypatch):
     logger = make_logger(tmp_path, world, "--with_tracking")
     logger.log({"training_step": 1, "objective/scores": 0.5})
     logger.show(1, [make_rollouts(20)])
+    run = types.SimpleNamespace(eval_world=world, run_dir=tmp_path, state={"step": 1})
+    dumps.keep_evaluation(run, make_rollouts(20))
     logger.close()
+    (evaluated,) = tmp_path.glob("wandb/offline-run-*/files/media/table/eval_rollouts*.table.json")
+    assert len(json.loads(evaluated.read_text())["data"]) == 20
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/rollouts*.table.json")
     table = json.loads(table.read_text())
     assert len(table["data"]) == utils.TABLE_ROLLOUTS

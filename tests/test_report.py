@@ -335,6 +335,46 @@ def test_each_warning_names_its_numbers(metric, value, name, number):
     assert [c["name"] for c in bad] == [name] and number in bad[0]["numbers"]
 
 
+def learning(scores, *held_out, number=100):
+    """name -> check of a run of these scores and shares of right held-out answers, that looks like a solved task."""
+    rows = []
+    for step, score in enumerate(scores, 1):
+        rows.append({"training_step": step} | FINE | {"objective/scores": score})
+        rows[-1] |= {"eval/objective/verifiable_correct_rate": None}
+    for row, share in zip((rows[0], rows[-1]), held_out, strict=False):
+        row |= {"eval/objective/verifiable_correct_rate": share, "eval/num_prompts": number}
+    solved = {"policy/entropy_avg": 0.2, "batch/filtered_prompts_solved": 8.0, "other/real_batch_size_ratio": 0.0}
+    for row in rows[5:]:
+        row |= solved
+    found = checks.check_run(rows, {"verification_reward": 10.0, "num_samples_per_prompt_rollout": 8})
+    assert found[0]["name"] == "score", "what a person wants to know comes first"
+    return {c["name"]: c for c in found}
+
+
+def test_a_page_says_whether_the_run_learned():
+    """First fifth 1, 2: mean 1.5, variance 0.5. Last fifth 9, 10: rise 8, error sqrt((0.5 + 0.5) / 2)."""
+    found = learning([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.25, 0.75)
+    assert (
+        found["score"]["fine"] and "1.5 -> 9.5, a rise of 8 with a standard error of 0.71" in found["score"]["numbers"]
+    )
+    error = (2 * 0.25 * 0.75 / 100) ** 0.5  # 0.061
+    assert found["held-out score"]["fine"] and f"standard error of {error:.2g}" in found["held-out score"]["numbers"]
+    for name in ("entropy collapse", "solved groups", "rollouts with a gradient"):
+        assert found[name]["fine"], "healthy near the maximum"
+
+
+@pytest.mark.parametrize("scores", [[6.7, 6.6, 6.4, 6.4, 6.3, 6.2, 6.1, 6.0, 5.9, 5.9], [5, 6] * 5])
+def test_a_wrong_sign_or_no_learning_asks_for_a_look(scores):
+    found = learning(scores, 0.5, 0.55)
+    assert not found["score"]["fine"] and not found["held-out score"]["fine"]
+    assert not found["entropy collapse"]["fine"] and not found["solved groups"]["fine"]
+
+
+def test_a_task_that_was_solved_at_the_start_needs_no_rise():
+    found = learning([9.9, 10.0] * 5, 1.0, 1.0)
+    assert found["score"]["fine"] and found["held-out score"]["fine"]
+
+
 def test_every_metric_of_a_run_has_the_readmes_definition(learned):
     names = {k for line in (learned / "metrics.jsonl").read_text().splitlines() for k in json.loads(line)}
     assert [n for n in sorted(names) if definitions.define(n) is None] == []
@@ -679,7 +719,8 @@ def test_no_panel_of_the_picture_reaches_into_another_or_beyond_it(tmp_path, mon
 
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):
     run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
-    assert utils.draw_report(run_dir) == f"report {run_dir / 'report.png'}" and capsys.readouterr().out == ""
+    words = f"report {run_dir / 'report.png'}\nrollouts and checks: python scripts/reports/report.py {run_dir}"
+    assert utils.draw_report(run_dir) == words and capsys.readouterr().out == ""
     monkeypatch.setattr(utils, "PROGRAM_S", 0.01)
     assert utils.draw_report(run_dir) == "no report"
     assert "WARNING: no report was drawn: " in capsys.readouterr().out

@@ -12,6 +12,8 @@ RUN/dumps/step_NNNNNN.json describes a dumped step with what else a replay needs
     positions   of the groups of the batch
     packs       by mini-batch, learner, pack and piece: (position, sample) of each rollout
     rows        start and bytes of the step's rows in rollouts.jsonl, and their sha256
+
+RUN/samples.jsonl has some rollouts of every tenth step, which utils.Logger writes, and of every evaluation.
 """
 
 import hashlib
@@ -29,6 +31,7 @@ import utils
 from utils import Group, Prompt, Rollout, World
 
 SCHEMA = 2
+EVALUATION_ROLLOUTS = 64
 LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")  # a value per response token
 Name = tuple[int, int]  # of a rollout: its position in the prompt stream, its sample
 Row = dict[str, Any]
@@ -43,6 +46,17 @@ class Trace(NamedTuple):
     position: int
     sample: int
     line: str
+
+
+def keep_evaluation(run: Any, rollouts: Sequence[Rollout]) -> None:
+    """Append the first EVALUATION_ROLLOUTS that rank 0 sampled for an evaluation of a grpo.Run to samples.jsonl."""
+    if not run.eval_world.is_main:
+        return
+    step = run.state["step"]
+    rows = [utils.sample_row(r, step) for r in rollouts[:EVALUATION_ROLLOUTS]]
+    line = json.dumps({"training_step": step, "evaluation": True, "rollouts": rows}, default=str)
+    with (run.run_dir / "samples.jsonl").open("a") as file:
+        file.write(line + "\n")
 
 
 @dataclass

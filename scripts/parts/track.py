@@ -75,8 +75,14 @@ def end(name: str, process: subprocess.Popen) -> str:
 # --- In the tracker's process -----------------------------------------------------------------------------------------
 
 
+def table_name(row: Row) -> str:
+    """The name of the table that a row of samples.jsonl is for."""
+    return "eval_rollouts" if row.get("evaluation") else "rollouts"
+
+
 class Wandb:
-    """Metrics over training_step and samples as tables `rollouts`, in one wandb run across resumes."""
+    """Metrics over training_step, and samples as tables `rollouts` and `eval_rollouts`, in one run of wandb across
+    resumes."""
 
     name = "wandb"
 
@@ -107,10 +113,10 @@ class Wandb:
     def send(self, row: Row) -> None:
         import wandb
 
-        if "rollouts" in row:
+        if row.get("rollouts"):
             columns = list(row["rollouts"][0])
             values = [list(rollout.values()) for rollout in row["rollouts"]]
-            row = row | {"rollouts": wandb.Table(columns, values)}
+            row = {"training_step": row["training_step"], table_name(row): wandb.Table(columns, values)}
         self.run.log(row, step=row["training_step"])
 
     def end(self, status: int) -> None:
@@ -140,7 +146,7 @@ class TensorBoard:
             for rollout in row["rollouts"]:
                 lines = [f"{name}: {value}" for name, value in rollout.items()]
                 texts.append(textwrap.indent("\n".join(lines), "    "))
-            self.writer.add_text("rollouts", "\n\n".join(texts), step)
+            self.writer.add_text(table_name(row), "\n\n".join(texts), step)
         else:
             for name, value in row.items():
                 if value is not None:

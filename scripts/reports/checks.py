@@ -1,5 +1,6 @@
 """What a practitioner would look at first in a run's metrics: checks with thresholds, and speed against its limits."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +16,50 @@ def series(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows if row["training_step"] > 0 and row.get(name) is not None]
 
 
+def fifths(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The values of a metric in the first and in the last fifth of the steps that have it."""
+    values = np.array(series(rows, name), float)
+    if not len(values):
+        return None
+    count = max(1, len(values) // 5)
+    return values[:count], values[-count:]
+
+
 def ends(rows: Rows, name: str) -> tuple[float, float] | None:
     """Means over the first and the last fifth of the steps that have the metric."""
-    values = series(rows, name)
-    if not values:
-        return None
-    fifth = max(1, len(values) // 5)
-    return float(np.mean(values[:fifth])), float(np.mean(values[-fifth:]))
+    found = fifths(rows, name)
+    return (float(found[0].mean()), float(found[1].mean())) if found else None
+
+
+def near_best(rows: Rows, args: dict[str, Any]) -> bool:
+    """Whether the last scores are at least 0.9 of the maximum, which is that of right answers. Then a low entropy, and
+    groups in which all are right, are what was asked for."""
+    best = args.get("verification_reward")
+    scores = fifths(rows, "objective/scores")
+    return bool(best and scores and scores[1].mean() >= 0.9 * best)
+
+
+def check_learning(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Whether the score has risen: over training, and on prompts that were held out."""
+    scores = fifths(rows, "objective/scores")
+    if scores and len(scores[0]) > 1:
+        first, last = scores
+        error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / len(first))
+        rise = last.mean() - first.mean()
+        fine = rise > 2 * error or near_best(rows, args)
+        numbers = f"{first.mean():.3g} -> {last.mean():.3g}, a rise of {rise:.2g} with a standard error of {error:.2g}"
+        yield check("score", fine, numbers, "no rise of 2 standard errors, and not near the maximum")
+
+    shares = [row.get("eval/objective/verifiable_correct_rate") for row in rows]
+    shares = [share for share in shares if share is not None]
+    number = max((row.get("eval/num_prompts") or 0 for row in rows), default=0)
+    if len(shares) > 1 and number:
+        first = shares[0]
+        last = shares[-1]
+        error = math.sqrt((first * (1 - first) + last * (1 - last)) / number)
+        fine = last > first + 2 * error or last >= 0.9
+        numbers = f"{first:.3f} -> {last:.3f} right, a rise of {last - first:.2g} with a standard error of {error:.2g}"
+        yield check("held-out score", fine, numbers, "no rise of 2 standard errors, and not near 1")
 
 
 def check(name: str, fine: bool, numbers: str, threshold: str) -> dict[str, Any]:
@@ -29,13 +67,13 @@ def check(name: str, fine: bool, numbers: str, threshold: str) -> dict[str, Any]
     return {"name": name, "fine": bool(fine), "numbers": numbers, "threshold": threshold}
 
 
-def check_policy(rows: Rows) -> Iterator[dict[str, Any]]:
+def check_policy(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
     entropy = ends(rows, "policy/entropy_avg")
     if entropy:
         first, last = entropy
-        fine = last > 0.05 and last > first / 4
+        fine = near_best(rows, args) or (last > 0.05 and last > first / 4)
         numbers = f"{first:.3g} -> {last:.3g} nats per token"
-        yield check("entropy collapse", fine, numbers, "last < 0.05 or < first / 4")
+        yield check("entropy collapse", fine, numbers, "last < 0.05 or < first / 4, and the score not near its maximum")
     clipped = ends(rows, "policy/clipfrac_avg")
     if clipped:
         most = max(series(rows, "policy/clipfrac_avg"))
@@ -79,10 +117,12 @@ def check_groups(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
         filtered = ends(rows, f"batch/filtered_prompts_{kind}")
         if prompts and sampled and filtered:
             share = filtered[1] / max(prompts[1], 1)
-            yield check(name, share <= 0.5, f"last {share:.1%} (all rollouts {hint})", "last > 50 %")
+            fine = share <= 0.5 or (kind == "solved" and near_best(rows, args))
+            yield check(name, fine, f"last {share:.1%} (all rollouts {hint})", "last > 50 %")
     kept = ends(rows, "other/real_batch_size_ratio")
     if kept:
-        yield check("rollouts with a gradient", kept[1] >= 0.3, f"last {kept[1]:.1%}", "last < 30 %")
+        fine = kept[1] >= 0.3 or near_best(rows, args)
+        yield check("rollouts with a gradient", fine, f"last {kept[1]:.1%}", "last < 30 %")
     missing = series(rows, "batch/missing_rewards")
     if missing:
         numbers = f"{sum(missing):.0f} of {sampled:.0f} rollouts"
@@ -117,10 +157,11 @@ def check_evaluations(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def check_run(rows: Rows, args: dict[str, Any]) -> list[dict[str, Any]]:
-    """All checks whose metrics were recorded, warnings first. First and last are those of `ends`."""
+    """All checks whose metrics were recorded: whether the run learned, then warnings, then the others. First and last
+    are the first and the last fifth of the steps."""
     holes = sorted({name for row in rows for name, value in row.items() if value is None})
     checks = [
-        *check_policy(rows),
+        *check_policy(rows, args),
         *check_lengths(rows, args),
         *check_gap(rows, args),
         *check_groups(rows, args),
@@ -128,7 +169,7 @@ def check_run(rows: Rows, args: dict[str, Any]) -> list[dict[str, Any]]:
         *check_evaluations(rows),
         check("NaN or infinite metrics", not holes, ", ".join(holes[:6]) or "none", "any"),
     ]
-    return sorted(checks, key=lambda check: check["fine"])
+    return [*check_learning(rows, args), *sorted(checks, key=lambda check: check["fine"])]
 
 
 class Speed:

@@ -72,7 +72,8 @@ def is_of_a_verifier(name: str, metric: str) -> bool:
 
 def define(metric: str) -> tuple[str, str] | None:
     """(definition, healthy range) of a metric, or None if the table lacks it."""
-    if metric.startswith("eval/") and not metric.startswith("eval/pass"):
+    own_row = any(row.name == metric for row in metric_table())
+    if metric.startswith("eval/") and not own_row and not metric.startswith("eval/pass"):
         return define_eval(metric.removeprefix("eval/"))
     plain = metric.replace("objective_kept/", "objective/")
     plain = re.sub(r"(?<=kl)[1-3](?=_avg)", "0", plain)

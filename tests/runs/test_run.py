@@ -131,6 +131,10 @@ def test_evaluation_before_during_and_after(learned):
     assert evaluated == [0, 10, 20, 25]
     assert rows[0]["eval/pass_at_1"] < 0.2 and rows[25]["eval/pass_at_1"] > 0.8
     assert rows[25]["eval/scores"] == pytest.approx(10 * rows[25]["eval/pass_at_1"])
+    kept = [row for row in read(learned[1] / "samples.jsonl") if row.get("evaluation")]
+    assert [row["training_step"] for row in kept] == evaluated
+    last = [rollout["score"] for rollout in kept[-1]["rollouts"]]
+    assert len(last) == rows[25]["eval/num_prompts"] and sum(last) / len(last) == rows[25]["eval/scores"]
 
 
 def test_what_a_run_leaves(learned):
