@@ -37,7 +37,6 @@ import math
 import os
 import pickle
 import queue
-import socket
 import sys
 import threading
 import time
@@ -47,7 +46,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,9 +271,9 @@ def run_engine(args: Args, roles: Roles, meeting: Any) -> None:
     group, device = weights_group(meeting.store, roles, args)  # waits for learner 0, which loads a model meanwhile
     connection = None
     if world.is_main:
-        host, port, key = meeting.store.get("address").decode().split()
-        connection = Client((host, int(port)), authkey=key.encode())
-        connection.send(roles.index)
+        from scripts.parts import addresses
+
+        connection = addresses.meet_learner(meeting, roles.index)
     inbox = Inbox(connection, args.inflight_updates, fixed_order(args).messages)
     receive = functools.partial(receive_weights, group, utils.DTYPES[args.model_dtype], device or world.device)
     utils.STOP.during = "what the learners ask for"
@@ -402,30 +401,6 @@ class NamedRequest(NamedTuple):
     name: str
     request: Request | Future  # a future: the environment is still answering the turn before
     on_end: OnEnd
-
-
-def meet_engines(meeting: Any, roles: Roles) -> list[Connection]:
-    """Learner 0's connection to the first rank of each engine. Waits until all engines have loaded."""
-    key = uuid.uuid4().hex
-    ranks = roles.learners + roles.engines * roles.tp
-    one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
-    host = "127.0.0.1" if one_node else own_address(meeting)
-    connections: list[Any] = [None] * roles.engines
-    with Listener(("127.0.0.1" if one_node else "", 0), authkey=key.encode()) as listener:
-        meeting.store.set("address", f"{host} {listener.address[1]} {key}")
-        for _ in range(roles.engines):
-            connection = listener.accept()
-            index = connection.recv()
-            connections[index] = connection
-    return connections
-
-
-def own_address(meeting: Any) -> str:
-    """The address of this node, as the node that hosts the meeting reaches it."""
-    if os.environ["GROUP_RANK"] == "0":
-        return meeting.host
-    with socket.create_connection((meeting.host, meeting.port)) as connection:
-        return connection.getsockname()[0]
 
 
 class Engines(utils.Sampler):
@@ -990,12 +965,16 @@ def send_weights(
 
 def start_sender(run: grpo.Run, roles: Roles, meeting: Any) -> Sender:
     """On learner 0, once its model is loaded: start the reward models, wait for the engines, and start the sender."""
+    from scripts.parts import addresses
+
     meeting.store.set("learner loaded", "")
     run.servers = utils.start_reward_models(run.args, run.run_dir, run.eval_world)
     eos_ids = utils.eos_token_ids(run.args, run.tokenizer)
     watchdog = start_watchdog(run.args, roles, meeting)
     group, device = weights_group(meeting.store, roles, run.args)
-    engines = Engines(meet_engines(meeting, roles), watchdog, run.tokenizer, eos_ids, run.args)
+    run.learner.policy.register_forward_pre_hook(lambda *_: watchdog.beat())  # an update may be longer than the limit
+    connections = addresses.meet_engines(meeting, roles.engines, roles.learners + roles.engines * roles.tp)
+    engines = Engines(connections, watchdog, run.tokenizer, eos_ids, run.args)
     run.engine = engines
     return Sender(engines, group, device)
 
@@ -1265,7 +1244,7 @@ def main(args: Args) -> None:
     from scripts.parts import meeting as rendezvous
 
     args = args.beside_engine(args.single_gpu_mode)
-    world_size = int(os.environ["WORLD_SIZE"]) if "MASTER_ADDR" in os.environ else None  # torchrun started us
+    world_size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args.check(1, fast=True)
     check_fast_args(args, world_size, ranks_per_node)

@@ -58,6 +58,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # vLLM would tell its makers of each engine
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM does so after its first warnings
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # looks at deprecated names of torch
 _USER_CACHE = os.environ.get("XDG_CACHE_HOME", "~/.cache")
@@ -393,7 +394,7 @@ class ModelFlags(Refusing):
     """A teacher of the same vocabulary as reference policy. With --beta 1 --kl_estimator kl2 that is on-policy
     distillation (arXiv:2306.13649). Empty: the start policy."""
     dither_master_weights: bool = True
-    """With bfloat16: start each master weight at a random point of its rounding interval, see utils.dither."""
+    """With bfloat16: start each master weight at a random point of its rounding interval, see parts/dither.py."""
     attn_implementation: str = "sdpa"
     """Attention of the learner, by transformers' names: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
@@ -1208,6 +1209,7 @@ class VLLMEngine(Engine):
         if self.asleep:
             self.llm.wake_up()
             self.asleep = 0
+            torch.accelerator.empty_host_cache()  # the pinned copy of the weights, which no later sleep needs
         # The salt hides prefix-cache blocks of older weights. It is no version: --load_states loads a version twice
         prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.loads)}
         self.engine.add_request(request_id, prompt, params)
@@ -1391,6 +1393,8 @@ def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: tor
         try:
             _try_flex_attention(config, dtype, tokens, device)
             return ""
+        except torch.OutOfMemoryError:  # another kernel would not help
+            raise
         except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             problem = first_line[:300]
@@ -1671,25 +1675,6 @@ def blocks_of(model: Any) -> list[Any]:
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
-@torch.no_grad()
-def dither(weight: Tensor, seed: int) -> None:
-    """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
-
-    A weight in the middle of its rounding interval takes hundreds of updates of the learning rate's size to reach an
-    end of it. Until then nothing that computes in bfloat16 changes. Dithered, the share of weights that round to
-    another number grows with the drift, from the first update on. The policy stays the same bit for bit: rounded to
-    nearest, weight + offset is the same number for offsets of -32767 to 32767 units of the 16 bits that rounding drops.
-    Zeros stay, and so do weights between two bfloat16 numbers (those of float32 checkpoints).
-    """
-    bits = weight.view(torch.int32).view(-1)
-    random_words = np.random.PCG64(seed).random_raw(bits.numel() // 4 + 1)
-    raw_offsets = random_words.view(np.int16)[: bits.numel()]
-    offsets = torch.from_numpy(raw_offsets).int().clamp_(min=-32767)  # -32768 is the tie between two numbers
-    is_bfloat16 = bits & 0xFFFF == 0
-    is_nonzero = bits << 1 != 0
-    bits += offsets * (is_bfloat16 & is_nonzero)
-
-
 def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
     """Shard `module`, whose forward is called, and the layers of the causal LM `model` in it over all ranks (FSDP2).
 
@@ -1733,7 +1718,9 @@ def cast_weights(part: Any, names: dict[int, str], args: Flags) -> None:
             continue
         p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[args.model_dtype])
         if p.requires_grad and dithered:
-            dither(p.data, derive_seed(args.seed, name))
+            from scripts.parts import dither
+
+            dither.dither(p.data, derive_seed(args.seed, name))
     for buffer in part.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.float()

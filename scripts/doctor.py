@@ -13,8 +13,10 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,11 +194,49 @@ def gpu(driver: str, torch_says: str) -> Finding:
     return Finding("FAIL", "GPU", said, "see CUDA_VISIBLE_DEVICES; reboot after a new driver; in docker --gpus all")
 
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCH_SAYS = """
 import torch
 usable = torch.cuda.is_available()
 print(torch.version.cuda, usable, usable and torch.cuda.is_bf16_supported(including_emulation=False))
 """
+
+
+def compiler() -> Finding:
+    """What Triton needs for the small C program that starts each of its kernels."""
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    lacking = []
+    if not found:
+        lacking.append("gcc or clang")
+    if not header.exists():
+        lacking.append(str(header))
+    if lacking:
+        said = f"there is no {' and no '.join(lacking)}: no Triton kernel starts, so neither flex attention nor vLLM"
+        packages = f"build-essential python3.{sys.version_info.minor}-dev"
+        return Finding("FAIL", "compiler", said, f"apt-get install {packages} (Debian, Ubuntu)")
+    return Finding("ok", "compiler", f"{found}, {header}")
+
+
+def network() -> Finding:
+    """Whether other nodes can reach this one as gloo and NCCL look for it. One node alone needs nothing of it."""
+    interfaces = [name for _, name in socket.if_nameindex() if name != "lo"]
+    wanted = {name: os.environ[name] for name in INTERFACES if name in os.environ}
+    for name, value in wanted.items():
+        first = value.strip("^=").split(",")[0]
+        if not any(interface.startswith(first) for interface in interfaces):
+            fix = f"export {name}=, which is one of {', '.join(interfaces)}; or unset it"
+            return Finding("FAIL", "network", f"{name} is {value}, and there is no such interface", fix)
+    chosen = " ".join(f"{name} {value}" for name, value in wanted.items())
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "nothing"
+    said = f"{chosen or 'no interface is chosen'}; this host's name, {socket.gethostname()}, means {address}"
+    if "GLOO_SOCKET_IFNAME" in wanted or not address.startswith(("127.", "nothing")):
+        return Finding("ok", "network", said)
+    fix = f"for several nodes export {' and '.join(INTERFACES)}, their network's interface: {', '.join(interfaces)}"
+    return Finding("WARN", "network", f"{said}: several nodes would not meet (one node will)", fix)
 
 
 def disk(requirements: Path, anything: bool) -> Finding:
@@ -271,6 +311,8 @@ def findings() -> Iterator[Finding]:
             ended = run(sys.executable, "-c", TORCH_SAYS)
             dtype = "bfloat16" if ended.output.endswith("True") else dtype
             yield gpu(driver, ended.output) if ended.status == 0 else Finding("FAIL", "GPU", last_line(ended), AFRESH)
+        yield compiler()
+        yield network()
     else:
         said, dtype = processor(cpu_flags(), platform.machine())
         yield said

@@ -126,6 +126,7 @@ def test_gpu_driver_is_held_against_torchs_cuda(tmp_path, driver, state):
     assert said["GPU"].startswith(f"FAIL driver {driver}") and state in said["GPU"] and "CUDA 13.0" in said["GPU"]
     assert "requirements.txt" in said["packages"]  # those of a machine with a GPU
     assert ("install NVIDIA's driver 580 or newer" in said["GPU"]) == (driver == "470.57.02")
+    assert said["compiler"] and said["network"]  # are asked for on such a machine
 
 
 def test_gpu_that_works_and_torch_for_the_cpu():
@@ -139,6 +140,47 @@ def test_broken_driver_is_named(tmp_path, monkeypatch):
     program(tmp_path / "nvidia-smi", "echo could not communicate with the NVIDIA driver; exit 9")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert doctor.driver_version() == ("", "could not communicate with the NVIDIA driver")
+
+
+def test_a_compiler_and_pythons_header_are_asked_for(tmp_path, monkeypatch):
+    """Triton builds a C program for each kernel: without it flex attention was told as "does not run here"."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    state, _, said, fix = doctor.compiler()
+    assert state == "FAIL" and "no gcc or clang and no " in said and "Python.h" in said and "build-essential" in fix
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang" else None)
+    assert "gcc" not in doctor.compiler().said and doctor.compiler().state == "FAIL"
+    (tmp_path / "Python.h").touch()
+    assert doctor.compiler().state == "ok" and "/usr/bin/clang" in doctor.compiler().said
+
+
+@pytest.mark.parametrize(
+    "address, interface, state, word",
+    [
+        ("127.0.1.1", None, "WARN", "several nodes would not meet"),
+        ("127.0.1.1", "eth0", "ok", "GLOO_SOCKET_IFNAME eth0"),
+        ("10.0.0.2", None, "ok", "node-1, means 10.0.0.2"),
+        ("10.0.0.2", "ib7", "FAIL", "GLOO_SOCKET_IFNAME is ib7, and there is no such interface"),
+        (None, None, "WARN", "means nothing"),
+    ],
+)
+def test_a_host_that_other_nodes_cannot_reach_is_named(monkeypatch, address, interface, state, word):
+    def find(name):
+        if address is None:
+            raise OSError("no such name")
+        return address
+
+    for name in doctor.INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "node-1")
+    monkeypatch.setattr(doctor.socket, "gethostbyname", find)
+    monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    found = doctor.network()
+    assert found.state == state and word in found.said, found
+    assert state == "ok" or "eth0, ib0" in found.fix
 
 
 @pytest.mark.runs

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import grpo
 import utils
-from scripts.parts import machine, serve
+from scripts.parts import dither, machine, serve
 from tests.conftest import REPO
 
 
@@ -77,7 +78,7 @@ def test_only_bfloat16_computing_is_dithered(half, world):
 def test_weights_between_two_bfloat16_numbers_stay():
     weight = torch.tensor([1.0, 1.0 + 2**-20, 0.1, 3.0, 0.0, torch.finfo(torch.bfloat16).max])
     before = weight.clone()
-    utils.dither(weight, 5)
+    dither.dither(weight, 5)
     assert [bool(x) for x in weight == before] == [False, True, True, False, True, False]
     assert torch.equal(weight.bfloat16()[[0, 3, 4, 5]], before.bfloat16()[[0, 3, 4, 5]])
 
@@ -150,3 +151,26 @@ def test_a_home_of_machines_of_several_kinds_shares_no_kernels(tmp_path):
         assert cache.startswith(f"{tmp_path}/.cache/torchinductor/")
         caches.add(cache)
     assert len(caches) == 1 + ("AVX512" in torch.backends.cpu.get_cpu_capability())
+
+
+@pytest.mark.parametrize("number", [1, 5, dither.SLICE, 2 * dither.SLICE + 7])
+def test_slices_give_the_offsets_of_one_piece(number):
+    """The offset of a weight is a word of the seed's stream, whatever the slices are: runs of before can go on."""
+    start = torch.randn(number, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    weight = start.clone().reshape(1, -1)
+    dither.dither(weight, 7)
+    words = np.random.PCG64(7).random_raw(number // 4 + 1).view(np.int16)[:number]
+    offsets = torch.from_numpy(words).int().clamp(min=-32767)
+    assert torch.equal(weight.view(torch.int32).flatten(), start.view(torch.int32) + offsets)
+
+
+def test_a_rank_of_torchrun_dithers_on_its_share_of_the_cores(monkeypatch):
+    """torchrun sets OMP_NUM_THREADS to 1: the weights of 7B would take minutes at every start and restart."""
+    told = []
+    monkeypatch.setattr(utils, "ALL_CORES", set(range(96)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    dither.dither(torch.ones(4), 0)
+    assert told == [12, 1]

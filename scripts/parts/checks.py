@@ -30,6 +30,7 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     check_turns(args)
     if not args.dry_run:
         check_installation(args)
+        check_nodes_meet()
     check_step(args)
     check_shares(args, world_size)
     if fast:
@@ -148,6 +149,15 @@ def check_installation(args: Any) -> None:
         args.refuse(f"--rollout_backend: vLLM is not installed: {fix}")
 
 
+def check_nodes_meet() -> None:
+    """On several nodes of torchrun: that they can reach each other by their names."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun and int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"]):
+        from scripts.parts import addresses
+
+        addresses.check_name_of_node()
+
+
 def check_step(args: Any) -> None:
     """The sizes of groups, packs and the run."""
     longest = args.max_prompt_token_length + args.response_length
@@ -227,6 +237,12 @@ def check_processes(args: Any, world_size: int | None, ranks_per_node: int) -> N
     on one node."""
     import torch
 
+    if world_size is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        number = os.environ["WORLD_SIZE"]
+        raise rewards.UserError(
+            f"WORLD_SIZE is {number}, but torchrun did not start this process: start it with torchrun on each node, or "
+            "unset WORLD_SIZE for a run on this node alone"
+        )
     learners = sum(args.num_learners_per_node)
     engine_ranks = args.vllm_num_engines * args.vllm_tensor_parallel_size
     ranks = learners + engine_ranks

@@ -3,8 +3,12 @@
 import contextlib
 import os
 import signal
+import socket
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import AuthenticationError
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import grpo
 import grpo_fast
 import utils
+from scripts.parts import addresses, checks
 
 
 class Enough(Exception):
@@ -115,35 +120,123 @@ def test_an_engine_may_share_a_gpu_and_a_learner_may_not(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class Store(dict):
+    """The store of the ranks, in which a key that nobody has set yet is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_set = threading.Event()
+
+    def set(self, key, value):
+        self[key] = value.encode()
+        self.is_set.set()
+
+    def get(self, key):
+        assert self.is_set.wait(20)
+        return self[key]
+
+
 @pytest.mark.parametrize("node, host", [("0", "head"), ("1", "10.0.0.2")])
 def test_learner_0_gives_the_address_of_its_own_node(monkeypatch, node, host):
     """--num_learners_per_node 0 8: it is not on the node of torchrun's rank 0, whose name all ranks know."""
-    told = {}
-
-    class Listener:
-        address = ("", 4321)
-
-        def __init__(self, where, authkey):
-            assert where[0] == ""  # on every interface
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def accept(self):
-            raise Enough
-
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("GROUP_RANK", node)
     reached = contextlib.nullcontext(types.SimpleNamespace(getsockname=lambda: ("10.0.0.2", 5)))
-    monkeypatch.setattr(grpo_fast.socket, "create_connection", lambda where: reached if where == ("head", 1) else None)
-    monkeypatch.setattr(grpo_fast, "Listener", Listener)
-    meeting = types.SimpleNamespace(host="head", port=1, store=types.SimpleNamespace(set=told.__setitem__))
-    with pytest.raises(Enough):
-        grpo_fast.meet_engines(meeting, grpo_fast.Roles(8, 8, 1, True, 0))
-    assert told["address"].split()[:2] == [host, "4321"]
+    monkeypatch.setattr(addresses.socket, "create_connection", lambda where: reached if where == ("head", 1) else None)
+    meeting = types.SimpleNamespace(host="head", port=1, store=Store())
+    assert addresses.meet_engines(meeting, 0, 16) == []
+    assert meeting.store.get("address").decode().split()[0] == host
+
+
+@pytest.mark.parametrize("host, ranks", [("127.0.0.1", 2), ("127.0.0.1", 16), ("::1", 16)])
+def test_engines_reach_learner_0_over_either_ip(monkeypatch, host, ranks):
+    """On a cluster that has IPv6 alone, both ends once raised: multiprocessing takes every address for IPv4."""
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("GROUP_RANK", "0")
+    meeting = types.SimpleNamespace(host=host, port=1, store=Store())
+    with ThreadPoolExecutor() as threads:
+        engines = [threads.submit(addresses.meet_learner, meeting, index) for index in (1, 0)]
+        connections = addresses.meet_engines(meeting, 2, ranks)
+        for index, engine in ((1, engines[0]), (0, engines[1])):
+            engine.result().send(f"engine {index}")
+            assert connections[index].recv() == f"engine {index}"
+
+
+def test_a_stranger_is_no_engine(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    meeting = types.SimpleNamespace(store=Store())
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(addresses.meet_engines, meeting, 1, 2)
+        host, port, _ = meeting.store.get("address").decode().split()
+        false_key = types.SimpleNamespace(store={"address": f"{host} {port} {'0' * 32}".encode()})
+        with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+            addresses.meet_learner(false_key, 0)
+        with pytest.raises(AuthenticationError):
+            learner.result()
+
+
+@pytest.mark.parametrize("first, own, interface, refused", [
+    ("10.0.0.1", "127.0.1.1", None, True),
+    ("10.0.0.1", "127.0.1.1", "eth0", False),
+    ("10.0.0.1", "10.0.0.2", None, False),
+    ("127.0.1.1", "127.0.1.1", None, False),  # both agents are on this machine
+])  # fmt: skip
+def test_a_node_whose_name_is_a_loopback_address_is_refused(monkeypatch, first, own, interface, refused):
+    """Debian's /etc/hosts: gloo then waits for minutes for a node that it can never reach."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-1")
+    found = {"node-0": first, "node-1": own}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: [(2, 1, 6, "", (found[name], 0))])
+    how = contextlib.nullcontext()
+    if refused:
+        how = pytest.raises(utils.UserError, match="name, node-1, means 127.0.1.1.*export GLOO_SOCKET_IFNAME and NCCL")
+    with how:
+        checks.check_nodes_meet()
+
+
+def test_a_job_operators_variables_are_not_torchruns(monkeypatch):
+    """MASTER_ADDR alone: this machine's ranks are started. WORLD_SIZE too, without torchrun: refused. Both once waited
+    for a day, without a word, for a store that nobody hosts."""
+    started = []
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(grpo_fast, "launch", started.append)
+    line = "--model_name_or_path x --dataset_mixer_list reasoning_gym:chain_sum 10 --total_episodes 64"
+    args = utils.parse_args(grpo.Args, line.split())
+    grpo_fast.main(args)
+    assert len(started) == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(utils.UserError, match="WORLD_SIZE is 2, but torchrun did not start this process"):
+        grpo_fast.main(args)
+
+
+def test_a_forward_is_a_sign_of_life(monkeypatch):
+    """An update longer than --stall_timeout_s moves at each micro-batch, and was ended as a stall."""
+    beats = []
+    policy = torch.nn.Linear(2, 2)
+    watchdog = types.SimpleNamespace(beat=lambda: beats.append(1))
+    run = types.SimpleNamespace(learner=types.SimpleNamespace(policy=policy), tokenizer=None, run_dir=None)
+    run.args = run.eval_world = None
+    for name in ("start_reward_models", "eos_token_ids"):
+        monkeypatch.setattr(utils, name, lambda *_: None)
+    monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: watchdog)
+    monkeypatch.setattr(grpo_fast, "weights_group", lambda *_: (None, None))
+    monkeypatch.setattr(addresses, "meet_engines", lambda *_: [])
+    monkeypatch.setattr(grpo_fast, "Engines", lambda *_: None)
+    monkeypatch.setattr(grpo_fast, "Sender", lambda *_: None)
+    meeting = types.SimpleNamespace(store=types.SimpleNamespace(set=lambda *_: None))
+    grpo_fast.start_sender(run, grpo_fast.Roles(1, 1, 1, True, 0), meeting)
+    for _ in range(3):
+        policy(torch.ones(2))
+    assert len(beats) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,6 +290,23 @@ def test_the_first_kernel_options_that_run_are_taken(small_gpu, monkeypatch, fit
     assert len(utils.FLEX_OPTIONS) == left and ("shared memory" in why) == (left == 0)
     assert {tokens for _, tokens in Kernel.seen} == {300} and Kernel.seen[-1][0] == "backward"
     assert Kernel.seen[0] == ("forward", 300)
+
+
+def test_too_little_memory_is_not_taken_for_a_kernel_that_does_not_run(small_gpu, monkeypatch):
+    """With other options it would be too little again, and the run would go on slowly with a wrong reason."""
+
+    def flex(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(utils, "_flex_attention", lambda: flex)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        utils.fit_flex_attention(CONFIG, torch.float32, 300, torch.device("cpu"))
+    assert len(utils.FLEX_OPTIONS) == 3
+
+
+def test_vllm_tells_nobody_of_a_run():
+    """Its engines would send what model and machine they run on, from each process."""
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_where_no_kernel_runs_each_response_has_a_row(tiny_models, world, monkeypatch, capsys):

@@ -16,6 +16,7 @@ import torch
 
 import grpo
 import utils
+from scripts.parts import dither
 from scripts.parts.head import HeadLogprobs
 from scripts.proof.benchmarks.common import BenchFlags, Result, Session, ratio, start_engine
 
@@ -149,7 +150,7 @@ class Trial:
             weight = utils.shard_of(parameter).detach()
             weight.copy_(value)
             if dither_seed is not None:
-                utils.dither(weight, utils.derive_seed(dither_seed, name))
+                dither.dither(weight, utils.derive_seed(dither_seed, name))
             weights.append(weight)
         return weights
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import grpo
 import grpo_fast
 import utils
+from scripts.parts import addresses
 from scripts.proof.benchmarks.common import BenchFlags, Result, demo_flags, in_rounds, ratio, spread
 from scripts.proof.benchmarks.scores import gsm8k_records
 
@@ -77,10 +78,9 @@ def connect_engine(serve: Callable[..., None], *arguments: Any, args: grpo.Args)
     context: Any = multiprocessing.get_context("spawn" if spawn else "fork")
     context.Process(target=serve, args=(there, *arguments), daemon=True).start()
     meeting: Any = SimpleNamespace(store=SimpleNamespace(set=lambda _, value: here.send(value)))
-    roles = grpo_fast.Roles(1, 1, 1, is_learner=True, index=0)
     tokenizer = utils.load_tokenizer(args)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        connections = grpo_fast.meet_engines(meeting, roles)
+        connections = addresses.meet_engines(meeting, 1, 2)
     watchdog: Any = SimpleNamespace(beat=ignore)
     return grpo_fast.Engines(connections, watchdog, tokenizer, [], args)
 

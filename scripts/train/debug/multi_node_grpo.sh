@@ -23,6 +23,9 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
 source scripts/setup.sh
+# Where the doctor says that a node's name means 127.0.1.1, or where nodes have several networks: name the fast one's
+# interface (ip -brief address).
+# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
 srun --kill-on-bad-exit=0 torchrun \
