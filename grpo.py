@@ -1819,6 +1819,8 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     state["seconds"] counts from one call to the next, and from start_log to the first call. It includes evaluation and
     saving.
     """
+    from scripts.parts import failures
+
     args = run.args
     world = run.world
     state = run.state
@@ -1828,6 +1830,7 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     if utils.leads(args, world):
         note_update(run.learner, step, args)
     reduced = step.metrics.reduce(world)
+    failures.check(reduced)
     metrics = utils.finish_metrics(reduced, args) | step.gap_metrics | seconds
 
     # sums over all ranks that only enter ratios

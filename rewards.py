@@ -219,12 +219,12 @@ def finish(name: str, extracted: str | None, call: Callable[[], Scored]) -> Rewa
     return RewardResult(scored.score, scored.status, extracted, seconds, scored.details)
 
 
-WARNED: set[tuple[str, str]] = set()
+WARNED: dict[tuple[str, str], str] = {}  # (verifier, status) -> what the first one said
 
 
 def warn_once(verifier: str, status: str, problem: str) -> None:
     if (verifier, status) not in WARNED:
-        WARNED.add((verifier, status))
+        WARNED[verifier, status] = problem
         warnings.warn(f"verifier {verifier}: {status} (further ones are not shown): {problem}", stacklevel=3)
 
 

@@ -58,7 +58,7 @@ def ask(path: str, state: str | None, episode: dict[str, Any], timeout_s: float)
     if isinstance(answer, dict):
         return {"seconds": seconds} | answer
     problem = result.details.get("problem", "the process died")
-    if result.status == "infra_error":
+    if result.status != "timeout":
         warn_once(path, result.status, problem)
     if result.status == "timeout":
         problem = f"no answer within {timeout_s:g} s"
