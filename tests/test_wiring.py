@@ -694,18 +694,21 @@ def test_a_launcher_may_be_the_first_process_of_a_container(first_process, alive
         liveness.die_with_parent()
 
 
-def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch):
+def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch, tmp_path):
     """Five tokens of eight are not overlong; those of training's four would be."""
     prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
     r = utils.Rollout(prompt, 0, 0, [5] * 5, [-1.0] * 5, [True] * 5, finish_reason="stop")
     monkeypatch.setattr(grpo, "sample_rollouts", lambda *_, **__: [[r]])
     line = "--model_name_or_path x --overlong_buffer_length 2 --response_length 4 --eval_response_length 8"
     args = utils.parse_args(grpo.Args, line.split())
-    out = grpo.evaluate(types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object()))
+    run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object())
+    run.run_dir = tmp_path
+    run.state = {"step": 0}
+    out = grpo.evaluate(run)
     assert out["eval/scores"] == out["eval/objective/overlong_penalty"] == 0
 
 
-def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch):
+def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch, tmp_path):
     """Of four samples two have no verdict: pass@1 is that of the others, pass@4 is not known."""
     prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
     found = [1.0, math.nan, 0.0, math.nan]
@@ -713,7 +716,10 @@ def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch):
     monkeypatch.setattr(grpo, "sample_rollouts", lambda *_, **__: [group])
     monkeypatch.setattr(grpo, "score_rollouts", lambda *_: None)
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--eval_pass_at_k", "4"])
-    out = grpo.evaluate(types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object()))
+    run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object())
+    run.run_dir = tmp_path
+    run.state = {"step": 0}
+    out = grpo.evaluate(run)
     assert {k: v for k, v in out.items() if "pass" in k} == {"eval/pass_at_1": 0.5, "eval/pass_at_2_unbiased": 1.0}
 
 
