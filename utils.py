@@ -1352,9 +1352,9 @@ class Layout:
             visible = (segment[k] == 0) | (segment[k] == segment[q])
             return (q >= k) & (piece[q] == piece[k]) & visible
 
-        n = self.length
-        compiled = self.device.type == "cuda"  # it then never holds a mask of all pairs
-        return create_block_mask(attends, None, None, n, n, device=self.device, _compile=compiled)
+        # Compiled, it never holds a mask of all pairs
+        make_mask = torch.compile(create_block_mask, disable=self.device.type == "cpu")
+        return make_mask(attends, None, None, self.length, self.length, self.device)
 
 
 @functools.cache
@@ -1396,8 +1396,7 @@ def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: tor
         except torch.OutOfMemoryError:  # another kernel would not help
             raise
         except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
-            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            problem = first_line[:300]
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             FLEX_OPTIONS.pop(0)
     return problem
 

@@ -13,6 +13,7 @@ from multiprocessing import AuthenticationError
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention
 
 import grpo
 import grpo_fast
@@ -307,6 +308,17 @@ def test_too_little_memory_is_not_taken_for_a_kernel_that_does_not_run(small_gpu
 def test_vllm_tells_nobody_of_a_run():
     """Its engines would send what model and machine they run on, from each process."""
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_gpu_compiles_the_mask_of_a_pack(monkeypatch, device):
+    """By torch.compile: create_block_mask's own option for it is deprecated, and goes with the next torch."""
+    told = []
+    monkeypatch.setattr(flex_attention, "create_block_mask", lambda *options: told.append(options[-1]))
+    monkeypatch.setattr(torch, "compile", lambda function, disable: told.append(f"disabled {disable}") or function)
+    monkeypatch.setattr(torch, "tensor", lambda ids, device: ids)
+    _ = utils.Layout([(2, [3, 4])], torch.device(device)).block_mask
+    assert told == [f"disabled {device == 'cpu'}", torch.device(device)]
 
 
 def test_where_no_kernel_runs_each_response_has_a_row(tiny_models, world, monkeypatch, capsys):
