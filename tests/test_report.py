@@ -428,7 +428,9 @@ def test_comparison_by_hand(pair, capsys):
     assert "`git_commit`" in text and "`begun`" not in text
     half = 3.182 * math.sqrt(25 / 3) / 2
     low, high = f"{2.5 - half:+.4g}", f"{2.5 + half:+.4g}"
-    assert f"| score | 4 | 5 | 7.5 | +2.5 | {low} to {high} | 0.5 |" in text  # signs: 8 of 16 ways are as far
+    assert (
+        f"| score | 4 | 2 | 5 | 7.5 | +2.5 | {low} to {high} (few differ) | 0.5 |" in text
+    )  # signs: 8 of 16 ways are as far
     assert "**Score** of a and b cannot be told apart on the same 4 prompts" in text
     assert "Step 1** of b took 9.00 s, 2.25x" in text
     assert "| avg weight_sync | — | 0.50 |" in text and text.count("### ") == 2
@@ -573,10 +575,24 @@ def test_runs_of_other_lengths_share_their_steps_and_one_step_is_too_few(tmp_pat
     assert "share 1 training steps" in capsys.readouterr().err
 
 
-def test_t_quantiles():
-    """From any table."""
-    for freedom, value in ((1, 12.706), (4, 2.776), (8, 2.306), (15, 2.131), (30, 2.042), (1000, 1.962)):
-        assert compare_runs.t_quantile(freedom) == pytest.approx(value, abs=1.5e-3)
+def test_few_prompts_that_differ_are_no_proof(tmp_path):
+    """Two prompts, of which both rose by 10: the interval has no width, p is 0.5. Of 12 prompts none differs."""
+
+    def compared(*runs):
+        paths = []
+        for name, scores in runs:
+            paths.append(make_run(tmp_path / name, [2.0] * len(scores), scores, steps=len(scores)))
+        return compare_runs.compare(compare_runs.load(paths, None))
+
+    text = compared(("a", [(0, 0)] * 2), ("b", [(10, 10)] * 2))
+    assert "**Score** of a and b cannot be told apart on the same 2 prompts: 0 and 10, difference +10" in text
+    assert "(+10 to +10; 2 prompts differ, too few for this interval; p 0.5)" in text
+    assert "| score | 2 | 2 | 0 | 10 | +10 | +10 to +10 (few differ) | 0.5 |" in text
+    text = compared(("c", [(0, 10)] * 12), ("d", [(0, 10)] * 12))
+    assert "| score | 12 | 0 | 5 | 5 | +0 | +0 to +0 (few differ) | 1 |" in text
+    assert "fewer than 6 prompts differ, p is above 0.05" in text
+    text = compared(("e", [(0, 0)] * 6), ("f", [(0, 10)] * 6))
+    assert "**Score** of e and f differs on the same 6 prompts: 0 and 5, difference +5 (+5 to +5)." in text
 
 
 # the benchmark report
@@ -591,6 +607,7 @@ def test_benchmark_by_hand(tmp_path, capsys):
         "eval/reward/math_ok": 4,  # a second verdict on the same four
         "eval/num_stop_token_ids": 2,
         "eval/stop_rate": 0.5,
+        "eval/num_prompts": 1,
     }
     more = {"val/num_sampled_tokens": 100.0, "batch/total_prompts": 1.0, "time/ref_logprobs": 0.25}
     more |= {"time/old_logprobs": 0.5, "val/learner_tokens_min": 40.0, "val/learner_tokens_max": 45.0}
@@ -612,7 +629,9 @@ def test_benchmark_by_hand(tmp_path, capsys):
     assert (
         "| `val-core/openai/gsm8k+data/a/eval/reward/mean@4` | `eval/objective/verifiable_correct_rate` | 1 |" in text
     )
-    assert "share correct of 4 responses; 95 % interval 0.5101 to 1.0000" in text  # 1 / (1 + 1.96^2 / 4)
+    # 1 / (1 + 1.96^2): four responses to one prompt are one draw
+    assert "share correct of 4 responses; 95 % interval over 1 prompts 0.2065 to 1.0000" in text
+    assert "1 evaluation prompts: the standard error of an accuracy near 0.5 can be 0.500." in text
     assert "| `actor/entropy` | `policy/entropy_avg` | — | — | not recorded in this run |" in text
     assert "| `perf/max_memory_allocated_gb` | `memory/gpu_allocated_gib` | 3.5 | 3.5 |" in text
     assert "| `timing_s/update_actor` | `time/training` | 0.25 | 0.25 |" in text  # 1 s less 0.25 and 0.5
@@ -694,6 +713,23 @@ def test_curves_of_a_run_under_way_by_hand(tmp_path):
     assert "<!-- a: 4 steps, 8 episodes -->" in text and "<!-- not recorded in this run -->" in text
     done = subprocess.run([*CURVES, tmp_path / "b"], capture_output=True, text=True)
     assert done.returncode == 2 and f"{tmp_path / 'b'} is no run: it has no metrics.jsonl" in done.stderr
+
+
+def test_the_picture_shades_the_interval_of_an_accuracy():
+    """Of evaluations of 20 prompts with one response each: Wilson's intervals of 0.85 and 1."""
+    from scripts.reports import curves, intervals
+
+    drawn: list[Any] = []
+    axis = types.SimpleNamespace(fill_between=lambda *of, **_: drawn.append(of))
+    rows = [
+        {"training_step": step, f"eval/{curves.CORRECT}": share} for step, share in ((0, 0.85), (5, None), (9, 1.0))
+    ]
+    rows = [row | {"eval/num_prompts": 20} for row in rows]
+    curves.shade_held_out(axis, rows, 1)
+    low, high = zip(*(intervals.wilson(share, 20) for share in (0.85, 1.0)), strict=True)
+    assert drawn == [([0, 9], list(low), list(high))]
+    curves.shade_held_out(axis, [{"training_step": 1}], 1)
+    assert len(drawn) == 1
 
 
 def test_no_panel_of_the_picture_reaches_into_another_or_beyond_it(tmp_path, monkeypatch):

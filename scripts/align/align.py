@@ -50,6 +50,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 from scripts.parts import dumps
 from scripts.reports.common import parser, pyplot
+from scripts.reports.intervals import MOST_WAYS, sign_test
 
 ALIASES = {  # ours -> veRL's, Trinity-RFT's where it is another (its trainer is veRL's), TRL's
     "objective/scores": "critic/score/mean reward",
@@ -75,7 +76,6 @@ WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safet
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # ends of their names
 EXACT = "prompt_ids token_ids mask position sample versions".split()
 CLOSE = "score outcome advantage logprobs old_logprobs new_logprobs ref_logprobs".split()
-MOST_WAYS = 20_000  # of a test: more are drawn at random
 MAX_PLOTS = 12
 FORMATS = {  # of the tables' columns, "{}" of others
     **dict.fromkeys(("max_abs", "max_rel", "norm"), "{:.2e}"),
@@ -392,21 +392,6 @@ def permutation_test(a: list[float], b: list[float], most: int = MOST_WAYS) -> t
     distances = np.abs(totals / n - (values.sum() - totals) / len(b))
     slack = 1e-12 * np.abs(values).max()  # equal splits must not differ by rounding
     return float((distances >= distances[0] - slack).mean()), smallest
-
-
-def sign_test(differences: np.ndarray, most: int = MOST_WAYS) -> tuple[float, float]:
-    """p-value of |mean difference| when every sign is random, and the smallest p that many differences can have."""
-    n = len(differences)
-    all_ways = 2**n <= most
-    if all_ways:
-        signs = np.array(list(itertools.product((1, -1), repeat=n)))
-    else:
-        signs = np.random.default_rng(0).choice((1, -1), (most, n))
-        signs[0] = 1  # the observed way
-    sums = np.abs(signs @ differences)
-    slack = 1e-12 * np.abs(differences).sum()
-    p = (sums >= abs(differences.sum()) - slack).mean()
-    return float(p), (2 if all_ways else 1) / len(signs)
 
 
 def band(runs: list[Run], name: str, steps: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

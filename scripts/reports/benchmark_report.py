@@ -9,8 +9,8 @@ The report differs from veRL's where theirs mislead:
 learning rate   in full, first and last, with the schedule. Rounded to 5 decimals 1e-6 reads 0.0
 throughput      over the step alone. Beside it, the throughput with validation and saving included, as veRL counts it
 advantages      their mean is 0 by construction, whatever was learned. The returns are the same numbers
-accuracy        with Wilson's 95 % interval over the n evaluation responses: (a + z^2/2n +- z sqrt(a (1 - a) / n +
-                z^2/4n^2)) / (1 + z^2/n), z = 1.96
+accuracy        with a 95 % interval over the evaluation prompts, since responses to one prompt are alike: Wilson's, for
+                as many independent responses as have the same standard error (share_of_clusters in intervals.py)
 mfu             counts other operations and other seconds than veRL's. The remark says which
 
 Values are those of the last step that has them, and the mean over the steps after the first.
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from scripts.reports import intervals
 from scripts.reports.common import NOTHING, WAITING, Run, parser, pyplot, table
 
 ACCURACY = "val-core/SOURCE/reward/mean@1"
@@ -35,7 +36,7 @@ REWARD = "critic/rewards/mean"
 HEIGHTS = "▁▂▃▄▅▆▇█"
 MAX_HEIGHTS = 40  # of a sparkline
 FEW_STEPS = 20  # fewer say nothing about convergence
-FEW_RESPONSES = 200  # fewer make the standard error of an accuracy worth saying
+FEW_PROMPTS = 200  # fewer make the standard error of an accuracy worth saying
 PLOTS = f"""{REWARD} {ACCURACY} actor/entropy actor/kl_loss actor/lr response_length/mean perf/throughput
     perf/time_per_step actor/grad_norm""".split()
 
@@ -173,23 +174,26 @@ def throughput(run: Run, included: tuple[str, ...] = ()) -> float:
     return tokens / seconds / devices(run) if seconds else math.nan
 
 
-def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share of n, by the formula above. Unlike share +- 2 errors it has a width at 0 and 1."""
-    middle = share + z * z / (2 * n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    return (middle - half) / scale, (middle + half) / scale
+def eval_responses(row: dict[str, Any]) -> int:
+    """Responses judged in the evaluation of a step, 0 without one. Several verifiers may judge the same response."""
+    judged = [row[key] for key in row if re.fullmatch(r"eval/reward/.+_(ok|no_answer)", key)]
+    rate = row.get("eval/stop_rate")
+    responses = round(row["eval/num_stop_token_ids"] / rate) if rate else math.inf
+    return int(min(sum(judged), responses))
 
 
-def eval_responses(run: Run) -> int:
-    """Responses judged in the last evaluation that has them. Several verifiers may judge the same response."""
+def last_evaluation(run: Run) -> dict[str, Any]:
+    """The metrics of the last step that was evaluated, {} without one."""
     for row in reversed(run.rows.values()):
-        judged = [row[key] for key in row if re.fullmatch(r"eval/reward/.+_(ok|no_answer)", key)]
-        if judged:
-            rate = row.get("eval/stop_rate")
-            responses = round(row["eval/num_stop_token_ids"] / rate) if rate else math.inf
-            return int(min(sum(judged), responses))
-    return 0
+        if eval_responses(row):
+            return row
+    return {}
+
+
+def last_accuracy(run: Run) -> intervals.Estimate | None:
+    """The share of right responses of the last evaluation, with its interval over prompts."""
+    row = last_evaluation(run)
+    return intervals.held_out(row, run.args.get("eval_pass_at_k", 1), eval_responses(row))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,11 +261,11 @@ def change_of_rate(rates: list[float]) -> str:
 
 def remark_on_accuracy(run: Run, accuracies: list[float]) -> str:
     """The last accuracy's interval, and the best accuracy."""
-    responses = eval_responses(run)
+    responses = eval_responses(last_evaluation(run))
+    accuracy = last_accuracy(run)
     interval = ""
-    if responses:
-        low, high = wilson(accuracies[-1], responses)
-        interval = f"; 95 % interval {low:.4f} to {high:.4f}"
+    if accuracy is not None:
+        interval = f"; 95 % interval over {accuracy.n} prompts {accuracy.low:.4f} to {accuracy.high:.4f}"
     best = f"best {max(accuracies):.4f} of {len(accuracies)} evaluations"
     return f"share correct of {responses} responses{interval}; {best}"
 
@@ -365,10 +369,11 @@ def limits(run: Run) -> Iterator[str]:
         )
     if len(run.rows) < FEW_STEPS:
         yield f"{len(run.rows)} steps are too few to speak of convergence."
-    responses = eval_responses(run)
-    if responses < FEW_RESPONSES:
-        error = 0.5 / math.sqrt(responses or 1)
-        yield f"{responses} evaluation responses: the standard error of an accuracy near 0.5 is {error:.3f}."
+    accuracy = last_accuracy(run)
+    prompts = 0 if accuracy is None else accuracy.n
+    if prompts < FEW_PROMPTS:
+        error = 0.5 / math.sqrt(prompts or 1)
+        yield f"{prompts} evaluation prompts: the standard error of an accuracy near 0.5 can be {error:.3f}."
 
 
 def configuration(run: Run) -> str:

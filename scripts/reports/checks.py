@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from scripts.reports import intervals
 from scripts.reports.common import GAP
 
 Rows = list[dict[str, Any]]  # of metrics.jsonl
@@ -50,15 +51,19 @@ def check_learning(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]
         numbers = f"{first.mean():.3g} -> {last.mean():.3g}, a rise of {rise:.2g} with a standard error of {error:.2g}"
         yield check("score", fine, numbers, "no rise of 2 standard errors, and not near the maximum")
 
-    shares = [row.get("eval/objective/verifiable_correct_rate") for row in rows]
-    shares = [share for share in shares if share is not None]
-    number = max((row.get("eval/num_prompts") or 0 for row in rows), default=0)
-    if len(shares) > 1 and number:
-        first = shares[0]
-        last = shares[-1]
-        error = math.sqrt((first * (1 - first) + last * (1 - last)) / number)
-        fine = last > first + 2 * error or last >= 0.9
-        numbers = f"{first:.3f} -> {last:.3f} right, a rise of {last - first:.2g} with a standard error of {error:.2g}"
+    samples = args.get("eval_pass_at_k", 1)
+    evaluations = [intervals.held_out(row, samples) for row in rows]
+    known = [evaluation for evaluation in evaluations if evaluation is not None]
+    if len(known) > 1:
+        first = known[0]
+        last = known[-1]
+        error = math.hypot(first.error, last.error)
+        rise = last.mean - first.mean
+        fine = rise > 2 * error or last.mean >= 0.9
+        numbers = (
+            f"{first.mean:.3f} -> {last.mean:.3f} right, a rise of {rise:.2g} with a standard error of {error:.2g}; "
+            f"the last is {last.low:.3f} to {last.high:.3f} (95 %, over {last.n} prompts)"
+        )
         yield check("held-out score", fine, numbers, "no rise of 2 standard errors, and not near 1")
 
 

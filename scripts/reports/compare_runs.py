@@ -17,7 +17,8 @@ its rollouts at the same place of the stream (in the batch of the same step). In
 over its samples, and d_i = x_i(other) - x_i(first). Over n different prompts, with mean d and standard deviation s of
 d_i (ddof 1), the interval is d +- t(0.975, n - 1) s / sqrt(n). p is that of align.py's test of signs: the share of
 random signs of d_i whose mean is at least as far from 0. Both hold for other prompts with these same runs. They cannot
-show how runs with other seeds would differ: that takes several seeds a side (scripts/align/align.py).
+show how runs with other seeds would differ: that takes several seeds a side (scripts/align/align.py). Where fewer than
+6 prompts differ p is above 0.05, and the interval is too narrow: where none differs it has no width.
 """
 
 import itertools
@@ -33,7 +34,7 @@ import numpy as np
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.align.align import sign_test
+from scripts.reports import intervals
 from scripts.reports.common import GAP, TRAINING, Run, cell, parser, pyplot, read_lines, table
 
 STEP_TOKENS = "val/num_step_tokens"
@@ -229,26 +230,13 @@ class Difference(NamedTuple):
 
     measure: str
     prompts: int
+    different: int  # of the prompts: their d is not 0
     first: float
     other: float
     mean: float
     low: float
     high: float
     p: float
-
-
-def t_quantile(freedom: int) -> float:
-    """0.975 quantile of Student's t, by its series in 1 / freedom around the normal one (1e-3 from 8 up)."""
-    exact = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
-    if freedom <= len(exact):
-        return exact[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    square = z * z
-    first = (square + 1) / 4
-    second = (5 * square**2 + 16 * square + 3) / 96
-    third = (3 * square**3 + 19 * square**2 + 17 * square - 15) / 384
-    series = 1 + first / freedom + second / freedom**2 + third / freedom**3
-    return z * series
 
 
 def measure(row: dict[str, Any]) -> dict[str, float | None]:
@@ -295,25 +283,40 @@ def paired(first: Run, other: Run) -> list[Difference]:
 
 def difference(name: str, means: np.ndarray) -> Difference:
     """The difference of a measure. means: (prompts, 2), of the first run and of the other."""
+    first, other = means.mean(0)
     d = means[:, 1] - means[:, 0]
-    n = len(d)
-    half = t_quantile(n - 1) * d.std(ddof=1) / math.sqrt(n)
+    found = intervals.mean_difference(means[:, 0].tolist(), means[:, 1].tolist())
     p = 1.0
     if d.any():
-        p, _ = sign_test(d)
-    first, other = means.mean(0)
-    mean = d.mean()
-    return Difference(name, n, first, other, mean, mean - half, mean + half, p)
+        p, _ = intervals.sign_test(d)
+    return Difference(
+        measure=name,
+        prompts=found.n,
+        different=int(np.count_nonzero(d)),
+        first=first,
+        other=other,
+        mean=found.mean,
+        low=found.low,
+        high=found.high,
+        p=p,
+    )
+
+
+def is_few(difference: Difference) -> bool:
+    """Whether so few prompts differ that the interval is too narrow, with a width of 0 where none does."""
+    return difference.different < intervals.FEWEST_DIFFERENT
 
 
 def paired_table(first: Run, other: Run, differences: list[Difference]) -> str:
     """A row a measure."""
-    head = ["Measure", "prompts", first.label, other.label, "difference", "95 % interval", "p"]
+    head = ["Measure", "prompts", "that differ", first.label, other.label, "difference", "95 % interval", "p"]
     rows = []
     for d in differences:
         interval = f"{d.low:+.4g} to {d.high:+.4g}"
+        if is_few(d):
+            interval += " (few differ)"
         means = [f"{d.first:.4g}", f"{d.other:.4g}", f"{d.mean:+.4g}"]
-        rows.append([d.measure, str(d.prompts), *means, interval, f"{d.p:.3g}"])
+        rows.append([d.measure, str(d.prompts), str(d.different), *means, interval, f"{d.p:.3g}"])
     return table(head, rows)
 
 
@@ -385,10 +388,13 @@ def tell_scores(first: Run, run: Run, differences: list[Difference]) -> Iterator
     """Scores of two runs over the same prompts, else their mean rewards."""
     for d in differences:
         if d.measure in ("score", "correct (share)"):
-            verdict = "differs" if d.low > 0 or d.high < 0 else "cannot be told apart"
+            apart = not is_few(d) and (d.low > 0 or d.high < 0)
+            verdict = "differs" if apart else "cannot be told apart"
             subject = f"**{d.measure.capitalize()}** of {first.label} and {run.label}"
             means = f"{d.first:.4g} and {d.other:.4g}"
             interval = f"{d.low:+.4g} to {d.high:+.4g}"
+            if is_few(d):
+                interval += f"; {d.different} prompts differ, too few for this interval; p {d.p:.2g}"
             what = f"{means}, difference {d.mean:+.4g} ({interval})"
             yield f"{subject} {verdict} on the same {d.prompts} prompts: {what}."
     first_reward = first.mean(REWARD)
@@ -512,7 +518,8 @@ def compare(runs: list[Run]) -> str:
     if any(differences.values()):
         parts.append(
             "d = mean over prompts of (other - first), each the mean of its samples; interval d +- t(0.975, n - 1) s / "
-            "sqrt(n); p by random signs. This is about other prompts, not about other seeds."
+            "sqrt(n); p by random signs. This is about other prompts, not about other seeds. Where fewer than "
+            f"{intervals.FEWEST_DIFFERENT} prompts differ, p is above 0.05 and the interval is too narrow."
         )
     parts.append("## Per-step detail")
     for run in runs:

@@ -21,14 +21,15 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.reports.common import GAP, parser, phases, read_lines  # noqa: E402
+from scripts.reports import intervals  # noqa: E402
+from scripts.reports.common import GAP, parser, phases, read_json, read_lines  # noqa: E402
 
 CORRECT = "objective/verifiable_correct_rate"
 # title -> unit, then metric -> label
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "reward": (
         "share of correct responses",
-        {CORRECT: "training rollouts", f"eval/{CORRECT}": "held-out prompts (eval)"},
+        {CORRECT: "training rollouts", f"eval/{CORRECT}": "held-out prompts (eval), 95 % interval"},
     ),
     "score": ("mean score of a rollout", {"objective/scores": "training", "eval/scores": "eval"}),
     "response length": ("tokens", {"val/sequence_lengths": "training", "eval/sequence_lengths": "eval"}),
@@ -53,6 +54,16 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]], labels: dict[str, str]) -
         axis.legend()
     else:
         axis.text(0.5, 0.5, "not recorded in this run", ha="center", transform=axis.transAxes)
+
+
+def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
+    """The 95 % interval of each evaluation's share of correct responses, over its prompts."""
+    found = {row["training_step"]: intervals.held_out(row, samples) for row in rows}
+    known = {step: estimate for step, estimate in found.items() if estimate is not None}
+    if known:
+        low = [estimate.low for estimate in known.values()]
+        high = [estimate.high for estimate in known.values()]
+        axis.fill_between(list(known), low, high, alpha=0.2, color="C1", linewidth=0)
 
 
 def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
@@ -85,6 +96,8 @@ def draw(run_dir: Path, path: Path) -> None:
     for axis, (name, (unit, labels)) in zip(panels, PANELS.items(), strict=True):
         axis.set(title=name, ylabel=unit, xlabel="training step")
         draw_curves(axis, rows, labels)
+    samples = read_json(run_dir / "args.json").get("eval_pass_at_k", 1)
+    shade_held_out(panels[0], rows, samples)
     panels[0].set_ylim(-0.02, 1.02)
     gaps = [line.get_ydata() for line in panels[-1].lines]
     if gaps and all((gap > np.zeros(1)).all() for gap in gaps):
