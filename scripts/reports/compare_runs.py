@@ -283,16 +283,18 @@ def paired(first: Run, other: Run) -> list[Difference]:
 
 def difference(name: str, means: np.ndarray) -> Difference:
     """The difference of a measure. means: (prompts, 2), of the first run and of the other."""
+    of_first, of_other = means.T
     first, other = means.mean(0)
-    d = means[:, 1] - means[:, 0]
-    found = intervals.mean_difference(means[:, 0].tolist(), means[:, 1].tolist())
+    found = intervals.mean_difference(of_first.tolist(), of_other.tolist())
+    d = of_other - of_first
+    different = int(np.count_nonzero(d))
     p = 1.0
     if d.any():
         p, _ = intervals.sign_test(d)
     return Difference(
         measure=name,
         prompts=found.n,
-        different=int(np.count_nonzero(d)),
+        different=different,
         first=first,
         other=other,
         mean=found.mean,

@@ -58,12 +58,17 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]], labels: dict[str, str]) -
 
 def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
     """The 95 % interval of each evaluation's share of correct responses, over its prompts."""
-    found = {row["training_step"]: intervals.held_out(row, samples) for row in rows}
-    known = {step: estimate for step, estimate in found.items() if estimate is not None}
-    if known:
-        low = [estimate.low for estimate in known.values()]
-        high = [estimate.high for estimate in known.values()]
-        axis.fill_between(list(known), low, high, alpha=0.2, color="C1", linewidth=0)
+    steps = []
+    low = []
+    high = []
+    for row in rows:
+        found = intervals.held_out(row, samples)
+        if found is not None:
+            steps.append(row["training_step"])
+            low.append(found.low)
+            high.append(found.high)
+    if steps:
+        axis.fill_between(steps, low, high, alpha=0.2, color="C1", linewidth=0)
 
 
 def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
