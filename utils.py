@@ -489,9 +489,7 @@ class EngineFlags(Refusing):
         """The flags of a run in which learner and engine share a GPU (`shared`) or not. The default of
         vllm_gpu_memory_utilization is for an engine that is alone on its GPU: a shared GPU gets a smaller one."""
         is_default = self.vllm_gpu_memory_utilization == EngineFlags.vllm_gpu_memory_utilization
-        if shared and is_default and torch.cuda.is_available():
-            return replace(self, vllm_gpu_memory_utilization=0.4)
-        return self
+        return replace(self, vllm_gpu_memory_utilization=0.4) if shared and is_default else self
 
 
 @dataclass(frozen=True)
@@ -719,8 +717,7 @@ def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",))
 
 
 def parse_amount(flag: str, name: str, amount: str) -> float | int:
-    """The AMOUNT of a data set: with a dot a fraction, without one a number of rows. Raises UserError for a malformed
-    one or a file that does not exist."""
+    """The AMOUNT of a data set: with a dot a fraction, without one a number of rows. Raises UserError."""
     given = f"--{flag} {name} {amount}"
     try:
         number = float(amount) if "." in amount else int(amount)
@@ -729,8 +726,6 @@ def parse_amount(flag: str, name: str, amount: str) -> float | int:
     need(number > 0, f"{given}: the amount must be positive")
     endless = name.startswith("reasoning_gym:")
     need(not endless or isinstance(number, int), f"{given}: generated data has no end, give a count such as 2000")
-    is_file = Path(name).suffix in (".jsonl", ".parquet")
-    need(not is_file or Path(name).is_file(), f"--{flag} {name}: no such file")
     return number
 
 

@@ -626,6 +626,9 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
         r"--dataset_mixer_list_splits: give one split or one per dataset \(3\), got 2",
     ),
     ("--system_prompt_override_file no_such.txt", r"--system_prompt_override_file no_such\.txt: no such file"),
+    ("--model_name_or_path tests/nothere", r"--model_name_or_path tests/nothere: no such directory"),
+    ("--dataset_mixer_list ~/no/rows 1.0", r"--dataset_mixer_list ~/no/rows: no such directory"),
+    ("--tools calculater", r"^--tools calculater: no such tool\. There are calculator, .*python, search"),
 ]
 
 
@@ -771,7 +774,7 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path, capsy
     flags = parse(
         *(*ROOM, "--dry_run", "--model_name_or_path", "nobody/no-such-model", "--output_dir", str(tmp_path / "out")),
         *("--dataset_mixer_list", str(data), "1.0", "nobody/no-such-data", "10", "reasoning_gym:chain_sum", "5"),
-        *("/nowhere/rows", "1.0"),
+        *("/nowhere/rows", "1.0", "--tools", "calculater"),
         *("--dataset_mixer_eval_list", str(data), "3"),
     )
     assert grpo.main(flags) is None
@@ -781,7 +784,9 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path, capsy
         r"nobody/no-such-model: hub",
         rf"--dataset_mixer_list {data} 1\.0: local",
         r"--dataset_mixer_list nobody/no-such-data 10: hub",
-        r"--dataset_mixer_list /nowhere/rows 1\.0: no such path, a run is refused",
+        r"--dataset_mixer_list /nowhere/rows 1\.0: not here",
+        r"missing  --dataset_mixer_list /nowhere/rows: no such directory, a run is refused",
+        r"missing  --tools calculater: no such tool. There are calculator, .*, a run is refused",
         r"--dataset_mixer_list reasoning_gym:chain_sum 5: generated",
         rf"--dataset_mixer_eval_list {data} 3: local",
     ):

@@ -182,7 +182,7 @@ def test_dry_run_prints_it_and_warns(tiny_models, tmp_path, monkeypatch, capfd):
     flags = ["--model_name_or_path", str(tiny_models()), "--dry_run", "--vllm_gpu_memory_utilization", "0.5"]
     grpo.main(utils.parse_args(grpo.Args, flags))
     out = capfd.readouterr().out
-    assert "memory   learner, GiB a GPU: weights 0.0" in out and "engine, 0.5 of" in out and "WARNING" not in out
+    assert "learner, GiB a GPU: weights 0.0" in out and "engine, 0.5 of" in out and "WARNING" not in out
     long = ["--response_length", "500_000_000", "--pack_length", "500_000_256"]
     grpo.main(utils.parse_args(grpo.Args, flags + long))
     out = capfd.readouterr().out
@@ -245,7 +245,7 @@ def test_flags_are_those_of_the_training_scripts():
     for name in shared:
         assert memory.Setup.__dataclass_fields__[name].default == theirs[name].default, name
         assert get_type_hints(memory.Setup)[name] == get_type_hints(grpo.Args)[name], name
-    assert ours.keys() - shared == {"models", "table", "learners", "logprob_chunk", "shared_gpu"}
+    assert ours.keys() - shared == {"models", "table", "learners", "logprob_chunk", "shared_gpu", "gpu"}
     assert set(ESTIMATED_BY) == shared and memory.Setup().logprob_chunk == grpo.LOGPROB_CHUNK
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,6 +37,7 @@ RECIPES = sorted(
     for path in (REPO / "scripts/train" / folder).glob("*.sh")
     if path.name not in ("smoke.sh", "letters.sh")
 )
+ALL_RECIPES = [*RECIPES, "scripts/train/debug/letters.sh"]
 # GPUs, learners, engines, GPUs of each, prompts, samples, mini-batches, steps, response and pack length: the documents'
 TABLE = {
     "tulu3/grpo_fast_8b_single_node": (8, 6, 2, 1, 64, 16, 2, 1953, 2048, 4096),
@@ -153,6 +155,7 @@ def test_recipe_has_the_common_form(recipe):
     text = (REPO / recipe).read_text()
     lines = text.splitlines()
     assert lines[0] == "#!/usr/bin/env bash" and "\nset -euo pipefail\ncd " in text
+    assert '\nsource scripts/train/start.sh "$@"\n' in text
     assert all(part in text for part in ("# Hardware:", "# Expected:", "# Source:", "# Where this differs"))
     assert lines[-1] == '    "$@"' and max(map(len, lines)) <= 120
     start = next(i for i, line in enumerate(lines) if re.match(r"(python|torchrun|srun) .*\\$", line))
@@ -167,6 +170,67 @@ def test_the_last_value_of_a_flag_wins():
     args = utils.parse_args(grpo.Args, flags.split())
     assert (args.seed, args.single_gpu_mode, args.dataset_mixer_list) == (2, False, ["c", "3"])
     assert (args.num_learners_per_node, args.stop_strings) == ([1], [])
+
+
+KEPT_BY_PYTHON = """#!/usr/bin/env bash
+printf '%s\\0' "${WORLD_SIZE:-1}" "${LOCAL_WORLD_SIZE:-1}" "$@" >>"$CAPTURED"
+"""
+
+
+def without_slurm(directory, monkeypatch):
+    """A machine without SLURM, torchrun, a judge and a network, whose python only writes down what it was given."""
+    python = directory / "python"
+    python.write_text(KEPT_BY_PYTHON)
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    monkeypatch.setenv("CAPTURED", str(directory / "captured"))
+    monkeypatch.setenv("BASH_FUNC_source%%", smoke.STUBS["source"])
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "OPENAI_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES)
+def test_a_recipe_prints_its_plan_on_a_laptop(recipe, tmp_path, monkeypatch, capsys):
+    """Its shell starts one process, for all ranks; that process asks no network and names what it cannot see."""
+    without_slurm(tmp_path, monkeypatch)
+    command = ["bash", str(REPO / recipe), "--dry_run"]
+    told = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    world_size, on_node, script, *flags = (tmp_path / "captured").read_bytes().decode().split("\0")[:-1]
+    text = (REPO / recipe).read_text()
+    assert told.count("first    python scripts/data/") == text.count("python scripts/data/")
+    assert flags[-1] == "--dry_run"
+
+    nodes = re.search(r"^#SBATCH --nodes=(\d+)$", text, re.M)
+    ranks = 8 * int(nodes[1]) if nodes else 8 if "nproc_per_node 8" in text else 1
+    assert (int(world_size), int(on_node)) == (ranks, min(ranks, 8))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a dry run asks the network"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of the laptop
+    if "torchrun" in text:
+        ours = {"TORCHELASTIC_RUN_ID": "plan", "RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": on_node}
+        for name, value in ours.items():
+            monkeypatch.setenv(name, str(value))
+    args = utils.parse_args(grpo.Args, flags)
+    {"grpo.py": grpo.main, "grpo_fast.py": grpo_fast.main}[script](args)
+    plan = capsys.readouterr().out
+    assert "\nrun " in plan and f"\nmodel    {args.model_name_or_path}: " in plan and "\nmemory   " in plan
+    if args.llm_judge_model:
+        assert f"judge    {args.llm_judge_model}: no --llm_judge_base_url and no $OPENAI_API_KEY" in plan
+    rewards.configure(rewards.RewardFlags(), connect=False)
+
+
+def test_a_recipe_plans_in_a_shell_without_a_network(tmp_path):
+    """As a person types it, from another directory; without --dry_run the recipe says who starts it."""
+    offline = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    offline |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "http_proxy": "http://127.0.0.1:9"}
+    command = ["bash", "../scripts/train/olmo2/grpo_7b.sh"]
+    done = subprocess.run([*command, "--dry_run"], cwd=REPO / "tests", env=offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "12 learners + 1 engines x 4 = 16 processes" in done.stdout
+    assert "missing  --dataset_mixer_list data/rlvr_tulu3/train.jsonl: no such file" in done.stdout
+    assert "memory   not estimated: no config.json of allenai/OLMo-2-1124-7B-DPO on this machine" in done.stdout
+    done = subprocess.run(command, cwd=REPO / "tests", env=offline, capture_output=True, text=True)
+    assert done.returncode == 1 and "is for 2 nodes: start it with sbatch" in done.stderr
 
 
 def test_a_broken_recipe_is_refused(elsewhere):
@@ -208,6 +272,7 @@ def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
     assert all(part in text for part in ("\nset -euo pipefail\n", "# Hardware:", "# Expected:", ' "$@"'))
     commands = smoke.captures(REPO / f"scripts/align/{names[experiment]}.sh")
     assert len(commands) == runs
+    (elsewhere / "out/start").mkdir(parents=True, exist_ok=True)  # the tiny model
     for seed, command in enumerate(commands, 1):
         script, flags = smoke.training_flags(command)
         args = replace(utils.parse_args(grpo.Args, flags), dataset_mixer_list=["rows.jsonl", "1.0"])

@@ -16,6 +16,8 @@ from typing import Any
 import rewards
 from rewards import need
 
+DATA_FILES = (".jsonl", ".parquet", ".json", ".csv")
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
 
@@ -29,6 +31,8 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     check_engine(args)
     check_turns(args)
     if not args.dry_run:
+        missing = missing_paths(args)
+        need(not missing, "; ".join(missing))
         check_installation(args)
         check_nodes_meet()
     check_step(args)
@@ -113,6 +117,41 @@ def check_data(args: Any) -> None:
         utils.parse_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
 
 
+def missing_paths(args: Any) -> list[str]:
+    """What the flags name that is not on this machine, and that no hub has: a line for each, which begins with the
+    flag and its value."""
+    missing = []
+    for flag in ("model_name_or_path", "ref_model_name_or_path"):
+        if is_missing_path(getattr(args, flag)):
+            missing.append(f"--{flag} {getattr(args, flag)}: no such directory")
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        for name in getattr(args, flag)[::2]:
+            if is_missing_path(name) and not name.startswith("reasoning_gym:"):
+                kind = "file" if Path(name).suffix in DATA_FILES else "directory"
+                missing.append(f"--{flag} {name}: no such {kind}")
+    if args.system_prompt_override_file is not None and not Path(args.system_prompt_override_file).is_file():
+        missing.append(f"--system_prompt_override_file {args.system_prompt_override_file}: no such file")
+    for tool in args.tools:
+        path = Path(tool) if tool.endswith(".py") else TOOLS / f"{tool}.py"
+        if not path.is_file():
+            missing.append(f"--tools {tool}: no such tool. There are {', '.join(known_tools())}, or give a .py file")
+    return missing
+
+
+def is_missing_path(name: str) -> bool:
+    """Whether this is a path that leads nowhere, and no name of the hub, which is NAME or ORGANIZATION/NAME: it begins
+    like a path, has several slashes, ends like a file of rows, or all of it but the last part is a directory here."""
+    path = Path(name).expanduser()
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix in DATA_FILES
+    is_beside_others = "/" in name and path.parent.is_dir()
+    return (is_path or is_beside_others) and not path.exists()
+
+
+def known_tools() -> list[str]:
+    """The names of scripts/tools/ that --tools takes."""
+    return sorted(path.stem for path in TOOLS.glob("*.py") if "\nSCHEMA" in path.read_text("utf-8"))
+
+
 def check_engine(args: Any) -> None:
     """The engine."""
     import torch
@@ -135,14 +174,11 @@ def check_turns(args: Any) -> None:
 
 
 def check_installation(args: Any) -> None:
-    """Programs, packages and files that a run needs and a --dry_run does not."""
+    """Programs and packages that a run needs and a --dry_run does not."""
     compiler = os.environ.get("CXX", "g++")
     if args.compile_layers and not shutil.which(compiler):
         fix = "install one, name yours in the variable CXX, or leave the flag out"
         args.refuse(f"--compile_layers: there is no C++ compiler {compiler}, which torch.compile calls: {fix}")
-    system = args.system_prompt_override_file
-    if system is not None and not Path(system).is_file():
-        args.refuse("--system_prompt_override_file: no such file")
     samples_with_vllm = args.rollout_backend == "vllm" and not args.load_batches
     if samples_with_vllm and importlib.util.find_spec("vllm") is None:
         fix = "bash scripts/setup.sh installs it where it has a build; else take --rollout_backend transformers"
@@ -266,7 +302,7 @@ def check_processes(args: Any, world_size: int | None, ranks_per_node: int) -> N
     if args.single_gpu_mode:  # an engine may share a learner's GPU; NCCL refuses two learners on one
         needed = max(args.num_learners_per_node)
     visible = torch.cuda.device_count()
-    if visible and needed > visible and not is_plan:
+    if visible and needed > visible and not args.dry_run:
         fix = "lower them, or add --single_gpu_mode"
         args.refuse(f"{PROCESSES} need {needed} GPUs on a node, {visible} are visible: {fix}")
 

@@ -32,12 +32,20 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
     from scripts.parts import machine
     from scripts.proof import memory
 
-    dtype, why = machine.choose_dtype(args)
-    print(f"dtype    {dtype}: {why}")
+    if torch.cuda.is_available() or args.model_dtype != "auto":
+        dtype, why = machine.choose_dtype(args)
+        print(f"dtype    {dtype}: {why}")
+    else:
+        print("dtype    bfloat16 on a GPU; here, without one, a run measures which dtype is faster")
     print(sources_text(args))
     flags = {name: getattr(args, name) for name in ESTIMATED_BY}
     setup = memory.Setup(
-        (args.model_name_or_path,), **flags, learners=learners, shared_gpu=shared_gpu, logprob_chunk=logprob_chunk
+        (args.model_name_or_path,),
+        **flags,
+        learners=learners,
+        shared_gpu=shared_gpu,
+        logprob_chunk=logprob_chunk,
+        gpu=os.environ.get("PLAN_GPU", ""),
     )
     memory.tell(setup)
 
@@ -81,13 +89,11 @@ def roles(args: Any, learners: int) -> str:
 
 def sources_text(args: utils.Flags) -> str:
     """Where model, data and judge come from, a line each, and which of them a run would refuse."""
-    lines = [f"model    {args.model_name_or_path}: {source_of_model(args.model_name_or_path)}"]
+    lines = [f"model    {args.model_name_or_path}: {source_of(args.model_name_or_path)}"]
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         for name, amount in utils.parse_mixer(flag, getattr(args, flag)):
-            lines.append(f"data     --{flag} {name} {amount}: {source_of_data(name)}")
-    system = args.system_prompt_override_file
-    if system is not None and not Path(system).is_file():
-        lines.append(f"data     --system_prompt_override_file {system}: no such file, a run is refused")
+            lines.append(f"data     --{flag} {name} {amount}: {source_of(name)}")
+    lines += [f"missing  {text}, a run is refused" for text in checks.missing_paths(args)]
     judge = args.llm_judge_model
     if judge and not (rewards.judge_url(args) or os.environ.get("OPENAI_API_KEY")):
         lines.append(f"judge    {judge}: no --llm_judge_base_url and no $OPENAI_API_KEY, a run is refused")
@@ -99,17 +105,10 @@ def sources_text(args: utils.Flags) -> str:
     return "\n".join(lines)
 
 
-def source_of_model(name: str) -> str:
-    return "directory" if Path(name).is_dir() else on_hub(name)
-
-
-def source_of_data(name: str) -> str:
+def source_of(name: str) -> str:
+    """Where a model or a data set comes from."""
     if name.startswith("reasoning_gym:"):
         return "generated"
-    return "local" if Path(name).exists() else on_hub(name)
-
-
-def on_hub(name: str) -> str:
-    """Of a name that is no path on this machine: the hub's names have at most one slash."""
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    return "no such path, a run is refused" if is_path else "hub"
+    if checks.is_missing_path(name):
+        return "not here"
+    return "local" if Path(name).exists() else "hub"

@@ -25,7 +25,7 @@ import tyro
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.proof.shapes import GIB, SHAPES, config_file, load_config, qwen
+from scripts.proof.shapes import GIB, GPUS, SHAPES, config_file, load_config, qwen
 
 BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
 LENGTHS = (2048, 8192, 32768)
@@ -78,6 +78,8 @@ class Setup:
     """On a GPU it shares with the learner an engine gives its memory back during updates, but with off."""
     shared_gpu: bool = True
     """Learner and engine are on one GPU, as in grpo.py."""
+    gpu: str = ""
+    """GPU to plan for: h100, h200, h20, a100 or 4090. Empty: the one of this machine; without one, a GPU of 80 GiB."""
 
 
 def meta_model(config: Any, dtype: Any, repeats: int = 1, lora_rank: int = 0) -> Any:
@@ -242,6 +244,18 @@ def gpu_bytes() -> int:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 
 
+def planned_gpu(name: str) -> tuple[int, str]:
+    """Memory of the GPU of this name or, without a name, of this machine's, and in words which one that is. Raises
+    ValueError."""
+    if name:
+        if name not in GPUS:
+            raise ValueError(f"no data sheet of a GPU {name}; there are {', '.join(GPUS)}")
+        return int(GPUS[name].memory * GIB), name
+    if gpu_bytes():
+        return gpu_bytes(), "this machine's"
+    return 80 * GIB, f"no GPU here, so one of 80 GiB; PLAN_GPU={'|'.join(GPUS)} plans for another"
+
+
 def teacher_line(setup: Setup, config: Any, ref_config: Any) -> str:
     """The teacher's share in an update's time."""
     import torch
@@ -255,13 +269,13 @@ def teacher_line(setup: Setup, config: Any, ref_config: Any) -> str:
 
 
 def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
-    """The estimate in two lines, the share of a teacher in an update's time, and, where it is more than a GPU (80 GiB
-    where none is visible), what helps."""
+    """The estimate in three lines, the share of a teacher in an update's time, and, where it is more than a GPU's, what
+    helps."""
     parts = memory_estimate(setup, config, ref_config)
     learner = learner_bytes(parts)
     weights = parts.pop("engine_weights")
     token = parts.pop("engine_token")
-    gpu = gpu_bytes() or 80 * GIB
+    gpu, which = planned_gpu(setup.gpu)
     engine = setup.vllm_gpu_memory_utilization * gpu
     longest = setup.max_prompt_token_length + setup.response_length
     responses = max(0, int((engine - weights) / (token * longest)))
@@ -275,7 +289,8 @@ def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
         asleep = ", asleep during updates"
     sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     lines = [
-        f"memory   learner, GiB a GPU: {sizes}: {learner / GIB:.1f}",
+        f"memory   of a GPU: {gpu / GIB:.0f} GiB ({which})",
+        f"         learner, GiB a GPU: {sizes}: {learner / GIB:.1f}",
         f"         engine, {setup.vllm_gpu_memory_utilization:g} of {gpu / GIB:.0f} GiB: weights {weights / GIB:.1f} "
         f"and {token / 1024:.0f} KiB a token, {responses:,} responses of {longest:,} tokens at once{asleep}",
     ]
@@ -325,7 +340,7 @@ def remembered(setup: Setup) -> str:
         models.append((setup.ref_model_name_or_path, None))
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
     configs = [config_file(*model).read_bytes() for model in models]
-    depends = [setup, gpu_bytes(), versions, Path(__file__).read_bytes(), configs]
+    depends = [setup, planned_gpu(setup.gpu), versions, Path(__file__).read_bytes(), configs]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kept = Path(cache, "grpo", f"memory_{key[:32]}")

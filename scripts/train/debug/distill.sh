@@ -13,7 +13,7 @@
 # - the KL is a term of the loss, estimator k2, with the gradient of the source's advantage, -log(student / teacher).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 python scripts/data/get_smollm2.py
 python scripts/data/make_addition.py
 python scripts/data/disturb.py models/SmolLM2-135M-Instruct models/disturbed --noise 0.055

@@ -13,7 +13,7 @@
 # - --async_steps 1: with its 8 all 4 steps would train on the first policy's responses.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 python scripts/data/get_smollm2.py
 python scripts/data/make_addition.py
 

@@ -15,7 +15,7 @@
 # - checkpoints and dumps are on, which there they are not.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 python scripts/data/get_smollm2.py
 python scripts/data/make_addition.py
 

@@ -7,7 +7,7 @@
 # Source: our own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 python scripts/data/make_tiny_model.py --out models/tiny
 
 python grpo.py \

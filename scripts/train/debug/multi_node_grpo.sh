@@ -21,8 +21,8 @@
 # - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 # - checkpoints go to the run's own directory.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 # Where the doctor says that a node's name means 127.0.1.1, or where nodes have several networks: name the fast one's
 # interface (ip -brief address).
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0

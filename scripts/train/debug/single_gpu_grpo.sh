@@ -13,7 +13,7 @@
 #   gradient.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 python scripts/data/get_smollm2.py
 python scripts/data/make_addition.py
 

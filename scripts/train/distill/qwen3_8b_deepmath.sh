@@ -19,7 +19,7 @@
 # - longer prompts than 1024 tokens are dropped, there cut. 256 questions are held out, to see right answers rise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 data=data/deepmath
 deepmath="--dataset zwhe99/DeepMath-103K --eval_rows 256"
 [[ -f $data/eval.jsonl ]] || python scripts/data/competition_math.py $deepmath --out $data

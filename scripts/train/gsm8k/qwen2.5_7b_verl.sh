@@ -22,7 +22,7 @@
 #   Qwen/Qwen2.5-7B-Instruct is the other reading.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 data=data/gsm8k_verl
 [[ -f $data/test.jsonl ]] || python scripts/data/gsm8k.py --prompt verl --out $data
 

@@ -36,8 +36,8 @@
 #   the rollouts of two runs.
 # - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
 srun --kill-on-bad-exit=0 torchrun \

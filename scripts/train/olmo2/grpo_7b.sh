@@ -27,8 +27,8 @@
 #   made.
 # - --with_tracking is left to whoever starts this; evaluation jobs of AI2's own cluster have no counterpart.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 data=data/rlvr_tulu3
 [[ -f $data/train.jsonl ]] || python scripts/data/rlvr.py \

@@ -25,8 +25,8 @@
 # - there the tokenizer is OLMo-2-1124-7B's; here it is always the model's own. The template is given, so that nothing
 #   else of it counts.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 data=data/math_zs
 [[ -f $data/train.jsonl ]] || python scripts/data/competition_math.py --out $data

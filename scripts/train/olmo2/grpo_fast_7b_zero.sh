@@ -24,8 +24,8 @@
 #   its memory.
 # - OLMo 2 has 4096 positions, which 2048 + 2048 tokens just fill.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 data=data/math_zs
 [[ -f $data/train.jsonl ]] || python scripts/data/competition_math.py --out $data

@@ -30,10 +30,10 @@
 # The judge is a server of your own, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`, and
 # then export OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-: "${OPENAI_BASE_URL:?export the address of the judge, see above}"
+((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge, see above}"
 
 srun --kill-on-bad-exit=0 torchrun \
     --nnodes "$SLURM_NNODES" \

@@ -19,8 +19,8 @@
 # - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
 #   its memory.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
 srun --kill-on-bad-exit=0 torchrun \

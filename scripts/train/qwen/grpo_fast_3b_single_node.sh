@@ -18,7 +18,7 @@
 #   its memory.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 data=data/math_zs
 [[ -f $data/train.jsonl ]] || python scripts/data/competition_math.py --out $data
 

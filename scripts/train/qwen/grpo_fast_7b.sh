@@ -24,8 +24,8 @@
 #   its memory.
 # - --oe_eval_max_length 8192 is of AI2's evaluation jobs and left out.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 data=data/math_zs
 [[ -f $data/train.jsonl ]] || python scripts/data/competition_math.py --out $data

@@ -10,7 +10,7 @@
 # - --eval_top_p 0.95 has no counterpart: evaluation samples from the whole distribution, which lowers pass@1 a little.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 
 python grpo_fast.py \
     --exp_name qwen3_4b_dapo_math \

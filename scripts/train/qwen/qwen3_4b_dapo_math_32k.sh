@@ -14,8 +14,8 @@
 # Where this differs from the source:
 # - Qwen3-4B-Base has 32768 positions, which 2048 + 30720 tokens just fill.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
 srun --kill-on-bad-exit=0 torchrun \

@@ -29,7 +29,7 @@
 # The solver is VERL_GUIDELINES_SOLVER_MODEL where that is set, as there; its figures are of the model above.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 # A run whose answers math-verify grades has a directory of its own, so that it never overwrites one graded otherwise.
 name=numinamath30k-3b-300steps
 if [[ "${VERL_GUIDELINES_USE_MATH_VERIFY:-1}" == 1 ]]; then

@@ -17,7 +17,7 @@
 # - the data set is the deduplicated one that the other recipes take.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 
 python grpo_fast.py \
     --exp_name retool_qwen2.5_7b \

@@ -13,7 +13,7 @@
 # - offloading to the CPU (param_offload and others) has no counterpart.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 retriever="{\"top_k\": 3, \"url\": \"${RETRIEVER_URL:-http://127.0.0.1:8000/retrieve}\"}"
 data=data/nq_search
 [[ -f $data/test.jsonl ]] || python scripts/data/nq_search.py --out $data

@@ -20,7 +20,7 @@
 # - --with_tracking is left to whoever starts this; evaluation jobs of AI2's own cluster have no counterpart.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/setup.sh
+source scripts/train/start.sh "$@"
 data=data/rlvr_tulu3
 [[ -f $data/train.jsonl ]] || python scripts/data/rlvr.py \
     --dataset_mixer_list allenai/RLVR-GSM-MATH-IF-Mixed-Constraints 1.0 \

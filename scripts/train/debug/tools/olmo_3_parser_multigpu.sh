@@ -19,8 +19,8 @@
 # - --sequence_parallel_size 2 is left out: layers of Olmo 3 attend within a window of 4,096 tokens, fewer than a prompt
 #   and a response, and the run would be refused.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch from the root of the repository}"
-source scripts/setup.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../../..}"
+source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 retriever="{\"url\": \"${RETRIEVER_URL:-http://$head_node:8000/retrieve}\"}"
 
