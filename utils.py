@@ -328,7 +328,8 @@ class RunFlags(Refusing):
     overwrite: bool = False
     """Replace the run that is in output_dir/exp_name. Off: refuse to start there."""
     dry_run: bool = False
-    """Check the flags, print arithmetic, sources and memory, and end. Loads nothing and needs no network."""
+    """Check the flags, print arithmetic, sources and memory, and end. Loads nothing and needs no network. PLAN_GPU=h200
+    in the environment plans for that GPU."""
     save_freq: int = 200
     """Steps between saves of the model in Hugging Face format, to step_N/. The last model always goes to model/. -1 is
     never."""

@@ -183,6 +183,14 @@ def test_dry_run_prints_it_and_warns(tiny_models, tmp_path, monkeypatch, capfd):
     grpo.main(utils.parse_args(grpo.Args, flags))
     out = capfd.readouterr().out
     assert "learner, GiB a GPU: weights 0.0" in out and "engine, 0.5 of" in out and "WARNING" not in out
+    monkeypatch.setenv("PLAN_GPU", "4090")  # also where there is no GPU: the share of a GPU that the learner is on too
+    grpo.main(utils.parse_args(grpo.Args, flags[:3]))
+    out = capfd.readouterr().out
+    assert "memory   of a GPU: 24 GiB (4090)" in out and "engine, 0.4 of 24 GiB" in out
+    monkeypatch.setenv("PLAN_GPU", "h1000")
+    grpo.main(utils.parse_args(grpo.Args, flags[:3]))
+    assert "memory   not estimated: no data sheet of a GPU h1000; there are h100, " in capfd.readouterr().out
+    monkeypatch.delenv("PLAN_GPU")
     long = ["--response_length", "500_000_000", "--pack_length", "500_000_256"]
     grpo.main(utils.parse_args(grpo.Args, flags + long))
     out = capfd.readouterr().out
