@@ -80,6 +80,7 @@ FLAGS = {
     "repetition": ["--repetition_penalty", "0.3"],
     "rloo": ["--advantage_normalization_type", "rloo"],
     "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
+    "ttrl": [],
 }
 
 
@@ -246,6 +247,29 @@ def test_repetition_by_hand(forked, monkeypatch):
                 assert batch.advantages[batch.seq_ids == i].tolist() == [a + x for x in rewards]
     probe = grpo.Rollout(prompt, 1, 0, [4, 4], [0.0, 0.0], [True, True])
     assert not grpo.make_batch([[[probe]]], world.device).advantages.any()
+
+
+@pytest.mark.parametrize(
+    "answers, label, want",
+    [
+        (["21", "21", "93", None], "93", [10.0, 10.0, 0.0, 0.0]),  # the majority, which is wrong
+        (["93", "21", "21", "93"], "93", [10.0, 0.0, 0.0, 10.0]),  # of two as frequent the first
+        ([None, None, None, "5"], "93", [0.0, 0.0, 0.0, 10.0]),  # no answer is none to vote for
+        ([None] * 4, "93", [0.0] * 4),
+    ],
+)
+def test_ttrl_by_hand(forked, answers, label, want):
+    """The score is for the majority's answer; what is counted as right still comes from the label."""
+    _, grpo = forked("ttrl")
+    args = test_learner.make_args("m")
+    record = grpo.rewards.RewardRecord
+    prompt = grpo.utils.Prompt(0, (1, 2, 3), "", (), ())
+    group = [grpo.Rollout(prompt, 0, j) for j in range(4)]
+    for r, answer in zip(group, answers, strict=True):
+        r.results = grpo.rewards.score([record(f"It is {answer or 'so'}.", label, "gsm8k")])
+    assert grpo.score_group(group, args)
+    assert [r.score for r in group] == [r.outcome for r in group] == want
+    assert [r.verifiable for r in group] == [float(answer == label) for answer in answers]
 
 
 def test_competence_by_hand(forked):

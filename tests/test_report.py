@@ -753,6 +753,35 @@ def test_no_panel_of_the_picture_reaches_into_another_or_beyond_it(tmp_path, mon
     curves.plt.close(figure)
 
 
+def test_the_control_is_drawn_beside_the_run(tmp_path, monkeypatch):
+    """Seeds 1 and 2 of the majority: 0.1 and 0.3, 0.2 and 0.6, then only one is left; labels are another arm."""
+    from scripts.reports import curves  # and matplotlib
+
+    arms = [("labels", [1.0], {"0": 1.0}), ("majority", [0.1, 0.2, 0.3], {"0": 0.2, "2": 0.4, "3": 0.9})]
+    arms.append(("majority", [0.3, 0.6], {"0": 0.4, "2": 0.2}))
+    rows = [{"arm": arm, "correct": correct, "held_out": held_out} for arm, correct, held_out in arms]
+    (tmp_path / "demo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
+    (run_dir / "args.json").write_text('{"eval_temperature": 0.0, "eval_pass_at_k": 1}')
+    rows = [{"training_step": i, "episode": i, curves.HELD_OUT: 0.5, curves.CORRECT: 0.1 * i} for i in range(3)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = []
+    monkeypatch.setattr(curves.plt, "close", drawn.append)
+    curves.draw(run_dir, tmp_path / "report.png", tmp_path / "demo.jsonl")
+    monkeypatch.undo()
+    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
+    curves.plt.close(drawn[0])
+    points = {label: list(map(tuple, line.get_xydata().round(6).tolist())) for label, line in lines.items()}
+    assert points["training, no labels"] == [(1, 0.2), (2, 0.4)]
+    assert points["held-out, no labels"] == [(0, 0.3), (2, 0.3)]
+    assert set(points) == {
+        "training rollouts",
+        "held-out prompts, greedy",
+        "training, no labels",
+        "held-out, no labels",
+    }
+
+
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):
     run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
     words = f"report {run_dir / 'report.png'}\nrollouts and checks: python scripts/reports/report.py {run_dir}"

@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import grpo
 import utils
 from scripts.data.make_addition import make_addition
+from scripts.data.make_largest import make_largest
 from scripts.data.make_tiny_model import ARCHS, make_tiny_model
 from scripts.parts import run_dir
+from scripts.proof import control
+from scripts.reports.common import CORRECT
 from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +72,7 @@ def test_addition_of_two_digits(tmp_path, seed):
 
 
 def test_addition_of_one_digit_stays_what_it_was(tmp_path):
-    out = make_addition(tmp_path)  # the demo's numbers in README.md are of these rows
+    out = make_addition(tmp_path)  # the numbers in scripts/proof/ are of these rows
     found = {
         split: hashlib.sha256((out / f"{split}.jsonl").read_bytes()).hexdigest()[:16] for split in ("train", "eval")
     }
@@ -84,6 +87,41 @@ def test_addition_depends_on_the_seed_alone(tmp_path, digits):
 
     assert read("a", 1) == read("b", 1)
     assert read("a", 1)[1] != read("c", 2)[1]
+
+
+def test_the_demo_asks_for_the_largest_of_three(tmp_path):
+    """No three numbers twice, in whatever order; the label is the largest."""
+    out = make_largest(tmp_path)
+    rows = {name: [json.loads(line) for line in (out / f"{name}.jsonl").open()] for name in ("train", "eval")}
+    assert {name: len(found) for name, found in rows.items()} == {"train": 400, "eval": 64}
+    asked = []
+    for row in rows["train"] + rows["eval"]:
+        numbers = [int(n) for n in re.findall(r"\d+", row["messages"][-1]["content"])]
+        assert row["ground_truth"] == str(max(numbers)) and len(numbers) == 3
+        asked.append(frozenset(numbers))
+    assert len(set(asked)) == 464 and set().union(*asked) <= set(range(1, 100))
+
+
+def test_the_control_of_the_demo_counts_what_is_right(tmp_path):
+    """A row of control.py is what metrics.jsonl says; the code it runs has the votes."""
+    rows = [{"training_step": 0, f"eval/{CORRECT}": 0.25}, {"training_step": 1, CORRECT: 0.125, "time/total": 2.0}]
+    rows.append({"training_step": 2, CORRECT: 0.5, "time/total": 3.0, f"eval/{CORRECT}": 0.75})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "args.json").write_text('{"model_dtype": "float32"}')
+    (tmp_path / "environment.json").write_text('{"git_commit": "abc"}')
+    row = control.read_run(tmp_path, "majority", 3)
+    assert row.pop("processor") and row == {
+        "arm": "majority",
+        "seed": 3,
+        "correct": [0.125, 0.5],
+        "held_out": {"0": 0.25, "2": 0.75},
+        "seconds": [2.0, 3.0],
+        "model_dtype": "float32",
+        "git_commit": "abc",
+    }
+    tree = control.fork(tmp_path)
+    assert "    vote(group, args)\n" in (tree / "grpo.py").read_text()
+    assert (tree / "scripts" / "demo.sh").exists() and not (tree / ".git").exists()
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

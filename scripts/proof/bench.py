@@ -4,10 +4,10 @@
     python scripts/proof/bench.py compiled   forward and backward by plain layers, and with --compile_layers
     python scripts/proof/bench.py rollout    our engine loop and LLM.generate on the same engine
     python scripts/proof/bench.py sync       learner's weights into the engine: us, a memory copy, vLLM's own reload
-    python scripts/proof/bench.py pipeline   grpo.py and grpo_fast.py on the demo's task, and the ideal of their phases
+    python scripts/proof/bench.py pipeline   grpo.py and grpo_fast.py on sums, and the ideal of their phases
     python scripts/proof/bench.py packing    pack_rollouts on 100k sequences, and next-fit in arrival order
     python scripts/proof/bench.py rewards    scores per second; a solver model asked all at once and one by one
-    python scripts/proof/bench.py precision  steps to learn the demo's task, by the rounding of the weights; an hour
+    python scripts/proof/bench.py precision  steps to learn sums of two digits, by the rounding of the weights; an hour
     python scripts/proof/bench.py startup    seconds to --help, --dry_run and first steps, and of the imports they need
     python scripts/proof/bench.py loop       an engine's Python per token outside vLLM's scheduler and model, no weights
     python scripts/proof/bench.py tokens     the path of a token at learner 0: CPU time and longest pause, stub devices

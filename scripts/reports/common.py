@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+CORRECT = "objective/verifiable_correct_rate"
 GAP = "debug/vllm_vs_local_logprob_diff"
 WAITING = "time/trainer_waiting_for_data"  # only grpo_fast.py has it
 TRAINING = "time/training, waiting for data included"

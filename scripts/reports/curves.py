@@ -1,9 +1,9 @@
 """Draw RUN/report.png: reward, evaluation, response length, KL, logprob gap and seconds per phase, from metrics.jsonl.
 
-    python scripts/reports/curves.py RUN [--out PICTURE.png]
+    python scripts/reports/curves.py RUN [--out PICTURE.png] [--control RESULTS.jsonl]
 
 A run starts it at its end. A run under way, or one that was killed, is drawn with the steps it has. The ending of --out
-is the format (png, pdf, svg).
+is the format (png, pdf, svg). --control draws runs without labels beside it: rows of scripts/proof/control.py.
 """
 
 import sys
@@ -22,14 +22,14 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.reports import intervals  # noqa: E402
-from scripts.reports.common import GAP, parser, phases, read_json, read_lines  # noqa: E402
+from scripts.reports.common import CORRECT, GAP, parser, phases, read_json, read_lines  # noqa: E402
 
-CORRECT = "objective/verifiable_correct_rate"
+HELD_OUT = f"eval/{CORRECT}"
 # title -> unit, then metric -> label
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "reward": (
         "share of correct responses",
-        {CORRECT: "training rollouts", f"eval/{CORRECT}": "held-out prompts (eval), 95 % interval"},
+        {CORRECT: "training rollouts", HELD_OUT: "held-out prompts, 95 % interval"},
     ),
     "score": ("mean score of a rollout", {"objective/scores": "training", "eval/scores": "eval"}),
     "response length": ("tokens", {"val/sequence_lengths": "training", "eval/sequence_lengths": "eval"}),
@@ -71,6 +71,18 @@ def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
         axis.fill_between(steps, low, high, alpha=0.2, color="C1", linewidth=0)
 
 
+def draw_control(axis: Any, results: Path) -> None:
+    """The shares of right answers of the arm "majority": the mean over its seeds at each step that all of them have."""
+    runs = [row for row in read_lines(results) if row["arm"] == "majority"]
+    sampled = [float(np.mean(shares)) for shares in zip(*(run["correct"] for run in runs), strict=False)]
+    steps = [step for step in runs[0]["held_out"] if all(step in run["held_out"] for run in runs)]
+    greedy = [float(np.mean([run["held_out"][step] for run in runs])) for step in steps]
+
+    axis.plot(range(1, len(sampled) + 1), sampled, ":", color="tab:blue", label="training, no labels")
+    axis.plot(list(map(int, steps)), greedy, ":o", color="tab:orange", markersize=4, label="held-out, no labels")
+    axis.legend()
+
+
 def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
     """A bar for each step, its phases on top of each other."""
     seconds = {phase: points(rows, f"time/{phase}") for phase in phases(rows)}
@@ -86,8 +98,8 @@ def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.legend(ncols=3, loc="upper center", handlelength=1, columnspacing=1)
 
 
-def draw(run_dir: Path, path: Path) -> None:
-    """Write the picture."""
+def draw(run_dir: Path, path: Path, control: Path | None = None) -> None:
+    """Write the picture. control: rows of scripts/proof/control.py, drawn beside the run."""
     rows = list(read_lines(run_dir / "metrics.jsonl"))
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     # margins by hand: to have them found takes half of the time
@@ -97,12 +109,16 @@ def draw(run_dir: Path, path: Path) -> None:
         title += f": {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} episodes"
     figure.suptitle(title)
 
+    args = read_json(run_dir / "args.json")
+    greedy = args.get("eval_temperature") == 0 and args.get("eval_pass_at_k") == 1
     *panels, seconds = axes.flat
     for axis, (name, (unit, labels)) in zip(panels, PANELS.items(), strict=True):
         axis.set(title=name, ylabel=unit, xlabel="training step")
-        draw_curves(axis, rows, labels)
-    samples = read_json(run_dir / "args.json").get("eval_pass_at_k", 1)
-    shade_held_out(panels[0], rows, samples)
+        named = {HELD_OUT: "held-out prompts, greedy, 95 % interval"} if greedy and HELD_OUT in labels else {}
+        draw_curves(axis, rows, labels | named)
+    shade_held_out(panels[0], rows, args.get("eval_pass_at_k", 1))
+    if control:
+        draw_control(panels[0], control)
     panels[0].set_ylim(-0.02, 1.02)
     gaps = [line.get_ydata() for line in panels[-1].lines]
     if gaps and all((gap > np.zeros(1)).all() for gap in gaps):
@@ -119,11 +135,12 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("run", type=Path, metavar="RUN", help="directory with metrics.jsonl: output_dir/exp_name")
     flags.add_argument("--out", type=Path, help="file to write; default RUN/report.png")
+    flags.add_argument("--control", type=Path, help="rows of scripts/proof/control.py to draw beside the run")
     options = flags.parse_args()
     if not (options.run / "metrics.jsonl").exists():
         flags.error(f"{options.run} is no run: it has no metrics.jsonl. Give output_dir/exp_name of one that has begun")
     path = options.out or options.run / "report.png"
-    draw(options.run, path)
+    draw(options.run, path, options.control)
     print(path)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of scripts/proof/bench.py share: flags, clocks, ratios, random rollouts, the demo.
+"""What the benchmarks of scripts/proof/bench.py share: flags, clocks, ratios, random rollouts, the sums.
 
 Lengths. Unless --lengths FILE.jsonl names rows of {prompt_tokens, response_tokens}, they are drawn from log-normals
 fitted to the logs of the 7473 training rows of GSM8K in SmolLM2's tokens. The question has mean 4.04 and standard
@@ -11,7 +11,6 @@ are often longer and spread wider, and padding then costs more than here.
 import functools
 import json
 import os
-import re
 import shlex
 import statistics
 import subprocess
@@ -234,23 +233,29 @@ def make_rollouts(lengths: Sequence[GroupLengths], vocab: int, seed: int) -> lis
     return rollouts
 
 
-# --- The demo ---------------------------------------------------------------------------------------------------------
+# --- Sums of two digits -----------------------------------------------------------------------------------------------
+
+# "What is 8 + 2? Give only the number.": the task of all figures in scripts/proof/
+SUMS = """--exp_name sums --output_dir runs --overwrite --seed 1
+    --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --max_prompt_token_length 64
+    --response_length 24 --pack_length 2048 --async_steps 0 --temperature 1.0 --learning_rate 1e-5
+    --lr_scheduler_type constant --beta 0.0 --total_episodes 1280 --local_eval_every 10 --eval_on_step_0
+    --save_freq -1 --vllm_enforce_eager --vllm_enable_prefix_caching --vllm_gpu_memory_utilization 0.4"""
 
 
-def demo_flags(options: BenchFlags) -> list[str]:
-    """The flags of scripts/demo.sh, then --model, --dtype and the flags of grpo.py that were given. Makes the data."""
+def sums_flags(options: BenchFlags) -> list[str]:
+    """The flags of a run on sums, then --model, --dtype and the flags of grpo.py that were given. Makes the data."""
     data = ROOT / "data" / "addition"
     if not (data / "train.jsonl").exists():
         make_addition(data)
-    script = (ROOT / "scripts" / "demo.sh").read_text().replace("\\\n", " ")
-    command = re.search(r"^python grpo(_fast)?\.py(.*)$", script, re.MULTILINE)[2]
-    flags = [str(ROOT / word) if word.startswith("data/") else word for word in shlex.split(command) if word != "$@"]
-    flags += ["--model_name_or_path", options.model, "--model_dtype", options.dtype]
-    return [*flags, *options.grpo_flags]
+    rows = ["--dataset_mixer_list", str(data / "train.jsonl"), "1.0"]
+    rows += ["--dataset_mixer_eval_list", str(data / "eval.jsonl"), "1.0"]
+    model = ["--model_name_or_path", options.model, "--model_dtype", options.dtype]
+    return [*SUMS.split(), *rows, *model, *options.grpo_flags]
 
 
 class Session(NamedTuple):
-    """What a run of the demo has in this process."""
+    """What a run on sums has in this process."""
 
     args: grpo.Args
     world: utils.World
@@ -259,8 +264,8 @@ class Session(NamedTuple):
 
 
 def start_engine(options: BenchFlags) -> Session:
-    """The demo with vLLM in this process."""
-    args = utils.parse_args(grpo.Args, demo_flags(options))
+    """A run on sums with vLLM in this process."""
+    args = utils.parse_args(grpo.Args, sums_flags(options))
     world = utils.init_distributed()
     tokenizer = utils.load_tokenizer(args)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
@@ -281,13 +286,13 @@ def mean_metrics(steps: Sequence[dict[str, float | None]]) -> dict[str, float]:
 
 
 def run_script(script: str, flags: Sequence[str], options: BenchFlags) -> dict[str, float]:
-    """Mean metrics of the steps after the first WARMUP_STEPS of a whole run on the demo's task."""
-    demo = demo_flags(options)
-    args = utils.parse_args(grpo.Args, demo)
+    """Mean metrics of the steps after the first WARMUP_STEPS of a whole run on sums."""
+    sums = sums_flags(options)
+    args = utils.parse_args(grpo.Args, sums)
     episodes = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout * (WARMUP_STEPS + options.steps)
     with tempfile.TemporaryDirectory() as directory:
         run = f"--exp_name bench --total_episodes {episodes} --local_eval_every -1 --no_eval_on_step_0".split()
-        run_or_exit([sys.executable, script, *demo, "--output_dir", directory, *run, *flags])
+        run_or_exit([sys.executable, script, *sums, "--output_dir", directory, *run, *flags])
         lines = (Path(directory) / "bench" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     return mean_metrics([step for step in steps if step["training_step"] > WARMUP_STEPS])

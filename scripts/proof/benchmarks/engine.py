@@ -1,4 +1,4 @@
-"""Benchmarks of vLLM in this process, with the flags of the demo: bench.py rollout and sync."""
+"""Benchmarks of vLLM in this process, on sums of two digits: bench.py rollout and sync."""
 
 import functools
 import statistics

@@ -236,8 +236,8 @@ def describe_arm(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def bench_precision(options: BenchFlags) -> Result:
-    """The demo's task from one start model: steps and seconds until 0.9 of the sampled answers are right (mean of three
-    steps), by arm (see ARMS) and seed.
+    """Sums of two digits from one start model: steps and seconds until 0.9 of the sampled answers are right (mean of
+    three steps), by arm (see ARMS) and seed.
 
     A finished run is a row of --results and is not done again, so the benchmark can be stopped and started again. Arms
     whose products have another dtype than --dtype are left to another call. Table and figure have all rows.

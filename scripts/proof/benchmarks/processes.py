@@ -26,7 +26,7 @@ import grpo
 import grpo_fast
 import utils
 from scripts.parts import addresses
-from scripts.proof.benchmarks.common import BenchFlags, Result, demo_flags, in_rounds, ratio, spread
+from scripts.proof.benchmarks.common import BenchFlags, Result, in_rounds, ratio, spread, sums_flags
 from scripts.proof.benchmarks.scores import gsm8k_records
 
 PROMPT_TOKENS = 105
@@ -340,7 +340,7 @@ def bench_tools(options: BenchFlags) -> Result:
         file = Path(directory, "env.py")
         file.write_text(ENVIRONMENT)
         flags = f"--env_file {file} --max_steps {options.turns - 1} --per_turn_max_tokens 32 --response_length 1024"
-        args = utils.parse_args(grpo.Args, [*demo_flags(options), *flags.split()])
+        args = utils.parse_args(grpo.Args, [*sums_flags(options), *flags.split()])
         tokenizer = utils.load_tokenizer(args)
         engines = connect_engine(serve_vllm, args, args=args)
         engines.eos_ids = utils.eos_token_ids(args, tokenizer)

@@ -23,13 +23,13 @@ from scripts.proof.benchmarks.common import (
     WARMUP_STEPS,
     BenchFlags,
     Result,
-    demo_flags,
     in_rounds,
     ratio,
     run_or_exit,
     run_script,
     spread,
     stopwatch,
+    sums_flags,
 )
 
 # --- pipeline ---------------------------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ STARTUP_RATIOS = (
     ("--dry_run", "import torch, tyro", 2),
     ("--dry_run", "import llama", None),
     ("tiny model", "import torch, tyro", 3),
-    ("demo", "from vllm import LLM", 2),
-    ("demo", "LLM()", None),
+    ("sums", "from vllm import LLM", 2),
+    ("sums", "LLM()", None),
 )
 
 
@@ -179,9 +179,9 @@ def start_run(root: Path | str, *arguments: str) -> float:
             return time.perf_counter() - start  # the end of the run is waited for, and not counted
 
 
-def bare_vllm(demo: Sequence[str]) -> str:
-    """A Python program that makes vLLM's engine as the demo has it."""
-    args = utils.parse_args(grpo.Args, list(demo))
+def bare_vllm(sums: Sequence[str]) -> str:
+    """A Python program that makes vLLM's engine as a run on sums has it."""
+    args = utils.parse_args(grpo.Args, list(sums))
     tokens = args.max_prompt_token_length + args.response_length
     options = f"model={args.model_name_or_path!r}, dtype={args.model_dtype!r}, seed={args.seed}, max_num_seqs=64"
     options += f", max_model_len={tokens}, enforce_eager={args.vllm_enforce_eager}"
@@ -206,26 +206,26 @@ def startup_ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]
 Starts = dict[str, Callable[[Path | str], float]]  # of a checkout
 
 
-def reference_starts(demo: Sequence[str]) -> Starts:
+def reference_starts(sums: Sequence[str]) -> Starts:
     """What any program like ours has to wait for."""
     llama = "import torch, tyro; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
     return {
         "import torch, tyro": lambda root: start_python(root, "-c", "import torch, tyro"),
         "import llama": lambda root: start_python(root, "-c", llama),
         "from vllm import LLM": lambda root: start_python(root, "-c", "from vllm import LLM"),
-        "LLM()": lambda root: start_python(root, "-c", bare_vllm(demo)),
+        "LLM()": lambda root: start_python(root, "-c", bare_vllm(sums)),
     }
 
 
-def our_starts(demo: Sequence[str], tiny: Path) -> Starts:
+def our_starts(sums: Sequence[str], tiny: Path) -> Starts:
     tiny_run = f"--model_name_or_path {tiny} --overwrite --rollout_backend transformers --beta 0 --response_length 24"
     data = ["--dataset_mixer_list", str(ROOT / "data" / "addition" / "train.jsonl"), "1.0"]
     return {
         "import grpo": lambda root: start_python(root, "-c", "import grpo"),
         "--help": lambda root: start_python(root, "grpo.py", "--help"),
-        "--dry_run": lambda root: start_python(root, "grpo.py", *demo, "--dry_run"),
+        "--dry_run": lambda root: start_python(root, "grpo.py", *sums, "--dry_run"),
         "tiny model": lambda root: start_run(root, "grpo.py", *tiny_run.split(), *data),
-        "demo": lambda root: start_run(root, "grpo_fast.py", *demo),
+        "sums": lambda root: start_run(root, "grpo_fast.py", *sums),
     }
 
 
@@ -233,16 +233,16 @@ def bench_startup(options: BenchFlags) -> Result:
     """Seconds until a command says or does its first thing, each in a process of its own; the first round, which fills
     the caches, does not count. With --against, the same of another checkout in the same rounds.
 
-    LLM()          vLLM's engine as the demo has it, bare: what no run with vLLM can be faster than
+    LLM()          vLLM's engine as a run on sums has it, bare: what no run with vLLM can be faster than
     import llama   torch, tyro and a model's code from transformers, bare: the same of --dry_run with a memory estimate
     tiny model     a random model of two layers, --rollout_backend transformers, to the end of the first step
-    demo           grpo_fast.py as in scripts/demo.sh, with the evaluation before training, to the end of the first step
+    sums           grpo_fast.py on sums, with the evaluation before training, to the end of the first step
     """
     with tempfile.TemporaryDirectory() as directory:
         tiny = make_tiny_model(Path(directory) / "tiny")
-        demo = demo_flags(options)
-        references = reference_starts(demo)
-        ours = our_starts(demo, tiny)
+        sums = sums_flags(options)
+        references = reference_starts(sums)
+        ours = our_starts(sums, tiny)
         sides = {name: functools.partial(start, ROOT) for name, start in (references | ours).items()}
         if options.against:
             sides |= {f"{name}, against": functools.partial(start, options.against) for name, start in ours.items()}

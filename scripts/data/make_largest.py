@@ -1,0 +1,50 @@
+"""Write the data of the demo: "Which is the largest of 21, 5, 93? Give only the number."
+
+400 train and 64 eval questions about three different numbers from 1 to 99. No three numbers are asked about twice, in
+whatever order, so that no eval question has its answer among the train questions.
+
+    python scripts/data/make_largest.py [--out data/largest] [--seed 1]
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.data.make_addition import ROOT, write_splits
+
+TRAIN_ROWS = 400
+EVAL_ROWS = 64
+
+
+def make_row(numbers: list[int]) -> dict:
+    listed = ", ".join(map(str, numbers))
+    question = f"Which is the largest of {listed}? Give only the number."
+    # "gsm8k" picks the reward: it compares the last number of the answer with the ground truth
+    return {"messages": [{"role": "user", "content": question}], "ground_truth": str(max(numbers)), "dataset": "gsm8k"}
+
+
+def make_largest(out: Path, seed: int = 1) -> Path:
+    rng = random.Random(seed)
+    drawn: dict[frozenset[int], dict] = {}
+    while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
+        numbers = rng.sample(range(1, 100), 3)
+        drawn.setdefault(frozenset(numbers), make_row(numbers))
+    rows = list(drawn.values())
+    return write_splits(out, {"eval": rows[:EVAL_ROWS], "train": rows[EVAL_ROWS:]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "data" / "largest")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    out = make_largest(args.out, args.seed)
+    print(f"{out}: {TRAIN_ROWS} rows in train.jsonl, {EVAL_ROWS} in eval.jsonl")
+
+
+if __name__ == "__main__":
+    main()
