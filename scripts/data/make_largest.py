@@ -1,7 +1,8 @@
-"""Write the data of the demo: "Which is the largest of 21, 5, 93? Give only the number."
+"""Write the data of the demo: "Which is the largest of 21, 5, 93?"
 
 400 train and 64 eval questions about three different numbers from 1 to 99. No three numbers are asked about twice, in
-whatever order, so that no eval question has its answer among the train questions.
+whatever order, so that no eval question has its answer among the train questions. A prompt begins with an example, which
+shows the form of an answer: what is left to learn is which number it is.
 
     python scripts/data/make_largest.py [--out data/largest] [--seed 1]
 """
@@ -18,13 +19,22 @@ from scripts.data.make_addition import ROOT, write_splits
 
 TRAIN_ROWS = 400
 EVAL_ROWS = 64
+EXAMPLE = [4, 71, 38]
+
+
+def question(numbers: list[int]) -> str:
+    listed = ", ".join(map(str, numbers))
+    return f"Which is the largest of {listed}?"
 
 
 def make_row(numbers: list[int]) -> dict:
-    listed = ", ".join(map(str, numbers))
-    question = f"Which is the largest of {listed}? Give only the number."
+    messages = [
+        {"role": "user", "content": question(EXAMPLE)},
+        {"role": "assistant", "content": str(max(EXAMPLE))},
+        {"role": "user", "content": question(numbers)},
+    ]
     # "gsm8k" picks the reward: it compares the last number of the answer with the ground truth
-    return {"messages": [{"role": "user", "content": question}], "ground_truth": str(max(numbers)), "dataset": "gsm8k"}
+    return {"messages": messages, "ground_truth": str(max(numbers)), "dataset": "gsm8k"}
 
 
 def make_largest(out: Path, seed: int = 1) -> Path:
