@@ -776,7 +776,7 @@ def test_the_control_is_drawn_beside_the_run(tmp_path, monkeypatch):
     assert points["held-out, no labels"] == [(0, 0.3), (2, 0.3)]
     assert set(points) == {
         "training rollouts",
-        "held-out prompts, greedy",
+        "held-out prompts, greedy, 95 % interval",
         "training, no labels",
         "held-out, no labels",
     }
