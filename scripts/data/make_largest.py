@@ -1,8 +1,8 @@
 """Write the data of the demo: "Which is the largest of 21, 5, 93?"
 
 400 train and 64 eval questions about three different numbers from 1 to 99. No three numbers are asked about twice, in
-whatever order, so that no eval question has its answer among the train questions. A prompt begins with an example, which
-shows the form of an answer: what is left to learn is which number it is.
+whatever order, so that no eval question has its answer among the train questions. A prompt begins with an example,
+which shows the form of an answer: what is left to learn is which number it is.
 
     python scripts/data/make_largest.py [--out data/largest] [--seed 1]
 """
