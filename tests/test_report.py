@@ -757,8 +757,9 @@ def test_the_control_is_drawn_beside_the_run(tmp_path, monkeypatch):
     """Seeds 1 and 2 of the majority: 0.1 and 0.3, 0.2 and 0.6, then only one is left; labels are another arm."""
     from scripts.reports import curves  # and matplotlib
 
-    arms = [("labels", [1.0], {"0": 1.0}), ("majority", [0.1, 0.2, 0.3], {"0": 0.2, "2": 0.4, "3": 0.9})]
-    arms.append(("majority", [0.3, 0.6], {"0": 0.4, "2": 0.2}))
+    arms = [("labels", {"1": 1.0}, {"0": 1.0})]
+    arms.append(("majority", {"1": 0.1, "2": 0.2, "3": 0.3}, {"0": 0.2, "2": 0.4, "3": 0.9}))
+    arms.append(("majority", {"1": 0.3, "2": 0.6}, {"0": 0.4, "2": 0.2}))
     rows = [{"arm": arm, "correct": correct, "held_out": held_out} for arm, correct, held_out in arms]
     (tmp_path / "demo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)

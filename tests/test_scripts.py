@@ -113,9 +113,9 @@ def test_the_control_of_the_demo_counts_what_is_right(tmp_path):
     assert row.pop("processor") and row == {
         "arm": "majority",
         "seed": 3,
-        "correct": [0.125, 0.5],
+        "correct": {"1": 0.125, "2": 0.5},
         "held_out": {"0": 0.25, "2": 0.75},
-        "seconds": [2.0, 3.0],
+        "seconds": {"1": 2.0, "2": 3.0},
         "model_dtype": "float32",
         "git_commit": "abc",
     }

@@ -49,25 +49,27 @@ def processor() -> str:
     return f"{names[0]}, {len(names)} cores, {'AVX512-BF16' if fast else 'no bfloat16 instructions'}"
 
 
-def read_run(run: Path, arm: str, seed: int) -> dict[str, Any]:
-    """The row of a run: the shares of right answers, sampled at each step and greedy on held-out prompts."""
-    rows = read_metrics(run)
-    steps = [row for row in rows if row["training_step"] > 0]
-    held_out = {}
+def shares(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """Step -> the metric, where a row has it."""
+    found = {}
     for row in rows:
-        if row.get(f"eval/{CORRECT}") is not None:
-            held_out[str(row["training_step"])] = round(row[f"eval/{CORRECT}"], 4)
+        if row.get(name) is not None:
+            found[str(row["training_step"])] = round(row[name], 4)
+    return found
 
-    return {
-        "arm": arm,
-        "seed": seed,
-        "correct": [round(row[CORRECT], 4) for row in steps],
-        "held_out": held_out,
-        "seconds": [round(row["time/total"], 2) for row in steps],
-        "model_dtype": read_json(run / "args.json")["model_dtype"],
-        "processor": processor(),
-        "git_commit": read_json(run / "environment.json")["git_commit"],
-    }
+
+def read_run(run: Path, arm: str, seed: int) -> dict[str, Any]:
+    """The row of a run. correct: the share of right answers of those sampled in a step; held_out: of the greedy ones to
+    held-out prompts."""
+    rows = read_metrics(run)
+    row: dict[str, Any] = {"arm": arm, "seed": seed}
+    row["correct"] = shares(rows, CORRECT)
+    row["held_out"] = shares(rows, f"eval/{CORRECT}")
+    row["seconds"] = shares(rows, "time/total")
+    row["model_dtype"] = read_json(run / "args.json")["model_dtype"]
+    row["processor"] = processor()
+    row["git_commit"] = read_json(run / "environment.json")["git_commit"]
+    return row
 
 
 def main() -> None:

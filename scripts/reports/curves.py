@@ -71,15 +71,23 @@ def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
         axis.fill_between(steps, low, high, alpha=0.2, color="C1", linewidth=0)
 
 
-def draw_control(axis: Any, results: Path) -> None:
-    """The shares of right answers of the arm "majority": the mean over its seeds at each step that all of them have."""
-    runs = [row for row in read_lines(results) if row["arm"] == "majority"]
-    sampled = [float(np.mean(shares)) for shares in zip(*(run["correct"] for run in runs), strict=False)]
-    steps = [step for step in runs[0]["held_out"] if all(step in run["held_out"] for run in runs)]
-    greedy = [float(np.mean([run["held_out"][step] for run in runs])) for step in steps]
+def means(runs: list[dict[str, float]]) -> dict[int, float]:
+    """Step -> the mean over the runs, at the steps that all of them have. runs: step -> value."""
+    found = {}
+    for step in runs[0]:
+        values = [run[step] for run in runs if step in run]
+        if len(values) == len(runs):
+            found[int(step)] = float(np.mean(values))
+    return found
 
-    axis.plot(range(1, len(sampled) + 1), sampled, ":", color="tab:blue", label="training, no labels")
-    axis.plot(list(map(int, steps)), greedy, ":o", color="tab:orange", markersize=4, label="held-out, no labels")
+
+def draw_control(axis: Any, results: Path) -> None:
+    """The shares of right answers of the arm "majority", means over its seeds."""
+    runs = [row for row in read_lines(results) if row["arm"] == "majority"]
+    sampled = means([run["correct"] for run in runs])
+    greedy = means([run["held_out"] for run in runs])
+    axis.plot(list(sampled), list(sampled.values()), ":", color="C0", label="training, no labels")
+    axis.plot(list(greedy), list(greedy.values()), ":o", color="C1", markersize=4, label="held-out, no labels")
     axis.legend()
 
 
