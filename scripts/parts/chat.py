@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rewards import UserError
+from scripts.parts import hidden, post
 
 LLM_TRIES = 6  # of a request
 LLM_DELAY_S = 0.5  # before the second try; it doubles with every further try, up to LLM_MAX_DELAY_S
 LLM_MAX_DELAY_S = 8.0
+MAX_REPLY_BYTES = 4 * 2**20  # of each of the n replies
+MAX_PROBLEM = 1000  # characters of what a server says when it refuses
 LEAST_SHARE = 1e-3  # a message that is refused as too long is shortened down to this share
 
 # Tokens by which tokenizers and chat templates end a turn, end thinking, and the like.
@@ -73,6 +76,13 @@ class Reply(NamedTuple):
     cut: bool
 
 
+class Client(NamedTuple):
+    """A server, and the key that it asks for."""
+
+    url: str
+    key: str
+
+
 class Replies(NamedTuple):
     """The replies to one request, their number of tokens, and the share of the message that was sent
     (ChatModel.ask)."""
@@ -84,39 +94,40 @@ class Replies(NamedTuple):
 
 class ChatModel:
     """A model behind servers with OpenAI's chat API. Any number of threads may ask; max_concurrency requests run at a
-    time. timeout_s is the time of one request with all its tries, in seconds. sampling: parameters of every request."""
+    time. timeout_s is the time of one request with all its tries, in seconds: a server that sends
+    single bytes has no more. sampling: parameters of every request."""
 
     def __init__(self, model: str, max_concurrency: int, timeout_s: float, **sampling: Any):
         self.model = model
         self.timeout_s = timeout_s
         self.sampling = sampling
         self.slots = threading.BoundedSemaphore(max_concurrency)
-        self.clients: list[Any] = []
+        self.clients: list[Client] = []
 
     def connect(self, base_urls: Sequence[str], api_key: str) -> None:
         """Sends a test message to every server. Raises UserError if a server is out of reach, or refuses the key, the
         model or the sampling parameters."""
-        clients = [self.connect_to(url, api_key) for url in base_urls]
+        clients = [Client(url.rstrip("/"), api_key) for url in base_urls]
+        for client in clients:
+            self.greet(client)
         # Messages with the same beginning go to one server, whose prefix cache has it. New beginnings take turns.
         turns = itertools.cycle(clients)
         self.client_for = functools.lru_cache(maxsize=4096)(lambda beginning: next(turns))
         self.clients = clients
 
-    def connect_to(self, url: str, api_key: str) -> Any:
-        """A client of the server at `url`, which answered a test message. Raises UserError."""
-        import openai
-
-        is_local = re.match(r"https?://(localhost|127\.)", url) is not None
-        # A proxy from the environment does not know the loopback device of this machine.
-        http_client = openai.DefaultHttpxClient(trust_env=not is_local)
-        client = openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, http_client=http_client)
-        greeting: Any = {"messages": [{"role": "user", "content": "Say OK."}]} | self.sampling
-        try:
-            patient = client.with_options(max_retries=2, timeout=self.timeout_s)
-            patient.chat.completions.create(model=self.model, **greeting)
-        except openai.OpenAIError as error:
-            raise UserError(f"model {self.model} at {url} gives no reply: {error}") from error
-        return client
+    def greet(self, client: Client) -> None:
+        """Sends a test message, three times at most. Raises UserError."""
+        deadline = time.monotonic() + self.timeout_s
+        for last_try in (False, False, True):
+            try:
+                self.attempt(client, "Say OK.", deadline, 1, {})
+                return
+            except (BadRequest, Retry, NoReply) as error:
+                if last_try or not isinstance(error, Retry):
+                    raise UserError(
+                        f"model {self.model} at {hidden.in_url(client.url)} gives no reply: {error}"
+                    ) from None
+            time.sleep(LLM_DELAY_S)
 
     def ask(self, prompt: Callable[[float], str], beginning: str = "", n: int = 1, **parameters: Any) -> Replies:
         """n replies to the message prompt(share), or raises NoReply.
@@ -149,38 +160,51 @@ class ChatModel:
                     time.sleep(delay)
 
     def attempt(
-        self, client: Any, message: str, deadline: float, n: int, parameters: dict[str, Any]
+        self, client: Client, message: str, deadline: float, n: int, parameters: dict[str, Any]
     ) -> tuple[list[Reply], int]:
         """n replies and their number of tokens from one try. Raises BadRequest, Retry or NoReply."""
-        import openai
-
-        # The client's own retries are off: they repeat timeouts as well, each with the whole time.
-        timeout_s = max(deadline - time.monotonic(), 0.1)
-        request: Any = {"messages": [{"role": "user", "content": message}], "timeout": timeout_s, "n": n}
+        request = {"model": self.model, "messages": [{"role": "user", "content": message}], "n": n}
         request |= self.sampling | parameters
+        seconds = max(deadline - time.monotonic(), 0.1)
         try:
-            completion = client.chat.completions.create(model=self.model, **request)
-            replies = [Reply(c.message.content or "", c.finish_reason == "length") for c in completion.choices]
-            tokens = completion.usage.completion_tokens if completion.usage else 0
-        except openai.APITimeoutError as error:
-            problem = f"{self.model}: no reply within {self.timeout_s:.0f} s"
-            raise NoReply("timeout", problem) from error
-        except openai.APIStatusError as error:
-            raise self.refusal(error) from error
-        except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:  # cut off, or not OpenAI's JSON
+            answer = post.post(f"{client.url}/chat/completions", request, seconds, MAX_REPLY_BYTES * n, client.key)
+        except TimeoutError:
+            raise NoReply("timeout", f"{self.model}: no reply within {self.timeout_s:.0f} s") from None
+        except ConnectionError as error:  # out of reach, or cut off
+            raise Retry(str(error)) from None
+        if answer.status != 200:
+            raise self.refusal(answer)
+        try:
+            replies, tokens = read_completion(answer.json())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # not OpenAI's JSON
             raise Retry(f"{type(error).__name__}: {error}") from error
         if len(replies) != n:
             raise Retry(f"{len(replies)} replies in place of {n}")
         return replies, tokens
 
-    def refusal(self, error: Any) -> Exception:
-        """The exception for an openai.APIStatusError: BadRequest, Retry or NoReply."""
-        if error.status_code == 400:
-            return BadRequest(str(error))
-        if error.status_code not in (408, 409, 429) and error.status_code < 500:
-            return NoReply("infra_error", f"{self.model}: {error}")
+    def refusal(self, answer: post.Answer) -> Exception:
+        """The exception for an answer with another status than 200: BadRequest, Retry or NoReply."""
+        text = answer.body[:MAX_PROBLEM].decode(errors="replace")
+        problem = f"status {answer.status}: {text}"
+        if answer.status == 400:
+            return BadRequest(problem)
+        if answer.status not in (408, 409, 429) and answer.status < 500:
+            return NoReply("infra_error", f"{self.model}: {problem}")
         try:
-            least_delay_s = float(error.response.headers.get("retry-after", 0))
+            least_delay_s = float(answer.headers.get("retry-after", 0))
         except ValueError:  # it may be a date
             least_delay_s = 0.0
-        return Retry(str(error), least_delay_s)
+        return Retry(problem, least_delay_s)
+
+
+def read_completion(completion: dict[str, Any]) -> tuple[list[Reply], int]:
+    """The replies of a server's JSON and their number of tokens, 0 if it does not say. Raises what indexing raises."""
+    replies = []
+    for choice in completion["choices"]:
+        text = choice["message"].get("content") or ""
+        if not isinstance(text, str):
+            raise TypeError(f"the content of a reply is {type(text).__name__}")
+        replies.append(Reply(text, choice.get("finish_reason") == "length"))
+    usage = completion.get("usage") or {}
+    tokens = usage.get("completion_tokens")
+    return replies, tokens if isinstance(tokens, int) else 0

@@ -5,6 +5,7 @@ model agree. With --resume_anyway it continues although they differ. --overwrite
 """
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import utils
+from scripts.parts import hidden
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
@@ -99,14 +101,15 @@ def ask_services(run_dir: Path, args: dict[str, Any]) -> None:
 
 
 def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: float = 10.0) -> None:
-    """Make the directory that of a run with these flags: writes args.json and environment.json.
+    """Make the directory that of a run with these flags: writes args.json and environment.json, without secrets.
 
     `facts` has data_hash. It and the model's hash must agree with those of a run that is there; all other facts, and
     the provenance, stay as the run's first start wrote them. Raises ValueError naming what differs.
     """
-    config = {name: value for name, value in args.items() if name not in OF_ONE_START}
+    config = hidden.in_flags({name: value for name, value in args.items() if name not in OF_ONE_START})
     hashes = {"data_hash": facts["data_hash"], "model_hash": model_hash(args)}
     need_alone(run_dir, seconds)
+    lock(run_dir, seconds)
     if args["overwrite"] and (run_dir / "args.json").exists():  # a directory without args.json is no run: it stays
         shutil.rmtree(run_dir)
 
@@ -115,6 +118,7 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         need_same_run(run_dir, args, differences(run_dir, config, environment, hashes))
     else:
         environment = facts | provenance()
+        environment["command"] = hidden.in_command(facts.get("command", []))
         environment["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
         environment["omp_num_threads"] = os.environ["OMP_NUM_THREADS"]
         environment["begun"] = time.time()
@@ -123,13 +127,14 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     environment |= hashes
     environment["launch"] = name_of_launch()
     environment["process"] = process(os.getpid())
-    write_json(run_dir / "environment.json", environment)
-    write_json(run_dir / "args.json", config)
+    may_have_secrets = bool(args.get("tool_configs"))
+    write_json(run_dir / "environment.json", environment, may_have_secrets)
+    write_json(run_dir / "args.json", config, may_have_secrets)
 
 
 def differences(run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]) -> str:
     """The flags and hashes in which the run in the directory is another one, for a person."""
-    old = json.loads((run_dir / "args.json").read_text())
+    old = hidden.in_flags(json.loads((run_dir / "args.json").read_text()))  # older runs hid nothing
     changed = []
     for name, value in config.items():
         then = repr(old.get(name))
@@ -158,9 +163,13 @@ def need_same_run(run_dir: Path, args: dict[str, Any], differs: str) -> None:
         print(f"WARNING: --resume_anyway: {differs}", flush=True)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file aside and rename it, so that a full disk never costs the file that is there."""
+def write_json(path: Path, content: dict[str, Any], private: bool = False) -> None:
+    """Write a file aside and rename it, so that a full disk never costs the file that is there. private: only this user
+    may read it."""
     temporary = path.with_name(f"{path.name}.tmp")
+    if private:
+        temporary.touch()
+        temporary.chmod(0o600)
     temporary.write_text(json.dumps(content, indent=1))
     os.replace(temporary, path)
 
@@ -206,6 +215,34 @@ def need_alone(run_dir: Path, seconds: float) -> None:
                 f"{run_dir} is in use: process {trainer[1]} trains there. End it, or choose another --exp_name"
             )
         time.sleep(0.2)
+
+
+LOCKS: dict[Path, int] = {}  # descriptors of the locks that this process holds until its end
+
+
+def lock(run_dir: Path, seconds: float) -> None:
+    """Hold the run's lock until the end of this process: of several starts at the same moment one gets it. Raises
+    ValueError if another one has it. The lock is a file beside the directory, since --overwrite removes the directory.
+
+    fcntl.lockf, and not flock: a forked process does not hold it, so that it ends with this one."""
+    path = run_dir.resolve().with_name(f".{run_dir.name}.lock")
+    if path in LOCKS:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > until:
+                os.close(descriptor)
+                raise ValueError(f"{run_dir} is in use: another run holds {path}. Choose another --exp_name") from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            break
+    LOCKS[path] = descriptor
 
 
 def forget_after(run_dir: Path, step: int) -> None:

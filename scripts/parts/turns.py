@@ -232,4 +232,5 @@ def tools_config(args: utils.Flags) -> dict[str, Any]:
         "tool_parser_type": args.tool_parser_type,
         "tool_configs": tool_configs,
         "tokenizer": args.model_name_or_path,
+        "seconds": args.env_timeout,
     }

@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import math
 import re
 import signal
 import sys
@@ -35,10 +36,13 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import rewards
+from scripts.parts import hidden
 
 MAX_CALLS = 8  # of a turn; the others are refused
 MAX_CHARACTERS = 8192  # of the answer to a call: its two ends are kept
 TIMEOUT_S = 30.0  # of a call
+SHARE_OF_CALLS = 0.9  # of the time of a turn: the environment must answer before it is ended from outside
+LEAST_S = 0.1  # for a call to begin
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 # Where a call begins in the forms of vLLM's parsers, which take one that is not well-formed for plain text
 OPENERS = "<tool_call <function <|python_tag|> [TOOL_CALLS] <|tool_call <start_function <｜tool▁call".split()
@@ -199,7 +203,8 @@ def load_tools(
         if name in loaded:
             raise ValueError(f"--tools: two have the name {name}; --tool_call_names gives others")
         schema = {"type": "function", "function": {**module.SCHEMA["function"], "name": name}}
-        loaded[name] = Loaded(module, configs[number] if configs else {}, schema)
+        config = hidden.from_environment(configs[number]) if configs else {}
+        loaded[name] = Loaded(module, config, schema)
     return loaded
 
 
@@ -279,8 +284,10 @@ class Env:
     """An episode with tools: see the top of this file. Its attributes are plain data."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """config: tools, tool_call_names, tool_configs, tool_parser_type as the flags of these names; tokenizer."""
+        """config: tools, tool_call_names, tool_configs, tool_parser_type as the flags of these names; tokenizer;
+        seconds, the time of a turn's calls together."""
         self.config = config
+        self.end = math.inf  # of the present turn's time
         self.states: dict[str, dict[str, Any]] = {}  # call name -> attributes of its Tool
 
     def run(self, call: Call, tools: dict[str, Loaded]) -> tuple[str, bool]:
@@ -291,8 +298,12 @@ class Env:
         problem = misfit(call.arguments, schema)
         if problem:
             return f"Error: {problem}", True
+        seconds = min(float(config.get("deadline", TIMEOUT_S)), self.end - time.monotonic())
+        if seconds < LEAST_S:
+            return "Error: the calls of this turn have used up its time", True
+        config = config | {"deadline": seconds}
         try:
-            with deadline(float(config.get("deadline", TIMEOUT_S))):
+            with deadline(seconds):
                 if hasattr(module, "Tool"):
                     answer = self.run_tool(call, module.Tool(config))
                 else:
@@ -319,6 +330,7 @@ class Env:
         Metrics are tools/NAME/calls, failures and seconds. NAME is `invalid` for calls that cannot be read, calls of
         unknown tools, and calls beyond MAX_CALLS.
         """
+        self.end = time.monotonic() + SHARE_OF_CALLS * self.config.get("seconds", math.inf)
         tools = load_tools(*(self.config.get(key) for key in ("tools", "tool_call_names", "tool_configs")))
         active = episode.config.get("active_tools")
         if active is not None:

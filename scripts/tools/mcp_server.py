@@ -14,6 +14,8 @@ import json
 import sys
 from pathlib import Path
 
+TIMEOUT_S = 20.0
+
 SCHEMA = {
     "type": "function",
     "function": {
@@ -48,11 +50,21 @@ async def ask(config: dict, name: str, arguments: dict) -> tuple[str, bool]:
     return "\n".join(texts), result.is_error
 
 
+def check(config: dict) -> None:
+    """Raises ValueError, at start, for a time limit above the call's: then the policy would get the server's blame."""
+    from scripts.tools import calls
+
+    seconds = float(config.get("timeout", TIMEOUT_S))
+    most = float(config.get("deadline", calls.TIMEOUT_S))
+    if seconds >= most:
+        raise ValueError(f'"timeout": {seconds:g} of a server is not below "deadline": {most:g} of the call (seconds)')
+
+
 def call(config: dict, name: str, arguments: dict | None = None) -> str:
     """The tool's answer. Raises ValueError where the tool failed, ConnectionError where the server did."""
     try:
         reply = ask(config, name, arguments or {})
-        text, failed = asyncio.run(asyncio.wait_for(reply, float(config.get("timeout", 20))))
+        text, failed = asyncio.run(asyncio.wait_for(reply, float(config.get("timeout", TIMEOUT_S))))
     except Exception as error:  # mostly groups of others
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]

@@ -6,8 +6,9 @@
 Config: either corpus, a file of rows {text or contents, title}, or url, a server with the protocol of Search-R1
 (arXiv:2503.09516): {"queries": [text], "topk": 3, "return_scores": true} -> {"result": [[{"document": {"contents":
 title, newline, text}, "score": 1.2}, ...]]}. top_k (3), max_characters of a document (1000). For a url: timeout (10)
-seconds of a request, retries (3). A server that cannot be reached, or answers in another form, raises ConnectionError:
-a failure of infrastructure, unlike a query that finds nothing.
+seconds of a request, retries (3); all tries together end 3 s before the 30 s of a call. A server that cannot be
+reached, hangs, or answers in another form, raises ConnectionError: a failure of infrastructure, unlike a query that
+finds nothing.
 
 BM25 is bm25s (arXiv:2407.03618) with its own defaults: Lucene's variant, k1 1.5, b 0.75, English stop words, no
 stemmer. Each process that searches makes its own index at its first call.
@@ -17,8 +18,6 @@ import functools
 import json
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ SCHEMA = {
 MAX_QUERY = 1000  # characters
 MAX_REPLY = 8 * 2**20  # bytes
 DELAY_S = 0.5  # before the second try
+TIMEOUT_S = 10.0  # of a try
+SHARE = 0.9  # of the time of a call, for all tries
 
 
 @functools.cache
@@ -74,24 +75,39 @@ def search_file(corpus: str, query: str, top_k: int) -> list[dict]:
     return [documents[i] for i in found[:top_k]]
 
 
-def search_url(url: str, query: str, top_k: int, timeout: float, retries: int) -> list[dict]:
-    """The same from a server. Raises ConnectionError after retries + 1 tries, 0.5, 1, 2, ... seconds apart."""
-    body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True}).encode()
+def search_url(config: dict, query: str, top_k: int) -> list[dict]:
+    """The same from a server. Raises ConnectionError after retries + 1 tries, 0.5, 1, 2, ... seconds apart, or when the
+    time of all tries is over: that is less than the time of a call, so that the policy never gets the blame."""
+    from scripts.parts import hidden, post
+
+    url = config["url"]
+    content = {"queries": [query], "topk": top_k, "return_scores": True}
+    end = time.monotonic() + SHARE * seconds_of_call(config)
     delay = DELAY_S
-    for attempt in range(retries + 1):
+    for attempt in range(int(config.get("retries", 3)) + 1):
         if attempt:
             time.sleep(delay)
             delay *= 2
+        seconds = min(float(config.get("timeout", TIMEOUT_S)), end - time.monotonic())
         try:
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
-                rows = json.loads(reply.read(MAX_REPLY))["result"][0]
-            return [document_of(row) for row in rows]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
+            answer = post.post(url, content, seconds, MAX_REPLY)
+            if answer.status == 200:
+                return [document_of(row) for row in answer.json()["result"][0]]
+            problem = f"status {answer.status}"
+            if answer.status < 500 and answer.status != 429:
                 break  # a refusal, which no second try changes
-    raise ConnectionError(f"{url}: {problem}")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {seconds:.3g} s"
+        if time.monotonic() + delay >= end:
+            break
+    raise ConnectionError(f"{hidden.in_url(url)}: {problem}")
+
+
+def seconds_of_call(config: dict) -> float:
+    """The time that a call has: see calls.Env.run."""
+    from scripts.tools import calls
+
+    return float(config.get("deadline", calls.TIMEOUT_S))
 
 
 def document_of(row: dict) -> dict[str, str]:
@@ -104,6 +120,10 @@ def check(config: dict) -> None:
     """Raises ValueError, OSError or ImportError, at start, for a config without which no search can work."""
     if ("url" in config) == ("corpus" in config):
         raise ValueError('search needs either {"corpus": FILE.jsonl} or {"url": ...}')
+    seconds = float(config.get("timeout", TIMEOUT_S))
+    most = seconds_of_call(config)
+    if seconds >= most:
+        raise ValueError(f'"timeout": {seconds:g} of a try is not below "deadline": {most:g} of the call (seconds)')
     if "corpus" in config:
         bm25(config["corpus"])
 
@@ -117,8 +137,7 @@ def call(config: dict, query: str) -> str:
         raise ValueError(f"the query has more than {MAX_QUERY} characters")
     top_k = int(config.get("top_k", 3))
     if "url" in config:
-        timeout = float(config.get("timeout", 10))
-        documents = search_url(config["url"], query, top_k, timeout, int(config.get("retries", 3)))
+        documents = search_url(config, query, top_k)
     else:
         documents = search_file(config["corpus"], query, top_k)
     limit = int(config.get("max_characters", 1000))

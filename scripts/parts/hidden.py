@@ -1,0 +1,106 @@
+"""Keys and passwords: they come from the environment where they can, and no file of a run has them.
+
+A text `$NAME` in --tool_configs is the environment's variable NAME: the tool gets its value, and files, trackers and
+the model's card show `$NAME`. What a command line has in plain words is shown as HIDDEN: in --tool_configs the values
+whose names sound like a secret's, and in addresses user, password and the values of a query.
+"""
+
+import json
+import os
+import re
+from typing import Any
+
+HIDDEN = "***"
+VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+SECRET = re.compile(r"key|token|secret|passw|pwd|auth|credential|cookie|bearer|signature", re.IGNORECASE)
+USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
+QUERY_OF_URL = re.compile(r"(?<=://)([^?#\s,]*)\?([^#\s,]*)")
+VALUE_OF_QUERY = re.compile(r"=[^&]*")
+
+
+def in_url(text: str) -> str:
+    """A text in which the addresses have no user, no password and no values of a query."""
+    text = USER_OF_URL.sub(f"{HIDDEN}@", text)
+    return QUERY_OF_URL.sub(hide_query, text)
+
+
+def hide_query(match: re.Match) -> str:
+    """HOST?key=*** of HOST?key=value."""
+    query = VALUE_OF_QUERY.sub(f"={HIDDEN}", match[2])
+    if "=" not in query:
+        query = HIDDEN
+    return f"{match[1]}?{query}"
+
+
+def in_settings(value: Any, name: str = "") -> Any:
+    """A tool's config, or a part of it under a name, without its secrets. `$NAME` stays."""
+    if isinstance(value, dict):
+        return {key: in_settings(entry, f"{name} {key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return in_words(value, name)
+    if not isinstance(value, str) or VARIABLE.fullmatch(value):
+        return value
+    return HIDDEN if SECRET.search(name) else in_url(value)
+
+
+def in_words(words: list, name: str) -> list:
+    """The same of a list. In a command the word behind --api-key is hidden, and the value in --api-key=value."""
+    shown = []
+    last = name
+    for word in words:
+        if isinstance(word, str) and word.startswith("-"):
+            flag, equals, value = word.partition("=")
+            shown.append(f"{flag}={in_settings(value, flag)}" if equals else word)
+            last = name if equals else f"{name} {flag}"
+        else:
+            shown.append(in_settings(word, last))
+            last = name
+    return shown
+
+
+def in_text(text: str) -> str:
+    """A value of the command line: JSON of a tool's config, or any other text, which may be an address."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.dumps(in_settings(json.loads(text)))
+        except (ValueError, RecursionError):
+            return in_url(text)
+    return in_url(text)
+
+
+def in_flags(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a run, for its files."""
+    shown = {}
+    for name, value in flags.items():
+        if isinstance(value, str):
+            value = in_text(value)
+        if isinstance(value, list):
+            value = [in_text(entry) if isinstance(entry, str) else entry for entry in value]
+        shown[name] = value
+    return shown
+
+
+def in_command(words: list[str]) -> list[str]:
+    """A command line, for the files of a run."""
+    shown = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and equals:
+            shown.append(flag + equals + in_text(value))
+        else:
+            shown.append(in_text(word))
+    return shown
+
+
+def from_environment(value: Any) -> Any:
+    """A tool's config with the values of its `$NAME`. Raises ValueError for one that is not set."""
+    if isinstance(value, dict):
+        return {key: from_environment(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [from_environment(entry) for entry in value]
+    found = VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    if found[1] not in os.environ:
+        raise ValueError(f"{value} in --tool_configs is not set: export {found[1]}")
+    return os.environ[found[1]]

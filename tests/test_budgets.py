@@ -1,0 +1,230 @@
+"""Servers that drip, flood, hang or answer nonsense: a request has one budget of time and one of bytes."""
+
+import socket
+import threading
+import time
+import zlib
+
+import pytest
+
+import rewards
+from scripts.parts import chat, post
+from scripts.tools import mcp_server, search
+from tests.test_tools import environment, said, step
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+class Server:
+    """Listens on loopback; `behave(connection, number)` is what it does once it has read a request. Keeps requests."""
+
+    def __init__(self, behave):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.behave = behave
+        self.requests = []
+        self.open = True
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/v1"
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while self.open:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
+
+    def answer(self, connection):
+        with connection:
+            data = b""
+            while b"\r\n\r\n" not in data:
+                data += connection.recv(65536)
+            self.requests.append(data)
+            try:
+                self.behave(connection, len(self.requests))
+            except OSError:
+                return  # the client has gone
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(behave):
+        servers.append(Server(behave))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.open = False
+        server.socket.close()
+
+
+def drip(first):
+    """After `first`, a byte each twentieth of a second, for as long as anybody listens."""
+
+    def behave(connection, number):
+        connection.sendall(first)
+        for _ in range(400):
+            connection.sendall(b" ")
+            time.sleep(0.05)
+
+    return behave
+
+
+DRIPS = {
+    "body": HEAD + b"Content-Length: 100000\r\n\r\n",
+    "chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\nFFFF\r\n",
+    "headers": HEAD + b"X-Slow:",
+    "status": b"HTTP/1.1 200 ",
+}
+
+
+@pytest.mark.parametrize("part", DRIPS)
+def test_a_server_that_drips_has_no_more_time(serve, part):
+    server = serve(drip(DRIPS[part]))
+    with pytest.raises(TimeoutError):
+        post.post(server.url, {}, 0.5, 1000)
+
+
+def test_a_judge_that_drips_is_a_timeout(serve):
+    """httpx' own limit is one of a read: each byte would give the server the whole time again."""
+    server = serve(drip(DRIPS["body"]))
+    judge = chat.ChatModel("m", 4, 0.5)
+    judge.clients = [chat.Client(server.url, "key")]
+    judge.client_for = lambda beginning: judge.clients[0]
+    with pytest.raises(chat.NoReply) as raised:
+        judge.ask(lambda share: "Why?")
+    assert raised.value.status == "timeout"
+    assert b"authorization: bearer key" in server.requests[0].lower()
+
+
+def test_the_start_does_not_wait_for_a_judge_that_drips(serve):
+    server = serve(drip(DRIPS["headers"]))
+    with pytest.raises(rewards.UserError, match="no reply within"):
+        chat.ChatModel("m", 4, 0.5).connect([server.url], "key")
+
+
+def flood(head, piece=b" " * 2**16):
+    def behave(connection, number):
+        connection.sendall(head)
+        for _ in range(10_000):
+            connection.sendall(piece)
+
+    return behave
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_flood_is_cut(serve, status):
+    head = b"HTTP/1.1 %d X\r\nContent-Length: 655360000\r\n\r\n" % status
+    server = serve(flood(head))
+    with pytest.raises(ConnectionError, match="more than 100000 bytes"):
+        post.post(server.url, {}, 30, 100_000)
+
+
+def test_what_was_packed_is_not_unpacked(serve):
+    """A gigabyte of blanks is a megabyte when packed. The request asks for plain bytes."""
+    packed = zlib.compress(b" " * 2**24)
+    head = HEAD + b"Content-Encoding: deflate\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    server = serve(lambda connection, number: connection.sendall(head + packed))
+    answer = post.post(server.url, {}, 30, 2**20)
+    assert answer.body == packed
+    assert b"accept-encoding: identity" in server.requests[0].lower()
+
+
+def reply(text):
+    body = text.encode()
+    return HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"choices": 5}',
+        '{"choices": [{"message": {"content": 7}}]}',
+        '{"choices": [{"message": {"content": "x"}}], "usage": []}',
+        "null",
+        "NaN",
+    ],
+)
+def test_a_reply_of_nonsense_is_missing(serve, monkeypatch, text):
+    monkeypatch.setattr(chat, "LLM_TRIES", 2)
+    monkeypatch.setattr(chat, "LLM_DELAY_S", 0.01)
+    server = serve(lambda connection, number: connection.sendall(reply(text)))
+    judge = chat.ChatModel("m", 4, 30.0)
+    judge.clients = [chat.Client(server.url, "")]
+    judge.client_for = lambda beginning: judge.clients[0]
+    if '"usage": []' in text:
+        assert judge.ask(lambda share: "Why?").tokens == 0
+        return
+    with pytest.raises(chat.NoReply):
+        judge.ask(lambda share: "Why?")
+    assert len(server.requests) == 2
+
+
+def test_a_number_of_tokens_that_is_none(serve):
+    replies, tokens = chat.read_completion(
+        {"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": "many"}}
+    )
+    assert (replies, tokens) == ([chat.Reply("x", False)], 0)
+
+
+def test_a_proxy_does_not_get_what_is_for_loopback(serve, monkeypatch):
+    proxy = serve(lambda connection, number: connection.sendall(reply("{}")))
+    server = serve(lambda connection, number: connection.sendall(reply("{}")))
+    monkeypatch.setenv("http_proxy", proxy.url)
+    post.client.cache_clear()
+    assert post.post(server.url, {}, 30, 1000).status == 200
+    assert not proxy.requests
+    assert post.post("http://retriever.invalid/retrieve", {}, 30, 1000).status == 200
+    assert len(proxy.requests) == 1
+    post.client.cache_clear()
+
+
+def test_a_redirect_is_not_followed(serve):
+    other = serve(lambda connection, number: connection.sendall(reply("{}")))
+    head = b"HTTP/1.1 307 X\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % other.url.encode()
+    server = serve(lambda connection, number: connection.sendall(head))
+    assert post.post(server.url, {}, 30, 1000, "secret").status == 307
+    assert not other.requests
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tools
+
+
+@pytest.mark.parametrize("part", DRIPS)
+def test_a_retriever_that_hangs_makes_the_sample_missing(serve, part):
+    """Its tries took longer than the call's deadline, which was told to the policy as its own error."""
+    server = serve(drip(DRIPS[part]))
+    env = environment("search", tool_configs=[{"url": server.url, "deadline": 0.6, "timeout": 0.3}])
+    with pytest.raises(ConnectionError, match="no answer within"):
+        step(env, "<search>Paris</search>")
+    assert 1 <= len(server.requests) <= 3
+
+
+def test_the_time_of_a_turn_bounds_that_of_a_call(serve):
+    """--env_timeout below the call's 30 s: the environment would be ended, and the policy would read of it."""
+    server = serve(drip(DRIPS["body"]))
+    env = environment("search", tool_configs=[{"url": server.url}], seconds=1.0)
+    with pytest.raises(ConnectionError):
+        step(env, "<search>Paris</search>")
+
+
+def test_calls_of_a_turn_without_time_are_not_run():
+    env = environment("calculator", seconds=0.01)
+    assert said(env, "<calculator>1 + 1</calculator>") == "Error: the calls of this turn have used up its time"
+
+
+@pytest.mark.parametrize("tool", [search, mcp_server])
+def test_a_limit_above_the_call_s_is_refused(tool):
+    with pytest.raises(ValueError, match='"timeout": 30 of a .* is not below "deadline": 30'):
+        tool.check({"url": "http://127.0.0.1:1", "timeout": 30})
+
+
+def test_a_reply_that_is_nested_is_no_failure_of_the_policy(serve):
+    server = serve(lambda connection, number: connection.sendall(reply("[" * 100_000)))
+    env = environment("search", tool_configs=[{"url": server.url, "retries": 0}])
+    with pytest.raises(ConnectionError, match="nested too deeply"):
+        step(env, "<search>Paris</search>")

@@ -1,0 +1,159 @@
+"""Secrets of a command line are in no file of the run, and of two starts at once one gets the directory."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from scripts.parts import hidden, push_to_hub, run_dir
+from scripts.tools import calls
+from tests import programs
+
+TOOL = """
+SCHEMA = {"type": "function", "function": {"name": "own", "parameters": {"type": "object", "properties": {}}}}
+def call(config):
+    return config["api_key"]
+"""
+CONFIG = {
+    "url": "http://me:pa55@host/search?api_key=s3cret&k",
+    "api_key": "s3cret",
+    "headers": {"Authorization": "Bearer s3cret", "Accept": "text"},
+    "env": {"SEARCH_TOKEN": "s3cret"},
+    "command": ["serve", "--api-key", "s3cret", "--token=s3cret", "--top", "3", "x"],
+    "api_token": "$NAME_OF_IT",
+    "timeout": 3,
+}
+SHOWN = {
+    "url": "http://***@host/search?api_key=***&k",
+    "api_key": "***",
+    "headers": {"Authorization": "***", "Accept": "text"},
+    "env": {"SEARCH_TOKEN": "***"},
+    "command": ["serve", "--api-key", "***", "--token=***", "--top", "3", "x"],
+    "api_token": "$NAME_OF_IT",
+    "timeout": 3,
+}
+
+
+def test_what_is_shown_of_a_config():
+    assert hidden.in_settings(CONFIG) == SHOWN
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("http://localhost:8000/v1", "http://localhost:8000/v1"),
+        ("https://user:pa@55@host/v1", "https://***@host/v1"),
+        ("http://a/v1?key=s3cret,http://me@b/v1", "http://a/v1?key=***,http://***@b/v1"),
+        ("http://a/v1?s3cret", "http://a/v1?***"),
+        ("data/a@b.jsonl", "data/a@b.jsonl"),
+        ("openai/gsm8k:main", "openai/gsm8k:main"),
+        ("{not JSON http://u:s3cret@h", "{not JSON http://***@h"),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_what_is_shown_of_a_value(text, shown):
+    assert hidden.in_text(text) == shown
+
+
+def start(directory, **flags):
+    args = dict.fromkeys(("resume", "resume_anyway", "overwrite"), False)
+    args |= {"model_name_or_path": str(directory), "model_revision": None, "tool_configs": []} | flags
+    config = json.dumps(CONFIG)
+    url = "http://me:s3cret@judge/v1"
+    args |= {"llm_judge_base_url": url}
+    words = ["python", "grpo.py", "--tool_configs", config, f"--llm_judge_base_url={url}"]
+    run_dir.claim(directory / "grpo", args, {"data_hash": "0", "command": words}, 0.3)
+
+
+def test_no_file_of_a_run_has_a_secret(tmp_path):
+    start(tmp_path, tool_configs=[json.dumps(CONFIG)])
+    files = [path for path in (tmp_path / "grpo").iterdir() if path.is_file()]
+    assert len(files) == 2
+    for path in files:
+        text = path.read_text()
+        assert "s3cret" not in text and "pa55" not in text and "$NAME_OF_IT" in text
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_model_s_card_has_no_secret(tmp_path):
+    """It is published, with the command line."""
+    start(tmp_path)
+    run = tmp_path / "grpo"
+    (run / "metrics.jsonl").write_text('{"training_step": 1, "episode": 8}\n')
+    args = {"model_name_or_path": "m", "dataset_mixer_list": ["data/x.jsonl", "1.0"], "exp_name": "grpo"}
+    card = push_to_hub.model_card(run, args)
+    assert "grpo.py" in card and "s3cret" not in card and "pa55" not in card
+
+
+def test_a_run_goes_on_with_another_key(tmp_path):
+    start(tmp_path, tool_configs=[json.dumps(CONFIG)])
+    start(tmp_path, tool_configs=[json.dumps(CONFIG | {"api_key": "another"})], resume=True)
+    with pytest.raises(ValueError, match="tool_configs"):
+        start(tmp_path, tool_configs=[json.dumps(CONFIG | {"timeout": 4})], resume=True)
+
+
+def test_a_run_without_tools_can_be_read_by_others(tmp_path):
+    before = os.umask(0o022)
+    start(tmp_path)
+    os.umask(before)
+    assert stat.S_IMODE((tmp_path / "grpo" / "args.json").stat().st_mode) == 0o644
+
+
+def test_a_key_comes_from_the_environment(tmp_path, monkeypatch):
+    tool = tmp_path / "own.py"
+    tool.write_text(TOOL)
+    config = {"tools": [str(tool)], "tool_configs": [{"api_key": "$KEY_OF_TOOL"}], "tool_parser_type": "legacy"}
+    monkeypatch.delenv("KEY_OF_TOOL", raising=False)
+    with pytest.raises(ValueError, match=r"\$KEY_OF_TOOL in --tool_configs is not set: export KEY_OF_TOOL"):
+        calls.check(config)
+    monkeypatch.setenv("KEY_OF_TOOL", "s3cret")
+    tools = calls.load_tools(config["tools"], None, config["tool_configs"])
+    assert calls.Env(config).run(calls.Call("own", {}), tools) == ("s3cret", False)
+
+
+START = """
+import pathlib, sys, time
+from scripts.parts import run_dir
+from tests.test_hidden import start
+directory = pathlib.Path(sys.argv[1])
+(directory / f"ready_{sys.argv[2]}").touch()
+while len(list(directory.glob("ready_*"))) < 3:
+    time.sleep(0.01)
+claimed = run_dir.provenance
+run_dir.provenance = lambda: time.sleep(0.5) or claimed()  # all have looked before the first one writes
+start(directory, overwrite=sys.argv[3] == "overwrite")
+print("claimed", flush=True)
+time.sleep(3)
+"""
+
+
+@pytest.mark.parametrize("flag", ["plain", "overwrite"])
+def test_of_starts_at_the_same_moment_one_has_the_directory(tmp_path, flag):
+    """A job array with one --exp_name: all looked, then all wrote."""
+    runs = []
+    for number in range(3):
+        out = tmp_path / f"out_{number}"
+        runs.append(programs.Program(["-c", START, str(tmp_path), str(number), flag], out, address=programs.serve()))
+    statuses = sorted(run.wait() for run in runs)
+    outputs = [(tmp_path / f"out_{number}").read_text() for number in range(3)]
+    assert statuses == [0, 1, 1], outputs
+    assert sum("claimed\n" in text for text in outputs) == 1
+    assert sum("is in use: " in text for text in outputs) == 2
+
+
+def test_the_lock_is_no_fork_s(tmp_path):
+    """A killed run's engine may live on for a moment."""
+    forks = START.replace("< 3", "< 1").replace("time.sleep(3)", "import os\nif os.fork() == 0: time.sleep(60)")
+    run = programs.Program(["-c", forks, str(tmp_path), "0", "plain"], tmp_path / "out", address=programs.serve())
+    assert run.wait() == 0, (tmp_path / "out").read_text()
+    start(tmp_path, resume=True)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(run_dir.fcntl, "lockf", refuse)
+    start(tmp_path)
+    assert (tmp_path / "grpo" / "args.json").exists()
