@@ -35,7 +35,7 @@ def launch(names: list[str], command: list[str]) -> None:
         max_restarts=0,
         monitor_interval=0.2,
         signals_to_handle="SIGHUP,SIGQUIT",
-        shutdown_timeout=3,  # seconds that the other ranks have when one has died
+        shutdown_timeout=3,  # seconds after a signal; when a rank has died, the others have torch's 30
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks write to our output; else torch makes a directory
     )
     signal.set_wakeup_fd(-1)  # from here on the ranks answer to signals

@@ -2,6 +2,8 @@
 
 import ctypes
 import faulthandler
+import itertools
+import math
 import os
 import signal
 import sys
@@ -23,20 +25,29 @@ def die_with_parent() -> None:
             raise SystemExit("grpo_fast.py: the launcher is gone")
 
 
+SIGNS = 3  # limits without a sign of life after which the others take learner 0 for dead
+
+
 class Watchdog:
-    """A thread that ends this process with all its stacks when learner 0 sees nothing move for --stall_timeout_s.
-    Learner 0 calls `beat` whenever a message arrives or a step ends. On a stall it tells the other ranks through the
-    store."""
+    """Threads that end this process, with all its stacks, when nothing moves for --stall_timeout_s.
+
+    Learner 0 sees what moves: it calls `beat` whenever a message arrives or a step ends. On a stall it tells the other
+    ranks through the store. Its thread also counts there, as a sign of life: when the count stands still for SIGNS
+    times the limit, learner 0 itself has been stopped, and the others end."""
 
     def __init__(self, meeting: Any, name: str, timeout_s: float):
         self.name = name
         self.leads = name == "learner 0"
         self.timeout_s = timeout_s
+        self.poll_s = min(1.0, timeout_s / 10)
         self.outstanding: Callable[[], str] = lambda: "no request"
+        self.told = False  # learner 0 has seen a stall
         self.beat()
         if timeout_s > 0:
             self.store = meeting.connect()
             threading.Thread(target=self._watch, daemon=True).start()
+            look = self._give_signs if self.leads else self._look_for_signs
+            threading.Thread(target=look, args=(timeout_s / 4,), daemon=True).start()
 
     def beat(self) -> None:
         self.last = time.monotonic()
@@ -45,13 +56,34 @@ class Watchdog:
         """Since the last beat."""
         return time.monotonic() - self.last
 
+    def _give_signs(self, every_s: float) -> None:
+        for count in itertools.count():
+            self.store.set("alive", str(count))
+            time.sleep(every_s)
+
+    def _look_for_signs(self, every_s: float) -> None:
+        """Beat when learner 0 has counted on. A store that is gone with learner 0 may let this thread wait for ever."""
+        self.last = math.inf  # learner 0 is still loading
+        seen = b""
+        while True:
+            self.told = self.store.check(["stalled"])
+            if self.store.check(["alive"]):
+                count = self.store.get("alive")
+                if count != seen:
+                    self.beat()
+                seen = count
+            time.sleep(min(self.poll_s, every_s))
+
     def _watch(self) -> None:
-        while not (self.seconds() > self.timeout_s if self.leads else self.store.check(["stalled"])):
-            time.sleep(min(1.0, self.timeout_s / 10))
+        limits = 1 if self.leads else SIGNS
+        while not self.told and self.seconds() <= limits * self.timeout_s:
+            time.sleep(self.poll_s)
         message = f"grpo_fast.py: {self.name} (pid {os.getpid()}): stalled"
         if self.leads:
             self.store.set("stalled", "1")
             message += f": nothing moved for {self.seconds():.0f} s. Outstanding: {self.outstanding()}"
+        elif not self.told:
+            message += f": learner 0 has given no sign of life for {self.seconds():.0f} s"
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         if self.leads:

@@ -1,0 +1,83 @@
+"""Learner 0 is stopped as a whole: nobody who watches only for its words would notice."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests import programs
+
+RANK = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from scripts.parts import liveness
+
+class Meeting:
+    def connect(self):
+        return dist.TCPStore("127.0.0.1", port, is_master=False) if port else dist.FileStore(place)
+
+name, place, kind = sys.argv[1:]
+port = 0
+if kind == "tcp" and name == "learner 0":  # hosts the store, which stops with it
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    open(place + ".tmp", "w").write(str(port))
+    import os; os.rename(place + ".tmp", place)
+elif kind == "tcp":
+    while not __import__("os").path.exists(place):
+        time.sleep(0.1)
+    port = int(open(place).read())
+watchdog = liveness.Watchdog(Meeting(), name, 2.0)
+print("watches", flush=True)
+while True:
+    watchdog.beat() if name == "learner 0" else None
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Function (name of a rank, kind of store) -> its process, which watches. All are killed afterwards."""
+    started = []
+
+    def start_rank(name, kind):
+        log = tmp_path / name
+        log.touch()
+        rank = programs.Program(["-c", RANK, name, tmp_path / "store", kind], log, address=programs.serve())
+        started.append(rank)
+        until = time.monotonic() + 60
+        while "watches" not in log.read_text():
+            assert time.monotonic() < until and rank.poll() is None, log.read_text()
+            time.sleep(0.1)
+        return rank
+
+    yield start_rank
+    for rank in started:
+        rank.kill()
+        rank.wait()
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_stopped_learner_0_is_noticed(start, tmp_path, kind):
+    """SIGSTOP, or a disk that does not answer: its own watchdog stands still with it."""
+    learner = start("learner 0", kind)
+    engine = start("engine 0", kind)
+    time.sleep(2.0)  # a count has been seen
+    assert engine.poll() is None
+    os.kill(learner.pid, signal.SIGSTOP)
+    assert engine.wait(60) == 1
+    words = (tmp_path / "engine 0").read_text()
+    assert "engine 0" in words and "learner 0 has given no sign of life for" in words
+    assert "_watch" in words, "the stacks"
+
+
+def test_a_learner_0_that_lives_is_left_alone(start):
+    """Also while it loads: its first sign may come late."""
+    engine = start("engine 0", "file")
+    time.sleep(7.0)
+    assert engine.poll() is None
+    learner = start("learner 0", "file")
+    time.sleep(7.0)
+    assert engine.poll() is None and learner.poll() is None
