@@ -8,13 +8,18 @@ import os
 import sys
 
 ENVIRONMENT = frozenset(os.environ)  # utils sets defaults for libraries
-MODULES = """grpo grpo_fast scripts.parts.sandbox tyro tyro._backends._argparse_formatter peft
-    torch._inductor.compile_fx torch.distributed.run torch.utils.tensorboard
+MODULES = """grpo grpo_fast scripts.parts.checkpoints scripts.parts.dumps scripts.parts.failures scripts.parts.head
+    scripts.parts.machine scripts.parts.packing scripts.parts.sandbox scripts.parts.start_files
+    scripts.parts.transformers_engine tyro tyro._backends._argparse_formatter typeguard peft
+    torch._inductor.compile_fx torch.distributed.checkpoint torch.distributed.checkpoint.state_dict
+    torch.distributed.run torch.utils.tensorboard transformers.optimization
     transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
     transformers.models.llama.modeling_llama transformers.models.qwen3.modeling_qwen3 vllm.entrypoints.llm
     vllm.entrypoints.launchers.cli_args
     vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
     vllm.model_executor.layers.quantization.online.base vllm.model_executor.models.llama
+    vllm.plugins.lora_resolvers.filesystem_resolver vllm.plugins.lora_resolvers.hf_hub_resolver
+    vllm.v1.attention.backends.cpu_attn vllm.v1.core.sched.scheduler
     vllm.v1.executor.uniproc_executor vllm.v1.worker.cpu_worker nltk"""
 UNITS = "TESTS_OF_UNITS" in os.environ  # which start no engine of vLLM, compile nothing and train no adapters
 for name in MODULES.split():
@@ -29,6 +34,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous  # noqa: E40
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
 get_checkpoint_conversion_mapping("llama")  # makes those of all models
+import grpo  # noqa: E402
+import utils  # noqa: E402
+
+utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])  # docstrings are read, expressions are compiled
 # torchrun's name for each event, of inspect.stack(), which looks at every module eighteen times: 2 s
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 if not UNITS:
@@ -45,7 +54,7 @@ if not UNITS:
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     vllm.logger.configure_logging_if_needed(LoggingConfig())
-    cpu.GiB_bytes //= 8  # of VLLM_CPU_KVCACHE_SPACE, which has whole ones: an engine fills them with zeros
+    cpu.GiB_bytes //= 32  # of VLLM_CPU_KVCACHE_SPACE, which has whole ones: an engine fills them with zeros
     gc.unfreeze = lambda: None  # at its end it would, and look at all that was imported, several times
     gc.get_freeze_count = lambda: 1  # an engine asks whether there are any: 0.2 s to count them
 gc.collect()

@@ -1,11 +1,10 @@
 """Which sockets a run on one machine listens on."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests.conftest import REPO
+from tests import programs
+from tests.runs.test_run import data  # noqa: F401 (a fixture)
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000")  # 127.0.0.1 and ::1, as /proc has them
 
@@ -41,19 +40,17 @@ def listeners(pids: list[int]) -> set[str]:
     return addresses
 
 
-def test_one_machine_listens_on_loopback_only(tiny_models, tmp_path):
+def test_one_machine_listens_on_loopback_only(tiny_models, data, tmp_path):  # noqa: F811
     """torch's store used to listen on all interfaces, in the launcher and in learner 0."""
-    flags = f"""--model_name_or_path {tiny_models()} --dataset_mixer_list reasoning_gym:chain_sum 20 --response_length 8
+    flags = f"""--model_name_or_path {tiny_models()} --dataset_mixer_list {data / "train.jsonl"} 1.0 --response_length 8
         --rollout_backend transformers --total_episodes 128 --output_dir {tmp_path} --exp_name run
         --no_filter_zero_std_samples --max_logprob_gap 0"""
     log = tmp_path / "log"
     seen = set()
-    with log.open("w") as out:
-        command = [sys.executable, "grpo_fast.py", *flags.split()]
-        with subprocess.Popen(command, cwd=REPO, stdout=out, stderr=subprocess.STDOUT) as run:
-            while run.poll() is None:
-                seen |= listeners(family(run.pid))
-                time.sleep(0.2)
-    assert run.returncode == 0, log.read_text()[-3000:]
+    run = programs.Program(["grpo_fast.py", *flags.split()], log, address=programs.serve(), children=True)
+    while run.poll() is None:
+        seen |= listeners(family(run.pid))
+        time.sleep(0.05)
+    assert run.wait() == 0, log.read_text()[-3000:]
     assert seen, "gloo and the engine's connection listen"
     assert [address for address in seen if address.split(":")[0] not in LOOPBACK] == []
