@@ -272,8 +272,9 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
     prompt = r.prompt
     if args.apply_verifiable_reward:
         for label, verifier in zip(prompt.ground_truths, prompt.verifiers, strict=True):
-            num_tokens = int(np.count_nonzero(r.mask))  # a tool's tokens are not the policy's
-            record = rewards.RewardRecord(scored_text, label, verifier, num_tokens, prompt.conversation)
+            length = int(r.mask.sum())  # a tool's tokens are not the policy's
+            known = (length, prompt.conversation, prompt.reward_columns)
+            record = rewards.RewardRecord(scored_text, label, verifier, *known)
             r.scoring.append(rewards.submit(record))
 
     # new dicts without the environment's states: a checkpoint may hold the old ones
@@ -1393,7 +1394,7 @@ def set_up(args: Args, world: World) -> Run:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
 
-    fits.check(args)
+    fits.check(args, train_prompts)
     data_hash = utils.data_hash(train_prompts + eval_prompts)
     run_dir = utils.prepare_run_dir(args, data_hash, world)
     rewards.configure(args, connect=world.is_main)  # an absent judge is refused now, not after minutes of loading
@@ -1762,11 +1763,8 @@ def evaluate(run: Run) -> dict[str, float]:
     world = run.eval_world
     args = evaluation_args(run.args)
     assert run.engine is not None  # the ranks of eval_world have one
-    own_prompts = run.eval_prompts[world.rank :: world.size]
-    groups: list[Group] = []
-    if own_prompts:
-        prompts = [(prompt.index, prompt) for prompt in own_prompts]
-        groups = sample_rollouts(run.engine, prompts, args.eval_pass_at_k, args, evaluation=True)
+    prompts = [(prompt.index, prompt) for prompt in run.eval_prompts[world.rank :: world.size]]
+    groups = sample_rollouts(run.engine, prompts, args.eval_pass_at_k, args, evaluation=True)
     rollouts = all_rollouts(groups)
     score_rollouts(rollouts, args)
     dumps.keep_evaluation(run, rollouts)

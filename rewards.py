@@ -18,7 +18,8 @@ work_x of scripts/parts/x.py there. Scoring that waits for a server or a sandbox
 a thread. A verifier that few runs need is such a part as a whole, imported by the functions in its row: see
 verify_code.
 
-A reward file needs no change here. Every function in a --reward_file with these two parameters is a verifier:
+A reward file needs no change here. Every function in a --reward_file with these two parameters is a verifier. It may
+take columns of the row as well, by their names, and TRL's and verl's functions work as they are:
 
     def brevity(response: str, ground_truth) -> float:
         return max(0.0, 1.0 - len(response) / float(ground_truth))
@@ -72,13 +73,14 @@ class RewardRecord:
 
     dataset is the name of the verifier, in any case. ground_truth is the label. num_tokens is the length of the
     response; only max_length and up_to_max_length need it. prompt is the conversation before the response, as lines
-    "role: content"; only judges and the solver need it."""
+    "role: content"; only judges and the solver need it. columns is a dict of what a reward file takes of the row."""
 
     response: str
     ground_truth: Any
     dataset: str
     num_tokens: int | None = None
     prompt: str = ""
+    columns: Any = None
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class Job(NamedTuple):
     """A score that a worker process computes.
 
     work names a function: "gym.work_reasoning_gym" is work_reasoning_gym of scripts/parts/gym.py. The worker calls
-    work(**arguments), which imports and builds what is needed. The function that it returns gives the score, within the
-    deadline. Arguments are plain data.
+    work(**arguments), which imports and builds what is needed. The function that it returns gives the score, or a dict
+    of fields of Scored, within the deadline. Arguments are plain data.
 
     blameless replaces the arguments that come from the response, to find out what is to blame for a timeout or a crash.
     If the harmless arguments can be scored, the response is to blame, and it is wrong. Otherwise the label is to blame,
@@ -158,7 +160,7 @@ def check_verifier(name: str) -> str:
         nearest = difflib.get_close_matches(name, VERIFIERS, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"unknown verifier {name!r}: known are {', '.join(VERIFIERS)}; did you mean {nearest!r}? "
-            "(a function of your own needs --reward_file)"
+            f"(a function of your own needs --reward_file; --remap_verifier {name}=NAME names one for these rows)"
         )
 
     needs = VERIFIERS[name].needs
@@ -167,11 +169,13 @@ def check_verifier(name: str) -> str:
     return name
 
 
-def check_ground_truth(name: str, ground_truth: Any, prompt: str = "user: ?") -> str | None:
-    """Why this verifier can never score this label, or None. Raises ValueError for an unknown verifier."""
+def check_ground_truth(name: str, ground_truth: Any, prompt: str = "user: ?", columns: Any = None) -> str | None:
+    """Why this verifier can never score this label of a row with these columns, or None. Raises ValueError for an
+    unknown verifier."""
     name = check_verifier(name)
     try:
-        VERIFIERS[name].check(RewardRecord("", ground_truth, name, prompt=prompt))
+        record = RewardRecord("", ground_truth, name, None, prompt, columns)
+        VERIFIERS[name].check(record)
     except (ImportError, ValueError, TypeError) as error:
         return str(error)
     return None
@@ -211,6 +215,8 @@ def finish(name: str, extracted: str | None, call: Callable[[], Scored]) -> Rewa
         scored = call()
     except Exception as error:
         scored = Scored(math.nan, "crash", {"problem": f"{type(error).__name__}: {error}"})
+    if isinstance(scored.score, dict):
+        scored = scored._replace(**scored.score)
 
     seconds = time.monotonic() - start - scored.waited
     problem = scored.details.get("problem")
@@ -299,7 +305,8 @@ class RewardFlags(Refusing):
     verification_reward: NotNegative[float] = 10.0
     """The verifier's score, from 0 to 1, is multiplied by this."""
     reward_file: str = ""
-    """Python file: each function (response, ground_truth) -> number in it is a verifier of that name. Empty is off."""
+    """Python file: each function (response, ground_truth, names of columns) -> number in it is a verifier of that name,
+    and scores the rows that name none. TRL's and verl's reward functions work too. Empty is off."""
     remap_verifier: str | None = None
     """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
     code_max_execution_time: Positive[float] = 1.0
@@ -403,13 +410,6 @@ def remap_verifiers(pairs: str) -> None:
             raise UserError(f"--remap_verifier {pairs}: {error}") from None
         REMAP[old] = new
 
-
-def judge_url(flags: RewardFlags) -> str:
-    """The base URL of the judge's server; "" is OpenAI's own."""
-    return flags.llm_judge_base_url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("HOSTED_VLLM_API_BASE", "")
-
-
-SOLVER_MAX_CONCURRENCY = 256  # requests to the solver's servers at the same time
 
 FORMAT_START = re.compile(r"</think>\s*<answer>")
 

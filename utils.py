@@ -431,8 +431,8 @@ class DataFlags(Refusing):
     """Data sets and how their rows become prompts."""
 
     dataset_mixer_list: list[str] = field(default_factory=lambda: ["ai2-adapt-dev/rlvr_gsm8k_zs", "1.0"])
-    """NAME AMOUNT pairs to train on. NAME: hub data set, directory, .jsonl, .parquet or reasoning_gym:TASK. AMOUNT: 1.0
-    is a fraction, 1 is one row."""
+    """NAME AMOUNT pairs to train on. NAME: hub data set, directory, .jsonl, .parquet, .csv, .json or
+    reasoning_gym:TASK. AMOUNT: 1.0 is a fraction, 1 is one row."""
     dataset_mixer_eval_list: list[str] = field(default_factory=list)
     """NAME AMOUNT pairs for evaluation. Empty: no evaluation."""
     dataset_mixer_list_splits: list[str] = field(default_factory=lambda: ["train"])
@@ -445,7 +445,7 @@ class DataFlags(Refusing):
     max_prompt_token_length: Positive[int] = 256
     """Most tokens of a prompt. Longer ones are dropped and counted."""
     chat_template_name: str | None = None
-    """Chat template of scripts/data/templates. None is the tokenizer's own."""
+    """Chat template: a name of scripts/data/templates, or a file of yours. None is the tokenizer's own."""
     add_bos: bool = False
     """Begin every prompt with the tokenizer's BOS token, before the text of the chat template."""
     system_prompt_override_file: str | None = None
@@ -636,6 +636,7 @@ class Row:
     verifiers: list[str]  # one per ground truth
     columns: dict[str, Any] = field(default_factory=dict)  # tools and env_config, where the row has them
     has_turns: bool = True  # if an environment answers; False: other rows of the file ask for it and this one does not
+    reward_columns: dict[str, Any] = field(default_factory=dict)  # those that functions of --reward_file take
 
 
 @dataclass(frozen=True)
@@ -650,6 +651,7 @@ class Prompt:
     conversation: str = ""  # lines "role: content", for verifiers that read the prompt
     environment: Any = None  # scripts.parts.turns.Environment that answers the policy; None: one turn
     episode: dict[str, Any] = field(default_factory=dict)  # what the row tells it: messages, ground_truths, config
+    reward_columns: dict[str, Any] = field(default_factory=dict)  # of the row, for --reward_file
 
 
 def load_tokenizer(args: Flags) -> "Tokenizer":
@@ -659,13 +661,18 @@ def load_tokenizer(args: Flags) -> "Tokenizer":
     transformers.utils.logging.disable_progress_bar()
     tokenizer = pretrained(transformers.AutoTokenizer, args, "model_name_or_path")
     if args.chat_template_name is not None:
-        tokenizer.chat_template = CHAT_TEMPLATES[args.chat_template_name]
+        tokenizer.chat_template = chat_template(args.chat_template_name)
     names = " | ".join(CHAT_TEMPLATES)
     has_template = tokenizer.chat_template is not None
     need(has_template, f"{args.model_name_or_path} has no chat template: give --chat_template_name {names}")
     if args.add_bos:
         add_bos(tokenizer, args.model_name_or_path)
     return tokenizer
+
+
+def chat_template(name: str) -> str:
+    """The chat template of a name of CHAT_TEMPLATES, or of a file."""
+    return CHAT_TEMPLATES[name] if name in CHAT_TEMPLATES else Path(name).read_text()
 
 
 def add_bos(tokenizer: "Tokenizer", model: str) -> None:
@@ -737,16 +744,20 @@ def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
     for i, (name, amount) in enumerate(pairs):
         split = splits[i % len(splits)]
         if name.startswith("reasoning_gym:"):
+            from scripts.parts import gym
+
             held_out = HELD_OUT_SEED if "eval" in flag else 0
-            yield from generate_rows(flag, name, int(amount), args.seed + held_out)
+            yield from gym.generate_rows(flag, name, int(amount), args.seed + held_out)
         else:
-            yield from read_rows(flag, name, amount, split, args.seed)
+            yield from read_rows(flag, name, amount, split, args)
 
 
-def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Iterator[Row]:
+def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> Iterator[Row]:
     """The rows that NAME AMOUNT of a mixer flag takes. The program scripts/rows.py reads them, so that pyarrow,
     datasets and rows that are not drawn take no memory of this process. Raises UserError."""
-    command = program("rows.py", name, amount, "--split", split, "--seed", seed)
+    from scripts.parts import rows
+
+    command = program("rows.py", name, amount, "--split", split, "--seed", args.seed, *rows.options(args))
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
@@ -754,22 +765,6 @@ def read_rows(flag: str, name: str, amount: float, split: str, seed: int) -> Ite
             need(error is None, f"--{flag} {error}")
             yield Row(**row)
     need(process.returncode == 0, f"--{flag} {name}: {shlex.join(command)} ended with {process.returncode}")
-
-
-def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Row]:
-    """The rows of reasoning_gym:TASK, made in this process, which needs the library to check the labels. Raises
-    UserError."""
-    import reasoning_gym
-
-    task = name.partition(":")[2]
-    try:
-        items = reasoning_gym.create_dataset(task, size=count, seed=seed)
-    except ValueError as error:
-        raise UserError(f"--{flag} {name}: {error}") from None
-    for i, item in enumerate(items, start=1):
-        question = {"role": "user", "content": item["question"]}
-        label = json.dumps({"task": task, "entry": item}, default=str)
-        yield Row(f"{name} row {i}", [question], [label], ["reasoning_gym"])
 
 
 def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: Any = None) -> list[Prompt]:
@@ -832,7 +827,8 @@ def make_prompt(
     text = str(tokenizer.apply_chat_template(messages, **options))
     token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     ground_truths = tuple(row.ground_truths)
-    return Prompt(index, token_ids, text, ground_truths, verifiers, conversation, environment, episode)
+    columns = row.reward_columns
+    return Prompt(index, token_ids, text, ground_truths, verifiers, conversation, environment, episode, columns)
 
 
 def checked_verifiers(row: Row, conversation: str) -> tuple[str, ...]:
@@ -840,7 +836,7 @@ def checked_verifiers(row: Row, conversation: str) -> tuple[str, ...]:
     never score its label."""
     verifiers = tuple(rewards.check_verifier(name) for name in row.verifiers)
     for verifier, label in zip(verifiers, row.ground_truths, strict=True):
-        problem = rewards.check_ground_truth(verifier, label, conversation)
+        problem = rewards.check_ground_truth(verifier, label, conversation, row.reward_columns)
         need(not problem, f"{verifier}: {problem}")
     return verifiers
 
@@ -857,12 +853,14 @@ def date_of_start(args: Flags) -> Callable[[str], str]:
 
 
 def data_hash(prompts: Iterable[Prompt]) -> str:
-    """sha256 over tokens, labels, verifiers and environments of all prompts in order."""
+    """sha256 over tokens, labels, verifiers, environments and columns for rewards of all prompts in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.token_ids, prompt.ground_truths, prompt.verifiers)).encode())
         if prompt.environment is not None:
             digest.update(repr(prompt.episode).encode())
+        if prompt.reward_columns:
+            digest.update(repr(prompt.reward_columns).encode())
     return digest.hexdigest()[:16]
 
 

@@ -25,11 +25,18 @@ def main() -> int:
     parser.add_argument("amount", metavar="AMOUNT", type=json.loads)
     parser.add_argument("--split", default="train")
     parser.add_argument("--seed", type=int, default=1)
+    functions = "functions of a reward file, which score the rows that name no verifier"
+    parser.add_argument("--functions", nargs="*", default=[], help=functions)
+    parser.add_argument("--aliases", nargs="*", default=[], help="names that stand for one of them")
+    parser.add_argument("--columns", nargs="*", default=[], help="columns that they take; * is all")
+    parser.add_argument("--environment", action="store_true", help="an environment may score the rows alone")
     args = parser.parse_args()
+    own = (tuple(args.functions), tuple(args.aliases), tuple(args.columns))
+    scoring = rows.Scoring(*own, environment=args.environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the run answers to Ctrl-C
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and may have read enough
     try:
-        for row in rows.drawn_rows(args.name, args.amount, args.split, args.seed):
+        for row in rows.drawn_rows(args.name, args.amount, args.split, args.seed, scoring):
             print(json.dumps(row, default=str))
     except ValueError as error:
         print(json.dumps({"error": str(error)}))

@@ -54,7 +54,7 @@ def record_of(row: Any, where: str) -> RewardRecord:
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
     columns = {name: row[name] for name in COLUMNS if name in row}
-    return RewardRecord(**columns)
+    return RewardRecord(**columns, columns=row)
 
 
 def read_cases(path: str) -> list[RewardRecord]:

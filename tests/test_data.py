@@ -171,7 +171,7 @@ def test_directories_are_read_by_split_in_name_order(tokenizer, tmp_path):
     write_jsonl(tmp_path / "test.jsonl", rows[4:])
     assert labels_of(load(tokenizer, tmp_path, "1.0")) == ["0", "1", "2", "3"]
     assert labels_of(load(tokenizer, tmp_path, "1.0", flag="dataset_mixer_eval_list")) == ["4", "5"]
-    with pytest.raises(utils.UserError, match="no .jsonl or .parquet file with 'validation' in its name"):
+    with pytest.raises(utils.UserError, match="no .jsonl, .parquet, .csv, .json file with 'validation' in its name"):
         load(tokenizer, tmp_path, "1.0", dataset_mixer_list_splits=["validation"])
 
 
@@ -324,8 +324,8 @@ BROKEN = {
     "no verifier": ({"messages": [USER], "ground_truth": "11"}, "no dataset"),
     "unknown verifier": (ROW | {"dataset": "gms8k"}, "unknown verifier 'gms8k'.*did you mean 'gsm8k'"),
     "unknown data_source": (
-        {"prompt": [USER], "data_source": "who/knows"},
-        "'who/knows' names no verifier.*openai/gsm8k",
+        {"prompt": [USER], "data_source": "who/knows", "answer": "11"},
+        "unknown verifier 'who/knows'.*--remap_verifier who/knows=NAME",
     ),
     "label cannot be scored": (ROW | {"ground_truth": "eleven"}, "gsm8k: .*'eleven' is not one number"),
     "empty label": (ROW | {"dataset": "math", "ground_truth": ""}, "math: "),
@@ -525,10 +525,10 @@ def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
 
 def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny model has 2048
     args = grpo.Args(model_name_or_path=str(model_dir), max_prompt_token_length=1024, response_length=1024)
-    fits.check(args)
+    fits.check(args, [])
     for change in (dict(response_length=1025), dict(eval_response_length=1025)):
         with pytest.raises(utils.UserError, match=r"--max_prompt_token_length 1024 .* 2049 tokens, .* 2048 positions"):
-            fits.check(replace(args, **change))
+            fits.check(replace(args, **change), [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -433,10 +433,10 @@ def test_a_judge_by_open_instruct_s_names(monkeypatch):
     flags = RewardFlags(llm_judge_model="hosted_vllm/Qwen/Qwen3-32B")
     judge = judges.judge_model(flags, connect=False)
     assert judge.model == "Qwen/Qwen3-32B" and "max_tokens" in judge.sampling
-    assert rewards.judge_url(flags) == "http://a/v1"
+    assert judges.judge_url(flags) == "http://a/v1"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://b/v1")
-    assert rewards.judge_url(flags) == "http://b/v1"
-    assert rewards.judge_url(RewardFlags(llm_judge_base_url="http://c/v1")) == "http://c/v1"
+    assert judges.judge_url(flags) == "http://b/v1"
+    assert judges.judge_url(RewardFlags(llm_judge_base_url="http://c/v1")) == "http://c/v1"
 
 
 def test_key_is_the_environments(serve, monkeypatch):

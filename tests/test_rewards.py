@@ -908,7 +908,7 @@ def test_reward_file(tmp_path):
     lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, *args)
     assert [(line["score"], line["status"]) for line in lines] == [
         (0.5, "ok"), (0.0, "ok"), (0.5, "ok"), (None, "crash"), (None, "crash"), (None, "crash"), (None, "timeout"),
-        (None, "crash"), (None, "crash"), (-2.0, "ok"),
+        (None, "crash"), (0.0, "no_answer"), (-2.0, "ok"),
     ]  # fmt: skip
     number = MY_REWARD.splitlines().index('        return {}["key"]') + 1
     assert f"KeyError: 'key' (my_reward.py, line {number})" in stderr
@@ -925,7 +925,7 @@ def test_reward_file(tmp_path):
         ("def f(response, ground_truth)\n    return 1", r"SyntaxError.*reward.py, line 1"),
         ("x = 1\nimport no_such_module", r"No module named 'no_such_module' \(reward.py, line 2\)"),
         ("import os\nos._exit(0)", "cannot be loaded"),
-        ("def f(completion, solution):\n    return 1.0", r"whose parameters are \(response, ground_truth\)"),
+        ("def f(completion, solution):\n    return 1.0", r"takes \(response, ground_truth\)"),
         ("def math(response, ground_truth):\n    return 1.0", "math is a verifier already"),
     ],
 )

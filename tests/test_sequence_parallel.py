@@ -316,11 +316,11 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit(tmp_path):
     with pytest.raises(
         utils.UserError, match=r"--sequence_parallel_size 4 .* 6 attention heads: one of 1, 2, 3, 6 does"
     ):
-        fits.check(args)
+        fits.check(args, [])
     teacher = make_model(tmp_path / "teacher", 3, 1)
     flags = f"{TEACHER} --sequence_parallel_size 2".replace("TEACHER", str(teacher))
     with pytest.raises(utils.UserError, match=rf"--sequence_parallel_size 2 .* {teacher}'s 3 attention heads: .*1, 3 "):
-        fits.check(make_args(tmp_path, *flags.split()))
+        fits.check(make_args(tmp_path, *flags.split()), [])
 
 
 FLAGS = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6

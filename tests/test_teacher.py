@@ -112,7 +112,7 @@ def test_a_frozen_reference_lies_in_compute_dtype_and_computes_the_same(tiny_mod
 
 def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
-    fits.check(args)
+    fits.check(args, [])
     shutil.copytree(teacher, tmp_path / "other")
     assert (tmp_path / "other" / "tokenizer.json").exists()
     path = tmp_path / "other" / "tokenizer.json"
@@ -124,16 +124,16 @@ def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     path.write_text(json.dumps(text))
     other = replace(args, ref_model_name_or_path=str(tmp_path / "other"))
     with pytest.raises(utils.UserError) as error:
-        fits.check(other)
+        fits.check(other, [])
     told = f"token 299 is {words[299]!r} to the policy and {words[300]!r} to the teacher: take a teacher with"
     assert told in str(error.value) and f"--ref_model_name_or_path {tmp_path / 'other'}: " in str(error.value)
     config = json.loads((teacher / "config.json").read_text())
     shutil.copytree(teacher, tmp_path / "small")
     (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
     with pytest.raises(utils.UserError, match="token 511 is .* to the policy and .* to the teacher"):
-        fits.check(replace(args, ref_model_name_or_path=str(tmp_path / "small")))
+        fits.check(replace(args, ref_model_name_or_path=str(tmp_path / "small")), [])
     with pytest.raises(utils.UserError, match="--ref_model_name_or_path .*nowhere: .*Give a directory with a model"):
-        fits.check(replace(args, ref_model_name_or_path=str(tmp_path / "nowhere")))
+        fits.check(replace(args, ref_model_name_or_path=str(tmp_path / "nowhere")), [])
 
 
 def test_which_teacher_it_is_belongs_to_the_run(tiny_models, teacher):

@@ -15,8 +15,8 @@ from typing import Any
 
 import rewards
 from rewards import need
+from scripts.parts import rows
 
-DATA_FILES = (".jsonl", ".parquet", ".json", ".csv")
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
@@ -110,11 +110,14 @@ def check_data(args: Any) -> None:
     import utils  # not at the top: rewards, which asks for check_rewards, must not load torch
 
     need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
-    if args.chat_template_name not in (None, *utils.CHAT_TEMPLATES):
+    template = args.chat_template_name
+    if template not in (None, *utils.CHAT_TEMPLATES) and not Path(template).is_file():
         names = " | ".join(utils.CHAT_TEMPLATES)
-        args.refuse(f"--chat_template_name: there is none of this name, take one of {names}")
+        args.refuse(f"--chat_template_name: no file, and none of this name: take one of {names}")
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
-        utils.parse_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
+        for name, _ in utils.parse_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits")):
+            problem = rows.problem_of(name) if Path(name).is_file() else ""
+            need(not problem, f"--{flag} {name}: {problem}")
 
 
 def missing_paths(args: Any) -> list[str]:
@@ -127,7 +130,7 @@ def missing_paths(args: Any) -> list[str]:
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         for name in getattr(args, flag)[::2]:
             if is_missing_path(name) and not name.startswith("reasoning_gym:"):
-                kind = "file" if Path(name).suffix in DATA_FILES else "directory"
+                kind = "file" if Path(name).suffix in rows.ENDINGS else "directory"
                 missing.append(f"--{flag} {name}: no such {kind}")
     if args.system_prompt_override_file is not None and not Path(args.system_prompt_override_file).is_file():
         missing.append(f"--system_prompt_override_file {args.system_prompt_override_file}: no such file")
@@ -142,7 +145,7 @@ def is_missing_path(name: str) -> bool:
     """Whether this is a path that leads nowhere, and no name of the hub, which is NAME or ORGANIZATION/NAME: it begins
     like a path, has several slashes, ends like a file of rows, or all of it but the last part is a directory here."""
     path = Path(name).expanduser()
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix in DATA_FILES
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix in rows.ENDINGS
     is_beside_others = "/" in name and path.parent.is_dir()
     return (is_path or is_beside_others) and not path.exists()
 
@@ -430,7 +433,9 @@ def check_rewards(args: Any) -> None:
     if args.reward_file and not os.path.isfile(args.reward_file):
         args.refuse("--reward_file: no such file")
     if args.llm_judge_model:
-        has_server = rewards.judge_url(args) or os.environ.get("OPENAI_API_KEY")
+        from scripts.parts import judges
+
+        has_server = judges.judge_url(args) or os.environ.get("OPENAI_API_KEY")
         if not has_server and not getattr(args, "dry_run", False):
             args.refuse("--llm_judge_model: needs $OPENAI_API_KEY, or --llm_judge_base_url with your own server")
         if args.llm_judge_max_tokens > args.llm_judge_max_context_length - 1024:

@@ -1,7 +1,8 @@
-"""A reward or an environment that crashes on every call ends the run.
+"""A reward or an environment that crashes on every call ends the run, and so does a reward file that scores nothing.
 
 Such a crash is a defect of a file, and never of a response: a run that went on would save the model that it started
-with. Where a share of the calls fails, their samples are missing and the run goes on.
+with. Where a share of the calls fails, their samples are missing and the run goes on. A function that returns None on
+every call has perhaps lost its `return`: that is an error if nothing else scores, and a warning otherwise.
 """
 
 from collections import Counter
@@ -12,6 +13,7 @@ import rewards
 LEAST_CALLS = 8  # that must have crashed: fewer may be rows with a label that nothing can score
 WORKED: set[str] = set()  # verifiers and environments with a call that did not crash, since this process started
 CRASHES: Counter[str] = Counter()  # of verifiers
+NONES: Counter[str] = Counter()  # of functions of --reward_file: how often one returned None, "does not apply"
 
 
 def check(metrics: dict[str, float]) -> None:
@@ -29,6 +31,11 @@ def check(metrics: dict[str, float]) -> None:
     for name, number in CRASHES.items():
         if number >= LEAST_CALLS and name not in WORKED:
             refuse(f"verifier {name}", name)
+    for name, number in NONES.items():
+        if number >= LEAST_CALLS and name not in WORKED:
+            problem = f'returned None, which means "does not apply", for all of {number} responses'
+            rewards.need(WORKED != set(), f"--reward_file: {name} {problem}: nothing can be learned")
+            rewards.warn_once(name, "None", problem)
 
 
 def note_verifier(count: str, value: float) -> None:
@@ -36,8 +43,11 @@ def note_verifier(count: str, value: float) -> None:
     name, _, status = count.rpartition("_")
     if status == "answer":  # no_answer is a verdict, too
         name = name.removesuffix("_no")
+    own = name in rewards.VERIFIERS and name not in rewards.BUILT_IN
     if status == "crash":
         CRASHES[name] += int(value)
+    elif status == "answer" and own:
+        NONES[name] += int(value)
     elif status in ("ok", "answer", "timeout") and value > 0:
         WORKED.add(name)
 

@@ -1,18 +1,27 @@
-"""Refuses lengths, learners and a teacher that do not fit the model. Reads configs and tokenizers only.
+"""Refuses lengths, learners and a teacher that do not fit the model, and warns of prompts that do not fit the run.
+Reads configs and tokenizers only.
 
 Every run asks before a model loads. Three things are refused: prompt and response have more tokens together than model
 or teacher have positions; --sequence_parallel_size does not divide their attention heads; policy and teacher have
 different vocabularies, so that the KL between them means nothing.
 """
 
+import os
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import utils
 
 
-def check(args: utils.Flags) -> None:
-    """Raises UserError, with flag, value and fix, unless everything fits."""
+def check(args: Any, prompts: Sequence[utils.Prompt]) -> None:
+    """Raises UserError, with flag, value and fix, unless everything fits. `args` are grpo.Args, `prompts` those to
+    train on."""
     from transformers import AutoConfig
+
+    if os.environ.get("RANK", "0") == "0" and not args.load_batches:
+        for problem in warnings_of(args, prompts):
+            print(f"WARNING: {problem}", flush=True)
 
     config = utils.pretrained(AutoConfig, args, "model_name_or_path")
     check_model(args, args.model_name_or_path, config)
@@ -20,6 +29,24 @@ def check(args: utils.Flags) -> None:
         teacher = utils.pretrained(AutoConfig, args.of_reference(), "ref_model_name_or_path")
         check_model(args, args.ref_model_name_or_path, teacher)
         check_vocabulary(args, config.get_text_config().vocab_size, teacher.get_text_config().vocab_size)
+
+
+def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
+    """What is probably a mistake: fewer prompts than a step takes, and a reward function that scores none of them."""
+    problems = []
+    if len(prompts) < args.num_unique_prompts_rollout:
+        fewer = args.with_value("num_unique_prompts_rollout")
+        reason = "an amount without a dot is a number of rows, and 1.0 is all of them"
+        problems.append(f"{len(prompts)} prompts for {fewer}: a step takes some of them several times; {reason}")
+    if args.reward_file:
+        from scripts.parts import user_files
+
+        scored = Counter(verifier for prompt in prompts for verifier in prompt.verifiers)
+        for name in user_files.FUNCTIONS:
+            fix = f"name it in their column dataset, or with --remap_verifier OLD={name}"
+            if not scored[name]:
+                problems.append(f"--reward_file {args.reward_file}: {name} scores none of the prompts: {fix}")
+    return problems
 
 
 def check_model(args: utils.Flags, name: str, config: Any) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -187,3 +187,24 @@ def score_expression(arguments: dict[str, Any], blameless: dict[str, Any], box: 
         error_lines = run.error.strip().splitlines() or ["out of memory"]
         problem = run.problem or error_lines[-1]
     return Scored(math.nan, "timeout" if run.late else "crash", {"problem": problem})
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Any]:
+    """The utils.Rows of reasoning_gym:TASK, made in the trainer, which needs the library to check the labels. Raises
+    UserError."""
+    import reasoning_gym
+
+    import utils  # not at the top: workers, which score, need no torch
+
+    task = name.partition(":")[2]
+    try:
+        items = reasoning_gym.create_dataset(task, size=count, seed=seed)
+    except ValueError as error:
+        raise utils.UserError(f"--{flag} {name}: {error}") from None
+    for i, item in enumerate(items, start=1):
+        question = {"role": "user", "content": item["question"]}
+        label = json.dumps({"task": task, "entry": item}, default=str)
+        yield utils.Row(f"{name} row {i}", [question], [label], ["reasoning_gym"])

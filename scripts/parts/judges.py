@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import rewards
-from rewards import NO_ANSWER, RewardFlags, RewardRecord, Scored, Verdict, answer_text, final_text, judge_url
+from rewards import NO_ANSWER, RewardFlags, RewardRecord, Scored, Verdict, answer_text, final_text
 from scripts.parts.chat import ChatModel, NoReply, neutral, shortened
 
 JUDGE_TEMPERATURE = 1.0
@@ -39,6 +39,11 @@ class Question:
 
 with open(os.path.join(rewards.SCRIPTS, "prompts", "judge.toml"), "rb") as _file:
     JUDGE_QUESTIONS = {name: Question(**table) for name, table in tomllib.load(_file).items()}
+
+
+def judge_url(flags: RewardFlags) -> str:
+    """The base URL of the judge's server; "" is OpenAI's own."""
+    return flags.llm_judge_base_url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("HOSTED_VLLM_API_BASE", "")
 
 
 def judge_model(flags: RewardFlags, connect: bool) -> ChatModel:

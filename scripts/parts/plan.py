@@ -95,7 +95,7 @@ def sources_text(args: utils.Flags) -> str:
             lines.append(f"data     --{flag} {name} {amount}: {source_of(name)}")
     lines += [f"missing  {text}, a run is refused" for text in checks.missing_paths(args)]
     judge = args.llm_judge_model
-    if judge and not (rewards.judge_url(args) or os.environ.get("OPENAI_API_KEY")):
+    if judge and not has_judge(args):
         lines.append(f"judge    {judge}: no --llm_judge_base_url and no $OPENAI_API_KEY, a run is refused")
     for pair in (args.remap_verifier or "").split(","):
         name = pair.partition("=")[2].strip().lower()
@@ -103,6 +103,13 @@ def sources_text(args: utils.Flags) -> str:
         if needs and not getattr(args, needs):
             lines.append(f"judge    --remap_verifier {pair}: {name} needs --{needs}, a run is refused")
     return "\n".join(lines)
+
+
+def has_judge(args: utils.Flags) -> bool:
+    """Whether the flags or the environment name a server for the judge."""
+    from scripts.parts import judges
+
+    return bool(judges.judge_url(args) or os.environ.get("OPENAI_API_KEY"))
 
 
 def source_of(name: str) -> str:

@@ -9,9 +9,11 @@ scripts/rows.py prints them. A run reads data sets through that program, so that
 not drawn never take the trainer's memory.
 """
 
+import csv
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,28 @@ VERL_SOURCES = {"openai/gsm8k": "gsm8k_verl", "lighteval/MATH": "math", "Digital
 PROMPTS = ("messages", "prompt", "question", "problem")  # columns
 ANSWERS = ("answer", "solution", "final_answer")
 WITH_MARK = (None, "gsm8k", "gsm8k_strict", "gsm8k_verl")  # verifiers whose label is what follows "####"
+ENDINGS = (".jsonl", ".parquet", ".csv", ".json")  # of files that are read
+ALL_COLUMNS = "*"
+CONVERTERS = {  # of other files: what reads one into a table of pandas
+    ".tsv": "pandas.read_csv({!r}, sep='\\t')",
+    ".xlsx": "pandas.read_excel({!r})",
+    ".gz": "pandas.read_json({!r}, lines=True)",
+    ".zst": "pandas.read_json({!r}, lines=True)",
+    ".arrow": "datasets.Dataset.from_file({!r}).to_pandas()",
+}
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Who scores the rows that name no verifier, and what it reads of a row."""
+
+    functions: tuple[str, ...] = ()  # of --reward_file: all of them do
+    aliases: tuple[str, ...] = ()  # names that --remap_verifier gives to one of them
+    columns: tuple[str, ...] = ()  # that the functions take
+    environment: bool = False  # whether one answers the policy: it may score alone
+
+
+NOTHING_OF_ONES_OWN = Scoring()
 
 
 def need(condition: bool, message: str) -> None:
@@ -27,33 +51,68 @@ def need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def problem_of(name: str) -> str:
+    """Why a file cannot be read, as far as its name tells; "" for all else."""
+    path = Path(name)
+    if not path.is_file():
+        return "no such file" if path.suffix in ENDINGS and not path.is_dir() else ""
+    if path.suffix in ENDINGS:
+        return ""
+    problem = f"{path.suffix or 'a file without an ending'} is not read, but {', '.join(ENDINGS)} are"
+    if path.suffix not in CONVERTERS:
+        return problem
+    table = CONVERTERS[path.suffix].format(name)
+    return f"{problem}. To convert it: {table}.to_json('{path.stem}.jsonl', orient='records', lines=True)"
+
+
 def read_rows(name: str, split: str) -> Iterator[tuple[str, Any]]:
     """(where, row) of a data set in file order; `where` names file and row for error messages.
 
-    NAME is a .jsonl or .parquet file, a directory (saved by datasets, or with such files that have the split in their
-    name) or a hub dataset (`org/name` or `org/name:config`). Raises ValueError.
+    NAME is a file with one of the ENDINGS, a directory (saved by datasets, a snapshot of the hub, or with such files
+    that have the split in their name) or a hub dataset (`org/name` or `org/name:config`). Raises ValueError.
     """
+    problem = problem_of(name)
+    need(not problem, f"{name}: {problem}")
     path = Path(name)
-    is_file = path.suffix in (".jsonl", ".parquet")
-    need(path.exists() or not is_file, f"{name}: no such file")
     is_saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
     if path.is_dir() and not is_saved:
-        files = sorted(f for f in path.iterdir() if f.suffix in (".jsonl", ".parquet") and split in f.name)
-        need(files != [], f"{name}: no .jsonl or .parquet file with {split!r} in its name")
+        files = files_of_split(path, split)
+        is_snapshot = (path / "README.md").exists()
+        need(files != [] or is_snapshot, f"{name}: no {', '.join(ENDINGS)} file with {split!r} in its name")
         for file in files:
             yield from read_rows(str(file), split)
-        return
-    if path.suffix == ".jsonl":
-        rows = jsonl_rows(path)
-    elif path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        rows = enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
-    else:
+        if files:
+            return
+    rows = rows_of_file(path)
+    if rows is None:
         rows = enumerate(dataset_rows(name, split), start=1)
         name = f"{name} [{split}]"
     for i, row in rows:
         yield f"{name} row {i}", row
+
+
+def files_of_split(directory: Path, split: str) -> list[Path]:
+    """The files of a split in a directory, or else in its data/, where a snapshot of the hub has them."""
+    for place in (directory, directory / "data"):
+        files = sorted(f for f in place.glob("*") if f.suffix in ENDINGS and split in f.name)
+        if files:
+            return files
+    return []
+
+
+def rows_of_file(path: Path) -> Iterator[tuple[int, Any]] | None:
+    """(number, row) of each row of a file, or None for what is no file."""
+    if path.suffix == ".jsonl":
+        return jsonl_rows(path)
+    if path.suffix == ".csv":
+        return csv_rows(path)
+    if path.suffix == ".json":
+        return json_rows(path)
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
+    return None
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -67,30 +126,64 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"{path} row {i}: not JSON in UTF-8 ({error})") from None
 
 
+def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, row) of a list of rows, or of a file with an object a line, which `datasets` too names .json."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return jsonl_rows(path)
+    if isinstance(content, dict) and any(isinstance(content.get(name), (str, list)) for name in PROMPTS):
+        content = [content]  # a single line
+    fix = f"pandas.read_json('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
+    need(isinstance(content, list), f"{path}: neither a list of rows nor an object a line. Perhaps {fix} makes one")
+    return enumerate(content, start=1)
+
+
+def csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, row) of each row under the line of names. Every cell is a text, an empty one is None."""
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            for i, row in enumerate(csv.DictReader(file), start=1):
+                need(None not in row, f"{path} row {i}: more cells than the first line has names")
+                yield i, {name: value or None for name, value in row.items()}
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not CSV in UTF-8 ({error})") from None
+
+
 def dataset_rows(name: str, split: str) -> Any:
-    """The rows of a directory that `datasets` saved, or of a hub dataset."""
+    """The rows of a directory that `datasets` saved, of a snapshot of the hub, or of a hub dataset."""
     import datasets
 
     try:
-        if Path(name).is_dir():
+        if (Path(name) / "dataset_info.json").exists() or (Path(name) / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(name)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         hub_name, _, config = name.partition(":")
         return datasets.load_dataset(hub_name, config or None, split=split)
     except (OSError, ValueError, KeyError) as error:  # no such name, config or split, or no network
         raise ValueError(
-            f"{name} [{split}]: {str(error).strip().splitlines()[0]}. It is no .jsonl, .parquet or directory; a hub "
-            "dataset is ORG/NAME or ORG/NAME:CONFIG, with a network to reach it"
+            f"{name} [{split}]: {str(error).strip().splitlines()[0]}. It is no {', '.join(ENDINGS)} or directory; a "
+            "hub dataset is ORG/NAME or ORG/NAME:CONFIG, with a network to reach it"
         ) from None
 
 
-def parse_row(row: Any) -> tuple[list[dict[str, str]], list[Any], list[str]]:
-    """(messages, ground truths, verifiers' names) of a row. Raises ValueError with the reason."""
+def parse_row(row: Any, scoring: Scoring = NOTHING_OF_ONES_OWN) -> tuple[list[dict[str, str]], list[Any], list[str]]:
+    """(messages, ground truths, verifiers' names) of a row. Raises ValueError with the reason.
+
+    Where a function of one's own or an environment scores a row, the row needs no label: the ground truth is None.
+    """
     need(isinstance(row, dict), f"a row must be an object, got {type(row).__name__}")
     messages = messages_of(row)
-    verifier, label = verifier_and_label(row)
-    need(label is not None, f"no ground_truth: columns are {sorted(row)}")
-    need(verifier is not None, f"no dataset (the verifier's name): columns are {sorted(row)}")
+    verifier, label = verifier_and_label(row, scoring)
+    if verifier is None:
+        verifier, label = scorers_of_ones_own(label, scoring)
+    own = {*scoring.functions, *scoring.aliases, "passthrough"}
+    names = verifier if isinstance(verifier, (list, tuple)) else [verifier]
+    has_own = verifier is not None and all(str(name).lower() in own for name in names)
+    need(label is not None or has_own, f"no ground_truth: columns are {sorted(row)}")
+    fix = "or give --reward_file with a function of your own"
+    need(verifier is not None, f"no dataset (the verifier's name): columns are {sorted(row)}; add it, {fix}")
 
     verifiers = [verifier]
     labels = [label]
@@ -98,12 +191,21 @@ def parse_row(row: Any) -> tuple[list[dict[str, str]], list[Any], list[str]]:
         verifiers = list(verifier)
         if isinstance(label, (list, tuple)):
             labels = list(label)
+        if label is None:
+            labels = [None] * len(verifiers)
         if len(verifiers) == 1 and len(labels) != 1:
             labels = [label]  # the list is the label
     all_named = all(isinstance(name, str) for name in verifiers)
     need(all_named, f"dataset must be a verifier's name or a list of them, got {verifier!r}")
     need(len(labels) == len(verifiers), f"{len(labels)} ground truths for {len(verifiers)} verifiers")
     return messages, labels, [name.lower() for name in verifiers]
+
+
+def scorers_of_ones_own(label: Any, scoring: Scoring) -> tuple[Any, Any]:
+    """(verifiers, labels) of a row that names no verifier: each function of --reward_file, or an environment alone."""
+    if scoring.functions:
+        return list(scoring.functions), [label] * len(scoring.functions)
+    return ("passthrough" if scoring.environment else None), label
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
@@ -126,20 +228,24 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
     return messages
 
 
-def verifier_and_label(row: dict[str, Any]) -> tuple[Any, Any]:
-    """(verifier, label) as the columns name them. Each may be a list, or None if no column has it."""
+def verifier_and_label(row: dict[str, Any], scoring: Scoring) -> tuple[Any, Any]:
+    """(verifier, label) as the columns name them. Each may be a list, or None if no column has it. With functions of
+    one's own only a verifier that is named counts, and none that the row's shape suggests."""
     reward_model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     answer = first(row.get(name) for name in ANSWERS)
     label = first([row.get("ground_truth"), reward_model.get("ground_truth"), answer])
     verifier: Any = row.get("dataset") or row.get("verifier")
+    source = row.get("data_source") or None
+    if verifier is None and str(source).lower() in scoring.aliases:
+        verifier = source
+    if verifier is None and scoring.functions:
+        return None, label
 
     if verifier is None and row.get("instruction_id_list"):
         verifier = "ifeval"
         label = {"instruction_id_list": row["instruction_id_list"], "kwargs": row.get("kwargs")}
-    source = row.get("data_source")
-    if verifier is None and source:
-        need(source in VERL_SOURCES, f"data_source {source!r} names no verifier; known: {sorted(VERL_SOURCES)}")
-        verifier = VERL_SOURCES[source]
+    if verifier is None and source is not None:
+        verifier = VERL_SOURCES.get(source, source)  # of an unknown one: see --remap_verifier
     if isinstance(label, str) and "####" in label and verifier in WITH_MARK:
         verifier = verifier or "gsm8k"
         label = label.rpartition("####")[2].strip()
@@ -177,21 +283,47 @@ def draw(name: str, rows: list[Any], amount: float | int, seed: int) -> list[Any
     return [rows[i] for i in sorted(chosen)]
 
 
-def drawn_rows(name: str, amount: float | int, split: str, seed: int) -> Iterator[dict[str, Any]]:
+def columns_for_rewards(row: dict[str, Any], messages: Any, scoring: Scoring) -> dict[str, Any]:
+    """The columns of a row that functions of --reward_file take. Every row has a `prompt` for them."""
+    columns = {"prompt": messages} | row
+    if ALL_COLUMNS in scoring.columns:
+        return columns
+    return {name: value for name, value in columns.items() if name in scoring.columns}
+
+
+def drawn_rows(
+    name: str, amount: float | int, split: str, seed: int, scoring: Scoring = NOTHING_OF_ONES_OWN
+) -> Iterator[dict[str, Any]]:
     """The fields of utils.Row of each row that NAME AMOUNT takes. Raises ValueError."""
     rows = list(read_rows(name, split))
     some_ask_for_turns = any(environment_of(row) for _, row in rows)
     for where, row in draw(name, rows, amount, seed):
         try:
-            messages, ground_truths, verifiers = parse_row(row)
+            messages, ground_truths, verifiers = parse_row(row, scoring)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        columns = environment_of(row)
         yield {
             "where": where,
             "messages": messages,
             "ground_truths": ground_truths,
             "verifiers": verifiers,
-            "columns": columns,
-            "has_turns": columns != {} or not some_ask_for_turns,
+            "columns": environment_of(row),
+            "has_turns": environment_of(row) != {} or not some_ask_for_turns,
+            "reward_columns": columns_for_rewards(row, messages, scoring),
         }
+
+
+def options(args: Any) -> list[str]:
+    """What a run tells the program scripts/rows.py of its flags, so that it knows the run's Scoring."""
+    words = []
+    if getattr(args, "reward_file", ""):  # scripts/minimal.py has neither flag
+        import rewards
+        from scripts.parts import user_files
+
+        functions = user_files.FUNCTIONS
+        aliases = [old for old, new in rewards.REMAP.items() if new in functions]
+        columns = sorted({column for function in functions.values() for column in function.columns})
+        words = ["--functions", *functions, "--aliases", *aliases, "--columns", *columns]
+    if getattr(args, "has_turns", False):
+        words.append("--environment")
+    return words

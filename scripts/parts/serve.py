@@ -92,8 +92,8 @@ def start_solver_here(args: Any, run_dir: Path, started: list[Servers]) -> tuple
     """Start the solver's servers, which are appended to `started`; returns their URLs and key."""
     import torch
 
-    import rewards
     import utils
+    from scripts.parts import solver
 
     gpus = torch.cuda.device_count()
     in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -109,7 +109,7 @@ def start_solver_here(args: Any, run_dir: Path, started: list[Servers]) -> tuple
         num_engines=args.solver_num_engines,
         devices_in_use=in_use,
         max_model_len=args.max_prompt_token_length + args.response_length + args.solver_response_length + 512,
-        max_num_seqs=rewards.SOLVER_MAX_CONCURRENCY,
+        max_num_seqs=solver.MAX_CONCURRENCY,
         model_dtype=args.model_dtype,
         seed=args.seed,
     )

@@ -27,6 +27,7 @@ SOLVER_TEMPERATURE = 0.7  # of several samples; a single sample is greedy
 SOLVER_TIMEOUT_S = 600.0  # for the replies to one guideline
 GRADING_TIMEOUT_S = 10.0  # of a solver's answer
 REPLIES_KEPT = 8192
+MAX_CONCURRENCY = 256  # requests to the servers at the same time
 # The prompt asks the question first. All prompts of a group have the same question, so they share a cached beginning.
 PROMPT = Path(rewards.SCRIPTS, "prompts", "solver.txt").read_text(encoding="utf-8").strip()
 PLACEHOLDER = re.compile(r"\{(?:question|guideline)\}")
@@ -48,7 +49,7 @@ def solver_model(flags: RewardFlags, connect: bool) -> Solver:
     test message. Raises UserError."""
     chat = ChatModel(
         flags.solver_model_name_or_path,
-        rewards.SOLVER_MAX_CONCURRENCY,
+        MAX_CONCURRENCY,
         SOLVER_TIMEOUT_S,
         max_tokens=flags.solver_response_length,
         temperature=SOLVER_TEMPERATURE if flags.solver_num_samples > 1 else 0.0,

@@ -5,6 +5,7 @@ Workers have no GPU, importing the file is not part of the deadline, and what th
 environments are in environments.py.
 """
 
+import asyncio
 import functools
 import importlib.util
 import inspect
@@ -14,12 +15,14 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import rewards
 from rewards import Job, RewardRecord, Verdict, need
+from scripts.parts import rows
 
 FILE_MEMORY_BYTES = 16 * 2**30  # address space, of which `import torch` alone takes several GiB
 
@@ -46,35 +49,133 @@ def load_file(path: str, name: str) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# --reward_file: the forms of its functions
+
+OWN, TRL, VERL = "response", "completions", "solution_str"  # the parameter by which a form is known
+GIVEN = {  # what a form's parameters are; every other one is a column of the row
+    OWN: ("response", "ground_truth"),
+    TRL: ("prompts", "completions"),
+    VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
+}
+NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # of TRL's trainer
+FORMS = (
+    "(response, ground_truth) and names of columns, or TRL's (prompts, completions, **kwargs), or verl's "
+    "(data_source, solution_str, ground_truth, extra_info)"
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """How a function of a reward file is called. `columns` are those of the row that it takes, "*" for **kwargs; of
+    those in `required` each row must have one."""
+
+    form: str
+    columns: list[str]
+    required: list[str]
+
+
+def form_of(call: Callable) -> Function | None:
+    """The form of a function by its parameters, or None. Raises ValueError for a parameter that nothing can fill."""
+    parameters = inspect.signature(call).parameters
+    form = next((form for form in GIVEN if form in parameters), None)
+    if form is None:
+        return None
+    columns = []
+    required = []
+    for name, parameter in parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            columns.append(rows.ALL_COLUMNS)
+            continue
+        if name in GIVEN[form]:
+            columns += {"prompts": ["prompt"], "data_source": [name], "extra_info": [name]}.get(name, [])
+            continue
+        has_default = parameter.default is not inspect.Parameter.empty
+        if form == TRL and name in NOT_GIVEN:
+            if not has_default:
+                raise ValueError(f"it takes {name}, which only TRL's trainer has: take the text")
+            continue
+        columns.append(name)
+        if not has_default and name != "ground_truth":
+            required.append(name)
+    if form == TRL:
+        columns.append("prompt")  # which tells whether it is a conversation
+    return Function(form, columns, required)
+
+
+def arguments_of(function: Function, response: str, label: Any, dataset: str, columns: dict[str, Any]) -> dict:
+    """The arguments of a call, by name. TRL's are lists, here of one sample."""
+    if function.form == OWN:
+        arguments = columns | {"response": response, "ground_truth": label}
+    elif function.form == VERL:
+        row = {"data_source": columns.get("data_source") or dataset, "extra_info": columns.get("extra_info") or {}}
+        arguments = columns | row | {"solution_str": response, "ground_truth": label}
+    else:
+        prompt = columns["prompt"]
+        is_conversation = isinstance(prompt, list)
+        completion: Any = [{"role": "assistant", "content": response}] if is_conversation else response
+        row = {"ground_truth": label} | columns | {"prompts": prompt, "completions": completion}
+        arguments = {name: [value] for name, value in row.items() if name != "prompt"}
+    if rows.ALL_COLUMNS in function.columns:
+        return arguments
+    taken = {*GIVEN[function.form], *function.columns, "ground_truth"}
+    return {name: value for name, value in arguments.items() if name in taken}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # --reward_file, in the trainer
+
+FUNCTIONS: dict[str, Function] = {}  # of the reward file, by their names as verifiers
 
 
 def load_reward_file(path: str) -> None:
-    """Makes each function (response, ground_truth) -> number of a Python file a verifier of its name.
+    """Makes each reward function of a Python file a verifier of its name.
 
-    response is the whole text, ground_truth the row's label as JSON has it (a dict can carry the question as well); 1.0
-    is the full score. Raises UserError if the file cannot be loaded, has no such function, or has one with the name of
-    a built-in verifier.
+    A function whose parameters have one of the FORMS is one, unless its name begins with "_". Raises UserError if the
+    file cannot be loaded, has no such function, or has one with the name of a built-in verifier.
     """
     path = os.path.abspath(path)
-    job = Job("user_files.work_reward_file", {"path": path, "args": None})
+    job = Job("user_files.work_reward_file", {"path": path, "call": None})
     loaded = rewards.run_in_worker(job, rewards.START_TIMEOUT_S)
     problem = loaded.details.get("problem", "the process died")
     need(loaded.status == "ok", f"--reward_file {path}: cannot be loaded: {problem}")
 
-    names: Any = loaded.score
-    need(names != [], f"--reward_file {path}: defines no function whose parameters are (response, ground_truth)")
-    for name in names:
+    defined: Any = loaded.score
+    found = {name: Function(**form) for name, form in defined.items() if isinstance(form, dict)}
+    need(found != {}, f"--reward_file {path}: {no_function(defined)}")
+    FUNCTIONS.clear()
+    for name, function in found.items():
         built_in = name.lower() in rewards.BUILT_IN
         need(not built_in, f"--reward_file {path}: {name} is a verifier already; rename the function")
-    for name in names:
-        rewards.VERIFIERS[name.lower()] = rewards.Verifier(partial(verify_by_file, path=path, function=name))
+        FUNCTIONS[name.lower()] = function
+        check = partial(check_columns, name=name, required=function.required)
+        rewards.VERIFIERS[name.lower()] = rewards.Verifier(partial(verify_by_file, path=path, name=name), check)
 
 
-def verify_by_file(record: RewardRecord, path: str, function: str) -> Verdict:
+def no_function(defined: dict[str, str]) -> str:
+    """What is wrong with a file that defines these functions (name -> parameters), and the line that helps."""
+    problem = f"no function in it takes {FORMS}"
+    if not defined:
+        return f"{problem}; it defines none"
+    shown = ", ".join(f"{name}{parameters}" for name, parameters in defined.items())
+    name = list(defined)[-1]
+    adapter = f"def my_reward(response, ground_truth): return {name}(...)"
+    return f"{problem}. It has {shown}. An adapter is a line: {adapter}"
+
+
+def check_columns(record: RewardRecord, name: str, required: Sequence[str]) -> None:
+    """Raises ValueError if the row of the record lacks a column that the function `name` takes."""
+    columns = record.columns or {}
+    missing = [column for column in required if columns.get(column) is None]
+    need(not missing, f"it takes {', '.join(missing)}, which the row does not have; give the parameter a default")
+
+
+def verify_by_file(record: RewardRecord, path: str, name: str) -> Verdict:
     """The number that a function of the file gives to the whole response, thinking included."""
-    label = json.dumps(record.ground_truth)  # raises TypeError here for a label that a job cannot carry
-    return Verdict(None, Job("user_files.work_reward_file", {"path": path, "args": [function, record.response, label]}))
+    function = FUNCTIONS[name.lower()]
+    columns = {"prompt": record.prompt} | (record.columns or {})
+    arguments = arguments_of(function, record.response, record.ground_truth, record.dataset, columns)
+    call = json.dumps([name, arguments])  # raises TypeError here for a label that a job cannot carry
+    return Verdict(None, Job("user_files.work_reward_file", {"path": path, "call": call}))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -83,20 +184,29 @@ def verify_by_file(record: RewardRecord, path: str, function: str) -> Verdict:
 
 @functools.cache
 def reward_functions(path: str) -> dict[str, Callable]:
-    """The functions (response, ground_truth) that a reward file defines, by name."""
+    """The functions that a reward file defines, by name, without those whose name begins with "_"."""
     module = load_file(path, "reward_file")
     functions = {}
     for value in vars(module).values():
         if inspect.isfunction(value) and value.__module__ == "reward_file":  # defined there, not imported
-            if list(inspect.signature(value).parameters) == ["response", "ground_truth"]:
+            if not value.__name__.startswith("_"):
                 functions[value.__name__] = value
     return functions
 
 
-def call_of_file(path: str, call: Callable, *args: Any) -> Any:
-    """call(*args). An exception becomes a RuntimeError that names the line of the file at `path`."""
+def describe(path: str) -> dict[str, Any]:
+    """Of each function of the file, by name: the fields of its Function, or without a form its parameters as text."""
+    described: dict[str, Any] = {}
+    for name, call in reward_functions(path).items():
+        function = form_of(call)
+        described[name] = str(inspect.signature(call)) if function is None else asdict(function)
+    return described
+
+
+def call_of_file(path: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    """call(*args, **kwargs). An exception becomes a RuntimeError that names the line of the file at `path`."""
     try:
-        return call(*args)
+        return call(*args, **kwargs)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
@@ -104,20 +214,44 @@ def call_of_file(path: str, call: Callable, *args: Any) -> Any:
         raise RuntimeError(f"{type(error).__name__}: {error}{where}") from error
 
 
-def work_reward_file(path: str, args: list | None) -> Callable[[], Any]:
-    """Loads the file. With args = [function, response, label] the result scores the response, with None it lists the
-    names of the file's functions."""
-    functions = call_of_file(path, reward_functions, path)
-    if args is None:
-        return partial(list, functions)
-    return partial(reward, path, *args)
+def work_reward_file(path: str, call: str | None) -> Callable[[], Any]:
+    """Loads the file. `call` is JSON, [function, arguments by name], whose result is the score; with None the result
+    describes the functions of the file."""
+    call_of_file(path, reward_functions, path)
+    if call is None:
+        return partial(describe, path)
+    name, arguments = json.loads(call)
+    return partial(reward, path, name, arguments)
 
 
-def reward(path: str, name: str, response: str, label: str) -> float:
-    """The number that the function gives; label is JSON. Raises RuntimeError if the function raises, ValueError for nan
-    and infinity."""
-    function = reward_functions(path)[name]
-    value = float(call_of_file(path, function, response, json.loads(label)))
-    if not math.isfinite(value):
-        raise ValueError(f"{name} returned {value}")
-    return value
+def reward(path: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The fields of rewards.Scored that the function's value means: see score_of. Raises RuntimeError if the function
+    raises."""
+    value = call_of_file(path, reward_functions(path)[name], **arguments)
+    if inspect.iscoroutine(value):
+        value = call_of_file(path, asyncio.run, value)
+    if TRL in arguments:
+        is_list = hasattr(value, "__len__") and len(value) == 1
+        if not is_list:
+            raise TypeError(f"{name} returned {value!r:.80}, not a list with a number for each of the completions")
+        value = value[0]
+    return score_of(name, value)
+
+
+def score_of(name: str, value: Any) -> dict[str, Any]:
+    """The score that a function's value means: a number; None, "does not apply", which adds nothing to the score; or
+    verl's dict, whose "score" is the score and whose other numbers become metrics. Raises TypeError, ValueError."""
+    details: dict[str, float] = {}
+    if isinstance(value, dict):
+        if "score" not in value:
+            raise TypeError(f"{name} returned a dict without the key 'score': {sorted(map(str, value))}")
+        for key, number in value.items():
+            if key != "score" and isinstance(number, (bool, int, float)):
+                details[str(key)] = float(number)
+        value = value["score"]
+    if value is None:
+        return {"score": 0.0, "status": "no_answer", "details": details}
+    score = float(value)
+    if not math.isfinite(score):
+        raise ValueError(f"{name} returned {score}")
+    return {"score": score, "details": details}

@@ -1,0 +1,296 @@
+"""One's own: reward functions in TRL's and verl's forms, files and rows as others have them, rows without a label."""
+
+import json
+from collections import Counter
+
+import pytest
+
+import grpo
+import rewards
+import utils
+from rewards import RewardFlags, RewardRecord
+from scripts.parts import failures, fits, rows, user_files
+
+USER = {"role": "user", "content": "What is 2 + 6?"}
+REWARDS = """
+def plain(response, ground_truth):
+    return 0.25
+
+def with_columns(response, ground_truth, difficulty, bonus=0.5):
+    return difficulty + bonus
+
+def everything(response, **columns):
+    return len(columns["prompt"]) + columns["difficulty"]
+
+def trl(completions, solution, **kwargs):
+    assert kwargs["prompts"] == [[{"role": "user", "content": "What is 2 + 6?"}]] and kwargs["difficulty"] == [3]
+    return [float(completion[0]["content"] == right) for completion, right in zip(completions, solution)]
+
+async def trl_text(prompts, completions, ground_truth):
+    return [float((prompts, completions, ground_truth) == (["2+6="], ["8"], [8]))]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float((data_source, solution_str, ground_truth, extra_info) == ("me/sums", "8", "8", {"i": 1})),
+            "acc": True, "pred": solution_str}
+
+def silent(response, ground_truth):
+    pass
+
+def trl_silent(completions, **kwargs):
+    return [None]
+
+def keyless(response, ground_truth):
+    return {"reward": 1.0}
+
+def no_list(completions, **kwargs):
+    return 1.0
+
+def helper(text):
+    return text
+
+def _private(response, ground_truth):
+    return 1.0
+"""
+ROW = {"messages": [USER], "solution": "8", "difficulty": 3, "data_source": "me/sums", "extra_info": {"i": 1}}
+
+
+@pytest.fixture
+def configured(monkeypatch, tmp_path):
+    """Function (text of a reward file, flags): rewards.configure, undone after the test."""
+    monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
+    monkeypatch.setattr(user_files, "FUNCTIONS", {})
+
+    def configure(text, **flags):
+        (tmp_path / "mine.py").write_text(text)
+        rewards.configure(RewardFlags(reward_file=str(tmp_path / "mine.py"), **flags), connect=False)
+
+    yield configure
+    rewards.configure(RewardFlags(), connect=False)
+
+
+def result_of(name, label="8", **columns):
+    return rewards.score([RewardRecord("8", label, name, prompt="user: ?", columns=columns)], timeout_s=30.0)[0]
+
+
+def test_functions_of_three_forms_get_what_they_name(configured):
+    configured(REWARDS)
+    assert set(user_files.FUNCTIONS) == set(REWARDS_OF_FORMS)
+    row = {"prompt": [USER]} | ROW
+    got = {name: result_of(name, **row) for name in ("plain", "with_columns", "everything", "trl", "compute_score")}
+    scores = {name: result.score for name, result in got.items()}
+    assert scores == {"plain": 0.25, "with_columns": 3.5, "everything": 4.0, "trl": 1.0, "compute_score": 1.0}
+    assert got["compute_score"].details == {"acc": 1.0}  # numbers only: they become metrics
+    assert result_of("trl_text", label=8, prompt="2+6=").score == 1.0
+    assert result_of("compute_score").score == 0.0  # without columns: the verifier's name and {}
+
+
+REWARDS_OF_FORMS = "plain with_columns everything trl trl_text compute_score silent trl_silent keyless no_list".split()
+
+
+def test_none_adds_nothing_and_other_values_are_told(configured):
+    configured(REWARDS)
+    for name in ("silent", "trl_silent"):
+        result = result_of(name)
+        assert (result.score, result.status) == (0.0, "no_answer")
+    for name, words in {
+        "keyless": "without the key 'score': ['reward']",
+        "no_list": "returned 1.0, not a list",
+    }.items():
+        with pytest.warns(UserWarning):
+            result = result_of(name)
+        assert result.status == "crash" and words in result.details["problem"]
+        rewards.WARNED.clear()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def f(text, label): return 1", ["It has f(text, label)", "def my_reward(response, ground_truth): return f("]),
+        ("x = 1", ["(response, ground_truth)", "completions", "solution_str", "it defines none"]),
+        ("def f(completions, completion_ids): return [1]", ["completion_ids", "only TRL's trainer"]),
+    ],
+)
+def test_a_wrong_signature_is_told_with_the_line_that_helps(configured, text, words):
+    with pytest.raises(rewards.UserError) as error:
+        configured(text)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_function_that_never_applies(configured, monkeypatch):
+    configured(REWARDS)
+    for name, value in (("WORKED", set()), ("CRASHES", Counter()), ("NONES", Counter())):
+        monkeypatch.setattr(failures, name, value)
+    monkeypatch.setattr(rewards, "WARNED", {})
+    none = {"reward/silent_no_answer": 4.0}
+    failures.check(none | {"reward/math_no_answer": 0.0})
+    with pytest.raises(rewards.UserError, match=r"silent returned None.*for all of 8 responses"):
+        failures.check(none)
+    failures.WORKED.add("plain")  # something else scores
+    with pytest.warns(UserWarning, match="silent"):
+        failures.check(none)
+    failures.check({"reward/silent_ok": 1.0} | none)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows
+# ----------------------------------------------------------------------------------------------------------------------
+
+MINE = rows.Scoring(functions=("mine", "short"), aliases=("me/sums",))
+ENVIRONMENT = rows.Scoring(environment=True)
+
+
+@pytest.mark.parametrize(
+    "row, scoring, labels, verifiers",
+    [
+        ({}, MINE, [None, None], ["mine", "short"]),
+        ({"ground_truth": [1, 2]}, MINE, [[1, 2], [1, 2]], ["mine", "short"]),
+        ({"dataset": "mine"}, MINE, [None], ["mine"]),
+        ({"dataset": ["mine", "Short"]}, MINE, [None, None], ["mine", "short"]),
+        ({"dataset": "gsm8k", "answer": "#### 8"}, MINE, ["8"], ["gsm8k"]),
+        ({"answer": "so #### 8"}, MINE, ["so #### 8"] * 2, ["mine", "short"]),
+        ({"solution": "8"}, MINE, ["8", "8"], ["mine", "short"]),
+        ({"data_source": "me/sums"}, MINE, [None], ["me/sums"]),
+        ({"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "8"}}, MINE, ["8", "8"], ["mine", "short"]),
+        ({"data_source": "who/knows", "answer": "8"}, rows.NOTHING_OF_ONES_OWN, ["8"], ["who/knows"]),
+        ({}, ENVIRONMENT, [None], ["passthrough"]),
+        ({"ground_truth": 8}, ENVIRONMENT, [8], ["passthrough"]),
+        ({"answer": "#### 8"}, ENVIRONMENT, ["8"], ["gsm8k"]),
+    ],
+)
+def test_who_scores_a_row_that_names_nobody(row, scoring, labels, verifiers):
+    assert rows.parse_row({"prompt": [USER]} | row, scoring) == ([USER], labels, verifiers)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_models):
+    return utils.load_tokenizer(grpo.Args(model_name_or_path=str(tiny_models())))
+
+
+def load(tokenizer, name, **flags):
+    return utils.load_prompts(
+        "dataset_mixer_list", grpo.Args(dataset_mixer_list=[str(name), "1.0"], **flags), tokenizer
+    )
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_rows_without_a_label_with_the_columns_of_their_reward(configured, tokenizer, tmp_path):
+    """The columns that a function takes travel with the prompt; one that it needs is asked for at the start."""
+    text = "def mine(response, difficulty):\n    return difficulty\n"
+    configured(text)
+    file = write(tmp_path / "a.jsonl", [{"prompt": [USER], "difficulty": 3, "huge": "x" * 100}])
+    flags = {"reward_file": str(tmp_path / "mine.py")}
+    (prompt,) = load(tokenizer, file, **flags)
+    assert (prompt.verifiers, prompt.ground_truths, prompt.reward_columns) == (("mine",), (None,), {"difficulty": 3})
+    write(file, [{"prompt": [USER], "difficulty": 4}])
+    assert utils.data_hash([prompt]) != utils.data_hash(load(tokenizer, file, **flags))
+    write(file, [{"prompt": [USER], "difficulty": 3}, {"prompt": [USER]}])
+    with pytest.raises(utils.UserError, match="a.jsonl row 2: mine: it takes difficulty, which the row does not have"):
+        load(tokenizer, file, **flags)
+    with pytest.raises(utils.UserError, match="row 1: no ground_truth"):
+        load(tokenizer, file)
+
+
+def test_verl_s_own_data_source_with_a_remap(configured, tokenizer, tmp_path):
+    row = {"prompt": [USER], "data_source": "me/sums", "reward_model": {"ground_truth": "8"}}
+    file = write(tmp_path / "a.jsonl", [row])
+    with pytest.raises(utils.UserError, match="unknown verifier 'me/sums'.*--remap_verifier me/sums=NAME"):
+        load(tokenizer, file)
+    configured("def mine(response, ground_truth): return 1\ndef other(response, ground_truth): return 1")
+    reward_file = str(tmp_path / "mine.py")
+    assert load(tokenizer, file, reward_file=reward_file)[0].verifiers == ("mine", "other")
+    rewards.configure(RewardFlags(reward_file=reward_file, remap_verifier="me/sums=mine"), connect=False)
+    assert load(tokenizer, file, reward_file=reward_file)[0].verifiers == ("mine",)
+    rewards.configure(RewardFlags(remap_verifier="me/sums=gsm8k"), connect=False)
+    assert load(tokenizer, file)[0].verifiers == ("gsm8k",)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+# ----------------------------------------------------------------------------------------------------------------------
+
+QUESTIONS = [{"question": "What is 2 + 6?", "answer": "8", "dataset": "gsm8k"}] * 2
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.csv", '\ufeffquestion,answer,dataset,note\n"What is 2 + 6?",8,gsm8k,\n"What is 2 + 6?",8,gsm8k,"a\nb"\n'),
+        ("a.json", json.dumps(QUESTIONS, indent=1)),
+        ("a.json", "".join(json.dumps(row) + "\n" for row in QUESTIONS)),
+    ],
+)
+def test_csv_and_json_are_read(tokenizer, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    prompts = load(tokenizer, tmp_path / name)
+    assert [(p.conversation, p.ground_truths, p.verifiers) for p in prompts] == [
+        ("user: What is 2 + 6?", ("8",), ("gsm8k",))
+    ] * 2
+
+
+def test_an_empty_cell_is_no_value(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\nWhat?,\n")
+    assert list(rows.read_rows(str(tmp_path / "a.csv"), "train")) == [
+        (f"{tmp_path}/a.csv row 1", {"question": "What?", "answer": None})
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        (
+            "a.tsv",
+            "x",
+            r"a.tsv: .tsv is not read, .*pandas.read_csv\('.*a.tsv', sep='\\t'\).to_json\('a.jsonl', orient=",
+        ),
+        ("a.txt", "x", ".txt is not read, but .jsonl, .parquet, .csv, .json are"),
+        ("a.json", '{"data": []}', "neither a list of rows nor an object a line"),
+        ("a.json", '{"question": "What?",', "a.json row 1: not JSON"),
+        ("a.csv", "question,answer\nWhat?,8,9\n", "a.csv row 1: more cells than the first line has names"),
+    ],
+)
+def test_other_files_are_refused_with_the_line_that_converts(tokenizer, tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(utils.UserError, match=words):
+        load(tokenizer, tmp_path / name)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_snapshot_of_the_hub(tokenizer, tmp_path, monkeypatch, listed):
+    """README.md and data/, by the names of the files or, where these have no split, by what README.md lists."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    there = tmp_path / "snapshot"
+    (there / "data").mkdir(parents=True)
+    name = "part-0.jsonl" if listed else "train-00000-of-00001.jsonl"
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/part-*\n---\n"
+    (there / "README.md").write_text(card if listed else "# Sums\n")
+    write(there / "data" / name, QUESTIONS)
+    assert len(load(tokenizer, there)) == 2
+    with pytest.raises(utils.UserError, match="validation"):
+        load(tokenizer, there, dataset_mixer_list_splits=["validation"])
+
+
+def test_a_chat_template_by_path(tiny_models, tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ messages[0].content }} =>")
+    args = grpo.Args(model_name_or_path=str(tiny_models()), chat_template_name=str(path))
+    args.check()
+    template = utils.load_tokenizer(args)
+    assert template.apply_chat_template([USER], tokenize=False) == "What is 2 + 6? =>"
+    with pytest.raises(utils.UserError, match="--chat_template_name nothere.jinja: no file, and none of this name"):
+        grpo.Args(model_name_or_path=str(tiny_models()), chat_template_name="nothere.jinja").check()
+
+
+def test_few_prompts_and_a_function_without_rows_are_told(configured, tokenizer, tmp_path):
+    configured("def mine(response, ground_truth): return 1\ndef other(response, ground_truth): return 1")
+    file = write(tmp_path / "a.jsonl", [{"prompt": [USER], "dataset": "mine"}] * 2)
+    args = grpo.Args(reward_file=str(tmp_path / "mine.py"), num_unique_prompts_rollout=3)
+    few, unused = fits.warnings_of(args, load(tokenizer, file, reward_file=args.reward_file))
+    assert few.startswith("2 prompts for --num_unique_prompts_rollout 3") and "1.0 is all" in few
+    assert "other scores none of the prompts" in unused and "--remap_verifier OLD=other" in unused
+    assert not fits.warnings_of(
+        grpo.Args(num_unique_prompts_rollout=2), load(tokenizer, file, reward_file=args.reward_file)
+    )
