@@ -299,18 +299,23 @@ def drawn_rows(
     some_ask_for_turns = any(environment_of(row) for _, row in rows)
     for where, row in draw(name, rows, amount, seed):
         try:
-            messages, ground_truths, verifiers = parse_row(row, scoring)
+            fields = fields_of(row, scoring)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        yield {
-            "where": where,
-            "messages": messages,
-            "ground_truths": ground_truths,
-            "verifiers": verifiers,
-            "columns": environment_of(row),
-            "has_turns": environment_of(row) != {} or not some_ask_for_turns,
-            "reward_columns": columns_for_rewards(row, messages, scoring),
-        }
+        has_turns = fields["columns"] != {} or not some_ask_for_turns
+        yield fields | {"where": where, "has_turns": has_turns}
+
+
+def fields_of(row: Any, scoring: Scoring) -> dict[str, Any]:
+    """The fields of utils.Row that a row has by itself. Raises ValueError."""
+    messages, ground_truths, verifiers = parse_row(row, scoring)
+    return {
+        "messages": messages,
+        "ground_truths": ground_truths,
+        "verifiers": verifiers,
+        "columns": environment_of(row),
+        "reward_columns": columns_for_rewards(row, messages, scoring),
+    }
 
 
 def options(args: Any) -> list[str]:

@@ -51,7 +51,10 @@ def load_file(path: str, name: str) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # --reward_file: the forms of its functions
 
-OWN, TRL, VERL = "response", "completions", "solution_str"  # the parameter by which a form is known
+# The parameter by which a form is known
+OWN = "response"
+TRL = "completions"
+VERL = "solution_str"
 GIVEN = {  # what a form's parameters are; every other one is a column of the row
     OWN: ("response", "ground_truth"),
     TRL: ("prompts", "completions"),
@@ -107,14 +110,15 @@ def arguments_of(function: Function, response: str, label: Any, dataset: str, co
     if function.form == OWN:
         arguments = columns | {"response": response, "ground_truth": label}
     elif function.form == VERL:
-        row = {"data_source": columns.get("data_source") or dataset, "extra_info": columns.get("extra_info") or {}}
-        arguments = columns | row | {"solution_str": response, "ground_truth": label}
+        arguments = {"data_source": dataset, "extra_info": {}} | columns
+        arguments |= {"solution_str": response, "ground_truth": label}
     else:
-        prompt = columns["prompt"]
+        sample = {"ground_truth": label} | columns
+        prompt = sample.pop("prompt")
         is_conversation = isinstance(prompt, list)
         completion: Any = [{"role": "assistant", "content": response}] if is_conversation else response
-        row = {"ground_truth": label} | columns | {"prompts": prompt, "completions": completion}
-        arguments = {name: [value] for name, value in row.items() if name != "prompt"}
+        sample |= {"prompts": prompt, "completions": completion}
+        arguments = {name: [value] for name, value in sample.items()}
     if rows.ALL_COLUMNS in function.columns:
         return arguments
     taken = {*GIVEN[function.form], *function.columns, "ground_truth"}
