@@ -113,13 +113,14 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
 
 
 def launch(args: Args) -> None:
-    """Start all ranks on this machine. Each runs this script, with open-instruct's flags already translated."""
+    """Start all ranks on this machine. Each runs this script, with open-instruct's flags already translated. Ranks that
+    compute at the same time share the threads that grpo.py would have; those that take turns have as many each."""
     from scripts.parts import launch as launcher
     from scripts.parts import translate
 
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    threads = len(utils.ALL_CORES)
-    if args.async_steps > 0 or torch.cuda.is_available():  # else learners and engines compute in turns
+    threads = torch.get_num_threads()  # bits depend on it
+    if args.async_steps > 0 or torch.cuda.is_available():
         threads = max(1, threads // ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     names = [roles_of(args, rank, ranks).name for rank in range(ranks)]
@@ -1016,14 +1017,14 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
             step.packs = part.packs
             state["cursor"] = part.cursor
             state["excluded"] = sorted(part.excluded)
+        if utils.leads(args, world):
+            note_staleness(step.packs, number, args, step.metrics)
         with step.timer("training"):
             grpo.train(run, step, part.probe, update_args)
         with step.timer("gather"):
             send_weights(policy, manifest, sender, dtype, number, state["cursor"])
 
         # everything below reports or saves
-        if utils.leads(args, world):
-            note_staleness(step.packs, number, args, step.metrics)
         out = grpo.step_metrics(run, step)
         lines = ""
         if collector is not None and sender is not None:
@@ -1158,9 +1159,7 @@ def note_staleness(packs: Sequence[Sequence[Pack]], step: int, args: Args, metri
             versions = np.concatenate([r.versions[r.mask] for r in rollouts_of([[pack]])])
             ages = step - 1 - versions
             if ages.max() > args.async_steps:
-                raise RuntimeError(
-                    f"step {step} trained tokens {ages.max()} updates old; async_steps {args.async_steps}"
-                )
+                raise RuntimeError(f"step {step} has tokens {ages.max()} updates old; async_steps {args.async_steps}")
             metrics.add("val/num_steps_off_policy", float(ages.sum()), len(versions))
             metrics.add_all("val/model_step", versions)
 

@@ -109,7 +109,7 @@ def test_a_token_older_than_the_bound_ends_the_run():
     r = utils.Rollout(prompt, 0, 0)
     r.append(utils.Generation([5, 6], [-1.0, -1.0], "stop", [2, 3]))
     grpo_fast.note_staleness([[[[r]]]], 4, args, utils.Metrics())
-    with pytest.raises(RuntimeError, match="step 5 trained tokens 2 updates old; async_steps 1"):
+    with pytest.raises(RuntimeError, match="step 5 has tokens 2 updates old; async_steps 1"):
         grpo_fast.note_staleness([[[[r]]]], 5, args, utils.Metrics())
 
 
@@ -520,6 +520,37 @@ def test_the_schedule_ticks_with_every_optimizer_step():
         lrs += scheduler.get_last_lr()[:1]
         scheduler.step()
     assert lrs == pytest.approx([0, 1 / 2, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+@pytest.mark.parametrize("flags, given, each", [("--async_steps 0", 3, 3), ("", 3, 1), ("--vllm_num_engines 3", 8, 2)])
+def test_ranks_get_the_threads_that_grpo_py_would_have(flags, given, each, monkeypatch):
+    """Bits depend on their number. Ranks that compute at the same time share those that a user has given."""
+    from scripts.parts import launch
+
+    seen = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # restored afterwards
+    monkeypatch.setattr(grpo_fast.sys, "argv", ["grpo_fast.py"])
+    monkeypatch.setattr(launch, "launch", lambda *_: seen.append(grpo_fast.os.environ["OMP_NUM_THREADS"]))
+    before = torch.get_num_threads()
+    torch.set_num_threads(given)  # as torch does for OMP_NUM_THREADS when it is imported
+    try:
+        grpo_fast.launch(utils.parse_args(grpo.Args, f"--model_name_or_path x {flags}".split()))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [str(each)]
+
+
+@pytest.mark.parametrize("difference", [4e-7, 1e-12])
+def test_scores_are_compared_and_normalized_in_the_same_precision(difference):
+    """10 and 10 + 4e-7 are the same number in float32: a group with a gradient, whose advantages would be 0."""
+    args = grpo.Args(advantage_normalization_type="centered")
+    prompt = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
+    scores = [10.0, 10.0 + difference]
+    group = [grpo.Rollout(prompt, 0, i, score=score, outcome=score) for i, score in enumerate(scores)]
+    assert grpo.has_gradient(group)
+    grpo.set_advantages([group], args)
+    half = (scores[1] - scores[0]) / 2
+    assert [r.advantage for r in group] == pytest.approx([-half, half], rel=1e-3, abs=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import utils
 from tests import programs
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
@@ -106,16 +105,13 @@ def test_an_adapter_that_the_second_of_two_engines_lacks_ends_the_run(tiny_model
 
 
 SAME = f"{LORA} --lora_merge --save_freq 1 --checkpoint_state_freq 2 --seed 3 {TRANSFORMERS}"
-ALL_THREADS = ENV | {"OMP_NUM_THREADS": str(len(utils.ALL_CORES))}  # as many as grpo_fast.py takes
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_models, data, tmp_path_factory):  # noqa: F811
     """A run of four steps, which others are compared with."""
     out = tmp_path_factory.mktemp("whole")
-    check(
-        programs.run(command(tiny_models(), data, out, f"--exp_name whole --total_episodes 256 {SAME}"), **ALL_THREADS)
-    )
+    check(programs.run(command(tiny_models(), data, out, f"--exp_name whole --total_episodes 256 {SAME}"), **ENV))
     return out / "whole"
 
 
@@ -130,7 +126,7 @@ def test_two_ranks_and_their_engines_train_the_adapters_of_one(whole, tiny_model
 def test_a_run_with_adapters_resumes(whole, tiny_models, data, tmp_path):  # noqa: F811
     for flags in ("--total_episodes 128", "--total_episodes 256 --resume --resume_anyway"):
         line = command(tiny_models(), data, tmp_path, f"--exp_name broken {SAME} {flags}")
-        check(programs.run(line, **ALL_THREADS))
+        check(programs.run(line, **ENV))
     broken = tmp_path / "broken"
     a, b = ([untimed(row) for row in read(path / "metrics.jsonl")] for path in (whole, broken))
     assert a == b and len(a) == 4
