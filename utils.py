@@ -2285,7 +2285,7 @@ def kind_of(group: Group, args: rewards.RewardFlags) -> str:
 
 
 def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: Any, metrics: Metrics) -> None:
-    """Metrics of a step's sampling: rollouts, tokens, advantages, kinds of groups. `groups` are trained on; `args` are
+    """Metrics of a step's sampling: rollouts, tokens, kinds of groups. `groups` are trained on; `args` are
     grpo.Args. As in open-instruct, objective_kept/* and val/num_step_tokens count the groups that are kept, and each
     prompt once."""
     rollouts = [r for group in sampled for r in group]
@@ -2307,7 +2307,6 @@ def note_step(groups: Sequence[Group], sampled: Sequence[Group], args: Any, metr
     scores = [r.score for r in rollouts if not math.isnan(r.score)]
     metrics.add("val/score_sq", sum(score * score for score in scores), len(scores))
     metrics.count("batch/missing_rewards", len(rollouts) - len(scores))
-    metrics.add_all("val/advantages", [r.advantage for group in groups for r in group])
 
     note_kinds(sampled, args, metrics)
     for name, gib in memory_used().items():

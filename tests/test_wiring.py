@@ -495,6 +495,36 @@ def test_gradients_are_reduced_after_the_last_micro_batch_only(tiny_models, worl
     assert seen == ([False] * 3 + [True] if parts == 1 else [False, False, True, False, True])
 
 
+def test_advantages_are_logged_as_they_were_trained_on(tiny_models, world):
+    """The packs of grpo_fast.py are copies: --kl_in_reward changes the advantages of those alone."""
+    flags = "--load_ref_policy --beta 0.1 --kl_in_reward --advantage_normalization_type centered --kl_estimator 1"
+    args = make_args(tiny_models(), *flags.split())
+    learner = grpo.load_learner(args, world)
+    with torch.no_grad():
+        for p in learner.ref_policy.parameters():
+            p.mul_(1.5)
+    rollouts = make_rollouts(groups=2)
+    groups = [rollouts[:3], rollouts[3:]]
+    for group in groups:
+        for r in group:
+            r.tokenless = []
+    grpo.set_advantages(groups, args)
+    copies = grpo_fast.pickle.loads(grpo_fast.pickle.dumps([[[group] for group in groups]]))
+    step = grpo.Step(1, groups=groups, sampled=groups, packs=copies)
+    run: Any = types.SimpleNamespace(
+        learner=learner, world=world, packing="shared", args=args, state=grpo.start_state()
+    )
+    grpo.train(run, step, [], args)
+    utils.note_step(groups, groups, args, step.metrics)
+    grpo.note_update(learner, step, args)
+    out = step.metrics.reduce(world)
+    trained = [r.advantage for batches in step.batches for batch in batches for r in batch.rollouts]
+    before = [r.advantage for r in rollouts]
+    assert len(trained) == 6 and max(trained) > max(before) + 0.01
+    assert (out["val/advantages_min"], out["val/advantages_max"]) == (min(trained), max(trained))
+    assert out["val/advantages"] == pytest.approx(sum(trained) / 6, abs=1e-6)
+
+
 def test_penalties_reach_scores_and_scores_reach_advantages():
     """Right and short; right and 4 tokens into the buffer of 8 before 16; cut."""
     flags = dict(response_length=16, overlong_buffer_length=8, non_stop_penalty=True)
@@ -540,7 +570,7 @@ def test_ranks_get_the_threads_that_grpo_py_would_have(flags, given, each, monke
     assert seen == [str(each)]
 
 
-@pytest.mark.parametrize("difference", [4e-7, 1e-12])
+@pytest.mark.parametrize("difference", [4e-7, 1e-9])
 def test_scores_are_compared_and_normalized_in_the_same_precision(difference):
     """10 and 10 + 4e-7 are the same number in float32: a group with a gradient, whose advantages would be 0."""
     args = grpo.Args(advantage_normalization_type="centered")
