@@ -1436,8 +1436,7 @@ def train(run: Run, step: Step, probe: Sequence[Group], args: Args) -> None:
         rollouts = all_rollouts(probe)[: args.per_device_train_batch_size]
         step.gap_metrics = measure_gap(learner.policy, [rollouts], "on this step's rollouts", args, world)
 
-    share_skipped = skipped / world.size  # every rank counts the same updates
-    step.metrics.count("optim/nonfinite_updates", share_skipped)
+    step.metrics.count("optim/nonfinite_updates", skipped / world.size)  # every rank counts the same updates
     handle_nonfinite(run, step, skipped)
 
     is_due = due(args.ref_policy_update_freq or 0, step.number)
@@ -1807,8 +1806,7 @@ def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
     logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {gap:.1e}")
 
     if args.eval_on_step_0 and done == 0 and run.engine is not None:
-        first_row = {"training_step": 0, "episode": 0}
-        logger.log(first_row | gap_metrics | evaluate(run))
+        logger.log({"training_step": 0, "episode": 0} | gap_metrics | evaluate(run))
 
 
 def step_metrics(run: Run, step: Step) -> dict[str, float]:
@@ -1902,8 +1900,7 @@ def handle_nonfinite(run: Run, step: Step, skipped: int) -> None:
         for batch in mini_batch:
             pieces = None if batch.layout is None else batch.layout.pieces
             dumped.append(vars(batch) | {"layout": pieces, "rollouts": None})
-    path = run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt"
-    torch.save(dumped, path)
+    torch.save(dumped, run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt")
     run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
     if run.state["nonfinite_in_a_row"] == 3:
         raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run.run_dir}/nonfinite_step_*.pt")
