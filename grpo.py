@@ -1990,11 +1990,9 @@ def finish(run: Run) -> Path:
     if run.engine is not None:
         run.engine.stop(last_step)
     if run.world.is_main:
-        made = (
-            f"model {model_dir} (to ask it: vllm serve {model_dir})"
-            if finished
-            else f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
-        )
+        made = f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
+        if finished:
+            made = f"model {model_dir} (to ask it: vllm serve {model_dir})"
         print(f"{made}, {utils.draw_report(run_dir)}")
 
     rewards.close()
