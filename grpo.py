@@ -155,11 +155,6 @@ class Args(GRPOFlags, utils.Flags):
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
 MAX_SAMPLING_ROUNDS = 10  # of active_sampling: a data set without any gradient must not sample for ever
-PACKING = {
-    "shared": "packs of {} tokens, a prompt computed once for all its responses",
-    "plain": "packs of {} tokens, each response with its own prompt",
-    "rows": "WARNING: this model's layers see across the responses of a pack, so each response has a row of its own",
-}
 LOGPROB_CHUNK = 1024  # tokens whose logits exist at once
 SHOW_ROLLOUTS_EVERY = 10  # steps
 
@@ -1614,10 +1609,12 @@ def choose_packing(policy: Policy, prompt: Prompt, args: Args, world: World) -> 
 
 def choose_common_packing(learner: Learner, prompt: Prompt, args: Args, world: World) -> str:
     """The packing that the policy and a teacher of another architecture can both compute. All ranks."""
+    from scripts.parts import packing
+
     packings = [choose_packing(learner.policy, prompt, args, world)]
     if learner.ref_policy is not None and args.ref_model_name_or_path:
         packings.append(choose_packing(learner.ref_policy, prompt, args.of_reference(), world))
-    return max(packings, key=list(PACKING).index)
+    return packing.slower(packings)
 
 
 def load_groups(step: int, state: dict[str, Any], args: Args, world: World) -> list[Group]:
@@ -1785,7 +1782,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
     """Open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine samples."""
-    from scripts.parts import machine
+    from scripts.parts import machine, packing
 
     args = run.args
     state = run.state
@@ -1800,9 +1797,8 @@ def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
         logger.say(f"resumed after step {done}")
     gap = gap_metrics.get("debug/vllm_vs_local_logprob_diff_mean", math.nan)
     ready = time.perf_counter() - run.start_time
-    packing = PACKING[run.packing].format(args.pack_length)
     logger.say(f"data     {len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation")
-    logger.say(f"packing  {roles}{packing}")
+    logger.say(f"packing  {roles}{packing.told(run.packing, run.learner, args)}")
     logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {gap:.1e}")
 
     if args.eval_on_step_0 and done == 0 and run.engine is not None:

@@ -1288,6 +1288,7 @@ class Layout:
 
     def __init__(self, pieces: Sequence[tuple[int, Sequence[int]]], device: torch.device):
         self.device = device
+        self.windows: dict[int, Layout] = {}  # the same pack where layers attend within a window: parts/windows.py
         self.pieces = []
         self.length = 0  # tokens
         for shared, segments in pieces:
@@ -1314,7 +1315,8 @@ class Layout:
     @functools.cached_property
     def masks(self) -> dict[tuple[int, ...], Tensor]:
         """Boolean masks (queries, keys) of the products that are not plainly causal. The mask of a whole piece has the
-        key (shared tokens, *tokens of each segment), that of one segment (shared tokens, tokens of the segment)."""
+        key (shared tokens, *tokens of each segment), that of one segment (shared tokens, tokens of the segment), and
+        that of shared tokens alone (0, shared tokens)."""
         masks = {}
         for (shared, segments), chunks in zip(self.pieces, self.chunks, strict=True):
             if len(segments) == 1:
@@ -1328,11 +1330,8 @@ class Layout:
                     masks[shared, n] = torch.ones(n, shared + n, dtype=torch.bool).tril(shared)
         return masks
 
-    @functools.cached_property
-    def block_mask(self) -> Any:
-        """The mask of the whole pack, for flex attention."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
+    def attends(self) -> Callable:
+        """Flex attention's function (batch, head, query, key) -> whether this key is visible to this query."""
         pieces: list[int] = []  # of each token
         segments: list[int] = []
         for i, (shared, lengths) in enumerate(self.pieces):
@@ -1346,9 +1345,16 @@ class Layout:
             visible = (segment[k] == 0) | (segment[k] == segment[q])
             return (q >= k) & (piece[q] == piece[k]) & visible
 
+        return attends
+
+    @functools.cached_property
+    def block_mask(self) -> Any:
+        """The mask of the whole pack, for flex attention."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
         # Compiled, it never holds a mask of all pairs
         make_mask = torch.compile(create_block_mask, disable=self.device.type == "cpu")
-        return make_mask(attends, None, None, self.length, self.length, self.device)
+        return make_mask(self.attends(), None, None, self.length, self.length, self.device)
 
 
 @functools.cache
@@ -1422,19 +1428,25 @@ def pack_attention(
     layout: Layout | None = None,
     flex: bool | None = None,
     group: dist.ProcessGroup | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
     Returns (1, T, heads, D). A GPU runs one flex attention over the pack. A CPU attends piece by piece: one mask for
     the whole pack would take several times as long (`proof/bench.py learner`). `flex` overrides that choice. With a
-    `group` the T tokens are this rank's only (Ulysses): see scripts/parts/sequence.py."""
+    `group` the T tokens are this rank's only (Ulysses): see scripts/parts/sequence.py. With a `sliding_window`, which
+    a model names layer by layer, a token attends to itself and the sliding_window - 1 before it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if group is not None:
         from scripts.parts import sequence
 
-        return sequence.attend(query, key, value, scaling, layout, flex, group), None
+        return sequence.attend(query, key, value, scaling, layout, flex, group, sliding_window), None
+    if sliding_window:
+        from scripts.parts import windows
+
+        layout = windows.narrow(layout, sliding_window, query)
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if flex is None:
@@ -1466,10 +1478,8 @@ def _attend_by_piece(query: Tensor, key: Tensor, value: Tensor, scaling: float |
         q = queries[first]
         k = keys[first]
         v = values[first]
-        if len(chunks) == 1 and len(segments) > 1:
-            mixed.append(attend(q, k, v, attn_mask=layout.masks[shared, *segments]))
-        else:
-            mixed.append(attend(q, k, v, is_causal=True))
+        mask = layout.masks.get((shared, *segments) if len(chunks) == 1 else (0, shared))
+        mixed.append(attend(q, k, v, mask, is_causal=mask is None))
         for i in range(first + 1, first + len(chunks)):  # the segments, after the shared tokens
             seen_keys = torch.cat([k, keys[i]], dim=2)
             seen_values = torch.cat([v, values[i]], dim=2)
@@ -1597,22 +1607,18 @@ def shard_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def within_window(config: Any, args: Flags) -> bool:
-    """Whether each token attends to all tokens before it. With a shorter sliding window the model's own masks apply."""
-    window = getattr(config, "sliding_window", None) or math.inf
-    return args.max_prompt_token_length + args.response_length <= window
-
-
 def load_causal_lm(args: Flags) -> Any:
     """The Hugging Face causal LM without dropout, not sharded yet, in its checkpoint's dtype."""
     from transformers import AttentionInterface, AutoModelForCausalLM
+
+    from scripts.parts import packing
 
     # Each pack has another layout, for which a compiled layer would be compiled again
     attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
     AttentionInterface.register(PACK_ATTENTION, attention)
     source = {"revision": args.model_revision, "attn_implementation": args.attn_implementation}
     model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="auto", **source)
-    if args.attn_implementation == "sdpa" and model._supports_attention_backend and within_window(model.config, args):
+    if packing.takes_our_attention(model, args):
         model.set_attn_implementation(PACK_ATTENTION)
 
     # Without dropout old and new logprobs agree. eval() would also switch gradient checkpointing off

@@ -545,13 +545,6 @@ def test_other_attentions_find_the_sequences_of_a_pack_by_position(tiny_models, 
     assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == packing
 
 
-def test_a_model_with_a_short_window_has_one_response_a_row(tiny_models, world):
-    args = make_args(tiny_models("qwen3"))
-    policy = grpo.load_policy(args, world)
-    policy.model.config.sliding_window = 64
-    assert grpo.choose_packing(policy, make_rollouts()[0].prompt, args, world) == "rows"
-
-
 def test_a_short_window_is_the_models_own(tiny_models, world, tmp_path):
     """Where a response is longer than the window its tokens see what the model says they see, and no more."""
     directory = tmp_path / "window"
@@ -561,7 +554,7 @@ def test_a_short_window_is_the_models_own(tiny_models, world, tmp_path):
     (directory / "config.json").write_text(json.dumps(config))
     args = make_args(directory)
     policy, rollouts = grpo.load_policy(args, world), make_rollouts()
-    assert grpo.choose_packing(policy, rollouts[0].prompt, args, world) == "rows"
+    assert grpo.choose_packing(policy, rollouts[0].prompt, args, world) == "shared"
     plain: Any = utils.load_causal_lm(replace(args, attn_implementation="eager")).float()
     for r in rollouts:
         ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids.tolist()]])

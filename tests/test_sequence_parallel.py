@@ -113,20 +113,20 @@ def logprobs(model, world, *flags):
 
 
 def refusals(model, world, *flags):
-    """What is said of a model whose layers mix neighbouring tokens, and of one with a window; how a good one packs."""
+    """What is said of a model whose layers mix neighbouring tokens, and of one with chunks; how a good one packs."""
     args, said = make_args(model, *flags), []
     policy, prompt = grpo.load_policy(args, world), make_rollouts()[0].prompt
     said.append(grpo.choose_packing(policy, prompt, args, world))
     hook = policy.model.base_model.layers[0].register_forward_hook(
         lambda _module, _inputs, out: out + 3 * torch.roll(out, 1, dims=1)
     )
-    for window in (None, 64):
-        policy.model.config.sliding_window = window
+    for chunk in (None, 64):
+        policy.model.config.attention_chunk_size = chunk
         with pytest.raises(utils.UserError) as error:
             grpo.choose_packing(policy, prompt, args, world)
         said.append(str(error.value))
     hook.remove()
-    policy.model.config._attn_implementation, policy.model.config.sliding_window = "sdpa", None
+    policy.model.config._attn_implementation, policy.model.config.attention_chunk_size = "sdpa", None
     with pytest.raises(utils.UserError) as error:
         grpo.choose_packing(policy, prompt, args, world)
     return [*said, str(error.value)]
@@ -271,12 +271,13 @@ def test_bytes_on_the_wire_are_those_of_the_paper(ranks, world, size, number):
 @pytest.mark.runs
 def test_models_that_it_cannot_split_are_refused(ranks, world):
     for found in ranks(2, 2)[1]:
-        packing, leaking, window, other = found["refusals"]
+        packing, leaking, chunk, other = found["refusals"]
         assert packing == "shared"
         assert leaking == (
             "--sequence_parallel_size 2: Qwen3ForCausalLM looks across positions not by attention alone: take 1"
         )
-        assert window == "--sequence_parallel_size 2: Qwen3ForCausalLM attends within a window of 64 tokens: take 1"
+        within = "attends within chunks of 64 tokens, fewer than a prompt and a response"
+        assert chunk == f"--sequence_parallel_size 2: Qwen3ForCausalLM {within}: take 1"
         assert other == "--sequence_parallel_size 2: Qwen3ForCausalLM does not take our attention: take 1"
 
 

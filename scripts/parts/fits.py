@@ -1,9 +1,9 @@
-"""Refuses lengths, learners and a teacher that do not fit the model, and warns of prompts that do not fit the run.
-Reads configs and tokenizers only.
+"""Refuses models, lengths, learners and a teacher that do not fit together, and warns of prompts that do not fit the
+run. Reads configs and tokenizers only.
 
-Every run asks before a model loads. Three things are refused: prompt and response have more tokens together than model
+Every run asks before a model loads. Four things are refused: prompt and response have more tokens together than model
 or teacher have positions; --sequence_parallel_size does not divide their attention heads; policy and teacher have
-different vocabularies, so that the KL between them means nothing.
+different vocabularies, so that the KL between them means nothing; and what packing.py cannot compute.
 """
 
 import os
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import utils
+from scripts.parts import packing
 
 
 def check(args: Any, prompts: Sequence[utils.Prompt]) -> None:
@@ -50,7 +51,9 @@ def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
 
 
 def check_model(args: utils.Flags, name: str, config: Any) -> None:
-    """Raises UserError unless a model has the heads and the positions that the flags ask for."""
+    """Raises UserError unless a model has the heads and the positions that the flags ask for, and layers and a head
+    that the learner can compute."""
+    packing.check(args, name, config)
     heads = getattr(config, "num_attention_heads", 1)
     if heads % args.sequence_parallel_size:
         divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]

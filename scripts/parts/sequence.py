@@ -76,6 +76,7 @@ def attend(
     layout: utils.Layout | None,
     flex: bool | None,
     group: dist.ProcessGroup,
+    sliding_window: int | None,
 ) -> Tensor:
     """utils.pack_attention of (1, heads, T, D) queries of this rank's T tokens. Returns (1, T, heads, D). Key-value
     heads are repeated where the group has more ranks."""
@@ -96,6 +97,7 @@ def attend(
     key = key[:, :, :tokens]
     value = value[:, :, :tokens]
     own_heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-    mixed, _ = utils.pack_attention(own_heads, query, key, value, None, scaling=scaling, layout=layout, flex=flex)
+    options: dict[str, Any] = {"scaling": scaling, "layout": layout, "flex": flex, "sliding_window": sliding_window}
+    mixed, _ = utils.pack_attention(own_heads, query, key, value, None, **options)
     padded = pad(mixed, (0, 0, 0, 0, 0, padding))
     return exchange(padded, group)
