@@ -1797,8 +1797,9 @@ def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
         logger.say(f"resumed after step {done}")
     gap = gap_metrics.get("debug/vllm_vs_local_logprob_diff_mean", math.nan)
     ready = time.perf_counter() - run.start_time
+    way = packing.told(run.packing, run.learner, args)
     logger.say(f"data     {len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation")
-    logger.say(f"packing  {roles}{packing.told(run.packing, run.learner, args)}")
+    logger.say(f"packing  {roles}{way}")
     logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {gap:.1e}")
 
     if args.eval_on_step_0 and done == 0 and run.engine is not None:

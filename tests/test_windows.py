@@ -1,7 +1,7 @@
 """Models whose layers attend within a window: packs and rows have the numbers of one sequence at a time.
 
-    python -m tests.test_windows                              the largest differences: every shape, window and packing
-    torchrun --nproc_per_node 2 -m tests.test_windows         the same of two ranks that share each pack
+python -m tests.test_windows                              the largest differences: every shape, window and packing
+torchrun --nproc_per_node 2 -m tests.test_windows         the same of two ranks that share each pack
 """
 
 import json
@@ -56,7 +56,7 @@ def logprobs_of(policy, rollouts, way, args, world):
 
 
 def one_at_a_time(model, world, rollouts):
-    """Logprobs of the responses, the weights after an update and its metrics, by the model's own attention and masks."""
+    """Logprobs of the responses, the weights after an update and its metrics, by the model's own attention."""
     args = make_args(model, "--per_device_train_batch_size", "1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "takes_our_attention", lambda *_: False)
@@ -130,8 +130,8 @@ def test_two_ranks_that_share_a_pack_are_one_sequence_at_a_time(tmp_path):
 @pytest.mark.parametrize("window", [1, 3, 60, 110])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
 def test_flex_attention_has_the_same_window(share, window):
-    """What GPUs run, here in its uncompiled form, which has no backward on a CPU. A token sees itself and the window - 1
-    tokens before it in its own sequence, however far away the one copy of its prompt is."""
+    """What GPUs run, here in its uncompiled form, which has no backward on a CPU. A token sees itself and the window
+    - 1 tokens before it in its own sequence, however far away the one copy of its prompt is."""
     rollouts = long_rollouts()
     pack = grpo.make_pieces(rollouts, 1000 if share else 0)
     batch = grpo.make_batch([pack], torch.device("cpu"))
@@ -156,7 +156,8 @@ def main():
     world = utils.init_distributed()
     flags = ("--sequence_parallel_size", world.size) if world.size > 1 else ()
     directory = Path(utils.on_main(tempfile.mkdtemp, world))
-    print("| layers | window | longest | packing | logprob | loss | gradient |\n|---|---|---|---|---|---|---|" * world.is_main)
+    head = "| layers | window | longest | packing | logprob | loss | gradient |\n|---|---|---|---|---|---|---|"
+    print(head * world.is_main)
     for arch in ARCHS:
         for make in LENGTHS.values():
             rollouts = make()

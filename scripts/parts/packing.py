@@ -27,7 +27,7 @@ SCALES = "final_logit_softcapping logit_scale logits_scaling lm_head_multiplier"
 
 
 def check(args: Any, name: str, config: Any) -> None:
-    """Raises UserError for a model whose logprobs, or packs over several ranks, would be wrong. Reads its config only."""
+    """Raises UserError for a model whose logprobs, or whose packs over several ranks, would be wrong."""
     for scale in SCALES:
         value = getattr(config, scale, None) or 1
         utils.need(value == 1, f"{name} has {scale} {value}, which the learner's head leaves out: take another model")
@@ -75,7 +75,7 @@ def takes_our_attention(model: Any, args: Any) -> bool:
 
 
 def expected(config: Any, args: Any) -> str:
-    """How responses will be packed, by the model's config alone; where a probe at the start finds less, a run says so."""
+    """How responses will be packed, by the model's config alone. If a probe at the start finds otherwise, a run says it."""
     config = config.get_text_config()
     reason = reason_for_rows(config, args)
     if reason:
