@@ -75,7 +75,7 @@ def takes_our_attention(model: Any, args: Any) -> bool:
 
 
 def expected(config: Any, args: Any) -> str:
-    """How responses will be packed, by the model's config alone. If a probe at the start finds otherwise, a run says it."""
+    """How responses will be packed, by the config alone. If a probe at the start finds otherwise, a run says it."""
     config = config.get_text_config()
     reason = reason_for_rows(config, args)
     if reason:
