@@ -791,7 +791,8 @@ class Policy(torch.nn.Module):
             return placed
         from scripts.parts import sequence
 
-        return sequence.all_columns(placed, batch.targets.shape[1], self.group)
+        length = batch.targets.shape[1]
+        return sequence.all_columns(placed, length, self.group)
 
 
 def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
