@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -544,7 +546,9 @@ def test_tools_are_tried_by_hand(tmp_path, monkeypatch):
         program.main()
 
 
-def test_metrics_of_turns():
+def test_metrics_of_turns(monkeypatch, capsys):
+    monkeypatch.setattr(turn_metrics, "COUNTED", defaultdict(set))
+    monkeypatch.setattr(turn_metrics, "TOLD", set())
     environment = SimpleNamespace(path="/x/game.py", schemas={"search": {}})
     prompt = utils.Prompt(0, (1,) * 10, "", (), (), "", environment)
     one = {"role": "assistant", "content": "", "tokens": 4, "cached": 0, "finish_reason": "stop"}
@@ -559,12 +563,22 @@ def test_metrics_of_turns():
     assert found == {
         "val/policy_tokens": 8, "val/environment_tokens": 6, "val/turns": 2, "val/turns_min": 2, "val/turns_max": 2,
         "val/prefix_cached_share": 16 / (10 + 20), "env/game/reward": 0.5, "env/game/level": 4,
+        "val/answers_cut": 0,
         "env/game/timeout_rate": 0, "env/game/crash_rate": 0, "env/game/infra_error_rate": 0,
         "tools/python/avg_calls_per_rollout": 2, "tools/python/failure_rate": 0.5, "tools/python/avg_runtime": 1.5,
         "tools/search/avg_calls_per_rollout": 0,
         "tools/aggregate/avg_calls_per_rollout": 2, "tools/aggregate/failure_rate": 0.5,
         "tools/aggregate/avg_runtime": 1.5,
     }  # fmt: skip
+
+    other = replace(r, turns=[one, answer | {"content": "so long [cut]\nshort"}, one])
+    for rollouts, level, cut in (([r, other], 2, 0.5), ([other], 0, 1), ([r], 4, 0)):
+        metrics = utils.Metrics()
+        turn_metrics.note(rollouts, metrics)
+        found = metrics.reduce(utils.World(0, 0, 1, None))
+        assert (found["env/game/level"], found["val/answers_cut"]) == (level, cut), "absent is 0, before and after"
+    told = capsys.readouterr().out
+    assert told.count("WARNING") == 1 and "game did not fit and was cut" in told and "--response_length" in told
 
 
 def test_quick_answers_take_turns_and_slow_ones_get_a_worker_each(tmp_path, monkeypatch):
