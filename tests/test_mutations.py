@@ -1,4 +1,4 @@
-"""Lines that could be changed without a test that failed: each test here holds one (README.md, Mutations)."""
+"""Lines that could be changed without a test that failed: each test here holds one (tests/README.md, Mutations)."""
 
 import math
 import random
