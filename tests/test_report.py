@@ -344,6 +344,7 @@ def learning(scores, *held_out, number=100):
     for row, share in zip((rows[0], rows[-1]), held_out, strict=False):
         row |= {"eval/objective/verifiable_correct_rate": share, "eval/num_prompts": number}
     solved = {"policy/entropy_avg": 0.2, "batch/filtered_prompts_solved": 8.0, "other/real_batch_size_ratio": 0.0}
+    solved["optim/skipped_steps"] = 1.0
     for row in rows[5:]:
         row |= solved
     found = checks.check_run(rows, {"verification_reward": 10.0, "num_samples_per_prompt_rollout": 8})
@@ -359,8 +360,10 @@ def test_a_page_says_whether_the_run_learned():
     )
     error = (2 * 0.25 * 0.75 / 100) ** 0.5  # 0.061
     assert found["held-out score"]["fine"] and f"standard error of {error:.2g}" in found["held-out score"]["numbers"]
-    for name in ("entropy collapse", "solved groups", "rollouts with a gradient"):
-        assert found[name]["fine"], "healthy near the maximum"
+    for last in (10, 7):  # 0.95 and 0.8 of the maximum
+        found = learning([1, 2, 3, 4, 5, 6, 7, 8, 9, last], 0.25, 0.75)
+        for name in ("entropy collapse", "solved groups", "rollouts with a gradient", "steps without an update"):
+            assert found[name]["fine"], "healthy near the maximum"
 
 
 @pytest.mark.parametrize("scores", [[6.7, 6.6, 6.4, 6.4, 6.3, 6.2, 6.1, 6.0, 5.9, 5.9], [5, 6] * 5])
@@ -368,6 +371,15 @@ def test_a_wrong_sign_or_no_learning_asks_for_a_look(scores):
     found = learning(scores, 0.5, 0.55)
     assert not found["score"]["fine"] and not found["held-out score"]["fine"]
     assert not found["entropy collapse"]["fine"] and not found["solved groups"]["fine"]
+    assert not found["steps without an update"]["fine"]
+
+
+@pytest.mark.parametrize(("gap", "fine"), [(2.3e-5, True), (8e-5, False)])
+def test_a_gap_of_float32_is_healthy_up_to_five_hundred_thousandths(gap, fine):
+    """2.3e-5 is what a model of 135M has at the start; the default would be bfloat16's bound, 0.05."""
+    rows = [{"training_step": i, f"{common.GAP}_mean": gap} for i in range(1, 11)]
+    found = {row["name"]: row for row in checks.check_gap(rows, {"model_dtype": "float32"})}
+    assert found["logprob gap"]["fine"] == fine
 
 
 def test_a_task_that_was_solved_at_the_start_needs_no_rise():
@@ -781,6 +793,27 @@ def test_the_control_is_drawn_beside_the_run(tmp_path, monkeypatch):
         "training, no labels",
         "held-out, no labels",
     }
+
+
+@pytest.mark.parametrize(("scores", "panel"), [([2.5, 5], "entropy of the next token"), ([2.5, 5.5], "score")])
+def test_the_picture_has_no_curve_twice(tmp_path, monkeypatch, scores, panel):
+    """With a reward of 10 and right answers 0.25 and 0.5, scores 2.5 and 5 are the same curve; 5.5 has more in it."""
+    from scripts.reports import curves  # and matplotlib
+
+    (tmp_path / "args.json").write_text('{"verification_reward": 10.0}')
+    rows = [{"training_step": 0, "eval/scores": 4.0}]
+    for i, score in enumerate(scores):
+        row = {"training_step": i + 1, "episode": i, "objective/scores": score, curves.CORRECT: 0.25 * (i + 1)}
+        rows.append(row | {"policy/entropy_avg": 1.5 - i})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = []
+    monkeypatch.setattr(curves.plt, "close", drawn.append)
+    curves.draw(tmp_path, tmp_path / "report.png")
+    monkeypatch.undo()
+    second = drawn[0].axes[1]
+    curves.plt.close(drawn[0])
+    assert second.get_title() == panel
+    assert second.lines[0].get_ydata().tolist() == ([1.5, 0.5] if panel != "score" else scores)
 
 
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):

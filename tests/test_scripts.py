@@ -89,9 +89,10 @@ def test_addition_depends_on_the_seed_alone(tmp_path, digits):
     assert read("a", 1)[1] != read("c", 2)[1]
 
 
-def test_the_demo_asks_for_the_largest_of_three(tmp_path):
+@pytest.mark.parametrize("seed", range(6))
+def test_the_demo_asks_for_the_largest_of_three(tmp_path, seed):
     """No three numbers twice, in whatever order; the label is the largest."""
-    out = make_largest(tmp_path)
+    out = make_largest(tmp_path, seed)
     rows = {name: [json.loads(line) for line in (out / f"{name}.jsonl").open()] for name in ("train", "eval")}
     assert {name: len(found) for name, found in rows.items()} == {"train": 400, "eval": 64}
     asked = []
@@ -122,6 +123,8 @@ def test_the_control_of_the_demo_counts_what_is_right(tmp_path):
     tree = control.fork(tmp_path)
     assert "    vote(group, args)\n" in (tree / "grpo.py").read_text()
     assert (tree / "scripts" / "demo.sh").exists() and not (tree / ".git").exists()
+    programs = re.findall(r"python (scripts/\S+)", (tree / "scripts" / "demo.sh").read_text())
+    assert "scripts/data/make_largest.py" in programs and all((tree / name).exists() for name in programs)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

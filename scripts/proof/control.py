@@ -29,14 +29,23 @@ from scripts.doctor import cpu_flags  # noqa: E402
 from scripts.reports.common import CORRECT, read_json, read_lines, read_metrics  # noqa: E402
 
 ARMS = ("labels", "majority")
-NOT_COPIED = (".git", ".venv", "models", "data", "runs", "output", "__pycache__", ".*_cache")
+LINKED = (".venv", "models", "data")
+NOT_COPIED = (*LINKED, ".git", "runs", "output")  # of the root: there is a scripts/data
+
+
+def not_copied(directory: str, names: list[str]) -> set[str]:
+    """What shutil.copytree leaves out of a directory."""
+    left_out = shutil.ignore_patterns("__pycache__", ".*_cache")(directory, names)
+    return left_out.union(NOT_COPIED if Path(directory) == ROOT else ())
 
 
 def fork(directory: Path) -> Path:
     """A copy of this code in the directory, with the votes of scripts/forks/ttrl.diff and the same environment."""
     copy = directory / "ttrl"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    for name in (".venv", "models", "data"):
+    shutil.copytree(ROOT, copy, ignore=not_copied)
+    for name in ("models", "data"):  # nothing can be made through a link to what is not there
+        (ROOT / name).mkdir(exist_ok=True)
+    for name in LINKED:
         (copy / name).symlink_to(ROOT / name)
     subprocess.run(["git", "apply", "scripts/forks/ttrl.diff"], cwd=copy, check=True)
     return copy

@@ -1,11 +1,14 @@
 """Draw RUN/report.png: reward, evaluation, response length, KL, logprob gap and seconds per phase, from metrics.jsonl.
 
+Where a score is the full reward or nothing, its curve is that of the right answers, and entropy has its place.
+
     python scripts/reports/curves.py RUN [--out PICTURE.png] [--control RESULTS.jsonl]
 
 A run starts it at its end. A run under way, or one that was killed, is drawn with the steps it has. The ending of --out
 is the format (png, pdf, svg). --control draws runs without labels beside it: rows of scripts/proof/control.py.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,10 +40,23 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "engine / learner logprob gap": ("nats per token", {f"{GAP}_mean": "mean", f"{GAP}_max": "max"}),
 }
 
+ENTROPY = ("entropy of the next token", ("nats per token", {"policy/entropy_avg": "training"}))
+
 
 def points(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
     """Step -> value of a metric where it is a number."""
     return {row["training_step"]: row[name] for row in rows if isinstance(row.get(name), (int, float))}
+
+
+def all_or_nothing(rows: list[dict[str, Any]], reward: float) -> bool:
+    """Whether the mean score of each step is the reward times the share of right answers."""
+    scores = points(rows, "objective/scores")
+    right = points(rows, CORRECT)
+    for step, score in scores.items():
+        earned = reward * right.get(step, math.nan)
+        if not math.isclose(score, earned, abs_tol=1e-6):
+            return False
+    return bool(scores)
 
 
 def draw_curves(axis: Any, rows: list[dict[str, Any]], labels: dict[str, str]) -> None:
@@ -88,7 +104,9 @@ def draw_control(axis: Any, results: Path) -> None:
     greedy = means([run["held_out"] for run in runs])
     axis.plot(list(sampled), list(sampled.values()), ":", color="C0", label="training, no labels")
     axis.plot(list(greedy), list(greedy.values()), ":o", color="C1", markersize=4, label="held-out, no labels")
-    axis.legend()
+    axis.legend(ncols=2, loc="upper center", fontsize="x-small", handlelength=1.5, columnspacing=1)
+    axis.set_ylim(-0.02, 1.25)  # room for the legend above the curves
+    axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
 
 
 def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
@@ -120,14 +138,17 @@ def draw(run_dir: Path, path: Path, control: Path | None = None) -> None:
     args = read_json(run_dir / "args.json")
     greedy = args.get("eval_temperature") == 0 and args.get("eval_pass_at_k") == 1
     *panels, seconds = axes.flat
-    for axis, (name, (unit, labels)) in zip(panels, PANELS.items(), strict=True):
+    drawn = list(PANELS.items())
+    if all_or_nothing(rows, args.get("verification_reward", math.nan)):
+        drawn[1] = ENTROPY
+    for axis, (name, (unit, labels)) in zip(panels, drawn, strict=True):
         axis.set(title=name, ylabel=unit, xlabel="training step")
         named = {HELD_OUT: "held-out prompts, greedy, 95 % interval"} if greedy and HELD_OUT in labels else {}
         draw_curves(axis, rows, labels | named)
     shade_held_out(panels[0], rows, args.get("eval_pass_at_k", 1))
+    panels[0].set_ylim(-0.02, 1.02)
     if control:
         draw_control(panels[0], control)
-    panels[0].set_ylim(-0.02, 1.02)
     gaps = [line.get_ydata() for line in panels[-1].lines]
     if gaps and all((gap > np.zeros(1)).all() for gap in gaps):
         panels[-1].set_yscale("log")

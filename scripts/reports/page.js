@@ -319,9 +319,9 @@ function browse(parent) {
       }
       line.append(` ${from + 1} to ${Math.min(from + PER_PAGE, chosen.length)}`);
     }
-    const head = ["step", "prompt:sample", "score", "advantage", "tokens", "end", "worst gap", "response"];
+    const head = ["step", "prompt", "score", "advantage", "tokens", "end", "worst gap", "response"];
     const made = table(list, head, [], "rows");
-    [5, 10, 6, 8, 6, 7, 9].forEach((w, i) => made.rows[0].cells[i].setAttribute("style", `width:${w}%`));
+    [5, 11, 6, 8, 6, 7, 9].forEach((w, i) => made.rows[0].cells[i].setAttribute("style", `width:${w}%`));
     const named = wanted.get("open") ?? "", shown = chosen.slice(page * PER_PAGE, (page + 1) * PER_PAGE);
     const key = r => `${r.step}:${r.position}:${r.sample}`;
     const open = shown.some(r => key(r) === named) ? named : shown.length ? key(shown[0]) : "";

@@ -8,7 +8,7 @@
 # student, the reverse KL to the teacher at each token, no reward.
 #
 # Where this differs from the source:
-# - the student is the teacher with 5.5 % of noise, the prompts are the demo's sums: nothing is downloaded from a hub.
+# - the student is the teacher with 5.5 % of noise, the prompts are sums of two digits: nothing is downloaded from a hub.
 # - temperature 0.5, of student and teacher: the sources have 1, where a model of 135M answers a sum with anything.
 # - the KL is a term of the loss, estimator k2, with the gradient of the source's advantage, -log(student / teacher).
 set -euo pipefail
