@@ -223,9 +223,29 @@ def test_without_its_hash_the_script_does_not_run(tmp_path, profile):
     assert "<title>run: report</title>" in browse(page, profile)
 
 
+@needs_browser
+def test_the_answers_of_the_first_and_the_last_evaluation_are_on_the_page(tmp_path, profile):
+    run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
+    answer = {"prompt": "2 + 2?", "ground_truths": "('4',)", "score": 10.0, "finish_reason": "stop", "text": "<b>4"}
+    with (run / "samples.jsonl").open("w") as file:
+        for step, evaluation in ((0, True), (2, True), (4, False), (4, True)):
+            row = {"training_step": step, "evaluation": evaluation, "rollouts": [answer | {"training_step": step}] * 2}
+            file.write(json.dumps(row) + "\n")
+    shown = [row for row in report.collect(run)["rollouts"] if str(row["step"]).startswith("eval")]
+    assert [(row["step"], row["position"], row["text"]) for row in shown] == [
+        ("eval 0", 0, "<b>4"),
+        ("eval 0", 1, "<b>4"),
+        ("eval 4", 0, "<b>4"),
+        ("eval 4", 1, "<b>4"),
+    ]
+    dom = browse(report.write_page(run), profile)
+    assert '<option value="eval 4">' in dom and "&lt;b&gt;4</td>" in dom and "eval 2" not in dom.split("<script")[0]
+
+
 def test_tokens_join_to_the_text_and_gaps_are_those_of_the_dump(learned):
     data = report.collect(learned)
-    rows = {(r["step"], r["position"], r["sample"]): r for r in data["rollouts"]}
+    trained = [r for r in data["rollouts"] if "tokens" in r]  # the others are evaluations'
+    rows = {(r["step"], r["position"], r["sample"]): r for r in trained}
     pieces = report.load_pieces(learned, {}, [])
     assert len(rows) == 256 and sum(any(s[2] is not None for s in r["spans"]) for r in rows.values()) > 0
     for row in map(json.loads, (learned / "rollouts.jsonl").read_text().splitlines()):

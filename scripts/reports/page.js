@@ -261,6 +261,12 @@ function tokens(parent, r, colour) {
   }
 }
 function describe(card, r, colour) {
+  if (r.versions === undefined) {  // of an evaluation: without tokens
+    const facts = [["Prompt", r.prompt], ["Response", r.text], ["Label", r.label]];
+    add(card, "h3", {}, `${r.step}, prompt ${r.position}: score ${format(r.score)}, ended by ${r.finish}`);
+    for (const [name, text] of facts) { add(card, "h3", {}, name); add(card, "pre", {}, text); }
+    return;
+  }
   add(card, "h3", {}, `Step ${r.step}, prompt ${r.position}, sample ${r.sample}: score ${format(r.score)}, advantage ` +
     `${format(r.advantage)}, ${r.tokens} tokens, ended by ${r.finish}, weights of version ${r.versions.join(", ")}`);
   card.firstChild.setAttribute("style", "margin-bottom:.7rem");
@@ -293,7 +299,7 @@ function browse(parent) {
   field("colour", "colour by", add(null, "select"));
   for (const o of ["gap", "engine", "none"]) add(fields.colour, "option", {value: o}, o);
   const worst = r => r.spans.reduce((m, s) => Math.max(m, gapOf(s)), -1);
-  const orders = {"worst gap": (a, b) => worst(b) - worst(a), longest: (a, b) => b.tokens - a.tokens,
+  const orders = {"worst gap": (a, b) => worst(b) - worst(a), longest: (a, b) => (b.tokens ?? 0) - (a.tokens ?? 0),
     "highest score": (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity)};
   let page = 0;
   function draw() {
@@ -321,7 +327,7 @@ function browse(parent) {
     }
     const head = ["step", "prompt", "score", "advantage", "tokens", "end", "worst gap", "response"];
     const made = table(list, head, [], "rows");
-    [5, 11, 6, 8, 6, 7, 9].forEach((w, i) => made.rows[0].cells[i].setAttribute("style", `width:${w}%`));
+    [7, 9, 6, 8, 6, 7, 9].forEach((w, i) => made.rows[0].cells[i].setAttribute("style", `width:${w}%`));
     const named = wanted.get("open") ?? "", shown = chosen.slice(page * PER_PAGE, (page + 1) * PER_PAGE);
     const key = r => `${r.step}:${r.position}:${r.sample}`;
     const open = shown.some(r => key(r) === named) ? named : shown.length ? key(shown[0]) : "";
@@ -329,8 +335,8 @@ function browse(parent) {
     for (const r of shown) {
       const id = key(r), gap = worst(r);
       const row = add(made.tBodies[0], "tr", {tabindex: 0, class: id === open ? "open" : ""});
-      for (const c of [r.step, `${r.position}:${r.sample}`, format(r.score), format(r.advantage), r.tokens, r.finish,
-        gap < 0 ? "-" : format(gap), r.text.slice(0, 200)]) add(row, "td", {}, c);
+      for (const c of [r.step, `${r.position}:${r.sample}`, format(r.score), format(r.advantage), r.tokens ?? "-",
+        r.finish, gap < 0 ? "-" : format(gap), r.text.slice(0, 200)]) add(row, "td", {}, c);
       const choose = () => { wanted.set("open", id); location.hash = wanted; };
       if (id === open) opened = row;
       row.addEventListener("click", choose);

@@ -11,7 +11,7 @@ histograms  response length and score over time (rollouts.jsonl, else means and 
             (--dump_steps), the policy ratio new/old with the clip bounds, and the learner/engine probability ratio
 time        seconds per phase, and throughput against the floors that were measured
 rollouts    (--save_traces or --dump_steps) by step, score and text. Tokens are coloured by |learner - engine| logprob
-            where a row has the learner's logprobs, else by the engine's logprob
+            where a row has the learner's logprobs, else by the engine's logprob. Of evaluations the first and the last
 
 Size is bounded: --max_rollouts, 2,000 tokens of a response, 8,000 characters of a text, 2,000 steps and 24 MB of
 rollouts. The page says what was left out. Groups are left out whole and evenly over the run.
@@ -286,7 +286,7 @@ def fit_page(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def choose_rollouts(run: Path, args: dict[str, Any], most: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Rollouts to browse: at most `most`, in whole groups evenly over the run."""
+    """Rollouts of training to browse: at most `most`, in whole groups evenly over the run."""
     path = run / "rollouts.jsonl"
     total = sum(1 for _ in read_lines(path))
     if not total:
@@ -307,6 +307,22 @@ def choose_rollouts(run: Path, args: dict[str, Any], most: int, notes: list[str]
     return shown
 
 
+def show_evaluations(run: Path) -> list[dict[str, Any]]:
+    """The rollouts of the first and of the last evaluation in samples.jsonl. Their step is "eval N"."""
+    evaluations = [row for row in read_lines(run / "samples.jsonl") if row.get("evaluation")]
+    shown = []
+    for evaluation in evaluations[:1] + evaluations[1:][-1:]:
+        for position, row in enumerate(evaluation["rollouts"]):
+            one = {"step": f"eval {row['training_step']}", "position": position, "sample": 0, "spans": []}
+            one["score"] = row["score"]
+            one["finish"] = row["finish_reason"]
+            one["prompt"] = row["prompt"][-MAX_CHARACTERS:]
+            one["text"] = row["text"][:MAX_CHARACTERS]
+            one["label"] = str(row["ground_truths"])[:MAX_CHARACTERS]
+            shown.append(one)
+    return shown
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,7 +337,7 @@ def collect(run: Path, most: int = MAX_ROLLOUTS) -> dict[str, Any]:
     page["environment"] = read_json(run / "environment.json")
     page["checks"] = check_run(rows, args)
     page["floors"] = floors(rows)
-    page["rollouts"] = choose_rollouts(run, args, most, notes)
+    page["rollouts"] = choose_rollouts(run, args, most, notes) + show_evaluations(run)
     page["histograms"] = histograms_of(run, args, notes)
 
     drawn = rows
