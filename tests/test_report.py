@@ -441,6 +441,20 @@ def pair(tmp_path):
     return a, b
 
 
+def test_comparison_names_the_files_that_differ(pair, capsys):
+    """Of runs that kept what they ran; one without tells nothing."""
+    for run, reward in zip(pair, "ab", strict=True):
+        facts = json.loads((run / "environment.json").read_text()) if (run / "environment.json").exists() else {}
+        kept = {"changes.diff": "0" * 64, "reward_file/mine.py": reward * 64, "git_commit": reward}
+        (run / "environment.json").write_text(json.dumps(facts | {"code": kept}))
+    assert compare_runs.main(list(map(str, pair))) == 0
+    text = capsys.readouterr().out
+    assert "`code/reward_file/mine.py`: a aaaaaaaa, b bbbbbbbb" in text and "changes.diff" not in text
+    (pair[1] / "environment.json").write_text("{}")
+    assert compare_runs.main(list(map(str, pair))) == 0
+    assert "mine.py" not in capsys.readouterr().out
+
+
 def test_comparison_by_hand(pair, capsys):
     """Step 1 apart: means 2 and 4 s; prompt differences 5, 5, 0, 0: mean 2.5, s 2.887, t(3) 3.182."""
     assert compare_runs.main(list(map(str, pair))) == 0

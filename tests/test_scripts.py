@@ -20,7 +20,7 @@ import utils
 from scripts.data.make_addition import make_addition
 from scripts.data.make_largest import make_largest
 from scripts.data.make_tiny_model import ARCHS, make_tiny_model
-from scripts.parts import run_dir
+from scripts.parts import ran, run_dir
 from scripts.proof import control
 from scripts.reports.common import CORRECT
 from tests import programs
@@ -410,7 +410,7 @@ def test_sourced_setup_that_fails_stops_the_script(checkout):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def claim(directory: Path, **flags: bool) -> None:
+def claim(directory: Path, **flags: object) -> None:
     args = dict.fromkeys(("resume", "resume_anyway", "overwrite"), False) | flags
     args |= {"model_name_or_path": str(directory), "model_revision": None}
     run_dir.claim(directory / "grpo", args, {"data_hash": "0"}, 0.3)
@@ -439,6 +439,53 @@ def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
     assert utils.after_restart(args) == replace(args, resume=True)
 
 
+def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkeypatch, capsys):
+    """Before, a resumed run went on with another reward without a word."""
+    reward, diff, code = tmp_path / "mine.py", [b"a change"], tmp_path / "grpo" / "code"
+    monkeypatch.setattr(ran, "changes", lambda: diff[0])
+    reward.write_text("def mine(response, ground_truth): return 1  # key")
+    reward.chmod(0o600)
+    own = {"reward_file": str(reward), "env_file": "", "tools": ["calculator"]}
+    claim(tmp_path, **own)
+    assert {str(p.relative_to(code)) for p in code.rglob("*.*")} == {"changes.diff", "reward_file/mine.py"}
+    assert (code / "reward_file" / "mine.py").read_bytes() == reward.read_bytes()
+    assert (code / "reward_file" / "mine.py").stat().st_mode & 0o777 == 0o600
+    claim(tmp_path, resume=True, **own)
+    assert "WARNING" not in capsys.readouterr().out
+
+    diff[0] = b"another change"
+    claim(tmp_path, resume=True, **own)
+    assert "uncommitted changes of this checkout are not those" in capsys.readouterr().out
+    assert {p.read_bytes() for p in code.glob("changes.diff*")} == {b"a change", b"another change"}
+
+    reward.write_text("def mine(response, ground_truth): return 0")
+    with pytest.raises(ValueError, match=r"holds a run that differs \(reward_file/mine.py: sha256 \w{8} then"):
+        claim(tmp_path, resume=True, **own)
+    claim(tmp_path, resume=True, resume_anyway=True, **own)
+    assert len(list((code / "reward_file").iterdir())) == 2
+    claim(tmp_path, resume=True, **own)  # it is this run's now
+
+    diff[0] = b"x" * (ran.MOST_BYTES + 1)
+    claim(tmp_path, resume=True, **own)
+    assert "has 1,000,001 bytes" in capsys.readouterr().out and len(list(code.glob("changes.diff*"))) == 2
+    diff[0] = b""
+    claim(tmp_path, resume=True, **own)
+    kept = json.loads((tmp_path / "grpo" / "environment.json").read_text())["code"]
+    assert kept["reward_file/mine.py"] == hashlib.sha256(reward.read_bytes()).hexdigest()
+
+
+def test_the_changes_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(utils, "REPO", tmp_path)
+    assert ran.changes() == b"", "no checkout"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "a.py").write_text("1\n")
+    for words in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / "a.py").write_text("2\n")
+    subprocess.run([*git, "add", "a.py"], check=True)  # what is staged counts, too
+    assert b"-1\n+2\n" in ran.changes()
+
+
 def test_a_run_that_is_under_way_is_left_alone(tmp_path):
     """A second start with --resume would remove its checkpoints' *.tmp and cut its metrics."""
     claim(tmp_path)
@@ -454,7 +501,7 @@ def test_a_run_that_is_under_way_is_left_alone(tmp_path):
 
 def test_a_full_disk_at_a_resume_costs_no_run(tmp_path, monkeypatch):
     claim(tmp_path)
-    before = {path.name: path.read_text() for path in (tmp_path / "grpo").iterdir()}
+    before = {path.name: path.read_text() for path in (tmp_path / "grpo").glob("*.json")}
     write = Path.write_text
 
     def half(path, text):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import utils
-from scripts.parts import hidden
+from scripts.parts import hidden, ran
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
@@ -108,6 +108,9 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     """
     config = hidden.in_flags({name: value for name, value in args.items() if name not in OF_ONE_START})
     hashes = {"data_hash": facts["data_hash"], "model_hash": model_hash(args)}
+    diff = ran.changes()
+    code = ran.hashes(args, diff) | {"git_commit": git("rev-parse", "HEAD")}
+    code_then: ran.Hashes = {}
     need_alone(run_dir, seconds)
     lock(run_dir, seconds)
     if args["overwrite"] and (run_dir / "args.json").exists():  # a directory without args.json is no run: it stays
@@ -115,7 +118,10 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
 
     if (run_dir / "args.json").exists():
         environment = json.loads((run_dir / "environment.json").read_text())
-        need_same_run(run_dir, args, differences(run_dir, config, environment, hashes))
+        code_then = environment.get("code", {})
+        changed = differences(run_dir, config, environment, hashes) + ran.differences(code_then, code)
+        need_same_run(run_dir, args, "; ".join(changed))
+        ran.warn(code_then, code)
     else:
         environment = facts | provenance()
         environment["command"] = hidden.in_command(facts.get("command", []))
@@ -124,7 +130,9 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         environment["begun"] = time.time()
         run_dir.mkdir(parents=True, exist_ok=True)
 
+    ran.keep(run_dir, args, diff, code_then)
     environment |= hashes
+    environment["code"] = code
     environment["launch"] = name_of_launch()
     environment["process"] = process(os.getpid())
     may_have_secrets = bool(args.get("tool_configs"))
@@ -132,7 +140,9 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     write_json(run_dir / "args.json", config, may_have_secrets)
 
 
-def differences(run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]) -> str:
+def differences(
+    run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]
+) -> list[str]:
     """The flags and hashes in which the run in the directory is another one, for a person."""
     old = hidden.in_flags(json.loads((run_dir / "args.json").read_text()))  # older runs hid nothing
     changed = []
@@ -145,7 +155,7 @@ def differences(run_dir: Path, config: dict[str, Any], environment: dict[str, An
         then = environment.get(name)
         if then != now:
             changed.append(f"{name.replace('_', ' ')}: {then} then, {now} now")
-    return "; ".join(changed)
+    return changed
 
 
 def need_same_run(run_dir: Path, args: dict[str, Any], differs: str) -> None:

@@ -73,7 +73,15 @@ SECTIONS = {
     REWARDS: [Column("logprob_gap", f"{GAP}_mean", 5)],
 }
 NEITHER_IS_BETTER = {STEP_TOKENS, "val/num_sampled_tokens", "val/sequence_lengths"}
-ALWAYS_DIFFERENT = {"exp_name", "output_dir", "command", "launch", "process", "begun"}  # flags and facts not compared
+ALWAYS_DIFFERENT = {
+    "exp_name",
+    "output_dir",
+    "command",
+    "launch",
+    "process",
+    "begun",
+    "code",
+}  # flags and facts not compared
 PLOTS = {
     "share of correct responses": "objective/verifiable_correct_rate",
     "response length (tokens)": "val/sequence_lengths",
@@ -328,15 +336,25 @@ def paired_table(first: Run, other: Run, differences: list[Difference]) -> str:
 
 
 def settings(runs: list[Run]) -> list[str]:
-    """Flags, and facts of environment.json, that are not the same in all runs."""
+    """Flags, facts of environment.json, and files in code/ that are not the same in all runs."""
     lines = []
-    for facts in ([run.args for run in runs], [run.environment for run in runs]):
+    for facts in ([run.args for run in runs], [run.environment for run in runs], code_of(runs)):
         for key in sorted(set().union(*facts) - ALWAYS_DIFFERENT):
             values = [fact.get(key) for fact in facts]
             if any(value != values[0] for value in values):
                 texts = [f"{run.label} {value}" for run, value in zip(runs, values, strict=True)]
                 lines.append(f"`{key}`: {', '.join(texts)}")
     return lines
+
+
+def code_of(runs: list[Run]) -> list[dict[str, str]]:
+    """What each run ran beside its commit: the beginning of the sha256 of each file in its code/. Empty where a run is
+    older and kept none."""
+    found = []
+    for run in runs:
+        kept = run.environment.get("code", {})
+        found.append({f"code/{name}": digest[:8] for name, digest in kept.items() if name != "git_commit"})
+    return found if all(found) else [{} for _ in runs]
 
 
 def tell_throughput(first: Run, run: Run) -> Iterator[str]:
