@@ -7,9 +7,11 @@ with one bit flipped it loaded 191 as other numbers, without an error.
 """
 
 import hashlib
+import io
 import json
 import math
 import os
+import pickle
 import shutil
 import threading
 from concurrent.futures import Future
@@ -39,6 +41,7 @@ class Writer:
         self.world = world
         self.group = dist.new_group(backend="gloo")  # the background must not mix into the learners' collectives
         self.thread: threading.Thread | None = None
+        self.checked: set[str] = set()  # names of plain data that a resume will load
         if world.is_main:
             for unfinished in self.root.glob("*.tmp"):  # of a run that was killed
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -49,6 +52,11 @@ class Writer:
         import torch.distributed.checkpoint as dcp
 
         self.wait()
+        for name in sorted(extra.keys() - self.checked):
+            check_plain(name, extra[name])
+            is_empty = isinstance(extra[name], (list, tuple, set, dict)) and not extra[name]
+            if not is_empty:  # an empty list says nothing of what comes into it
+                self.checked.add(name)
         temporary = self.root / f"step_{step}.tmp"
         problem = self._write_rank_file(temporary, extra)
         problem = max(utils.all_gather(problem, self.world))  # no rank goes on without the others
@@ -96,6 +104,20 @@ class Writer:
         if self.world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
             print(f"WARNING: checkpoint {temporary.stem} was not written, the one before stays: {problem}", flush=True)
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raise UserError for plain data that could be saved and not be loaded again. What a fork adds may be such."""
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError):  # the latter two of functions and of locks
+        raise utils.UserError(
+            f"a checkpoint cannot hold the run's {name!r}, a {type(value).__name__}: --resume loads tensors, numbers, "
+            "text, and lists and dicts of them. Save it as such, for instance an array as array.tolist()"
+        ) from None
 
 
 def publish(temporary: Path, keep: int) -> None:

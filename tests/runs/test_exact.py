@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -66,6 +67,24 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     assert extra == {"step": 4, "excluded": [1, 2], "rollouts": rollouts}
     assert all(torch.equal(a, b) for a, b in zip(other.numbers(), want, strict=True))
     assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == after
+
+
+def test_what_a_resume_could_not_load_is_refused_when_it_is_saved(tmp_path, world):
+    """As a fork's own state: torch.save takes anything, torch.load plain data alone. Empty at first, it is looked at
+    again."""
+    checkpoints, small = utils.Checkpoints(tmp_path, 3, world), Small()
+    plain = {"seen": {3: [0.5, math.nan]}, "mean": torch.ones(2), "name": "x", "count": {1, 2}, "pair": (1, None)}
+    save(checkpoints, small, 1, **plain, replayed=[])
+    checkpoints.wait()
+    with pytest.raises(utils.UserError, match=r"cannot hold the run's 'replayed', a list: .*array.tolist\(\)"):
+        save(checkpoints, small, 2, **plain, replayed=[np.ones(2)])
+    with pytest.raises(utils.UserError, match="'results', a RewardResult"):
+        save(checkpoints, small, 2, results=rewards.RewardResult(1.0, "ok", None, 0.5))
+    with pytest.raises(utils.UserError, match="'lock', a lock"):
+        save(checkpoints, small, 2, lock=threading.Lock())
+    assert [path.name for path in checkpoint_dirs(tmp_path / "checkpoints")] == ["step_1"]
+    extra = load_checkpoint(utils.newest_checkpoint(tmp_path, world), small.modules, small.optimizer, world)
+    assert extra["count"] == {1, 2} and extra["pair"] == (1, None) and torch.equal(extra["mean"], torch.ones(2))
 
 
 def test_old_checkpoints_go(tmp_path, world):
