@@ -1981,16 +1981,14 @@ def finish(run: Run) -> Path:
     run.checkpoints.wait()
     last_step = run.state["step"]
     finished = last_step == num_training_steps(args)
-    model_dir = run_dir / "model"
+    made = f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
     if finished:
-        utils.save_model(run.learner.policy, run.tokenizer, model_dir, args, run.world)
+        model_dir = utils.save_model(run.learner.policy, run.tokenizer, run_dir / "model", args, run.world)
+        made = f"model {model_dir} (to ask it: vllm serve {model_dir})"
     run.logger.close()
     if run.engine is not None:
         run.engine.stop(last_step)
     if run.world.is_main:
-        made = f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
-        if finished:
-            made = f"model {model_dir} (to ask it: vllm serve {model_dir})"
         print(f"{made}, {utils.draw_report(run_dir)}")
 
     rewards.close()

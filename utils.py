@@ -30,7 +30,6 @@ import random
 import re
 import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +38,7 @@ import threading
 import time
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -1829,22 +1828,24 @@ def _padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
     return torch.nn.functional.pad(shard, (0, rows * row_size - len(shard)))
 
 
-def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> None:
-    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. If it has adapters, only they are
-    written, in peft's format; --lora_merge also writes the merged model to PATH_merged. Files that training does not
-    change are the start model's own, byte for byte: see scripts/parts/start_files.py."""
+def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:
+    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is, elsewhere if the
+    disk is full: see scripts/parts/saves.py. If it has adapters, only they are written, in peft's format; --lora_merge
+    also writes the merged model to PATH_merged. Files that training does not change are the start model's own, byte for
+    byte: see scripts/parts/start_files.py."""
     shard_again(policy)
     if not has_adapters(policy.model):
-        _save_whole_model(policy, tokenizer, path, args, world)
-        return
+        return _save_whole_model(policy, tokenizer, path, args, world)
     from scripts.parts import adapters
 
-    adapters.save_adapters(policy.model, tokenizer, path, world)
     if args.lora_merge:
         _save_whole_model(policy, tokenizer, path.with_name(f"{path.name}_merged"), args, world)
+    return adapters.save_adapters(policy.model, tokenizer, path, world)
 
 
-def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> None:
+def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:
+    from scripts.parts import saves
+
     model = policy.model
     tied = model.config.tie_word_embeddings
     state = {}
@@ -1852,26 +1853,12 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        with whole_directory(path) as temporary:
-            _write_model(model, state, tokenizer, temporary, args)
+        path = saves.write(path, functools.partial(_write_model, model, state, tokenizer, args))
     dist.barrier()
+    return path
 
 
-@contextlib.contextmanager
-def whole_directory(path: Path) -> Generator[Path]:
-    """A directory to write a model into. It replaces `path` at the end, so that readers never see half a save."""
-    temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    for file in temporary.iterdir():
-        if file.is_file():  # safetensors writes files that only their owner may read
-            shutil.copymode(temporary / "tokenizer_config.json", file)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(temporary, path)
-
-
-def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", path: Path, args: Flags) -> None:
+def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", args: Flags, path: Path) -> None:
     from transformers import GenerationConfig
 
     from scripts.parts import start_files

@@ -1,6 +1,7 @@
 """LoRA adapters, which train in place of the weights (--lora_rank). utils.py imports this for such runs only."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Generator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import utils
+from scripts.parts import saves
 
 TRIAL_SIZE = 0.1  # how much a trial adapter changes a matrix, in sizes of the matrix
 
@@ -115,17 +117,22 @@ def trial_adapters(policy: Any, seed: int) -> Generator[None]:
         b.copy_(before)
 
 
-def save_adapters(model: Any, tokenizer: Any, path: Path, world: utils.World) -> None:
-    """Write the adapters in peft's format. All ranks gather, rank 0 writes."""
-    from safetensors.torch import save_file
-
+def save_adapters(model: Any, tokenizer: Any, path: Path, world: utils.World) -> Path:
+    """Write the adapters in peft's format. All ranks gather, rank 0 writes. Returns where they are: see saves.py."""
     state = {}
     for name, tensor in adapter_weights(model):  # all ranks
         if world.is_main:
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        with utils.whole_directory(path) as temporary:
-            save_file(state, temporary / "adapter_model.safetensors", {"format": "pt"})
-            model.peft_config["default"].save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+        path = saves.write(path, functools.partial(write_adapters, model, state, tokenizer))
     dist.barrier()
+    return path
+
+
+def write_adapters(model: Any, state: dict[str, torch.Tensor], tokenizer: Any, path: Path) -> None:
+    """Write adapters with these weights into a directory."""
+    from safetensors.torch import save_file
+
+    save_file(state, path / "adapter_model.safetensors", {"format": "pt"})
+    model.peft_config["default"].save_pretrained(path)
+    tokenizer.save_pretrained(path)

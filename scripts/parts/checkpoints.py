@@ -103,7 +103,11 @@ class Writer:
     def _failed(self, temporary: Path, problem: str) -> None:
         if self.world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-            print(f"WARNING: checkpoint {temporary.stem} was not written, the one before stays: {problem}", flush=True)
+            standing = checkpoint_dirs(self.root)
+            stands = f"{standing[0].name} stands" if standing else "there is none yet"
+            free = shutil.disk_usage(self.root.parent).free
+            where = f"{free / 1e9:.3f} GB free in {self.root.parent}"
+            print(f"WARNING: checkpoint {temporary.stem} was not written, {stands} ({where}): {problem}", flush=True)
 
 
 def check_plain(name: str, value: Any) -> None:
