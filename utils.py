@@ -1839,7 +1839,8 @@ def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, wor
     from scripts.parts import adapters
 
     if args.lora_merge:
-        _save_whole_model(policy, tokenizer, path.with_name(f"{path.name}_merged"), args, world)
+        merged = path.with_name(f"{path.name}_merged")
+        _save_whole_model(policy, tokenizer, merged, args, world)
     return adapters.save_adapters(policy.model, tokenizer, path, world)
 
 
@@ -2344,7 +2345,8 @@ def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
     if "val/score_sq" in metrics:
         metrics["objective/reward_std"] = math.sqrt(take_variance(metrics, "val/score_sq", "objective/scores"))
     if "loss/policy_avg" in metrics:
-        metrics["loss/total_avg"] = sum(metrics.get(f"loss/{k}_avg", 0.0) for k in ("policy", "kl", "entropy"))
+        parts = [metrics.get(f"loss/{part}_avg", 0.0) for part in ("policy", "kl", "entropy")]
+        metrics["loss/total_avg"] = sum(parts)
         metrics["objective/loss"] = metrics["loss/total_avg"]
     if "objective/scores" in metrics:
         metrics["objective/scores_mean"] = metrics["objective/scores"]
