@@ -42,6 +42,8 @@ ALL_RECIPES = [*RECIPES, "scripts/train/debug/letters.sh"]
 TABLE = {
     "tulu3/grpo_fast_8b_single_node": (8, 6, 2, 1, 64, 16, 2, 1953, 2048, 4096),
     "tulu3/grpo_fast_8b": (16, 6, 10, 1, 48, 16, 2, 2604, 2048, 4096),
+    "tulu3/grpo_8b": (16, 12, 4, 1, 48, 16, 2, 2604, 2048, 4096),
+    "qwen/grpo_7b": (16, 12, 4, 1, 48, 16, 2, 13020, 4096, 6144),
     "qwen/grpo_fast_7b": (16, 4, 12, 1, 48, 16, 1, 6510, 4096, 6144),
     "qwen/grpo_fast_3b_single_node": (8, 4, 4, 1, 48, 16, 1, 1302, 4096, 6144),
     "qwen/qwen3_4b_dapo_math": (8, 4, 4, 1, 8, 16, 1, 1000, 8192, 10240),
@@ -80,7 +82,7 @@ TABLE = {
 TEMPLATES = {
     "tulu": "tulu3/ olmo2/grpo_7b",
     "tulu_thinker": "large_test full_integration multi_node",
-    "r1_simple_chat_postpend_think": "grpo_fast_3b grpo_fast_7b olmo2/",
+    "r1_simple_chat_postpend_think": "grpo_fast_3b grpo_fast_7b qwen/grpo_7b olmo2/",
     "qwen_instruct_user_boxed_math": "qwen/qwen3_",
     "olmo_thinker": "think_rl rlzero_general",
     "olmo_thinker_rlzero": "rlzero_math rlzero_mix rlzero_instruction",
@@ -219,6 +221,15 @@ def test_a_recipe_prints_its_plan_on_a_laptop(recipe, tmp_path, monkeypatch, cap
     rewards.configure(rewards.RewardFlags(), connect=False)
 
 
+def test_recipes_of_verl_keep_its_rules(elsewhere):
+    """Its rule for GSM8K, and updates on the policy's own rollouts without a correction."""
+    gsm8k_args = read_flags("scripts/train/gsm8k/qwen2.5_7b_verl.sh")[2]
+    assert gsm8k_args.remap_verifier == "gsm8k=gsm8k_verl" and gsm8k_args.vllm_gpu_memory_utilization == 0.6
+    solver_args = read_flags("scripts/train/solver/planner_3b_300steps.sh")[2]
+    assert solver_args.async_steps == 0
+    assert not (gsm8k_args.use_rho_correction or solver_args.use_rho_correction)
+
+
 def test_a_recipe_plans_in_a_shell_without_a_network(tmp_path):
     """As a person types it, from another directory; without --dry_run the recipe says who starts it."""
     offline = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
@@ -283,23 +294,31 @@ def test_align(experiment, runs, steps, mode, elsewhere, monkeypatch):
         assert (args.seed, args.shuffle, args.beta, args.entropy_coef) == (seed, False, *regularization)
 
 
-@pytest.mark.parametrize("batches", [True, False])
-def test_part_of_trinity_for_a_run_of_verl(batches, elsewhere, monkeypatch):
-    """With veRL's batches and states, or with its states and our own rollouts; TRL is not needed."""
+@pytest.mark.parametrize("experiment", [1, 2, 3, 4])
+def test_our_side_of_the_experiments_against_a_run_of_verl(experiment, elsewhere, monkeypatch):
+    """1: veRL's states and batches. 2: its states, our rollouts. 3, 4: a run for each seed. TRL is not needed."""
     verl, out = elsewhere / "verl", elsewhere / "out"
     (verl / "global_step_1" / "actor").mkdir(parents=True)
     (out / "batches" / "dumps").mkdir(parents=True)
     for step in (1, 2):
         (out / "batches" / "dumps" / f"step_{step:06d}.json").touch()  # imported before
-    names = {"MODE": "full", "OUT": out, "STEPS": 2, "VERL": verl, "BETA": 0.001, "ENTROPY_COEF": 0.003}
-    for name, value in (names | {"BATCHES": verl if batches else ""}).items():
+    names = {"MODE": "full", "EXPERIMENT": experiment, "OUT": out, "STEPS": 2, "VERL": verl, "BATCHES": verl}
+    for name, value in names.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("TRL_PYTHON", raising=False)
-    (command,) = smoke.captures(REPO / "scripts/align/of_verl.sh")
-    args = utils.parse_args(grpo.Args, smoke.training_flags(command)[1])
-    assert (args.load_states, args.load_batches) == (str(verl), str(out / "batches") if batches else "")
-    assert (args.beta, args.entropy_coef, args.shuffle, grpo.num_training_steps(args)) == (0.001, 0.003, False, 2)
-    check(command, "grpo.py", replace(args, dataset_mixer_list=["rows.jsonl", "1.0"]), 1)
+
+    commands = smoke.captures(REPO / "scripts/align/of_verl.sh")
+
+    shared = experiment in (1, 2)
+    assert len(commands) == (1 if shared else 4)
+    regularization = (0, 0) if experiment in (1, 3) else (0.001, 0.003)
+    for seed, command in enumerate(commands, 1):
+        args = utils.parse_args(grpo.Args, smoke.training_flags(command)[1])
+        assert args.load_states == (str(verl) if shared else "")
+        assert args.load_batches == (str(out / "batches") if experiment == 1 else "")
+        assert (args.beta, args.entropy_coef) == regularization
+        assert (args.seed, args.shuffle, grpo.num_training_steps(args)) == (seed, False, 2)
+        check(command, "grpo.py", replace(args, dataset_mixer_list=["rows.jsonl", "1.0"]), 1)
 
 
 SMOKED = {  # one of each folder -> verifiers whose rewards are seen
@@ -309,7 +328,7 @@ SMOKED = {  # one of each folder -> verifiers whose rewards are seen
     "qwen/grpo_fast_3b_single_node": "math ifeval",  # the format
     "olmo2/grpo_fast_7b_zero": "math ifeval",  # srun and torchrun
     "olmo3/7b_rlzero_math": "math ifeval",  # active sampling, solved prompts are not drawn again
-    "gsm8k/qwen2.5_7b_verl": "gsm8k_strict ifeval",  # grpo.py behind torchrun
+    "gsm8k/qwen2.5_7b_verl": "gsm8k_verl ifeval",  # grpo.py behind torchrun
     "solver/planner_3b_300steps": "solver",  # with a server for the solver
     "hybrid/large_test_hybrid": "code code_stdio ifeval",  # a model whose layers leak
     "tools/search_r1_qwen2.5_3b": "puzzle ifeval",  # plain tags

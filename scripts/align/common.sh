@@ -9,6 +9,8 @@
 # Below, what differs in the two systems unless it is set: engine correction off, constant groups counted in the loss's
 # denominator, prompts in the order of the data, one optimizer step per batch, AdamW without weight decay, no warm-up,
 # gradients clipped at 1, master weights that start as the model's bfloat16 numbers (other systems do not dither them).
+# The source's two sides have veRL's default weight decay of 0.01: with a learning rate of 1e-5 that is 1e-7 of a weight
+# a step. Append --weight_decay 0.01 to have it on our side.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 MODE="${MODE:-full}"
@@ -25,8 +27,8 @@ if [[ "$MODE" == tiny ]]; then
     [[ -d "$MODEL" ]] || python scripts/data/make_tiny_model.py --out "$MODEL"
     [[ -f "$DATA" ]] || python scripts/data/make_addition.py
     # gsm8k would score every answer of a random model 0
-    OURS_FLAGS=(--reward_file scripts/align/digits.py --remap_verifier gsm8k=digits --model_dtype float32
-        --rollout_backend transformers --max_prompt_token_length 64 --pack_length 512)
+    REWARD_FLAGS=(--reward_file scripts/align/digits.py --remap_verifier gsm8k=digits)
+    OURS_FLAGS=(--model_dtype float32 --rollout_backend transformers --max_prompt_token_length 64 --pack_length 512)
     TRL_FLAGS=(--reward_file scripts/align/digits.py:digits --autocast none --micro_batch 32)
 elif [[ "$MODE" == full ]]; then
     MODEL="${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}" DATA="$PWD/data/align_gsm8k_verl.jsonl"
@@ -41,6 +43,7 @@ with open(sys.argv[1], "w") as file:
         row = {"messages": [{"role": "user", "content": text}], "ground_truth": answer, "dataset": "gsm8k_verl"}
         file.write(json.dumps(row) + "\n")
 EOF
+    REWARD_FLAGS=()
     OURS_FLAGS=(--max_prompt_token_length 1024 --pack_length 16384 --deepspeed_stage 3 --gradient_checkpointing
         --vllm_gpu_memory_utilization 0.4)
     TRL_FLAGS=(--reward_file scripts/align/verl_reward.py:gsm8k_verl --autocast bfloat16 --micro_batch 8
@@ -79,6 +82,7 @@ ours() {
         --lr_scheduler_type $SCHEDULER \
         --save_freq -1 \
         "${OURS_FLAGS[@]}" \
+        "${REWARD_FLAGS[@]}" \
         "${@:2}"
 }
 

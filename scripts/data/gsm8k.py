@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al., arXiv:2110.14168) as train.jsonl (7473 rows) and test.jsonl (1319), from the hub or local files.
 
 --prompt plain is the question alone; verl appends the sentence of verl's example, whose reward wants "#### ANSWER"
-(--remap_verifier gsm8k=gsm8k_strict); boxed asks for a box.
+(--remap_verifier gsm8k=gsm8k_verl); boxed asks for a box.
 
     python scripts/data/gsm8k.py [--prompt verl] [--source openai/gsm8k:main, or DIR] [--out data/gsm8k]
         [--decontaminate EVAL ...]

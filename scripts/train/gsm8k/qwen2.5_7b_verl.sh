@@ -13,7 +13,6 @@
 #   over all 7473 rows.
 # - veRL's engines have 2 GPUs each (rollout.tensor_model_parallel_size 2); grpo.py has one per GPU.
 # - micro-batches of 40 sequences a GPU become packs of 16384 tokens; no update depends on that.
-# - rollout.gpu_memory_utilization 0.6 is 0.4: the engine does not sleep while the learner on its GPU works.
 # - the reference policy is not offloaded to the CPU (ref.fsdp_config.param_offload): sharded over 8 GPUs it takes 4 GB
 #   of each at most.
 # - its checkpoints are states to go on from; python scripts/to_hf.py RUN --step N makes models of them.
@@ -42,7 +41,7 @@ torchrun --standalone --nproc_per_node 8 grpo.py \
     --pack_length 16384 \
     --temperature 1.0 \
     --vllm_top_p 1.0 \
-    --remap_verifier gsm8k=gsm8k_strict \
+    --remap_verifier gsm8k=gsm8k_verl \
     --verification_reward 1.0 \
     --advantage_normalization_type standard_unbiased \
     --no_filter_zero_std_samples \
@@ -62,7 +61,7 @@ torchrun --standalone --nproc_per_node 8 grpo.py \
     --total_episodes 537600 \
     --deepspeed_stage 3 \
     --gradient_checkpointing \
-    --vllm_gpu_memory_utilization 0.4 \
+    --vllm_gpu_memory_utilization 0.6 \
     --seed 1 \
     --local_eval_every 5 \
     --eval_on_step_0 \

@@ -57,7 +57,7 @@ python grpo_fast.py \
     --num_learners_per_node 2 \
     --vllm_num_engines 1 \
     --vllm_tensor_parallel_size 1 \
-    --async_steps 1 \
+    --async_steps 0 \
     --solver_model_name_or_path "${VERL_GUIDELINES_SOLVER_MODEL:-Qwen/Qwen2.5-3B-Instruct}" \
     --solver_num_engines 1 \
     --solver_num_samples 1 \
@@ -73,6 +73,7 @@ python grpo_fast.py \
     --verification_reward 1.0 \
     --advantage_normalization_type standard_unbiased \
     --no_filter_zero_std_samples \
+    --no_use_rho_correction \
     --clip_lower 0.2 \
     --clip_higher 0.2 \
     --clip_dual 3.0 \
