@@ -77,7 +77,14 @@ def make_tokenizer(vocab_size: int):
 
 
 def make_tiny_model(
-    out: str | Path, arch: str = "llama", tied: bool = True, seed: int = 0, layers: int = 2, vocab: int = 512
+    out: str | Path,
+    arch: str = "llama",
+    tied: bool = True,
+    seed: int = 0,
+    layers: int = 2,
+    vocab: int = 512,
+    hidden: int = 128,
+    deviation: float = 0.1,
 ) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -92,14 +99,14 @@ def make_tiny_model(
     config = AutoConfig.for_model(
         arch,
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=2,
+        num_attention_heads=hidden // 64,
         num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=2048,
-        initializer_range=0.1,
+        initializer_range=deviation,
         tie_word_embeddings=tied,
         dtype=torch.float32,
         **ids,

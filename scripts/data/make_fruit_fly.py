@@ -1,0 +1,159 @@
+"""Make the fruit fly: a model of 2 million parameters that knows the studies' tasks a little, so that a run takes
+seconds and 50 seeds are an evening.
+
+    python scripts/data/make_tasks.py
+    python scripts/data/make_fruit_fly.py [--out models/fly] [--tasks data/tasks] [--until 0.33] [--seed 1]
+
+It has the shape and tokenizer of make_tiny_model.py, four layers of 256, and starts from random weights. It is trained
+with cross-entropy on answers to fresh questions of each task, none of which is among the task's rows. Every 50 steps it
+answers 64 held-out questions of each task, sampled at temperature 1. A task that it gets right as often as --until is
+left out of the further steps. It ends when all tasks are left out, or after --max_steps. The tasks that it did not
+learn are not for it: `study.py calibrate` tells which those are.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.data.make_addition import ROOT
+from scripts.data.make_tasks import TASKS, Question
+from scripts.data.make_tiny_model import make_tiny_model
+
+BATCH = 64  # questions of a step, in equal shares of the tasks that are still learned
+LEARNING_RATE = 1e-3
+LOOK_EVERY = 50  # steps
+MOST_ANSWER_TOKENS = 16
+LAYERS = 4
+HIDDEN = 256
+
+
+def questions_of(path: Path) -> set[str]:
+    """The questions of a task's rows."""
+    texts = set()
+    for split in ("train", "eval"):
+        for line in (path / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
+            texts.add(json.loads(line)["messages"][0]["content"])
+    return texts
+
+
+def draw(name: str, rng: random.Random, known: set[str]) -> Question:
+    """A question of a task that is none of its rows."""
+    question = TASKS[name].draw(rng)
+    while question.text in known:
+        question = TASKS[name].draw(rng)
+    return question
+
+
+def prompt_ids(tokenizer: Any, question: Question) -> list[int]:
+    """The question's tokens, up to where the answer begins."""
+    messages = [{"role": "user", "content": question.text}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def answer_ids(tokenizer: Any, question: Question) -> list[int]:
+    """The answer's tokens, with the end token."""
+    return [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def answer_loss(model: Any, tokenizer: Any, questions: Sequence[Question]) -> Any:
+    """Mean cross-entropy of the answers' tokens, in nats."""
+    import torch
+
+    ids = []
+    labels = []
+    for question in questions:
+        prompt = prompt_ids(tokenizer, question)
+        answer = answer_ids(tokenizer, question)
+        ids.append(prompt + answer)
+        labels.append([-100] * len(prompt) + answer)
+    width = max(map(len, ids))
+    input_ids = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+    logits = model(input_ids=input_ids).logits[:, :-1]  # padding is on the right, where nothing attends to it
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
+
+
+def share_right(model: Any, tokenizer: Any, questions: Sequence[Question]) -> float:
+    """The share of questions that the model answers right, sampled at temperature 1."""
+    import torch
+
+    messages = [[{"role": "user", "content": question.text}] for question in questions]
+    options: dict[str, Any] = {"padding": True, "return_tensors": "pt", "return_dict": True}
+    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    with torch.no_grad():
+        ids = model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=MOST_ANSWER_TOKENS)
+    width = prompts["input_ids"].shape[1]
+    texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
+    right = 0
+    for text, question in zip(texts, questions, strict=True):
+        right += text.strip() == question.answer
+    return right / len(questions)
+
+
+def train(model: Any, tokenizer: Any, known: dict[str, set[str]], options: argparse.Namespace) -> dict[str, float]:
+    """Train until each task is right as often as options.until. Returns the share right of each task at the end."""
+    import torch
+
+    rng = random.Random(options.seed)
+    test_rng = random.Random(options.seed + 1)
+    tests = {name: [draw(name, test_rng, known[name]) for _ in range(64)] for name in known}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    learned = list(known)
+    start = time.perf_counter()
+    for step in range(1, options.max_steps + 1):
+        questions = []
+        for name in learned:
+            questions += [draw(name, rng, known[name]) for _ in range(BATCH // len(learned))]
+        loss = answer_loss(model, tokenizer, questions)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % LOOK_EVERY:
+            continue
+
+        shares = {name: share_right(model, tokenizer, tests[name]) for name in tests}
+        listed = " ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        print(f"step {step} loss {loss.item():.3f} {listed} ({time.perf_counter() - start:.0f} s)", flush=True)
+        learned = [name for name in learned if shares[name] < options.until]
+        if not learned:
+            break
+    return shares
+
+
+def main() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "models" / "fly")
+    parser.add_argument("--tasks", type=Path, default=ROOT / "data" / "tasks")
+    parser.add_argument("--until", type=float, default=0.33)
+    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    known = {path.name: questions_of(path) for path in sorted(options.tasks.iterdir()) if path.name in TASKS}
+    if not known:
+        raise SystemExit(f"{options.tasks} has no task: python scripts/data/make_tasks.py writes them")
+
+    make_tiny_model(options.out, seed=options.seed, layers=LAYERS, hidden=HIDDEN, deviation=0.02)
+    torch.manual_seed(options.seed)
+    model = AutoModelForCausalLM.from_pretrained(options.out)
+    tokenizer = AutoTokenizer.from_pretrained(options.out, padding_side="left")
+    train(model, tokenizer, known, options)
+    model.save_pretrained(options.out)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"wrote {options.out}: {count / 1e6:.1f} million parameters")
+
+
+if __name__ == "__main__":
+    main()

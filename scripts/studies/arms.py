@@ -1,0 +1,132 @@
+"""The arms of a study: flags, a fork's diff, or a git branch, each run in a copy of the code of its own.
+
+    base                                              the study's own flags
+    "sapo@scripts/forks/sapo.diff: --loss_fn sapo"    with a diff applied
+    "mine@my-branch"                                  with what a branch changes
+    "async4: grpo_fast.py --async_steps 4"            another script
+
+A copy holds the files of the study's commit, not of the working tree, so that a row can be made again later.
+"""
+
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("grpo.py", "grpo_fast.py")
+LINKED = ("models", "data")  # of the checkout, in each copy
+FIXED = """model_name_or_path dataset_mixer_list dataset_mixer_eval_list seed exp_name output_dir overwrite resume
+    local_eval_every eval_on_step_0 eval_pass_at_k total_episodes response_length""".split()
+
+
+class ArmError(ValueError):
+    """An arm cannot be run or compared; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What differs from the study's base."""
+
+    name: str
+    diff: str = ""  # against the study's commit; its text, so that the record has all of it
+    script: str = "grpo.py"
+    flags: tuple[str, ...] = ()
+
+    @property
+    def diff_hash(self) -> str:
+        """SHA-256 of the diff, or "" without one."""
+        return hashlib.sha256(self.diff.encode()).hexdigest() if self.diff else ""
+
+
+def git(*arguments: str) -> bytes:
+    """What git prints about this checkout. Raises ArmError with git's words."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True)
+    if done.returncode:
+        raise ArmError(f"git {' '.join(arguments)}: {done.stderr.decode().strip()}")
+    return done.stdout
+
+
+def parse_arm(text: str, commit: str) -> Arm:
+    """An arm as it is written on the command line: NAME[@DIFF or @BRANCH][: [SCRIPT] FLAGS]. Raises ArmError."""
+    head, _, tail = text.partition(":")
+    name, _, source = head.strip().partition("@")
+    words = tail.split()
+    script = "grpo.py"
+    if words and words[0] in SCRIPTS:
+        script = words.pop(0)
+    if not name or words and not words[0].startswith("--"):
+        raise ArmError(f"arm {text!r}: write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS")
+
+    for word in words:
+        flag = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and flag in FIXED:
+            raise ArmError(f"arm {name}: --{flag} is the same for all arms of a study")
+    return Arm(name, read_diff(name, source, commit), script, tuple(words))
+
+
+def read_diff(name: str, source: str, commit: str) -> str:
+    """The text of a diff file, or of what a branch changes since it left the study's commit."""
+    if not source:
+        return ""
+    path = ROOT / source
+    if source.endswith(".diff"):
+        if not path.exists():
+            raise ArmError(f"arm {name}: no file {path}")
+        return path.read_text()
+    return git("diff", f"{commit}...{source}").decode()
+
+
+def make_copy(arm: Arm, commit: str, folder: Path) -> Path:
+    """The code of an arm in a folder of its own, made once for each diff. Raises ArmError for a diff that does not
+    apply."""
+    copy = folder / (arm.diff_hash[:12] or "base")
+    if (copy / "made").exists():
+        return copy
+    copy.mkdir(parents=True, exist_ok=True)
+    archive = git("archive", commit)
+    tarfile.open(fileobj=io.BytesIO(archive)).extractall(copy, filter="data")
+    if arm.diff:
+        # inside of a checkout git would take the diff's paths as that checkout's
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve())}
+        command = ["git", "apply", "-"]
+        done = subprocess.run(command, cwd=copy, input=arm.diff, text=True, capture_output=True, env=environment)
+        if done.returncode:
+            raise ArmError(f"arm {arm.name}: its diff does not apply to commit {commit[:12]}: {done.stderr.strip()}")
+    for name in LINKED:
+        if (ROOT / name).exists() and not (copy / name).exists():
+            (copy / name).symlink_to(ROOT / name)
+    (copy / "made").touch()
+    return copy
+
+
+def code_hash(folder: Path) -> str:
+    """SHA-256 of what trains: the four files and the parts."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.py"), *folder.glob("scripts/parts/*.py")]):
+        digest.update(f"{path.relative_to(folder)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def merge_flags(base: tuple[str, ...], own: tuple[str, ...]) -> list[str]:
+    """The base's flags with the arm's in their places: a flag of the arm replaces the base's with its values."""
+    merged: dict[str, list[str]] = {}
+    for flags in (base, own):
+        given: dict[str, list[str]] = {}
+        for word in flags:
+            if word.startswith("--"):
+                given[word] = []
+            elif not given:
+                raise ArmError(f"{word!r} belongs to no flag")
+            else:
+                given[list(given)[-1]].append(word)
+        for flag in given:
+            name = flag.removeprefix("--").removeprefix("no_")
+            merged.pop(f"--{name}", None)
+            merged.pop(f"--no_{name}", None)
+        merged |= given
+    return [word for flag, values in merged.items() for word in (flag, *values)]

@@ -1,0 +1,112 @@
+"""What is read off a run of a study, fixed before its runs: the first row of a record has this table and its hash.
+
+A curve is a run's values by step. `held_out` is the share of held-out questions answered right, greedily, by the true
+verifier, at the steps of `evaluated`; the other lists have a value for each training step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+ENDPOINTS = {
+    "area": "primary: mean height of the curve of held-out accuracy, by trapezoids, over all steps; no run ends early",
+    "steps": "first evaluated step whose held-out accuracy is at least the task's target; the horizon without one",
+    "tokens": "response tokens sampled until then",
+    "seconds": "seconds of training steps until then, without start and evaluations",
+    "final": "held-out accuracy after the last step",
+    "sampled": "share right of the training rollouts of the last 3 steps, by the reward that trained",
+    "kl": "KL to the start model at the last step, per response (k3)",
+    "length": "tokens a response at the last step",
+    "collapsed": "1 if the final held-out accuracy is more than 0.2 below the run's best",
+}
+HIGHER_IS_BETTER = ("area", "final", "sampled")
+PRIMARY = "area"
+COLLAPSE = 0.2
+LAST_STEPS = 3
+
+
+@dataclass
+class Curve:
+    """A run's values by step."""
+
+    evaluated: list[int] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    length: list[float] = field(default_factory=list)
+    gap: list[float] = field(default_factory=list)
+    informative: list[float] = field(default_factory=list)  # share of groups with a gradient
+
+
+# Curve's field -> the metric of a run
+METRICS = {
+    "sampled": "objective/verifiable_correct_rate",
+    "tokens": "val/num_sampled_tokens",
+    "seconds": "time/total",
+    "kl": "objective/kl3",
+    "entropy": "policy/entropy_avg",
+    "length": "val/sequence_lengths",
+    "gap": "debug/vllm_vs_local_logprob_diff_mean",
+}
+HELD_OUT = "eval/verifiable_correct_rate"
+
+
+def curve_of(rows: Sequence[dict[str, Any]]) -> Curve:
+    """The curve of a run from the rows of its metrics.jsonl. A metric that a step does not have is None."""
+    curve = Curve()
+    for row in rows:
+        step = row["training_step"]
+        if HELD_OUT in row:
+            curve.evaluated.append(step)
+            curve.held_out.append(row[HELD_OUT])
+        if step == 0:
+            continue
+        for name, metric in METRICS.items():
+            getattr(curve, name).append(row.get(metric))
+        groups = row["batch/total_prompts"]
+        curve.informative.append(1 - row["batch/filtered_prompts"] / groups)
+    return curve
+
+
+def area(curve: Curve) -> float:
+    """Mean height of the held-out curve."""
+    steps = np.array(curve.evaluated)
+    return float(np.trapezoid(curve.held_out, steps) / (steps[-1] - steps[0]))
+
+
+def first_step_at(curve: Curve, target: float) -> int | None:
+    """The first evaluated step with at least this held-out accuracy. None if there is none: censored on the right."""
+    for step, accuracy in zip(curve.evaluated, curve.held_out, strict=True):
+        if accuracy >= target:
+            return step
+    return None
+
+
+def endpoints(curve: Curve, target: float) -> dict[str, float]:
+    """The endpoints of a run. Raises ValueError if it is at the target before its first step: censored on the left."""
+    reached = first_step_at(curve, target)
+    if reached == 0:
+        raise ValueError(f"held-out accuracy is {curve.held_out[0]:.2f} before the first step, the target {target:.2f}")
+    steps = reached or curve.evaluated[-1]
+    final = curve.held_out[-1]
+    fall = max(curve.held_out) - final
+    last_sampled = curve.sampled[-LAST_STEPS:]
+    last_kl = curve.kl[-1]
+
+    values: dict[str, float] = {}
+    values["area"] = area(curve)
+    values["steps"] = float(steps)
+    values["tokens"] = float(sum(curve.tokens[:steps]))
+    values["seconds"] = float(sum(curve.seconds[:steps]))
+    values["final"] = final
+    values["sampled"] = float(np.mean(last_sampled))
+    values["kl"] = math.nan if last_kl is None else last_kl
+    values["length"] = curve.length[-1]
+    values["collapsed"] = float(fall > COLLAPSE)
+    return values

@@ -1,0 +1,167 @@
+"""Runs of a study side by side: each lane is a thread that hands one run after the other to the worker of its copy."""
+
+import hashlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.studies import arms as arms_part
+from scripts.studies.arms import Arm
+from scripts.studies.endpoints import curve_of, endpoints
+
+WORKER = Path(__file__).with_name("worker.py")
+LOG_TAIL = 3000  # characters of a failed run's log that are kept
+MOST_WORKERS = 3  # of a lane: each has a copy's imports in memory
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to do."""
+
+    task: str
+    arm: Arm
+    seed: int  # of the pair: the row's
+    run_seed: int  # --seed
+    flags: tuple[str, ...]
+    target: float
+
+
+class Lane:
+    """Workers of one thread, at most MOST_WORKERS, the one used longest ago ends first."""
+
+    def __init__(self, number: int, threads: int, folder: Path, copies: dict[str, Path]):
+        self.number = number
+        self.threads = threads
+        self.folder = folder
+        self.copies = copies  # arm -> copy
+        self.workers: dict[Path, subprocess.Popen] = {}
+
+    def worker_of(self, copy: Path) -> subprocess.Popen:
+        """The worker of a copy, started where there is none."""
+        worker = self.workers.pop(copy, None)
+        if worker is None:
+            while len(self.workers) >= MOST_WORKERS:
+                self.end(next(iter(self.workers)))
+            threads = str(self.threads)
+            environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            command = [sys.executable, str(WORKER), str(copy)]
+            pipe = subprocess.PIPE
+            worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+        self.workers[copy] = worker
+        return worker
+
+    def end(self, copy: Path) -> None:
+        """End the worker of a copy."""
+        worker = self.workers.pop(copy)
+        assert worker.stdin is not None
+        worker.stdin.close()
+        worker.wait()
+
+    def close(self) -> None:
+        """End all workers."""
+        for copy in list(self.workers):
+            self.end(copy)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Do a run; returns its row, of kind run or failure, without what the study adds."""
+        copy = self.copies[job.arm.name]
+        name = f"{job.task}-{job.arm.name}-{job.seed}"
+        run_dir = self.folder / "runs" / name
+        log = self.folder / f"{name}.log"
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        where = ["--output_dir", str(run_dir.parent), "--exp_name", name, "--seed", str(job.run_seed)]
+        order = {"script": job.arm.script, "flags": [*job.flags, *where], "log": str(log)}
+
+        start = time.perf_counter()
+        worker = self.worker_of(copy)
+        assert worker.stdin is not None and worker.stdout is not None
+        worker.stdin.write(json.dumps(order) + "\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+        if not line:
+            self.workers.pop(copy)
+            raise RuntimeError(f"the worker of {copy} ended with exit status {worker.wait()}")
+        answer = json.loads(line)
+
+        row: dict[str, Any] = {"task": job.task, "arm": job.arm.name, "seed": job.seed, "run_seed": job.run_seed}
+        row["wall_seconds"] = round(time.perf_counter() - start, 1)
+        row["cpu_seconds"] = round(answer["cpu_seconds"], 1)
+        if answer["code"]:
+            return row | {"kind": "failure", "code": answer["code"], "log": log.read_text()[-LOG_TAIL:]}
+        row |= facts_of(run_dir, job)
+        row["code"] = arms_part.code_hash(copy)
+        shutil.rmtree(run_dir)
+        log.unlink()
+        return row
+
+
+def processor() -> str:
+    """The processor's name and what of its instructions changes bits."""
+    words: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        words.setdefault(name.strip(), value.strip())
+    flags = words.get("flags", "").split()
+    kinds = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return " ".join([words.get("model name", "unknown"), words.get("model", ""), *kinds])
+
+
+def facts_of(run_dir: Path, job: Job) -> dict[str, Any]:
+    """What a finished run's directory says."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    curve = curve_of([json.loads(line) for line in lines])
+    environment = json.loads((run_dir / "environment.json").read_text())
+    digest = hashlib.sha256()
+    for path in sorted((run_dir / "model").glob("*.safetensors")):
+        digest.update(path.read_bytes())
+
+    facts: dict[str, Any] = {"kind": "run", "weights": digest.hexdigest(), "processor": processor()}
+    for name in ("data_hash", "model_hash", "packages", "omp_num_threads"):
+        facts[name] = environment[name]
+    facts["endpoints"] = endpoints(curve, job.target)
+    facts["curve"] = asdict(curve)
+    return facts
+
+
+def run_all(jobs: Sequence[Job], lanes: Sequence[Lane], done: Callable[[dict[str, Any]], None], until: float) -> int:
+    """Do the jobs in their order, as many side by side as there are lanes. `done` gets each row. No job starts after
+    `until`, a time of time.monotonic. Returns how many were not started. An exception of a lane is raised here."""
+    waiting: queue.SimpleQueue = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work(lane: Lane) -> None:
+        try:
+            while time.monotonic() < until and not errors:
+                try:
+                    job = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                row = lane.run(job)
+                with lock:
+                    done(row)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(lane,), daemon=True) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for lane in lanes:
+        lane.close()
+    if errors:
+        raise errors[0]
+    return waiting.qsize()

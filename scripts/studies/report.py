@@ -1,0 +1,201 @@
+"""What a record says, in words, numbers and a picture. Nothing is computed that the rows do not hold."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.studies import statistics, tasks
+from scripts.studies.endpoints import ENDPOINTS, PRIMARY
+from scripts.studies.record import Record, RecordError
+from scripts.studies.statistics import Comparison, Interval
+
+CONTROLS = (*tasks.CONTROLS, "majority")  # the last one is a fork's diff: see scripts/forks
+SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "collapsed")
+
+
+def paired_seeds(rows: Record, arm: str, base: str) -> list[int]:
+    """The seeds of which both arms have a run on every task."""
+    seeds = sorted({seed for _, _, seed in rows.runs})
+    names = list(rows.study["tasks"])
+    return [seed for seed in seeds if all((task, name, seed) in rows.runs for task in names for name in (arm, base))]
+
+
+def endpoint_table(rows: Record, arm: str, seeds: list[int], name: str) -> np.ndarray:
+    """An endpoint of an arm, (tasks, seeds)."""
+    lines = []
+    for task in rows.study["tasks"]:
+        lines.append([rows.runs[task, arm, seed]["endpoints"][name] for seed in seeds])
+    return np.array(lines)
+
+
+def show(interval: Interval, digits: int = 3) -> str:
+    """An interval as value [low, high]."""
+    if math.isinf(interval.low):
+        return f"{interval.value:+.{digits}f}"
+    return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+
+
+def comparisons_of(rows: Record, arms: list[str], base: str) -> dict[str, Comparison]:
+    """The arms against the base in the primary endpoint. Arms without a common seed are left out."""
+    differences = {}
+    for arm in arms:
+        seeds = paired_seeds(rows, arm, base)
+        if seeds:
+            ours = endpoint_table(rows, arm, seeds, PRIMARY)
+            differences[arm] = ours - endpoint_table(rows, base, seeds, PRIMARY)
+    return statistics.compare(differences)
+
+
+def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
+    """The record as text, and whether its tasks are fit: no control is better than the base or as good as it."""
+    base = base or next(iter(rows.arms))
+    if base not in rows.arms:
+        raise RecordError(f"no arm {base}: there are {', '.join(rows.arms)}")
+    others = [arm for arm in rows.arms if arm != base]
+    controls = [arm for arm in others if arm in CONTROLS]
+    ideas = [arm for arm in others if arm not in (*CONTROLS, tasks.AGAIN)]
+
+    lines = head_lines(rows)
+    lines += ["", *level_lines(rows, [base, *others]), ""]
+    holm = f"Holm over {len(ideas)} arms"
+    lines.append(f"difference from {base}, paired by task and seed: 95 % t interval over seeds; {holm}")
+    lines += comparison_lines(comparisons_of(rows, ideas, base), base)
+    fit = True
+    if controls:
+        text, fit = control_lines(comparisons_of(rows, controls, base))
+        lines += ["", *text]
+    if tasks.AGAIN in others:
+        lines += ["", *noise_lines(rows, base)]
+    if rows.failures:
+        lines += ["", *failure_lines(rows)]
+    return "\n".join(lines), fit
+
+
+def head_lines(rows: Record) -> list[str]:
+    """What was studied."""
+    study = rows.study
+    names = ", ".join(study["tasks"])
+    return [
+        f"study {study['hash'][:12]}: tasks {names}; scale {study['scale']}; {study['steps']} steps",
+        f"commit {study['commit'][:12]}; {len(rows.runs)} runs, {len(rows.failures)} failed",
+        f"endpoint: {PRIMARY}, {ENDPOINTS[PRIMARY].removeprefix('primary: ')}",
+    ]
+
+
+def level_lines(rows: Record, arms: list[str]) -> list[str]:
+    """A row for each arm: its own endpoints, means over its tasks and seeds."""
+    head = f"{'arm':24} seeds  {PRIMARY:>6}"
+    lines = [head + "".join(f" {name:>9}" for name in SHOWN)]
+    for arm in arms:
+        seeds = paired_seeds(rows, arm, arm)
+        if not seeds:
+            lines.append(f"{arm:24} no seed with all tasks yet")
+            continue
+        values = [float(np.nanmean(endpoint_table(rows, arm, seeds, name))) for name in SHOWN]
+        level = endpoint_table(rows, arm, seeds, PRIMARY)
+        line = f"{arm:24} {len(seeds):5}  {level.mean():6.3f}" + "".join(f" {value:9.3g}" for value in values)
+        middle = statistics.iqm_interval(level)
+        if middle is not None:
+            line += f"   interquartile mean {middle.value:.3f} [{middle.low:.3f}, {middle.high:.3f}]"
+        lines.append(line)
+    return lines
+
+
+def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]:
+    """A line in words for each arm."""
+    lines = []
+    for arm, result in comparisons.items():
+        signs = result.signs
+        wins = result.improvement
+        parts = [f"{arm:24} {show(result.difference)}  {result.verdict}", f"p {result.adjusted_p:.3g}"]
+        parts.append(f"above in {signs.above} and below in {signs.below} of {result.seeds} seeds")
+        parts.append(f"sign test p {signs.p:.3g}, {signs.smallest_p:.3g} at best")
+        parts.append(f"above {base} with chance {wins.value:.2f} [{wins.low:.2f}, {wins.high:.2f}]")
+        if result.verdict == "cannot tell":
+            needed = result.needed or "more than 1000"
+            parts.append(f"{result.seeds} seeds see {result.smallest:.3f}, this difference needs {needed}")
+        lines.append("; ".join(parts))
+    return lines or ["no arm has a seed in common with the base yet"]
+
+
+def control_lines(comparisons: dict[str, Comparison]) -> tuple[list[str], bool]:
+    """The controls, and whether all of them lose."""
+    lines = ["controls, which must be worse:"]
+    fit = True
+    for arm, result in comparisons.items():
+        loses = result.difference.high < 0
+        fit &= loses
+        lines.append(f"{arm:24} {show(result.difference)}  {'worse' if loses else 'NOT WORSE'}")
+    if not fit:
+        lines.append("A control is not worse than the base: these tasks are unfit, or the seeds too few.")
+    return lines, fit
+
+
+def noise_lines(rows: Record, base: str) -> list[str]:
+    """The base against itself with other seeds."""
+    (result,) = comparisons_of(rows, [tasks.AGAIN], base).values() or (None,)
+    if result is None:
+        return ["noise floor: no seeds yet"]
+    interval = result.difference
+    holds = interval.low <= 0 <= interval.high
+    words = "holds 0, as it must" if holds else "does NOT hold 0: one such interval in twenty does not"
+    reach = (interval.high - interval.low) / 2
+    return [
+        f"noise floor, {base} against itself with other seeds: {show(interval)}; it {words}. "
+        f"Unpaired, {result.seeds} seeds know {PRIMARY} to within {reach:.3f}"
+    ]
+
+
+def failure_lines(rows: Record) -> list[str]:
+    """The runs that failed."""
+    lines = ["failed runs, which are in no figure above:"]
+    for (task, arm, seed), row in rows.failures.items():
+        lines.append(f"{task} {arm} seed {seed}: {reason(row)}")
+    return lines
+
+
+def reason(failure: dict[str, Any]) -> str:
+    """The exit status of a failed run and the last line of its log."""
+    lines = failure["log"].strip().splitlines() or ["without a word"]
+    return f"exit status {failure['code']}: {lines[-1]}"
+
+
+def calibration(name: str, curve: dict[str, Any]) -> str:
+    """The row of a task: fit if it is right sampled in 0.05 to 0.6, greedily in at most 0.6, and at least 0.4 of its
+    groups have a gradient."""
+    sampled = curve["sampled"][0]
+    greedy = curve["held_out"][0]
+    informative = curve["informative"][0]
+    learnable = 0.05 <= sampled <= 0.6
+    fit = learnable and greedy <= 0.6 and informative >= 0.4
+    word = "yes" if fit else "no"
+    return f"{name:12} {sampled:8.2f} {greedy:7.2f} {informative:12.2f}  {word}"
+
+
+def draw(rows: Record, path: Path) -> None:
+    """Mean held-out curve of each arm, a panel for each task, with a band of a standard error on both sides."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(rows.study["tasks"])
+    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.5), squeeze=False, sharey=True)
+    for axis, task in zip(axes[0], names, strict=True):
+        for arm in rows.arms:
+            curves = [row["curve"] for (t, a, _), row in sorted(rows.runs.items()) if t == task and a == arm]
+            if curves:
+                steps = curves[0]["evaluated"]
+                heights = np.array([curve["held_out"] for curve in curves])
+                mean = heights.mean(0)
+                error = heights.std(0) / math.sqrt(max(len(curves) - 1, 1))
+                (line,) = axis.plot(steps, mean, label=f"{arm} ({len(curves)})")
+                axis.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.15, linewidth=0)
+        axis.set(title=task, xlabel="step", ylim=(0, 1))
+    axes[0][0].set_ylabel("held-out accuracy, greedy")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

@@ -1,0 +1,64 @@
+"""The tasks of the studies and the two scales at which they are learned."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """A folder of data/ with train.jsonl and eval.jsonl, the flags that go with it, and the target of the endpoints."""
+
+    data: str
+    target: float = 0.8  # held-out accuracy, for steps, tokens and seconds to it
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A model and what a run of it is."""
+
+    model: str
+    steps: int
+    evaluate_every: int
+    flags: tuple[str, ...]
+
+
+LEARNED = ("--remap_verifier", "learned=gsm8k")
+TASKS = {
+    "largest": Task("tasks/largest", flags=LEARNED),
+    "sums": Task("tasks/sums", flags=LEARNED),
+    "differences": Task("tasks/differences", flags=LEARNED),
+    "products": Task("tasks/products", flags=LEARNED),
+    "remainders": Task("tasks/remainders", flags=LEARNED),
+    "sort": Task("tasks/sort", flags=("--remap_verifier", "learned=puzzle")),
+}
+
+BASE = """--num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --temperature 1.0 --beta 0
+    --lr_scheduler_type constant --advantage_normalization_type centered --model_dtype float32 --save_freq -1
+    --pack_length 2048""".split()
+
+SCALES = {
+    "fly": Scale(
+        "models/fly",
+        steps=40,
+        evaluate_every=4,
+        flags=(*BASE, *"--rollout_backend transformers --response_length 14 --learning_rate 3e-4".split()),
+    ),
+    "smollm2": Scale(
+        "models/SmolLM2-135M-Instruct",
+        steps=40,
+        evaluate_every=5,
+        flags=(
+            *BASE,
+            *"--response_length 24 --learning_rate 1e-5 --vllm_enforce_eager --vllm_gpu_memory_utilization 0.4".split(),
+        ),
+    ),
+}
+CONTROL_FILE = "scripts/studies/controls.py"
+# arms that must not be better than the base, and what they are
+CONTROLS = {
+    "lr0": ("--learning_rate", "0"),
+    "coin": ("--reward_file", CONTROL_FILE, "--remap_verifier", "learned=coin"),
+    "inverted": ("--reward_file", CONTROL_FILE, "--remap_verifier", "learned=inverted"),
+}
+AGAIN = "again"  # the base with other seeds: its differences are the noise floor
+AGAIN_SHIFT = 1000  # added to its seeds

@@ -1,0 +1,71 @@
+"""Runs training runs, one after the other, each in a fork of this process, which has imported a copy's code once.
+
+    python scripts/studies/worker.py COPY
+
+It reads a job as JSON from each line of stdin, {"script", "flags", "log"}, and answers a line {"code", "cpu_seconds"}
+when the run has ended: its exit status (negative: the signal that ended it) and the processor time of it and of the
+processes that it started. A fork starts with the imports done and shares nothing else, so a run in it has the bits of a
+run on the command line; tests/test_study.py compares them. grpo_fast.py starts processes of its own, so that a fork has
+nothing to give: it is started as on the command line.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def run(job: dict[str, Any]) -> None:
+    """In the fork: the run, with its output in the log."""
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if job["script"] != "grpo.py":
+        os.execv(sys.executable, [sys.executable, job["script"], *job["flags"]])
+
+    import grpo
+    import utils
+
+    sys.argv = [job["script"], *job["flags"]]
+    utils.STOP.listen()
+    grpo.main(utils.parse_args(grpo.Args))
+    utils.exit_process()
+
+
+def serve() -> None:
+    """Run jobs until stdin ends."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            try:
+                run(job)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(1)  # exit_process has ended a run that went well
+
+        _, status, usage = os.wait4(child, 0)
+        answer = {"code": os.waitstatus_to_exitcode(status), "cpu_seconds": usage.ru_utime + usage.ru_stime}
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    copy = Path(sys.argv[1]).resolve()
+    os.chdir(copy)
+    sys.path[0] = str(copy)
+
+    # imported before the forks, with torch
+    importlib.import_module("grpo")
+    importlib.import_module("transformers.models.auto.modeling_auto")
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Is an idea better? Runs the arms of a study with the same seeds and says so with intervals, or that it cannot tell.
+
+    python scripts/data/make_tasks.py; python scripts/data/make_fruit_fly.py     rows, and a model of 2 million weights
+    python scripts/study.py calibrate --scale fly                                which tasks the model can learn
+    python scripts/study.py run --out study.jsonl --tasks largest sums --seeds 1-8 --controls \
+        --arms base "sapo@scripts/forks/sapo.diff: --loss_fn sapo" "async4: grpo_fast.py --async_steps 4"
+    python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
+    python scripts/study.py replay study.jsonl --task largest --arm base --seed 3
+
+An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. The first arm is the base. `run` goes through
+the seeds, within a seed through tasks and arms, so that it can be stopped at any time and continued by the same line:
+what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a run again and compares the
+SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control won or a replay differs.
+"""
+
+import argparse
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from scripts.studies import arms as arms_part
+from scripts.studies import lanes, record, report, tasks
+from scripts.studies.arms import Arm, ArmError
+from scripts.studies.endpoints import ENDPOINTS, PRIMARY
+from scripts.studies.record import Record, RecordError
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds as 1-8, 3 or 1,2,5."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
+    return seeds
+
+
+def base_flags(scale: tasks.Scale, task: tasks.Task) -> tuple[str, ...]:
+    """The flags of the base on a task, but for seed and directory."""
+    rollouts = 64  # of a step: BASE has 8 prompts and 8 samples
+    data = f"data/{task.data}"
+    return (
+        *("--model_name_or_path", scale.model),
+        *("--dataset_mixer_list", f"{data}/train.jsonl", "1.0"),
+        *("--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0"),
+        *("--local_eval_every", str(scale.evaluate_every), "--eval_on_step_0"),
+        *("--total_episodes", str(rollouts * scale.steps)),
+        *scale.flags,
+        *task.flags,
+    )
+
+
+def describe_study(options: argparse.Namespace) -> dict[str, Any]:
+    """The study's row: what its runs have in common, with a hash."""
+    scale = tasks.SCALES[options.scale]
+    names = options.tasks or list(tasks.TASKS)
+    content = {
+        "commit": arms_part.git("rev-parse", "HEAD").decode().strip(),
+        "scale": options.scale,
+        "steps": scale.steps,
+        "evaluate_every": scale.evaluate_every,
+        "tasks": {name: list(base_flags(scale, tasks.TASKS[name])) for name in names},
+        "targets": {name: tasks.TASKS[name].target for name in names},
+        "endpoints": ENDPOINTS,
+        "primary": PRIMARY,
+        "threads": options.threads,
+    }
+    return {"kind": "study", **content, "hash": record.hash_of(content), "begun": time.time()}
+
+
+def arms_of(options: argparse.Namespace, commit: str) -> list[Arm]:
+    """The arms of the command line, and the controls."""
+    arms = [arms_part.parse_arm(text, commit) for text in options.arms]
+    if options.controls:
+        arms += [Arm(name, flags=flags) for name, flags in tasks.CONTROLS.items()]
+        arms.append(Arm(tasks.AGAIN))
+    names = [arm.name for arm in arms]
+    if len(set(names)) < len(names):
+        raise ArmError(f"two arms have the same name: {', '.join(names)}")
+    return arms
+
+
+def arm_row(arm: Arm) -> dict[str, Any]:
+    """The row of an arm."""
+    return {"kind": "arm", "name": arm.name, "script": arm.script, "flags": list(arm.flags), "diff": arm.diff}
+
+
+def job_of(study: dict[str, Any], task: str, arm: Arm, seed: int) -> lanes.Job:
+    """The run of an arm on a task with a seed."""
+    base = tuple(study["tasks"][task])
+    flags = arms_part.merge_flags(base, arm.flags)
+    run_seed = seed + tasks.AGAIN_SHIFT if arm.name == tasks.AGAIN else seed
+    return lanes.Job(task, arm, seed, run_seed, tuple(flags), study["targets"][task])
+
+
+def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.Job]:
+    """The runs that are not in the record, seed by seed, the arms of a seed and task in an order drawn for them."""
+    jobs = []
+    for seed in seeds:
+        for task in rows.study["tasks"]:
+            order = list(arms)
+            random.Random(f"{seed} {task}").shuffle(order)
+            for arm in order:
+                key = (task, arm.name, seed)
+                if key not in rows.runs and key not in rows.failures:
+                    jobs.append(job_of(rows.study, task, arm, seed))
+    return jobs
+
+
+class Running:
+    """The rows of a study under way: each is written, kept and told as its run ends."""
+
+    def __init__(self, rows: Record, append: Callable[[dict[str, Any]], None], total: int):
+        self.rows = rows
+        self.append = append
+        self.total = total
+        self.count = 0
+        self.begun = time.monotonic()
+
+    def done(self, row: dict[str, Any]) -> None:
+        """Take the row of a run that has ended."""
+        row = {"kind": row["kind"], "study": self.rows.study["hash"], **row}
+        self.append(row)
+        self.rows.take(row)
+        self.count += 1
+        print(self.line(row), flush=True)
+
+    def line(self, row: dict[str, Any]) -> str:
+        """What is told of a row."""
+        minutes = (time.monotonic() - self.begun) / 60
+        left = minutes / self.count * (self.total - self.count)
+        run = f"{row['task']} {row['arm']} seed {row['seed']}"
+        words = f"{self.count} of {self.total}, {minutes:.0f} min, some {left:.0f} left: {run}"
+        if row["kind"] == "failure":
+            return f"{words}: FAILED {report.reason(row)}"
+        first, *_, last = row["curve"]["held_out"]
+        area = row["endpoints"]["area"]
+        seconds = row["wall_seconds"]
+        return f"{words}: held-out {first:.2f} -> {last:.2f}, area {area:.3f}, {seconds:.0f} s"
+
+
+def run(options: argparse.Namespace) -> bool:
+    """Do the runs that are missing. Returns whether none failed."""
+    with record.appending(options.out) as append:
+        if options.out.stat().st_size == 0:
+            append(describe_study(options))
+        rows = record.read([options.out])
+        study = rows.study
+        if options.tasks and set(options.tasks) != set(study["tasks"]):
+            raise RecordError(f"{options.out} is a study of {', '.join(study['tasks'])}: --tasks differs")
+
+        arms = arms_of(options, study["commit"])
+        for arm in arms:
+            is_new = arm.name not in rows.arms
+            rows.take(arm_row(arm))
+            if is_new:
+                append(arm_row(arm))
+
+        seeds = parse_seeds(options.seeds)
+        jobs = missing_jobs(rows, arms, seeds)
+        total = len(seeds) * len(arms) * len(study["tasks"])
+        done = total - len(jobs)
+        print(f"{done} of {total} runs are done; {len(jobs)} to do, {options.jobs} side by side", flush=True)
+        with tempfile.TemporaryDirectory(prefix="study-") as name:
+            folder = Path(name)
+            copies = {arm.name: arms_part.make_copy(arm, study["commit"], folder) for arm in arms}
+            work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(options.jobs)]
+            running = Running(rows, append, len(jobs))
+            until = running.begun + 60 * (options.budget_minutes or math.inf)
+            left = lanes.run_all(jobs, work, running.done, until)
+    if left:
+        print(f"{left} runs are left: the same line goes on")
+    return not rows.failures
+
+
+def table(options: argparse.Namespace) -> bool:
+    """Print what the record says. Returns whether no control won."""
+    rows = record.read(options.records)
+    text, fit = report.text_of(rows, options.base)
+    print(text)
+    if options.plot:
+        report.draw(rows, options.plot)
+        print(f"wrote {options.plot}")
+    return fit
+
+
+def replay(options: argparse.Namespace) -> bool:
+    """Make a run of a record again. Returns whether its final weights are the record's."""
+    rows = record.read(options.records)
+    key = (options.task, options.arm, options.seed)
+    if key not in rows.runs:
+        raise RecordError(f"the record has no run {key}")
+    old = rows.runs[key]
+    facts = rows.arms[options.arm]
+    arm = Arm(facts["name"], facts["diff"], facts["script"], tuple(facts["flags"]))
+    with tempfile.TemporaryDirectory(prefix="study-") as folder:
+        copy = arms_part.make_copy(arm, rows.study["commit"], Path(folder))
+        lane = lanes.Lane(0, rows.study["threads"], Path(folder), {arm.name: copy})
+        new = lane.run(job_of(rows.study, options.task, arm, options.seed))
+        lane.close()
+    if new["kind"] == "failure":
+        print(new["log"], file=sys.stderr)
+        raise RecordError(f"the run failed with exit status {new['code']}")
+
+    for name in (*record.SAME, *record.SAME_IN_TASK, "code"):
+        if new[name] != old[name]:
+            print(f"{name} is another one: {old[name]} in the record, {new[name]} here")
+    same = new["weights"] == old["weights"]
+    print(f"area {old['endpoints']['area']:.4f} in the record, {new['endpoints']['area']:.4f} here")
+    print(f"weights {'are the same to the bit' if same else 'DIFFER'}: {old['weights'][:16]} {new['weights'][:16]}")
+    return same
+
+
+def calibrate(options: argparse.Namespace) -> bool:
+    """Tell which tasks a model can learn from: one step at learning rate 0."""
+    scale = tasks.SCALES[options.scale]
+    names = options.tasks or list(tasks.TASKS)
+    arm = Arm("calibrate")
+    commit = arms_part.git("rev-parse", "HEAD").decode().strip()
+    print("task          sampled  greedy  informative  fit")
+    with tempfile.TemporaryDirectory(prefix="study-") as folder:
+        copy = arms_part.make_copy(arm, commit, Path(folder))
+        lane = lanes.Lane(0, options.threads, Path(folder), {arm.name: copy})
+        for name in names:
+            own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
+            own += ("--local_eval_every", "-1")
+            flags = arms_part.merge_flags(base_flags(scale, tasks.TASKS[name]), own)
+            row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf))
+            if row["kind"] == "failure":
+                raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
+            print(report.calibration(name, row["curve"]), flush=True)
+        lane.close()
+    return True
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="do the runs that are missing")
+    running.add_argument("--out", type=Path, required=True, help="the record, a .jsonl; it is added to")
+    running.add_argument("--arms", nargs="+", default=["base"], help="the first one is the base")
+    running.add_argument("--seeds", default="1-8", help="as 1-8 or 1,2,5")
+    running.add_argument(
+        "--controls", action="store_true", help=f"add the arms {', '.join(tasks.CONTROLS)}, {tasks.AGAIN}"
+    )
+    running.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
+    running.add_argument("--budget_minutes", type=float, help="no run starts later")
+    showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
+    showing.add_argument("records", type=Path, nargs="+")
+    showing.add_argument("--base", help="the arm that the others are compared with; default: the record's first")
+    showing.add_argument("--plot", type=Path, help="draw mean curves to this file")
+    again = commands.add_parser("replay", help="make a run again and compare its final weights")
+    again.add_argument("records", type=Path, nargs="+")
+    again.add_argument("--task", required=True)
+    again.add_argument("--arm", required=True)
+    again.add_argument("--seed", type=int, required=True)
+    calibrating = commands.add_parser("calibrate", help="which tasks a model can learn")
+    for command in (running, calibrating):
+        command.add_argument("--scale", choices=tasks.SCALES, default="fly")
+        command.add_argument("--tasks", nargs="+", choices=tasks.TASKS)
+        command.add_argument("--threads", type=int, default=1, help="of a run")
+    return parser
+
+
+COMMANDS = {"run": run, "table": table, "replay": replay, "calibrate": calibrate}
+
+
+def main() -> None:
+    options = parser().parse_args()
+    try:
+        good = COMMANDS[options.command](options)
+    except (ArmError, RecordError) as error:
+        raise SystemExit(f"study.py: {error}") from None
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

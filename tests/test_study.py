@@ -1,0 +1,254 @@
+"""scripts/study.py: its statistics cover what they promise, its arms are what they say, its rows can be made again."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from scripts.reports.intervals import holm
+from scripts.studies import arms, endpoints, record, report, statistics
+from tests.conftest import REPO
+
+STUDIES = 3000  # simulated studies of a coverage; its standard error is 0.004
+
+
+def draws(kind, n, rng):
+    """(studies, n) differences, means over 5 tasks, around 0.1: normal ones, or with one run in ten that collapses."""
+    noise = rng.normal(0.1, 0.05, (STUDIES, n, 5))
+    if kind == "collapses":
+        noise -= 0.3 * (rng.random(noise.shape) < 0.1)  # of the arm
+        noise += 0.3 * (rng.random(noise.shape) < 0.1)  # of the base
+    return noise.mean(2)
+
+
+@pytest.mark.parametrize("kind", ["normal", "collapses"])
+@pytest.mark.parametrize("n", [4, 8, 24])
+def test_the_t_interval_covers_95_percent(kind, n):
+    """93 to 97 %, also where one run in ten collapses."""
+    rng = np.random.default_rng(1)
+    intervals = [statistics.t_interval(values) for values in draws(kind, n, rng)]
+    covered = np.mean([low <= 0.1 <= high for _, low, high in intervals])
+    assert 0.93 <= covered <= 0.97
+
+
+def test_the_t_interval_is_scipys():
+    values = [0.1, 0.4, -0.2, 0.3]
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert statistics.t_interval(values)[1:] == pytest.approx((expected.low, expected.high))
+    assert statistics.t_test(values) == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue)
+    assert statistics.t_interval([0.2]) == (0.2, -math.inf, math.inf) and statistics.t_test([0.2]) == 1.0
+    assert statistics.t_test([0.0, 0.0]) == 1.0 and statistics.t_test([0.5, 0.5]) == 0.0
+
+
+def test_signs_by_hand():
+    """Five of five above: 2 / 32; a tie is left out; the smallest p of n signs is 2 / 2^n."""
+    assert statistics.sign_test([1, 2, 3, 4, 5]) == (5, 0, pytest.approx(0.0625), 0.0625)
+    assert statistics.sign_test([1, 2, -3, 0]) == (2, 1, pytest.approx(1.0), 0.25)
+    assert statistics.sign_test([0, 0]) == (0, 0, 1.0, 1.0)
+
+
+def test_one_study_in_twenty_finds_what_is_not_there():
+    """Of studies of 5 arms that are all equal to the base, at most 5 % call any of them better or worse."""
+    rng = np.random.default_rng(2)
+    wrong = 0
+    for _ in range(300):
+        p_values = [statistics.t_test(rng.normal(0, 0.05, 6)) for _ in range(5)]
+        wrong += min(holm(p_values)) < 0.05
+    assert wrong / 300 <= 0.08  # 0.05 and two standard errors
+
+
+def test_seeds_needed_find_the_difference():
+    """With as many seeds 80 % of the studies see it; the smallest effect is the same question turned round."""
+    n = statistics.seeds_needed(0.03, 0.03)
+    rng = np.random.default_rng(3)
+    p_values = stats.ttest_1samp(rng.normal(0.03, 0.03, (STUDIES, n)), 0.0, axis=1).pvalue
+    assert 0.78 <= np.mean(p_values < 0.05) <= 0.86  # n is whole
+    assert statistics.smallest_effect(0.03, n) <= 0.03 < statistics.smallest_effect(0.03, n - 1)
+    assert statistics.seeds_needed(1e-6, 1.0) is None and statistics.seeds_needed(0.1, 0.0) == 2
+
+
+def test_the_interquartile_mean_needs_twelve_seeds():
+    rng = np.random.default_rng(4)
+    assert statistics.iqm_interval(rng.random((3, 11))) is None
+    covered = 0
+    for _ in range(300):
+        table = rng.normal(0.5, 0.1, (3, 16))
+        _, low, high = statistics.iqm_interval(table, draws=400)
+        covered += low <= 0.5 <= high
+    assert 0.90 <= covered / 300 <= 0.98
+    assert statistics.interquartile_mean(np.array([0, 1, 2, 3, 4, 5, 6, 700])) == 3.5
+
+
+def test_improvement_counts_ties_half():
+    wins = statistics.improvement(np.array([[1.0, -1.0, 0.0, 1.0]]))
+    assert wins.value == 0.625 and wins.low <= 0.625 <= wins.high
+
+
+# --- Endpoints --------------------------------------------------------------------------------------------------------
+
+
+def curve(held_out, kl=0.1):
+    steps = 2 * (len(held_out) - 1)
+    values = [float(i) for i in range(1, steps + 1)]
+    return endpoints.Curve(
+        evaluated=list(range(0, steps + 1, 2)),
+        held_out=held_out,
+        sampled=values,
+        tokens=values,
+        seconds=values,
+        kl=[kl] * steps,
+        length=values,
+    )
+
+
+def test_endpoints_by_hand():
+    """Trapezoids (0 + 0.5) / 2 and (0.5 + 0.9) / 2; the target 0.5 is reached at step 2, after 1 + 2 tokens."""
+    values = endpoints.endpoints(curve([0.0, 0.5, 0.9]), 0.5)
+    assert values["area"] == pytest.approx((0.25 + 0.7) / 2)
+    assert (values["steps"], values["tokens"], values["seconds"]) == (2, 3, 3)
+    assert (values["final"], values["sampled"], values["collapsed"]) == (0.9, 3.0, 0)
+    late = endpoints.endpoints(curve([0.0, 0.5, 0.1]), 0.9)
+    assert (late["steps"], late["tokens"], late["collapsed"]) == (4, 10, 1)  # censored at the horizon
+    with pytest.raises(ValueError, match="before the first step"):
+        endpoints.endpoints(curve([0.5, 0.6]), 0.5)
+
+
+# --- Arms -------------------------------------------------------------------------------------------------------------
+
+
+def test_arms_are_read():
+    arm = arms.parse_arm("base", "HEAD")
+    assert (arm.name, arm.diff, arm.script, arm.flags) == ("base", "", "grpo.py", ())
+    arm = arms.parse_arm("sapo@scripts/forks/sapo.diff: --loss_fn sapo", "HEAD")
+    assert arm.diff == (REPO / "scripts/forks/sapo.diff").read_text() and arm.flags == ("--loss_fn", "sapo")
+    assert arms.parse_arm("late: grpo_fast.py --async_steps 4", "HEAD").script == "grpo_fast.py"
+    for wrong, words in {
+        "x: --seed 3": "--seed is the same for all arms",
+        "x@scripts/forks/nothing.diff": "no file",
+        "x: 3": "write NAME",
+        ": --beta 1": "write NAME",
+        "x@no-such-branch": "git diff",
+    }.items():
+        with pytest.raises(arms.ArmError, match=words):
+            arms.parse_arm(wrong, "HEAD")
+
+
+def test_flags_of_an_arm_replace_those_of_the_base():
+    base = ("--beta", "0", "--list", "a", "1.0", "--shuffle")
+    assert arms.merge_flags(base, ("--beta", "0.05", "--no_shuffle")) == "--list a 1.0 --beta 0.05 --no_shuffle".split()
+
+
+def test_a_copy_is_of_the_commit_and_has_the_diff(tmp_path):
+    (tmp_path / "x.diff").write_text("")
+    commit = arms.git("rev-parse", "HEAD").decode().strip()
+    arm = arms.parse_arm("rloo@scripts/forks/rloo.diff", commit)
+    plain = arms.make_copy(arms.Arm("base"), commit, tmp_path)
+    forked = arms.make_copy(arm, commit, tmp_path)
+    assert (plain / "grpo.py").read_bytes() == arms.git("show", f"{commit}:grpo.py")
+    assert "rloo" in (forked / "grpo.py").read_text() and arms.code_hash(plain) != arms.code_hash(forked)
+    with pytest.raises(arms.ArmError, match="does not apply"):
+        bad = "--- a/grpo.py\n+++ b/grpo.py\n@@ -1 +1 @@\n-nothing\n+more\n"
+        arms.make_copy(arms.Arm("bad", bad), commit, tmp_path)
+
+
+# --- Records ----------------------------------------------------------------------------------------------------------
+
+STUDY = {"commit": "c", "scale": "fly", "steps": 4, "tasks": {"t": []}, "targets": {"t": 0.5}}
+
+
+def rows_of(areas, task="t"):
+    """A record in which arm -> areas of seeds 1, 2, ..."""
+    study = {"kind": "study", **STUDY, "hash": record.hash_of(STUDY), "begun": 0}
+    rows = [study]
+    for arm, values in areas.items():
+        rows.append({"kind": "arm", "name": arm, "script": "grpo.py", "flags": [], "diff": ""})
+        for seed, value in enumerate(values, 1):
+            points = endpoints.endpoints(curve([0.0, 0.2, 0.4]), 0.5) | {"area": value}
+            row = {"kind": "run", "study": study["hash"], "task": task, "arm": arm, "seed": seed, "endpoints": points}
+            row |= {"curve": vars(curve([0.0, 0.2, 0.4])), "code": arm, "packages": {}, "processor": "p"}
+            rows.append(row | {"omp_num_threads": "1", "data_hash": "d", "model_hash": "m", "weights": "w"})
+    return rows
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_verdicts_in_words(tmp_path):
+    base = [0.50, 0.52, 0.48, 0.51, 0.49, 0.50]
+    areas = {
+        "base": base,
+        "good": [value + 0.1 + 0.01 * i for i, value in enumerate(base)],
+        "bad": [value - 0.1 - 0.01 * i for i, value in enumerate(base)],
+        "same": [value + 0.02 * (-1) ** i for i, value in enumerate(base)],
+        "coin": [value - 0.3 - 0.01 * i for i, value in enumerate(base)],
+        "again": [0.51, 0.49, 0.50, 0.52, 0.48, 0.50],
+    }
+    path = write(tmp_path / "r.jsonl", rows_of(areas))
+    text, fit = report.text_of(record.read([path]))
+    lines = {line.split()[0]: line for line in text.splitlines() if line and "[" in line}
+    assert "  better;" in lines["good"] and "  worse;" in lines["bad"] and "  cannot tell;" in lines["same"]
+    assert "this difference needs" in lines["same"] and "above in 6 and below in 0 of 6" in lines["good"]
+    assert fit and lines["coin"].endswith("worse") and "holds 0" in lines["noise"]
+    report.draw(record.read([path]), tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 1000
+
+    areas["coin"] = areas["good"]
+    text, fit = report.text_of(record.read([write(path, rows_of(areas))]))
+    assert not fit and "NOT WORSE" in text and "unfit" in text
+
+
+def test_a_seed_counts_when_both_arms_have_it(tmp_path):
+    path = write(tmp_path / "r.jsonl", rows_of({"base": [0.5, 0.5, 0.5], "x": [0.6, 0.6]}))
+    assert report.paired_seeds(record.read([path]), "x", "base") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda rows: rows[-1].update(processor="q"), "another processor"),
+        (lambda rows: rows[-1].update(data_hash="e"), "another data_hash of t"),
+        (lambda rows: rows[-1].update(code="z"), "another code of base"),
+        (lambda rows: rows[-1].update(study="z"), "of another study"),
+        (lambda rows: rows[0].update(steps=5), "changed after it was written"),
+        (lambda rows: rows.append(rows[1] | {"flags": ["--beta", "1"]}), "was another one before"),
+        (lambda rows: rows.pop(0), "no row of a study"),
+    ],
+)
+def test_rows_that_do_not_belong_together_are_refused(tmp_path, change, words):
+    rows = rows_of({"base": [0.5, 0.6]})
+    change(rows)
+    with pytest.raises(record.RecordError, match=words):
+        record.read([write(tmp_path / "r.jsonl", rows)])
+
+
+def test_a_record_survives_a_kill_and_has_one_writer(tmp_path):
+    path = write(tmp_path / "r.jsonl", rows_of({"base": [0.5]}))
+    path.write_text(path.read_text() + '{"kind": "run", "cut')
+    assert len(record.read([path]).runs) == 1
+    with record.appending(path) as append:
+        append({"kind": "failure", "task": "t", "arm": "base", "seed": 2, "code": 1, "log": "no\nmemory"})
+        with pytest.raises(record.RecordError, match="another study.py"), record.appending(path):
+            pass
+    rows = record.read([path])
+    assert len(rows.runs) == 1 and "no\nmemory" in rows.failures["t", "base", 2]["log"]
+    assert "exit status 1: memory" in report.text_of(rows)[0]
+
+
+# --- A study ----------------------------------------------------------------------------------------------------------
+
+
+def study(*words):
+    command = [sys.executable, str(REPO / "scripts/study.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arm", ["base", "a: 3"])
+def test_wrong_arms_are_refused_in_a_line(tmp_path, arm):
+    done = study("run", "--out", tmp_path / "x.jsonl", "--arms", "base", arm)
+    assert done.returncode == 1 and done.stderr.startswith("study.py: ") and done.stderr.count("\n") == 1
