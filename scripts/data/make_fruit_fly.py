@@ -14,6 +14,7 @@ learn are not for it: `study.py calibrate` tells which those are.
 import argparse
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -35,19 +36,20 @@ LAYERS = 4
 HIDDEN = 256
 
 
-def questions_of(path: Path) -> set[str]:
-    """The questions of a task's rows."""
-    texts = set()
+def numbers_of(path: Path) -> set[tuple[int, ...]]:
+    """The numbers, from small to large, of the questions of a task's rows."""
+    known = set()
     for split in ("train", "eval"):
         for line in (path / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
-            texts.add(json.loads(line)["messages"][0]["content"])
-    return texts
+            text = json.loads(line)["messages"][0]["content"]
+            known.add(tuple(sorted(map(int, re.findall(r"\d+", text)))))
+    return known
 
 
-def draw(name: str, rng: random.Random, known: set[str]) -> Question:
-    """A question of a task that is none of its rows."""
+def draw(name: str, rng: random.Random, known: set[tuple[int, ...]]) -> Question:
+    """A question of a task whose numbers are those of none of its rows, in whatever order."""
     question = TASKS[name].draw(rng)
-    while question.text in known:
+    while tuple(sorted(question.numbers)) in known:
         question = TASKS[name].draw(rng)
     return question
 
@@ -99,7 +101,9 @@ def share_right(model: Any, tokenizer: Any, questions: Sequence[Question]) -> fl
     return right / len(questions)
 
 
-def train(model: Any, tokenizer: Any, known: dict[str, set[str]], options: argparse.Namespace) -> dict[str, float]:
+def train(
+    model: Any, tokenizer: Any, known: dict[str, set[tuple[int, ...]]], options: argparse.Namespace
+) -> dict[str, float]:
     """Train until each task is right as often as options.until. Returns the share right of each task at the end."""
     import torch
 
@@ -141,7 +145,7 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    known = {path.name: questions_of(path) for path in sorted(options.tasks.iterdir()) if path.name in TASKS}
+    known = {path.name: numbers_of(path) for path in sorted(options.tasks.iterdir()) if path.name in TASKS}
     if not known:
         raise SystemExit(f"{options.tasks} has no task: python scripts/data/make_tasks.py writes them")
 

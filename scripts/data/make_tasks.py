@@ -2,7 +2,8 @@
 
     python scripts/data/make_tasks.py [--out data/tasks] [--tasks largest sort ...] [--seed 1]
 
-Each task has 400 rows to train on and 64 others to evaluate on; no question is in both, and no question twice. The rows
+Each task has 400 rows to train on and 64 others to evaluate on. No question comes twice, nor with its numbers in another
+order, so that no question of eval.jsonl has its answer in train.jsonl. The rows
 to train on name the verifier `learned`, which a study points at a verifier of its own (--remap_verifier learned=gsm8k).
 The rows to evaluate on name the true verifier, so that a reward that never sees a label is still judged by the labels.
 """
@@ -30,43 +31,46 @@ class Question:
 
     text: str
     answer: str
+    numbers: tuple[int, ...]  # two questions with the same ones are the same question
 
 
 def largest(rng: random.Random) -> Question:
     numbers = rng.sample(range(1, 100), 3)
     listed = ", ".join(map(str, numbers))
-    return Question(f"Which is the largest of {listed}? Give only the number.", str(max(numbers)))
+    text = f"Which is the largest of {listed}? Give only the number."
+    return Question(text, str(max(numbers)), tuple(sorted(numbers)))
 
 
 def sums(rng: random.Random) -> Question:
     a = rng.randint(1, 99)
     b = rng.randint(1, 99)
-    return Question(f"What is {a} + {b}? Give only the number.", str(a + b))
+    return Question(f"What is {a} + {b}? Give only the number.", str(a + b), (min(a, b), max(a, b)))
 
 
 def differences(rng: random.Random) -> Question:
     a = rng.randint(1, 40)
     b = rng.randint(0, a)
-    return Question(f"What is {a} - {b}? Give only the number.", str(a - b))
+    return Question(f"What is {a} - {b}? Give only the number.", str(a - b), (a, b))
 
 
 def products(rng: random.Random) -> Question:
     a = rng.randint(1, 30)
     b = rng.randint(1, 20)
-    return Question(f"What is {a} * {b}? Give only the number.", str(a * b))
+    return Question(f"What is {a} * {b}? Give only the number.", str(a * b), (min(a, b), max(a, b)))
 
 
 def remainders(rng: random.Random) -> Question:
     a = rng.randint(1, 99)
     b = rng.randint(2, 9)
-    return Question(f"What is the remainder of {a} divided by {b}? Give only the number.", str(a % b))
+    text = f"What is the remainder of {a} divided by {b}? Give only the number."
+    return Question(text, str(a % b), (a, b))
 
 
 def sort(rng: random.Random) -> Question:
     numbers = rng.sample(range(1, 100), 3)
     listed = ", ".join(map(str, numbers))
     answer = ", ".join(map(str, sorted(numbers)))
-    return Question(f"Sort {listed} from small to large. Give only the numbers.", answer)
+    return Question(f"Sort {listed} from small to large. Give only the numbers.", answer, tuple(sorted(numbers)))
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,10 @@ def make_task(name: str, out: Path, seed: int = 1) -> Path:
     """Write the rows of a task to out/name."""
     task = TASKS[name]
     rng = random.Random(f"{seed} {name}")
-    drawn: dict[str, Question] = {}
+    drawn: dict[tuple[int, ...], Question] = {}
     while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
         question = task.draw(rng)
-        drawn[question.text] = question
+        drawn.setdefault(question.numbers, question)
     questions = list(drawn.values())
     eval_rows = [make_row(question, task.verifier) for question in questions[:EVAL_ROWS]]
     train_rows = [make_row(question, LEARNED) for question in questions[EVAL_ROWS:]]
