@@ -22,6 +22,7 @@ import grpo
 import rewards
 import utils
 from scripts.parts import adapters, chat, environments, machine, run_code, run_dir, sandbox, serve
+from scripts.parts import rows as part_of_rows
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -82,6 +83,18 @@ BASE = """--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 3 --to
     --no_load_ref_policy --dump_steps all --overwrite --learning_rate 3e-3 --lr_scheduler_type constant"""
 
 
+ROWS: dict[tuple, list] = {}
+READ_ROWS = utils.read_rows
+
+
+def read_once(flag, name, amount, split, args):
+    """The rows that a program, whose start takes a second, has read before for the same words."""
+    asked = (flag, name, amount, split, args.seed, *part_of_rows.options(args))
+    if asked not in ROWS:
+        ROWS[asked] = list(READ_ROWS(flag, name, amount, split, args))
+    return ROWS[asked]
+
+
 @pytest.fixture(scope="module")
 def play(tiny_models, world, tmp_path_factory):
     """Function flags -> what grpo.py's main did with them: see `observe`."""
@@ -97,8 +110,7 @@ def play(tiny_models, world, tmp_path_factory):
     patch.setattr(utils.dist, "destroy_process_group", lambda: None)
     patch.setattr(utils, "draw_report", lambda run_dir: "")
     patch.setattr(utils, "prepare_run_dir", claim)
-    read_rows = utils.read_rows
-    patch.setattr(utils, "read_rows", functools.cache(lambda *asked: list(read_rows(*asked))))  # a program's start
+    patch.setattr(utils, "read_rows", read_once)
     patch.setattr(run_dir, "provenance", functools.cache(run_dir.provenance))
     patch.setattr(machine, "device_speed", lambda *_: dict.fromkeys(("flops_per_second", "bytes_per_second"), 1e9))
 
@@ -407,14 +419,14 @@ CASES: dict[str, Case] = {
     "max_logprob_gap": Case("", "--max_logprob_gap 0.01", "refused"),
     # turns
     "env_file": Case(TURNS.partition(" --env_file")[0], "--env_file ENV", "1 requests"),
-    "tools": Case("", "--tools a", "asked, config, shown", "environment"),
-    "tool_call_names": Case("--tools a", "--tool_call_names b", "config", "environment"),
-    "tool_configs": Case("--tools a", "--tool_configs {}", "config", "environment"),
-    "tool_parser_type": Case("--tools a", "--tool_parser_type hermes", "config", "environment"),
+    "tools": Case("", "--tools calculator", "asked, config, shown", "environment"),
+    "tool_call_names": Case("--tools calculator", "--tool_call_names b", "config", "environment"),
+    "tool_configs": Case("--tools calculator", "--tool_configs {}", "config", "environment"),
+    "tool_parser_type": Case("--tools calculator", "--tool_parser_type hermes", "config", "environment"),
     "max_steps": Case(TURNS, "--max_steps 1", "1 requests"),
     "per_turn_max_tokens": Case(TURNS, "--per_turn_max_tokens 2", "1 requests"),
-    "env_timeout": Case("--tools a", "--env_timeout 7", "asked", "environment"),
-    "pool_size": Case("--tools a", "--pool_size 3", "workers", "environment"),
+    "env_timeout": Case("--tools calculator", "--env_timeout 7", "asked", "environment"),
+    "pool_size": Case("--tools calculator", "--pool_size 3", "workers", "environment"),
     # the reward
     "apply_verifiable_reward": Case(FORMAT, "--no_apply_verifiable_reward", "1 outcomes"),
     "verification_reward": Case("", "--verification_reward 3", "1 outcomes"),

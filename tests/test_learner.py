@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -698,7 +700,8 @@ print([name for name in optional if f"scripts.parts.{name}" in sys.modules])
 
 
 def test_an_update_without_their_flags_loads_no_optional_part(tiny_models, tmp_path):
-    """In a process that is forked before any test: other tests have loaded them in this one."""
-    done = programs.run(["-c", PLAIN, tiny_models(), tmp_path])
+    """In a process of its own: other tests have loaded them in this one, and forks have what most programs import."""
+    line = [sys.executable, "-c", PLAIN, str(tiny_models()), str(tmp_path)]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "[]"

@@ -2,10 +2,10 @@
 
     python scripts/data/make_tasks.py [--out data/tasks] [--tasks largest sort ...] [--seed 1]
 
-Each task has 400 rows to train on and 64 others to evaluate on. No question comes twice, nor with its numbers in another
-order, so that no question of eval.jsonl has its answer in train.jsonl. The rows
-to train on name the verifier `learned`, which a study points at a verifier of its own (--remap_verifier learned=gsm8k).
-The rows to evaluate on name the true verifier, so that a reward that never sees a label is still judged by the labels.
+Each task has 400 rows to train on and 64 others to evaluate on. No question comes twice, nor with its numbers in
+another order, so that no question of eval.jsonl has its answer in train.jsonl. The rows to train on name the verifier
+`learned`, which a study points at a verifier of its own (--remap_verifier learned=gsm8k). The rows to evaluate on name
+the true verifier, so that a reward that never sees a label is still judged by the labels.
 """
 
 import argparse

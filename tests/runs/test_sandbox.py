@@ -315,7 +315,7 @@ def copy():
     directory.chmod(0o755)
     for folder in ("scripts", "scripts/parts", "scripts/prompts"):
         (directory / folder).mkdir(mode=0o755)
-    parts = ("scripts/parts/checks.py", "scripts/parts/run_code.py", "scripts/parts/sandbox.py")
+    parts = [f"scripts/parts/{name}.py" for name in ("checks", "rows", "run_code", "sandbox")]
     for name in ("rewards.py", *parts, "scripts/prompts/solver.txt"):
         shutil.copy(ROOT / name, directory / name)
         (directory / name).chmod(0o644)
