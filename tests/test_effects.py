@@ -425,7 +425,7 @@ CASES: dict[str, Case] = {
     "tool_parser_type": Case("--tools calculator", "--tool_parser_type hermes", "config", "environment"),
     "max_steps": Case(TURNS, "--max_steps 1", "1 requests"),
     "per_turn_max_tokens": Case(TURNS, "--per_turn_max_tokens 2", "1 requests"),
-    "env_timeout": Case("--tools calculator", "--env_timeout 7", "asked", "environment"),
+    "env_timeout": Case("--tools calculator", "--env_timeout 7", "asked, config", "environment"),
     "pool_size": Case("--tools calculator", "--pool_size 3", "workers", "environment"),
     # the reward
     "apply_verifiable_reward": Case(FORMAT, "--no_apply_verifiable_reward", "1 outcomes"),
