@@ -140,7 +140,8 @@ class Running:
         run = f"{row['task']} {row['arm']} seed {row['seed']}"
         words = f"{self.count} of {self.total}, {minutes:.0f} min, some {left:.0f} left: {run}"
         if row["kind"] == "failure":
-            return f"{words}: FAILED {report.reason(row)}"
+            reason = report.reason(row)
+            return f"{words}: FAILED {reason}"
         first, *_, last = row["curve"]["held_out"]
         area = row["endpoints"]["area"]
         seconds = row["wall_seconds"]
