@@ -490,24 +490,23 @@ class Batch:
     new_logprobs: Tensor | None = None  # of the last pass over it, before that pass's optimizer step
     top_tokens: Tensor | None = None  # with a teacher: the policy's most likely tokens, as numbers of float32
     ref_top_tokens: Tensor | None = None
-    rollouts: list[Rollout] = field(default_factory=list)  # in the order of seq_ids
+    rollouts: Any = ()  # in the order of seq_ids; no list, through whose elements FSDP would go in each forward
     # what the response mask says, known before the batch goes to a GPU: to ask it there would wait for the GPU
     places: Any = None  # (n,) of the flattened rows: where response_mask is True
     host_places: Any = None  # the same in host memory
     responses: int = 0  # with at least one token to train on
 
     def __post_init__(self):
-        if self.places is None:  # else this is a copy with all its fields, as FSDP makes one
-            self.places = self.response_mask.flatten().nonzero()[:, 0]
-            self.host_places = self.places
-            owners = self.seq_ids.flatten()[self.places]
-            self.responses = owners.unique().numel()
+        self.places = self.response_mask.flatten().nonzero()[:, 0]
+        self.host_places = self.places
+        owners = self.seq_ids.flatten()[self.places]
+        self.responses = owners.unique().numel()
 
     def to(self, device: torch.device) -> "Batch":
         """The batch itself, with its tensors on `device`."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name != "host_places":
-                setattr(self, name, value.to(device))
+                setattr(self, name, utils.send(value, device))
         return self
 
     def part(self, group: dist.ProcessGroup) -> BatchPart:
@@ -531,7 +530,7 @@ class Batch:
             input_ids,
             position_ids=sequence.columns(positions, group),
             targets=sequence.columns(self.targets, group),
-            places=places.to(device),
+            places=utils.send(places, device),
         )
 
     def loss_inputs(self, new_logprobs: Tensor, entropy: Tensor) -> "LossInputs":
@@ -689,7 +688,7 @@ def make_batch(packs: Sequence[Pack], device: torch.device) -> Batch:
                 arrays[name][i, start:end] = values
             start = end
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    batch = Batch(**tensors, rollouts=rollouts)
+    batch = Batch(**tensors, rollouts=np.array(rollouts, object))
 
     if len(rollouts) == len(packs):  # one response in each row
         batch.position_ids = None
@@ -797,18 +796,20 @@ class Policy(torch.nn.Module):
 
 def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
     """The model of --model_name_or_path as a sharded Policy; `frozen`: in compute dtype. All ranks."""
+    from scripts.parts import sharding
+
     model = utils.load_causal_lm(args).requires_grad_(not frozen)
     if args.lora_rank:
         from scripts.parts import adapters
 
         adapters.add_adapters(model, args)
     policy = Policy(model, utils.sequence_group(args))
-    if args.gradient_checkpointing:
-        utils.checkpoint_layers(policy.model, args.gradient_checkpointing_part)
     if args.compile_layers:
-        utils.compile_layers(policy.model)
+        utils.compile_layers(model)
         policy.compiled = True
-    return utils.shard_model(policy, policy.model, args, world)
+    if args.gradient_checkpointing:
+        sharding.checkpoint_layers(model, args.gradient_checkpointing_part)
+    return sharding.shard_model(policy, model, args, world)
 
 
 def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, Any]:
@@ -1155,7 +1156,7 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics
         for r in batch.rollouts:
             r.advantage = advantages[r.position, r.sample]
             values.append(r.advantage)
-        batch.advantages = torch.tensor(values, device=batch.advantages.device)[batch.seq_ids]
+        batch.advantages = utils.send(torch.tensor(values), batch.advantages.device)[batch.seq_ids]
 
 
 def response_kls(batch: Batch, args: Args) -> list[float]:

@@ -162,6 +162,14 @@ def all_gather(thing: T, world: World) -> list[T]:
     return everyone
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The host's tensor on `device`. To a GPU it goes from pinned memory: without that the host would wait until the
+    GPU has done all its work."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def sequence_group(args: "Flags") -> dist.ProcessGroup | None:
     """The group of --sequence_parallel_size neighbouring ranks that share the tokens of their packs, or None. All
     ranks."""
@@ -1337,8 +1345,9 @@ class Layout:
             ids = segment_ids(shared, lengths)
             segments += ids
             pieces += [i] * len(ids)
-        piece = torch.tensor(pieces, device=self.device)
-        segment = torch.tensor(segments, device=self.device)
+        ids = send(torch.tensor([pieces, segments]), self.device)
+        piece = ids[0]
+        segment = ids[1]
 
         def attends(_batch, _head, q, k):
             visible = (segment[k] == 0) | (segment[k] == segment[q])
@@ -1629,20 +1638,6 @@ def load_causal_lm(args: Flags) -> Any:
     return model.train()
 
 
-def checkpoint_layers(model: Any, part: str) -> None:
-    """Recompute each decoder layer in the backward, or only its MLP, whose wide activations take most of the memory."""
-    from torch.utils.checkpoint import checkpoint
-
-    if part == "layer":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
-    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in blocks_of(model)]
-    has_mlps = mlps != [] and None not in mlps
-    need(has_mlps, f"--gradient_checkpointing_part mlp: {type(model).__name__} has none: take layer")
-    for mlp in mlps:
-        mlp.forward = functools.partial(checkpoint, mlp.forward, use_reentrant=False)
-
-
 def prepare_compiler() -> dict[str, Any]:
     """Import Inductor, and return torch.compile's options: any number of tokens, and 64 graphs of a function in place
     of torch's 8. The setting of torch has the limit too, and does not reach the thread of a GPU's backward."""
@@ -1658,8 +1653,8 @@ def prepare_compiler() -> dict[str, Any]:
 
 def compile_layers(model: Any) -> None:
     """Have torch.compile fuse the operations between the matrix products of each decoder layer. Call it before FSDP and
-    after checkpoint_layers: both stay outside the compiled code. One graph serves any number of tokens; attention over
-    a pack is not compiled. Raises UserError if the model does not name its layers."""
+    sharding.checkpoint_layers: both stay outside the compiled code. One graph serves any number of tokens; attention
+    over a pack is not compiled. Raises UserError if the model does not name its layers."""
     layers = blocks_of(model)
     need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
     options = prepare_compiler()
@@ -1673,60 +1668,12 @@ def blocks_of(model: Any) -> list[Any]:
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
-def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
-    """Shard `module`, whose forward is called, and the layers of the causal LM `model` in it over all ranks (FSDP2).
-
-    Compute is in --model_dtype; master weights and gradient reduction are in float32; frozen weights are stored in
-    --model_dtype. --deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3
-    also frees parameters after the forward.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    replicated = args.deepspeed_stage == 0
-    shape = (world.size, 1) if replicated else (1, world.size)
-    mesh = _device_mesh(dist.group.WORLD, world.device.type, shape)
-    shard_mesh = mesh if replicated else mesh["shard"]
-    precision = MixedPrecisionPolicy(param_dtype=DTYPES[args.model_dtype], reduce_dtype=torch.float32)
-    names = {id(p): name for name, p in model.named_parameters()}
-    for part in [*blocks_of(model), module]:  # one at a time: the host never holds the whole model in float32
-        cast_weights(part, names, args)
-        fully_shard(
-            part,
-            mesh=shard_mesh,
-            mp_policy=precision,
-            reshard_after_forward=args.deepspeed_stage == 3,
-        )
-    return module
-
-
-@functools.cache
-def _device_mesh(_ranks: object, device_type: str, shape: tuple[int, int]) -> Any:
-    """The mesh of all ranks (`_ranks`, their group). Policy and reference share the mesh, and so its communicators."""
-    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def cast_weights(part: Any, names: dict[int, str], args: Flags) -> None:
-    """Cast the parameters of `part` that are still in `names` (id -> name), and remove them from `names`. Parameters
-    that train become float32, dithered with --dither_master_weights; others get --model_dtype. Buffers become
-    float32."""
-    dithered = args.dither_master_weights and args.model_dtype == "bfloat16"
-    for p in part.parameters():
-        name = names.pop(id(p), None)
-        if name is None:
-            continue
-        p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[args.model_dtype])
-        if p.requires_grad and dithered:
-            from scripts.parts import dither
-
-            dither.dither(p.data, derive_seed(args.seed, name))
-    for buffer in part.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.float()
-
-
 def gradient_sync(module: Any, args: ModelFlags, last: bool) -> None:
     """Tell FSDP before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and
     reduce once. Sharded ranks reduce in every micro-batch to save memory."""
+    if getattr(module, "syncs", None) is last:  # FSDP would walk through all modules again
+        return
+    module.syncs = last
     if args.deepspeed_stage == 0:
         module.set_requires_gradient_sync(last)
     if args.deepspeed_stage != 3:

@@ -160,8 +160,11 @@ def first_that_agrees(packings: Sequence[str], policy: Any, batches: dict[str, A
     noise = 1e-4 if args.model_dtype == "float32" else 0.03  # of rounding, as a share of the logprobs
     group = policy.group
     policy.group = None
+    before = random_state()
     expected = response_logprobs(policy, batches["rows"])
     policy.group = group
+    if args.gradient_checkpointing and not torch.equal(random_state(), before):
+        args.refuse("--gradient_checkpointing: the model draws random numbers, which it would not draw again: leave it")
     agreeing = ""
     for packing in packings:
         gap = response_logprobs(policy, batches[packing]) - expected
@@ -174,6 +177,11 @@ def first_that_agrees(packings: Sequence[str], policy: Any, batches: dict[str, A
     utils.shard_again(policy)  # an engine may start next, and takes a share of the free memory
     torch.cuda.empty_cache()
     return agreeing or "rows"
+
+
+def random_state() -> torch.Tensor:
+    """Torch's, of the device that computes."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
 
 
 def response_logprobs(policy: Any, batch: Any) -> torch.Tensor:

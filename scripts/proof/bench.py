@@ -2,6 +2,7 @@
 
     python scripts/proof/bench.py learner    forward and backward: packs, bare loop, padding, one by one, a dense mask
     python scripts/proof/bench.py compiled   forward and backward by plain layers, and with --compile_layers
+    python scripts/proof/bench.py host       the host's milliseconds for a micro-batch, and plain transformers'
     python scripts/proof/bench.py rollout    our engine loop and LLM.generate on the same engine
     python scripts/proof/bench.py sync       learner's weights into the engine: us, a memory copy, vLLM's own reload
     python scripts/proof/bench.py pipeline   grpo.py and grpo_fast.py on sums, and the ideal of their phases
@@ -43,6 +44,7 @@ import utils  # noqa: E402
 from scripts.parts.machine import choose_dtype  # noqa: E402
 from scripts.proof.benchmarks import (  # noqa: E402
     engine,
+    host,
     learner,
     packing,
     precision,
@@ -53,6 +55,7 @@ from scripts.proof.benchmarks import (  # noqa: E402
 
 BENCHES = {
     "compiled": learner.bench_compiled,
+    "host": host.bench_host,
     "learner": learner.bench_learner,
     "loop": processes.bench_loop,
     "rollout": engine.bench_rollout,
@@ -73,6 +76,8 @@ def parse_options() -> common.BenchFlags:
     options, others = tyro.cli(common.BenchFlags, description=__doc__, return_unknown_args=True, use_underscores=True)
     if others and options.bench in ("packing", "rewards", "tokens", "loop"):
         raise utils.UserError(f"unknown: {' '.join(others)}; {options.bench} gives no flags to grpo.py")
+    if options.bench == "host":  # makes its own
+        return dataclasses.replace(options, dtype="bfloat16", grpo_flags=tuple(others))
     model = Path(options.model).resolve()
     if not (model / "config.json").exists():
         makers = "python scripts/data/get_smollm2.py (make_tiny_model.py)"

@@ -140,11 +140,18 @@ class Weights:
         self.all = sum(p.numel() for p in model.parameters())
         self.outside = self.all - sum(p.numel() for layer in self.layers for p in layer.parameters())  # of the layers
 
+    def groups(self, itemsize: int) -> list[int]:
+        """Weights of each group of layers that FSDP gathers at once."""
+        from scripts.parts import sharding
+
+        groups = sharding.layer_groups(self.layers, itemsize)
+        return [sum(p.numel() for layer in group for p in layer.parameters()) for group in groups]
+
     def gathered(self, itemsize: int, stage: int) -> float:
-        """Bytes of what a forward gathers: with stage 3 two layers and what is in no layer."""
+        """Bytes of what a forward gathers: with stage 3 the two largest groups of layers and what is in no layer."""
         if stage != 3:
             return itemsize * self.all
-        return itemsize * (self.outside + 2 * (self.all - self.outside) / len(self.layers))
+        return itemsize * (self.outside + sum(sorted(self.groups(itemsize))[-2:]))
 
 
 def cache_bytes(config: Any, itemsize: int) -> int:
@@ -172,10 +179,11 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     fragmentation; and of an engine: engine_weights, and engine_token for each token in its cache.
 
     With N weights on S shards (the learners from deepspeed_stage 2 on, else 1): master weights and gradients 4 N / S
-    each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two layers and what is in no layer. The
-    reference policy, or the teacher of `ref_config`, has its compute dtype (float32 if it is refreshed). What its
-    forward gathers is freed before the update and counts if it is more than what the update takes. With lora_rank only
-    adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, and is its own reference policy.
+    each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two groups of layers (sharding.GROUP_BYTES)
+    and what is in no layer. The reference policy, or the teacher of `ref_config`, has its compute dtype (float32 if it
+    is refreshed). What its forward gathers is freed before the update and counts if it is more than what the update
+    takes. With lora_rank only adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, and is
+    its own reference policy.
     Activations of one pack of --pack_length tokens, or of the part that sequence_parallel_size leaves a learner (its
     attention has all tokens of a part of the heads), are counted by a forward on the meta device. The head makes the
     logits of logprob_chunk tokens at a time. They are freed before the last gradients, of the embeddings, are reduced.
@@ -202,9 +210,16 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     gathered = weights.gathered(itemsize, setup.deepspeed_stage)
     activations = activation_bytes(model, weights.layers, tokens, text.hidden_size, itemsize, setup)
     logit_rows = 12 * min(setup.logprob_chunk, tokens)  # bytes of the logits at once, over the vocabulary
-    gradient_bytes = 0 if setup.lora_rank else 4 + itemsize  # of a weight of embeddings and head
+    gradient_bytes = 0 if setup.lora_rank else 4 + itemsize  # of a weight
+    layer_weights = weights.all - weights.outside
     head = model.get_output_embeddings().weight.numel() * gradient_bytes + logit_rows * text.vocab_size
-    activations_and_head = max(activations + head, weights.outside * gradient_bytes)
+    # the gradients of a group, whose activations are gone, wait for its last one
+    groups = weights.groups(itemsize)
+    group_gradients = [g * gradient_bytes + activations * (1 - g / layer_weights) for g in groups]
+    # a forward has a group as it was gathered beside its weights, which the next group would be otherwise
+    copy = itemsize * groups[0] if setup.deepspeed_stage == 3 and len(groups) == 1 else 0
+    moments = (activations + head, activations + copy, weights.outside * gradient_bytes, *group_gradients)
+    activations_and_head = max(moments)
 
     ref_weights = weights
     if ref_config is not None:

@@ -1,6 +1,7 @@
 """What the host asks of the GPU: each read waits for all that was queued before it."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -103,3 +104,58 @@ def test_the_counter_sees_each_kind_of_read():
 
     found = reads_of(work)
     assert found.total() == 7 and found["index with a mask"] == 1 and found["_local_scalar_dense"] == 3, found
+
+
+class Copies(TorchFunctionMode):
+    """Pretends that cuda:0 is there, in the memory of the host, and counts the copies to it for which the host waits:
+    all but those that are non_blocking and come from pinned memory."""
+
+    GPU = torch.device("cuda", 0)
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.pinned = collections.Counter(), set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name == "pin_memory":
+            self.pinned.add(args[0].data_ptr())
+            return args[0]
+        if name == "create_block_mask":
+            return args
+        asked = kwargs.get("device") or next((x for x in args if isinstance(x, torch.device)), None)
+        if asked == self.GPU:
+            waits = name == "to" and not (kwargs.get("non_blocking") and args[0].data_ptr() in self.pinned)
+            self.found[name] += waits or name in ("tensor", "as_tensor", "cuda")
+            args = [torch.device("cpu") if x is asked else x for x in args]
+            if "device" in kwargs:
+                kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("flags", ["--num_epochs 2 --beta 0.1", "--kl_in_reward --beta 0.1"])
+def test_no_copy_to_the_gpu_waits(tiny_models, world, monkeypatch, flags):
+    """Nor do the masks of a pack, which a CPU does not make."""
+    line = f"--model_name_or_path {tiny_models()} --model_dtype float32 --max_logprob_gap 0 --total_episodes 64 {flags}"
+    args = utils.parse_args(grpo.Args, line.split())
+    learner = grpo.load_learner(args, world)
+    monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", lambda attends, *_: attends(0, 0, 1, 1))
+    prompt = utils.Prompt(0, (5, 6, 7), "", (), ())
+    group = [utils.Rollout(prompt, 0, i, [11 + i, 12], [-2.0] * 2, [True] * 2, advantage=1.0 - i) for i in (0, 1)]
+    gpu = dataclasses.replace(world, device=Copies.GPU)
+    with Copies() as copies:
+        batches = [grpo.make_batch([[group]], gpu.device) for _ in range(3)]
+        assert copies.pinned
+        assert bool(batches[0].layout.block_mask)
+        grpo.update(learner, [batches], args, gpu, utils.Metrics())
+        grpo.idle_batch(gpu.device)
+    assert not +copies.found
+
+
+def test_the_pretended_gpu_sees_each_kind_of_copy():
+    x = torch.arange(3)
+    with Copies() as copies:
+        torch.tensor([1], device=Copies.GPU), x.to(Copies.GPU), x.to(device=Copies.GPU, non_blocking=True)
+        x.pin_memory().to(Copies.GPU), torch.zeros(3, device=Copies.GPU)
+        x.pin_memory().to(Copies.GPU, non_blocking=True)  # these two do not
+    assert +copies.found == {"tensor": 1, "to": 3}

@@ -316,7 +316,7 @@ def test_a_gpu_compiles_the_mask_of_a_pack(monkeypatch, device):
     told = []
     monkeypatch.setattr(flex_attention, "create_block_mask", lambda *options: told.append(options[-1]))
     monkeypatch.setattr(torch, "compile", lambda function, disable: told.append(f"disabled {disable}") or function)
-    monkeypatch.setattr(torch, "tensor", lambda ids, device: ids)
+    monkeypatch.setattr(utils, "send", lambda ids, device: ids)
     _ = utils.Layout([(2, [3, 4])], torch.device(device)).block_mask
     assert told == [f"disabled {device == 'cpu'}", torch.device(device)]
 

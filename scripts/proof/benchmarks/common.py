@@ -48,7 +48,7 @@ class BenchFlags:
 
     bench: tyro.conf.Positional[
         Literal[
-            "compiled", "learner", "loop", "rollout", "sync", "pipeline", "packing", "precision", "rewards",
+            "compiled", "host", "learner", "loop", "rollout", "sync", "pipeline", "packing", "precision", "rewards",
             "startup", "tokens", "tools", "trl",
         ]
     ]  # fmt: skip

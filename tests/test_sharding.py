@@ -1,0 +1,102 @@
+"""How a model is spread over the learners: what the host does for it, and that the update does not depend on it."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+import grpo
+import utils
+from scripts.parts import packing, sharding
+from tests.test_learner import make_args, make_rollouts, run_update
+
+
+def test_fsdp_does_not_look_through_the_rollouts(tiny_models, world):
+    """A pack has some 64, each with its prompt's tokens: FSDP would visit, and copy, every number in each forward."""
+    seen = []
+
+    @dataclasses.dataclass(eq=False)
+    class Watched(utils.Rollout):
+        def __getattribute__(self, name):
+            seen.append(name)
+            return super().__getattribute__(name)
+
+    args = make_args(tiny_models(), "--deepspeed_stage", 3)
+    policy = grpo.load_policy(args, world)
+    rollouts = [Watched(**vars(r)) for r in make_rollouts(1)]
+    batch = grpo.make_batch([[rollouts]], world.device)
+    assert list(batch.rollouts) == rollouts and seen
+    seen.clear()
+    logprobs, _ = policy(batch, 1.0)
+    logprobs.sum().backward()
+    assert not seen
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
+def test_inputs_that_are_not_cast_change_no_bit(tiny_models, world, monkeypatch, arch):
+    """In bfloat16, to which FSDP would cast all floating-point inputs of each layer."""
+    import torch.distributed.fsdp as fsdp
+
+    flags = ("--model_dtype", "bfloat16", "--deepspeed_stage", 3)
+    args = make_args(tiny_models(arch), *flags)
+    ours, _ = run_update(args, world, [make_rollouts()])
+    policy = fsdp.MixedPrecisionPolicy
+    monkeypatch.setattr(
+        fsdp, "MixedPrecisionPolicy", lambda *given, **named: policy(*given, **named | {"cast_forward_inputs": True})
+    )
+    theirs, _ = run_update(args, world, [make_rollouts()])
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_neighbouring_layers_of_a_kind_are_gathered_together(monkeypatch):
+    class Wide(torch.nn.Linear):
+        pass
+
+    layers = [torch.nn.Linear(n, 1, bias=False) for n in (3, 3, 3, 9, 2, 2)] + [Wide(2, 1, bias=False)]
+    monkeypatch.setattr(sharding, "GROUP_BYTES", 12)
+    groups = sharding.layer_groups(layers, itemsize=2)
+    assert [[layer.in_features for layer in group] for group in groups] == [[3, 3], [3], [9], [2, 2], [2]]
+    assert [layer for group in groups for layer in group] == layers
+
+
+@pytest.mark.parametrize("flags", ["--deepspeed_stage 3 --gradient_checkpointing", "--deepspeed_stage 0"])
+def test_the_update_does_not_depend_on_the_groups(tiny_models, world, monkeypatch, flags):
+    args = make_args(tiny_models(), *flags.split())
+    together, _ = run_update(args, world, [make_rollouts()])
+    monkeypatch.setattr(sharding, "GROUP_BYTES", 1)
+    alone, _ = run_update(args, world, [make_rollouts()])
+    assert all(torch.equal(together[name], alone[name]) for name in alone)
+
+
+def test_a_layer_that_draws_numbers_is_not_computed_again(tiny_models, world):
+    """Random states are not kept for the second forward. No layer has dropout; nor may one draw noise of its own."""
+    args = make_args(tiny_models(), "--gradient_checkpointing")
+    policy = grpo.load_policy(args, world)
+    prompt = utils.Prompt(0, (5, 6, 7, 8), "", (), ())
+    probe = packing.probe_rollouts(prompt)
+    batches = {name: grpo.make_batch([[[r]] for r in probe], world.device) for name in ("shared", "rows")}
+    choose = functools.partial(packing.first_that_agrees, ["shared"], policy, batches)
+    assert choose(args) == "shared"
+    handle = policy.model.base_model.layers[0].mlp.register_forward_hook(
+        lambda _module, _inputs, out: out + 0 * torch.rand(())
+    )
+    with pytest.raises(utils.UserError, match="--gradient_checkpointing: the model draws random numbers"):
+        choose(args)
+    assert choose(dataclasses.replace(args, gradient_checkpointing=False)) == "shared"
+    handle.remove()
+
+
+def test_fsdp_is_asked_about_gradients_only_when_the_answer_changes(tiny_models, world, monkeypatch):
+    """It walks through all modules of the model for it, some 200, and micro-batches between the first and the last have
+    the same answer."""
+    args = make_args(tiny_models(), "--pack_length", 30)
+    policy = grpo.load_policy(args, world)
+    asked = []
+    monkeypatch.setattr(type(policy), "set_requires_gradient_sync", lambda _self, last: asked.append(last))
+    packs = grpo.pack_rollouts(make_rollouts(), "shared", args.pack_length)[0]
+    assert len(packs) > 3
+    batches = grpo.micro_batches(packs, "shared", args, world.device)
+    for _ in range(2):
+        grpo.accumulate_gradient(policy, batches, len(batches), args, world, utils.Metrics())
+    assert asked == [False, True] * 2
