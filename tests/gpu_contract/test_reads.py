@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ class Copies(TorchFunctionMode):
         super().__init__()
         self.found, self.pinned = collections.Counter(), set()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args: Any = (), kwargs=None):
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if name == "pin_memory":
             self.pinned.add(args[0].data_ptr())
