@@ -191,6 +191,7 @@ def test_dry_run_prints_it_and_warns(tiny_models, tmp_path, monkeypatch, capfd):
     grpo.main(utils.parse_args(grpo.Args, flags))
     out = capfd.readouterr().out
     assert "learner, GiB a GPU: weights 0.0" in out and "engine, 0.5 of" in out and "WARNING" not in out
+    assert "\npacking  packs of 512 tokens, a prompt computed once for all its responses\n" in out
     monkeypatch.setenv("PLAN_GPU", "4090")  # also where there is no GPU: the share of a GPU that the learner is on too
     grpo.main(utils.parse_args(grpo.Args, flags[:3]))
     out = capfd.readouterr().out
@@ -220,6 +221,29 @@ def test_an_engine_that_sleeps_and_buckets_on_their_way():
     assert buckets == 4 * grpo_fast.BUCKET_BYTES + 2 * 152064 * 3584
     small = memory.memory_estimate(replace(apart, model_dtype="float32"), memory.qwen(64, 128, 2, 2, 1, True))
     assert small["buckets"] == small["engine_weights"]
+
+
+PARTS = {"weights": 1.0, "Adam": 1.0, "reference": 0.0}
+OLMO_3 = {"model_type": "olmo3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+OLMO_3 |= {"num_attention_heads": 4, "sliding_window": 16}
+HYBRID = OLMO_3 | {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize("config, flags, line", [
+    (OLMO_3, {"sequence_parallel_size": 2}, "packs of 512 tokens, a prompt computed once for all its responses"),
+    (OLMO_3, {"attn_implementation": "eager"}, "packs of 512 tokens, each response with its own prompt"),
+    (HYBRID, {}, "WARNING: this model has linear_attention layers, which do not tell the responses of a pack apart, "
+     "so each response has a row of its own"),
+    (HYBRID, {"sequence_parallel_size": 2}, "a row of its own; --sequence_parallel_size 2 is refused"),
+])  # fmt: skip
+def test_the_plan_says_what_packing_a_model_will_get(config, flags, line, tmp_path, monkeypatch, capsys):
+    """From its config alone: there are no weights."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(memory, "memory_estimate", lambda *_: {"engine_weights": 1.0, "engine_token": 1.0} | PARTS)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    memory.tell(memory.Setup((str(tmp_path),), **flags))
+    (told,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("packing  ")]
+    assert told.endswith(line)
 
 
 def test_an_estimate_is_kept_for_the_next_start(tiny_models, tmp_path, monkeypatch):

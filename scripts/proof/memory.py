@@ -50,6 +50,8 @@ class Setup:
     """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too."""
     sequence_parallel_size: int = 1
     """Learners that share the tokens of a pack."""
+    attn_implementation: str = "sdpa"
+    """The learner's attention; sdpa is our own, which shares prompts."""
     gradient_checkpointing: bool = False
     """Activations are computed again in backward."""
     gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
@@ -284,8 +286,8 @@ def teacher_line(setup: Setup, config: Any, ref_config: Any) -> str:
 
 
 def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
-    """The estimate in three lines, the share of a teacher in an update's time, and, where it is more than a GPU's, what
-    helps."""
+    """How responses will be packed, the estimate in three lines, the share of a teacher in an update's time, and, where
+    it is more than a GPU's, what helps."""
     parts = memory_estimate(setup, config, ref_config)
     learner = learner_bytes(parts)
     weights = parts.pop("engine_weights")
@@ -304,6 +306,7 @@ def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
         asleep = ", asleep during updates"
     sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     lines = [
+        f"packing  {expected_packing(setup, config, ref_config)}",
         f"memory   of a GPU: {gpu / GIB:.0f} GiB ({which})",
         f"         learner, GiB a GPU: {sizes}: {learner / GIB:.1f}",
         f"         engine, {setup.vllm_gpu_memory_utilization:g} of {gpu / GIB:.0f} GiB: weights {weights / GIB:.1f} "
@@ -318,6 +321,17 @@ def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
             "--vllm_gpu_memory_utilization; for an engine --vllm_tensor_parallel_size"
         )
     return "\n".join(lines)
+
+
+def expected_packing(setup: Setup, config: Any, ref_config: Any = None) -> str:
+    """How responses will be packed by the configs of policy and teacher, and whether a run is refused for it."""
+    from scripts.parts import packing
+
+    texts = [packing.expected(one, setup) for one in (config, ref_config) if one is not None]
+    text = next((text for text in texts if text.startswith("WARNING")), texts[0])
+    if text.startswith("WARNING") and setup.sequence_parallel_size > 1:
+        text += f"; --sequence_parallel_size {setup.sequence_parallel_size} is refused"
+    return text
 
 
 def row(name: str, config: Any, setup: Setup) -> str:
@@ -355,7 +369,9 @@ def remembered(setup: Setup) -> str:
         models.append((setup.ref_model_name_or_path, None))
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
     configs = [config_file(*model).read_bytes() for model in models]
-    depends = [setup, planned_gpu(setup.gpu), versions, Path(__file__).read_bytes(), configs]
+    sources = [Path(__file__), Path(__file__).parents[1] / "parts" / "packing.py"]
+    programs = [path.read_bytes() for path in sources]
+    depends = [setup, planned_gpu(setup.gpu), versions, programs, configs]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kept = Path(cache, "grpo", f"memory_{key[:32]}")

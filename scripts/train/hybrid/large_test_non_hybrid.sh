@@ -19,8 +19,6 @@
 #
 # Where this differs from the source:
 # - the report calls the model OLMo 3.1 7B; the script of that time names allenai/Olmo-3-1025-7B, today's Qwen2.5-7B.
-# - --sequence_parallel_size 2 is left out: layers of Olmo 3 attend within a window of 4,096 tokens, fewer than a prompt
-#   and a response, and the run would be refused. Each of the 8 learners takes packs of its own.
 # - open-instruct's defaults changed after these runs (its PR 1547). The values below are those of that commit:
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - --save_freq is not in the report: 19 steps need no model between. --save_traces is for compare_runs.py, which pairs
@@ -81,6 +79,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --kl_estimator 2 \
     --total_episodes 10000 \
     --deepspeed_stage 3 \
+    --sequence_parallel_size 2 \
     --gradient_checkpointing \
     --vllm_enable_prefix_caching \
     --seed 1 \

@@ -16,8 +16,6 @@
 # - its tool code runs on a hosted server, ours in the sandbox of scripts/parts/sandbox.py on the learners' machines.
 # - its search asks Google through serper.dev, ours a retriever of your own. Its browse (jina.ai) has no counterpart:
 #   what it takes is a file like scripts/tools/search.py.
-# - --sequence_parallel_size 2 is left out: layers of Olmo 3 attend within a window of 4,096 tokens, fewer than a prompt
-#   and a response, and the run would be refused.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../../..}"
 source scripts/train/start.sh "$@"
@@ -66,6 +64,7 @@ srun --kill-on-bad-exit=0 torchrun \
     --kl_estimator 2 \
     --total_episodes 1280 \
     --deepspeed_stage 3 \
+    --sequence_parallel_size 2 \
     --gradient_checkpointing \
     --vllm_enable_prefix_caching \
     --seed 1 \
