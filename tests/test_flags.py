@@ -452,6 +452,58 @@ def test_a_flag_that_nobody_knows_is_refused_with_the_nearest_name(capsys):
     assert near == [("betta", "beta"), ("oe_eval_task", "oe_eval_tasks"), ("no_tols", "tools")]
 
 
+OTHER_NAMES = translate.read_other_names()
+
+
+@pytest.mark.parametrize(
+    "flag, nearest",
+    [("num_gpus", "num_epochs"), ("learnig_rate", "learning_rate"), ("reponse_length", "response_length")],
+)
+def test_the_nearest_name_is_one_of_our_own(flag, nearest, capsys):
+    with pytest.raises(SystemExit):
+        parse(f"--{flag}", "1")
+    assert capsys.readouterr().err == f"--{flag}: no such flag; the nearest is --{nearest}\n"
+
+
+@pytest.mark.parametrize("flag", OTHER_NAMES)
+def test_a_name_of_trl_or_verl_is_refused_with_ours(flag, capsys):
+    project, ours = OTHER_NAMES[flag]
+    with pytest.raises(SystemExit) as exit_info:
+        parse(f"--{flag}", "1")
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == f"--{flag}: a name of {project}; here it is {ours}\n"
+    assert flag not in FLAGS and flag not in {row[0].partition("=")[0] for row in ROWS}, "it would never be asked for"
+    named = re.findall(r"--(\w+)", ours)
+    assert all(name in FLAGS for name in named) and (named or "grpo" in ours or "functions" in ours)
+
+
+def test_a_line_of_verl_is_refused_with_our_flags(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse("--beta", "0", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=64", "+trainer.unheard_of=1")
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "actor_rollout_ref.rollout.n=8: this is verl's form; here it is --num_samples_per_prompt_rollout",
+        "data.train_batch_size=64: this is verl's form; here it is --num_unique_prompts_rollout",
+        "+trainer.unheard_of=1: this is verl's form; here it is a flag of the form --name value: see --help WORD",
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags, warning",
+    [
+        ("--local_eval_every 5", "--local_eval_every 5: nothing is evaluated without --dataset_mixer_eval_list"),
+        ("--dataset_mixer_eval_list a/b 1", "--dataset_mixer_eval_list a/b 1: that is one row; 1.0 is all of them"),
+        ("--max_steps 100", "--max_steps 100: .*--tools.*; a run is refused"),
+        ("--dataset_mixer_list a/b 1.0 c/d 1", "--dataset_mixer_list c/d 1: that is one row; 1.0 is all of them"),
+    ],
+)
+def test_what_is_hardly_meant_is_warned_of(flags, warning, capsys):
+    grpo.main(parse(*ROOM, "--dry_run"))
+    assert "WARNING" not in capsys.readouterr().out
+    grpo.main(parse(*ROOM, *flags.split(), "--dry_run"))
+    assert [line for line in capsys.readouterr().out.splitlines() if re.match(f"WARNING: {warning}", line)]
+
+
 def test_grpo_says_which_flags_only_grpo_fast_acts_on(capsys):
     flags = (*ROOM, "--vllm_num_engines", "8", "--async_steps", "4", "--inflight_updates", "--dry_run")
     grpo.main(parse(*flags))
@@ -628,6 +680,7 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ("--system_prompt_override_file no_such.txt", r"--system_prompt_override_file no_such\.txt: no such file"),
     ("--model_name_or_path tests/nothere", r"--model_name_or_path tests/nothere: no such directory"),
     ("--dataset_mixer_list ~/no/rows 1.0", r"--dataset_mixer_list ~/no/rows: no such directory"),
+    ("--max_steps 100", r"^--max_steps 100: .*neither --tools nor --env_file.*--total_episodes"),
     ("--tools calculater", r"^--tools calculater: no such tool\. There are calculator, .*python, search"),
 ]
 

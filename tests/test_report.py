@@ -465,7 +465,7 @@ def test_comparison_by_hand(pair, capsys):
     assert "| Wall clock (min) | **1.25** | 1.85 |" in text and "| total_time | 9.00 | 9.00 |" in text
     assert "| avg learner_tok/s_step | **50** | 26 |" in text and "| avg response_length | 20.0 | 20.0 |" in text
     assert [x for x in text.splitlines() if x.endswith("|  |  |")] == [
-        f"| **{part}** |  |  |" for part in ("Throughput", "Timing (s)", "Gap, reward and accuracy")
+        f"| **{part}** |  |  |" for part in ("Reward, accuracy and gap", "Throughput", "Timing (s)")
     ]
     assert "| a | grpo.py | ? (?) | cpu | ab12cd | 0123456789ab + changes |" in text and "| cpu | — | ? |" in text
     assert "| seconds before it | 60.0 | 60.0 |" in text
@@ -477,9 +477,12 @@ def test_comparison_by_hand(pair, capsys):
     assert (
         f"| score | 4 | 2 | 5 | 7.5 | +2.5 | {low} to {high} (few differ) | 0.5 |" in text
     )  # signs: 8 of 16 ways are as far
-    assert "**Score** of a and b cannot be told apart on the same 4 prompts" in text
+    assert "**Score** of a and b cannot be told apart over all rollouts of the same 4 prompts" in text
+    assert text.index("**Score** of a and b") < text.index("25 tokens/s, a 50")  # what was learned comes first
     assert "Step 1** of b took 9.00 s, 2.25x" in text
-    assert "| avg weight_sync | — | 0.50 |" in text and text.count("### ") == 2
+    assert "| avg weight_sync | — | 0.50 |" in text and "### " not in text
+    text = (pair[0].parent / "comparison.md").read_text()  # steps are here only
+    assert text.count("### ") == 2
     assert "| 2 | 25 | 100 | 20.0 | 4.00 | 3.00 | 0.50 | 1.00 |" in text
     assert "| 3 | 20 | 100 | 20.0 | 5.00 | 4.00 | — | 1.00 |" in text
     assert (pair[0].parent / "comparison.png").stat().st_size > 10_000
@@ -591,9 +594,13 @@ def test_three_runs_of_two_scripts_without_rollouts(tmp_path, capsys):
     assert "a step of b against a: training -2.00 s, generation -1.00 s, trainer_waiting_for_data +0.25 s; one" in text
     assert "a step of c against a: training +4.00 s.\n" in text
     assert "c processes 12 tokens/s, b 50 (0.25x)" in text and text.count("**Wall clock**: ") == 3
-    assert "**Reward** of a and c: 1.000 and 2.000, means over steps." in text and "**Score**" not in text
     assert (
-        "**c** is the slowest by both, 12 tokens/s since the start and 1.53 min; its mean reward, 2.000, is not" in text
+        "**Reward** of a and c: 1.000 and 2.000, means over steps and over all rollouts." in text
+        and "**Score**" not in text
+    )
+    assert (
+        "**c** is the slowest by both, 12 tokens/s since the start and 1.53 min; its mean reward over all rollouts, "
+        "2.000, is not" in text
     )
     assert "| avg verifiable_reward, all rollouts | 1.000 | **3.000** | 2.000 |" in text
 
@@ -602,7 +609,7 @@ def test_a_difference_that_is_there_is_found(tmp_path, capsys):
     a = make_run(tmp_path / "a", [2.0] * 12, [(0.0, 10.0)] * 6 + [(0.0, 0.0)] * 6, steps=12)
     b = make_run(tmp_path / "b", [2.0] * 12, [(10.0, 10.0)] * 12, steps=12)
     assert compare_runs.main([str(a), str(b)]) == 0
-    assert "**Score** of a and b differs on the same 12 prompts" in capsys.readouterr().out
+    assert "**Score** of a and b differs over all rollouts of the same 12 prompts" in capsys.readouterr().out
 
 
 def test_other_prompts_at_the_same_place_are_not_paired(pair, capsys):

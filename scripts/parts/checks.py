@@ -174,6 +174,19 @@ def check_turns(args: Any) -> None:
         values = getattr(args, flag)
         if values and len(values) != len(args.tools):
             args.refuse(f"--{flag} has {len(values)} values for {len(args.tools)} of --tools: give one for each")
+    problem = problem_of_max_steps(args)
+    need(not problem or args.dry_run, problem)
+
+
+def problem_of_max_steps(args: Any) -> str:
+    """Why --max_steps means nothing here, or "". It is the number of training steps to those who come from TRL."""
+    if args.has_turns or args.max_steps == type(args).max_steps:
+        return ""
+    return (
+        f"--max_steps {args.max_steps}: it bounds the answers of tools or of an environment, and there is neither "
+        "--tools nor --env_file: leave it out. The training steps are --total_episodes / "
+        "(--num_unique_prompts_rollout x --num_samples_per_prompt_rollout)"
+    )
 
 
 def check_installation(args: Any) -> None:
@@ -249,6 +262,23 @@ def flags_of_fast(args: Any) -> str:
     names = ("vllm_num_engines", "vllm_tensor_parallel_size", "async_steps", "inflight_updates")
     given = [name for name in names if getattr(args, name) > getattr(type(args), name)]
     return " ".join(f"--{name} {getattr(args, name)}" for name in given)
+
+
+def likely_mistakes(args: Any) -> list[str]:
+    """What is allowed, and hardly meant: a sentence for each, which begins with the flag and its value."""
+    problem = problem_of_max_steps(args)
+    mistakes = [f"{problem}; a run is refused"] if problem else []
+    is_given = args.local_eval_every not in (-1, type(args).local_eval_every)
+    if is_given and not args.dataset_mixer_eval_list:
+        every = args.with_value("local_eval_every")
+        mistakes.append(f"{every}: nothing is evaluated without --dataset_mixer_eval_list NAME AMOUNT")
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        names = getattr(args, flag)[::2]
+        amounts = getattr(args, flag)[1::2]
+        for name, amount in zip(names, amounts, strict=True):
+            if amount == "1":
+                mistakes.append(f"--{flag} {name} 1: that is one row; 1.0 is all of them")
+    return mistakes
 
 
 def check_ranks(args: Any, world_size: int) -> None:

@@ -27,6 +27,8 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
         ignored = checks.flags_of_fast(args)
         if ignored:
             print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
+    for mistake in checks.likely_mistakes(args):
+        print(f"WARNING: {mistake}")
     if not args.dry_run:
         return
     from scripts.parts import machine

@@ -4,15 +4,21 @@ alias      one of our flags has its meaning
 same       every run here already does what it asks for
 ignored    it needs nothing here
 missing    nothing here does what it asks for, so the run would be another one
+
+Names of TRL's and verl's flags are refused, with ours: scripts/train/other_names.tsv.
 """
 
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 TABLE = Path(__file__).resolve().parents[1] / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words
+OTHER_NAMES = TABLE.with_name("other_names.tsv")  # flag, project, ours
+OF_VERL = re.compile(r"\+?(actor_rollout_ref|algorithm|critic|data|trainer)(\.\w+)*\.(?P<flag>\w+)=")
+CLOSE = 0.9  # of a name of open-instruct's: below it, only our own names are given for one that nobody knows
 
 
 @dataclass
@@ -45,6 +51,32 @@ def read_table() -> dict[str, tuple[str, str]]:
     return {flag: (kind, words) for flag, kind, words in rows}
 
 
+def read_other_names() -> dict[str, tuple[str, str]]:
+    """A name of TRL's or verl's -> (whose it is, what does the same here)"""
+    rows = [line.split("\t") for line in OTHER_NAMES.read_text().splitlines()[1:]]
+    return {flag: (project, ours) for flag, project, ours in rows}
+
+
+def tell_override(token: str) -> str:
+    """A sentence on one of verl's flags, which have the form a.b.c=value; "" for any other token."""
+    override = OF_VERL.match(token)
+    if not override:
+        return ""
+    _, ours = read_other_names().get(override["flag"], ("", "a flag of the form --name value: see --help WORD"))
+    return f"{token}: this is verl's form; here it is {ours}"
+
+
+def tell_unknown(name: str, known: set[str], translated: set[str]) -> str:
+    """A sentence on a flag that is neither one of ours, `known`, nor one of open-instruct's, `translated`."""
+    other_names = read_other_names()
+    if name in other_names:
+        project, ours = other_names[name]
+        return f"--{name}: a name of {project}; here it is {ours}"
+    close = difflib.get_close_matches(name, sorted(translated), 1, CLOSE)
+    nearest = close or difflib.get_close_matches(name, sorted(known), 1, 0)
+    return f"--{name}: no such flag; the nearest is --{nearest[0]}"
+
+
 def split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
     """A command line as (flag, values); values before the first flag have the flag ""."""
     line: list[tuple[str, list[str]]] = []
@@ -65,8 +97,9 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
     table = read_table()
     names = known | {key.partition("=")[0] for key in table}
     done = Translation()
-    problems = []
-    waiting = split(argv)
+    overrides = {token: tell_override(token) for token in argv}
+    problems = [sentence for sentence in overrides.values() if sentence]
+    waiting = split([token for token in argv if not overrides[token]])
     while waiting:
         name, values = waiting.pop(0)
         is_negated = name not in names  # then --no_x is x with the value false
@@ -93,8 +126,7 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
         elif name in known or name.startswith("tyro_") or not name:
             done.line += own_form(name, values)
         else:
-            nearest = difflib.get_close_matches(name, sorted(names), 1, 0)[0]
-            problems.append(f"--{name}: no such flag; the nearest is --{nearest}")
+            problems.append(tell_unknown(name, known, names))
     if problems:
         print("\n".join(problems), file=sys.stderr)
         raise SystemExit(2)

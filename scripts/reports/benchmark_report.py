@@ -222,10 +222,19 @@ def number(value: float | None) -> str:
     return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
 
 
+def name_of_source(name: str) -> str:
+    """A data set by its name at the hub, as verl has it: also one that scripts/data/gsm8k.py wrote to a directory whose
+    name begins with gsm8k."""
+    path = Path(name.partition(":")[0])
+    if path.suffix == ".jsonl" and path.parent.name.startswith("gsm8k"):
+        return "openai/gsm8k"
+    return str(path).removesuffix(".jsonl").strip("./")
+
+
 def shown(run: Run, name: str) -> str:
     """veRL's name in code, with the data set that was evaluated on and the responses a prompt in their places."""
     names = run.args.get("dataset_mixer_eval_list") or ["SOURCE"]
-    sources = [str(source).removesuffix(".jsonl").partition(":")[0].strip("./") for source in names[::2]]
+    sources = [name_of_source(str(source)) for source in names[::2]]
     samples = run.args.get("eval_pass_at_k", 1)
     return f"`{name.replace('SOURCE', '+'.join(sources)).replace('mean@1', f'mean@{samples}')}`"
 

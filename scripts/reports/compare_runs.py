@@ -2,9 +2,10 @@
 
     python scripts/reports/compare_runs.py RUN RUN [RUN ...] [--labels eager compiled] [--out DIRECTORY]
 
-prints the comparison and writes DIRECTORY/comparison.md and comparison.png (default: the first run's parent). The steps
-that all runs have are compared. Step 1 includes compilation and warm-up, so means are over the steps after it; sums are
-over all steps. --with_first_step includes step 1 in the means, as open-instruct's reports do.
+prints the comparison and writes DIRECTORY/comparison.md, with a row for each step too, and comparison.png (default: the
+first run's parent). The steps that all runs have are compared. Step 1 includes compilation and warm-up, so means are
+over the steps after it; sums are over all steps. --with_first_step includes step 1 in the means, as open-instruct's
+reports do.
 
 Columns with the names of open-instruct's reports have their definitions. The tokens of a step are those of the groups
 it keeps, each prompt once. learner_tok/s_overall is the tokens of all earlier steps over the wall time since the loop
@@ -53,9 +54,11 @@ class Column(NamedTuple):
 
 
 TIMING = "Timing (s)"
-REWARDS = "Gap, reward and accuracy"
+REWARDS = "Reward, accuracy and gap"
+THROUGHPUT = "Throughput"
 SECTIONS = {
-    "Throughput": [
+    REWARDS: [],
+    THROUGHPUT: [
         Column("learner_tok/s_step", "learner_tokens_per_second_step", 0),
         Column("actor_tok/s", "val/actor_tokens_per_second", 0),
         Column("response_tok/s, all rollouts", "val/response_tokens_per_second", 0),
@@ -70,8 +73,8 @@ SECTIONS = {
         Column("generation", "time/generation", 2),
         Column("reward_time", "time/reward", 2),
     ],
-    REWARDS: [Column("logprob_gap", f"{GAP}_mean", 5)],
 }
+LOGPROB_GAP = Column("logprob_gap", f"{GAP}_mean", 5)
 NEITHER_IS_BETTER = {STEP_TOKENS, "val/num_sampled_tokens", "val/sequence_lengths"}
 ALWAYS_DIFFERENT = {
     "exp_name",
@@ -135,6 +138,8 @@ def sections(runs: list[Run]) -> dict[str, list[Column]]:
         found[section] = [column for column in columns if column.metric in metrics]
     found[REWARDS] += reward_columns(metrics, "objective_kept/", "")
     found[REWARDS] += reward_columns(metrics, "objective/", ", all rollouts")
+    if LOGPROB_GAP.metric in metrics:
+        found[REWARDS].append(LOGPROB_GAP)
     return found
 
 
@@ -156,15 +161,15 @@ def best_in_bold(metric: str, values: list[float | None], digits: int) -> list[s
 
 
 def summary(runs: list[Run]) -> str:
-    """Wall clock, means, sums over all steps."""
+    """Means, sums over all steps, wall clock: what was learned first, then what it took."""
     minutes = [run.minutes() for run in runs]
     overall = [run.last(OVERALL) for run in runs]
-    rows = [
-        ["Wall clock (min)", *best_in_bold("time/", minutes, 2)],
-        ["final learner_tok/s_overall", *best_in_bold(OVERALL, overall, 0)],
-    ]
+    rows = []
     for section, columns in sections(runs).items():
         rows.append([f"**{section}**", *("" for _ in runs)])
+        if section == THROUGHPUT:
+            rows.append(["Wall clock (min)", *best_in_bold("time/", minutes, 2)])
+            rows.append(["final learner_tok/s_overall", *best_in_bold(OVERALL, overall, 0)])
         for column in columns:
             means = [run.mean(column.metric) for run in runs]
             rows.append([f"avg {column.heading}", *best_in_bold(column.metric, means, column.digits)])
@@ -416,12 +421,13 @@ def tell_scores(first: Run, run: Run, differences: list[Difference]) -> Iterator
             if is_few(d):
                 interval += f"; {d.different} prompts differ, too few for this interval; p {d.p:.2g}"
             what = f"{means}, difference {d.mean:+.4g} ({interval})"
-            yield f"{subject} {verdict} on the same {d.prompts} prompts: {what}."
+            yield f"{subject} {verdict} over all rollouts of the same {d.prompts} prompts: {what}."
     first_reward = first.mean(REWARD)
     reward = run.mean(REWARD)
     if not differences and first_reward is not None and reward is not None:
+        means = f"{first_reward:.3f} and {reward:.3f}, means over steps and over all rollouts"
         yield (
-            f"**Reward** of {first.label} and {run.label}: {first_reward:.3f} and {reward:.3f}, means over steps. "
+            f"**Reward** of {first.label} and {run.label}: {means}. "
             "There are no rollouts of the same prompts, so what of it is chance is not known."
         )
 
@@ -438,7 +444,7 @@ def tell_slowest(runs: list[Run]) -> Iterator[str]:
     note = ""
     if reward is not None and None not in others:
         highest = all(reward > other for other in others if other is not None)
-        note = f"; its mean reward, {reward:.3f}, is {'' if highest else 'not '}the highest"
+        note = f"; its mean reward over all rollouts, {reward:.3f}, is {'' if highest else 'not '}the highest"
     yield (
         f"**{slowest.label}** is the slowest by both, {slowest.last(OVERALL):,.0f} tokens/s since the start and "
         f"{slowest.minutes():.2f} min{note}."
@@ -456,14 +462,14 @@ def tell_first_step(run: Run) -> Iterator[str]:
 
 
 def observe(runs: list[Run], differences: dict[str, list[Difference]]) -> str:
-    """Sentences with the numbers they are made of: speed of each two runs, scores of the first against the others."""
+    """Sentences with the numbers they are made of: scores of the first against the others, speed of each two runs."""
     lines: list[str] = []
+    for run in runs[1:]:
+        lines += tell_scores(runs[0], run, differences[run.label])
     for first, run in itertools.combinations(runs, 2):
         lines += tell_throughput(first, run)
         lines += tell_clock(first, run)
         lines += tell_phases(first, run)
-    for run in runs[1:]:
-        lines += tell_scores(runs[0], run, differences[run.label])
     lines += tell_slowest(runs)
     for run in runs:
         lines += tell_first_step(run)
@@ -541,7 +547,12 @@ def compare(runs: list[Run]) -> str:
             "sqrt(n); p by random signs. This is about other prompts, not about other seeds. Where fewer than "
             f"{intervals.FEWEST_DIFFERENT} prompts differ, p is above 0.05 and the interval is too narrow."
         )
-    parts.append("## Per-step detail")
+    return "\n\n".join(parts) + "\n"
+
+
+def per_step_detail(runs: list[Run]) -> str:
+    """A table a run as markdown, with a row a step."""
+    parts = ["## Per-step detail"]
     for run in runs:
         parts += [f"### {run.label}", per_step(run, columns_of(runs))]
     return "\n\n".join(parts) + "\n"
@@ -566,7 +577,7 @@ def main(argv: list[str] | None = None) -> int:
     out = options.out or options.runs[0].resolve().parent
     out.mkdir(parents=True, exist_ok=True)
     plot(runs, out / "comparison.png")
-    (out / "comparison.md").write_text(f"{text}\n![curves](comparison.png)\n")
+    (out / "comparison.md").write_text(f"{text}\n{per_step_detail(runs)}\n![curves](comparison.png)\n")
     print(f"{text}\n{out / 'comparison.md'}, {out / 'comparison.png'}")
     return 0
 
