@@ -98,12 +98,17 @@ class GRPOFlags:
     """Weight each token by rho = exp(learner logprob - engine logprob): the two compute in different numerics."""
     rho_clamp_upper_bound: NotNegative[float] = 2.0
     """A larger rho is truncated to this (TIS). 0 is off."""
+    rho_clamp_lower_bound: NotNegative[float] = 0.0
+    """A smaller rho is raised to this. 0 is off."""
     rho_mask_lower_bound: NotNegative[float] = 0.0
     """Tokens with a smaller rho are dropped (IcePop). 0 is off."""
     rho_mask_upper_bound: NotNegative[float] = 0.0
     """Tokens with a larger rho are dropped. 0 is off."""
     rho_mask_sequence_level: bool = False
     """The two mask bounds are for the geometric mean of a response's rho, and drop whole responses."""
+    rho_mask_tv_divergence: bool = False
+    """The two mask bounds are for a response's mean |rho - 1|. Of a response outside only the tokens are dropped that
+    would take the policies further apart (VACO, arXiv:2603.01365)."""
 
     # optimizer
     learning_rate: NotNegative[float] = 2e-5
@@ -342,6 +347,11 @@ def set_advantages(groups: Sequence[Group], args: Args) -> None:
         tokenless = [r.score for r in group if not np.count_nonzero(r.mask)]
         for r in group:
             r.tokenless = tokenless
+
+    if args.turn_credit:
+        from scripts.parts import credit
+
+        credit.set_advantages(groups, args)
 
 
 def has_gradient(group: Group) -> bool:
@@ -974,25 +984,27 @@ def policy_loss(inputs: LossInputs, args: GRPOFlags) -> PolicyLoss:
     return PolicyLoss(loss, ratio.detach(), clipped & mask)
 
 
+def clamp_rho(rho: Tensor, args: GRPOFlags) -> Tensor:
+    """rho within its two clamp bounds."""
+    return rho.clamp(args.rho_clamp_lower_bound, args.rho_clamp_upper_bound or math.inf)
+
+
 def importance_weights(inputs: LossInputs, args: GRPOFlags) -> Tensor:
     """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
 
-    Truncated at rho_clamp_upper_bound (truncated importance sampling, Ionides 2008; TIS). Tokens with rho outside
-    [rho_mask_lower_bound, rho_mask_upper_bound] weigh 0 (IcePop, arXiv:2510.18855), or with rho_mask_sequence_level
-    whole responses whose geometric mean exp(mean_t log rho_t) is outside. Every bound: 0 is off. Zero outside `mask`.
+    Truncated at rho_clamp_upper_bound (truncated importance sampling, Ionides 2008; TIS), raised to
+    rho_clamp_lower_bound. Tokens weigh 0 that the rho_mask_* bounds drop (IcePop and others, see
+    scripts/parts/rho_masks.py), by rho as it was before. Every bound: 0 is off. Zero outside `mask`.
     """
     log_rho = torch.where(inputs.mask, inputs.old_logprobs - inputs.vllm_logprobs, 0.0)
     log_rho = log_rho.detach().clamp(-20, 20)
-    rho = log_rho.exp()
+    keep = inputs.mask
+    if args.rho_mask_lower_bound or args.rho_mask_upper_bound:
+        from scripts.parts import rho_masks
 
-    tested = rho
-    if args.rho_mask_sequence_level:
-        tested = response_mean(log_rho, inputs.mask, inputs.seq_ids).exp()
-    keep = inputs.mask & (tested >= args.rho_mask_lower_bound)
-    if args.rho_mask_upper_bound:
-        keep = keep & (tested <= args.rho_mask_upper_bound)
-    if args.rho_clamp_upper_bound:
-        rho = rho.clamp(max=args.rho_clamp_upper_bound)
+        kept = rho_masks.kept(log_rho, inputs, args, response_mean)
+        keep = keep & kept
+    rho = clamp_rho(log_rho.exp(), args)
     return torch.where(keep, rho, 0.0)
 
 
@@ -1073,23 +1085,23 @@ def note_tokens(values: dict[str, Tensor], inputs: LossInputs, metrics: Metrics)
 
 def note_rho(rho: Tensor, inputs: LossInputs, args: Args, metrics: Metrics) -> None:
     """Metrics of the importance weights."""
-    bound = args.rho_clamp_upper_bound or math.inf
+    before = (inputs.old_logprobs - inputs.vllm_logprobs).exp()
     values = {
         "val/rho_weight": rho,
-        "val/rho_drop_frac": (rho == 0).float(),
-        "val/rho_clipfrac": (inputs.old_logprobs - inputs.vllm_logprobs).exp() > bound,
+        "val/rho_drop_frac": rho == 0,
+        "val/rho_clipfrac": clamp_rho(before, args) != before,
     }
     note_tokens(values, inputs, metrics)
 
 
 def note_kl(estimates: Sequence[Tensor], inputs: LossInputs, metrics: Metrics) -> None:
     """Metrics of the KL estimates: means over tokens and, of the first three, over responses."""
+    names = ("objective/kl", "objective/kl2", "objective/kl3")
     totals = [inputs.sum(estimate) for estimate in estimates]
     for i, total in enumerate(totals):
         metrics.add(f"objective/kl{i}_avg", total, inputs.tokens)
-    metrics.add("objective/kl", totals[0], inputs.responses)
-    metrics.add("objective/kl2", totals[1], inputs.responses)
-    metrics.add("objective/kl3", totals[2], inputs.responses)
+    for i, name in enumerate(names):
+        metrics.add(name, totals[i], inputs.responses)
 
 
 def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, metrics: Metrics) -> None:
@@ -1100,7 +1112,7 @@ def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, 
     bound = args.clip_dual or math.inf
     clipped_dual = (inputs.advantages < 0) & (ratio > bound)
     values = {
-        "policy/clipfrac_avg": clipped.float(),
+        "policy/clipfrac_avg": clipped,
         "policy/clipfrac_lower_avg": clipped_dual,
         "policy/entropy_avg": inputs.entropy,
         "policy/approxkl_avg": difference.square() / 2,
@@ -1884,7 +1896,7 @@ def note_update(learner: Learner, step: Step, args: Args) -> None:
     metrics.count("learner_flops", flops)
     metrics.add_all("val/learner_tokens", [tokens / args.sequence_parallel_size])
     metrics.add("other/packed_ratio", len(packs), len(rollouts))
-    metrics.add_all("val/advantages", [r.advantage for r in rollouts])
+    metrics.add_all("val/advantages", [np.mean(r.advantage) for r in rollouts])
 
 
 def handle_nonfinite(run: Run, step: Step, skipped: int) -> None:

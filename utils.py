@@ -544,6 +544,9 @@ class TurnFlags(Refusing):
     """Seconds for an answer. After that the policy reads that none came, and the rollout continues."""
     pool_size: Positive[int | None] = None
     """Processes that answer at the same time. None is 2 for each core, and at least 8."""
+    turn_credit: bool = False
+    """Give each turn an advantage of its own: of the rewards after it, against the mean of the group's others. See
+    scripts/parts/credit.py."""
 
     @property
     def has_turns(self) -> bool:
@@ -968,7 +971,7 @@ class Rollout(Columns):
     format_score: float = 0.0
     outcome: float = 0.0  # verifiers and format, without penalties: a group of equal outcomes has no gradient
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
-    advantage: float = 0.0  # make_batch gives it to every token of the response
+    advantage: Any = 0.0  # a number for all tokens of the response, or a list of one for each
     tokenless: list[float] = field(default_factory=list)  # scores of responses of its group without a sampled token
     turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
     over: bool = False  # nothing is added any more

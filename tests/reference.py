@@ -42,6 +42,7 @@ def draw_args(rng: random.Random, model: object, ranks: int = 1) -> grpo.Args:
     loss_fn = rng.choice(("dapo", "dapo", "cispo", "gspo"))
     rho, keep_constant, buffer = rng.random() < 0.7, rng.random() < 0.4, rng.choice((0, 0, 5))
     verifiable, shape = rng.random() < 0.9, rng.random()
+    tv = rho and rng.random() < 0.3
     flags: dict = {
         "model_name_or_path": str(model),
         "model_dtype": "float32",
@@ -74,9 +75,11 @@ def draw_args(rng: random.Random, model: object, ranks: int = 1) -> grpo.Args:
         "loss_denominator": rng.choice(("token", "sequence", "37")),
         "use_rho_correction": rho,
         "rho_clamp_upper_bound": rng.choice((0, rng.uniform(1.0, 1.6))),
-        "rho_mask_lower_bound": rng.choice((0, rng.uniform(0.4, 0.95))) if rho else 0,
-        "rho_mask_upper_bound": rng.choice((0, rng.uniform(1.05, 2.0))) if rho else 0,
-        "rho_mask_sequence_level": rho and rng.random() < 0.4,
+        "rho_clamp_lower_bound": rng.choice((0, rng.uniform(0.4, 1.0))) if rho else 0,
+        "rho_mask_lower_bound": rng.choice((0, rng.uniform(0.4, 0.95))) if rho and not tv else 0,
+        "rho_mask_upper_bound": rng.uniform(0.1, 0.4) if tv else rng.choice((0, rng.uniform(1.05, 2.0))) if rho else 0,
+        "rho_mask_sequence_level": rho and not tv and rng.random() < 0.4,
+        "rho_mask_tv_divergence": tv,
         "learning_rate": 10 ** rng.uniform(-4, -2),
         "lr_scheduler_type": (schedule := rng.choice(("linear", "cosine", "constant", "constant_with_warmup"))),
         "warmup_ratio": rng.choice((0, 0.4)) * (schedule != "constant"),
@@ -311,10 +314,15 @@ def rho_weights(r: Response, a: grpo.Args) -> torch.Tensor:
     log_rho = r.old - torch.tensor(r.rollout.logprobs, dtype=torch.float64)
     rho = log_rho.exp()
     tested = log_rho[r.mask].mean().exp().expand(rho.shape) if a.rho_mask_sequence_level else rho
+    if a.rho_mask_tv_divergence:
+        tested = (rho - 1).abs()[r.mask].mean().expand(rho.shape)
     keep = tested >= a.rho_mask_lower_bound
     if a.rho_mask_upper_bound:
         keep &= tested <= a.rho_mask_upper_bound
-    return torch.where(keep, rho.clamp(max=a.rho_clamp_upper_bound or math.inf), 0.0)
+    if a.rho_mask_tv_divergence:
+        keep |= ~((rho > 1) & (torch.tensor(r.advantage) > 0) | (rho < 1) & (torch.tensor(r.advantage) < 0))
+    bounded = rho.clamp(min=a.rho_clamp_lower_bound).clamp(max=a.rho_clamp_upper_bound or math.inf)
+    return torch.where(keep, bounded, 0.0)
 
 
 def gradient(w: Weights, part: list[Response], a: grpo.Args, config, sums: dict) -> Weights:

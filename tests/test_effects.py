@@ -376,6 +376,8 @@ CASES: dict[str, Case] = {
     "rho_clamp_upper_bound": Case("", "--rho_clamp_upper_bound 1", "1 loss/policy_avg"),
     "rho_mask_lower_bound": Case("", "--rho_mask_lower_bound 0.9", "1 loss/policy_avg"),
     "rho_mask_upper_bound": Case("", "--rho_mask_upper_bound 1.1", "1 loss/policy_avg"),
+    "rho_clamp_lower_bound": Case("", "--rho_clamp_lower_bound 1", "1 loss/policy_avg"),
+    "rho_mask_tv_divergence": Case("--rho_mask_upper_bound 1.1", "--rho_mask_tv_divergence", "1 loss/policy_avg"),
     "rho_mask_sequence_level": Case("--rho_mask_lower_bound 0.9", "--rho_mask_sequence_level", "1 loss/policy_avg"),
     "learning_rate": Case("", "--learning_rate 1e-3", "1 lr"),
     "lr_scheduler_type": Case("", "--lr_scheduler_type linear", "2 lr"),
@@ -426,6 +428,9 @@ CASES: dict[str, Case] = {
     "max_steps": Case(TURNS, "--max_steps 1", "1 requests"),
     "per_turn_max_tokens": Case(TURNS, "--per_turn_max_tokens 2", "1 requests"),
     "env_timeout": Case("--tools calculator", "--env_timeout 7", "asked, config", "environment"),
+    "turn_credit": Case(
+        f"{TURNS} --advantage_normalization_type centered --no_filter_zero_std_samples", "--turn_credit", "1 advantages"
+    ),
     "pool_size": Case("--tools calculator", "--pool_size 3", "workers", "environment"),
     # the reward
     "apply_verifiable_reward": Case(FORMAT, "--no_apply_verifiable_reward", "1 outcomes"),

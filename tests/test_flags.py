@@ -419,7 +419,6 @@ def test_the_ranks_of_grpo_fast_print_nothing_again(nothing_told, monkeypatch, c
             "--use_search_actor --use_peft",
             r"--use_search_actor: --tools .*; --use_peft: give --lora_rank",
         ),
-        ("--rho_mask_tv_divergence true", r"--rho_mask_tv_divergence: not written yet"),
         ("--warm_up_steps 10", r"--warm_up_steps: give --warmup_ratio"),
         ("--ground_truths_key label", r"--ground_truths_key: .*name the columns"),
         ("--max_steps 0", r"--max_steps 0: leave it out"),
@@ -541,6 +540,7 @@ def test_negative_values_are_refused(flag):
         check(f"--{flag}", "-1")
 
 
+CREDIT = "--turn_credit --tools calculator --advantage_normalization_type centered --no_filter_zero_std_samples"
 REFUSALS = [  # flags, what the message must hold in this order: the flags that clash, and the fix
     ("--pack_length 300", r"--pack_length 300 .*--max_prompt_token_length 256 .*--response_length 256.*raise .* 512"),
     (
@@ -603,6 +603,20 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ("--vllm_top_p 1.1", r"--vllm_top_p 1\.1: must be in \(0, 1\]"),
     ("--vllm_top_p 0.9", r"--vllm_top_p 0\.9 .*--use_rho_correction: set --vllm_top_p 1\.0 or --no_use_rho_correction"),
     ("--rho_clamp_upper_bound 0.5", r"--rho_clamp_upper_bound 0\.5 .*at least 1, or 0 for off"),
+    ("--rho_clamp_lower_bound 1.5", r"--rho_clamp_lower_bound 1\.5 .*at most 1, or 0 for off"),
+    ("--rho_clamp_lower_bound 0.5 --no_use_rho_correction", r"--rho_clamp_lower_bound 0\.5 acts through"),
+    ("--rho_mask_tv_divergence", r"--rho_mask_tv_divergence drops nothing without --rho_mask_upper_bound"),
+    ("--rho_mask_tv_divergence --rho_mask_upper_bound 2 --rho_mask_lower_bound 0.1", r"drops exact agreement"),
+    ("--rho_mask_tv_divergence --rho_mask_upper_bound 2 --rho_mask_sequence_level", r"one of the two, drop one"),
+    ("--rho_mask_tv_divergence --no_use_rho_correction", r"--rho_mask_\* bounds act through"),
+    ("--turn_credit", r"--turn_credit needs turns with rewards: add --env_file or --tools"),
+    (
+        f"{CREDIT} --advantage_normalization_type standard",
+        r"--turn_credit .*take --advantage_normalization_type centered",
+    ),
+    (f"{CREDIT} --filter_zero_std_samples", r"--turn_credit: .*add --no_filter_zero_std_samples"),
+    (f"{CREDIT} --active_sampling", r"drop --active_sampling"),
+    (f"{CREDIT} --kl_in_reward --beta 0.1", r"--turn_credit --kl_in_reward: .*drop one"),
     ("--rho_mask_lower_bound 1", r"--rho_mask_lower_bound 1\.0 must be below 1 .*--rho_mask_upper_bound .*0 is off"),
     ("--rho_mask_upper_bound 1", r"--rho_mask_lower_bound .*--rho_mask_upper_bound 1\.0 above 1"),
     ("--no_apply_verifiable_reward", r"--no_apply_verifiable_reward without --apply_r1_style_format_reward"),

@@ -454,6 +454,29 @@ def test_weights_truncate_above():
     assert_close(weights_of(OLD, ENGINE, upper=2.0), per_token(2.0, 1.0, 0.5, 0.25))
 
 
+def test_weights_are_raised_to_the_lower_clamp_bound():
+    assert_close(weights_of(OLD, ENGINE, upper=2.0, clamp_lower_bound=0.4), per_token(2.0, 1.0, 0.5, 0.4))
+    both = dict(clamp_lower_bound=0.4, mask_lower_bound=0.3)
+    assert_close(weights_of(OLD, ENGINE, **both), per_token(4.0, 1.0, 0.5, 0.0))  # what is dropped is not raised
+
+
+@pytest.mark.parametrize(
+    "advantage, bound, want",
+    [  # mean |rho - 1| of the first two tokens is 1.5, of the last two 0.625
+        (1.0, 1.6, [4.0, 1.0, 0.5, 0.25]),
+        (1.0, 1.4, [0.0, 1.0, 0.5, 0.25]),  # rho 4 with A > 0 goes further from the engine, rho 1 is where it was
+        (-1.0, 1.4, [4.0, 1.0, 0.5, 0.25]),
+        (-1.0, 0.6, [4.0, 1.0, 0.0, 0.0]),  # rho below 1 with A < 0 goes further too
+        (0.0, 0.6, [4.0, 1.0, 0.5, 0.25]),
+    ],
+)
+def test_weights_mask_responses_by_their_total_variation(advantage, bound, want):
+    tensors = dict(old_logprobs=OLD, vllm_logprobs=ENGINE, advantages=torch.full_like(OLD, advantage))
+    inputs = inputs_of(torch.ones_like(OLD, dtype=torch.bool), torch.tensor([[1, 1, 2, 2]]), **tensors)
+    flags = dict(rho_clamp_upper_bound=0.0, rho_mask_upper_bound=bound, rho_mask_tv_divergence=True)
+    assert_close(grpo.importance_weights(inputs, grpo.GRPOFlags(**flags)), per_token(*want))
+
+
 def test_weights_mask_tokens_outside_the_bounds():
     assert_close(weights_of(OLD, ENGINE, mask_lower_bound=0.4, mask_upper_bound=3.0), per_token(0.0, 1.0, 0.5, 0.0))
     assert_close(weights_of(OLD, ENGINE, mask_lower_bound=0.4), per_token(4.0, 1.0, 0.5, 0.0))

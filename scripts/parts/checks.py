@@ -47,6 +47,8 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     check_reference(args)
     if args.kl_in_reward:
         check_kl_in_reward(args)
+    if args.turn_credit:
+        check_turn_credit(args)
     check_sampling(args)
 
 
@@ -384,17 +386,36 @@ def check_rho(args: Any) -> None:
     lower = args.rho_mask_lower_bound
     upper = args.rho_mask_upper_bound
     clamp = args.rho_clamp_upper_bound
-    if not args.use_rho_correction and (lower or upper or args.rho_mask_sequence_level):
+    kinds = args.rho_mask_sequence_level or args.rho_mask_tv_divergence
+    if not args.use_rho_correction and (lower or upper or kinds):
         args.refuse("--rho_mask_* bounds act through --use_rho_correction: drop --no_use_rho_correction or the bounds")
+    if not args.use_rho_correction and args.rho_clamp_lower_bound:
+        args.refuse("--rho_clamp_lower_bound acts through --use_rho_correction: drop --no_use_rho_correction or it")
     if clamp and clamp < 1:
         args.refuse("--rho_clamp_upper_bound truncates exact agreement: at least 1, or 0 for off")
-    if lower >= 1 or (upper and upper <= 1):
+    if args.rho_clamp_lower_bound > 1:
+        args.refuse("--rho_clamp_lower_bound raises exact agreement: at most 1, or 0 for off")
+    if args.rho_mask_tv_divergence:
+        check_tv_divergence(args)
+    elif lower >= 1 or (upper and upper <= 1):
         args.refuse(
             "--rho_mask_lower_bound must be below 1 and --rho_mask_upper_bound above 1, to keep rho 1; 0 is off"
         )
     if args.use_rho_correction and args.vllm_top_p != 1:
         fix = "set --vllm_top_p 1.0 or --no_use_rho_correction"
         args.refuse(f"--vllm_top_p cuts the distribution, which biases --use_rho_correction: {fix}")
+
+
+def check_tv_divergence(args: Any) -> None:
+    """The mask by a response's mean |rho - 1|, which is 0 where learner and engine agree."""
+    if args.rho_mask_sequence_level:
+        args.refuse("--rho_mask_tv_divergence --rho_mask_sequence_level: the bounds are for one of the two, drop one")
+    if args.rho_mask_lower_bound:
+        args.refuse("--rho_mask_tv_divergence with --rho_mask_lower_bound drops exact agreement: leave the bound out")
+    if not args.rho_mask_upper_bound:
+        args.refuse(
+            "--rho_mask_tv_divergence drops nothing without --rho_mask_upper_bound: set it, to 2.0 for instance"
+        )
 
 
 def check_reference(args: Any) -> None:
@@ -436,6 +457,24 @@ def check_kl_in_reward(args: Any) -> None:
             "--kl_in_reward with --advantage_normalization_type divides KL differences by their own standard "
             "deviation: take --advantage_normalization_type centered, or add --force_kl_in_reward"
         )
+
+
+def check_turn_credit(args: Any) -> None:
+    """A baseline for each turn."""
+    if not (args.env_file or args.tools):
+        args.refuse("--turn_credit needs turns with rewards: add --env_file or --tools, or drop it")
+    if args.advantage_normalization_type != "centered":
+        args.refuse(
+            "--turn_credit with --advantage_normalization_type divides by no deviation: take "
+            "--advantage_normalization_type centered"
+        )
+    if args.filter_zero_std_samples or args.active_sampling:
+        args.refuse(
+            "--turn_credit: turns may differ where outcomes are equal, so groups must not be chosen by outcomes: add "
+            "--no_filter_zero_std_samples and drop --active_sampling"
+        )
+    if args.kl_in_reward:
+        args.refuse("--turn_credit --kl_in_reward: the KL of turns is not told apart, drop one")
 
 
 def check_sampling(args: Any) -> None:

@@ -250,7 +250,8 @@ def spans_of(row: dict[str, Any], pieces: Pieces) -> list[list[Any]]:
 
 def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     """A rollout as the page wants it."""
-    shown = {name: row[name] for name in ("position", "sample", "score", "advantage")}
+    shown = {name: row[name] for name in ("position", "sample", "score")}
+    shown["advantage"] = float(np.mean(row["advantage"]))  # of several turns one for each token
     shown["step"] = row["training_step"]
     shown["tokens"] = len(row["token_ids"])
     shown["finish"] = row["finish_reason"]
