@@ -520,9 +520,18 @@ def last_box(text: str) -> str | None:
 
 # A minus is a sign only if no operand stands before it: 10-5 ends in 5, not in -5.
 NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-+])?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
-DENOMINATOR = re.compile(rf"\s*/\s*({NUMBER.pattern})")
-ANOTHER_NUMBER = re.compile(r"[\s%°]{0,8}(?:[-,;:|&+*/^x×÷]|or\b|and\b|to\b)?\s{0,8}[-+]?\.?\d")
-EQUATION_LEFT = re.compile(r"[\W\d_x]*=")
+QUOTIENT = re.compile(rf"({NUMBER.pattern})(?:\s*/\s*({NUMBER.pattern}))?")
+MIXED_NUMBER = re.compile(r"\d\s{0,8}(?:and\s{1,8})?(?:\\[dtc]?frac|\d{1,9}/\d|(?:a|one)[\s-]half)|[¼-¾⅐-⅞]|frac\s?\d")
+ANOTHER_NUMBER = re.compile(
+    r"[\s%°]{0,8}(?:[-,;:|&+*/^x×÷~–—→?<>≠≈.]{1,3}|(?:and|to)\b)?\s{0,8}[-+]?\.?\d"  # 5 - 4
+    r"|\s{0,8}[(\[]\s{0,8}[-+]?[\d.]{1,20}\s{0,8}[)\]]"  # 5 (4)
+    r"|(?:\s{0,8}[a-z%°]{1,20}){0,3}[\W_]{0,8}"  # 5 apples or maybe 4
+    r"(?:(?:or|vs|versus|maybe|perhaps|possibly)\b(?:[\W_]|boxed|text){0,12}){1,3}"
+    r"(?:\d|(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w{3,5}teen"
+    r"|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)\b)",
+    re.IGNORECASE,
+)
+EQUATION_LEFT = re.compile(r"^[\W\d_x]*=")
 TEX_UNIT = re.compile(r"\\(?:text|mathrm)\{[^{}\d]*\}(?:\^\{?\d\}?)?")
 TEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 UNICODE_MINUS = str.maketrans("\u2212\uff0d", "--")
@@ -540,8 +549,12 @@ NO_NUMBER = Number(None, None)
 
 
 def plain_numbers(text: str) -> str:
-    """Text with unicode minus as -, and without currency signs, digit-group commas and TeX around numbers."""
+    """Text with unicode minus as -, 2 1/2 as 5/2, and without currency signs, digit-group commas and TeX of numbers."""
     text = text.translate(UNICODE_MINUS).replace("\\$", "$").translate(CURRENCY)
+    if MIXED_NUMBER.search(text):
+        from scripts.parts import equality
+
+        text = equality.without_mixed_numbers(text)
     if "\\" in text or "{" in text:
         text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
         text = TEX_UNIT.sub(" ", text)
@@ -549,47 +562,41 @@ def plain_numbers(text: str) -> str:
     return re.sub(r"(?<=\d),(?=\d)", "", text)
 
 
-def to_decimal(number: str, denominator: str = "1") -> Decimal | None:
-    """number / denominator, exact if the denominator is 1; None if Decimal has no finite value for it."""
+def read_number(match: re.Match) -> Number:
+    """The number of a match of QUOTIENT, exact if it has no denominator."""
     try:
-        return Decimal(number) if denominator == "1" else Decimal(number) / Decimal(denominator)
+        value = Decimal(match[1]) / Decimal(match[2]) if match[2] else Decimal(match[1])
     except ArithmeticError:
-        return None  # division by zero, or an exponent beyond Decimal's range: equal to no label
+        value = None  # division by zero, or an exponent beyond Decimal's range: equal to no label
+    return Number(match[0], value)
 
 
 def single_number(text: str, rest_may_hold_numbers: bool) -> Number:
     """The first number of the first line that has one, NO_NUMBER if there is none or if the text offers several.
 
-    Of an equation the right side counts (9 * 2 = 18), and a/b is one number. With rest_may_hold_numbers, numbers in a
-    later phrase are allowed (72 clips over 2 months), but 18 or 19 and 18-19 are still several."""
+    Of an equation the right side counts (9 * 2 = 18), and a/b and 2 1/2 are one number. A text without a digit may
+    begin with a number in words. With rest_may_hold_numbers, numbers in a later phrase are allowed (72 clips over 2
+    months), but 18 or 19, 18-19, 18 vs 19 and 18 (or 19) are still several."""
+    if not re.search(r"\d", text):
+        from scripts.parts import equality
+
+        text = equality.digits_of_words(text)
     lines = plain_numbers(text).splitlines()
-    line = next((line for line in lines if NUMBER.search(line)), "")
-    equation = EQUATION_LEFT.match(line)
-    if equation:
-        line = line[equation.end() :]
-    first = NUMBER.search(line)
+    line = EQUATION_LEFT.sub("", next(filter(NUMBER.search, lines), ""))
+    first = QUOTIENT.search(line)
     if first is None:
         return NO_NUMBER
-
-    spelled = first[0]
-    denominator = "1"
     after = line[first.end() :]
-    fraction = DENOMINATOR.match(after)
-    if fraction:
-        denominator = fraction[1]
-        spelled = f"{first[0]}/{denominator}"
-        after = after[fraction.end() :]
-
     another = ANOTHER_NUMBER.match(after) if rest_may_hold_numbers else NUMBER.search(after)
-    return NO_NUMBER if another else Number(spelled, to_decimal(first[0], denominator))
+    return NO_NUMBER if another else read_number(first)
 
 
 def last_number(text: str) -> Number:
-    """The last number of a text, or NO_NUMBER."""
+    """The last number of a text, or NO_NUMBER. a/b is one number."""
     for line in reversed(text.splitlines()):
-        numbers = NUMBER.findall(plain_numbers(line))
+        numbers = list(QUOTIENT.finditer(plain_numbers(line)))
         if numbers:
-            return Number(numbers[-1], to_decimal(numbers[-1]))
+            return read_number(numbers[-1])
     return NO_NUMBER
 
 
@@ -650,7 +657,11 @@ def verify_gsm8k_verl(record: RewardRecord) -> Verdict:
 # --- Mathematics: math, strict_math -----------------------------------------------------------------------------------
 
 TEX_WORDS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-TEX_NOISE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,!;: ]|\$|\s+(?!\d)|(?<!\d)\s+")
+TEX_NOISE = re.compile(
+    r"\\(?:left|right)(?![a-zA-Z])|\\!|\$"
+    r"|(?!(?<=,)(?:\\[,;: ]|\s)\s*\d{3}(?!\d))"  # 1, 234 is two numbers
+    r"(?:\\[,;: ]|\s+(?!\d)|(?<!\d)\s+)"
+)
 PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:(?<=\d)\.|\.\d+)?")
 NUMBER_IN_BASE = re.compile(r"\d[\dA-F]*_\d+")
 ANSWER_PHRASE = re.compile(r"answer\s{0,8}(?:is|:)[\s:*]{0,8}", re.IGNORECASE)

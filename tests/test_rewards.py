@@ -520,8 +520,12 @@ def test_plain_fractions_are_settled_without_a_worker(gold, answer, want, at_onc
     assert score_rows([("math", gold, f"\\boxed{{{answer}}}")])[0].score == want
 
 
+def read_pairs(name):
+    return [json.loads(line) for line in (ROOT / "tests" / name).read_text().splitlines()]
+
+
 def math_pairs():
-    return [json.loads(line) for line in (ROOT / "tests" / "math_pairs.jsonl").read_text().splitlines()]
+    return read_pairs("math_pairs.jsonl")
 
 
 def test_pairs_of_answers():
@@ -529,6 +533,20 @@ def test_pairs_of_answers():
     pairs = math_pairs()
     assert len(pairs) >= 200 and 0.4 < sum(pair["equal"] for pair in pairs) / len(pairs) < 0.6
     assert_scores([("math", pair["label"], f"\\boxed{{{pair['answer']}}}", float(pair["equal"])) for pair in pairs])
+
+
+def test_pairs_of_numbers():
+    """Mixed numbers, numbers in words, percent, and answers that offer several numbers."""
+    pairs = read_pairs("gsm8k_pairs.jsonl")
+    assert len(pairs) >= 150 and 0.3 < sum(pair["equal"] for pair in pairs) / len(pairs) < 0.7
+    assert not [pair for pair in pairs if check_ground_truth("gsm8k", pair["label"])]
+    assert_scores([("gsm8k", pair["label"], f"So.\n#### {pair['answer']}", float(pair["equal"])) for pair in pairs])
+    assert_scores([
+        ("gsm8k", "2.5", "It takes 2 1/2 hours.", 1.0), ("gsm8k", "2", "It takes 2 1/2 hours.", 0.0),
+        ("gsm8k", "0.75", "The answer is 3/4.", 1.0), ("gsm8k", "4", "The answer is 3/4.", 0.0),
+        ("gsm8k", "2.5", "\\boxed{2\\frac{1}{2}}", 1.0), ("gsm8k", "21", "\\boxed{\\text{twenty-one}}", 1.0),
+        ("gsm8k", "1", "One more thing.", 0.0), ("gsm8k", "7", "#### " + "9" * 5000 + " 1/2", 0.0),
+    ])  # fmt: skip
 
 
 READ = """

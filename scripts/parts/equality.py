@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -31,12 +32,32 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 WORDS = {word: n for n, word in enumerate(SMALL)} | {word: 10 * n for n, word in enumerate(TENS, start=2)}
 THOUSANDS = {"thousand": 1000, "million": 10**6}
 
+_DIGIT = "|".join(SMALL[1:10])
+_TEEN = "|".join(SMALL[10:])
+_BELOW_100 = rf"(?:(?:{'|'.join(TENS)})(?:[\s-]+(?:{_DIGIT}))?|{_TEEN}|{_DIGIT})"
+_BELOW_1000 = rf"(?:(?:(?:{_TEEN}|{_DIGIT}|an?)\s+)?hundred(?:\s+(?:and\s+)?{_BELOW_100})?|{_BELOW_100})"
+_THOUSANDS = rf"(?:{_BELOW_1000}\s+)?thousand(?:,?\s+(?:and\s+)?{_BELOW_1000})?"
+_MILLIONS = rf"(?:{_BELOW_1000}\s+)?million(?:,?\s+(?:and\s+)?(?:{_THOUSANDS}|{_BELOW_1000}))?"
+IN_WORDS = re.compile(rf"\b(?:{_MILLIONS}|{_THOUSANDS}|{_BELOW_1000}|zero)\b", re.IGNORECASE)
+BEFORE_ANSWER = re.compile(
+    r"[\W_]*(?:the\s+)?(?:final\s+)?(?:answer\b)?(?:\s+is\b)?(?:[\W_]|[a-z]{1,9}\{)*", re.IGNORECASE
+)
+FRACTION_SIGNS = {
+    ord(sign): " " + unicodedata.normalize("NFKC", sign).replace("⁄", "/") for sign in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
+AND_A_HALF = re.compile(r"(?<=\d)\s+and\s+(?:a|one)[\s-]+half\b", re.IGNORECASE)
+PART_OR_MULTIPLE = re.compile(
+    r"[\s-]+(?:(?:half|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?|halves|dozen|point"
+    r"|billion|trillion)\b",
+    re.IGNORECASE,
+)
+
 
 def number_in_words(text: str) -> int | None:
-    """21 for twenty-one; None for a text that is not a number in words below a billion."""
-    words = [word for word in re.split(r"[\s-]+|\band\b", text.lower().strip()) if word]
-    if not words:
+    """21 for twenty-one; None for a text that is not one number in words below a billion."""
+    if not IN_WORDS.fullmatch(text.strip()):
         return None
+    words = re.split(r"[\s,-]+(?:and\s+)?", text.lower().strip())
     total = 0
     below_thousand = 0
     for word in words:
@@ -47,9 +68,20 @@ def number_in_words(text: str) -> int | None:
         elif word in THOUSANDS:
             total += (below_thousand or 1) * THOUSANDS[word]
             below_thousand = 0
-        else:
-            return None
     return total + below_thousand
+
+
+def digits_of_words(text: str) -> str:
+    """21 apples of twenty-one apples: numbers in words as digits, if the text begins with one; else the text.
+
+    Only markup and `the answer is` may stand before it. A number that goes on otherwise (two thirds, two dozen, two
+    point five) leaves the text as it is."""
+    begin = BEFORE_ANSWER.match(text).end()
+    first = IN_WORDS.match(text, begin)
+    if first is None or PART_OR_MULTIPLE.match(text, first.end()):
+        return text
+    digits = IN_WORDS.sub(lambda match: str(number_in_words(match[0])), text[begin : begin + 1000])
+    return without_mixed_numbers(digits)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -57,10 +89,13 @@ def number_in_words(text: str) -> int | None:
 
 FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textrm|operatorname)\s*\{([^{}]*)\}")
 SPACE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[,!;: ]|~|\\q?quad")  # not \\, which ends a row of a matrix
+LOG_OF_NUMBER = re.compile(r"\\log\s*_\s*(?:(\d)|\{\s*(\d+)\s*\})\s*(?:\{\s*)?(\d+(?:\.\d+)?)(?:\s*\})?")
 FRACTION = re.compile(r"\\frac\s*(?:(\d)|\{([^{}]*)\})\s*(?:(\d)|\{([^{}]*)\})")
 GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+|(?:\s\d{3})+)(?![\d,]|\s\d)")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{?(\d+)\}?")
-MIXED = re.compile(r"(?<![\w^}{.)])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|(?<=\s)(\d+)/(\d+))(?![\w^])")
+MIXED = re.compile(
+    r"(?<![\w^}{./)])(\d{1,99})\s*(?:\\frac\{(\d{1,99})\}\{(\d{1,99})\}|(?<=\s)(\d{1,99})/(\d{1,99}))(?![\w^])"
+)
 EXPONENT = re.compile(r"(?<![\w.^{])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
 SCIENTIFIC = re.compile(
     r"(?<![\w.^{)])([-+]?\d+(?:\.\d+)?)\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))(?![\w.^])"
@@ -77,6 +112,11 @@ def tex_number(value: Fraction) -> str:
 def fraction_with_braces(match: re.Match) -> str:
     """\\frac{1}{2} of \\frac12."""
     return f"\\frac{{{match[1] or match[2]}}}{{{match[3] or match[4]}}}"
+
+
+def log_with_braces(match: re.Match) -> str:
+    """\\log_{2}(3) of \\log_2 3, which would otherwise be read as a list or as \\log_{23}."""
+    return f"\\log_{{{match[1] or match[2]}}}({match[3]})"
 
 
 def without_groups(match: re.Match) -> str:
@@ -104,6 +144,16 @@ def mixed_as_fraction(match: re.Match) -> str:
     return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
+def without_mixed_numbers(text: str) -> str:
+    """\\frac{5}{2} of 2 1/2, 2\\frac12, 2½ and `2 and a half` in a plain text; 1/2 of ½."""
+    text = re.sub(r"\\boxed\s*\{", " ", text)
+    text = text.translate(FRACTION_SIGNS)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", AND_A_HALF.sub(" 1/2", text))
+    text = FRACTION.sub(fraction_with_braces, text)
+    text = re.sub(r"(?<=\d)\s+and\s+(?=\d+/\d)", " ", text)
+    return MIXED.sub(mixed_as_fraction, text)
+
+
 def scientific_as_number(match: re.Match) -> str:
     """1200 of 1.2 \\times 10^3."""
     power = Fraction(10) ** int(match[2] or match[3])
@@ -112,15 +162,17 @@ def scientific_as_number(match: re.Match) -> str:
 
 def clean_tex(tex: str) -> str:
     """`tex` without invisible parts, fonts and spaces of TeX; one spelling of signs, fractions and lists."""
-    text = re.sub(r"\\[hv]?phantom\{[^{}]*\}", "", tex)
+    text = re.sub(r"\\[hv]?phantom\{[^{}]*\}|\\!", "", tex)
     text = FONT.sub(r" \1 ", text)
     text = SPACE.sub(" ", text)
     text = text.replace("\\%", "%").replace("\\$", "$")
+    text = re.sub(r"\\lg(?![a-z])", r"\\log", text)
     text = text.replace("^\\circ", "°").replace("^{\\circ}", "°").replace("\\degree", "°")
     text = text.strip().rstrip(".").strip()
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     text = FRACTION.sub(fraction_with_braces, text)
-    return OR.sub(",", text)
+    text = LOG_OF_NUMBER.sub(log_with_braces, text)
+    return OR.sub(", ", text)
 
 
 def clean_numbers(text: str) -> str:
@@ -136,17 +188,18 @@ def clean_numbers(text: str) -> str:
 
 def clean(tex: str) -> str:
     """The answer in one spelling: see clean_tex, clean_numbers. Numbers in words become digits."""
+    words = FONT.sub(r" \1 ", tex).strip(" .")
+    number = number_in_words(re.sub(r"^(?:an?|the)\s", "", words))
+    if number is not None:
+        return str(number)
+
     text = clean_numbers(clean_tex(tex))
     set_of = SET_OF.fullmatch(text)
     if set_of:
         text = set_of[1].strip()
     text = text.removeprefix("\\approx").strip()
     text = re.sub(r"(?<=\d)\s+(?=\d)", ",", text)
-    text = HALF_OF_DAY.sub(lambda match: f" {match[1].lower()}m", text)
-    if not re.search(r"[a-z]", text, re.IGNORECASE):
-        return text
-    number = number_in_words(re.sub(r"^(?:an?|the)\s", "", text))
-    return text if number is None else str(number)
+    return HALF_OF_DAY.sub(lambda match: f" {match[1].lower()}m", text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,31 +291,45 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     """Whether two quantities are equal. If both have units, these must be equal, or of one measure; then the values are
     converted.
 
-    A label in % is also met by the bare number. A label of 1 or more without a sign is also met by as many %, as the
-    MATH normalizer and math-verify have it: MATH's own labels of a share may lack the sign. Below 1, 0.5 and 0.5 %
-    differ."""
+    From 1 on, a number and as many % are equal too, as the MATH normalizer and math-verify have it: MATH's own labels
+    of a share may lack the sign, and answers do. Below 1, 0.5 and 0.5 % differ."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return in_smallest_unit(gold) == in_smallest_unit(answer)
 
     equal = gold.value == answer.value
-    if not gold.unit and answer.unit in PERCENT:
-        return gold.value == answer.value / 100 or (equal and abs(gold.value) >= 1)
-    if not answer.unit and gold.unit in PERCENT:
-        return equal or gold.value / 100 == answer.value
-    return equal
+    if gold.unit == answer.unit or (gold.unit not in PERCENT and answer.unit not in PERCENT):
+        return equal
+    gold_share = gold.value / 100 if gold.unit else gold.value
+    answer_share = answer.value / 100 if answer.unit else answer.value
+    return gold_share == answer_share or (equal and abs(gold.value) >= 1)
 
 
-def is_rounding(exact: Quantity, decimal: Quantity, decimal_text: str) -> bool:
-    """Whether decimal_text is `exact` rounded to the decimals of the text, six or more."""
-    digits = re.fullmatch(r"-?\d*\.(\d{6,})", decimal_text.strip())
-    if digits is None or exact.unit != decimal.unit:
+DECIMAL = re.compile(r"\s*-?(?=\.?\d)(\d*)\.?(\d*)(?![\d./])")
+ENOUGH_DIGITS = 6
+
+
+def is_cut_short(exact: Fraction, decimal: str, enough: int = ENOUGH_DIGITS) -> bool:
+    """Whether the decimal that begins a text is `exact` cut or rounded to as many decimals.
+
+    0.666666 and 0.666667 are 2/3, and 0.666665 and 0.66667 are not: there must be `enough` decimals, and as many digits
+    behind the leading zeros, so that 0.000003 is not 1/300000."""
+    match = DECIMAL.match(decimal)
+    if match is None:
         return False
-    return round(exact.value, len(digits[1])) == decimal.value
+    decimals = len(match[2])
+    digits = (match[1] + match[2]).lstrip("0")
+    if min(decimals, len(digits)) < enough:
+        return False
+    scaled = abs(exact) * 10**decimals
+    as_cut = math.floor(scaled)
+    as_rounded = math.floor(scaled + Fraction(1, 2))
+    has_sign_of_exact = decimal.strip().startswith("-") == (exact < 0)
+    return has_sign_of_exact and int(digits or 0) in (as_cut, as_rounded)
 
 
 def same_numbers(gold: str, answer: str) -> bool | None:
     """Whether two numbers with units, or two lists of them in any order, are equal; None if the texts are no numbers.
-    A decimal of six digits or more equals the fraction that it rounds."""
+    A decimal equals the fraction that it cuts short: see is_cut_short."""
     gold_quantity = quantity(gold)
     answer_quantity = quantity(answer)
     if gold_quantity and answer_quantity:
@@ -270,17 +337,20 @@ def same_numbers(gold: str, answer: str) -> bool | None:
             return True
         if "/" not in gold + answer and "\\frac" not in gold + answer:
             return False
-        if is_rounding(gold_quantity, answer_quantity, answer):
-            return True
-        return is_rounding(answer_quantity, gold_quantity, gold)
+        if gold_quantity.unit != answer_quantity.unit:
+            return False
+        return is_cut_short(gold_quantity.value, answer) or is_cut_short(answer_quantity.value, gold)
 
     if gold_quantity and log10_lower_bound(answer) > 1000 + len(gold):
         return False  # 9^{9^9}: provably larger than the label, and sympy would try to expand it
-    gold_list = [quantity(text) for text in gold.split(",")]
-    answer_list = [quantity(text) for text in answer.split(",")]
-    if None in gold_list or None in answer_list:
+    gold_items = gold.split(",")
+    answer_items = answer.split(",")
+    if None in map(quantity, gold_items + answer_items):
         return None
-    return sorted(gold_list) == sorted(answer_list)
+    if len(gold_items) != len(answer_items):
+        return False
+    pairs = zip(sorted(gold_items, key=quantity), sorted(answer_items, key=quantity), strict=True)
+    return all(same_numbers(of_gold, of_answer) for of_gold, of_answer in pairs)
 
 
 def log10_lower_bound(text: str, depth: int = 0) -> float:
@@ -312,6 +382,9 @@ NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([a-z](?:,[a-z])*\))?")
 UNORDERED = re.compile(r"\\\{.*,.*\\\}|(?!.*\\in(?![a-z]))[^()\[\]=]*,[^()\[\]=]*")
 RELATION = re.compile(r"<|>|\\(?:le|ge|leq|geq|lt|gt|leqslant|geqslant)(?![a-zA-Z])|[≤≥]")
 CHOICE = re.compile(r"\(?([a-zA-Z])\)?[.):]?")
+OPERATOR = r"[+*/=^_<>,|&]|-\s|\\(?:cdot|times|cup|cap|in|le|ge|neq?|pm|to)(?![a-z])"
+CHOICE_WITH_TEXT = re.compile(rf"(?:\(([A-J])\)|([A-J])[.):])\s+(?!{OPERATOR})(.*\S)")
+OTHER_CHOICE = re.compile(r"(?<![a-zA-Z])(?:[A-Ja-j]\)|[A-J](?:[.:]|\s*$))")
 TIME = re.compile(r"(\d{1,2}):(\d\d)(?: ([ap]m))?")
 ANGLE = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*°")
 TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -336,13 +409,33 @@ def plain_words(text: str) -> str:
     return re.sub(r"^(?:an?|the)\s+", "", " ".join(text.lower().split()))
 
 
+def choice_and_text(text: str) -> tuple[str, str]:
+    """(B, 42) of (B) 42, (B, "") of (B), and ("", text) of a text that begins with no letter of a choice."""
+    alone = CHOICE.fullmatch(text)
+    if alone:
+        return alone[1], ""
+    match = CHOICE_WITH_TEXT.fullmatch(text)
+    return (match[1] or match[2], match[3]) if match else ("", text)
+
+
+def same_choice(gold: str, answer: str) -> bool | None:
+    """Whether two choices are equal, each a letter, a letter with its text or, for the answer, the label's text alone;
+    None if the label is no choice, or only the answer is none. An answer whose text offers another choice is wrong."""
+    gold_letter, gold_text = choice_and_text(gold)
+    letter, text = choice_and_text(answer)
+    if not gold_letter or not (letter or gold_text):
+        return None
+    if letter and (letter != gold_letter or OTHER_CHOICE.search(text)):
+        return False
+    return not gold_text or not text or same(gold_text, text)
+
+
 def same_words(gold: str, answer: str, is_text: bool) -> bool | None:
-    """Whether two choice letters, words or points of a figure are equal; None if the label is none of these. is_text:
-    the label is in a font for text."""
-    gold_choice = CHOICE.fullmatch(gold)
-    answer_choice = CHOICE.fullmatch(answer)
-    if gold_choice and answer_choice:
-        return gold_choice[1] == answer_choice[1]
+    """Whether two choices, words or points of a figure are equal; None if the label is none of these. is_text: the
+    label is in a font for text."""
+    equal = same_choice(gold, answer)
+    if equal is not None:
+        return equal
     if not is_word(re.sub(r"^an?\s+", "", gold)) and not (is_text and gold.isalpha()):
         return None
     if re.fullmatch(r"[A-Z]+", gold):  # points of a figure
@@ -376,6 +469,66 @@ def solutions(text: str) -> tuple[str, str]:
     if len(values) < 2 or len(names) > 1:
         return "", text
     return names.pop(), ",".join(values)
+
+
+def items(text: str) -> list[str]:
+    """What stands between the commas that are in no bracket."""
+    parts = [""]
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+VALUES_OF_TUPLE = re.compile(r"\(([^()]*)\)\s*=\s*\((.*)\)")
+
+
+def named_values(text: str) -> dict[str, str] | None:
+    """{"x": "3", "y": "4"} of x=3, y=4 and of (x,y)=(3,4); None if a text does not give several names a value each."""
+    of_tuple = VALUES_OF_TUPLE.fullmatch(text)
+    if of_tuple:
+        names = items(of_tuple[1])
+        values = items(of_tuple[2])
+    else:
+        equations = [item.split("=") for item in items(text)]
+        if any(len(sides) != 2 for sides in equations):
+            return None
+        names = [sides[0].strip() for sides in equations]
+        values = [sides[1] for sides in equations]
+
+    if not 2 <= len(set(names)) == len(names) == len(values) or not all(map(NAME.fullmatch, names)):
+        return None
+    return dict(zip(names, values, strict=True))
+
+
+def same_named_values(gold: str, answer: str) -> bool | None:
+    """Whether x=3, y=4 and another text are equal; None if no text is of this kind.
+
+    Two such texts have the same names with equal values. (3,4) is the values in the alphabetical order of their names.
+    So is 3,4 for a label with names; as a label it has no order, and no names."""
+    gold_values = named_values(gold)
+    answer_values = named_values(answer)
+    if gold_values and answer_values:
+        same_names = gold_values.keys() == answer_values.keys()
+        return same_names and all(same(value, answer_values[name]) for name, value in gold_values.items())
+    named = gold_values or answer_values
+    if not named:
+        return None
+
+    plain = answer if gold_values else gold
+    is_tuple = plain[:1] + plain[-1:] == "()"
+    if not is_tuple and not gold_values:
+        return False
+    given = items(plain[1:-1] if is_tuple else plain)
+    in_order = [named[name] for name in sorted(named, key=lambda name: name.lstrip("\\"))]
+    if len(given) != len(in_order):
+        return False
+    pairs = zip(in_order, given, strict=True) if gold_values else zip(given, in_order, strict=True)
+    return all(same(of_gold, of_answer) for of_gold, of_answer in pairs)
 
 
 def all_sides_equal(gold: str, answer: str) -> bool:
@@ -431,9 +584,9 @@ def split_unit(text: str) -> tuple[str, tuple | None]:
 def same(gold: str, answer: str) -> bool:
     r"""Whether the answer equals the label, both as TeX without box and dollars.
 
-    Decided here: points and words (letter by letter), choice letters, times, numbers (exactly; fractions by their first
-    six decimals or more), units, lists of numbers, names before an equals sign. Every side of an equation has to equal
-    the label. Everything else is decided by same_expressions.
+    Decided here: points and words (letter by letter), choices, times, numbers (exactly; a decimal equals the fraction
+    or root that it cuts short by is_cut_short), units, lists of numbers, names before an equals sign. Every side of an
+    equation has to equal the label. Everything else is decided by same_expressions.
     """
     is_text = FONT.fullmatch(gold.strip()) is not None
     gold = clean(gold)
@@ -449,10 +602,19 @@ def same(gold: str, answer: str) -> bool:
     if equal is not None:
         return equal
 
+    equal = same_named_values(gold, answer)
+    if equal is not None:
+        return equal
     gold_name, gold = solutions(gold)
     answer_name, answer = solutions(answer)
     if gold_name and answer_name and gold_name != answer_name:
         return False
+    if answer_name and gold[:1] == "(" and len(items(gold)) == 1:  # two values of x are no point
+        return False
+    exact, about, rounded = answer.partition("\\approx")
+    if about:
+        value = real_value(exact)
+        return value is not None and is_cut_short(value, rounded, enough=0) and same(gold, exact)
     if "=" not in gold and "=" in answer and not RELATION.search(answer):
         return all_sides_equal(gold, answer)
     if gold.count("=") == answer.count("=") == 1:
@@ -478,6 +640,10 @@ def same_expressions(gold: str, answer: str) -> bool:
     if both_have_units or not LETTER_AT_END.search(gold if gold_unit else answer):
         gold = bare_gold
         answer = bare_answer
+
+    equal = same_decimal(gold, answer)
+    if equal is not None:
+        return equal
 
     from math_verify import verify
 
@@ -534,6 +700,28 @@ def parse(tex: str) -> list:
         if {symbol.name for symbol in symbols} == {"i"}:  # the imaginary unit
             parsed[0] = parsed[0].subs(dict.fromkeys(symbols, sympy.I))
     return parsed
+
+
+def real_value(tex: str) -> Fraction | None:
+    """The value of a real number, such as \\sqrt2, to 100 digits; None for everything else."""
+    import sympy
+
+    parsed = parse(tex)
+    if not parsed or not isinstance(parsed[0], sympy.Expr) or not parsed[0].is_number:
+        return None
+    value = sympy.N(parsed[0], 100)
+    return Fraction(str(value)) if value.is_Rational or value.is_Float else None
+
+
+def same_decimal(gold: str, answer: str) -> bool | None:
+    """Whether a decimal is the value of an expression, exactly or cut short (see is_cut_short); None if no text is a
+    decimal, or the other one is no real number."""
+    for decimal, exact in ((gold, answer), (answer, gold)):
+        if re.fullmatch(r"\s*-?\d*\.\d{1,60}\s*", decimal):
+            value = real_value(exact)
+            if value is not None:
+                return abs(value - Fraction(decimal)) < Fraction(1, 10**90) or is_cut_short(value, decimal)
+    return None
 
 
 def work_math(gold: str, answer: str) -> Callable[[], float]:
