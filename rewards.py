@@ -582,13 +582,16 @@ def single_number(text: str, rest_may_hold_numbers: bool) -> Number:
 
         text = equality.digits_of_words(text)
     lines = plain_numbers(text).splitlines()
-    line = EQUATION_LEFT.sub("", next(filter(NUMBER.search, lines), ""))
+    line = next(filter(NUMBER.search, lines), "")
+    line = EQUATION_LEFT.sub("", line)
     first = QUOTIENT.search(line)
     if first is None:
         return NO_NUMBER
     after = line[first.end() :]
     another = ANOTHER_NUMBER.match(after) if rest_may_hold_numbers else NUMBER.search(after)
-    return NO_NUMBER if another else read_number(first)
+    if another:
+        return NO_NUMBER
+    return read_number(first)
 
 
 def last_number(text: str) -> Number:
