@@ -1,11 +1,13 @@
 """Lines that could be changed without a test that failed: each test here holds one (tests/README.md, Mutations)."""
 
+import collections
+import contextlib
 import math
 import random
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts.parts import adapters, checkpoints, environments, turns
+from scripts.parts import adapters, checkpoints, environments, turn_metrics, turns
 from tests.test_learner import make_args, make_rollouts, run_update
 from tests.test_wiring import make_collector
 
@@ -429,3 +431,362 @@ def test_an_evaluation_waits_for_the_weights_of_its_step_and_a_gap_ends_a_run(mo
         "train 1, gap 0.0", "send 1", "check 1", "end 1",
         "train 2, gap 0.0", "send 2", "check 2", "end 2",
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A second round: turns
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_without_room_is_over_and_its_environment_is_not_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(grpo, "ask", lambda *_: asked.append("asked"))
+    monkeypatch.setattr(grpo, "start_scoring", lambda *_: None)
+    for tokens, over in ((2, False), (3, True)):
+        prompt = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",), "", ANSWERS, {"messages": []})
+        r = utils.Rollout(prompt, 0, 0)
+        generation = utils.Generation([9] * tokens, [-1.0] * tokens, "stop", [0] * tokens)
+        grpo.end_turn(r, generation, ENGINE, args_of("--response_length 3 --max_steps 9"))
+        assert (r.over, r.finish_reason) == (over, "stop")
+    assert asked == ["asked"]
+
+
+def test_an_answer_that_leaves_no_token_ends_the_rollout(monkeypatch):
+    """Cut to its mark it takes all 9 tokens that are left: the policy could say nothing more."""
+    answer = {"status": "ok", "texts": ["much too long"], "reward": 0.0, "done": False, "metrics": {}, "state": None}
+    monkeypatch.setattr(environments, "ask", lambda *_: dict(answer, seconds=0.0))
+    monkeypatch.setattr(grpo, "start_scoring", lambda *_: None)
+    r = played()
+    assert len(ANSWERS.answer(["much too long"], False, 9, Words())[0]) == 9
+    assert grpo.take_answer(r, ENGINE, args_of("--response_length 11 --max_steps 9")) is None
+    assert (r.over, r.finish_reason, len(r.token_ids)) == (True, "length", 2)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_environment_hears_whether_the_policy_stopped(reason):
+    r = played()
+    r.turns[-1] = r.turns[-1] | {"finish_reason": reason}
+    facts = grpo.episode_of(r, args_of("--max_steps 5"))
+    assert (facts["stopped"], facts["turn"], facts["steps_left"]) == (reason == "stop", 1, 4)
+
+
+@pytest.mark.parametrize("own, heard, want", [
+    ("calls", "</think><answer>7</answer>", 0.0), ("</think><answer>7</answer>", "heard", 1.0),
+])  # fmt: skip
+def test_the_format_is_that_of_the_policys_own_turns(own, heard, want):
+    """The text of the rollout holds what the tool said, too."""
+    r = played(contents=("calls", heard, own), text=f"calls{heard}{own}")
+    r.prompt = replace(r.prompt, environment=None)
+    r.results = [rewards.RewardResult(1.0, "ok", "7", 0.0)]
+    grpo.score_rollouts([r], args_of("--apply_r1_style_format_reward"))
+    assert (r.format_score, r.outcome) == (want, 10.0 * want)
+
+
+def test_verifiers_of_length_count_the_policys_own_tokens(monkeypatch):
+    seen = []
+    monkeypatch.setattr(rewards, "submit", lambda record: seen.append(record.num_tokens) or Future())
+    r = played(tokens=2)
+    r.append_answer([8, 8, 8])
+    grpo.start_scoring(r, ENGINE, args_of())
+    assert seen == [2] and len(r.token_ids) == 5
+
+
+class Halves(Words):
+    """A tokenizer with two tokens for a letter; a decoder shows half a letter as U+FFFD."""
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [part for c in text for part in (ord(c), -ord(c))]}
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids[: len(ids) // 2 * 2 : 2])) + "\ufffd" * (len(ids) % 2)
+
+
+def test_a_text_is_not_cut_within_a_character():
+    """Separators take 6 tokens of 32, half of the rest are 13, and 5 of these are before the mark: two letters."""
+    assert ANSWERS.cut(["0123456789"], 32, Halves()) == ["01 [cut]"]
+
+
+def test_the_last_value_of_an_environments_number_counts(monkeypatch):
+    monkeypatch.setattr(turn_metrics, "COUNTED", collections.defaultdict(set))
+    r = played(contents=("a", "b", "c", "d", "e"))
+    for turn, number in zip(r.turns[1::2], (3.0, 5.0), strict=True):
+        turn["metrics"] = {"lives": number}
+    metrics = utils.Metrics()
+    turn_metrics.note_numbers([r], metrics)
+    (found,) = metrics.reduce(ONE).values()
+    assert found == 5.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A second round: sequence parallelism
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_together_count_one_optimizer_step():
+    """Of four ranks, two have the same tokens: sums of the loss come from two, and each counts half a step."""
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    learner: Any = SimpleNamespace(policy=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    metrics = utils.Metrics()
+    metrics.add("loss/policy_avg", 3.0, 0.0)
+    grpo.take_step(learner, args_of("--sequence_parallel_size 2"), utils.World(0, 0, 4, ONE.device), metrics)
+    assert metrics.sums["loss/policy_avg"] == (3.0, 0.5)
+
+
+def test_the_kl_in_a_reward_is_that_of_one_of_the_ranks_that_share_packs(monkeypatch):
+    """Counted twice, two scores would have a smaller unbiased deviation: 1/sqrt(3) in place of 1/sqrt(2)."""
+    group = [rollout(score=float(j), tokenless=[]) for j in range(2)]
+    group[1].sample = 1
+    batch: Any = SimpleNamespace(rollouts=group, seq_ids=torch.tensor([[1, 2]]), advantages=torch.zeros(1, 2))
+    monkeypatch.setattr(grpo, "response_kls", lambda *_: [0.0, 0.0])
+    monkeypatch.setattr(utils, "all_gather", lambda thing, _: [thing, thing])
+    line = "--sequence_parallel_size 2 --kl_in_reward --load_ref_policy --beta 0.1"
+    args = args_of(f"{line} --advantage_normalization_type standard_unbiased")
+    grpo.put_kl_in_reward([batch], args, utils.World(0, 0, 2, ONE.device), utils.Metrics())
+    assert [r.advantage for r in group] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-4)
+
+
+def test_tokens_and_learners_of_ranks_that_share_packs():
+    """Each rank computes on its share of the tokens, and packs are made for each group of ranks."""
+    policy = SimpleNamespace(flops=lambda *_: 1, pair_cost=0.0)
+    learner: Any = SimpleNamespace(policy=policy, ref_policy=None)
+    step = grpo.Step(1, packs=[[[[rollout(tokens=3), rollout(tokens=4)]]]])
+    args = args_of("--sequence_parallel_size 2")
+    grpo.note_update(learner, step, args)
+    assert step.metrics.reduce(ONE)["val/learner_tokens"] == (1 + 7 + 1) / 2 - 0.5
+    four = utils.World(0, 0, 4, ONE.device)
+    run: Any = SimpleNamespace(args=args, world=four, packing="shared", learner=learner, state=grpo.start_state())
+    run.train_prompts = []
+    sender: Any = SimpleNamespace(engines=SimpleNamespace(spent=lambda: []))
+    pack: Any = grpo_fast.make_collector(run, sender).pack
+    assert pack.keywords["learners"] == 2
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_one_rank_of_those_that_share_packs_notes_update_and_staleness(monkeypatch, leads):
+    noted = []
+    monkeypatch.setattr(utils, "leads", lambda *_: leads)
+    monkeypatch.setattr(grpo_fast, "note_staleness", lambda *_: noted.append("staleness"))
+    learn(monkeypatch, "--async_steps 1")
+    monkeypatch.undo()
+    monkeypatch.setattr(utils, "leads", lambda *_: leads)
+    monkeypatch.setattr(grpo, "note_update", lambda *_: noted.append("update"))
+    with pytest.raises(KeyError, match="trained"):
+        counted_step(args_of())
+    assert noted == ["staleness", "staleness", "update"] * leads
+
+
+def counted_step(args, **metrics):
+    """step_metrics of a step without rollouts, with these sums."""
+    state = grpo.start_state() | {"tokens": 100.0, "seconds": 5.0, "clock": 0.0, "cursor": 4, "flops_per_second": 1.0}
+    run: Any = SimpleNamespace(args=args, world=ONE, state=state, learner=None, train_prompts=[0] * 8, start_time=0.0)
+    step = grpo.Step(1, start_time=-1.0, seconds={"time/training": 2.0, "time/generation": 2.0})
+    for name, value in metrics.items():
+        step.metrics.count(name.replace("__", "/"), value)
+    return grpo.step_metrics(run, step), state
+
+
+def test_sums_of_a_run_and_shares_of_a_step(monkeypatch):
+    """Of 8 rollouts 6 are trained on. The tokens of earlier steps are told, and the sums go on."""
+    monkeypatch.setattr(grpo, "note_update", lambda *_: None)
+    monkeypatch.setattr(utils, "note_step", lambda *_: None)
+    monkeypatch.setattr(grpo.time, "perf_counter", lambda: 7.0)
+    sums = {"trained": 6, "sampled": 8, "response_tokens": 30, "learner_flops": 1}
+    line = "--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2"
+    found, state = counted_step(args_of(line), **sums, val__num_step_tokens=40, val__learner_tokens=25)
+    want = {
+        "other/real_batch_size_ratio": 0.75, "optim/skipped_steps": 0.0, "val/num_total_tokens": 100.0, "epoch": 0.5,
+        "episode": 8, "training_step": 1, "val/num_learner_tokens": 25.0,
+        "learner_tokens_per_second_overall": 100.0 / 12.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in want} == want
+    assert (state["tokens"], state["seconds"], state["step"], state["episode"]) == (140.0, 12.0, 1, 8)
+
+
+class Neighbours:
+    """A group of ranks, seen by one of them."""
+
+    def __init__(self, own_rank, ranks):
+        self.own_rank = own_rank
+        self.ranks = ranks
+
+    def rank(self):
+        return self.own_rank
+
+    def size(self):
+        return self.ranks
+
+
+def test_places_of_a_part_are_counted_in_rows_of_its_width():
+    """Two rows of four: what each of two ranks finds at its places are the marked tokens of its columns."""
+    tokens = torch.arange(8).view(2, 4)
+    mask = torch.tensor([[False, True, False, True], [True, False, True, False]])
+    zeros = torch.zeros(2, 4)
+    batch = grpo.Batch(tokens, tokens, mask, mask.long(), zeros, zeros)
+    found = []
+    for rank in range(2):
+        part = batch.part(cast(Any, Neighbours(rank, 2)))
+        found.append(part.input_ids.flatten()[part.places].tolist())
+    assert found == [[1, 4], [3, 6]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A second round: adapters and teachers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_added_before_the_sum_is_rounded(monkeypatch):
+    """1 + 0.6 / 128: the change rounds to 0.0046875, and 1.0046875 to 1; half of the spacing at 1 is 0.00390625."""
+    weight = torch.ones(1, 1, dtype=torch.bfloat16)
+    halves = [("base_model.model.w.lora_A.weight", torch.ones(1, 1))]
+    change = torch.full((1, 1), 0.00390625 + 1e-6)  # above half of the spacing; rounded alone, exactly half of it
+    halves.append(("base_model.model.w.lora_B.weight", change))
+    layers = {"w.weight": SimpleNamespace(scaling={"default": 1.0})}
+    monkeypatch.setattr(adapters, "adapted_layers", lambda _: layers)
+    monkeypatch.setattr(adapters, "adapter_weights", lambda _: halves)
+    monkeypatch.setattr(utils, "named_weights", lambda _: [])
+    monkeypatch.setattr(utils, "gather_weights", lambda *_: [("w.weight", weight)])
+    ((name, merged),) = adapters.merged_weights(None, torch.bfloat16)
+    assert (name, merged.dtype, float(merged)) == ("w.weight", torch.bfloat16, 1.0078125)
+
+
+def test_a_trial_of_adapters_has_the_version_before_the_start(monkeypatch):
+    """The weights that follow have the start's own: an engine that has loaded those has not seen the trial alone."""
+    monkeypatch.setattr(adapters, "trial_adapters", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(utils, "shard_again", lambda _: None)
+    policy: Any = None
+    assert [start.version for start in grpo.starts(policy, args_of("--lora_rank 4"), 5)] == [4, 5]
+    assert [start.version for start in grpo.starts(policy, args_of(), 5)] == [5]
+
+
+@pytest.mark.parametrize("flags, loaded, own", [
+    ("--lora_rank 4", ["x"], True),
+    ("--lora_rank 4 --ref_model_name_or_path t", ["x", "t"], False),
+    ("", ["x", "x"], False),
+])  # fmt: skip
+def test_the_reference_is_the_policy_without_adapters_or_a_model_of_its_own(monkeypatch, flags, loaded, own):
+    names = []
+
+    def load_policy(args, *_):
+        names.append(args.model_name_or_path)
+        return torch.nn.Linear(1, 1)
+
+    monkeypatch.setattr(grpo, "load_policy", load_policy)
+    monkeypatch.setattr(grpo, "make_optimizer", lambda *_: (None, None))
+    learner = grpo.load_learner(args_of(f"--load_ref_policy --beta 0.1 {flags}"), ONE)
+    assert names == loaded and (learner.ref_policy is learner.policy) == own
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A second round: resume
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_has_its_own_random_state_again(world, tmp_path):
+    """A rank that the checkpoint has no file of takes rank 0's."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    writer = checkpoints.Writer(tmp_path, 3, world)
+    random.seed(0)
+    writer.save(1, {"policy": model}, optimizer, {"step": 1})
+    writer.wait()
+    path = tmp_path / "checkpoints" / "step_1"
+    random.seed(1)
+    torch.save({"step": 7, "rng": utils.rng_state()}, path / "rank_1.pt")
+    draws = []
+    for rank in range(3):
+        of_rank = utils.World(rank, rank, 3, ONE.device)
+        assert checkpoints.load(path, {"policy": model}, optimizer, of_rank) == {"step": 1}
+        draws.append(random.random())
+    assert draws == [random.Random(0).random(), random.Random(1).random(), random.Random(0).random()]
+
+
+def test_the_newest_checkpoints_stay_and_a_damaged_one_is_skipped(tmp_path):
+    """9 before 10 by number, not by text; a step before the given one; a byte that changed in place."""
+    for step in (8, 9, 10):
+        temporary = tmp_path / f"step_{step}.tmp"
+        temporary.mkdir()
+        (temporary / "rank_0.pt").write_bytes(b"0123")
+        checkpoints.publish(temporary, 2)
+    assert [path.name for path in checkpoints.checkpoint_dirs(tmp_path)] == ["step_10", "step_9"]
+    newest = [checkpoints.newest(tmp_path, before) for before in (11, 10, 9)]
+    assert [path and path.name for path in newest] == ["step_10", "step_9", None]
+    (tmp_path / "step_10" / "rank_0.pt").write_bytes(b"0124")
+    assert checkpoints.newest(tmp_path) == tmp_path / "step_9"
+
+
+def test_a_collector_goes_on_where_the_checkpoint_was():
+    """After step 3 of 2 prompts each: positions from 6 on, weights of update 3, and not the excluded prompt."""
+    state = grpo.start_state() | {"step": 3, "cursor": 6, "excluded": [2, 5]}
+    collector = make_collector("7", "1", flags="--async_steps 1 --total_episodes 20", state=state)
+    assert (collector.number, collector.version, collector.excluded) == (4, 2, frozenset({2, 5}))
+    collector.engines_have(6)
+    assert (collector.version, collector.admitted) == (3, 10)
+    assert not {group[0].prompt.index for group in collector.in_flight.values()} & {2, 5}
+    assert len(collector._collect().sampled) == 2 and collector.number == 5
+
+
+def test_a_checkpoint_has_the_runs_own_state_and_is_due_at_the_end_too(monkeypatch):
+    saved = []
+    learner: Any = SimpleNamespace(scheduler=SimpleNamespace(state_dict=dict), optimizer=None, modules=lambda _: {})
+    run: Any = SimpleNamespace(args=args_of("--checkpoint_state_freq 2"), learner=learner, world=ONE)
+    run.state = grpo.start_state() | {"step": 4, "cursor": 32, "tokens": 7.0, "clock": 1.0}
+    run.checkpoints = SimpleNamespace(save=lambda step, *_: saved.append((step, _[2])))
+    monkeypatch.setattr(utils, "stop_asked", lambda _: "")
+    grpo.save_state(run, lambda: {"more": 1})
+    want = grpo.start_state() | {"step": 4, "cursor": 32, "tokens": 7.0, "scheduler": {}, "more": 1}
+    assert saved == [(4, want)]
+    found = [[step for step in range(1, 8) if grpo.due(every, step, 7)] for every in (3, 0, -1)]
+    assert found == [[3, 6, 7], [], []]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A second round: metrics
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_a_steps_rollouts_by_hand():
+    """Two groups of two: scores 10 and 0, of which one stopped; and 2 and a missing one. The first is kept."""
+    first = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
+    second = utils.Prompt(1, (5, 6, 7), "", ("7",), ("gsm8k",))
+    fields = [
+        {"prompt": first, "score": 10.0, "outcome": 10.0, "verifiable": 1.0, "finish_reason": "stop"},
+        {"prompt": first, "score": -0.5, "outcome": 0.0, "verifiable": 0.0, "finish_reason": "length"},
+        {"prompt": second, "score": 2.0, "outcome": 2.0, "verifiable": 0.2, "finish_reason": "length"},
+        {"prompt": second, "score": math.nan, "outcome": math.nan, "verifiable": math.nan, "finish_reason": "length"},
+    ]
+    rollouts = [rollout(tokens=i + 1, **each) for i, each in enumerate(fields)]
+    groups = [rollouts[:2], rollouts[2:]]
+    for r in rollouts:
+        status = "timeout" if math.isnan(r.score) else "ok"
+        r.results = [rewards.RewardResult(r.verifiable, status, "7", 0.0)]
+    metrics = utils.Metrics()
+    args = args_of("--overlong_buffer_length 4")
+    utils.note_step([groups[0]], groups, args, metrics)
+    found = utils.finish_metrics(metrics.reduce(ONE), args)
+    mean = (10 - 0.5 + 2) / 3
+    want = {
+        "val/stop_rate": 0.25, "batch/missing_rewards": 1, "val/num_step_tokens": 1 + 2 + 2,
+        "val/num_sampled_tokens": 10 + 2 * 2 + 2 * 3, "objective/scores": mean, "objective/overlong_penalty": 0.5 / 3,
+        "objective/reward_std": math.sqrt((100 + 0.25 + 4) / 3 - mean**2),
+        "batch/filtered_prompts_zero": 0, "batch/filtered_prompts_nonzero": 1, "batch/filtered_prompts_solved": 0,
+        "objective_kept/gsm8k_reward": 5.0, "objective_kept/gsm8k_correct_rate": 0.5,
+        "objective/gsm8k_reward": 4.0, "objective/gsm8k_correct_rate": 2 / 3, "objective/solve_rate": 1 / 3,
+    }  # fmt: skip
+    assert {name: found[name] for name in want} == pytest.approx(want)
+    kinds = [[rollout(outcome=x), rollout(outcome=x)] for x in (0.0, 10.0, 3.0, math.nan)]
+    assert [utils.kind_of(group, args) for group in kinds] == ["zero", "solved", "nonzero", "nonzero"]
+
+
+def test_metrics_that_are_functions_of_others():
+    found = utils.finish_metrics({"val/ratio": 1.5, "val/ratio_sq": 2.5}, args_of())
+    assert found == {"val/ratio": 1.5, "val/ratio_var": 0.25}
+    found = utils.finish_metrics({"objective/scores": 4.0, "objective/kl": 3.0}, args_of("--beta 0.5"))
+    assert (found["objective/non_score_reward"], found["objective/rlhf_reward"]) == (1.5, 2.5)
+
+
+def test_scores_are_compared_as_they_are():
+    """10 and 10 + 4e-7 are one number in float32; their group is trained on, so it has advantages."""
+    group = [rollout(score=10.0), rollout(score=10.0 + 4e-7)]
+    grpo.set_advantages([group], args_of("--advantage_normalization_type standard"))
+    assert [r.advantage for r in group] == pytest.approx([-1.0, 1.0], rel=0.06)  # 1e-8 is added to the deviation 2e-7
