@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,13 +74,17 @@ def test_it_applies_and_is_short(forked, name):
 FLAGS = {
     "adaptive_kl": [],
     "competence": [],
+    "dppo": ["--loss_fn", "dppo", "--num_mini_batches", "4"],
     "dr_grpo": [],
+    "gdpo": ["--no_filter_zero_std_samples"],
     "kl_twice": [],
     "maxrl": ["--advantage_normalization_type", "maxrl"],
+    "prompt_mean": ["--loss_denominator", "4"],
     "reinforce_pp_baseline": [],
     "repetition": ["--repetition_penalty", "0.3"],
     "rloo": ["--advantage_normalization_type", "rloo"],
     "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
+    "top_entropy": [],
     "ttrl": [],
 }
 
@@ -95,6 +100,7 @@ def test_the_split_into_packs_is_no_part_of_it(forked, tiny_models, world, monke
         args = test_learner.make_args("m", *FLAGS[name], "--num_samples_per_prompt_rollout", "3")
         for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 10.0, 0.0, 0.0, 0.0, 7.0, 10.0, 10.0, 0.0), strict=True):
             r.score = r.outcome = score
+            r.results = [SimpleNamespace(score=score), SimpleNamespace(score=float(r.sample))]
         for i in range(0, len(rollouts), 3):
             grpo.set_advantages([rollouts[i : i + 3]], args)
         for r in rollouts if name == "repetition" else ():
@@ -121,6 +127,94 @@ def test_sapo_by_hand(forked, monkeypatch):
     test_math.test_on_policy_every_loss_has_the_policy_gradient("sapo")
     for gap in (500.0, -500.0, math.inf, -math.inf):
         test_math.test_huge_log_ratios_stay_finite("sapo", gap)
+
+
+def test_dppo_by_hand(forked, monkeypatch):
+    """0.01 -> 0.05 has ratio 5 and trains, 0.6 -> 0.9 has 1.5 and is dropped: it moved by 0.3, more than 0.2. Where
+    A < 0 the same downwards; a move against the advantage is never dropped. A weight is 20 at most."""
+    monkeypatch.setattr(test_math, "grpo", forked("dppo")[1])
+    new = test_math.log(0.05, 0.9, 0.9, 0.1, 0.55, 0.9, 0.15)
+    old = test_math.log(0.01, 0.6, 0.6, 0.6, 0.6, 0.6, 0.005)
+    advantages = test_math.per_token(2.0, 2.0, -1.0, -1.0, -1.0, 0.0, 1.0)
+    loss, ratio, clipped, grad = test_math.loss_of(new, old, advantages, "dppo")
+    weights = [5.0, 0.0, 1.5, 0.0, 0.55 / 0.6, 1.5, 20.0]  # 0.15 / 0.005 is 30
+    want = [-a * w for a, w in zip(advantages.flatten().tolist(), weights, strict=True)]
+    assert grad.flatten().tolist() == pytest.approx(want) and loss.flatten().tolist() == pytest.approx(
+        [w * x for w, x in zip(want, new.flatten().tolist(), strict=True)]
+    )
+    assert clipped.flatten().tolist() == [False, True, False, True, False, False, False]
+    assert ratio.flatten().tolist() == pytest.approx((new - old).exp().flatten().tolist())
+    test_math.test_on_policy_every_loss_has_the_policy_gradient("dppo")
+    for gap in (500.0, -500.0, math.inf, -math.inf):
+        test_math.test_huge_log_ratios_stay_finite("dppo", gap)
+
+
+def test_prompt_mean_by_hand(forked, tiny_models, world, monkeypatch):
+    """Ratio 1: the loss is -1/P sum_p (sum_i A_i n_i) / n_p, for four prompts of three responses each."""
+    _, grpo = forked("prompt_mean")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    flags = ["--no_use_rho_correction", "--loss_denominator", "4", "--advantage_normalization_type", "centered"]
+    args, rollouts = test_learner.make_args(tiny_models(), *flags), test_learner.make_rollouts()
+    groups = [rollouts[i : i + 3] for i in range(0, 12, 3)]
+    want = 0.0
+    for group in groups:
+        for r, score in zip(group, (5.0, 1.0, 0.0), strict=True):
+            r.score = score
+        sizes = [len(r.token_ids) for r in group]
+        want -= sum(a * n for a, n in zip((3.0, -1.0, -2.0), sizes, strict=True)) / sum(sizes) / 4
+        grpo.set_advantages([group], args)
+    _, metrics = test_learner.run_update(args, world, [rollouts])
+    assert metrics["loss/policy_avg"] == pytest.approx(want, rel=1e-5)
+
+
+def test_gdpo_by_hand(forked):
+    """Rewards (1, 0, 0, 0) and (2, 2, 4, 0): their normalized values are added; a missing one counts in neither."""
+    _, grpo = forked("gdpo")
+    args = test_learner.make_args("m")
+    prompt = grpo.utils.Prompt(0, (1, 2, 3), "", (), ())
+    group = [grpo.Rollout(prompt, 0, j) for j in range(4)]
+    for r, scores in zip(group, ((1, 2), (0, 2), (0, 4), (0, 0)), strict=True):
+        r.results = [SimpleNamespace(score=float(score)) for score in scores]
+        r.score = float(sum(scores))
+    grpo.set_advantages([group], args)
+    first = math.sqrt(3 / 16)  # deviation of 1 0 0 0, mean 1/4; that of 2 2 4 0, mean 2, is sqrt(2)
+    want = [0.75 / first, -0.25 / first, -0.25 / first + 2 / math.sqrt(2), -0.25 / first - 2 / math.sqrt(2)]
+    assert [r.advantage for r in group] == pytest.approx(want, rel=1e-6)
+    group[3].results = [SimpleNamespace(score=math.nan)] * 2
+    group[3].score = math.nan
+    grpo.set_advantages([group], args)
+    deviations = [math.sqrt(2 / 9), math.sqrt(8 / 9)]  # of 1 0 0 and of 2 2 4
+    want = [2 / 3 / deviations[0] - 2 / 3 / deviations[1], -1 / 3 / deviations[0] - 2 / 3 / deviations[1]]
+    want.append(-1 / 3 / deviations[0] + 4 / 3 / deviations[1])
+    assert [r.advantage for r in group] == pytest.approx([*want, 0.0], rel=1e-6)
+
+
+def test_top_entropy_by_hand(forked, tiny_models, world, monkeypatch):
+    """A fifth of all tokens keeps its advantage, that of the highest entropies, in whatever mini-batch they are."""
+    _, grpo = forked("top_entropy")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args(tiny_models(), "--no_use_rho_correction", "--learning_rate", "0")
+    original = grpo.Batch.loss_inputs
+    seen = []
+
+    def loss_inputs(batch, new_logprobs, entropy):
+        pairs = zip(entropy[batch.response_mask].tolist(), batch.advantages[batch.response_mask].tolist(), strict=True)
+        seen.extend(pairs)
+        return original(batch, new_logprobs, entropy)
+
+    monkeypatch.setattr(grpo.Batch, "loss_inputs", loss_inputs)
+    for sizes in ((12,), (5, 7)):
+        seen.clear()
+        rollouts = test_learner.make_rollouts()
+        for r in rollouts:
+            r.advantage = 1.0
+        parts = [rollouts[: sizes[0]], rollouts[sizes[0] :]][: len(sizes)]
+        test_learner.run_update(args, world, parts, optimizer="adam")
+        ordered = sorted(seen, reverse=True)
+        kept = sum(len(r.token_ids) for r in rollouts) / 5
+        advantages = [advantage for _, advantage in ordered]
+        assert 0 < sum(advantages) <= kept + 1 and sum(advantages) >= kept - 1
+        assert advantages == sorted(advantages, reverse=True)  # ones, then zeros
 
 
 def assert_slopes(loss, at, grad, step=1e-5):
