@@ -60,14 +60,16 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # vLLM would tell its makers of each engine
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM does so after its first warnings
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # looks at deprecated names of torch
-_USER_CACHE = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(_USER_CACHE, "vllm")
+VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/vllm"
 
 # Imports make objects that stay. To look for dead cycles after every 700 objects takes a quarter of the imports' time.
 gc.set_threshold(10_000)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: source scripts/setup.sh, once a shell") from None
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -133,8 +135,7 @@ def init_distributed(store: dist.Store | None = None, timeout: timedelta | None 
     if store is None and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
     else:
-        store = store or dist.HashStore()
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=timeout, store=store or dist.HashStore(), rank=rank, world_size=size)
     return World(rank, local_rank, size, device)
 
 
@@ -2385,6 +2386,7 @@ class Logger:
 
     def __init__(self, args: TrackingFlags, run_dir: Path, num_steps: int, start_step: int, world: World):
         self.enabled = world.is_main
+        self.trackers: dict[str, subprocess.Popen] = {}
         if not self.enabled:
             return
         self.run_dir = run_dir
@@ -2392,7 +2394,6 @@ class Logger:
         self.step_width = max(9, len(f"{num_steps}/{num_steps}"))
         self.header_shown = False
         self.step_ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
-        self.trackers: dict[str, subprocess.Popen] = {}
         if (run_dir / "metrics.jsonl").exists():
             from scripts.parts.run_dir import forget_after
 
@@ -2460,8 +2461,6 @@ class Logger:
 
     def close(self) -> None:
         """Let the trackers send what they have not sent yet."""
-        if not self.enabled:
-            return
         for name, process in self.trackers.items():
             from scripts.parts import track
 

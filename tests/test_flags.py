@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import get_args
@@ -19,7 +20,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts.parts import launch, plan, translate
+from scripts.parts import launch, outlook, plan, translate
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -491,9 +492,12 @@ def test_a_line_of_verl_is_refused_with_our_flags(capsys):
     "flags, warning",
     [
         ("--local_eval_every 5", "--local_eval_every 5: nothing is evaluated without --dataset_mixer_eval_list"),
-        ("--dataset_mixer_eval_list a/b 1", "--dataset_mixer_eval_list a/b 1: that is one row; 1.0 is all of them"),
+        (
+            "--dataset_mixer_eval_list a/b 1",
+            "--dataset_mixer_eval_list a/b 1: that is one row; 1.0 is all of a data set",
+        ),
         ("--max_steps 100", "--max_steps 100: .*--tools.*; a run is refused"),
-        ("--dataset_mixer_list a/b 1.0 c/d 1", "--dataset_mixer_list c/d 1: that is one row; 1.0 is all of them"),
+        ("--dataset_mixer_list a/b 1.0 c/d 1", "--dataset_mixer_list c/d 1: that is one row; 1.0 is all of a data set"),
     ],
 )
 def test_what_is_hardly_meant_is_warned_of(flags, warning, capsys):
@@ -835,6 +839,43 @@ def test_describe_by_hand():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_the_plan_says_what_the_disk_must_hold(tmp_path, monkeypatch, capsys):
+    """A matrix of 100 x 50 and 50 biases: 5050 weights. 64 rollouts a step, 10 steps."""
+    from safetensors.torch import save_file
+
+    save_file({"a.weight": torch.zeros(100, 50), "a.bias": torch.zeros(50)}, tmp_path / "model.safetensors")
+    base = (
+        f"--model_name_or_path {tmp_path} --output_dir {tmp_path / 'no' / 'such'} --total_episodes 640 --save_freq -1 "
+    )
+
+    def estimate(flags):
+        args = parse(*(base + flags).split())
+        return outlook.disk_bytes(args, outlook.weight_shapes(str(tmp_path)))
+
+    assert estimate("") == {"model": 2 * 5050}
+    assert estimate("--model_dtype float32 --save_freq 4") == {"model": 4 * 5050, "2 of steps": 2 * 4 * 5050}
+    assert estimate("--checkpoint_state_freq 2")["4 checkpoints"] == 4 * 12 * 5050  # 3 and the one that is written
+    assert estimate("--checkpoint_state_freq 2 --keep_last_n_checkpoints -1")["5 checkpoints"] == 5 * 12 * 5050
+    assert estimate("--checkpoint_state_freq 5 --ref_policy_update_freq 1")["2 checkpoints"] == 2 * 16 * 5050
+    adapters = 2 * (100 + 50)
+    assert estimate("--lora_rank 2 --checkpoint_state_freq 9") == {
+        "model": 4 * adapters,
+        "1 checkpoints": 12 * adapters,
+    }
+    assert estimate("--lora_rank 2 --lora_merge") == {"model": 4 * adapters + 2 * 5050}
+    row = outlook.ROLLOUT_BYTES + 256 * (outlook.PROMPT_BYTES + outlook.TOKEN_BYTES)
+    assert estimate("--save_traces")["rollouts"] == 640 * row
+    assert estimate("--dump_steps 5")["rollouts"] == 2 * 64 * (row + 256 * outlook.DUMP_BYTES)
+
+    grpo.main(parse(*(base + "--dry_run").split()))
+    shown = capsys.readouterr().out
+    assert re.search(rf"^disk     GB: model 0\.0: at most 0\.0; [\d.]+ are free in {tmp_path}$", shown, re.MULTILINE)
+    assert "the disk may get full" not in shown
+    monkeypatch.setattr(outlook.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10_000))
+    assert "WARNING: the disk may get full. What helps: another --output_dir" in outlook.disk_text(parse(*base.split()))
+    assert "not estimated: no .safetensors of a/b" in outlook.disk_text(parse("--model_name_or_path", "a/b"))
+
+
 def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path, capsys):
     data = tmp_path / "mine.jsonl"
     data.write_text("this is not even JSON\n")
@@ -889,6 +930,14 @@ def test_schedules_are_those_of_transformers_that_no_other_flag_is_needed_for(ca
     with pytest.raises(SystemExit):
         utils.parse_args(grpo.Args, ["--lr_scheduler_type", "greedy"])
     assert "greedy" in (said := capsys.readouterr().err) and "inverse_sqrt" in said
+
+
+@pytest.mark.parametrize("script", ["grpo", "grpo_fast"])
+def test_a_shell_without_the_environment_is_told_to_source_it(script):
+    code = f"import sys; sys.modules['torch'] = None; import {script}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.endswith(": source scripts/setup.sh, once a shell\n")
 
 
 def test_a_refused_flag_is_one_line_without_traceback():

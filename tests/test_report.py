@@ -580,6 +580,18 @@ def test_kept_groups_and_their_prompts_are_counted_as_open_instruct_counts_them(
     assert metrics.reduce(utils.World(0, 0, 1, torch.device("cpu")))["val/num_step_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("data/gsm8k_verl/test.jsonl", "openai/gsm8k"),  # of the recipe of veRL's report
+        ("openai/gsm8k:main", "openai/gsm8k"),
+        ("./data/addition/eval.jsonl", "data/addition/eval"),
+    ],
+)
+def test_an_evaluation_has_verls_name_of_its_data(name, shown):
+    assert benchmark_report.name_of_source(name) == shown
+
+
 def test_three_runs_of_two_scripts_without_rollouts(tmp_path, capsys):
     """Phases are each script's own; each two runs are compared in speed; rewards stand alone without rollouts."""
     runs = []

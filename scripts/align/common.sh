@@ -2,8 +2,8 @@
 #
 # MODE=full  Qwen2.5-1.5B-Instruct on GSM8K, 96 prompts x 8, 77 steps: the sizes of Trinity-RFT's comparison with veRL.
 #            OURS is the command of our side (6 GPUs: OURS="torchrun --nproc_per_node=6 grpo.py"), TRL_PYTHON a Python
-#            with TRL and a CUDA torch, on one GPU of 80 GB. Never run by us, and the source has no times: TOLERANCE,
-#            for bfloat16, is a guess.
+#            with TRL and a CUDA torch, on one GPU of 80 GB. We have never run this, and the source has no times:
+#            TOLERANCE, for bfloat16, is a guess.
 # MODE=tiny  a random model of two layers, 4 prompts x 8 additions, 24 steps, float32; .venv-trl is made where it lacks.
 #
 # Below, what differs in the two systems unless it is set: engine correction off, constant groups counted in the loss's

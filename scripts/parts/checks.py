@@ -279,7 +279,7 @@ def likely_mistakes(args: Any) -> list[str]:
         amounts = getattr(args, flag)[1::2]
         for name, amount in zip(names, amounts, strict=True):
             if amount == "1":
-                mistakes.append(f"--{flag} {name} 1: that is one row; 1.0 is all of them")
+                mistakes.append(f"--{flag} {name} 1: that is one row; 1.0 is all of a data set")
     return mistakes
 
 

@@ -5,6 +5,7 @@ import faulthandler
 import itertools
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,12 @@ def die_with_parent() -> None:
         first_process = Path("/proc/1/cmdline").read_text()
         if "grpo_fast.py" not in first_process:
             raise SystemExit("grpo_fast.py: the launcher is gone")
+
+
+def waited_for(outstanding: str) -> str:
+    """Who has not answered: the engines that the text on outstanding requests names, or the learners."""
+    engines = sorted(set(re.findall(r"\((engine \d+)\)", outstanding)))
+    return ", ".join(engines) or "the learners"
 
 
 SIGNS = 3  # limits without a sign of life after which the others take learner 0 for dead
@@ -80,8 +87,9 @@ class Watchdog:
             time.sleep(self.poll_s)
         message = f"grpo_fast.py: {self.name} (pid {os.getpid()}): stalled"
         if self.leads:
-            self.store.set("stalled", "1")
-            message += f": nothing moved for {self.seconds():.0f} s. Outstanding: {self.outstanding()}"
+            outstanding = self.outstanding()
+            self.store.set("stalled", f"stalled, waiting for {waited_for(outstanding)}")
+            message += f": nothing moved for {self.seconds():.0f} s. Outstanding: {outstanding}"
         elif not self.told:
             message += f": learner 0 has given no sign of life for {self.seconds():.0f} s"
         print(message, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import torch
 
 import rewards
 import utils
-from scripts.parts import checks
+from scripts.parts import checks, outlook
 
 ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
     lora_rank load_ref_policy ref_model_name_or_path ref_policy_update_freq
@@ -27,8 +27,8 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
         ignored = checks.flags_of_fast(args)
         if ignored:
             print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
-    for mistake in checks.likely_mistakes(args):
-        print(f"WARNING: {mistake}")
+    for line in outlook.lines(args):
+        print(line)
     if not args.dry_run:
         return
     from scripts.parts import machine

@@ -252,7 +252,7 @@ def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, 
     text = log.read_text()
     assert re.search(r"Outstanding: \d+ requests: \d+/\d \(engine 0\), ", text), text[-5000:]
     assert "in run_learner" in text and "in _collect" in text, "no stacks"
-    assert "died with exit code 1" in text
+    assert text.splitlines()[-1].endswith("died with exit code 1: stalled, waiting for engine 0")
 
 
 class Finished:

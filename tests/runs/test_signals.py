@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from tests import programs
 from tests.runs.test_run import TRANSFORMERS, command, data, read  # noqa: F401
 
+REPO = Path(__file__).resolve().parents[2]
 TORCHRUN = programs.torchrun(2)
 STARTS = {
     "python grpo.py": ["grpo.py"],
@@ -130,6 +133,33 @@ def test_a_second_one_stops_at_once(start, how, tmp_path):
     status, text = run.end(), run.text()
     assert text.count("SIGTERM: stopping now") == 1
     assert "torchrun" in how or status == 128 + signal.SIGTERM, text[-3000:]
+
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from scripts.parts import launch
+
+signal.signal(signal.SIGINT, launch.pass_on)
+other = subprocess.Popen(["sleep", "120"])  # a verifiers' process, which is no rank
+os.kill(os.getpid(), signal.SIGINT)
+assert other.wait(60) < 0
+rank = subprocess.Popen([sys.executable, "-c", {rank!r}])
+print(rank.wait(20))
+"""
+
+
+@pytest.mark.parametrize(
+    "rank, status",
+    [
+        ("import time; time.sleep(120)", -signal.SIGTERM),  # it has no handler yet
+        ("import time\ntry: time.sleep(120)\nexcept BaseException: time.sleep(120)", -signal.SIGTERM),
+    ],
+)
+def test_ranks_that_start_after_the_signal_end_too(rank, status):
+    """Once in 53 runs Ctrl-C was lost: the launcher passed it on to the only child that it had, which was no rank."""
+    code = LAUNCHER.format(rank=rank)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == str(int(status)), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("how", ["python grpo.py", "grpo_fast.py"])

@@ -10,15 +10,16 @@
 #
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each.
 #   sbatch scripts/train/debug/multi_node_grpo.sh
-# Expected: no time and no figure in the source. Never run by us; two torchrun agents on one CPU machine stand for the
-# nodes in tests/runs/test_fast.py.
+# Expected: the source has no time and no figure. We have never run this. In tests/runs/test_fast.py two torchrun agents
+# on one CPU machine stand for the nodes.
 # Source: open-instruct scripts/train/debug/multi_node_grpo.sh.
 #
 # Where this differs from the source:
 # - there grpo.py has engines of its own too; here that is grpo_fast.py.
 # - --fsdp_shard_degree 8 and --fsdp_num_replicas 1 are --deepspeed_stage 3; --activation_memory_budget 0.25 has no
 #   counterpart beside --gradient_checkpointing.
-# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
+# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
+#   server.
 # - checkpoints go to the run's own directory.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"

@@ -3,20 +3,22 @@
 # of DeepMath-103K, without a reward; 100 steps of 1024 prompts x 4 responses of at most 4096 tokens.
 #
 # Hardware: 1 node of 8 GPUs of 80 GB, each with a learner, a part of the teacher and an engine that take turns.
-# Expected: AIME 2024 of about 0.65 after 100 steps, says the source, from a student that has about 0.55 after
-# supervised fine-tuning on OpenThoughts3; it names no teacher there, Qwen3-8B is its default. Never run by us.
+# Expected: the source says that AIME 2024 is about 0.65 after 100 steps, for a student that has about 0.55 before,
+# after supervised fine-tuning on OpenThoughts3. It names no teacher there; Qwen3-8B is its default. We have never run
+# this.
 # Source: tinker-cookbook, recipes/distillation: on_policy_distillation.py, and README.md as it was at first (it has
 # since gone over to Qwen3.5-9B and 512 groups); Thinking Machines, "On-Policy Distillation".
 #
 # Where this differs from the source:
-# - its student starts from that fine-tuned checkpoint, which is on Tinker only. The base model itself is the default
-#   here; give yours with --model_name_or_path.
-# - the source names no alpha: --lora_alpha 32 is our default.
-# - with full training its learning rate is 5e-5: --lora_rank 0 --lora_merge false --learning_rate 5e-5.
-# - the KL is a term of the loss, estimator k2: -log(student / teacher) at each token times the gradient of its logprob,
-#   as the source's advantage has it. There it is weighed by rho too, learner to sampler; here the policy term alone is.
-# - the loss is a mean over tokens, there a sum: to Adam the same, without --max_grad_norm.
-# - longer prompts than 1024 tokens are dropped, there cut. 256 questions are held out, to see right answers rise.
+# - The source's student starts from that fine-tuned checkpoint, which is on Tinker only. Here the base model is the
+#   default. Give yours with --model_name_or_path.
+# - The source names no alpha: --lora_alpha 32 is our default.
+# - To train all weights, append --lora_rank 0 --lora_merge false --learning_rate 5e-5, the source's rate for that.
+# - The KL is a term of the loss, estimator k2. At each token its gradient is -log(student / teacher) times the gradient
+#   of the logprob, as with the source's advantage. The source weighs it by rho, learner to sampler. Here only the
+#   policy term is weighed by rho.
+# - The loss is a mean over tokens; in the source it is a sum. To Adam both are the same, without --max_grad_norm.
+# - Prompts of more than 1024 tokens are dropped; the source cuts them. 256 questions are held out for evaluation.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -8,11 +8,11 @@
 # Olmo Hybrid 7B (gated DeltaNet and attention) on code, 19 steps of 32 prompts x 16: one side of a comparison of
 # throughput with scripts/train/hybrid/large_test_non_hybrid.sh.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each. sbatch
-# scripts/train/hybrid/large_test_hybrid.sh
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each.
+#   sbatch scripts/train/hybrid/large_test_hybrid.sh
 # Expected: 24 minutes, 56.7 s a step, 1,766 learner tokens/s overall, verifiable_reward 0.66, verifiable_correct_rate
-# 0.08. With --vllm_enforce_eager --exp_name large_test_hybrid_eager appended, the report's third run: 37 minutes,
-# 100.3 s, 715 and 0.69. These are the report's, of open-instruct on 16 GPUs; never run by us. It prints them of the
+# 0.08. With --vllm_enforce_eager --exp_name large_test_hybrid_eager appended, the report's third run: 37 minutes, 100.3
+# s, 715 and 0.69. These are the report's, of open-instruct on 16 GPUs; we have never run this. It prints them of the
 # groups kept (objective_kept/...) and as means over all 19 steps, and so does
 #   python scripts/reports/compare_runs.py output/large_test_hybrid output/large_test_non_hybrid --with_first_step
 # Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison" and open-instruct
@@ -34,7 +34,8 @@
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - --save_freq is not in the report: 19 steps need no model between. --save_traces is for compare_runs.py, which pairs
 #   the rollouts of two runs.
-# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
+# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
+#   server.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

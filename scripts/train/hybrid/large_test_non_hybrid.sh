@@ -11,7 +11,7 @@
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each. sbatch
 # scripts/train/hybrid/large_test_non_hybrid.sh
 # Expected: 22 minutes, 52.3 s a step, 4,699 learner tokens/s overall, verifiable_reward 0.83, verifiable_correct_rate
-# 0.11. These are the report's, of open-instruct on 16 GPUs; never run by us. It prints them of the groups kept
+# 0.11. These are the report's, of open-instruct on 16 GPUs; we have never run this. It prints them of the groups kept
 # (objective_kept/...) and as means over all 19 steps, as compare_runs.py does with --with_first_step.
 # Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison", which lists commit 8bc13901 for it. No
 # branch that we have read has that; these are the values of scripts/train/debug/large_test_script.sh at 2d4875fa, which
@@ -23,7 +23,8 @@
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - --save_freq is not in the report: 19 steps need no model between. --save_traces is for compare_runs.py, which pairs
 #   the rollouts of two runs.
-# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
+# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
+#   server.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

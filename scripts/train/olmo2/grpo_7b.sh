@@ -9,7 +9,7 @@
 #
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 12 learners and one engine of 4 GPUs. sbatch scripts/train/olmo2/grpo_7b.sh
 # Expected: a model better than allenai/OLMo-2-1124-7B-Instruct, which its authors trained with PPO; the document shows
-# curves only: ifeval, gsm8k and MATH rise. Never run by us.
+# curves only: ifeval, gsm8k and MATH rise. We have never run this.
 # Source: docs/algorithms/grpo.md, "Reproduce OLMo-2-1124-7B-Instruct but better (2 Nodes)", and open-instruct
 # scripts/train/olmo2/grpo_7b.sh at commit 745bf58d321c, which starts grpo_vllm_thread_ray_gtrl.py; both are gone today.
 #
@@ -22,10 +22,9 @@
 #   together.
 # - --max_token_length is left out: --max_prompt_token_length and --response_length bound the same.
 # - --num_evals 100 of 2604 steps is an evaluation every 26.
-# - the constraints of the dataset's instruction rows have an older form (func_name), which scripts/data/rlvr.py turns
-#   into IFEval's. Rows with the quantifier "around" have none there: they are dropped, and counted when the data are
-#   made.
-# - --with_tracking is left to whoever starts this; evaluation jobs of AI2's own cluster have no counterpart.
+# - Some of the dataset's instruction rows have an older form (func_name). scripts/data/rlvr.py turns them into IFEval's
+#   form. It drops the rows with the quantifier "around", which IFEval does not have, and prints how many these are.
+# - --with_tracking is left to you. The evaluation jobs of AI2's own cluster have no counterpart here.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

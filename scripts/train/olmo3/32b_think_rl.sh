@@ -9,7 +9,7 @@
 #
 # Hardware: 18 nodes of 8 GPUs of 80 GB: 96 learners and 6 engines of 8 GPUs each.
 #   sbatch scripts/train/olmo3/32b_think_rl.sh
-# Expected: no time and no figure in the document. Never run by us.
+# Expected: no time and no figure in the document. We have never run this.
 # Source: open-instruct scripts/train/olmo3/32b_think_rl.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
 #
 # Where this differs from the source:
@@ -18,13 +18,14 @@
 # - the model there is a checkpoint on AI2's own disks; allenai/Olmo-3-32B-Think-DPO is the published one of the same
 #   stage.
 # - --deepspeed_zpg and --gather_whole_model have no counterpart: FSDP2 gathers one block at a time.
-# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
+# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
+#   server.
 # - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
-# - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
+# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
 #   its memory.
 #
-# The judge is a server of your own, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`, and
-# then export OPENAI_BASE_URL=http://HOST:8000/v1.
+# Start the judge yourself, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then export
+# OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

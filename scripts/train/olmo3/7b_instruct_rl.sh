@@ -8,7 +8,7 @@
 # Olmo 3 7B Instruct: code, math, instruction following and general questions; 2000 steps of 64 prompts x 8.
 #
 # Hardware: 8 nodes of 8 GPUs of 80 GB: 8 learners and 56 engines. sbatch scripts/train/olmo3/7b_instruct_rl.sh
-# Expected: no time and no figure in the document. Never run by us.
+# Expected: no time and no figure in the document. We have never run this.
 # Source: open-instruct scripts/train/olmo3/7b_instruct_rl.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
 #
 # Where this differs from the source:
@@ -19,14 +19,15 @@
 # - the script expands a variable of another name than the one it sets (nonreasoner_math_mix_decon), and so trains on
 #   nothing; the mix it sets is meant and used here.
 # - --beaker_eval_freq, which the parser rejects, is left out.
-# - the parts are those of the source, on the hub under their authors' names; allenai/Dolci-Instruct-RL is the mix as
-#   published.
-# - tests run in the sandbox of scripts/parts/sandbox.py on the learners' machines and not on a hosted code server.
-# - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
+# - The data sets are those of the source. The hub has them under their authors' names; allenai/Dolci-Instruct-RL is the
+#   mix as it was published.
+# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
+#   server.
+# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
 #   its memory.
 #
-# The judge is a server of your own, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`, and
-# then export OPENAI_BASE_URL=http://HOST:8000/v1.
+# Start the judge yourself, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then export
+# OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

@@ -8,12 +8,12 @@
 # Olmo 3 7B RL-Zero, from the base model: math; 3000 steps of 32 prompts x 8.
 #
 # Hardware: 9 nodes of 8 GPUs of 80 GB: 16 learners and 56 engines. sbatch scripts/train/olmo3/7b_rlzero_math.sh
-# Expected: no time and no figure in the document. Never run by us.
+# Expected: no time and no figure in the document. We have never run this.
 # Source: open-instruct scripts/train/olmo3/7b_rlzero_math.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
 #
 # Where this differs from the source:
 # - VLLM_ATTENTION_BACKEND=FLASH_ATTN, set there, is not: vLLM chooses.
-# - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
+# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
 #   its memory.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"

@@ -2,19 +2,19 @@
 # Qwen2.5-3B zero: GRPO from the base model on MATH, in the R1 format; 1302 steps.
 #
 # Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines.
-# Expected: the document shows curves only: ifeval, gsm8k and MATH rise. Never run by us.
+# Expected: the document shows curves only, in which ifeval, gsm8k and MATH rise. We have never run this.
 # Source: open-instruct scripts/train/qwen/grpo_fast_3b_single_node.sh and docs/algorithms/grpo.md.
 #
 # Where this differs from the source:
-# - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
-#   --response_length bound the same.
-# - open-instruct's defaults changed after these runs (its PR 1547: clip_higher 0.272, async_steps 8, centered
-#   advantages, in-flight updates, truncated importance sampling). The values below are those of the time of the runs:
+# - --max_token_length is left out: --max_prompt_token_length and --response_length bound the same. open-instruct has
+#   removed that flag, and its parser rejects it.
+# - open-instruct changed its defaults after these runs, in its PR 1547: clip_higher 0.272, async_steps 8, centered
+#   advantages, in-flight updates, truncated importance sampling. The values below are those that the runs had:
 #   --async_steps 1, --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - ai2-adapt-dev/math_ground_truth_zs belongs to an organization whose data need not stay public. In its place stand
-#   the questions of DigitalLearningGmbH/MATH-lighteval, 7500 of train, without examples before them
+# - The source trains on ai2-adapt-dev/math_ground_truth_zs, which may not stay public. Here the data are the 7500
+#   training questions of DigitalLearningGmbH/MATH-lighteval, without examples before them
 #   (scripts/data/competition_math.py).
-# - the reference policy is loaded, as there, although beta is 0: it measures the KL only. --no_load_ref_policy saves
+# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
 #   its memory.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."

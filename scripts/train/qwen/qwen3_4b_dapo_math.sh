@@ -3,7 +3,7 @@
 #
 # Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines.
 # Expected: AIME 2025 pass@1 of about 0.216 at the end with open-instruct's grpo_fast, for the run with 8192 tokens (its
-# own comparison of grpo_fast with grpo.py). Never run by us.
+# own comparison of grpo_fast with grpo.py). We have never run this.
 # Source: open-instruct scripts/train/qwen/qwen3_4b_dapo_math.sh.
 #
 # Where this differs from the source:

@@ -8,7 +8,7 @@
 # Qwen3-4B-Base on 14,000 questions of DAPO-Math-17k, responses of at most 30720 tokens; 1000 steps of 8 prompts x 16.
 #
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines. sbatch scripts/train/qwen/qwen3_4b_dapo_math_32k.sh
-# Expected: no figure published. Never run by us.
+# Expected: no figure published. We have never run this.
 # Source: open-instruct scripts/train/qwen/qwen3_4b_dapo_math_32k.sh.
 #
 # Where this differs from the source:

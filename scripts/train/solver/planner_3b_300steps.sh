@@ -1,30 +1,31 @@
 #!/usr/bin/env bash
-# A planner learns to write guidelines by which a frozen solver, the same Qwen2.5-3B-Instruct, gets problems of
-# NuminaMath right: 300 steps of 30 prompts x 4.
+# A planner learns to write guidelines. A frozen solver reads them and solves problems of NuminaMath. Both are
+# Qwen2.5-3B-Instruct. 300 steps of 30 prompts x 4.
 #
 # Hardware: 1 node of 4 GPUs of 80 GB: 2 learners, 1 engine, 1 solver.
-# Expected: the document has no result, and about 4 steps in 3 hours, because its 120 calls of the solver per step went
-# one by one. Here they go together, as responses end. Never run by us.
+# Expected: the document has no result. It has about 4 steps in 3 hours, because it made the 120 calls of the solver in
+# a step one by one. Here a call is made as soon as its response ends, and many run at a time. We have never run this.
 # Source: "Training config reference (full 300-step run)" of the planner/solver project, its run_train.sh on veRL.
 #
 # Where this differs from the source:
-# - veRL is told of 3 GPUs and 30 prompts in mini-batches of 24, which it cuts unequally: 32 and 8 responses a rank, the
-#   second scaled by 1/4. Here all 30 prompts make one update.
-# - KL is there both in the reward and in the loss, so counted twice, and in the reward of standard-normalized groups it
-#   makes advantages out of nothing. Here it is in the loss only. For both, git apply scripts/forks/kl_twice.diff and
-#   append --kl_in_reward --kl_in_reward_coef 0.001 --force_kl_in_reward.
-# - the document has rollouts on GPU 0 and the actor on GPUs 1 and 2, which veRL does not do (it puts both on all
-#   three); this script does.
-# - the document gives 3072 tokens to "planner + solver", which in veRL bounds the planner alone. Here each has 3072.
-# - the reference policy is not offloaded, prefill stays chunked, and the solver runs on vLLM's current engine (there
-#   VLLM_USE_V1=0).
-# - NuminaMath 30k is not published as such: 30,000 rows of AI-MO/NuminaMath-CoT with a boxed answer, drawn by
-#   scripts/data/competition_math.py, of which 300 are held out.
-# - an epoch cap of 10 has no meaning for 9000 prompts of 29,700.
-# - data.truncation error stops veRL at a prompt that is still too long after its filter; here none is, since longer
-#   ones are always dropped, and counted.
-# - save_freq 25 is --checkpoint_state_freq 25: states to go on from, which python scripts/to_hf.py RUN --step N makes
-#   models of.
+# - The source tells veRL of 3 GPUs and of mini-batches of 24 of the 30 prompts. veRL cuts these unequally: 32 and 8
+#   responses a rank, and it scales the second by 1/4. Here all 30 prompts make one update.
+# - The source has the KL both in the reward and in the loss, so that it counts twice. In the reward, where groups are
+#   divided by their standard deviation, it makes advantages out of nothing. Here the KL is in the loss only. For both,
+#   git apply scripts/forks/kl_twice.diff and append --kl_in_reward --kl_in_reward_coef 0.001 --force_kl_in_reward.
+# - The document has rollouts on GPU 0 and the actor on GPUs 1 and 2. veRL puts both on all three. This script does what
+#   the document says.
+# - The document gives 3072 tokens to "planner + solver". In veRL that number bounds the planner alone. Here each has
+#   3072.
+# - The reference policy is not offloaded, and prefill stays chunked. The solver runs on vLLM's current engine; the
+#   source sets VLLM_USE_V1=0.
+# - NuminaMath 30k is not published as such. scripts/data/competition_math.py draws 30,000 rows with a boxed answer from
+#   AI-MO/NuminaMath-CoT and holds out 300 of them.
+# - The source's cap of 10 epochs has no meaning for 9000 prompts of 29,700.
+# - With data.truncation error veRL stops at a prompt that is still too long after its filter. Here longer prompts are
+#   always dropped, and their number is printed.
+# - save_freq 25 is --checkpoint_state_freq 25. A run can go on from these states. python scripts/to_hf.py RUN --step N
+#   makes a model of one.
 #
 # The solver is VERL_GUIDELINES_SOLVER_MODEL where that is set, as there; its figures are of the model above.
 set -euo pipefail

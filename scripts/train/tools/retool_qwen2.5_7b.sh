@@ -3,18 +3,20 @@
 # programs in 16384 tokens; 64 prompts x 16, four optimizer steps each.
 #
 # Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines. Programs run in the sandbox of parts/sandbox.py.
-# Expected: the script names no figure. Never run by us.
+# Expected: the script names no figure. We have never run this.
 # Source: verl's recipe/retool/run_qwen2_7b_dapo.sh.
 #
 # Where this differs from the source:
-# - it starts from a checkpoint of its own that was fine-tuned on conversations with calls (run_qwen2_7b_sft.sh beside
-#   it): give yours with --model_name_or_path.
-# - its tool prints a program's last line where that is no print; ours the value of a last line that is an expression.
-# - it adds 0.1 for each call to the reward of a wrong answer, up to a bound; an --env_file of your own could.
-# - max_turns 16 counts turns of both; here --max_steps counts programs.
-# - there the same GPUs take turns, with engines of 4 GPUs and sequences split over 4 learners; here half are engines,
-#   one update ahead at most.
-# - the data set is the deduplicated one that the other recipes take.
+# - The source starts from a checkpoint of its own, fine-tuned on conversations with calls (its run_qwen2_7b_sft.sh).
+#   Give yours with --model_name_or_path.
+# - The source's tool prints a program's last line if that is no print. Our tool prints the value of a last line that is
+#   an expression.
+# - The source adds 0.1 for each call to the reward of a wrong answer, up to a bound. Here an --env_file of your own
+#   could do that.
+# - max_turns 16 counts the turns of both sides. Here --max_steps counts programs.
+# - In the source the same GPUs take turns, with engines of 4 GPUs and sequences split over 4 learners. Here half of the
+#   GPUs are engines, which are one update ahead at most.
+# - The data set is the one without duplicates that the other recipes take.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

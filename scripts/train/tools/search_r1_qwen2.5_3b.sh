@@ -3,14 +3,14 @@
 #
 # Hardware: 1 node of 8 GPUs of 80 GB, each with a learner and an engine that take turns; beside it a retriever at
 # RETRIEVER_URL, for instance that of Search-R1 over Wikipedia, or any with its protocol (scripts/tools/search.py).
-# Expected: the script names no figure; the paper (arXiv:2503.09516) has tables. Never run by us.
+# Expected: the script names no figure; the paper (arXiv:2503.09516) has tables. We have never run this.
 # Source: Search-R1's train_grpo.sh, for Qwen/Qwen2.5-3B.
 #
 # Where this differs from the source:
-# - a turn has 500 tokens there and an answer 500: together the 2500 of --response_length; an answer is cut at half of
-#   what is left, and not at 500.
-# - there an answer stands in <information> tags within the policy's turn, here in a message of its own.
-# - offloading to the CPU (param_offload and others) has no counterpart.
+# - In the source a turn has at most 500 tokens, and so has an answer. Here both share the 2500 of --response_length,
+#   and an answer is cut at half of what is left.
+# - In the source an answer stands in <information> tags within the policy's turn. Here it is a message of its own.
+# - The source's offloading to the CPU (param_offload and others) has no counterpart here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -3,21 +3,20 @@
 #
 # Hardware: 1 node of 8 GPUs of 80 GB: 6 learners and 2 engines.
 # Expected: a model about as good as allenai/Llama-3.1-Tulu-3.1-8B, which its authors trained so; the document shows
-# curves only: ifeval, gsm8k and MATH rise. Never run by us.
+# curves only: ifeval, gsm8k and MATH rise. We have never run this.
 # Source: open-instruct scripts/train/tulu3/grpo_fast_8b_single_node.sh and docs/algorithms/grpo.md, "Reproduce
 # Llama-3.1-Tulu-3.1-8B".
 #
 # Where this differs from the source:
-# - --max_token_length, which open-instruct removed and its parser rejects, is left out: --max_prompt_token_length and
-#   --response_length bound the same.
-# - open-instruct's defaults changed after these runs (its PR 1547: clip_higher 0.272, async_steps 8, centered
-#   advantages, in-flight updates, truncated importance sampling). The values below are those of the time of the runs:
+# - --max_token_length is left out: --max_prompt_token_length and --response_length bound the same. open-instruct has
+#   removed that flag, and its parser rejects it.
+# - open-instruct changed its defaults after these runs, in its PR 1547: clip_higher 0.272, async_steps 8, centered
+#   advantages, in-flight updates, truncated importance sampling. The values below are those that the runs had:
 #   --async_steps 1, --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - the constraints of the dataset's instruction rows have an older form (func_name), which scripts/data/rlvr.py turns
-#   into IFEval's. Rows with the quantifier "around" have none there: they are dropped, and counted when the data are
-#   made.
+# - Some of the dataset's instruction rows have an older form (func_name). scripts/data/rlvr.py turns them into IFEval's
+#   form. It drops the rows with the quantifier "around", which IFEval does not have, and prints how many these are.
 # - --gather_whole_model False has no counterpart: FSDP2 always gathers one block at a time.
-# - --with_tracking is left to whoever starts this; evaluation jobs of AI2's own cluster have no counterpart.
+# - --with_tracking is left to you. The evaluation jobs of AI2's own cluster have no counterpart here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"
