@@ -54,9 +54,7 @@ from scripts.proof import memory, roofline
 
 BARRIER_S = 0.01  # of a step outside the update, believed
 MESSAGE_S = 2e-4  # a message over a local socket, believed
-LOAD_BYTES = 4.2e9  # a second of vLLM's reload: 0.5B in 0.24 s, 4B in 1.9 s (vLLM issue 48382)
-ENGINE_STEP_S = 2e-3  # of vLLM's Python and launches for a decoding step, believed
-ENGINE_TOKEN_S = 29e-6  # of vLLM's Python a token, beside the GPU: half of the 58 us measured on 2 slow cores, believed
+LOAD_COPIES = 3  # of each byte, on the device, while an engine takes its weights
 HOST_TOKEN_S = 0.4e-6  # of learner 0 a token, its text and judgement included: bench.py tokens, on 2 slow cores
 BATCH_TOKEN_S = 0.55e-6  # of a learner a token of its own: make_batch 0.05, ids of the block mask 0.35 to 0.6
 IDLE = "time/generation_waiting_for_trainer"
@@ -361,6 +359,8 @@ class SimulationFlags:
     """plan: GPUs to divide; scale: the most that are played."""
     gpu: Literal["h100", "h200", "h20", "a100", "4090"] = "h100"
     """Data sheet of scripts/proof/roofline.py."""
+    clocks: Literal["fast", "slow"] | None = None
+    """End of roofline.py's range. Default: both are played, one after the other."""
     length_mean: float = 232.0
     """Tokens of a response, before the cut at response_length: a log-normal; Qwen2.5-7B's on GSM8K."""
     length_sigma: float = 0.5
@@ -516,7 +516,7 @@ class PaperUpdate:
     learners: int
 
     def __call__(self, mini_batches: MiniBatches, step: int) -> float:
-        optimizer = self.args.num_epochs * roofline.optimizer_seconds(self.shape, self.gpu, self.learners)
+        optimizer = self.args.num_epochs * roofline.optimizer_seconds(self.shape, self.gpu, self.way, self.learners)
         total = 0.0
         for shares in mini_batches:  # learners gather weights in step: each round takes as long as its longest pack
             times = [map(self.pack_seconds, packs) for packs in shares]
@@ -540,31 +540,31 @@ class PaperUpdate:
 
 
 def paper_clocks(args: Any) -> Clocks:
-    """Clocks of roofline.py's arithmetic: data sheets times believed efficiencies."""
+    """Clocks of roofline.py's arithmetic, at one end of its range; the slow one where the flags name none."""
     shape = roofline.shape_of(args.model_name_or_path)
     gpu = roofline.GPUS[args.gpu]
     tp = args.vllm_tensor_parallel_size
     learners = sum(args.num_learners_per_node)
-    efficiency = roofline.EFFICIENCY
+    speeds = roofline.ENDS[args.clocks or "slow"]
     recompute = args.gradient_checkpointing_part if args.gradient_checkpointing else "none"
-    way = roofline.Way(args.compile_layers, True, recompute, args.deepspeed_stage)
+    way = roofline.Way(args.compile_layers, True, recompute, args.deepspeed_stage, speeds=speeds)
 
-    bandwidth = gpu.bandwidth * efficiency["bytes"] * tp
-    products = 2 * (shape.matrices + shape.head) / gpu.flops / efficiency["decode products"] / tp
-    prefill = 2 * shape.matrices / gpu.flops / efficiency["products"] / tp
+    bandwidth = gpu.bandwidth * speeds.bytes * tp
+    products = 2 * (shape.matrices + shape.head) / gpu.flops / speeds.decode_products / tp
+    prefill = 2 * shape.matrices / gpu.flops / speeds.products / tp
     several_nodes = (learners + args.vllm_num_engines * tp) > 8
-    link = (gpu.network if several_nodes else gpu.link) * efficiency["link"]
+    link = (gpu.network if several_nodes else gpu.link) * speeds.link
     return Clocks(
         base=2 * shape.weights / bandwidth,  # every weight is read; the products of a batch take the longer of both
         each=products,
         cached=shape.token_bytes / bandwidth,
-        floor=ENGINE_STEP_S,
-        floor_each=ENGINE_TOKEN_S,
+        floor=speeds.engine_step,
+        floor_each=speeds.engine_token,
         prefill=prefill,
         update=PaperUpdate(args, shape, gpu, way, learners),
         gather=1 / link,
         wire=1 / link,
-        load=1 / LOAD_BYTES / tp,
+        load=2 * LOAD_COPIES / bandwidth + shape.tensors * speeds.loaded_tensor / (2 * shape.weights),
     )
 
 
@@ -1077,6 +1077,7 @@ def records(args: Any) -> list[float]:
     """verl's four staleness settings. Their lengths are not published: their mean is chosen so that the wait of the
     first setting comes out; the other three are then played. Returns the errors of their steps."""
     words = f"{VERL_FLAGS} --length_sigma {args.length_sigma} --seed {args.seed}".split()
+    words += ["--clocks", args.clocks] if args.clocks else []
     args = utils.parse_args(Simulation, words)
     _, published_wait, _ = VERL[0.0]
     low = 200.0
@@ -1263,16 +1264,26 @@ FITTED = """time/total time/training time/trainer_waiting_for_data time/generati
     batch/groups_filtered""".split()
 
 
+def run(args: Any) -> None:
+    print(describe(Play(args).run()))
+
+
 def main() -> None:
     args = utils.parse_args(Simulation)
-    if args.what != "fit":
-        print(
-            "On paper: data sheets times believed efficiencies (roofline.py), +-25 %; rankings are surer than seconds."
-        )
-    if args.what == "run":
-        print(describe(Play(args).run()))
-    else:
-        {"plan": plan, "scale": scale, "dropping": dropping, "fit": fit, "records": records}[args.what](args)
+    if args.what == "fit":  # clocks of a run
+        fit(args)
+        return
+    what = {"run": run, "plan": plan, "scale": scale, "dropping": dropping, "records": records}[args.what]
+    print("On paper: data sheets times efficiencies that are believed (roofline.py). What is played is a range:")
+    best = []
+    for end in [args.clocks] if args.clocks else roofline.ENDS:
+        print(f"\nclocks of the {end} end", flush=True)
+        found = what(replace(args, clocks=end))
+        if args.what == "plan" and found:
+            best.append(division(found[0].args))
+    if len(best) > 1:
+        same = f"At both ends {best[0]} come first." if best[0] == best[1] else ""
+        print(same or f"\nWhich split is best is not known: {best[0]} at the fast end, {best[1]} at the slow end.")
 
 
 if __name__ == "__main__":
