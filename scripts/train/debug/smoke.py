@@ -119,7 +119,7 @@ def shrink(args, name: str, out: Path) -> list[str]:
     flags = f"""--exp_name {name} --output_dir {ROOT / "runs"} --overwrite --model_name_or_path {model}
         --model_revision None --model_dtype float32 --rollout_backend transformers
         --dataset_mixer_list {data} 1.0 --dataset_mixer_list_splits train
-        --num_learners_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1
+        --num_learners_per_node 1 --sequence_parallel_size 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1
         --num_unique_prompts_rollout {prompts} --num_samples_per_prompt_rollout {samples}
         --total_episodes {2 * prompts * samples} --max_prompt_token_length 512 --response_length 16 --pack_length 1024
         --stop_strings e --local_eval_every 2 --eval_pass_at_k {min(2, args.eval_pass_at_k)}"""
