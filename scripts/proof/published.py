@@ -109,14 +109,18 @@ class Job:
         return total
 
     def figure(self, source: str, what: str, measured: float, update: bool = True, reason: str = "") -> Figure:
-        return Figure(source, what, measured, self.seconds("fast", update), self.seconds("slow", update), reason)
+        fast = self.seconds("fast", update)
+        slow = self.seconds("slow", update)
+        return Figure(source, what, measured, fast, slow, reason)
 
 
 def draw_lengths(mean: float, count: int, longest: int, sigma: float = 0.5) -> np.ndarray:
     """Log-normal lengths (count,), cut at the longest, which one of them has."""
     rng = np.random.default_rng(SEED)
-    lengths = np.exp(math.log(mean) - sigma**2 / 2 + sigma * rng.standard_normal(count))
-    lengths = np.clip(np.rint(lengths), 1, longest).astype(int)
+    middle = math.log(mean) - sigma**2 / 2
+    logarithms = middle + sigma * rng.standard_normal(count)
+    lengths = np.rint(np.exp(logarithms))
+    lengths = np.clip(lengths, 1, longest).astype(int)
     lengths[0] = longest
     return lengths
 
@@ -167,19 +171,22 @@ def figures_of_verl() -> Iterator[Figure]:
 RL_REASON = "SFT takes 1.28 for as much; RL makes entropies and waits for copies"
 
 
+PRIME_RL_STEPS = (  # model, GPUs, tokens of a sequence, what, step_time
+    ("Qwen3-0.6B", 1, 16384, "RL", 1.99, RL_REASON),
+    ("Qwen3-0.6B", 1, 65536, "RL", 12.18, ""),
+    ("Qwen3-0.6B", 1, 8192, "SFT", 0.62, ""),
+    ("Qwen3-0.6B", 1, 16384, "SFT", 1.28, ""),
+    ("Qwen3-4B", 8, 16384, "RL", 4.69, ""),
+    ("Qwen3-4B", 8, 65536, "RL", 30.29, ""),
+    ("Qwen3-4B", 8, 16384, "SFT", 5.01, ""),
+)
+
+
 def figures_of_prime_rl() -> Iterator[Figure]:
     """step_time of a step of 2 micro-batches a GPU, each one sequence, layers compiled and recomputed. Its
     MFU, 11.1 % at 0.6B and 16,384 tokens, is over a time in which it also writes weights to a disk: 2.75 s, not 1.99.
     """
-    for model, gpus, length, what, measured, reason in (
-        ("Qwen3-0.6B", 1, 16384, "RL", 1.99, RL_REASON),
-        ("Qwen3-0.6B", 1, 65536, "RL", 12.18, ""),
-        ("Qwen3-0.6B", 1, 8192, "SFT", 0.62, ""),
-        ("Qwen3-0.6B", 1, 16384, "SFT", 1.28, ""),
-        ("Qwen3-4B", 8, 16384, "RL", 4.69, ""),
-        ("Qwen3-4B", 8, 65536, "RL", 30.29, ""),
-        ("Qwen3-4B", 8, 16384, "SFT", 5.01, ""),
-    ):
+    for model, gpus, length, what, measured, reason in PRIME_RL_STEPS:
         job = Job(model, "h100", gpus, 2, length, length, length, compiled=True)
         yield job.figure(PRIME_RL, f"{model}, {what}, {gpus} x 2 x {length:,} tokens", measured, reason=reason)
 
@@ -201,12 +208,19 @@ def figures_of_open_instruct() -> Iterator[Figure]:
 
 
 def figures() -> list[Figure]:
-    return [*figures_of_verl(), *figures_of_prime_rl(), *figures_of_open_instruct()]
+    found = list(figures_of_verl())
+    found += figures_of_prime_rl()
+    found += figures_of_open_instruct()
+    return found
 
 
 def row(figure: Figure) -> str:
     """A row of the Markdown table."""
-    use = "calibrates" if figure.source == CALIBRATION else "yes" if figure.covered else f"no: {figure.reason}"
+    use = f"no: {figure.reason}"
+    if figure.source == CALIBRATION:
+        use = "calibrates"
+    elif figure.covered:
+        use = "yes"
     seconds = f"{figure.measured:g} | {figure.fast:.3g} to {figure.slow:.3g}"
     return f"| {figure.source} | {figure.what} | {seconds} | {use} |"
 

@@ -419,10 +419,13 @@ def optimizer_seconds(shape: Shape, gpu: GPU, way: Way, learners: int) -> float:
     """AdamW in float32 on a shard, the norm of the gradient and the cast for the next forward: 38 bytes a weight. With
     stage 0 each learner does all of it, after one all-reduce of the float32 gradients, which nothing hides."""
     bandwidth = gpu.bandwidth * way.speeds.bytes
+    updating = 38 * shape.weights / bandwidth
     if way.stage:
-        return 38 * shape.weights / learners / bandwidth
-    reduced = 2 * (learners - 1) / learners * 4 * shape.weights
-    return 38 * shape.weights / bandwidth + reduced / link_speed(gpu, way, learners)
+        return updating / learners
+    others = (learners - 1) / learners
+    reduced = 2 * others * 4 * shape.weights
+    reducing = reduced / link_speed(gpu, way, learners)
+    return updating + reducing
 
 
 def forward_operations(shape: Shape, tokens: float, pairs: float, responses: float) -> float:
@@ -554,12 +557,15 @@ def main() -> None:
 
 def print_table(options: Options, rows: list[Row], updates: list[tuple[float, dict[str, float]]]) -> None:
     """One end of the range: (MFU, seconds by class) of each row, and what takes most in two of them."""
-    names = [*updates[0][1]]
-    print(f"| update | MFU | GiB | {' | '.join(names)} |")
-    print("|---" * (len(names) + 3) + "|")
+    _, first = updates[0]
+    names = " | ".join(first)
+    print(f"| update | MFU | GiB | {names} |")
+    columns = len(first) + 3
+    print("|---" * columns + "|")
     for row, (share, parts) in zip(rows, updates, strict=True):
         cells = " | ".join(f"{passed / row.length * 1e6:.1f}" for passed in parts.values())
-        print(f"| {row.name} | {share:.0%} | {gibibytes(options, row):.0f} | {cells} |")
+        memory_used = gibibytes(options, row)
+        print(f"| {row.name} | {share:.0%} | {memory_used:.0f} | {cells} |")
     for i in (0, -2):
         _, parts = updates[i]
         print_worst(rows[i], parts)

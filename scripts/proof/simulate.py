@@ -552,8 +552,12 @@ def paper_clocks(args: Any) -> Clocks:
     bandwidth = gpu.bandwidth * speeds.bytes * tp
     products = 2 * (shape.matrices + shape.head) / gpu.flops / speeds.decode_products / tp
     prefill = 2 * shape.matrices / gpu.flops / speeds.products / tp
-    several_nodes = (learners + args.vllm_num_engines * tp) > 8
-    link = (gpu.network if several_nodes else gpu.link) * speeds.link
+    gpus = learners + args.vllm_num_engines * tp
+    link = gpu.network if gpus > 8 else gpu.link
+    link *= speeds.link
+    copies = 2 * LOAD_COPIES / bandwidth
+    python = shape.tensors * speeds.loaded_tensor
+    python /= 2 * shape.weights
     return Clocks(
         base=2 * shape.weights / bandwidth,  # every weight is read; the products of a batch take the longer of both
         each=products,
@@ -564,7 +568,7 @@ def paper_clocks(args: Any) -> Clocks:
         update=PaperUpdate(args, shape, gpu, way, learners),
         gather=1 / link,
         wire=1 / link,
-        load=2 * LOAD_COPIES / bandwidth + shape.tensors * speeds.loaded_tensor / (2 * shape.weights),
+        load=copies + python,
     )
 
 
@@ -1265,7 +1269,8 @@ FITTED = """time/total time/training time/trainer_waiting_for_data time/generati
 
 
 def run(args: Any) -> None:
-    print(describe(Play(args).run()))
+    play = Play(args).run()
+    print(describe(play))
 
 
 def main() -> None:
