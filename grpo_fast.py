@@ -46,7 +46,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -346,12 +345,12 @@ class EngineLoop:
 
 class Inbox:
     """Messages from learner 0 to one engine, in order. With `only_when_idle` a message waits until no response is
-    running. Only the first rank of an engine has a connection; on the others nothing arrives.
+    running. Only the first rank of an engine has a connection, the others have None: nothing arrives there.
 
     Weights are announced first. The engine answers "ready" when it can take them: at once with `inflight`, else when
     its running responses have ended. Requests that arrive in between are for the new weights and wait for them."""
 
-    def __init__(self, connection: Connection | None, inflight: bool, only_when_idle: bool = False):
+    def __init__(self, connection: Any, inflight: bool, only_when_idle: bool = False):
         self.connection = connection
         self.inflight = inflight
         self.only_when_idle = only_when_idle

@@ -1060,6 +1060,7 @@ class Answer:
 # --- Workers: child processes that run one job at a time and are killed at its deadline -------------------------------
 
 START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of the deadline
+MAX_REPLY_BYTES = 2**26
 JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
 
 
@@ -1102,9 +1103,11 @@ class Worker:
             )
 
     def stop(self) -> str:
-        """Kills the process; returns the end of the text that it wrote to stderr before it took jobs."""
-        self.process.kill()
-        self.process.wait()
+        """Kills the process and its children; returns the end of the text that it wrote to stderr before it took
+        jobs."""
+        from scripts.parts import worker
+
+        worker.kill(self.process)
         self.process = None
         self.socket.close()
         with self.stderr:
@@ -1113,18 +1116,19 @@ class Worker:
 
     def receive(self, deadline: float) -> dict:
         """The next reply. Raises TimeoutError at the deadline (time.monotonic), EOFError if the process died or the
-        reply is to another job."""
+        reply is to another job, or none."""
+        from scripts.parts import worker
+
         while b"\n" not in self.buffer:
             self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
             chunk = self.socket.recv(65536)
             if not chunk:
                 raise EOFError("the worker died")
             self.buffer += chunk
+            if len(self.buffer) > MAX_REPLY_BYTES:
+                raise EOFError("the worker's reply has no end")
         line, _, self.buffer = self.buffer.partition(b"\n")
-        reply = json.loads(line)
-        if reply["number"] != self.num_jobs:
-            raise EOFError("the worker's replies are out of step")
-        return reply
+        return worker.read_reply(line, self.num_jobs)
 
     def send(self, job: Job, timeout_s: float) -> dict:
         """Sends the job, to a fresh process if needed; returns the first reply. Raises OSError, EOFError."""
@@ -1228,10 +1232,10 @@ def close() -> None:
     """Kills the workers, whose running jobs become crashes, and ends the idle fork servers of the sandbox. A busy fork
     server ends when it notices the end of this process. The next score() starts new ones."""
     for worker in WORKERS:
-        process = worker.process
-        if process:
-            process.kill()  # only the process: the thread that runs the worker owns its socket and files
-            process.wait()
+        if worker.process:
+            from scripts.parts import worker as part
+
+            part.kill(worker.process)  # only the process: the thread that runs the worker owns its socket and files
     run_code = sys.modules.get("scripts.parts.run_code")
     if run_code is not None:
         run_code.SANDBOXES.stop()

@@ -330,7 +330,8 @@ class RunFlags(Refusing):
     """Use deterministic kernels of torch. In grpo_fast.py each request also has a fixed engine, and a checkpoint waits
     until no rollout is running."""
     resume: bool = False
-    """Continue the run in output_dir/exp_name from its newest checkpoint. Refused if flags, data or model differ."""
+    """Continue the run in output_dir/exp_name from its newest checkpoint. Refused if flags, data or model differ. May
+    be another's, as with load_states."""
     resume_anyway: bool = False
     """With resume: continue although they differ, and print the differences."""
     overwrite: bool = False
@@ -350,7 +351,8 @@ class RunFlags(Refusing):
     rollouts.jsonl with the learner's logprobs, their packs to dumps/. Empty is none."""
     load_states: str = ""
     """grpo.py: directory of a run of ours, of veRL or of Hugging Face models. Step N begins with its state of step
-    N - 1."""
+    N - 1. May be another's: models, data, states and dumps are read without running anything; only reward_file,
+    env_file, tools and what is installed are programs, which run as you."""
     load_batches: str = ""
     """grpo.py: directory of a run with --dump_steps. Train on its rollouts, step by step, instead of sampling."""
     save_traces: bool = False
@@ -534,7 +536,8 @@ class TurnFlags(Refusing):
     tool_call_names: list[str] = field(default_factory=list)
     """Names by which the policy calls the tools, in the order of tools. Empty: the names in their files."""
     tool_configs: list[str] = field(default_factory=list)
-    """A JSON object with the settings of each tool. Empty: their defaults."""
+    """A JSON object with the settings of each tool. A text "$NAME" in it is a variable of the environment: write keys
+    like this, and no file of the run shows them. Empty: their defaults."""
     tool_parser_type: str = "legacy"
     """Form of a call. legacy is <name>text</name>; the others are vLLM's tool parsers (hermes, olmo3, ...)."""
     max_steps: Positive[int] = 5

@@ -56,6 +56,48 @@ def test_what_is_shown_of_a_value(text, shown):
     assert hidden.in_text(text) == shown
 
 
+@pytest.mark.parametrize(
+    "config, shown",
+    [
+        ({"command": ["docker", "run", "-e", "API_KEY=s3cret"]}, {"command": ["docker", "run", "-e", "API_KEY=***"]}),
+        ({"command": ["env", "MY_TOKEN=s3cret", "x"]}, {"command": ["env", "MY_TOKEN=***", "x"]}),
+        ({"command": ["curl", "-H", "X-Api-Key: s3cret"]}, {"command": ["curl", "-H", "X-Api-Key: ***"]}),
+        ({"command": ["sh", "-c", "serve 'Authorization: Bearer s3cret' --top 3"]},
+            {"command": ["sh", "-c", "serve 'Authorization: ***' --top 3"]}),
+        ({"settings": '{"password": "s3cret", "top": 3}'}, {"settings": '{"password": "***", "top": 3}'}),
+        ({"password": 1234, "max_tokens": 100}, {"password": "***", "max_tokens": 100}),
+        ({"url": "http://h/v1#access_token=s3cret"}, {"url": "http://h/v1#***"}),
+        ({"headers": {"Authorization": "Bearer $NAME"}}, {"headers": {"Authorization": "Bearer $NAME"}}),
+        ({"a": [{"api_key": ["s3cret"]}]}, {"a": [{"api_key": ["***"]}]}),
+        ({"corpus": "data/keys.jsonl", "note": "a = b"}, {"corpus": "data/keys.jsonl", "note": "a = b"}),
+    ],
+)  # fmt: skip
+def test_ways_to_write_a_key(config, shown):
+    assert hidden.in_settings(config) == shown
+
+
+def test_what_is_shown_of_a_long_text_is_found_soon():
+    """Expressions that look back at each place would take minutes."""
+    for text in ("key" * 50_000, "a-" * 50_000 + "key", "http://" * 2_000, "key = " * 20_000, '"' * 100_000):
+        hidden.in_settings({"note": text})
+
+
+def test_a_key_behind_a_word_comes_from_the_environment(monkeypatch):
+    """It was sent as the text `Bearer $NAME`."""
+    monkeypatch.setenv("KEY_OF_TOOL", "s3cret")
+    config = {"headers": {"Authorization": "Bearer $KEY_OF_TOOL"}, "price": "5 $", "shell": "echo $KEY_OF_TOOL twice"}
+    assert hidden.from_environment(config) == config | {"headers": {"Authorization": "Bearer s3cret"}}
+
+
+def test_a_directory_of_two_names_has_one_lock(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "other").symlink_to("real")
+    monkeypatch.setattr(run_dir, "LOCKS", {})
+    run_dir.lock(tmp_path / "real", 0.1)
+    run_dir.lock(tmp_path / "other", 0.1)
+    assert list(run_dir.LOCKS) == [tmp_path / ".real.lock"]
+
+
 def start(directory, **flags):
     args = dict.fromkeys(("resume", "resume_anyway", "overwrite"), False)
     args |= {"model_name_or_path": str(directory), "model_revision": None, "tool_configs": []} | flags

@@ -1,15 +1,21 @@
 """Files of others: what is read of them runs nothing."""
 
+import base64
+import copyreg
+import functools
 import pickle
+import subprocess
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import rewards
 import utils
 from scripts.align import states
-from scripts.parts import metadata
+from scripts.parts import environments, metadata, turns
 from scripts.reports import report
+from scripts.tools import calls
 
 
 class Hostile:
@@ -61,6 +67,133 @@ def test_weight_that_is_a_pickle(tmp_path):
         metadata.need_plain(state)
     dcp.load({"policy": {"weight": torch.ones(2)}}, checkpoint_id=state, no_dist=True)
     assert mark.exists(), "torch runs it without the check"
+
+
+ENV = """
+import collections, datetime, decimal, random
+import numpy as np
+class Point:
+    def __init__(self): self.x = 1
+class Env:
+    def __init__(self, config):
+        self.all = [{1}, collections.deque([2]), collections.Counter("ab"), random.Random(3), np.arange(3.0),
+            np.float32(2), datetime.date(2020, 1, 1), decimal.Decimal("1.5"), Point(), {"a": (None, b"x", 2**70)}]
+    def step(self, episode):
+        return str(self.all[3].randint(0, 9)) + str(self.all[-2].x) + str(self.all[4].sum())
+"""
+
+
+def test_state_of_an_environment_in_another_s_checkpoint(tmp_path):
+    """It is a pickle, which the run that is resumed hands to the environment."""
+    path = tmp_path / "env.py"
+    path.write_text(ENV)
+    episode = {
+        "messages": [],
+        "text": "",
+        "turn": 1,
+        "steps_left": 1,
+        "stopped": True,
+        "ground_truths": [],
+        "config": {},
+    }
+    first = environments.work_environment(str(path), {}, None, episode)()
+    second = environments.work_environment(str(path), {}, first["state"], episode)()
+    assert second["texts"][0][1:] == "13.0", "plain data and the file's own classes are read"
+
+    mark = tmp_path / "ran"
+    for harmful in (Hostile(mark), Popen(mark), OwnFunction()):
+        state = base64.b64encode(pickle.dumps(harmful)).decode()
+        with pytest.raises(pickle.UnpicklingError, match="has to be plain data: it asks for"):
+            environments.work_environment(str(path), {}, state, episode)()
+    assert not mark.exists()
+
+
+STATEFUL = """
+import enum, pathlib
+class Kind(enum.Enum):
+    A = 1
+class Leaves:
+    def __init__(self, place): pathlib.Path(place).touch()
+class Env:
+    def __init__(self, config): self.kind = Kind.A
+    def step(self, episode): return self.kind.name
+"""
+
+
+class Calls:
+    """A pickle of this calls what it is given."""
+
+    def __init__(self, what, *arguments):
+        self.reduced = what, arguments
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def test_state_of_an_environment_calls_no_class_of_its_file(tmp_path):
+    """Such a class may do with its arguments what it likes."""
+    path = tmp_path / "stateful.py"
+    path.write_text(STATEFUL)
+    module = environments.environment(str(path))
+    mark = tmp_path / "ran"
+    leaves = module.Leaves
+    changes_a_class = b"\x80\x04c" + f"{leaves.__module__}\nEnv\n".encode() + b"N}\x8c\x04stepK\x01s\x86b."
+    by_old_opcode = b"(c" + f"{leaves.__module__}\nLeaves\n".encode() + f"V{mark}\no.".encode()
+    by_older_opcode = f"(V{mark}\ni{leaves.__module__}\nLeaves\n.".encode()
+    hostile = [
+        pickle.dumps(Calls(leaves, str(mark))),
+        pickle.dumps(Calls(vars(copyreg)["_reconstructor"], leaves, leaves, str(mark))),
+        pickle.dumps(Calls(functools.partial, leaves, str(mark))),
+        pickle.dumps(Calls(map, leaves, [str(mark)])),
+        pickle.dumps(Calls(getattr, leaves, "__init__")),
+        pickle.dumps(Calls(environments.load_file, str(path), "again")),
+        pickle.dumps(Calls(calls.load_file, str(path))),
+        changes_a_class,
+        by_old_opcode,
+        by_older_opcode,
+        b"\x80\x04\x8c\x08builtins\x8c\x0deval.__call__\x93.",  # a dotted name
+        b"\x80\x04cos\nsystem\n.",
+        b"\x80\x04cnumpy\nload\n.",
+    ]
+    for state in hostile:
+        with pytest.raises(pickle.UnpicklingError, match="has to be plain data"):
+            environments.load_state(base64.b64encode(state).decode())
+    assert not mark.exists() and callable(module.Env.step)
+    with pytest.raises(ValueError):
+        environments.load_state(base64.b64encode(pickle.dumps(Calls(module.Kind, 7))).decode())
+    same = base64.b64encode(pickle.dumps(module.Env({}))).decode()
+    assert environments.load_state(same).kind is module.Kind.A
+
+
+def test_state_of_tools_in_another_s_checkpoint_names_no_tools(tmp_path):
+    """A tool is a file, which is a program: that of the state would have run."""
+    mark = tmp_path / "ran"
+    (tmp_path / "tool.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()")
+    config = {"tools": ["calculator"], "tool_parser_type": "legacy", "seconds": 30.0}
+    foreign = calls.Env(config | {"tools": [str(tmp_path / "tool.py")]})
+    episode = rewards.Episode([], "<calculator>1 + 2</calculator>", 1, 1, True, [], config)
+    answer = foreign.step(episode)
+    assert answer is not None and answer.text == ["3"]
+    assert not mark.exists()
+
+
+def test_a_row_names_no_tools():
+    """Data of others would choose which files run, with --tools of whatever kind."""
+    flags = {"tools": ["calculator"], "tool_configs": [], "tool_parser_type": "legacy", "seconds": 30.0}
+    environment = turns.Environment("calls.py", flags, "tool", (), {})
+    row = {"env_config": {"tools": ["/data/evil.py"], "tool_configs": [{"command": ["sh"]}], "seconds": 9e9, "high": 8}}
+    _, config = environment.of_row(row)
+    assert config == flags | {"high": 8, "active_tools": []}
+
+
+class Popen(Hostile):
+    def __reduce__(self):
+        return subprocess.Popen, (["touch", str(self.mark)],)
+
+
+class OwnFunction:
+    def __reduce__(self):
+        return environments.load_state, ("",)
 
 
 def test_page_of_one_huge_group_ends(tmp_path, monkeypatch):

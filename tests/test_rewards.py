@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -261,6 +262,20 @@ def test_a_late_reply_is_not_the_next_jobs():
         assert worker.run(job, 20.0).status != "infra_error"
     finally:
         worker.stop()
+
+
+def test_a_reply_without_an_end_is_not_kept(monkeypatch):
+    """A library that writes to the socket would have filled the trainer's memory until the deadline."""
+    monkeypatch.setattr(rewards, "MAX_REPLY_BYTES", 1000)
+    worker = rewards.Worker()
+    ours, theirs = socket.socketpair()
+    worker.socket = ours
+    worker.buffer = b""
+    worker.num_jobs = 1
+    with ours, theirs:
+        theirs.sendall(b"x" * 2000)
+        with pytest.raises(EOFError, match="has no end"):
+            worker.receive(time.monotonic() + 30)
 
 
 @pytest.mark.parametrize(
@@ -619,6 +634,26 @@ def test_reasoning_gym():
         ("reasoning_gym", label, "<think>7", 0.0),
         ("reasoning_gym", gym("prime_factorization", PRIMES), "2 × 2 × 3", 1.0),
         ("reasoning_gym", gym("prime_factorization", PRIMES), "no idea", 0.0),  # this scorer raises on junk
+    ])  # fmt: skip
+
+
+BOARD = [[0, 0, 0], [0, 1, 1], [0, 0, 1]]
+
+
+def test_reasoning_gym_pays_no_dead_board_and_no_two_words():
+    """The library pays 0.67 here, 0.97 on its own boards, and nearly half for both words."""
+    life = {"question": "?", "answer": json.dumps(BOARD), "metadata": {}}
+    truth = {"question": "?", "answer": "True", "metadata": {}}
+    dead = json.dumps([[0] * 3] * 3)
+    assert_scores([
+        ("reasoning_gym", gym("game_of_life", life), json.dumps(BOARD), 1.0),
+        ("reasoning_gym", gym("game_of_life", life), dead, 0.0),
+        ("reasoning_gym", gym("game_of_life", life), json.dumps([*BOARD[:2], [0, 0, 0]]), 0.0),
+        ("reasoning_gym", gym("course_schedule", truth), "True", 1.0),
+        ("reasoning_gym", gym("course_schedule", truth), "True False", 0.0),
+        ("reasoning_gym", gym("course_schedule", truth), "false, true", 0.0),
+        ("reasoning_gym", gym("course_schedule", truth), "True.", 0.8),
+        ("reasoning_gym", gym("circuit_logic", {"question": "?", "answer": "1", "metadata": {}}), "0 1", 0.0),
     ])  # fmt: skip
 
 

@@ -1,34 +1,106 @@
-"""How learner 0 and the engines of grpo_fast.py reach each other, over IPv4 or IPv6."""
+"""How learner 0 and the engines of grpo_fast.py reach each other, over a Unix socket, IPv4 or IPv6.
 
+On one node the kernel says that the other side is a process of the same user. On several nodes both sides must know a
+key: that of the variable GRPO_SECRET, which is on no network, or else one in the store of the run, which everybody who
+reaches the nodes' network can read. What is received is numbered, bounded, and unpickled into a few plain classes only.
+"""
+
+import contextlib
+import io
 import os
+import pickle
 import socket
+import struct
+import sys
+import threading
 import uuid
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from rewards import UserError
 
+MAX_BYTES = 2**30  # of a message
+HANDSHAKE_S = 10  # for a stranger to show that it is an engine
+LEAST_SECRET = 16  # characters
+CLASSES = ("Request", "Generation", "Clock")  # of utils and grpo_fast, which is __main__ as a script
+MODULES = ("utils", "grpo_fast", "__main__")
 
-def meet_engines(meeting: Any, engines: int, ranks: int) -> list[Connection]:
-    """Learner 0's connection to the first rank of each engine. Waits until all engines have loaded. Where all `ranks`
-    of the run are on this node, only this node can connect."""
-    key = uuid.uuid4().hex
+
+class MessageUnpickler(pickle.Unpickler):
+    """Makes the classes of the messages, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in MODULES or name not in CLASSES:
+            raise pickle.UnpicklingError(f"a message asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+class Link:
+    """One side of a connection. One thread may send while another one receives.
+
+    A message is (number, content). After a message that is out of step, too long or of other classes nothing that comes
+    can be trusted: recv raises OSError, and the run ends."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.poll = connection.poll
+        self.sent = 0
+        self.received = 0
+
+    def send(self, content: Any) -> None:
+        self.connection.send_bytes(pickle.dumps((self.sent, content), pickle.HIGHEST_PROTOCOL))
+        self.sent += 1
+
+    def recv(self) -> Any:
+        """The next content. Raises EOFError if the other side is gone."""
+        data = self.connection.recv_bytes(MAX_BYTES)
+        try:
+            number, content = MessageUnpickler(io.BytesIO(data)).load()
+        except Exception as error:  # of whatever class: pickles raise all
+            raise OSError(f"a message cannot be read: {error}") from None
+        if number != self.received:
+            raise OSError(f"message {number} came for message {self.received}")
+        self.received += 1
+        return content
+
+
+def meet_engines(meeting: Any, engines: int, ranks: int) -> list[Link]:
+    """Learner 0's link to the first rank of each engine. Waits until all engines have loaded. Where all `ranks` of the
+    run are on this node, only this user's processes can connect. Strangers are sent away."""
     one_node = ranks == int(os.environ["LOCAL_WORLD_SIZE"])
-    host = "127.0.0.1" if one_node else own_address(meeting)
-    connections: dict[int, Connection] = {}
+    key = own_secret() or uuid.uuid4().hex
+    links: dict[int, Link] = {}
     with listen(one_node) as server:
-        meeting.store.set("address", f"{host} {server.getsockname()[1]} {key}")
-        while len(connections) < engines:
+        meeting.store.set("address", address(server, meeting, key))
+        while len(links) < engines:
             accepted, _ = server.accept()
-            connection = Connection(accepted.detach())
-            deliver_challenge(connection, key.encode())
-            answer_challenge(connection, key.encode())
-            connections[connection.recv()] = connection
-    return [connections[index] for index in range(engines)]
+            too_late = threading.Timer(HANDSHAKE_S, accepted.shutdown, (socket.SHUT_RDWR,))
+            with accepted:
+                too_late.start()
+                try:
+                    link = shake_hands(accepted.dup(), key, leads=True)
+                    index = link.recv()
+                    if index not in range(engines) or index in links:
+                        raise ConnectionError(f"there is no engine {index!r:.80} to come")
+                except (OSError, EOFError, AuthenticationError) as error:
+                    print(f"WARNING: a stranger asked to be an engine: {error!r}", flush=True)
+                    with contextlib.suppress(OSError):  # it may be gone
+                        accepted.shutdown(socket.SHUT_RDWR)
+                    continue
+                finally:
+                    too_late.cancel()
+            links[index] = link
+    return [links[index] for index in range(engines)]
 
 
 def listen(one_node: bool) -> socket.socket:
-    """A listening socket, on a port that the system chooses."""
+    """A listening socket, with a name or a port that the system chooses."""
+    if one_node and sys.platform == "linux":
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("")  # an abstract name: no file
+        server.listen(128)
+        return server
     if one_node:
         return socket.create_server(("127.0.0.1", 0))
     if socket.has_dualstack_ipv6():
@@ -36,15 +108,62 @@ def listen(one_node: bool) -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def meet_learner(meeting: Any, engine: int) -> Connection:
-    """The connection of an engine's first rank to learner 0. Waits until that listens."""
-    host, port, key = meeting.store.get("address").decode().split()
-    reached = socket.create_connection((host, int(port)))
+def address(server: socket.socket, meeting: Any, key: str) -> str:
+    """What the engines read in the store: `unix NAME -`, or `HOST PORT KEY`, in which KEY is - if GRPO_SECRET is."""
+    name = server.getsockname()
+    if server.family == socket.AF_UNIX:
+        return f"unix {name.hex()} -"
+    host = name[0] if name[0] == "127.0.0.1" else own_address(meeting)
+    if own_secret():
+        key = "-"
+    elif host != name[0]:
+        print(
+            "WARNING: whoever reaches the nodes' network can join this run: export the same random GRPO_SECRET on all "
+            "nodes (scripts/train/README.md, Who may reach a run)",
+            flush=True,
+        )
+    return f"{host} {name[1]} {key}"
+
+
+def shake_hands(reached: socket.socket, secret: str, leads: bool) -> Link:
+    """The link over a new connection, once the other side has shown who it is. Raises OSError, EOFError or
+    AuthenticationError."""
+    if reached.family == socket.AF_UNIX:
+        credentials = reached.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, user, _ = struct.unpack("3i", credentials)
+        if user != os.getuid():
+            raise AuthenticationError(f"it is a process of user {user}")
+        return Link(Connection(reached.detach()))
+
     connection = Connection(reached.detach())
-    answer_challenge(connection, key.encode())
-    deliver_challenge(connection, key.encode())
-    connection.send(engine)
-    return connection
+    first, second = (deliver_challenge, answer_challenge) if leads else (answer_challenge, deliver_challenge)
+    first(connection, secret.encode())
+    second(connection, secret.encode())
+    return Link(connection)
+
+
+def own_secret() -> str:
+    """GRPO_SECRET, "" if it is not set. Raises UserError for one that could be guessed from what the network shows."""
+    secret = os.environ.get("GRPO_SECRET", "")
+    if secret and len(secret) < LEAST_SECRET:
+        raise UserError(
+            f"GRPO_SECRET has {len(secret)} characters, which can be guessed: export the same {LEAST_SECRET} or more "
+            "random ones on all nodes (openssl rand -hex 16)"
+        )
+    return secret
+
+
+def meet_learner(meeting: Any, engine: int) -> Link:
+    """The link of an engine's first rank to learner 0. Waits until that listens."""
+    host, port, key = meeting.store.get("address").decode().split()
+    if host == "unix":
+        reached = socket.socket(socket.AF_UNIX)
+        reached.connect(bytes.fromhex(port))
+    else:
+        reached = socket.create_connection((host, int(port)))
+    link = shake_hands(reached, own_secret() or key, leads=False)
+    link.send(engine)
+    return link
 
 
 def own_address(meeting: Any) -> str:

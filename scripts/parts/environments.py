@@ -5,15 +5,20 @@ episode, as text, so a worker that dies loses nothing.
 """
 
 import base64
+import enum
 import functools
+import io
 import math
 import os
 import pickle
+import sys
+import sysconfig
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import rewards
 from rewards import Answer, Episode, Job, Scored, need, warn_once
@@ -22,6 +27,16 @@ from scripts.parts.user_files import load_file
 TRIES = 3  # of a step whose worker was killed by something else
 MAX_ANSWER_BYTES = 2**16
 MAX_ERROR_CHARACTERS = 1000
+# What a state may be made of, beside classes of the user's own files
+PLAIN = """builtins.set builtins.frozenset builtins.bytearray builtins.complex builtins.range builtins.slice
+    collections.deque collections.Counter collections.OrderedDict
+    collections.defaultdict builtins.dict builtins.list builtins.int builtins.float builtins.str builtins.bool
+    builtins.tuple builtins.bytes datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone
+    decimal.Decimal fractions.Fraction random.Random pathlib.PosixPath pathlib.Path uuid.UUID""".split()
+NUMPY = {("numpy", "ndarray"), ("numpy", "dtype")}
+NUMPY |= {(f"numpy.{core}.multiarray", name) for core in ("_core", "core") for name in ("_reconstruct", "scalar")}
+NUMPY |= {("numpy._core.numeric", "_frombuffer")}
+INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In the trainer
@@ -92,6 +107,55 @@ def environment(path: str) -> Any:
     return module
 
 
+BY_OPCODE = pickle._Unpickler.dispatch  # what the reader does at each opcode
+
+
+class StateUnpickler(pickle._Unpickler):
+    """Reads an environment's state, which may come from another's checkpoint: plain containers and numbers, and objects
+    of classes in files that are loaded already, as the environment and its tools are. Such a class is not called, which
+    might run what the state says, and not changed. It is pickle's reader in Python: that in C has no such places."""
+
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if is_plain(module, name):
+            return super().find_class(module, name)
+        loaded = sys.modules.get(module)
+        found = getattr(loaded, name, None)
+        file = Path(getattr(loaded, "__file__", None) or INSTALLED[0])
+        installed = any(file.is_relative_to(place) for place in INSTALLED) or "dist-packages" in file.parts
+        if installed or not isinstance(found, type) or found.__module__ != module:
+            refuse(f"asks for {module}.{name}")
+        return found
+
+    def load_reduce(self) -> None:
+        called = self.stack[-2]
+        module = getattr(called, "__module__", "")
+        name = getattr(called, "__name__", "")
+        if not isinstance(called, enum.EnumType) and not is_plain(module, name):
+            refuse(f"calls {called!r:.80}")
+        BY_OPCODE[pickle.REDUCE[0]](self)
+
+    def load_build(self) -> None:
+        changed = self.stack[-2]
+        if isinstance(changed, type | types.FunctionType):
+            refuse(f"changes {changed!r:.80}")
+        BY_OPCODE[pickle.BUILD[0]](self)
+
+    def _instantiate(self, klass: Any, args: Any) -> None:
+        refuse(f"calls {klass!r:.80}")
+
+    dispatch = BY_OPCODE | {pickle.REDUCE[0]: load_reduce, pickle.BUILD[0]: load_build}
+
+
+def is_plain(module: str, name: str) -> bool:
+    return f"{module}.{name}" in PLAIN or (module, name) in NUMPY
+
+
+def refuse(problem: str) -> NoReturn:
+    raise pickle.UnpicklingError(f"the state of an environment has to be plain data: it {problem}")
+
+
 def work_environment(path: str, config: dict, state: str | None, episode: dict | None) -> Callable[[], dict]:
     """Prepare a step of the environment or, without an episode, a call of the file's about(config).
 
@@ -109,7 +173,7 @@ def take_step(module: Any, path: str, state: str | None, episode: Episode) -> di
     """The answer to an episode, as plain data, with the new state."""
     env = module
     if hasattr(module, "Env"):
-        env = pickle.loads(base64.b64decode(state)) if state else module.Env(episode.config)
+        env = load_state(state) if state else module.Env(episode.config)
     try:
         answer = env.step(episode)
     except (OSError, ImportError) as error:  # not the policy's fault, so the policy does not see it
@@ -126,6 +190,11 @@ def take_step(module: Any, path: str, state: str | None, episode: Episode) -> di
     result["metrics"] = metrics_of(answer)
     result["state"] = None if env is module else base64.b64encode(pickle.dumps(env)).decode()
     return result
+
+
+def load_state(state: str) -> Any:
+    """The Env of a state. Raises UnpicklingError for one that is no plain data."""
+    return StateUnpickler(io.BytesIO(base64.b64decode(state))).load()
 
 
 def texts_of(answer: Answer) -> list[str]:

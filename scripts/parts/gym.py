@@ -26,6 +26,7 @@ REASONING_GYM_REFUSED = {
     "coin_flip": "its scorer takes the first digits of the answer for all of it: 0 for 0.375",
     "game_of_life_halting": "its scorer takes every text for right",
 }
+OPPOSITES = ({"true", "false"}, {"yes", "no"}, {"0", "1"})
 REASONING_GYM_TIMEOUT_S = 10.0  # in the sandbox
 # A response reaches a scorer in the sandbox only if it is an arithmetic expression of at most 1000 characters.
 MAX_EXPRESSION = 1000
@@ -97,8 +98,9 @@ def verify(record: RewardRecord) -> Verdict:
     """The library's own score in [0, 1] of the last <answer> block, or of the whole text if there is none.
 
     Many scorers give partial credit (0.01 for any wrong number, len(gold)/len(answer) for padding). puzzle24 is scored
-    as countdown with the target 24. nan and inf are numbers only if the label has them. Raises ValueError for a label
-    that reasoning_gym_label refuses.
+    as countdown with the target 24, and game_of_life is right or wrong: the library pays a share of the cells, 0.97 for
+    a dead board. "True False" is no answer. nan and inf are numbers only if the label has them. Raises ValueError for a
+    label that reasoning_gym_label refuses.
     """
     label = reasoning_gym_label(record.ground_truth)
     answer = answer_text(record.response)
@@ -108,11 +110,21 @@ def verify(record: RewardRecord) -> Verdict:
     if NOT_A_NUMBER.search(answer) and re.search(r"\d", gold) and not NOT_A_NUMBER.search(gold):
         return Verdict(answer, 0.0)
 
+    if says_both(answer, gold):
+        return Verdict(answer, 0.0)
+
     arguments = {"task": label.task, "entry": label.entry, "answer": answer}
     blameless = {"answer": "[]" if label.entry["answer"] is None else label.entry["answer"]}
     if label.task in REASONING_GYM_UNSAFE:
         return verify_expression(arguments, blameless)
     return Verdict(answer, Job("gym.work_reasoning_gym", arguments, blameless))
+
+
+def says_both(answer: str, gold: str) -> bool:
+    """Whether an answer has both words of a pair of OPPOSITES of which the label is one. The library pays the length of
+    the label over that of the answer: nearly half for both."""
+    words = set(re.findall(r"\w+", answer.lower()))
+    return any(gold.strip().lower() in pair and pair <= words for pair in OPPOSITES)
 
 
 def in_range(score: Any) -> float:
@@ -138,6 +150,8 @@ def work_reasoning_gym(task: str, entry: dict, answer: str) -> Callable[[], floa
     dataset = reasoning_gym_dataset(task)
     if task in ("arc_agi", "rearc"):  # JSON turned the tuples of the output into lists
         entry["metadata"]["output"] = tuple(map(tuple, entry["metadata"]["output"]))
+    if task == "game_of_life":  # the scorer pays a share of the cells, of which most are dead
+        return lambda: float(dataset.score_answer(answer=answer, entry=entry) == 1)
     return lambda: in_range(dataset.score_answer(answer=answer, entry=entry))
 
 

@@ -1,8 +1,9 @@
 """Keys and passwords: they come from the environment where they can, and no file of a run has them.
 
 A text `$NAME` in --tool_configs is the environment's variable NAME: the tool gets its value, and files, trackers and
-the model's card show `$NAME`. What a command line has in plain words is shown as HIDDEN: in --tool_configs the values
-whose names sound like a secret's, and in addresses user, password and the values of a query.
+the model's card show `$NAME`; `Bearer $NAME` is one too. What a command line has in plain words is shown as HIDDEN: in
+--tool_configs what stands behind names that sound like a secret's, and in addresses user, password, fragment and the
+values of a query.
 """
 
 import json
@@ -11,16 +12,22 @@ import re
 from typing import Any
 
 HIDDEN = "***"
-VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+VARIABLE = re.compile(r"((?:\w+ )?)\$([A-Za-z_]\w*)")
 SECRET = re.compile(r"key|token|secret|passw|pwd|auth|credential|cookie|bearer|signature", re.IGNORECASE)
+PASSWORD = re.compile(r"passw|pwd|secret|api.?key|pin\b", re.IGNORECASE)  # such a number is not one of tokens
+# NAME=value, "name": "value" and "Name: Bearer value" in words of a command
+NAMED = rf"(?<![\w-])[\w-]{{0,40}}(?:{SECRET.pattern})[\w-]{{0,40}}"
+ASSIGNED = re.compile(rf"({NAMED}[\"']?\s?[:=]\s?[\"']?)(?:bearer |basic )?[^\s\"',&]+", re.IGNORECASE)
+FRAGMENT_OF_URL = re.compile(r"(?<=://)([^#\s,]{0,500})#[^\s,]*")
 USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
-QUERY_OF_URL = re.compile(r"(?<=://)([^?#\s,]*)\?([^#\s,]*)")
+QUERY_OF_URL = re.compile(r"(?<=://)([^?#\s,]{0,500})\?([^#\s,]*)")
 VALUE_OF_QUERY = re.compile(r"=[^&]*")
 
 
 def in_url(text: str) -> str:
     """A text in which the addresses have no user, no password and no values of a query."""
     text = USER_OF_URL.sub(f"{HIDDEN}@", text)
+    text = FRAGMENT_OF_URL.sub(rf"\1#{HIDDEN}", text)
     return QUERY_OF_URL.sub(hide_query, text)
 
 
@@ -38,9 +45,13 @@ def in_settings(value: Any, name: str = "") -> Any:
         return {key: in_settings(entry, f"{name} {key}") for key, entry in value.items()}
     if isinstance(value, list):
         return in_words(value, name)
+    if isinstance(value, int | float) and PASSWORD.search(name):
+        return HIDDEN
     if not isinstance(value, str) or VARIABLE.fullmatch(value):
         return value
-    return HIDDEN if SECRET.search(name) else in_url(value)
+    if SECRET.search(name):
+        return HIDDEN
+    return ASSIGNED.sub(rf"\1{HIDDEN}", in_text(value))
 
 
 def in_words(words: list, name: str) -> list:
@@ -101,6 +112,7 @@ def from_environment(value: Any) -> Any:
     found = VARIABLE.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return value
-    if found[1] not in os.environ:
-        raise ValueError(f"{value} in --tool_configs is not set: export {found[1]}")
-    return os.environ[found[1]]
+    before, variable = found.groups()
+    if variable not in os.environ:
+        raise ValueError(f"{value} in --tool_configs is not set: export {variable}")
+    return before + os.environ[variable]

@@ -1,6 +1,8 @@
 """Where the ranks of grpo_fast.py meet."""
 
 import os
+import socket
+import sys
 import time
 import uuid
 from datetime import timedelta
@@ -11,8 +13,8 @@ import torch.distributed as dist
 
 class Meeting:
     """The store in which all ranks meet. Where grpo_fast.py started the ranks, it is a file of this user. With torchrun
-    rank 0 hosts it, on a port that the system chooses. Its address is kept in the store of torchrun's agents, which
-    outlives restarts of the ranks."""
+    rank 0 hosts it, on a port that the system chooses, and on one node on the loopback device only. Its address is kept
+    in the store of torchrun's agents, which outlives restarts of the ranks."""
 
     def __init__(self, timeout: timedelta):
         self.timeout = timeout
@@ -22,7 +24,12 @@ class Meeting:
             self.restarted = False
             return
         self.host = os.environ["MASTER_ADDR"]
+        self.one_node = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
         agents = dist.TCPStore(self.host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=self.timeout)
+        if self.one_node:
+            self.host = "127.0.0.1"
+            if sys.platform == "linux":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if os.environ["RANK"] == "0":
             self._open(agents)
         self.store = self._find(agents)
@@ -32,7 +39,13 @@ class Meeting:
     def _open(self, agents: dist.TCPStore) -> None:
         """Host the store, and write its address into that of the agents."""
         key = uuid.uuid4().hex
-        self.server = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=self.timeout)
+        # torch's own socket listens on all interfaces
+        self.listener = socket.create_server(("127.0.0.1", 0)) if self.one_node else None
+        descriptor = self.listener.fileno() if self.listener else None
+        port = self.listener.getsockname()[1] if self.listener else 0
+        self.server = dist.TCPStore(
+            self.host, port, is_master=True, wait_for_workers=False, timeout=self.timeout, master_listen_fd=descriptor
+        )
         self.server.set("key", key)
         self.server.set("starts", str(agents.add("grpo/starts", 1)))
         agents.set("grpo/meeting", f"{self.server.port} {key}")

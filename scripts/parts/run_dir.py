@@ -235,7 +235,8 @@ def lock(run_dir: Path, seconds: float) -> None:
     ValueError if another one has it. The lock is a file beside the directory, since --overwrite removes the directory.
 
     fcntl.lockf, and not flock: a forked process does not hold it, so that it ends with this one."""
-    path = run_dir.resolve().with_name(f".{run_dir.name}.lock")
+    own_directory = run_dir.resolve()  # which may have several names
+    path = own_directory.with_name(f".{own_directory.name}.lock")
     if path in LOCKS:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,8 @@ class Environment:
 
     def of_row(self, columns: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The tools' schemas for the chat template, and the config for the environment's file, by a row's columns tools
-        and env_config. Raises ValueError for a row that is broken."""
+        and env_config. The flags' config counts before the row's: --tools names programs, which no data may choose.
+        Raises ValueError for a row that is broken."""
         config = columns.get("env_config") or {}
         if isinstance(config, str):
             config = json.loads(config)
@@ -62,7 +63,7 @@ class Environment:
         unknown = sorted(set(names) - set(self.schemas))
         need(not self.schemas or not unknown, f"tools {unknown}: --tools has {sorted(self.schemas)}")
         shown = [self.schemas[name] for name in names if name in self.schemas]
-        return shown, self.config | config | {"active_tools": list(names)}
+        return shown, config | self.config | {"active_tools": list(names)}
 
     def answer(self, texts: Sequence[str], ended: bool, room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
         """The tokens that say `texts` to a policy, separators included, and the texts as they are said.

@@ -4,12 +4,16 @@ rewards.Worker starts this file with a socket as standard input. A job is a line
 function of another part, its arguments and a deadline. rewards.Worker kills this process at the deadline of the job.
 """
 
+import contextlib
+import functools
 import importlib
 import json
 import os
 import resource
 import select
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +28,40 @@ import rewards
 from scripts.parts.user_files import set_limit
 
 WORKER_MEMORY_BYTES = 2 * 2**30
+REPLIES = {"ready", "unavailable", "score", "error"}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the trainer
+
+
+def kill(process: subprocess.Popen | None) -> None:
+    """Kills a worker and what it has started, which is in its session, and waits for the worker. None is no worker."""
+    if process is None:
+        return
+
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def read_reply(line: bytes, number: int) -> dict[str, Any]:
+    """The reply to a job, see serve. Raises EOFError for one to another job, and for what is no reply: a tool's library
+    may have written to the socket."""
+    try:
+        reply = json.loads(line)
+        kinds = REPLIES & reply.keys()
+        of_this_job = reply["number"] == number and len(kinds) == 1
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        of_this_job = False
+    if not of_this_job:
+        raise EOFError("the worker's replies are out of step")
+    if "ready" in kinds:
+        reply["error"] = "the worker gave no score"  # counts if a score is waited for
+    return reply
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the worker
 
 
 def end_with_trainer(protocol: socket.socket) -> None:
@@ -62,6 +100,12 @@ def limit_cpu_time(timeout_s: float) -> None:
     set_limit(resource.RLIMIT_CPU, int(seconds))
 
 
+def die_first() -> None:
+    """Where memory runs short, the kernel ends this process before the trainer."""
+    with contextlib.suppress(OSError):  # no Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def serve() -> None:
     """Serves jobs, a line of JSON each, until the trainer closes the socket or is gone.
 
@@ -70,6 +114,9 @@ def serve() -> None:
     the number of its job, so that no late reply is taken for the next one."""
     protocol = take_protocol()
     threading.Thread(target=end_with_trainer, args=(protocol,), daemon=True).start()
+    # A child that a tool forks must not keep the socket open, or nobody would hear that this process has died
+    os.register_at_fork(after_in_child=functools.partial(os.close, protocol.fileno()))
+    die_first()
     set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
     for line in protocol.makefile("r", encoding="utf-8", newline="\n"):
         job = json.loads(line)

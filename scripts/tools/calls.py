@@ -330,6 +330,8 @@ class Env:
         Metrics are tools/NAME/calls, failures and seconds. NAME is `invalid` for calls that cannot be read, calls of
         unknown tools, and calls beyond MAX_CALLS.
         """
+        if "tools" in episode.config:  # this object may come from another's checkpoint, and tools are programs
+            self.config = episode.config
         self.end = time.monotonic() + SHARE_OF_CALLS * self.config.get("seconds", math.inf)
         tools = load_tools(*(self.config.get(key) for key in ("tools", "tool_call_names", "tool_configs")))
         active = episode.config.get("active_tools")

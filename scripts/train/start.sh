@@ -12,6 +12,8 @@ done
 recipe="$0"
 [[ "$recipe" == /* ]] || recipe="$OLDPWD/$recipe"
 nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$recipe")" # empty for one node
+# What ranks of several nodes show each other; srun hands it to all nodes
+export GRPO_SECRET="${GRPO_SECRET:-$(od -An -N 16 -tx1 /dev/urandom | tr -d ' \n')}"
 
 if ((dry_run)); then
     SLURM_NNODES="$nodes" SLURM_JOB_ID=0 SLURM_JOB_NODELIST=localhost
