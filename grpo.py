@@ -206,25 +206,29 @@ def remaining_tokens(r: Rollout, args: Args) -> int:
     return args.response_length - len(r.token_ids)
 
 
-def sample_rollouts(
-    engine: Sampler, prompts: Sequence[tuple[int, Prompt]], samples: int, args: Args, evaluation: bool = False
-) -> list[Group]:
-    """A group of `samples` responses for each (position, prompt).
+def new_group(prompt: Prompt, position: int, samples: int, evaluation: bool = False) -> Group:
+    """`samples` rollouts of a prompt, without a token yet."""
+    return [Rollout(prompt, position, j, evaluation=evaluation) for j in range(samples)]
+
+
+def sample_rollouts(engine: Sampler, groups: Sequence[Group], args: Args) -> None:
+    """Sample the rollouts of new groups, which may be of several sizes. Those that are over are only scored.
 
     A response that ends goes to its environment or to its verifiers at once, while the engine samples the others.
     """
-    groups = []
-    for position, prompt in prompts:
-        groups.append([Rollout(prompt, position, j, evaluation=evaluation) for j in range(samples)])
-    rollouts = all_rollouts(groups)
+    rollouts = []
+    for r in all_rollouts(groups):
+        if r.over:
+            start_scoring(r, engine, args)
+        else:
+            rollouts.append(r)
     requests = [make_request(r, args) for r in rollouts]
     engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args))
-    return groups
 
 
 def sample_probes(engine: Sampler, position: int, prompt: Prompt, samples: int, args: Args) -> list[Group]:
     """A group to measure the logprob gap on: one turn each, without an environment's answer or a score."""
-    group = [Rollout(prompt, position, j) for j in range(samples)]
+    group = new_group(prompt, position, samples)
     requests = [make_request(r, args) for r in group]
     engine.generate(requests, lambda i, generation: group[i].append(generation))
     return [group]
@@ -292,7 +296,7 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
 
         r.verifiable = sum(result.score for result in r.results)
         if r.prompt.environment is not None:
-            r.verifiable = environment_score(r, args)
+            r.verifiable += r.prompt.environment.reward_of(r)
         own_turns = [turn["content"] for turn in r.turns if turn["role"] == "assistant"]
         r.format_score = rewards.format_reward("".join(own_turns) or r.text)
         stopped = r.finish_reason == "stop"
@@ -335,17 +339,19 @@ def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> T
     return torch.where(low < high, centered, 0.0).flatten().float()
 
 
-def set_advantages(groups: Sequence[Group], args: Args) -> None:
-    """Fill advantage from score, and tokenless. All groups have the same size."""
-    rollouts = all_rollouts(groups)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)
-    advantages = compute_advantages(scores, len(groups[0]), args.advantage_normalization_type)
-    for r, advantage in zip(rollouts, advantages.tolist(), strict=True):
-        r.advantage = advantage
+def advantages_of(scores: list[float], args: Args) -> list[float]:
+    """The advantages of a group's scores."""
+    exact = torch.tensor(scores, dtype=torch.float64)
+    return compute_advantages(exact, len(scores), args.advantage_normalization_type).tolist()
 
+
+def set_advantages(groups: Sequence[Group], args: Args) -> None:
+    """Fill advantage from score, and tokenless. Groups may be of several sizes."""
     for group in groups:
+        advantages = advantages_of([r.score for r in group], args)
         tokenless = [r.score for r in group if not np.count_nonzero(r.mask)]
-        for r in group:
+        for r, advantage in zip(group, advantages, strict=True):
+            r.advantage = advantage
             r.tokenless = tokenless
 
     if args.turn_credit:
@@ -369,7 +375,7 @@ def sample_groups(run: "Run", timer: Timer) -> tuple[list[Group], list[Group]]:
     """This rank's groups of a step (P / W of them, scored, with advantages) and all groups that it sampled.
 
     A round samples P prompts, of which this rank takes every W-th from its stream_offset on. With active_sampling there
-    are rounds until every rank has P / W groups with a gradient. Updates the state's cursor and excluded.
+    are rounds until every rank has P / W groups with a gradient. Updates the state's cursor and sampler.
     """
     args = run.args
     world = run.world
@@ -377,8 +383,7 @@ def sample_groups(run: "Run", timer: Timer) -> tuple[list[Group], list[Group]]:
     assert run.engine is not None
     wanted = args.num_unique_prompts_rollout // world.size
     max_rounds = MAX_SAMPLING_ROUNDS if args.active_sampling else 1
-    order = args.seed if args.shuffle else None
-    excluded = frozenset(state["excluded"])
+    sampler = state["sampler"]
     chosen: list[Group] = []
     sampled: list[Group] = []
 
@@ -386,10 +391,9 @@ def sample_groups(run: "Run", timer: Timer) -> tuple[list[Group], list[Group]]:
         start = state["cursor"] + stream_offset(args, world)
         state["cursor"] += args.num_unique_prompts_rollout
         with timer("generation"):
-            prompts = []
-            for position in range(start, state["cursor"], world.size):
-                prompts.append((position, utils.prompt_at(run.train_prompts, position, order, excluded)))
-            groups = sample_rollouts(run.engine, prompts, args.num_samples_per_prompt_rollout, args)
+            positions = range(start, state["cursor"], world.size)
+            groups = [next_group(run.train_prompts, position, sampler, args) for position in positions]
+            sample_rollouts(run.engine, groups, args)
         with timer("reward"):
             chosen += [group for group in groups if score_group(group, args)]
             set_advantages(groups, args)
@@ -400,8 +404,10 @@ def sample_groups(run: "Run", timer: Timer) -> tuple[list[Group], list[Group]]:
         if ranks_short == 0:
             break
 
-    excluded_by_rank = utils.all_gather(exclude_solved(excluded, sampled, args), world)
-    state["excluded"] = sorted(frozenset().union(*excluded_by_rank))
+    seen = what_was_seen(sampled, args)
+    by_rank = utils.all_gather(seen, world)
+    in_stream_order = sorted(itertools.chain(*by_rank))
+    state["sampler"] = next_sampler(sampler, in_stream_order, args)
     return chosen[:wanted], sampled
 
 
@@ -415,20 +421,51 @@ def stream_offset(args: Args, world: World) -> int:
     return group + member * (world.size // args.sequence_parallel_size)
 
 
-def exclude_solved(excluded: frozenset[int], sampled: Sequence[Group], args: Args) -> frozenset[int]:
-    """`excluded` and the prompts whose mean score reached no_resampling_pass_rate of their highest score."""
-    rate = args.no_resampling_pass_rate
-    if rate is None:
-        return excluded
+def next_group(prompts: Sequence[Prompt], position: int, sampler: dict[str, Any], args: Args) -> Group:
+    """Who is asked at a position of the stream, and how often: a new group, by the `sampler` of next_sampler.
 
-    solved = set()
+    Both scripts ask this. A fork that asks others, or more often, changes this function, next_sampler, and what
+    start_state begins with. A group has one rollout at least. One that has its tokens, and is `over`, is not sampled.
+    """
+    order = args.seed if args.shuffle else None
+    prompt = utils.prompt_at(prompts, position, order, sampler["excluded"])
+    return new_group(prompt, position, args.num_samples_per_prompt_rollout)
+
+
+class Seen(NamedTuple):
+    """What a sampled group tells the sampler. It sorts by position."""
+
+    position: int
+    index: int  # of the prompt
+    outcomes: list[float]  # of its rollouts; NaN is missing
+    highest: float  # outcome that the prompt allows
+
+
+def what_was_seen(sampled: Sequence[Group], args: Args) -> list[Seen]:
+    """A Seen of each scored group."""
+    seen = []
     for group in sampled:
         prompt = group[0].prompt
-        mean = sum(r.outcome for r in group) / len(group)
-        max_score = rewards.max_score(args, len(prompt.verifiers))
-        if mean >= rate * max_score:  # never with NaN, a missing score
-            solved.add(prompt.index)
-    return excluded | solved
+        outcomes = [r.outcome for r in group]
+        highest = rewards.max_score(args, len(prompt.verifiers))
+        seen.append(Seen(group[0].position, prompt.index, outcomes, highest))
+    return seen
+
+
+def next_sampler(sampler: dict[str, Any], seen: Sequence[Seen], args: Args) -> dict[str, Any]:
+    """The sampler's state after the groups `seen` of a step, which are in stream order and of all ranks.
+
+    It is plain data, which checkpoints keep. The old state stays as it is: grpo_fast.py still asks it for positions
+    that older weights have allowed. Prompts whose mean outcome reached no_resampling_pass_rate of the highest are
+    excluded.
+    """
+    excluded = set(sampler["excluded"])
+    rate = args.no_resampling_pass_rate or math.inf
+    for group in seen:
+        mean = sum(group.outcomes) / len(group.outcomes)
+        if mean >= rate * group.highest:  # never with NaN
+            excluded.add(group.index)
+    return sampler | {"excluded": excluded}
 
 
 def share_groups(groups: Sequence[Group], args: Args) -> list[Group]:
@@ -1107,8 +1144,7 @@ def note_kl(estimates: Sequence[Tensor], inputs: LossInputs, metrics: Metrics) -
 def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, metrics: Metrics) -> None:
     """Metrics of clipping, entropy and ratios."""
     new = inputs.new_logprobs
-    old = inputs.old_logprobs
-    difference = new - old
+    difference = new - inputs.old_logprobs
     bound = args.clip_dual or math.inf
     clipped_dual = (inputs.advantages < 0) & (ratio > bound)
     values = {
@@ -1124,51 +1160,38 @@ def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, 
     metrics.add("objective/entropy", -inputs.sum(new), inputs.responses)
 
 
-class KLReward(NamedTuple):
-    """What the ranks exchange about a rollout for put_kl_in_reward. It sorts by position and sample."""
-
-    position: int
-    sample: int
-    score: float  # less beta times its KL
-    tokenless: list[float]
-
-
 def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics: Metrics) -> None:
     """Compute the advantages again, from score - beta * sum_t KL_t(old || ref). All ranks.
 
     This is verl's use_kl_in_reward; the estimator is --kl_estimator. A group may have its packs on several ranks, so
     all ranks exchange their scores. A response without tokens of the policy has no KL: it keeps its score, and counts
-    in its group. The new advantages replace those of make_batch: a fork adds its rewards per token again.
+    in its group. An advantage that is an array over the tokens is shifted by the change of its rollout's number.
     """
+    from scripts.parts import kl_reward
+
     rewarded = []
     for batch in batches:
         kls = response_kls(batch, args)
         metrics.add("objective/kl_in_reward", args.beta * sum(kls), len(kls))
         for r, kl in zip(batch.rollouts, kls, strict=True):
-            score = r.score - args.beta * kl
-            rewarded.append(KLReward(r.position, r.sample, score, r.tokenless))
+            penalized = r.score - args.beta * kl
+            rewarded.append(kl_reward.KLReward(r.position, r.sample, r.score, penalized, r.tokenless))
 
-    groups: dict[int, list[KLReward]] = {}  # by position, of all ranks
-    for rank_rewarded in utils.all_gather(rewarded, world)[:: args.sequence_parallel_size]:
-        for reward in rank_rewarded:
-            groups.setdefault(reward.position, []).append(reward)
-
-    advantages = {}
-    for group in groups.values():
-        group.sort()  # the order, and so the rounding of the mean, is the same for every split into packs
-        scores = [reward.score for reward in group]
-        scores += group[0].tokenless  # of responses in no batch: they count in the group and train nothing
-        exact = torch.tensor(scores, dtype=torch.float64)
-        values = compute_advantages(exact, len(scores), args.advantage_normalization_type).tolist()
-        for i, reward in enumerate(group):
-            advantages[reward.position, reward.sample] = values[i]
-
+    by_rank = utils.all_gather(rewarded, world)[:: args.sequence_parallel_size]
+    everything = itertools.chain(*by_rank)
+    changes = kl_reward.changes(everything, lambda scores: advantages_of(scores, args))
     for batch in batches:
-        values = [0.0]  # of seq_id 0
+        values = []
         for r in batch.rollouts:
-            r.advantage = advantages[r.position, r.sample]
-            values.append(r.advantage)
-        batch.advantages = utils.send(torch.tensor(values), batch.advantages.device)[batch.seq_ids]
+            change = changes[r.position, r.sample]
+            if np.isscalar(r.advantage):
+                r.advantage = change.after
+            else:
+                r.advantage = np.asarray(r.advantage) + change.after - change.before
+            values.append(np.broadcast_to(r.advantage, len(r.token_ids)))
+        per_token = torch.from_numpy(np.concatenate(values))
+        per_token = utils.send(per_token.float(), batch.advantages.device)
+        batch.advantages.masked_scatter_(batch.seq_ids > 0, per_token)
 
 
 def response_kls(batch: Batch, args: Args) -> list[float]:
@@ -1223,7 +1246,7 @@ def update(
             if is_single:
                 for batch in batches:
                     batch.old_logprobs = batch.new_logprobs
-                    gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
+                    note_gap(gap, batch)
                 gap_metrics = gap.check(args, world, when)
 
             if n and not take_step(learner, args, world, metrics):
@@ -1255,12 +1278,22 @@ def prepare(
             with metrics.timer("old_logprobs"):
                 fill_logprobs(learner.policy, batches, "old_logprobs", n, args)
             for batch in batches:
-                gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
+                note_gap(gap, batch)
         if args.kl_in_reward:
             put_kl_in_reward(batches, args, world, metrics)
     if learner.ref_policy is not None:
         utils.shard_again(learner.ref_policy)  # its gathered copy is not needed any more
     return gap
+
+
+def note_gap(gap: Gap, batch: Batch) -> None:
+    """Add a batch to the gap, without tokens of version -1: no engine of this run has sampled what is replayed."""
+    places = batch.places
+    versions = np.concatenate([r.versions[r.mask] for r in batch.rollouts])
+    if (versions < 0).any():
+        sampled = torch.from_numpy(versions >= 0)
+        places = places[sampled.to(places.device)]
+    gap.add(batch.old_logprobs, batch.vllm_logprobs, places)
 
 
 def accumulate_gradient(
@@ -1382,7 +1415,8 @@ def start_state() -> dict[str, Any]:
         "nonfinite_in_a_row": 0,
         "tokens": 0.0,  # of all steps
         "seconds": 0.0,  # of all steps
-        "excluded": [],  # indices of prompts that are not sampled again
+        # what decides who is asked next, see next_sampler; excluded: indices of prompts that are not sampled again
+        "sampler": {"excluded": set()},
     }
 
 
@@ -1598,7 +1632,7 @@ def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
     fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
     gap = Gap()
     for batch in batches:
-        gap.add(batch.old_logprobs, batch.vllm_logprobs, batch.places)
+        note_gap(gap, batch)
     return gap.check(args, world, when)
 
 
@@ -1685,7 +1719,8 @@ def take_answer(r: Rollout, engine: Sampler, args: Args) -> utils.Request | None
     state = None
     if len(r.turns) > 1:
         state = r.turns[-2]["state"]  # of the answer before
-    answer = environments.ask(environment.path, state, episode_of(r, args), args.env_timeout)
+    episode = environment.episode_of(r, args.max_steps)
+    answer = environments.ask(environment.path, state, episode, args.env_timeout)
 
     texts = answer.pop("texts")
     ended = r.token_ids[-1] in engine.eos_ids
@@ -1709,31 +1744,6 @@ def take_answer(r: Rollout, engine: Sampler, args: Args) -> utils.Request | None
         start_scoring(r, engine, args)
         return None
     return make_request(r, args)
-
-
-def episode_of(r: Rollout, args: Args) -> dict[str, Any]:
-    """What the environment receives about r: the columns of its row, and the messages so far."""
-    messages = list(r.prompt.episode["messages"])
-    for turn in r.turns:
-        messages.append({"role": turn["role"], "content": turn["content"]})
-    last = r.turns[-1]
-    number = 1 + len(r.turns) // 2  # answers stand between the turns
-    facts = {
-        "messages": messages,
-        "text": last["content"],
-        "turn": number,
-        "steps_left": args.max_steps - number,
-        "stopped": last["finish_reason"] == "stop",
-    }
-    return r.prompt.episode | facts
-
-
-def environment_score(r: Rollout, args: Args) -> float:
-    """The sum of r.verifiable and the rewards of the environment's answers. NaN if an answer is missing."""
-    answers = [turn for turn in r.turns if turn["role"] != "assistant"]
-    if any(answer["status"] == "infra_error" for answer in answers):
-        return math.nan
-    return r.verifiable + sum(answer["reward"] for answer in answers)
 
 
 # --- Evaluation -------------------------------------------------------------------------------------------------------
@@ -1773,8 +1783,9 @@ def evaluate(run: Run) -> dict[str, float]:
     world = run.eval_world
     args = evaluation_args(run.args)
     assert run.engine is not None  # the ranks of eval_world have one
-    prompts = [(prompt.index, prompt) for prompt in run.eval_prompts[world.rank :: world.size]]
-    groups = sample_rollouts(run.engine, prompts, args.eval_pass_at_k, args, evaluation=True)
+    prompts = run.eval_prompts[world.rank :: world.size]
+    groups = [new_group(prompt, prompt.index, args.eval_pass_at_k, evaluation=True) for prompt in prompts]
+    sample_rollouts(run.engine, groups, args)
     rollouts = all_rollouts(groups)
     score_rollouts(rollouts, args)
     dumps.keep_evaluation(run, rollouts)
@@ -1859,7 +1870,7 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     metrics["optim/skipped_steps"] = float(trained == 0)
     metrics["val/num_total_tokens"] = state["tokens"]  # before this step
     metrics["val/num_learner_tokens"] = metrics["val/learner_tokens"] * world.size
-    metrics["val/num_excluded_prompts"] = float(len(state["excluded"]))
+    metrics["val/num_excluded_prompts"] = float(len(state["sampler"]["excluded"]))
     metrics["time/from_scratch"] = now - run.start_time
 
     tokens = metrics["val/num_step_tokens"]
@@ -1905,13 +1916,11 @@ def handle_nonfinite(run: Run, step: Step, skipped: int) -> None:
         run.state["nonfinite_in_a_row"] = 0
         return
 
+    from scripts.parts import failures
+
     run.state["nonfinite_in_a_row"] += 1
-    dumped = []
-    for mini_batch in step.batches:
-        for batch in mini_batch:
-            pieces = None if batch.layout is None else batch.layout.pieces
-            dumped.append(vars(batch) | {"layout": pieces, "rollouts": None})
-    torch.save(dumped, run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt")
+    path = run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt"
+    failures.dump_batches(step.batches, path)
     run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
     if run.state["nonfinite_in_a_row"] == 3:
         raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run.run_dir}/nonfinite_step_*.pt")

@@ -593,7 +593,7 @@ class StepData:
     shares: list[Shares] = field(default_factory=list)  # of each mini-batch
     pickled: list[list[list[torch.Tensor]]] = field(default_factory=list)  # the same, each pack as bytes
     cursor: int = 0  # prompts consumed so far
-    excluded: frozenset[int] = frozenset()  # prompts too easy to sample again
+    sampler: dict[str, Any] = field(default_factory=dict)  # after these groups: see grpo.next_sampler
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -615,8 +615,8 @@ class Collector:
         self.first = state["cursor"]  # position of this start of the run
         self.admitted = self.first  # the next position to admit
         self.consumed = self.first  # the next position to collect
-        self.excluded = frozenset(state["excluded"])
-        self.exclusions = {self.consumed: self.excluded}  # by the prompts consumed when weights were made
+        self.sampler = state["sampler"]
+        self.samplers = {self.consumed: self.sampler}  # by the prompts consumed when weights were made
         self.restored = state.get("rollouts", {})  # see checkpoint
         self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0})
         rounds = grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1
@@ -634,19 +634,19 @@ class Collector:
 
     def engines_have(self, cursor: int) -> None:
         """The engines have the weights that were made when `cursor` prompts had been consumed. Admit every prompt that
-        these weights allow, without those excluded at that time: later exclusions depend on timing."""
+        these weights allow, as the sampler of that time says: how far a later one is depends on timing."""
         self.version += 1
         limit = cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1)
-        self.admit(limit, self.exclusions.pop(cursor, self.excluded))
+        self.admit(limit, self.samplers.pop(cursor, self.sampler))
 
-    def admit(self, limit: int, excluded: frozenset[int]) -> None:
+    def admit(self, limit: int, sampler: dict[str, Any]) -> None:
         """Start all groups at stream positions below `limit` that have not been started."""
         if not self.args.active_sampling:  # then the run's end is known
             limit = min(limit, self.first + len(self.steps) * self.args.num_unique_prompts_rollout)
         with self.admitting:
             positions = range(self.admitted, limit)
             for position in positions:
-                self._start_group(position, excluded)
+                self._start_group(position, sampler)
         with self.engines.changed:
             self.engines.changed.notify_all()
 
@@ -660,16 +660,14 @@ class Collector:
         for index, requests in by_engine.items():
             self.engines.submit(requests, index)
 
-    def _start_group(self, position: int, excluded: frozenset[int]) -> None:
-        """Choose the prompt at a stream position and count its group as started. The engines' lock is held only for
-        moments, because learner 0's main thread asks for it too."""
+    def _start_group(self, position: int, sampler: dict[str, Any]) -> None:
+        """Choose the group at a stream position and count it as started. The engines' lock is held only for moments,
+        because learner 0's main thread asks for it too."""
         if position in self.restored:
-            index, _ = self.restored[position]
-            prompt = self.prompts[index]
+            index, kept = self.restored[position]
+            group = grpo.new_group(self.prompts[index], position, len(kept))
         else:
-            seed = self.args.seed if self.args.shuffle else None
-            prompt = utils.prompt_at(self.prompts, position, seed, excluded)
-        group = [Rollout(prompt, position, sample) for sample in range(self.args.num_samples_per_prompt_rollout)]
+            group = grpo.next_group(self.prompts, position, sampler, self.args)
         with self.engines.changed:
             self.in_flight[position] = group
             self.started_at[position] = time.perf_counter()
@@ -717,9 +715,10 @@ class Collector:
             grpo.set_advantages(data.sampled, args)
         data.groups = data.groups[: args.num_unique_prompts_rollout]
         data.cursor = self.consumed
-        data.excluded = grpo.exclude_solved(self.excluded, data.sampled, args)
-        self.excluded = data.excluded
-        self.exclusions[self.consumed] = data.excluded
+        seen = grpo.what_was_seen(data.sampled, args)
+        data.sampler = grpo.next_sampler(self.sampler, seen, args)
+        self.sampler = data.sampler
+        self.samplers[self.consumed] = data.sampler
         self.number += 1
 
         with timer("packing"):
@@ -760,7 +759,7 @@ class Collector:
         count = self.args.num_unique_prompts_rollout
         if self.args.async_steps > 0:
             count = min(count - len(data.groups), self.most_groups - len(data.sampled))
-        self.admit(self.consumed + count, self.excluded)
+        self.admit(self.consumed + count, self.sampler)
 
     def _needs_groups(self, data: StepData) -> bool:
         """Whether a step needs more groups. With async_steps 0 it takes rounds of P groups, as grpo.py samples them."""
@@ -788,7 +787,7 @@ class Collector:
 
     def checkpoint(self, cursor: int) -> dict[str, Any]:
         """What a checkpoint keeps of groups that no update has seen: `rollouts`, position -> (prompt index, sample ->
-        its fields), and the counts without those groups.
+        its fields, none before its first turn has ended), and the counts without those groups.
 
         Turns that are still being made are left out: they will be sampled, or answered, again. With --deterministic the
         rollouts of weights older than the checkpoint's are waited for, and those of the checkpoint's own weights are
@@ -807,8 +806,7 @@ class Collector:
         rollouts = {}
         for position, group in in_flight.items():
             if position in of_older_weights or (position >= cursor and not self.fixed):
-                states = {r.sample: r.so_far() for r in group}
-                kept = {sample: state for sample, state in states.items() if state}
+                kept = {r.sample: r.so_far() for r in group}
                 rollouts[position] = (group[0].prompt.index, kept)
 
         trained = self.counts["trained"]
@@ -1015,7 +1013,7 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
             step.seconds = data.seconds
             step.packs = part.packs
             state["cursor"] = part.cursor
-            state["excluded"] = sorted(part.excluded)
+            state["sampler"] = part.sampler
         if utils.leads(args, world):
             note_staleness(step.packs, number, args, step.metrics)
         with step.timer("training"):
@@ -1086,7 +1084,7 @@ class Header(NamedTuple):
     sizes: list[list[int]]  # bytes of each pack of each mini-batch
     probe: list[Group]
     cursor: int
-    excluded: frozenset[int]
+    sampler: dict[str, Any]
 
 
 class LearnerData(NamedTuple):
@@ -1095,7 +1093,7 @@ class LearnerData(NamedTuple):
     packs: list[list[Pack]]  # of each mini-batch
     probe: list[Group]  # to measure the logprob gap on
     cursor: int
-    excluded: frozenset[int]
+    sampler: dict[str, Any]
 
 
 def scatter(data: StepData, args: Args, world: World) -> LearnerData:
@@ -1107,7 +1105,7 @@ def scatter(data: StepData, args: Args, world: World) -> LearnerData:
         probe = data.sampled[: args.per_device_train_batch_size]
         for rank, share in enumerate(share_of):
             sizes = [[len(pack) for pack in shares[share]] for shares in data.pickled]
-            headers[rank] = Header(sizes, probe, data.cursor, data.excluded)
+            headers[rank] = Header(sizes, probe, data.cursor, data.sampler)
     box: list[Any] = [None]
     dist.scatter_object_list(box, headers)
     header: Header = box[0]
@@ -1125,7 +1123,7 @@ def scatter(data: StepData, args: Args, world: World) -> LearnerData:
     for transfer in transfers:
         transfer.wait()
     packs = [[pickle.loads(pack.numpy()) for pack in packs] for packs in pickled]
-    return LearnerData(packs, header.probe, header.cursor, header.excluded)
+    return LearnerData(packs, header.probe, header.cursor, header.sampler)
 
 
 def to_bytes(pack: Pack) -> torch.Tensor:
@@ -1156,6 +1154,9 @@ def note_staleness(packs: Sequence[Sequence[Pack]], step: int, args: Args, metri
     for mini_batch in packs:
         for pack in mini_batch:
             versions = np.concatenate([r.versions[r.mask] for r in rollouts_of([[pack]])])
+            versions = versions[versions >= 0]  # the others were not sampled for this run: see grpo.note_gap
+            if len(versions) == 0:
+                continue
             ages = step - 1 - versions
             if ages.max() > args.async_steps:
                 raise RuntimeError(f"step {step} has tokens {ages.max()} updates old; async_steps {args.async_steps}")

@@ -958,7 +958,8 @@ LOCK = threading.Lock()  # guards tokens and turns of rollouts: one thread adds 
 @dataclass(eq=False)
 class Rollout(Columns):
     """One response with everything known about it. The arrays named in COLUMNS only grow. For each token they hold its
-    logprob, whether the policy chose it (False: a tool inserted it) and the version of the weights that sampled it."""
+    logprob, whether the policy chose it (False: a tool inserted it) and the version of the weights that sampled it. The
+    version is -1 where no engine of this run did, as in replayed responses."""
 
     prompt: Prompt
     position: int  # of the prompt in the endless stream: (position, sample) names a rollout of the run
@@ -975,7 +976,7 @@ class Rollout(Columns):
     format_score: float = 0.0
     outcome: float = 0.0  # verifiers and format, without penalties: a group of equal outcomes has no gradient
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
-    advantage: Any = 0.0  # a number for all tokens of the response, or a list of one for each
+    advantage: Any = 0.0  # a number for all tokens of the response, or a list or array of one for each
     tokenless: list[float] = field(default_factory=list)  # scores of responses of its group without a sampled token
     turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
     over: bool = False  # nothing is added any more

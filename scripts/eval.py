@@ -122,8 +122,8 @@ def evaluate(args: grpo.Args, path: Path) -> None:
     engine = utils.make_engine(args, tokenizer, world, len(prompts) * args.eval_pass_at_k)
 
     own = grpo.evaluation_args(args)
-    positions = [(prompt.index, prompt) for prompt in prompts]
-    groups = grpo.sample_rollouts(engine, positions, args.eval_pass_at_k, own, evaluation=True)
+    groups = [grpo.new_group(prompt, prompt.index, args.eval_pass_at_k, evaluation=True) for prompt in prompts]
+    grpo.sample_rollouts(engine, groups, own)
     rollouts = grpo.all_rollouts(groups)
     grpo.score_rollouts(rollouts, own)
     metrics = utils.Metrics()

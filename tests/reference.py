@@ -487,7 +487,7 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
         for group in judged.values() if a.no_resampling_pass_rate else ():
             prompt, mean = group[0].rollout.prompt, sum(r.outcome for r in group) / len(group)
             mine["excluded"] |= {prompt.index} if mean >= a.no_resampling_pass_rate * best_outcome(prompt, a) else set()
-        assert set(state["excluded"]) == mine["excluded"]
+        assert state["sampler"]["excluded"] == mine["excluded"]
 
         # scores, advantages, optimizer steps
         parts = [sum(shares, []) for shares in zip(*(prepare(p, w, ref, a, config) for p in kept), strict=True)]

@@ -742,6 +742,15 @@ def test_excluded_prompts_are_replaced_by_their_neighbours():
     assert [utils.prompt_at(prompts, k, 3, frozenset(range(7))).index for k in range(21)] == plain
 
 
+def excluded(before, sampled, args):
+    """What a sampler excludes once it has seen groups. The one before, which grpo_fast.py asks on, stays as it was."""
+    sampler = {"excluded": before, "of a fork": 1}
+    old = copy.deepcopy(sampler)
+    after = grpo.next_sampler(sampler, grpo.what_was_seen(sampled, args), args)
+    assert sampler == old and after["of a fork"] == 1
+    return after["excluded"]
+
+
 def test_solved_prompts_are_excluded():
     """Mean score / highest score against the rate; a missing score is not solved; off by default."""
 
@@ -750,9 +759,9 @@ def test_solved_prompts_are_excluded():
 
     sampled = [group(0, 10.0, 10.0), group(1, 10.0, 0.0), group(2, 0.0, 0.0), group(3, 10.0, math.nan)]
     args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.5)
-    assert grpo.exclude_solved(frozenset({9}), sampled, args) == {0, 1, 9}
-    assert grpo.exclude_solved(frozenset(), sampled, replace(args, no_resampling_pass_rate=0.6)) == {0}
-    assert grpo.exclude_solved(frozenset({9}), sampled, replace(args, no_resampling_pass_rate=None)) == {9}
+    assert excluded({9}, sampled, args) == {0, 1, 9}
+    assert excluded(set(), sampled, replace(args, no_resampling_pass_rate=0.6)) == {0}
+    assert excluded({9}, sampled, replace(args, no_resampling_pass_rate=None)) == {9}
 
 
 def test_solved_is_the_best_score_of_the_prompts_own_verifiers():
@@ -764,7 +773,7 @@ def test_solved_is_the_best_score_of_the_prompts_own_verifiers():
 
     sampled = [group(0, 1, 10.0), group(1, 2, 10.0), group(2, 2, 20.0), group(3, 3, 20.0), group(4, 0, 10.0)]
     args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.6)
-    assert grpo.exclude_solved(frozenset(), sampled[:4], args) == {0, 2, 3}
+    assert excluded(set(), sampled[:4], args) == {0, 2, 3}
     metrics = utils.Metrics()
     utils.note_step(sampled, sampled, args, metrics)  # the last is of a dump, which has no verifiers
     assert metrics.totals["batch/filtered_prompts_solved"] == 3

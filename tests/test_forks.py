@@ -1,16 +1,19 @@
 """scripts/forks/*.diff apply, are short, and are their papers' formulas, for every split into packs."""
 
+import collections
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
+import types
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests import programs, test_learner, test_math
@@ -29,14 +32,14 @@ def load(name, path):
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    """Function name -> directory with grpo.py and utils.py as scripts/forks/name.diff makes them, and grpo.py as a
-    module, which has utils.py's as grpo.utils."""
+    """Function name -> directory with grpo.py, grpo_fast.py and utils.py as scripts/forks/name.diff makes them, and
+    grpo.py as a module, which has utils.py's as grpo.utils."""
     made = {}
 
     def get(name):
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
-            for file in ("grpo.py", "utils.py"):
+            for file in ("grpo.py", "grpo_fast.py", "utils.py"):
                 (directory / file).write_text((REPO / file).read_text())
             done = subprocess.run(["git", "apply", str(FORKS[name])], cwd=directory, capture_output=True, text=True)
             if done.returncode:
@@ -51,6 +54,11 @@ def forked(tmp_path_factory):
     return get
 
 
+def changed_lines(path):
+    _, *files = re.split(r"^--- a/.*\n\+\+\+ b/.*\n", path.read_text(), flags=re.MULTILINE)
+    return sum(line[0] in "+-" for body in files for line in body.splitlines())
+
+
 def test_all_are_here():
     assert set(FORKS) == set(FLAGS)
 
@@ -59,8 +67,8 @@ def test_all_are_here():
 def test_it_applies_and_is_short(forked, name):
     """In at most 20 changed lines, with paper, formula and commands in its head, as formatted as grpo.py is."""
     directory, _ = forked(name)
-    head, *files = re.split(r"^--- a/.*\n\+\+\+ b/.*\n", FORKS[name].read_text(), flags=re.MULTILINE)
-    assert sum(line[0] in "+-" for body in files for line in body.splitlines()) <= MOST_LINES
+    head = FORKS[name].read_text().partition("\n--- a/")[0]
+    assert changed_lines(FORKS[name]) <= MOST_LINES
     assert re.search(r"arXiv:\d{4}\.\d{5}", head) and f"git apply scripts/forks/{name}.diff" in head
     tried = subprocess.run(["patch", "-p1", "--dry-run", "-R", "-i", str(FORKS[name])], cwd=directory)
     assert tried.returncode == 0
@@ -68,6 +76,13 @@ def test_it_applies_and_is_short(forked, name):
         line = [sys.executable, "-m", "ruff", *command.split(), "--config", str(REPO / "pyproject.toml"), "."]
         done = subprocess.run(line, cwd=directory, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_table_has_every_diff_with_its_lines():
+    """scripts/forks/README.md."""
+    table = (REPO / "scripts" / "forks" / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)\.diff` \|.*\| (\d+) \|", table, re.MULTILINE)
+    assert {name: int(lines) for name, lines in rows} == {name: changed_lines(path) for name, path in FORKS.items()}
 
 
 # What a fork is asked for in the command of its head
@@ -78,14 +93,17 @@ FLAGS = {
     "dr_grpo": [],
     "gdpo": ["--no_filter_zero_std_samples"],
     "kl_twice": [],
+    "learnability": [],
     "maxrl": ["--advantage_normalization_type", "maxrl"],
     "prompt_mean": ["--loss_denominator", "4"],
     "reinforce_pp_baseline": [],
     "repetition": ["--repetition_penalty", "0.3"],
+    "rlep": [],
     "rloo": ["--advantage_normalization_type", "rloo"],
     "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
     "top_entropy": [],
     "ttrl": [],
+    "vip": [],
 }
 
 
@@ -100,13 +118,13 @@ def test_the_split_into_packs_is_no_part_of_it(forked, tiny_models, world, monke
         args = test_learner.make_args("m", *FLAGS[name], "--num_samples_per_prompt_rollout", "3")
         for r, score in zip(rollouts, (10.0, 0.0, 0.0, 4.0, 10.0, 0.0, 0.0, 0.0, 7.0, 10.0, 10.0, 0.0), strict=True):
             r.score = r.outcome = score
-            r.results = [SimpleNamespace(score=score), SimpleNamespace(score=float(r.sample))]
+            r.results = [types.SimpleNamespace(score=score), types.SimpleNamespace(score=float(r.sample))]
         for i in range(0, len(rollouts), 3):
             grpo.set_advantages([rollouts[i : i + 3]], args)
-        for r in rollouts if name == "repetition" else ():
-            r.token_rewards = [-0.3 * (token % 3 == 0) for token in r.token_ids.tolist()]
         return rollouts
 
+    if name == "repetition":
+        monkeypatch.setattr(grpo, "REPEATED", 1)
     monkeypatch.setattr(test_learner, "grpo", grpo)
     monkeypatch.setattr(test_learner, "make_rollouts", scored)
     args = test_learner.make_args(tiny_models(), *FLAGS[name])
@@ -174,13 +192,13 @@ def test_gdpo_by_hand(forked):
     prompt = grpo.utils.Prompt(0, (1, 2, 3), "", (), ())
     group = [grpo.Rollout(prompt, 0, j) for j in range(4)]
     for r, scores in zip(group, ((1, 2), (0, 2), (0, 4), (0, 0)), strict=True):
-        r.results = [SimpleNamespace(score=float(score)) for score in scores]
+        r.results = [types.SimpleNamespace(score=float(score)) for score in scores]
         r.score = float(sum(scores))
     grpo.set_advantages([group], args)
     first = math.sqrt(3 / 16)  # deviation of 1 0 0 0, mean 1/4; that of 2 2 4 0, mean 2, is sqrt(2)
     want = [0.75 / first, -0.25 / first, -0.25 / first + 2 / math.sqrt(2), -0.25 / first - 2 / math.sqrt(2)]
     assert [r.advantage for r in group] == pytest.approx(want, rel=1e-6)
-    group[3].results = [SimpleNamespace(score=math.nan)] * 2
+    group[3].results = [types.SimpleNamespace(score=math.nan)] * 2
     group[3].score = math.nan
     grpo.set_advantages([group], args)
     deviations = [math.sqrt(2 / 9), math.sqrt(8 / 9)]  # of 1 0 0 and of 2 2 4
@@ -307,40 +325,26 @@ def test_kl_twice_by_hand(forked, tiny_models, world, monkeypatch):
 
 
 def test_repetition_by_hand(forked, monkeypatch):
-    """Of 5 6 5 6 7 5 6 the bigram 5 6 is there again at tokens 2 and 5: 0.5 off tokens 2, 3, 5 and 6, wherever the
-    response lies in a batch, after rollouts.jsonl, and with the advantages anew that --kl_in_reward makes."""
+    """Of 5 6 5 6 7 5 6 the bigram 5 6 is there again at tokens 2 and 5: 0.5 off tokens 2, 3, 5 and 6, also with the
+    advantages anew that --kl_in_reward makes."""
     _, grpo = forked("repetition")
     monkeypatch.setattr(test_learner, "grpo", grpo)
     monkeypatch.setattr(grpo, "REPEATED", 2)
-    assert grpo.utils is not sys.modules["utils"]
     flags = "--repetition_penalty 0.5 --kl_in_reward --beta 0.1 --advantage_normalization_type centered"
     args = test_learner.make_args("m", *flags.split(), "--load_ref_policy")
     prompt = grpo.utils.Prompt(0, (1, 2, 3), "", (), ())
     group = [grpo.Rollout(prompt, 0, j) for j in range(3)]
-    for r, ids in zip(group, ([5, 6, 5, 6, 7, 5, 6], [9], [8, 8, 8]), strict=True):
+    for r, ids, score in zip(group, ([5, 6, 5, 6, 7, 5, 6], [9], [8, 8, 8]), (6.0, 3.0, 0.0), strict=True):
         r.append(grpo.utils.Generation(ids, [0.0] * len(ids), "stop", [0] * len(ids)))
-    grpo.score_rollouts(group, args)
-    want = [[0, 0, -0.5, -0.5, 0, -0.5, -0.5], [0], [0, -0.5, -0.5]]
-    assert [r.token_rewards for r in group] == want
-    for r, score in zip(group, (6.0, 3.0, 0.0), strict=True):
         r.score = score
     grpo.set_advantages([group], args)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "utils", grpo.utils)
-        dumps = load("dumps_repetition", REPO / "scripts" / "parts" / "dumps.py")
-    kept = dumps.rollouts_of([json.loads(json.dumps(dumps.rollout_row(r, 1), default=str)) for r in group])
-    shared, plain = [group], [[r] for r in kept]
-    rows = [[[r]] for r in group]
+    want = [[3, 3, 2.5, 2.5, 3, 2.5, 2.5], [0], [-3, -3.5, -3.5]]
+    assert [r.advantage.tolist() for r in group] == want
     world = grpo.utils.World(0, 0, 1, torch.device("cpu"))
-    for batch in (grpo.make_batch(packs, world.device) for packs in ([shared], [plain], rows)):
-        for again in (False, True):
-            if again:
-                batch.old_logprobs = batch.ref_logprobs = torch.zeros_like(batch.advantages)
-                grpo.put_kl_in_reward([batch], args, world, grpo.utils.Metrics())
-            for i, (a, rewards) in enumerate(zip((3.0, 0.0, -3.0), want, strict=True), start=1):
-                assert batch.advantages[batch.seq_ids == i].tolist() == [a + x for x in rewards]
-    probe = grpo.Rollout(prompt, 1, 0, [4, 4], [0.0, 0.0], [True, True])
-    assert not grpo.make_batch([[[probe]]], world.device).advantages.any()
+    batch = grpo.make_batch([[group]], world.device)
+    batch.old_logprobs = batch.ref_logprobs = torch.zeros_like(batch.advantages)
+    grpo.put_kl_in_reward([batch], args, world, grpo.utils.Metrics())
+    assert [batch.advantages[batch.seq_ids == i].tolist() for i in (1, 2, 3)] == want
 
 
 @pytest.mark.parametrize(
@@ -413,3 +417,129 @@ def test_adaptive_kl_steers_a_run(forked, tiny_models, tmp_path):
             assert after["objective/beta"] == want != before["objective/beta"]
         for path in (tmp_path / "grpo" / "checkpoints").glob("step_4"):  # the end is lost: steps 3 and 4 again
             shutil.rmtree(path)
+
+
+def seen(grpo, index, *outcomes):
+    return grpo.Seen(0, index, list(outcomes), 10.0)
+
+
+def sampler_of(grpo):
+    return grpo.start_state()["sampler"]
+
+
+def test_vip_by_hand(forked):
+    """Spreads 5, 1, 0 of three prompts, mean 2, G = 4: 10 -> 8, 2, 0 -> 2 rollouts; as many as ever of a new prompt."""
+    _, grpo = forked("vip")
+    args = test_learner.make_args("m", "--num_samples_per_prompt_rollout", "4", "--no_shuffle")
+    prompts = [grpo.utils.Prompt(i, (i,), "", (), ()) for i in range(4)]
+    sampler = sampler_of(grpo)
+    assert [len(grpo.next_group(prompts, i, sampler, args)) for i in range(4)] == [4] * 4
+    groups = [seen(grpo, 0, 10.0, 0.0, math.nan), seen(grpo, 1, 3.0, 5.0), seen(grpo, 2, math.nan)]
+    after = grpo.next_sampler(sampler, groups, args)
+    assert after["spreads"] == {0: 5.0, 1: 1.0, 2: 0.0} and sampler["spreads"] == {}
+    assert [len(grpo.next_group(prompts, i, after, args)) for i in range(4)] == [8, 2, 2, 4]
+    again = grpo.next_sampler(after, [seen(grpo, 0, 1.0, 1.0), seen(grpo, 2, 2.0, 10.0)], args)
+    assert again["spreads"] == {0: 0.0, 1: 1.0, 2: 4.0}
+    assert [len(grpo.next_group(prompts, i, again, args)) for i in range(4)] == [2, 2, 8, 4]
+
+
+def test_learnability_by_hand(forked):
+    """Weights 0.26 (new), 0.01 (always right), 0.01 (never) and 0.25 x 0.75 + 0.01 of four prompts."""
+    _, grpo = forked("learnability")
+    args = test_learner.make_args("m")
+    prompts = [grpo.utils.Prompt(i, (i,), "", (), ()) for i in range(4)]
+    groups = [seen(grpo, 1, 10.0, 10.0), seen(grpo, 2, 0.0, -5.0), seen(grpo, 3, 5.0, 0.0), seen(grpo, 0, math.nan)]
+    sampler = sampler_of(grpo)
+    after = grpo.next_sampler(sampler, groups, args)
+    assert after["rates"] == {1: 1.0, 2: 0.0, 3: 0.25} and sampler["rates"] == {}
+    drawn = [grpo.next_group(prompts, position, after, args)[0].prompt.index for position in range(4000)]
+    weights = [0.26, 0.01, 0.01, 0.1975]
+    for i, weight in enumerate(weights):
+        assert drawn.count(i) / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
+    assert drawn[:50] == [grpo.next_group(prompts, position, after, args)[0].prompt.index for position in range(50)]
+
+
+def test_rlep_by_hand(forked):
+    """The best response so far, here of two steps, is the last of the prompt's next group, and is not sampled again."""
+    _, grpo = forked("rlep")
+    args = test_learner.make_args("m", "--num_samples_per_prompt_rollout", "3", "--no_shuffle")
+    prompts = [grpo.utils.Prompt(i, (i, 1), "", (), ()) for i in range(2)]
+    sampler = sampler_of(grpo)
+    asked = []
+
+    def generate(requests, finished):
+        asked.append(len(requests))
+        for i in range(len(requests)):
+            finished(i, grpo.utils.Generation([10 * len(asked) + i, 5], [-0.5, -i], "length", [0, 0]))
+
+    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: str(ids.tolist()))
+    engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
+    for outcomes, best in (((1.0, 4.0, math.nan), [11, 5]), ((2.0, 3.0, 4.0), [11, 5]), ((9.0, 0.0, 0.0), [30, 5])):
+        group = grpo.next_group(prompts, 0, sampler, args)
+        grpo.sample_rollouts(engine, [group], args)
+        assert all(r.over and r.text == str(r.token_ids.tolist()) for r in group)
+        for r, outcome in zip(group, outcomes, strict=True):
+            r.outcome = outcome
+        sampler = grpo.next_sampler(sampler, grpo.what_was_seen([group], args), args)
+        *new, replayed = grpo.next_group(prompts, 0, sampler, args)
+        assert not any(r.over for r in new) and replayed.over and replayed.finish_reason == "length"
+        assert replayed.token_ids.tolist() == best and replayed.versions.tolist() == [-1, -1] and replayed.mask.all()
+    assert asked == [3, 2, 2] and replayed.logprobs.tolist() == [-0.5, 0.0]
+    assert not any(r.over for r in grpo.next_group(prompts, 1, sampler, args))
+
+
+LETTERS = f"""--rollout_backend transformers --model_dtype float32 --reward_file {REPO}/scripts/train/debug/letters.py
+    --remap_verifier gsm8k=letters --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --response_length 6
+    --max_prompt_token_length 48 --temperature 1.0 --learning_rate 1e-3 --lr_scheduler_type constant --beta 0.02
+    --total_episodes 96 --save_freq -1 --checkpoint_state_freq 3 --save_traces --deterministic"""
+
+
+def letters_run(script, model, out, *flags):
+    """Train a fork for six steps on eight prompts; returns the final weights."""
+    data = out / "train.jsonl"
+    with data.open("w") as file:
+        for i in range(8):
+            turns = [{"role": "user", "content": f"Say {i}."}]
+            file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
+    line = [script, "--model_name_or_path", model, "--output_dir", out, "--dataset_mixer_list", data, "1.0"]
+    line += [*LETTERS.split(), *flags]
+    if script.name == "grpo.py":
+        done = programs.run(line)
+    else:  # a process of programs.py has imported the grpo.py of the project
+        env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *map(str, line)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    name = flags[flags.index("--exp_name") + 1]
+    return load_file(out / name / "model" / "model.safetensors")
+
+
+def sizes_of(run_dir):
+    """How many rollouts each group of a run has."""
+    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    return collections.Counter(row["position"] for row in rows)
+
+
+@pytest.mark.runs
+def test_a_sampler_is_the_same_in_both_scripts_and_goes_on_after_a_resume(forked, tiny_models, tmp_path):
+    """Groups of several sizes, which past scores decide: grpo_fast.py without asynchrony has the bits of grpo.py, and a
+    run from its middle those of the whole, also where rollouts of older weights were under way."""
+    directory, _ = forked("vip")
+    runs = {
+        "sync": ("grpo.py",),
+        "fast": ("grpo_fast.py", "--async_steps", "0"),
+        "ahead": ("grpo_fast.py", "--async_steps", "1"),
+    }
+    whole = {}
+    for name, (script, *flags) in runs.items():
+        whole[name] = letters_run(directory / script, tiny_models(), tmp_path, "--exp_name", name, *flags)
+    assert len(set(sizes_of(tmp_path / "sync").values())) > 2, "the groups are alike: the test shows nothing"
+    assert sizes_of(tmp_path / "sync") == sizes_of(tmp_path / "fast") != sizes_of(tmp_path / "ahead")
+    assert all(torch.equal(whole["sync"][key], whole["fast"][key]) for key in whole["sync"])
+    for name in ("sync", "ahead"):
+        script, *flags = runs[name]
+        sizes = sizes_of(tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step_6")
+        shutil.rmtree(tmp_path / name / "model")
+        again = letters_run(directory / script, tiny_models(), tmp_path, "--exp_name", name, "--resume", *flags)
+        assert sizes_of(tmp_path / name) == sizes
+        assert all(torch.equal(again[key], whole[name][key]) for key in again)

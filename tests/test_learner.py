@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
+import grpo_fast
 import rewards
 import utils
 from scripts.parts import dumps
@@ -272,7 +273,8 @@ def test_a_response_is_scored_while_others_are_sampled(monkeypatch):
     engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
     args = make_args("m", "--num_samples_per_prompt_rollout", 2)
     prompt = utils.Prompt(0, (1, 2), "", ("1",), ("slow",))
-    (rollouts,) = grpo.sample_rollouts(engine, [(0, prompt)], 2, args)
+    rollouts = grpo.new_group(prompt, 0, 2)
+    grpo.sample_rollouts(engine, [rollouts], args)
     grpo.score_rollouts(rollouts, args)
     assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
     grpo.score_rollouts(rollouts, args)
@@ -328,6 +330,68 @@ def test_kl_in_reward_compares_with_the_empty_responses_of_the_group():
     assert kl_rewarded([1.0, 0.0, 0.0], [0.0, None, 0.0], *centered) == pytest.approx([2 / 3, -1 / 3])
     # scores less KL: 1 - 0.5, 0, 0 - 0.1, mean 0.4 / 3
     assert kl_rewarded([1.0, 0.0, 0.0], [1.0, None, 0.2], *centered) == pytest.approx([0.5 - 0.4 / 3, -0.1 - 0.4 / 3])
+
+
+def test_an_advantage_may_be_an_array_over_the_tokens():
+    """In packs of every kind, after a trace, in the metric, and with --kl_in_reward, which shifts it: with KLs 0.5, 0
+    and 0.1 off scores 1, 0, 0 the centered advantages change by -0.5, 0, -0.1 less their mean."""
+    args = make_args(
+        "m", "--kl_in_reward", "--beta", 0.5, "--kl_estimator", 0, "--advantage_normalization_type", "centered"
+    )
+    world = utils.World(0, 0, 1, torch.device("cpu"))
+    group = [
+        grpo.Rollout(utils.Prompt(0, (1, 2), "", ("1",), ("gsm8k",)), 0, j, score=s) for j, s in enumerate([1, 0, 0])
+    ]
+    for r, n in zip(group, (2, 3, 4), strict=True):
+        r.append(utils.Generation([5] * n, [0.0] * n, "stop", [0] * n))
+    group[0].advantage = np.array([0.25, -1.0])
+    group[1].advantage = 0.5
+    group[2].advantage = np.array([1.0, 2.0, 3.0, 4.0])
+    traces = [json.loads(json.dumps(dumps.rollout_row(r, 1), default=str)) for r in group]
+    assert [trace["advantage"] for trace in traces] == [[0.25, -1.0], 0.5, [1.0, 2.0, 3.0, 4.0]]
+    want = [[0.25, -1.0], [0.5] * 3, [1.0, 2.0, 3.0, 4.0]]
+    for kept in (group, dumps.rollouts_of(traces)):
+        for packs in ([[kept]], [[[r] for r in kept]], [[[r]] for r in kept]):
+            batch = grpo.make_batch(packs, world.device)
+            assert [batch.advantages[batch.seq_ids == i].tolist() for i in (1, 2, 3)] == want
+    step = grpo.Step(1, packs=[[[group]]])
+    learner = types.SimpleNamespace(policy=types.SimpleNamespace(flops=lambda *_: 0.0), ref_policy=None)
+    grpo.note_update(learner, step, args)
+    assert step.metrics.reduce(world)["val/advantages"] == pytest.approx((-0.375 + 0.5 + 2.5) / 3)
+
+    batch = grpo.make_batch([[group]], world.device)
+    batch.ref_logprobs = torch.zeros_like(batch.vllm_logprobs)
+    kls = torch.tensor([0.0, 1.0 / 2, 0.0, 0.2 / 4])  # by seq_id, of a token
+    batch.old_logprobs = torch.where(batch.response_mask, kls[batch.seq_ids], 0.0)
+    grpo.put_kl_in_reward([batch], args, world, utils.Metrics())
+    shifts = [-0.5 + 0.2, 0.2, -0.1 + 0.2]
+    want = [[0.25 - 0.3, -1.0 - 0.3], [-1 / 3 + 0.2] * 3, [x + shifts[2] for x in (1.0, 2.0, 3.0, 4.0)]]
+    for i, values in enumerate(want, start=1):
+        assert batch.advantages[batch.seq_ids == i].tolist() == pytest.approx(values)
+        assert np.broadcast_to(group[i - 1].advantage, len(values)).tolist() == pytest.approx(values)
+
+
+def test_replayed_tokens_have_no_part_in_the_gap_nor_in_the_bound_on_staleness(world):
+    """Version -1: no engine has sampled them with these weights. If all are, there is nothing to measure."""
+    args = make_args("m", "--max_logprob_gap", 0.5)
+    rollouts = make_rollouts()[:3]
+    rollouts[1].versions[:] = -1
+    rollouts[1].logprobs[:] = -50.0
+    for packs in ([[rollouts]], [[[r]] for r in rollouts]):
+        batch = grpo.make_batch(packs, world.device)
+        batch.old_logprobs = torch.where(batch.seq_ids == 2, 0.0, batch.vllm_logprobs + 0.25)
+        gap = utils.Gap()
+        grpo.note_gap(gap, batch)
+        assert gap.check(args, world, "")["debug/vllm_vs_local_logprob_diff_max"] == pytest.approx(0.25)
+    metrics = utils.Metrics()
+    grpo_fast.note_staleness([[[rollouts]]], 1, args, metrics)
+    tokens = sum(len(r.token_ids) for r in rollouts if r is not rollouts[1])
+    assert metrics.reduce(world)["val/num_steps_off_policy"] == 0 and tokens > 0
+    only = grpo.make_batch([[rollouts[1:2]]], world.device)
+    only.old_logprobs, gap = only.vllm_logprobs, utils.Gap()
+    grpo.note_gap(gap, only)
+    assert gap.check(args, world, "") == {}
+    grpo_fast.note_staleness([[[rollouts[1:2]]]], 9, args, utils.Metrics())
 
 
 def test_kl_in_reward_compares_kls_below_the_rounding_of_the_scores():

@@ -466,7 +466,7 @@ def test_an_answer_that_leaves_no_token_ends_the_rollout(monkeypatch):
 def test_an_environment_hears_whether_the_policy_stopped(reason):
     r = played()
     r.turns[-1] = r.turns[-1] | {"finish_reason": reason}
-    facts = grpo.episode_of(r, args_of("--max_steps 5"))
+    facts = ANSWERS.episode_of(r, 5)
     assert (facts["stopped"], facts["turn"], facts["steps_left"]) == (reason == "stop", 1, 4)
 
 
@@ -717,9 +717,9 @@ def test_the_newest_checkpoints_stay_and_a_damaged_one_is_skipped(tmp_path):
 
 def test_a_collector_goes_on_where_the_checkpoint_was():
     """After step 3 of 2 prompts each: positions from 6 on, weights of update 3, and not the excluded prompt."""
-    state = grpo.start_state() | {"step": 3, "cursor": 6, "excluded": [2, 5]}
+    state = grpo.start_state() | {"step": 3, "cursor": 6, "sampler": {"excluded": {2, 5}}}
     collector = make_collector("7", "1", flags="--async_steps 1 --total_episodes 20", state=state)
-    assert (collector.number, collector.version, collector.excluded) == (4, 2, frozenset({2, 5}))
+    assert (collector.number, collector.version, collector.sampler) == (4, 2, {"excluded": {2, 5}})
     collector.engines_have(6)
     assert (collector.version, collector.admitted) == (3, 10)
     assert not {group[0].prompt.index for group in collector.in_flight.values()} & {2, 5}

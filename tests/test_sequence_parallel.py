@@ -290,8 +290,10 @@ def test_ranks_that_share_packs_have_the_groups_of_one_rank(monkeypatch, size, n
     monkeypatch.setattr(utils, "all_gather", lambda thing, _: [thing])
     prompts, (a, b, *_) = [utils.Prompt(i, (i, 1), "", (), ()) for i in range(31)], make_rollouts()
 
-    def sample(_engine, pairs, *_):
-        return [[dataclasses.replace(r, position=i, prompt=prompt) for r in (a, b)] for i, prompt in pairs]
+    def sample(_engine, groups, _):
+        for group in groups:
+            position, prompt = group[0].position, group[0].prompt
+            group[:] = [dataclasses.replace(r, position=position, prompt=prompt) for r in (a, b)]
 
     def sampled(rank, ranks, size):
         flags = "--model_name_or_path x --num_unique_prompts_rollout 24 --num_mini_batches 2 --total_episodes 96"

@@ -235,7 +235,8 @@ def prompt_of(path, tokenizer, flags="", config=None, labels=("7",), verifiers=(
 def play(path, tokenizer, flags="", config=None, samples=4, engine=None, **more):
     prompt, args = prompt_of(path, tokenizer, flags, config, **more)
     engine = engine or Scripted(tokenizer)
-    (group,) = grpo.sample_rollouts(engine, [(0, prompt)], samples, args)
+    group = grpo.new_group(prompt, 0, samples)
+    grpo.sample_rollouts(engine, [group], args)
     grpo.score_rollouts(group, args)
     return group, engine, args
 
@@ -475,7 +476,8 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer):
     """Stopped at each point of its life, it comes to the same tokens as one that was not."""
     path = files(COUNTER, "counter")
     prompt, args = prompt_of(path, tokenizer)
-    ((whole,),) = grpo.sample_rollouts(Scripted(tokenizer), [(0, prompt)], 1, args)
+    (whole,) = group = grpo.new_group(prompt, 0, 1)
+    grpo.sample_rollouts(Scripted(tokenizer), [group], args)
     kept = []
 
     class Noting(Scripted):

@@ -78,7 +78,7 @@ def test_exclusions_of_a_position_are_those_of_the_weights_that_admitted_it(ahea
     first, both = ({g[0].prompt.index for p in range(n) for g in [collector.in_flight[p]]} - {3} for n in (2, 4))
     want, late = ([utils.prompt_at(collector.prompts, p, 1, frozenset(x)).index for p in (4, 5)] for x in (first, both))
     assert [prompts_of(collector)[p] for p in (4, 5)] == want != late
-    assert steps[0].excluded == first
+    assert steps[0].sampler == {"excluded": first}
 
 
 def test_a_step_that_runs_dry_waits_for_weights_that_are_new_enough():
@@ -162,7 +162,12 @@ def test_rollouts_are_made_outside_the_lock_that_the_main_thread_asks_for(monkey
     """Those of 1,024 groups of 16 take a tenth of a second, in which accounts would wait."""
     collector, held = make_collector("7"), []
     changed: Any = collector.engines.changed
-    monkeypatch.setattr(grpo_fast, "Rollout", lambda *of: held.append(changed._is_owned()) or utils.Rollout(*of))
+
+    def made(*of, **more):
+        held.append(changed._is_owned())
+        return utils.Rollout(*of, **more)
+
+    monkeypatch.setattr(grpo, "Rollout", made)
     collector.engines_have(0)
     assert held == [False] * 4 and collector.counts["started"] == collector.admitted == 2
 
@@ -225,9 +230,9 @@ def test_packs_travel_one_by_one_and_arrive_as_they_were(world, monkeypatch):
     sent = []
     monkeypatch.setattr(grpo_fast.dist, "scatter_object_list", lambda mine, parts: mine.__setitem__(0, parts[0]))
     monkeypatch.setattr(grpo_fast.pickle, "loads", lambda x, loads=grpo_fast.pickle.loads: sent.append(x) or loads(x))
-    packs, groups, cursor, excluded = grpo_fast.scatter(data, collector.args, world)
+    packs, groups, cursor, sampler = grpo_fast.scatter(data, collector.args, world)
     want = [m[0] for m in data.shares]
-    assert len(sent) == sum(map(len, want)) == 2 and (cursor, excluded) == (2, frozenset())
+    assert len(sent) == sum(map(len, want)) == 2 and (cursor, sampler) == (2, {"excluded": set()})
     assert [[[len(piece) for piece in pack] for pack in m] for m in packs] == [[[2]], [[2]]]
     for got, had in zip(*([r for m in x for pack in m for p in pack for r in p] for x in (packs, want)), strict=True):
         assert got is not had and (got.position, got.sample, got.text) == (had.position, had.sample, had.text)
@@ -627,10 +632,10 @@ def test_what_is_asked_for_in_training_and_in_evaluation():
 class Both:
     """Two ranks' worlds in one process: what the other rank says is given."""
 
-    def __init__(self, monkeypatch, other_lacks=(), other_excluded=()):
+    def __init__(self, monkeypatch, other_lacks=(), other_seen=()):
         self.lacks = list(other_lacks)
         monkeypatch.setattr(utils, "all_reduce", lambda v, *_: [v[0] + (self.lacks.pop(0) if self.lacks else 0.0)])
-        monkeypatch.setattr(utils, "all_gather", lambda x, *_: [x, frozenset(other_excluded)])
+        monkeypatch.setattr(utils, "all_gather", lambda x, *_: [x, list(other_seen)])
 
 
 def sample(rank, state, *flags, size=2, prompts=12):
@@ -686,18 +691,19 @@ def test_active_sampling_goes_on_while_any_rank_lacks_groups(monkeypatch):
 
 def test_exclusions_of_all_ranks_are_kept_and_used(monkeypatch):
     state, rate = grpo.start_state(), ["--no_resampling_pass_rate", "1.0"]
-    Both(monkeypatch, other_excluded=[2])
+    Both(monkeypatch, other_seen=[grpo.Seen(1, 2, [10.0, 10.0], 10.0)])
     seen = set()
     for _ in range(6):  # two epochs of 12 prompts, half of each
-        before = set(state["excluded"])
+        before = state["sampler"]["excluded"]
         _, positions, indices = sample(0, state, *rate)
-        assert not before & set(indices) and set(state["excluded"]) == before | {2} | {i for i in indices if i % 3 == 0}
+        assert not before & set(indices)
+        assert state["sampler"]["excluded"] == before | {2} | {i for i in indices if i % 3 == 0}
         seen |= set(indices)
-    assert state["excluded"] == [0, 2, 9] and len(seen) > 6
+    assert state["sampler"]["excluded"] == {0, 2, 9} and len(seen) > 6
     off = grpo.start_state()
     monkeypatch.setattr(utils, "all_gather", lambda x, *_: [x])
     sample(0, off)
-    assert off["excluded"] == []
+    assert off["sampler"]["excluded"] == set()
 
 
 def test_the_model_is_saved_before_engines_are_waited_for(monkeypatch, tmp_path):
@@ -759,7 +765,7 @@ def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch, tmp_path
     """Five tokens of eight are not overlong; those of training's four would be."""
     prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
     r = utils.Rollout(prompt, 0, 0, [5] * 5, [-1.0] * 5, [True] * 5, finish_reason="stop")
-    monkeypatch.setattr(grpo, "sample_rollouts", lambda *_, **__: [[r]])
+    monkeypatch.setattr(grpo, "sample_rollouts", lambda _, groups, *__: groups[0].__setitem__(0, r))
     line = "--model_name_or_path x --overlong_buffer_length 2 --response_length 4 --eval_response_length 8"
     args = utils.parse_args(grpo.Args, line.split())
     run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object())
@@ -774,7 +780,7 @@ def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch, tmp_path):
     prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
     found = [1.0, math.nan, 0.0, math.nan]
     group = [utils.Rollout(prompt, 0, i, verifiable=x, score=x, outcome=x) for i, x in enumerate(found)]
-    monkeypatch.setattr(grpo, "sample_rollouts", lambda *_, **__: [group])
+    monkeypatch.setattr(grpo, "sample_rollouts", lambda _, groups, *__: groups[0].__setitem__(slice(4), group))
     monkeypatch.setattr(grpo, "score_rollouts", lambda *_: None)
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--eval_pass_at_k", "4"])
     run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object())

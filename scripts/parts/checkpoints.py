@@ -222,7 +222,8 @@ def learner_state(modules: Modules, optimizer: Optimizer) -> dict[str, Any]:
 
 def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World) -> dict[str, Any]:
     """Load a checkpoint into modules and optimizer, and restore the random state. Returns rank 0's `extra`. The number
-    of ranks may have changed."""
+    of ranks may have changed. One of a version that kept the excluded prompts by themselves has no sizes of groups: its
+    unfinished rollouts are sampled again."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
@@ -240,6 +241,9 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     own = torch.load(own_file, weights_only=True) if own_file.exists() else extra
     utils.set_rng_state(own["rng"])
     del extra["rng"]
+    if "excluded" in extra:
+        extra["sampler"] = {"excluded": set(extra.pop("excluded"))}
+        extra.pop("rollouts", None)
     return extra
 
 

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import utils
@@ -111,7 +112,7 @@ def learner_columns(mini_batches: Sequence[Sequence[Any]], dumping: bool) -> dic
     for mini_batch in mini_batches:
         for batch in mini_batch:
             for i, r in enumerate(batch.rollouts, start=1):
-                row: Row = {"advantage": r.advantage}
+                row: Row = {"advantage": np.asarray(r.advantage).tolist()}
                 for name in names:
                     values = getattr(batch, name)  # (B, T)
                     if values is not None:
@@ -131,6 +132,7 @@ def rollout_row(r: Rollout, step: int) -> Row:
     row: Row = {"training_step": step} | vars(r)
     del row["scoring"], row["evaluation"]
     row |= {name: getattr(r, name).tolist() for name in utils.COLUMNS}
+    row["advantage"] = np.asarray(r.advantage).tolist()  # a number, or one for each token
     row["prompt"] = r.prompt.text
     row["prompt_ids"] = r.prompt.token_ids
     row["ground_truths"] = r.prompt.ground_truths

@@ -6,7 +6,11 @@ every call has perhaps lost its `return`: that is an error if nothing else score
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import rewards
 
@@ -59,3 +63,13 @@ def refuse(what: str, name: str) -> None:
         if status == "crash" and Path(who).stem == name:
             problem = words
     raise rewards.UserError(f"{what} crashed on every call, nothing can be learned: {problem}")
+
+
+def dump_batches(mini_batches: Sequence[Sequence[Any]], path: Path) -> None:
+    """Save the grpo.Batches of a step whose gradient was not finite, as dicts of their fields, for torch.load."""
+    dumped = []
+    for mini_batch in mini_batches:
+        for batch in mini_batch:
+            pieces = None if batch.layout is None else batch.layout.pieces
+            dumped.append(vars(batch) | {"layout": pieces, "rollouts": None})
+    torch.save(dumped, path)

@@ -7,6 +7,7 @@ separators are found by rendering probe conversations. What an environment's fil
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -64,6 +65,29 @@ class Environment:
         need(not self.schemas or not unknown, f"tools {unknown}: --tools has {sorted(self.schemas)}")
         shown = [self.schemas[name] for name in names if name in self.schemas]
         return shown, config | self.config | {"active_tools": list(names)}
+
+    def episode_of(self, r: utils.Rollout, max_steps: int) -> dict[str, Any]:
+        """What the environment's file receives about r: the columns of its row, and the messages so far."""
+        messages = list(r.prompt.episode["messages"])
+        for turn in r.turns:
+            messages.append({"role": turn["role"], "content": turn["content"]})
+        last = r.turns[-1]
+        number = 1 + len(r.turns) // 2  # answers stand between the turns
+        facts = {
+            "messages": messages,
+            "text": last["content"],
+            "turn": number,
+            "steps_left": max_steps - number,
+            "stopped": last["finish_reason"] == "stop",
+        }
+        return r.prompt.episode | facts
+
+    def reward_of(self, r: utils.Rollout) -> float:
+        """The sum of the rewards of the answers in r. NaN if an answer is missing."""
+        answers = [turn for turn in r.turns if turn["role"] != "assistant"]
+        if any(answer["status"] == "infra_error" for answer in answers):
+            return math.nan
+        return sum(answer["reward"] for answer in answers)
 
     def answer(self, texts: Sequence[str], ended: bool, room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
         """The tokens that say `texts` to a policy, separators included, and the texts as they are said.

@@ -1028,7 +1028,7 @@ class Dropping(grpo_fast.Collector):
             self.engines.wait_for(lambda: bool(self.ended), "a group")
             group, _ = self._take(self.ended.popleft())
             if self.refill:
-                self.admit(self.admitted + 1, frozenset())
+                self.admit(self.admitted + 1, self.sampler)
             age = self.step - 1 - min(r.versions[0] for r in group)
             if self.refill and age > self.args.async_steps:
                 self.dropped.append(group)

@@ -55,7 +55,8 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     small, checkpoints = Small(), utils.Checkpoints(tmp_path, 3, world)
     want = [t.clone() for t in small.numbers()]
     rollouts = {3: (7, {0: {"token_ids": [1, 2], "logprobs": [-0.5, -1e-3], "finish_reason": "stop"}})}
-    save(checkpoints, small, 4, step=4, excluded=[1, 2], rollouts=rollouts)
+    sampler = {"excluded": {1, 2}, "of a fork": {3: [0.5]}}
+    save(checkpoints, small, 4, step=4, sampler=sampler, rollouts=rollouts)
     after = random.random(), float(np.random.rand()), float(torch.rand(1))
     small.step()
     checkpoints.wait()
@@ -64,9 +65,18 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     other = Small(seed=1)
     path = utils.newest_checkpoint(tmp_path, world)
     extra = load_checkpoint(path, other.modules, other.optimizer, world)
-    assert extra == {"step": 4, "excluded": [1, 2], "rollouts": rollouts}
+    assert extra == {"step": 4, "sampler": sampler, "rollouts": rollouts}
     assert all(torch.equal(a, b) for a, b in zip(other.numbers(), want, strict=True))
     assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == after
+
+
+def test_the_excluded_prompts_of_an_older_version_are_taken_on(tmp_path, world):
+    """Its rollouts that were under way are sampled again: it does not say how many a group has."""
+    small, checkpoints = Small(), utils.Checkpoints(tmp_path, 3, world)
+    save(checkpoints, small, 2, step=2, excluded=[4, 1], rollouts={7: (1, {0: {"over": True}})})
+    checkpoints.wait()
+    path = utils.newest_checkpoint(tmp_path, world)
+    assert load_checkpoint(path, small.modules, small.optimizer, world) == {"step": 2, "sampler": {"excluded": {1, 4}}}
 
 
 def test_what_a_resume_could_not_load_is_refused_when_it_is_saved(tmp_path, world):
