@@ -29,6 +29,7 @@ import builtins
 import copy
 import ctypes
 import dataclasses
+import dis
 import errno
 import functools
 import gc
@@ -70,6 +71,7 @@ LOOK_S = 0.05  # between two looks at a run that seems late
 PATIENCE = 20  # A run may take this many times its limit while others have the processors; then the machine has failed
 NOBODY = 65534
 FIRST_USER = 2_000_000_000  # If we are root, each server's runs have a user of their own, numbered from here
+MAKERS_OF_ROWS = ("reasoning_gym",)  # packages: see hidden_paths
 # The server imports these modules once. It does not import random and threading, or modules that import them: they hook
 # into every fork, and most programs do not need them. The trainer's side imports subprocess and others where it needs
 # them.
@@ -237,8 +239,10 @@ READ_FILE = 1 << 2
 READ_DIR = 1 << 3
 
 
-def landlock_ruleset(readable: list[str]) -> tuple[int, int]:
-    """(descriptor of a ruleset that allows only to read beneath these paths, ABI version of the kernel)."""
+def landlock_ruleset(readable: list[str], hidden: list[str]) -> tuple[int, int]:
+    """(descriptor of a ruleset that allows only to read beneath these paths, ABI version of the kernel).
+
+    A directory of a hidden one may be listed, and the others in it be read."""
     abi = libc("syscall", LANDLOCK_CREATE_RULESET, 0, 0, 1)
     file_rights = (1 << 13) - 1
     for bit, first_abi in ((13, 2), (14, 3), (15, 5)):
@@ -251,9 +255,13 @@ def landlock_ruleset(readable: list[str]) -> tuple[int, int]:
         size = 24
     attributes = struct.pack("QQQ", file_rights, 3, 3)[:size]  # files, TCP, IPC
     ruleset = libc("syscall", LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    parents = {os.path.dirname(path) for path in hidden}
+    for parent in parents:
+        inside = {os.path.join(parent, name) for name in os.listdir(parent)}
+        readable = [*readable, *(inside - set(hidden))]
     for path in readable:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rights = READ_FILE
+        rights = 0 if path in parents else READ_FILE
         if os.path.isdir(path):
             rights |= READ_DIR
         libc("syscall", LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, fd), 0)
@@ -282,8 +290,9 @@ READ_ONLY = MS_REMOUNT | MS_BIND | MS_RDONLY
 MNT_DETACH = 2
 
 
-def enter_namespaces(readable: list[str]) -> tuple[str, int]:
-    """Continues in a child process that is pid 1 of new namespaces, with a root directory of `readable` alone.
+def enter_namespaces(readable: list[str], hidden: list[str]) -> tuple[str, int]:
+    """Continues in a child process that is pid 1 of new namespaces, with a root directory of `readable` alone, in which
+    `hidden` are empty.
 
     The parent waits for the child. Returns the name of this layer and own_proc().
     """
@@ -305,7 +314,7 @@ def enter_namespaces(readable: list[str]) -> tuple[str, int]:
         _, status = os.waitpid(child, 0)
         os._exit(min(status, 1))
     proc = own_proc()
-    build_root(readable)
+    build_root(readable, hidden)
     return f"{user}pid+net+mount+ipc namespaces", proc
 
 
@@ -345,8 +354,8 @@ def mount_read_only(fd: int, target: str) -> None:
     os.close(fd)
 
 
-def build_root(readable: list[str]) -> None:
-    """Makes a read-only file system that contains only `readable` the root directory."""
+def build_root(readable: list[str], hidden: list[str]) -> None:
+    """Makes a read-only file system that contains only `readable` the root directory. `hidden` are empty in it."""
     root = "/tmp"  # exists on every machine, and nothing is written to it: the new root is mounted here
     sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in readable]  # A path may be beneath `root`
     links = {path: os.readlink(path) for path in ("/lib", "/lib32", "/lib64") if os.path.islink(path)}
@@ -354,6 +363,8 @@ def build_root(readable: list[str]) -> None:
     libc("mount", b"tmpfs", root.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"size=1m,mode=755")
     for path, fd in sources:
         mount_read_only(fd, root + path)
+    for path in hidden:
+        libc("mount", b"tmpfs", (root + path).encode(), b"tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, b"size=4k,mode=755")
     for path, link in links.items():
         os.symlink(link, root + path)
     os.chdir(root)
@@ -417,14 +428,14 @@ class Server:
             __import__(module)
         self.layers = []
         try:
-            self.lock_down(options["without"])
+            self.lock_down(options["without"], hidden_paths(options["preload"]))
         except OSError as error:
             self.control.send(json.dumps({"failed": str(error)}).encode())
             raise
         self.control.send(json.dumps({"layers": self.layers}).encode())
 
-    def lock_down(self, without: list[str]) -> None:
-        """Sets up all layers that apply to the server too, and prepares those of the runs."""
+    def lock_down(self, without: list[str], hidden: list[str]) -> None:
+        """Sets up all layers that apply to the server too, and prepares those of the runs. hidden: see hidden_paths."""
         with open("/proc/self/statm") as file:
             num_pages = int(file.read().split()[0])
         memory = num_pages * resource.getpagesize()
@@ -437,14 +448,14 @@ class Server:
         if "namespaces" in without:
             self.proc = os.open("/proc", os.O_PATH)
         else:
-            layer, self.proc = enter_namespaces(readable)
+            layer, self.proc = enter_namespaces(readable, hidden)
             self.layers.append(layer)
             in_user_namespace = layer.startswith("user")
 
         self.ruleset = -1
         if "Landlock" not in without:
             try:
-                self.ruleset, abi = landlock_ruleset(readable)
+                self.ruleset, abi = landlock_ruleset(readable, hidden)
                 self.layers.append(f"Landlock ABI {abi}")
             except OSError:
                 pass  # The kernel lacks Landlock or has it off: `do_probe` finds what is open then
@@ -661,6 +672,13 @@ def readable_paths() -> list[str]:
         if not any(path.startswith(above + "/") for above in paths):
             paths.append(path)
     return paths
+
+
+def hidden_paths(preload: list[str]) -> list[str]:
+    """The directories of packages that make a run's rows, with the labels: no program reads them, except in a server
+    that has loaded them itself, in order to score."""
+    wanted = [os.path.join(path, name) for path in sys.path for name in MAKERS_OF_ROWS if name not in preload]
+    return [os.path.realpath(path) for path in wanted if os.path.isdir(path)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -916,7 +934,7 @@ class Link:
                 break
         if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufcU":
             data = self.encode(value.tolist())
-            return {"ndarray": [data, value.dtype.str]} if kind.__name__ == "ndarray" else data
+            return {"ndarray": [data, value.dtype.str, value.shape]} if kind.__name__ == "ndarray" else data
         if isinstance(value, Ref):
             return {"back": vars(value)["_number"]}
         if is_builtin(value):
@@ -991,7 +1009,7 @@ class Link:
         if name == "namedtuple":
             return self.named_tuple(str(body[0]), tuple(map(str, body[1])))(*self.decode(body[2]))
         if name == "ndarray":
-            return __import__("numpy").array(self.decode(body[0]), body[1])
+            return __import__("numpy").array(self.decode(body[0]), body[1]).reshape(body[2])
         if name == "back":
             return self.kept[body]
         if name == "function" and self.names is not None:
@@ -1356,6 +1374,11 @@ def go_through(ref: Any) -> Any:
         yield item
 
 
+def is_callable(value: Any) -> bool:
+    """callable(value), which for an object of the program only the program knows."""
+    return vars(value)["_link"].do("callable", value) if type(value) is Ref else callable(value)
+
+
 def replace_content(old: Any, new: Any) -> None:
     """Gives a container the content of another one."""
     if isinstance(old, io.StringIO):
@@ -1462,7 +1485,8 @@ def as_instance(result: Any) -> Any:
     return Instance(**vars(result)) if type(result) is Ref else result
 
 
-UNARY = "getitem setitem delitem len iter next str repr bool int float index round hash neg pos abs enter copy".split()
+UNARY = "getitem setitem delitem len iter reversed next str repr bool int float index round hash neg pos abs enter copy"
+UNARY = UNARY.split()
 COMPARED = "eq ne lt le gt ge".split()
 COMPUTED = "add sub mul truediv floordiv mod pow matmul and or xor divmod".split()  # all but the last one in place too
 OPERATORS = {f"__{name}__" for name in [*UNARY, *COMPARED, *COMPUTED, "contains"]}
@@ -1503,7 +1527,10 @@ from math import inf, isclose, pi, sqrt
 from typing import Any, Dict, List, Optional, Set, Tuple, Union
 """
 SLOW_STANDARD = {"np": "numpy", "numpy": "numpy", "random": "random", "statistics": "statistics"}
-JUDGES = set("abs all any bool dict float int isclose isinstance len list round set sorted str tuple type".split())
+JUDGES = set(
+    "abs all any bool callable dict enumerate filter float int isclose isinstance iter len list map next print range "
+    "repr round set sorted str tuple type zip".split()
+)
 
 
 def used_below(table: symtable.SymbolTable) -> set[str]:
@@ -1514,14 +1541,47 @@ def used_below(table: symtable.SymbolTable) -> set[str]:
     return names
 
 
+def bound_below(table: symtable.SymbolTable) -> set[str]:
+    """The global names that a function binds by `global`, and those that its inner ones bind."""
+    names = {
+        symbol.get_name() for symbol in table.get_symbols() if symbol.is_declared_global() and symbol.is_assigned()
+    }
+    for child in table.get_children():
+        names |= bound_below(child)
+    return names
+
+
+def bound_in_globals(node: ast.AST) -> list[str]:
+    """["x"] for globals()["x"] = ...; otherwise nothing."""
+    is_store = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    if is_store and isinstance(node.slice, ast.Constant) and ast.unparse(node.value) == "globals()":
+        return [str(node.slice.value)]
+    return []
+
+
+def used_first(test: str) -> set[str]:
+    """The names that a test uses before it binds them, as in `f = f(1)`: they are the program's."""
+    first: dict[str, str] = {}
+    for instruction in dis.get_instructions(compile(test, "test", "exec")):
+        if instruction.opname in ("LOAD_NAME", "STORE_NAME"):
+            first.setdefault(instruction.argval, instruction.opname)
+    return {name for name, opname in first.items() if opname == "LOAD_NAME"}
+
+
 def names_in(test: str) -> set[str]:
-    """The names that a test uses and does not bind itself."""
+    """The names that a test uses and does not bind itself.
+
+    What it binds is its own, or else the program could replace a value that the test compares with."""
     top = symtable.symtable(test, "test", "exec")
     symbols = top.get_symbols()
     used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
     bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    bound -= used_first(test)
     for child in top.get_children():
         used |= used_below(child)
+        bound |= bound_below(child)
+    for node in ast.walk(ast.parse(test)):
+        bound.update(bound_in_globals(node))
     return used - bound
 
 
@@ -1618,16 +1678,21 @@ def standard_names(used: set[str]) -> dict[str, Any]:
     return standard
 
 
-def names_that_all_use(uses: list[set[str]]) -> set[str]:
-    """The names that all tests use, of those that use any: the names that the program had to define.
+def name_of_program(uses: list[set[str]], standard: dict[str, Any]) -> str | None:
+    """The one name that the program had to define, where tests use standard names alone; None if that is not known.
 
-    Names with which tests judge results are left out, unless there are no others.
+    It is in all tests that use any, and the only such name that is not there to judge results; or it is the only one.
     """
     names_of_users = [names for names in uses if names]
-    if not names_of_users:
-        return set()
-    shared = set.intersection(*names_of_users)
-    return shared - JUDGES or shared
+    shared = set.intersection(*names_of_users) & standard.keys()
+    candidates = {name for name in shared if not is_judge(name, standard[name])} or shared
+    return candidates.pop() if len(candidates) == 1 else None
+
+
+def is_judge(name: str, value: Any) -> bool:
+    """Whether a name of the standard library is one with which tests judge results: no program is asked for it."""
+    is_exception = isinstance(value, type) and issubclass(value, BaseException)
+    return name in JUDGES or isinstance(value, types.ModuleType) or is_exception
 
 
 def replace_modules(link: Link, used: set[str], text: str) -> None:
@@ -1650,7 +1715,8 @@ def do_tests(server: Server) -> int:
 
     The tests get the program's names. Names of builtins and of the standard library are those of this process, because
     a program's own `sum` or `isclose` must not judge its results. If the tests use no other names, the program had to
-    define a builtin, for instance `sum`: then the names that all tests use are the program's.
+    define a builtin, for instance `sum`: then that name is the program's. If it could be one of several, the tests can
+    score no program: with all of them its own, a program could pass any test.
     """
     job = json.loads(open(3, "rb").read())
     tests = ["", *job["tests"]]  # The first one loads the program
@@ -1658,10 +1724,14 @@ def do_tests(server: Server) -> int:
     used = set().union(*uses)
     standard = standard_names(used)
     trees = [ast.parse(test) for test in tests]
+    standard["callable"] = is_callable
     own = set(standard)
     defined = {node.name for tree in trees for node in tree.body if isinstance(node, DEFINITION[:3])}
-    if not used - own - defined:
-        own -= names_that_all_use(uses)
+    unknown = ""
+    if used and not used - own - defined:
+        asked_for = name_of_program(uses, standard)
+        own.discard(asked_for)
+        unknown = "" if asked_for else "which builtin the program defines cannot be told from the tests"
     asked_of_program = [names - own - defined for names in uses]
     helpers = {}  # what the tests so far have defined or imported
     link = Link(4)
@@ -1695,7 +1765,7 @@ def do_tests(server: Server) -> int:
                 link.unsupported = beyond(tree, classes)
         if link.broken and problem is None:
             problem = "the program broke the protocol"
-        unsupported = link.unsupported
+        unsupported = link.unsupported or ("" if loads else unknown)
         link.unsupported = ""
         problem = unsupported or problem
         if not is_skipped:

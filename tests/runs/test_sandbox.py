@@ -1,6 +1,7 @@
 """Code rewards and the sandbox: hostile programs as root and as an ordinary user, with and without namespaces."""
 
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -568,6 +569,24 @@ def test_thief_finds_what_is_in_reach(configured):
     assert one("code_stdio", [{"input": "8173645201", "output": "8173645201"}], THIEF).score == 1.0
 
 
+@pytest.mark.parametrize("without", TIERS)
+def test_a_program_cannot_make_the_rows_with_their_labels(without):
+    """reasoning_gym draws the same rows from the same seed."""
+    box = sandbox.Sandbox(without=without)
+    file = importlib.util.find_spec("reasoning_gym").origin
+    program = f"""
+import numpy
+try:
+    print(len(open({file!r}).read()))
+except OSError:
+    print("hidden")
+print(hasattr(numpy, "array"))
+"""
+    run = box.run("program", ["", None, None, program], 10.0)
+    assert run.output.split() == ["hidden", "True"], run
+    box.stop()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What an honest program may rely on
 
@@ -711,7 +730,7 @@ def test_what_a_test_may_ask(case, configured):
     configured(code_max_execution_time=10)
     rewards.WARNED.clear()
     if want is None:
-        with pytest.warns(UserWarning, match="of the test cannot be passed to the program"):
+        with pytest.warns(UserWarning, match="of the test cannot be passed to the program|which builtin"):
             result = one("code", tests, program)
         assert result.status == "infra_error" and math.isnan(result.score)
     else:
