@@ -8,9 +8,10 @@
 # student, the reverse KL to the teacher at each token, no reward.
 #
 # Where this differs from the source:
-# - the student is the teacher with 5.5 % of noise, and the prompts are sums of two digits: no hub is needed.
-# - temperature 0.5, of student and teacher: the sources have 1, where a model of 135M answers a sum with anything.
-# - the KL is a term of the loss, estimator k2, with the gradient of the source's advantage, -log(student / teacher).
+# - The student is the teacher with 5.5 % of noise in its weights. The prompts are sums of two digits. No hub is needed.
+# - Student and teacher have temperature 0.5. The sources have 1, at which a model of 135M parameters answers a sum with
+#   almost anything.
+# - The KL is a term of the loss, estimator k2. Its gradient is that of the source's advantage, -log(student / teacher).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -8,19 +8,21 @@
 # Many kinds of rewards at once on two nodes: code, math, instruction following, word overlap and, in the evaluation, a
 # judge; 39 steps of 32 prompts x 8.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines. sbatch scripts/train/debug/full_integration_test.sh
-# Expected: no time and no figure in the source. We have never run this.
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines.
+#   sbatch scripts/train/debug/full_integration_test.sh
+# Expected: the source gives no time and no figure. We have never run this.
 # Source: open-instruct scripts/train/debug/full_integration_test.sh.
 #
 # Where this differs from the source:
-# - the model there is a Qwen 7B trained on Tulu data that was not published: Qwen/Qwen2.5-7B-Instruct stands for it.
-# - a comment in the middle of its command ends the command there: bash would start it without a model. The whole is
-#   meant and used here.
-# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
-#   server.
+# - The source's model is a Qwen 7B trained on Tulu data, which was not published. Qwen/Qwen2.5-7B-Instruct stands for
+#   it.
+# - In the source a comment in the middle of the command ends the command: bash would start it without a model. This
+#   script uses the whole command.
+# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
+#   they run on a hosted server.
 #
-# Start the judge yourself, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then export
-# OPENAI_BASE_URL=http://HOST:8000/v1.
+# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
+# export OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

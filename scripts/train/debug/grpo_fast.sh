@@ -2,15 +2,16 @@
 # grpo_fast.py on one device: one learner and one engine share a GPU, or the cores of a machine without one.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 4 steps of 8 prompts x 4 samples and an evaluation, 2.5 minutes on 2 CPU cores that also did other
-# things; all metrics in runs/debug_grpo_fast.
+# Expected: 4 steps of 8 prompts x 4 samples and an evaluation take 2.5 minutes on 2 CPU cores that also did other
+# things. All metrics are in runs/debug_grpo_fast.
 # More flags can follow: bash scripts/train/debug/grpo_fast.sh --async_steps 2
 # Source: open-instruct scripts/train/debug/grpo_fast.sh.
 #
 # Where this differs from the source:
-# - SmolLM2-135M-Instruct with its own chat template and additions of two digits stand for Qwen3.5-0.8B and GSM8K, and
-#   the lengths fit them: nothing is downloaded from a hub.
-# - --async_steps 1: with its 8 all 4 steps would train on the first policy's responses.
+# - The source trains Qwen3.5-0.8B on GSM8K. Here SmolLM2-135M-Instruct, with its own chat template, learns additions of
+#   two digits, and the lengths fit them. Nothing is downloaded from a hub.
+# - The source has --async_steps 8. With 8, all 4 steps would train on responses of the first policy, so this has
+#   --async_steps 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# grpo_fast.py with most of what can go wrong together: active sampling, prompts that are solved and not sampled again,
-# in-flight updates, checkpoints, dumps, traces, evaluations.
+# grpo_fast.py with many features at once: active sampling, solved prompts that are not sampled again, in-flight
+# updates, checkpoints, dumps, traces, evaluations.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 6 steps of 8 prompts x 4 samples, 4 minutes on 2 CPU cores that also did other things; all metrics in
-# runs/debug_integration.
+# Expected: 6 steps of 8 prompts x 4 samples take 4 minutes on 2 CPU cores that also did other things. All metrics are
+# in runs/debug_integration.
 # Source: open-instruct scripts/train/debug/grpo_integration_test.sh.
 #
 # Where this differs from the source:
-# - SmolLM2-135M-Instruct with its own chat template and additions of two digits stand for Qwen2.5-1.5B and GSM8K, and
-#   the lengths fit them: nothing is downloaded from a hub.
-# - the format is rewarded on top (--additive_format_reward), because a small model that never finds it would leave no
-#   gradient.
-# - checkpoints and dumps are on, which there they are not.
+# - The source trains Qwen2.5-1.5B on GSM8K. Here SmolLM2-135M-Instruct, with its own chat template, learns additions of
+#   two digits, and the lengths fit them. Nothing is downloaded from a hub.
+# - The reward for the format is added to the score (--additive_format_reward). Otherwise a small model that never finds
+#   the format would have no gradient.
+# - Checkpoints and dumps are written. The source writes none.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The task on which to debug an idea: a tiny random model learns to write small letters. A right loss raises the score,
-# a loss with the wrong sign lowers it, and both are visible within half a minute.
+# Debug an idea on this task: a tiny random model learns to write small letters. A right loss raises the score. A loss
+# with the wrong sign lowers it. Both are visible within half a minute.
 #
-# Hardware: 2 CPU cores and 2 GiB of memory, no network. 20 steps of 8 prompts x 8 samples; all metrics in runs/letters.
-# More flags can follow: bash scripts/train/debug/letters.sh --loss_fn gspo --exp_name gspo
+# Hardware: 2 CPU cores and 2 GiB of memory, no network. It trains 20 steps of 8 prompts x 8 samples. All metrics are in
+# runs/letters. More flags can follow:
+#   bash scripts/train/debug/letters.sh --loss_fn gspo --exp_name gspo
 # Source: our own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."

@@ -5,8 +5,8 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=04:00:00
-# Two nodes under SLURM: programs in Python, 19 steps of 32 prompts x 16. A node that dies is waited for, and the run
-# goes on from the newest checkpoint (output_dir must be on a disk both nodes see).
+# Two nodes under SLURM: the model writes Python programs; 19 steps of 32 prompts x 16. If a node dies, the run waits
+# for it to come back and then continues from the newest checkpoint (output_dir must be on a disk that both nodes see).
 #
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each.
 #   sbatch scripts/train/debug/multi_node_grpo.sh
@@ -15,12 +15,12 @@
 # Source: open-instruct scripts/train/debug/multi_node_grpo.sh.
 #
 # Where this differs from the source:
-# - there grpo.py has engines of its own too; here that is grpo_fast.py.
-# - --fsdp_shard_degree 8 and --fsdp_num_replicas 1 are --deepspeed_stage 3; --activation_memory_budget 0.25 has no
-#   counterpart beside --gradient_checkpointing.
-# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
-#   server.
-# - checkpoints go to the run's own directory.
+# - In the source grpo.py, too, has engines on devices of their own. Here only grpo_fast.py has.
+# - --fsdp_shard_degree 8 and --fsdp_num_replicas 1 are --deepspeed_stage 3 here. --activation_memory_budget 0.25 has no
+#   counterpart other than --gradient_checkpointing.
+# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
+#   they run on a hosted server.
+# - Checkpoints are written to the run's own directory.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Credit for each turn: SmolLM2-135M-Instruct guesses a number from 1 to 30 by hints. A guess that agrees with the hints
-# is paid 0.1 at once, the right one 1; a rollout ends when the number is found or no number is said, after 6 guesses at
-# most. To compare: the same command with --no_turn_credit --exp_name turn_credit_off, over several seeds.
+# Credit for each turn: SmolLM2-135M-Instruct guesses a number from 1 to 30 with the help of hints. A guess that agrees
+# with the hints earns 0.1 at once, and the right guess earns 1. A rollout ends when the number is found, when an answer
+# has no number, or after 6 guesses. To compare, run the same command with --no_turn_credit --exp_name turn_credit_off,
+# over several seeds.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: not measured yet. Look at env/guess/found, env/guess/guesses and the score.
-# Source: our own; the estimator and why it has no bias: scripts/parts/credit.py.
+# Expected: this has not been measured yet. Look at env/guess/found, env/guess/guesses and the score.
+# Source: our own. scripts/parts/credit.py has the estimator and says why it has no bias.
 #
 # Where this differs from the source:
-# - nothing: there is no published run.
+# - There is no published run to differ from.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -3,11 +3,11 @@
 # of DeepMath-103K, without a reward; 100 steps of 1024 prompts x 4 responses of at most 4096 tokens.
 #
 # Hardware: 1 node of 8 GPUs of 80 GB, each with a learner, a part of the teacher and an engine that take turns.
-# Expected: the source says that AIME 2024 is about 0.65 after 100 steps, for a student that has about 0.55 before,
-# after supervised fine-tuning on OpenThoughts3. It names no teacher there; Qwen3-8B is its default. We have never run
-# this.
-# Source: tinker-cookbook, recipes/distillation: on_policy_distillation.py, and README.md as it was at first (it has
-# since gone over to Qwen3.5-9B and 512 groups); Thinking Machines, "On-Policy Distillation".
+# Expected: in the source, a student with about 0.55 on AIME 2024 after supervised fine-tuning on OpenThoughts3 has
+# about 0.65 after 100 steps. The source does not name the teacher of that run; its default is Qwen3-8B. We have never
+# run this.
+# Source: tinker-cookbook, recipes/distillation: on_policy_distillation.py and the first version of README.md (today's
+# has Qwen3.5-9B and 512 groups); Thinking Machines, "On-Policy Distillation".
 #
 # Where this differs from the source:
 # - The source's student starts from that fine-tuned checkpoint, which is on Tinker only. Here the base model is the

@@ -7,25 +7,26 @@
 #SBATCH --time=2-00:00:00
 # Olmo Hybrid 7B Instruct: code, math, instruction following and general questions; 2000 steps of 64 prompts x 8.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines. sbatch scripts/train/hybrid/7b_instruct_hybrid_rl.sh
-# Expected: no time and no figure in the document. We have never run this.
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines.
+#   sbatch scripts/train/hybrid/7b_instruct_hybrid_rl.sh
+# Expected: the source gives no time and no figure. We have never run this.
 # Source: open-instruct scripts/train/olmo3/7b_instruct_hybrid_rl.sh.
 #
 # Where this differs from the source:
-# - the template olmo123 is in no table of open-instruct, which falls back to the tokenizer's own without a word; so
-#   does this script, by naming none.
-# - --trust_remote_code and VLLM_ALLOW_INSECURE_SERIALIZATION are not needed: transformers and vLLM have the
+# - The source names the chat template olmo123. open-instruct has no such template and silently takes the tokenizer's
+#   own. This script names no template, which does the same.
+# - --trust_remote_code and VLLM_ALLOW_INSECURE_SERIALIZATION are not needed, because transformers and vLLM have the
 #   architecture.
-# - checkpoints go to the run's own directory.
-# - The data sets are those of the source. The hub has them under their authors' names; allenai/Dolci-Instruct-RL is the
-#   mix as it was published.
-# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
-#   server.
-# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
-#   its memory.
+# - Checkpoints are written to the run's own directory.
+# - The data sets are those of the source. The hub has them under their authors' names. allenai/Dolci-Instruct-RL is the
+#   published mix.
+# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
+#   they run on a hosted server.
+# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
+#   --no_load_ref_policy saves its memory.
 #
-# Start the judge yourself, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then export
-# OPENAI_BASE_URL=http://HOST:8000/v1.
+# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
+# export OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

@@ -11,31 +11,34 @@
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each.
 #   sbatch scripts/train/hybrid/large_test_hybrid.sh
 # Expected: 24 minutes, 56.7 s a step, 1,766 learner tokens/s overall, verifiable_reward 0.66, verifiable_correct_rate
-# 0.08. With --vllm_enforce_eager --exp_name large_test_hybrid_eager appended, the report's third run: 37 minutes, 100.3
-# s, 715 and 0.69. These are the report's, of open-instruct on 16 GPUs; we have never run this. It prints them of the
-# groups kept (objective_kept/...) and as means over all 19 steps, and so does
+# 0.08. The report has a third run, which is this one with --vllm_enforce_eager --exp_name large_test_hybrid_eager
+# appended: 37 minutes, 100.3 s a step, 715 learner tokens/s and verifiable_reward 0.69. These figures are the report's,
+# of open-instruct on 16 GPUs. We have never run this. The report counts only the groups that were kept
+# (objective_kept/...) and takes means over all 19 steps. The same table comes from:
 #   python scripts/reports/compare_runs.py output/large_test_hybrid output/large_test_non_hybrid --with_first_step
-# Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison" and open-instruct
-# scripts/train/debug/large_test_script_hybrid.sh at the report's commits 11c8f303 (of the eager run) and 2d4875fa. Both
-# carry --vllm_enforce_eager; by the report the run of 2d4875fa was started without.
+# Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison", and open-instruct's
+# scripts/train/debug/large_test_script_hybrid.sh at the report's commits 11c8f303 (the eager run) and 2d4875fa. The
+# script has --vllm_enforce_eager at both commits. The report says that the run of 2d4875fa was started without it.
 #
 # Where this differs from the source:
-# - the model there is a checkpoint of the base model on AI2's own disks; allenai/Olmo-Hybrid-7B, the final one, is
-#   published. Today's script has allenai/Olmo-Hybrid-Instruct-DPO-7B, which is no base for the report's figures.
-# - open-instruct packs documents of a hybrid model although its recurrent state then leaks from one to the next
-#   (logprobs off by 11 to 16 nats); here each response has a row of its own, which is right and slower.
-# - --trust_remote_code and VLLM_ALLOW_INSECURE_SERIALIZATION are not needed: transformers and vLLM have the
+# - The source's model is a checkpoint of the base model on AI2's own disks. allenai/Olmo-Hybrid-7B is the published
+#   final base model. Today's script has allenai/Olmo-Hybrid-Instruct-DPO-7B, which is not the model of the report's
+#   figures.
+# - open-instruct packs several responses into a row. In a hybrid model the recurrent state then leaks from one response
+#   to the next, and logprobs are off by 11 to 16 nats. Here each response has a row of its own, which is right and
+#   slower.
+# - --trust_remote_code and VLLM_ALLOW_INSECURE_SERIALIZATION are not needed, because transformers and vLLM have the
 #   architecture.
-# - today's script has 8 engines of 1 GPU and names the template olmo123, which open-instruct does not have; the
-#   report's runs had 4 of 2 and tulu_thinker.
-# - --sequence_parallel_size 2 is left out: a recurrence cannot be split over a sequence, and the run would be refused.
-#   Each of the 8 learners takes packs of its own.
-# - open-instruct's defaults changed after these runs (its PR 1547). The values below are those of that commit:
+# - Today's script has 8 engines of 1 GPU each and the chat template olmo123, which open-instruct does not have. The
+#   report's runs had 4 engines of 2 GPUs each and the template tulu_thinker.
+# - --sequence_parallel_size 2 is left out. A recurrence cannot be split along the sequence, and this run would be
+#   refused. Each of the 8 learners takes packs of its own.
+# - open-instruct changed its defaults after these runs, in its PR 1547. The values below are the defaults before that:
 #   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - --save_freq is not in the report: 19 steps need no model between. --save_traces is for compare_runs.py, which pairs
-#   the rollouts of two runs.
-# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
-#   server.
+# - --save_freq is left out, because a run of 19 steps needs no model on the way. --save_traces is added for
+#   compare_runs.py, which pairs the rollouts of two runs.
+# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
+#   they run on a hosted server.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

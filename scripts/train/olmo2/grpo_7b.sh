@@ -7,21 +7,24 @@
 #SBATCH --time=2-00:00:00
 # OLMo 2 7B Instruct, trained anew: GRPO from OLMo-2-1124-7B-DPO on GSM8K, MATH and instruction following; 2604 steps.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 12 learners and one engine of 4 GPUs. sbatch scripts/train/olmo2/grpo_7b.sh
-# Expected: a model better than allenai/OLMo-2-1124-7B-Instruct, which its authors trained with PPO; the document shows
-# curves only: ifeval, gsm8k and MATH rise. We have never run this.
-# Source: docs/algorithms/grpo.md, "Reproduce OLMo-2-1124-7B-Instruct but better (2 Nodes)", and open-instruct
-# scripts/train/olmo2/grpo_7b.sh at commit 745bf58d321c, which starts grpo_vllm_thread_ray_gtrl.py; both are gone today.
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 12 learners and one engine of 4 GPUs.
+#   sbatch scripts/train/olmo2/grpo_7b.sh
+# Expected: a model better than allenai/OLMo-2-1124-7B-Instruct, which its authors trained with PPO. The source gives no
+# figures. Its curves of ifeval, gsm8k and MATH rise. We have never run this.
+# Source: open-instruct's docs/algorithms/grpo.md, "Reproduce OLMo-2-1124-7B-Instruct but better (2 Nodes)", and its
+# scripts/train/olmo2/grpo_7b.sh at commit 745bf58d321c. That script starts grpo_vllm_thread_ray_gtrl.py. Both files
+# have been deleted since.
 #
 # Where this differs from the source:
-# - its batch is told by rank: 4 prompts on each of 12 learners are the 48 here, 2 mini-batches have 32 x 12 responses.
-# - its loss is the mean over responses of their token means (--loss_denominator sequence), of all groups, with the
-#   deviation of n - 1 and AdamW's own weight decay of 0.01. In each of the two mini-batches its old policy is the
-#   present one, so that its clip never acts; here the old policy is that of the step.
-# - a prompt's responses may be in both of its mini-batches there, which are drawn from all of a rank's; here they stay
-#   together.
-# - --max_token_length is left out: --max_prompt_token_length and --response_length bound the same.
-# - --num_evals 100 of 2604 steps is an evaluation every 26.
+# - The source counts its batch for each rank. 4 prompts on each of 12 learners are the 48 prompts here. 32 responses on
+#   each of 12 learners are one of the two mini-batches here.
+# - The source's loss is the mean over responses of their token means (--loss_denominator sequence). It trains on all
+#   groups, takes the standard deviation with n - 1, and has AdamW's own weight decay of 0.01. All of that is kept.
+# - In the source the old policy of a mini-batch is the policy before that mini-batch, so that the clip never acts. Here
+#   the old policy is the one before the step.
+# - In the source the responses to one prompt may be in both mini-batches. Here they stay together.
+# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
+# - --num_evals 100 of 2604 steps is an evaluation every 26 steps (--local_eval_every).
 # - Some of the dataset's instruction rows have an older form (func_name). scripts/data/rlvr.py turns them into IFEval's
 #   form. It drops the rows with the quantifier "around", which IFEval does not have, and prints how many these are.
 # - --with_tracking is left to you. The evaluation jobs of AI2's own cluster have no counterpart here.

@@ -7,29 +7,29 @@
 #SBATCH --time=2-00:00:00
 # Olmo 3 32B Instruct; 19531 steps of 64 prompts x 8.
 #
-# Hardware: 12 nodes of 8 GPUs of 80 GB: 32 learners and 16 engines of 4 GPUs each. sbatch
-# scripts/train/olmo3/32b_instruct_rl.sh
-# Expected: no time and no figure in the document. We have never run this.
+# Hardware: 12 nodes of 8 GPUs of 80 GB: 32 learners and 16 engines of 4 GPUs each.
+#   sbatch scripts/train/olmo3/32b_instruct_rl.sh
+# Expected: the source gives no time and no figure. We have never run this.
 # Source: open-instruct scripts/train/olmo3/32b_instruct_rl.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
 #
 # Where this differs from the source:
-# - the model there is a checkpoint on AI2's own disks; allenai/Olmo-3.1-32B-Instruct-DPO is the published one of the
-#   same stage.
-# - the template olmo123 is in no table of open-instruct, which falls back to the tokenizer's own without a word; so
-#   does this script, by naming none.
-# - --allow_world_padding, --use_fp8_kv_cache, --inference_batch_size 200 and --beaker_eval_freq, which the parser
-#   rejects, are left out.
-# - --kl_estimator kl3, which the parser rejects, is called 2 there today.
-# - --deepspeed_zpg and --gather_whole_model have no counterpart: FSDP2 gathers one block at a time.
-# - The data sets are those of the source. The hub has them under their authors' names; allenai/Dolci-Instruct-RL is the
-#   mix as it was published.
-# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
-#   server.
-# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
-#   its memory.
+# - The source's model is a checkpoint on AI2's own disks. allenai/Olmo-3.1-32B-Instruct-DPO is the published model of
+#   the same stage.
+# - The source names the chat template olmo123. open-instruct has no such template and silently takes the tokenizer's
+#   own. This script names no template, which does the same.
+# - --allow_world_padding, --use_fp8_kv_cache, --inference_batch_size 200 and --beaker_eval_freq are left out.
+#   open-instruct's own parser rejects them.
+# - The source has --kl_estimator kl3, which open-instruct's own parser rejects. Today's name of that estimator is 2.
+# - --deepspeed_zpg and --gather_whole_model have no counterpart, because FSDP2 gathers one block at a time.
+# - The data sets are those of the source. The hub has them under their authors' names. allenai/Dolci-Instruct-RL is the
+#   published mix.
+# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
+#   they run on a hosted server.
+# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
+#   --no_load_ref_policy saves its memory.
 #
-# Start the judge yourself, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then export
-# OPENAI_BASE_URL=http://HOST:8000/v1.
+# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
+# export OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

@@ -9,23 +9,23 @@
 #
 # Hardware: 18 nodes of 8 GPUs of 80 GB: 96 learners and 6 engines of 8 GPUs each.
 #   sbatch scripts/train/olmo3/32b_think_rl.sh
-# Expected: no time and no figure in the document. We have never run this.
+# Expected: the source gives no time and no figure. We have never run this.
 # Source: open-instruct scripts/train/olmo3/32b_think_rl.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
 #
 # Where this differs from the source:
-# - the document says 28 nodes (224 GPUs) and the script reserves them, but its 96 learners and 6 engines of 8 GPUs use
-#   144: 18 nodes. Start it on more with a larger --vllm_num_engines: 16 fill 28 nodes.
-# - the model there is a checkpoint on AI2's own disks; allenai/Olmo-3-32B-Think-DPO is the published one of the same
-#   stage.
-# - --deepspeed_zpg and --gather_whole_model have no counterpart: FSDP2 gathers one block at a time.
-# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
-#   server.
-# - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
-# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
-#   its memory.
+# - The source reserves 28 nodes (224 GPUs). Its 96 learners and 6 engines of 8 GPUs each use only 144 GPUs, which are
+#   18 nodes. To use 28 nodes, append --vllm_num_engines 16.
+# - The source's model is a checkpoint on AI2's own disks. allenai/Olmo-3-32B-Think-DPO is the published model of the
+#   same stage.
+# - --deepspeed_zpg and --gather_whole_model have no counterpart, because FSDP2 gathers one block at a time.
+# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
+#   they run on a hosted server.
+# - --backend_timeout 1200 (minutes) has no counterpart. --stall_timeout_s ends a run in which nothing moves.
+# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
+#   --no_load_ref_policy saves its memory.
 #
-# Start the judge yourself, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then export
-# OPENAI_BASE_URL=http://HOST:8000/v1.
+# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
+# export OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

@@ -7,22 +7,23 @@
 #SBATCH --time=2-00:00:00
 # Olmo 3 7B Think, with in-flight updates; 19531 steps of 64 prompts x 8.
 #
-# Hardware: 4 nodes of 8 GPUs of 80 GB: 16 learners and 16 engines. sbatch scripts/train/olmo3/7b_think_rl.sh
-# Expected: no time and no figure in the document. We have never run this.
+# Hardware: 4 nodes of 8 GPUs of 80 GB: 16 learners and 16 engines.
+#   sbatch scripts/train/olmo3/7b_think_rl.sh
+# Expected: the source gives no time and no figure. We have never run this.
 # Source: open-instruct scripts/train/olmo3/7b_think_rl.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
 #
 # Where this differs from the source:
-# - --max_token_length is left out: --max_prompt_token_length and --response_length bound the same. open-instruct has
-#   removed that flag, and its parser rejects it.
-# - --beaker_eval_freq, which the parser rejects, is left out.
-# - Tests run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source they run on a hosted
-#   server.
-# - --backend_timeout 1200 (minutes) has no counterpart; --stall_timeout_s is for the case that nothing moves.
-# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
-#   its memory.
+# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
+#   open-instruct has removed the flag: its parser rejects it.
+# - --beaker_eval_freq is left out. open-instruct's own parser rejects it.
+# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
+#   they run on a hosted server.
+# - --backend_timeout 1200 (minutes) has no counterpart. --stall_timeout_s ends a run in which nothing moves.
+# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
+#   --no_load_ref_policy saves its memory.
 #
-# Start the judge yourself, on other GPUs than these: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then export
-# OPENAI_BASE_URL=http://HOST:8000/v1.
+# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
+# export OPENAI_BASE_URL=http://HOST:8000/v1.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

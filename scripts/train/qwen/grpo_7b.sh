@@ -7,7 +7,8 @@
 #SBATCH --time=4-00:00:00
 # Qwen2.5-7B zero with the older trainer's settings: GRPO from the base model on MATH, in the R1 format. 13020 steps.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 12 learners and 4 engines. sbatch scripts/train/qwen/grpo_7b.sh
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 12 learners and 4 engines.
+#   sbatch scripts/train/qwen/grpo_7b.sh
 # Expected: the source gives no figures. Its curves of ifeval, gsm8k and MATH rise. We have never run this.
 # Source: open-instruct's docs/algorithms/grpo.md, "Qwen 2.5 7B Zero-style", and its scripts/train/qwen/grpo_7b.sh at
 # commit 745bf58d321c. That script starts grpo_vllm_thread_ray_gtrl.py. Both files have been deleted since.
@@ -26,8 +27,8 @@
 # - The source trains on ai2-adapt-dev/math_ground_truth_zs, which may not stay public. Here the data are the 7500
 #   training questions of DigitalLearningGmbH/MATH-lighteval, without examples before them
 #   (scripts/data/competition_math.py).
-# - beta is 0, and yet the reference policy is loaded, as in the source: it measures the KL. --no_load_ref_policy saves
-#   its memory.
+# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
+#   --no_load_ref_policy saves its memory.
 # - --with_tracking is left to you. The evaluation jobs of AI2's own cluster have no counterpart here.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"

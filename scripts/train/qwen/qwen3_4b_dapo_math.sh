@@ -2,12 +2,13 @@
 # Qwen3-4B-Base on DAPO-Math-17k, responses of at most 8192 tokens; 1000 steps of 8 prompts x 16.
 #
 # Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines.
-# Expected: AIME 2025 pass@1 of about 0.216 at the end with open-instruct's grpo_fast, for the run with 8192 tokens (its
-# own comparison of grpo_fast with grpo.py). We have never run this.
+# Expected: pass@1 on AIME 2025 of about 0.216 at the end. That is open-instruct's figure for its grpo_fast with 8192
+# tokens, from its own comparison of grpo_fast with grpo.py. We have never run this.
 # Source: open-instruct scripts/train/qwen/qwen3_4b_dapo_math.sh.
 #
 # Where this differs from the source:
-# - --eval_top_p 0.95 has no counterpart: evaluation samples from the whole distribution, which lowers pass@1 a little.
+# - --eval_top_p 0.95 has no counterpart. Here an evaluation samples from the whole distribution, which lowers pass@1 a
+#   little.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

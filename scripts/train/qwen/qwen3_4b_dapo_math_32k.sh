@@ -7,12 +7,13 @@
 #SBATCH --time=2-00:00:00
 # Qwen3-4B-Base on 14,000 questions of DAPO-Math-17k, responses of at most 30720 tokens; 1000 steps of 8 prompts x 16.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines. sbatch scripts/train/qwen/qwen3_4b_dapo_math_32k.sh
-# Expected: no figure published. We have never run this.
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines.
+#   sbatch scripts/train/qwen/qwen3_4b_dapo_math_32k.sh
+# Expected: the source gives no figure. We have never run this.
 # Source: open-instruct scripts/train/qwen/qwen3_4b_dapo_math_32k.sh.
 #
 # Where this differs from the source:
-# - Qwen3-4B-Base has 32768 positions, which 2048 + 30720 tokens just fill.
+# - Qwen3-4B-Base has 32768 positions: 2048 tokens of prompt and 30720 of response just fill them.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

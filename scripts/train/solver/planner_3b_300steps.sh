@@ -27,7 +27,7 @@
 # - save_freq 25 is --checkpoint_state_freq 25. A run can go on from these states. python scripts/to_hf.py RUN --step N
 #   makes a model of one.
 #
-# The solver is VERL_GUIDELINES_SOLVER_MODEL where that is set, as there; its figures are of the model above.
+# As in the source, VERL_GUIDELINES_SOLVER_MODEL can name another solver. The source's figures are of the model above.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -3,14 +3,14 @@
 # programs in 16384 tokens; 64 prompts x 16, four optimizer steps each.
 #
 # Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines. Programs run in the sandbox of parts/sandbox.py.
-# Expected: the script names no figure. We have never run this.
+# Expected: the source gives no figure. We have never run this.
 # Source: verl's recipe/retool/run_qwen2_7b_dapo.sh.
 #
 # Where this differs from the source:
 # - The source starts from a checkpoint of its own, fine-tuned on conversations with calls (its run_qwen2_7b_sft.sh).
 #   Give yours with --model_name_or_path.
-# - The source's tool prints a program's last line if that is no print. Our tool prints the value of a last line that is
-#   an expression.
+# - The source's tool puts a print around a program's last line if that line is no print. Our tool prints the value of a
+#   last line that is an expression.
 # - The source adds 0.1 for each call to the reward of a wrong answer, up to a bound. Here an --env_file of your own
 #   could do that.
 # - max_turns 16 counts the turns of both sides. Here --max_steps counts programs.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Qwen2.5-3B learns to ask a search engine: questions of Natural Questions, at most 2 searches; 1005 steps of 512 x 5.
 #
-# Hardware: 1 node of 8 GPUs of 80 GB, each with a learner and an engine that take turns; beside it a retriever at
-# RETRIEVER_URL, for instance that of Search-R1 over Wikipedia, or any with its protocol (scripts/tools/search.py).
-# Expected: the script names no figure; the paper (arXiv:2503.09516) has tables. We have never run this.
+# Hardware: 1 node of 8 GPUs of 80 GB, each with a learner and an engine that take turns. A retriever must run at
+# RETRIEVER_URL: Search-R1's over Wikipedia, or any with its protocol (scripts/tools/search.py).
+# Expected: the source gives no figure. The paper (arXiv:2503.09516) has tables. We have never run this.
 # Source: Search-R1's train_grpo.sh, for Qwen/Qwen2.5-3B.
 #
 # Where this differs from the source:

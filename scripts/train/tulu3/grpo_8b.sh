@@ -7,7 +7,8 @@
 #SBATCH --time=2-00:00:00
 # Tulu 3.1 8B on two nodes: GRPO from Llama-3.1-Tulu-3-8B-DPO on GSM8K, MATH and instruction following. 2604 steps.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 12 learners and 4 engines. sbatch scripts/train/tulu3/grpo_8b.sh
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 12 learners and 4 engines.
+#   sbatch scripts/train/tulu3/grpo_8b.sh
 # Expected: a model about as good as allenai/Llama-3.1-Tulu-3.1-8B. The source gives no figures. Its curves of ifeval,
 # gsm8k and MATH rise. We have never run this.
 # Source: open-instruct's docs/algorithms/grpo.md, "Reproduce allenai/Llama-3.1-Tulu-3.1-8B (2 Nodes)", and its

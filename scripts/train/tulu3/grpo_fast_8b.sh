@@ -7,17 +7,18 @@
 #SBATCH --time=2-00:00:00
 # Tulu 3.1 8B: GRPO from Llama-3.1-Tulu-3-8B-DPO on GSM8K, MATH and instruction following; 2604 steps.
 #
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 6 learners and 10 engines. sbatch scripts/train/tulu3/grpo_fast_8b.sh
-# Expected: a model about as good as allenai/Llama-3.1-Tulu-3.1-8B, which its authors trained so; the document shows
-# curves only: ifeval, gsm8k and MATH rise. We have never run this.
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 6 learners and 10 engines.
+#   sbatch scripts/train/tulu3/grpo_fast_8b.sh
+# Expected: a model about as good as allenai/Llama-3.1-Tulu-3.1-8B, which its authors trained in this way. The source
+# gives no figures. Its curves of ifeval, gsm8k and MATH rise. We have never run this.
 # Source: open-instruct scripts/train/tulu3/grpo_fast_8b.sh and docs/algorithms/grpo.md, "Reproduce
 # Llama-3.1-Tulu-3.1-8B".
 #
 # Where this differs from the source:
-# - --max_token_length is left out: --max_prompt_token_length and --response_length bound the same. open-instruct has
-#   removed that flag, and its parser rejects it.
-# - open-instruct changed its defaults after these runs, in its PR 1547: clip_higher 0.272, async_steps 8, centered
-#   advantages, in-flight updates, truncated importance sampling. The values below are those that the runs had:
+# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
+#   open-instruct has removed the flag: its parser rejects it.
+# - open-instruct changed its defaults after these runs, in its PR 1547. They are now clip_higher 0.272, async_steps 8,
+#   centered advantages, in-flight updates and truncated importance sampling. The values below are those of the runs:
 #   --async_steps 1, --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
 # - Some of the dataset's instruction rows have an older form (func_name). scripts/data/rlvr.py turns them into IFEval's
 #   form. It drops the rows with the quantifier "around", which IFEval does not have, and prints how many these are.

@@ -8,7 +8,8 @@
 # Olmo-3-7B-Instruct-SFT with tools, calls in the way of Olmo 3; two nodes under SLURM, 5 steps of 32 prompts x 8.
 #
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners, 8 engines; a retriever at RETRIEVER_URL (scripts/tools/search.py).
-#   RETRIEVER_URL=http://host:8000/retrieve sbatch scripts/train/debug/tools/olmo_3_parser_multigpu.sh
+# RETRIEVER_URL=http://host:8000/retrieve
+#   sbatch scripts/train/debug/tools/olmo_3_parser_multigpu.sh
 # Expected: no time and no figure in the source, a test of an hour at most. We have never run this.
 # Source: open-instruct scripts/train/debug/tools/olmo_3_parser_multigpu.sh.
 #
