@@ -109,7 +109,7 @@ def test_every_file_and_function_named_exists():
 
 
 def test_flags_are_in_the_classes_named():
-    flags, rows = {}, README.split("| class | flags")[1].split("\n\n")[0].splitlines()[2:]
+    flags, rows = {}, PAGES["scripts/README.md"].split("| class | flags")[1].split("\n\n")[0].splitlines()[2:]
     assert len(rows) > 8
     for row in rows:
         where, names = row.split("|")[1:3]
