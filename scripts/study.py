@@ -1,11 +1,11 @@
 """Is an idea better? Runs the arms of a study with the same seeds and says so with intervals, or that it cannot tell.
 
-    python scripts/data/make_tasks.py; python scripts/data/make_fruit_fly.py     rows, and a model of 2 million weights
+    python scripts/data/make_tasks.py                                            rows of the tasks
     python scripts/study.py calibrate --scale fly                                which tasks the model can learn
-    python scripts/study.py run --out study.jsonl --tasks largest sums --seeds 1-8 --controls \
+    python scripts/study.py run --out study.jsonl --tasks last reverse --seeds 1-8 --controls \
         --arms base "sapo@scripts/forks/sapo.diff: --loss_fn sapo" "async4: grpo_fast.py --async_steps 4"
     python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
-    python scripts/study.py replay study.jsonl --task largest --arm base --seed 3
+    python scripts/study.py replay study.jsonl [--task last --arm base --seed 3]    default: a random run
 
 An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. The first arm is the base. `run` goes through
 the seeds, within a seed through tasks and arms, so that it can be stopped at any time and continued by the same line:
@@ -43,7 +43,7 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def base_flags(scale: tasks.Scale, task: tasks.Task) -> tuple[str, ...]:
+def base_flags(scale: tasks.Scale, task: tasks.Task, steps: int) -> tuple[str, ...]:
     """The flags of the base on a task, but for seed and directory."""
     rollouts = 64  # of a step: BASE has 8 prompts and 8 samples
     data = f"data/{task.data}"
@@ -52,7 +52,7 @@ def base_flags(scale: tasks.Scale, task: tasks.Task) -> tuple[str, ...]:
         *("--dataset_mixer_list", f"{data}/train.jsonl", "1.0"),
         *("--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0"),
         *("--local_eval_every", str(scale.evaluate_every), "--eval_on_step_0"),
-        *("--total_episodes", str(rollouts * scale.steps)),
+        *("--total_episodes", str(rollouts * steps)),
         *scale.flags,
         *task.flags,
     )
@@ -61,13 +61,14 @@ def base_flags(scale: tasks.Scale, task: tasks.Task) -> tuple[str, ...]:
 def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     """The study's row: what its runs have in common, with a hash."""
     scale = tasks.SCALES[options.scale]
-    names = options.tasks or list(tasks.TASKS)
+    names = options.tasks or list(scale.tasks)
+    steps = options.steps or scale.steps
     content = {
         "commit": arms_part.git("rev-parse", "HEAD").decode().strip(),
         "scale": options.scale,
-        "steps": scale.steps,
+        "steps": steps,
         "evaluate_every": scale.evaluate_every,
-        "tasks": {name: list(base_flags(scale, tasks.TASKS[name])) for name in names},
+        "tasks": {name: list(base_flags(scale, tasks.TASKS[name], steps)) for name in names},
         "targets": {name: tasks.TASKS[name].target for name in names},
         "endpoints": ENDPOINTS,
         "primary": PRIMARY,
@@ -80,7 +81,7 @@ def arms_of(options: argparse.Namespace, commit: str) -> list[Arm]:
     """The arms of the command line, and the controls."""
     arms = [arms_part.parse_arm(text, commit) for text in options.arms]
     if options.controls:
-        arms += [Arm(name, flags=flags) for name, flags in tasks.CONTROLS.items()]
+        arms += [arms_part.parse_arm(text, commit) for text in tasks.CONTROLS]
         arms.append(Arm(tasks.AGAIN))
     names = [arm.name for arm in arms]
     if len(set(names)) < len(names):
@@ -194,18 +195,21 @@ def table(options: argparse.Namespace) -> bool:
 
 
 def replay(options: argparse.Namespace) -> bool:
-    """Make a run of a record again. Returns whether its final weights are the record's."""
+    """Make a run of a record again. Returns whether it is the record's: see report.replayed."""
     rows = record.read(options.records)
-    key = (options.task, options.arm, options.seed)
-    if key not in rows.runs:
-        raise RecordError(f"the record has no run {key}")
-    old = rows.runs[key]
-    facts = rows.arms[options.arm]
+    asked = (options.task, options.arm, options.seed)
+    keys = [key for key in rows.runs if all(want in (None, is_) for want, is_ in zip(asked, key, strict=True))]
+    if not keys:
+        raise RecordError("the record has no such run")
+    task, name, seed = random.choice(keys)
+    print(f"making {task} {name} seed {seed} again", flush=True)
+    old = rows.runs[task, name, seed]
+    facts = rows.arms[name]
     arm = Arm(facts["name"], facts["diff"], facts["script"], tuple(facts["flags"]))
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, rows.study["commit"], Path(folder))
         lane = lanes.Lane(0, rows.study["threads"], Path(folder), {arm.name: copy})
-        new = lane.run(job_of(rows.study, options.task, arm, options.seed))
+        new = lane.run(job_of(rows.study, task, arm, seed))
         lane.close()
     if new["kind"] == "failure":
         print(new["log"], file=sys.stderr)
@@ -214,10 +218,9 @@ def replay(options: argparse.Namespace) -> bool:
     for name in (*record.SAME, *record.SAME_IN_TASK, "code"):
         if new[name] != old[name]:
             print(f"{name} is another one: {old[name]} in the record, {new[name]} here")
-    same = new["weights"] == old["weights"]
-    print(f"area {old['endpoints']['area']:.4f} in the record, {new['endpoints']['area']:.4f} here")
-    print(f"weights {'are the same to the bit' if same else 'DIFFER'}: {old['weights'][:16]} {new['weights'][:16]}")
-    return same
+    text, good = report.replayed(rows, old, new)
+    print(text)
+    return good
 
 
 def calibrate(options: argparse.Namespace) -> bool:
@@ -232,8 +235,8 @@ def calibrate(options: argparse.Namespace) -> bool:
         lane = lanes.Lane(0, options.threads, Path(folder), {arm.name: copy})
         for name in names:
             own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
-            own += ("--local_eval_every", "-1")
-            flags = arms_part.merge_flags(base_flags(scale, tasks.TASKS[name]), own)
+            own += ("--local_eval_every", "1")
+            flags = arms_part.merge_flags(base_flags(scale, tasks.TASKS[name], 1), own)
             row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf))
             if row["kind"] == "failure":
                 raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
@@ -251,8 +254,9 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--arms", nargs="+", default=["base"], help="the first one is the base")
     running.add_argument("--seeds", default="1-8", help="as 1-8 or 1,2,5")
     running.add_argument(
-        "--controls", action="store_true", help=f"add the arms {', '.join(tasks.CONTROLS)}, {tasks.AGAIN}"
+        "--controls", action="store_true", help=f"add the arms {', '.join(tasks.CONTROL_NAMES)}, {tasks.AGAIN}"
     )
+    running.add_argument("--steps", type=int, help="of each run; default: the scale's")
     running.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
     running.add_argument("--budget_minutes", type=float, help="no run starts later")
     showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
@@ -261,9 +265,9 @@ def parser() -> argparse.ArgumentParser:
     showing.add_argument("--plot", type=Path, help="draw mean curves to this file")
     again = commands.add_parser("replay", help="make a run again and compare its final weights")
     again.add_argument("records", type=Path, nargs="+")
-    again.add_argument("--task", required=True)
-    again.add_argument("--arm", required=True)
-    again.add_argument("--seed", type=int, required=True)
+    for name in ("--task", "--arm"):
+        again.add_argument(name, help="default: a random one of the record's")
+    again.add_argument("--seed", type=int)
     calibrating = commands.add_parser("calibrate", help="which tasks a model can learn")
     for command in (running, calibrating):
         command.add_argument("--scale", choices=tasks.SCALES, default="fly")

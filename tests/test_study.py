@@ -1,7 +1,9 @@
 """scripts/study.py: its statistics cover what they promise, its arms are what they say, its rows can be made again."""
 
+import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -246,6 +248,71 @@ def test_a_record_survives_a_kill_and_has_one_writer(tmp_path):
 def study(*words):
     command = [sys.executable, str(REPO / "scripts/study.py"), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A record of two runs of the fruit fly, and what was printed."""
+    if not (REPO / "data" / "tasks" / "last").exists():
+        subprocess.run([sys.executable, REPO / "scripts/data/make_tasks.py"], check=True, capture_output=True)
+    path = tmp_path_factory.mktemp("study") / "small.jsonl"
+    done = study(*SMALL, "--out", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path, done.stdout
+
+
+SMALL = ("run", "--steps", 4, "--tasks", "last", "--seeds", "1", "--jobs", 1, "--arms", "base", "b: --beta 0.05")
+
+
+def test_a_study_of_two_runs(small):
+    """The runs differ in their arm only; what is done is not done again; the table reads it."""
+    path, printed = small
+    assert "0 of 2 runs are done; 2 to do" in printed and "2 of 2" in printed
+    rows = record.read([path])
+    base = rows.runs["last", "base", 1]
+    other = rows.runs["last", "b", 1]
+    assert base["curve"]["evaluated"] == [0, 4] and len(base["curve"]["sampled"]) == 4
+    assert base["curve"]["sampled"][0] == other["curve"]["sampled"][0]  # the same prompts and request seeds
+    assert base["weights"] != other["weights"] and base["code"] == other["code"]
+    again = study(*SMALL, "--out", path)
+    assert again.returncode == 0 and "2 of 2 runs are done; 0 to do" in again.stdout
+    later = study(*SMALL, "--out", path, "--seeds", "1-2", "--budget_minutes", 0)
+    assert "2 runs are left" in later.stdout
+    table = study("table", path)
+    assert table.returncode == 0 and "cannot tell: one seed" in table.stdout
+
+
+def test_a_row_has_the_bits_of_the_command_line(small, tmp_path):
+    """A worker's fork starts with its imports done and shares nothing else."""
+    rows = record.read([small[0]])
+    flags = [*rows.study["tasks"]["last"], "--seed", "1", "--exp_name", "run", "--output_dir", str(tmp_path)]
+    command = [sys.executable, str(REPO / "grpo.py"), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    digest = hashlib.sha256((tmp_path / "run" / "model" / "model.safetensors").read_bytes())
+    assert digest.hexdigest() == rows.runs["last", "base", 1]["weights"]
+
+
+def test_a_row_is_made_again(small, tmp_path):
+    done = study("replay", small[0], "--task", "last", "--arm", "base", "--seed", 1)
+    assert done.returncode == 0 and "the same to the bit" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_row_that_differs_is_told(small):
+    """On the same machine by a bit; on another one by more than seeds differ."""
+    rows = record.read([small[0]])
+    old = rows.runs["last", "base", 1]
+    new = old | {"weights": "0" * 64}
+    text, good = report.replayed(rows, old, new)
+    assert not good and "weights DIFFER" in text
+
+    far = old["endpoints"] | {"area": old["endpoints"]["area"] + 0.1}
+    rows.runs["last", "base", 2] = old | {"endpoints": old["endpoints"] | {"area": old["endpoints"]["area"] + 0.02}}
+    text, good = report.replayed(rows, old, new | {"processor": "another"})
+    assert good and "within the noise floor of 2 seeds" in text
+    text, good = report.replayed(rows, old, new | {"processor": "another", "endpoints": far})
+    assert not good and "NOT within" in text
 
 
 @pytest.mark.parametrize("arm", ["base", "a: 3"])

@@ -2,12 +2,17 @@
 takes seconds and 50 seeds are an evening.
 
     python scripts/data/make_tasks.py
-    python scripts/data/make_fruit_fly.py [--out models/fly] [--data data/tasks] [--tasks largest ...] [--until 0.33]
+    python scripts/data/make_fruit_fly.py [--out scripts/studies/fly] [--data data/tasks] [--tasks largest ...]
+        [--until 0.9] [--max_steps 4000] [--seed 1]
 
 It has the tokenizer of make_tiny_model.py and three layers of 128, and starts from random weights. It is trained with
-cross-entropy on answers to fresh questions of each task, whose numbers are those of none of the task's rows. Every 50
-steps it answers 64 more of them, sampled at temperature 1. A task that it gets right as often as --until is left out of
-the further steps. It ends when all tasks are left out, or after --max_steps.
+cross-entropy on answers to fresh questions of each task, whose numbers are those of none of the task's rows. Only one
+answer in three or four is right: the others answer another question about the same numbers, as another digit where the
+last one is asked for. So the model knows the answer and does not know that it is asked for it, which is what a reward can
+teach. Every 100 steps it answers 64 more questions of each task, sampled at temperature 1, and a task of which --until of
+the answers are one of those has fewer questions while that holds. It ends when this is so for all tasks, or after
+--max_steps. It is saved in bfloat16. The repository holds what this command made, so that rows of a record can be made
+again to the bit.
 """
 
 import argparse
@@ -27,13 +32,14 @@ from scripts.data.make_addition import ROOT
 from scripts.data.make_tasks import TASKS, Question
 from scripts.data.make_tiny_model import make_tiny_model
 
-BATCH = 96  # questions of a step, in equal shares of the tasks that are still learned
+QUESTIONS = 48  # of a step, of each task that is not known yet
+QUESTIONS_TO_KEEP = 8  # of a task that is known: it would be forgotten without
 LEARNING_RATE = 2e-3
-LOOK_EVERY = 50  # steps
-MOST_ANSWER_TOKENS = 16
+LOOK_EVERY = 100  # steps
+MOST_ANSWER_TOKENS = 14
 LAYERS = 3
 HIDDEN = 128
-KNOWN = ("largest", "products", "remainders")  # tasks that it learns in minutes
+KNOWN = ("last", "largest_digit")  # tasks that it learns in minutes
 
 
 def numbers_of(path: Path) -> set[tuple[int, ...]]:
@@ -61,20 +67,20 @@ def prompt_ids(tokenizer: Any, question: Question) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def answer_ids(tokenizer: Any, question: Question) -> list[int]:
+def answer_ids(tokenizer: Any, answer: str) -> list[int]:
     """The answer's tokens, with the end token."""
-    return [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
+    return [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
 
 
-def answer_loss(model: Any, tokenizer: Any, questions: Sequence[Question]) -> Any:
-    """Mean cross-entropy of the answers' tokens, in nats."""
+def answer_loss(model: Any, tokenizer: Any, questions: Sequence[Question], rng: random.Random) -> Any:
+    """Mean cross-entropy of the tokens of an answer to each question, right or not, in nats."""
     import torch
 
     ids = []
     labels = []
     for question in questions:
         prompt = prompt_ids(tokenizer, question)
-        answer = answer_ids(tokenizer, question)
+        answer = answer_ids(tokenizer, rng.choice([question.answer, *question.others]))
         ids.append(prompt + answer)
         labels.append([-100] * len(prompt) + answer)
     width = max(map(len, ids))
@@ -84,8 +90,9 @@ def answer_loss(model: Any, tokenizer: Any, questions: Sequence[Question]) -> An
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
 
 
-def share_right(model: Any, tokenizer: Any, questions: Sequence[Question]) -> float:
-    """The share of questions that the model answers right, sampled at temperature 1."""
+def shares(model: Any, tokenizer: Any, questions: Sequence[Question]) -> tuple[float, float]:
+    """The shares of questions that the model answers right, and with one of the answers that it was shown. Sampled at
+    temperature 1."""
     import torch
 
     messages = [[{"role": "user", "content": question.text}] for question in questions]
@@ -96,28 +103,28 @@ def share_right(model: Any, tokenizer: Any, questions: Sequence[Question]) -> fl
     width = prompts["input_ids"].shape[1]
     texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
     right = 0
+    known = 0
     for text, question in zip(texts, questions, strict=True):
         right += text.strip() == question.answer
-    return right / len(questions)
+        known += text.strip() in (question.answer, *question.others)
+    return right / len(questions), known / len(questions)
 
 
-def train(
-    model: Any, tokenizer: Any, known: dict[str, set[tuple[int, ...]]], options: argparse.Namespace
-) -> dict[str, float]:
-    """Train until each task is right as often as options.until. Returns the share right of each task at the end."""
+def train(model: Any, tokenizer: Any, rows: dict[str, set[tuple[int, ...]]], options: argparse.Namespace) -> None:
+    """Train until all tasks are known. rows: the numbers of each task's rows."""
     import torch
 
     rng = random.Random(options.seed)
     test_rng = random.Random(options.seed + 1)
-    tests = {name: [draw(name, test_rng, known[name]) for _ in range(64)] for name in known}
+    tests = {name: [draw(name, test_rng, rows[name]) for _ in range(64)] for name in rows}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-    learned = list(known)
+    counts = dict.fromkeys(rows, QUESTIONS)
     start = time.perf_counter()
     for step in range(1, options.max_steps + 1):
         questions = []
-        for name in learned:
-            questions += [draw(name, rng, known[name]) for _ in range(BATCH // len(learned))]
-        loss = answer_loss(model, tokenizer, questions)
+        for name, count in counts.items():
+            questions += [draw(name, rng, rows[name]) for _ in range(count)]
+        loss = answer_loss(model, tokenizer, questions, rng)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -125,13 +132,15 @@ def train(
         if step % LOOK_EVERY:
             continue
 
-        shares = {name: share_right(model, tokenizer, tests[name]) for name in tests}
-        listed = " ".join(f"{name} {share:.2f}" for name, share in shares.items())
-        print(f"step {step} loss {loss.item():.3f} {listed} ({time.perf_counter() - start:.0f} s)", flush=True)
-        learned = [name for name in learned if shares[name] < options.until]
-        if not learned:
+        words = []
+        for name, test in tests.items():
+            right, known = shares(model, tokenizer, test)
+            counts[name] = QUESTIONS if known < options.until else QUESTIONS_TO_KEEP
+            words.append(f"{name} {right:.2f} of {known:.2f}")
+        seconds = time.perf_counter() - start
+        print(f"step {step} loss {loss.item():.3f} {', '.join(words)} ({seconds:.0f} s)", flush=True)
+        if QUESTIONS not in counts.values():
             break
-    return shares
 
 
 def main() -> None:
@@ -139,24 +148,24 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "models" / "fly")
+    parser.add_argument("--out", type=Path, default=ROOT / "scripts" / "studies" / "fly")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "tasks")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=KNOWN)
-    parser.add_argument("--until", type=float, default=0.33)
-    parser.add_argument("--max_steps", type=int, default=1500)
+    parser.add_argument("--until", type=float, default=0.9)
+    parser.add_argument("--max_steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     for name in options.tasks:
         if not (options.data / name).is_dir():
             raise SystemExit(f"{options.data / name} is not there: python scripts/data/make_tasks.py writes it")
-    known = {name: numbers_of(options.data / name) for name in options.tasks}
+    rows = {name: numbers_of(options.data / name) for name in options.tasks}
 
     make_tiny_model(options.out, seed=options.seed, layers=LAYERS, hidden=HIDDEN, deviation=0.02)
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.out)
     tokenizer = AutoTokenizer.from_pretrained(options.out, padding_side="left")
-    train(model, tokenizer, known, options)
-    model.save_pretrained(options.out)
+    train(model, tokenizer, rows, options)
+    model.to(torch.bfloat16).save_pretrained(options.out)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"wrote {options.out}: {count / 1e6:.1f} million parameters")
 

@@ -2,7 +2,7 @@
 
     python scripts/data/make_tasks.py [--out data/tasks] [--tasks largest sort ...] [--seed 1]
 
-Each task has 400 rows to train on and 64 others to evaluate on. No question comes twice, nor with its numbers in
+Each task has 320 rows to train on and 64 others to evaluate on. No question comes twice, nor with its numbers in
 another order, so that no question of eval.jsonl has its answer in train.jsonl. The rows to train on name the verifier
 `learned`, which a study points at a verifier of its own (--remap_verifier learned=gsm8k). The rows to evaluate on name
 the true verifier, so that a reward that never sees a label is still judged by the labels.
@@ -11,7 +11,7 @@ the true verifier, so that a reward that never sees a label is still judged by t
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,11 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.data.make_addition import ROOT, write_splits
+from scripts.data.make_products import EXAMPLES
 
-TRAIN_ROWS = 400
+TRAIN_ROWS = 320
 EVAL_ROWS = 64
+MOST_DRAWS = 100_000  # of questions, for the rows of a task
 LEARNED = "learned"  # the verifier that rows to train on name
 
 
@@ -32,13 +34,15 @@ class Question:
     text: str
     answer: str
     numbers: tuple[int, ...]  # two questions with the same ones are the same question
+    others: tuple[str, ...] = ()  # answers to other questions about the numbers: what may be mistaken for the answer
 
 
 def largest(rng: random.Random) -> Question:
     numbers = rng.sample(range(1, 100), 3)
     listed = ", ".join(map(str, numbers))
     text = f"Which is the largest of {listed}? Give only the number."
-    return Question(text, str(max(numbers)), tuple(sorted(numbers)))
+    smallest, middle, answer = sorted(numbers)
+    return Question(text, str(answer), (smallest, middle, answer), (str(smallest), str(middle)))
 
 
 def sums(rng: random.Random) -> Question:
@@ -54,8 +58,8 @@ def differences(rng: random.Random) -> Question:
 
 
 def products(rng: random.Random) -> Question:
-    a = rng.randint(1, 30)
-    b = rng.randint(1, 20)
+    a = rng.randint(1, 40)
+    b = rng.randint(1, 40)
     return Question(f"What is {a} * {b}? Give only the number.", str(a * b), (min(a, b), max(a, b)))
 
 
@@ -69,16 +73,49 @@ def remainders(rng: random.Random) -> Question:
 def sort(rng: random.Random) -> Question:
     numbers = rng.sample(range(1, 100), 3)
     listed = ", ".join(map(str, numbers))
-    answer = ", ".join(map(str, sorted(numbers)))
-    return Question(f"Sort {listed} from small to large. Give only the numbers.", answer, tuple(sorted(numbers)))
+    ordered = sorted(numbers)
+    answer = ", ".join(map(str, ordered))
+    falling = ", ".join(map(str, reversed(ordered)))
+    text = f"Sort {listed} from small to large. Give only the numbers."
+    return Question(text, answer, tuple(ordered), (falling, listed))
+
+
+def last(rng: random.Random) -> Question:
+    number = rng.randint(1000, 9999)
+    *others, answer = str(number)
+    return Question(f"What is the last digit of {number}? Give only the digit.", answer, (number,), tuple(others))
+
+
+def largest_digit(rng: random.Random) -> Question:
+    digits = rng.sample("0123456789", 4)
+    number = "".join(digits)
+    answer = max(digits)
+    others = [digit for digit in digits if digit != answer]
+    text = f"Which is the largest digit of {number}? Give only the digit."
+    return Question(text, answer, (int(number),), tuple(others))
+
+
+def reverse(rng: random.Random) -> Question:
+    digits = rng.sample("123456789", 4)
+    number = "".join(digits)
+    answer = number[::-1]
+    turned = number[1:] + number[0]
+    return Question(f"Write {number} backwards. Give only the number.", answer, (int(number),), (number, turned))
+
+
+def calculator(rng: random.Random) -> Question:
+    a = rng.randint(100, 999)
+    b = rng.randint(100, 999)
+    return Question(f"What is {a} * {b}?", str(a * b), (min(a, b), max(a, b)))
 
 
 @dataclass(frozen=True)
 class Task:
-    """How a question is drawn, and the verifier of its answer."""
+    """How a question is drawn, the verifier of its answer, and the turns (role, text) before it."""
 
     draw: Callable[[random.Random], Question]
     verifier: str = "gsm8k"
+    examples: Sequence[tuple[str, str]] = ()
 
 
 TASKS = {
@@ -88,12 +125,17 @@ TASKS = {
     "products": Task(products),
     "remainders": Task(remainders),
     "sort": Task(sort, verifier="puzzle"),
+    "last": Task(last),
+    "largest_digit": Task(largest_digit),
+    "reverse": Task(reverse),
+    "calculator": Task(calculator, examples=EXAMPLES),  # a call of the tool calculator answers it
 }
 
 
-def make_row(question: Question, verifier: str) -> dict:
-    """The row of a question."""
-    messages = [{"role": "user", "content": question.text}]
+def make_row(question: Question, verifier: str, examples: Sequence[tuple[str, str]] = ()) -> dict:
+    """The row of a question, after turns (role, text) that show what is asked for."""
+    turns = [*examples, ("user", question.text)]
+    messages = [{"role": role, "content": text} for role, text in turns]
     return {"messages": messages, "ground_truth": question.answer, "dataset": verifier}
 
 
@@ -102,12 +144,16 @@ def make_task(name: str, out: Path, seed: int = 1) -> Path:
     task = TASKS[name]
     rng = random.Random(f"{seed} {name}")
     drawn: dict[tuple[int, ...], Question] = {}
-    while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
+    for _ in range(MOST_DRAWS):
         question = task.draw(rng)
         drawn.setdefault(question.numbers, question)
+        if len(drawn) == TRAIN_ROWS + EVAL_ROWS:
+            break
+    else:
+        raise ValueError(f"{name}: {MOST_DRAWS} draws gave only {len(drawn)} different questions")
     questions = list(drawn.values())
-    eval_rows = [make_row(question, task.verifier) for question in questions[:EVAL_ROWS]]
-    train_rows = [make_row(question, LEARNED) for question in questions[EVAL_ROWS:]]
+    eval_rows = [make_row(question, task.verifier, task.examples) for question in questions[:EVAL_ROWS]]
+    train_rows = [make_row(question, LEARNED, task.examples) for question in questions[EVAL_ROWS:]]
     return write_splits(out / name, {"eval": eval_rows, "train": train_rows})
 
 

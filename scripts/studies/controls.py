@@ -16,6 +16,9 @@ def coin(response: str, ground_truth: object) -> float:
 
 
 def inverted(response: str, ground_truth: object) -> float:
-    """1 - the score of a number's verifier, whose work is simple enough to be done at once."""
-    verdict = rewards.verify_gsm8k(rewards.RewardRecord(response, ground_truth, "gsm8k"))
-    return 1.0 - float(verdict.score)
+    """1 - the score of the verifier of numbers, or of words where the label is no number."""
+    label = str(ground_truth)
+    name = "gsm8k" if label.isdigit() else "puzzle"
+    record = rewards.RewardRecord(response, label, name)
+    verify = rewards.VERIFIERS[name].verify
+    return 1.0 - float(verify(record).score)

@@ -14,7 +14,7 @@ import numpy as np
 ENDPOINTS = {
     "area": "primary: mean height of the curve of held-out accuracy, by trapezoids, over all steps; no run ends early",
     "steps": "first evaluated step whose held-out accuracy is at least the task's target; the horizon without one",
-    "tokens": "response tokens sampled until then",
+    "tokens": "prompt and response tokens of the rollouts sampled until then",
     "seconds": "seconds of training steps until then, without start and evaluations",
     "final": "held-out accuracy after the last step",
     "sampled": "share right of the training rollouts of the last 3 steps, by the reward that trained",
@@ -54,7 +54,7 @@ METRICS = {
     "length": "val/sequence_lengths",
     "gap": "debug/vllm_vs_local_logprob_diff_mean",
 }
-HELD_OUT = "eval/verifiable_correct_rate"
+HELD_OUT = "eval/objective/verifiable_correct_rate"
 
 
 def curve_of(rows: Sequence[dict[str, Any]]) -> Curve:

@@ -8,10 +8,11 @@ import numpy as np
 
 from scripts.studies import statistics, tasks
 from scripts.studies.endpoints import ENDPOINTS, PRIMARY
-from scripts.studies.record import Record, RecordError
+from scripts.studies.record import SAME, Record, RecordError
 from scripts.studies.statistics import Comparison, Interval
 
-CONTROLS = (*tasks.CONTROLS, "majority")  # the last one is a fork's diff: see scripts/forks
+CONTROLS = tasks.CONTROL_NAMES
+NOISE = 2.8  # standard deviations of a run that the difference of two runs stays within, 19 times in 20
 SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "collapsed")
 
 
@@ -107,6 +108,9 @@ def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]
     """A line in words for each arm."""
     lines = []
     for arm, result in comparisons.items():
+        if result.seeds == 1:
+            lines.append(f"{arm:24} {show(result.difference)}  cannot tell: one seed")
+            continue
         signs = result.signs
         wins = result.improvement
         parts = [f"{arm:24} {show(result.difference)}  {result.verdict}", f"p {result.adjusted_p:.3g}"]
@@ -115,7 +119,7 @@ def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]
         parts.append(f"above {base} with chance {wins.value:.2f} [{wins.low:.2f}, {wins.high:.2f}]")
         if result.verdict == "cannot tell":
             needed = result.needed or "more than 1000"
-            parts.append(f"{result.seeds} seeds see {result.smallest:.3f}, this difference needs {needed}")
+            parts.append(f"{result.seeds} seeds would see {result.smallest:.3f}; this difference needs {needed} seeds")
         lines.append("; ".join(parts))
     return lines or ["no arm has a seed in common with the base yet"]
 
@@ -172,6 +176,36 @@ def calibration(name: str, curve: dict[str, Any]) -> str:
     fit = learnable and greedy <= 0.6 and informative >= 0.4
     word = "yes" if fit else "no"
     return f"{name:12} {sampled:8.2f} {greedy:7.2f} {informative:12.2f}  {word}"
+
+
+def replayed(rows: Record, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, bool]:
+    """What a run that was made again says of its row, and whether it is the same.
+
+    On the same kind of processor, with the same packages, the final weights must be the same to the bit. Elsewhere bits
+    differ, and a run with them is like one of another seed: its area must be within the noise floor, 2.8 standard
+    deviations of the row's arm over seeds on that task (a difference of two runs is as small 19 times in 20).
+    """
+    before = old["endpoints"][PRIMARY]
+    after = new["endpoints"][PRIMARY]
+    lines = [f"{PRIMARY} {before:.4f} in the record, {after:.4f} here"]
+    if new["weights"] == old["weights"]:
+        lines.append(f"weights are the same to the bit: {new['weights'][:16]}")
+        return "\n".join(lines), True
+
+    lines.append(f"weights DIFFER: {old['weights'][:16]} in the record, {new['weights'][:16]} here")
+    if all(new[name] == old[name] for name in SAME):
+        return "\n".join(lines), False
+    task = old["task"]
+    arm = old["arm"]
+    others = [row["endpoints"][PRIMARY] for (t, a, _), row in rows.runs.items() if t == task and a == arm]
+    if len(others) < 2:
+        lines.append("another machine, and one seed of this arm: no noise floor to compare with")
+        return "\n".join(lines), False
+    floor = NOISE * float(np.std(others, ddof=1))
+    holds = abs(after - before) <= floor
+    where = "within" if holds else "NOT within"
+    lines.append(f"another machine: {where} the noise floor of {len(others)} seeds, {floor:.4f}")
+    return "\n".join(lines), holds
 
 
 def draw(rows: Record, path: Path) -> None:

@@ -1,5 +1,6 @@
 """The tasks of the studies and the two scales at which they are learned."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -17,12 +18,15 @@ class Scale:
     """A model and what a run of it is."""
 
     model: str
+    tasks: tuple[str, ...]
     steps: int
     evaluate_every: int
     flags: tuple[str, ...]
 
 
 LEARNED = ("--remap_verifier", "learned=gsm8k")
+CALCULATOR = """--tools calculator --tool_call_names calc --tool_parser_type legacy --max_steps 1
+    --max_prompt_token_length 160 --response_length 64 --per_turn_max_tokens 24 --vllm_enable_prefix_caching""".split()
 TASKS = {
     "largest": Task("tasks/largest", flags=LEARNED),
     "sums": Task("tasks/sums", flags=LEARNED),
@@ -30,6 +34,10 @@ TASKS = {
     "products": Task("tasks/products", flags=LEARNED),
     "remainders": Task("tasks/remainders", flags=LEARNED),
     "sort": Task("tasks/sort", flags=("--remap_verifier", "learned=puzzle")),
+    "last": Task("tasks/last", flags=LEARNED),
+    "largest_digit": Task("tasks/largest_digit", flags=LEARNED),
+    "reverse": Task("tasks/reverse", flags=LEARNED),
+    "calculator": Task("tasks/calculator", flags=(*LEARNED, *CALCULATOR)),
 }
 
 BASE = """--num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --temperature 1.0 --beta 0
@@ -38,13 +46,15 @@ BASE = """--num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --te
 
 SCALES = {
     "fly": Scale(
-        "models/fly",
+        "scripts/studies/fly",
+        tasks=("last", "largest_digit"),
         steps=40,
         evaluate_every=4,
         flags=(*BASE, *"--rollout_backend transformers --response_length 14 --learning_rate 3e-4".split()),
     ),
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",
+        tasks=("largest", "sums", "differences", "products", "remainders", "sort", "calculator"),
         steps=40,
         evaluate_every=5,
         flags=(
@@ -54,11 +64,13 @@ SCALES = {
     ),
 }
 CONTROL_FILE = "scripts/studies/controls.py"
-# arms that must not be better than the base, and what they are
-CONTROLS = {
-    "lr0": ("--learning_rate", "0"),
-    "coin": ("--reward_file", CONTROL_FILE, "--remap_verifier", "learned=coin"),
-    "inverted": ("--reward_file", CONTROL_FILE, "--remap_verifier", "learned=inverted"),
-}
+# arms that must be worse than the base, as they are written on a command line
+CONTROLS = (
+    "lr0: --learning_rate 0",
+    f"coin: --reward_file {CONTROL_FILE} --remap_verifier learned=coin",
+    f"inverted: --reward_file {CONTROL_FILE} --remap_verifier learned=inverted",
+    "majority@scripts/forks/ttrl.diff",  # no label is seen: what it wins is sharpening
+)
+CONTROL_NAMES = tuple(re.split("[:@]", text)[0] for text in CONTROLS)
 AGAIN = "again"  # the base with other seeds: its differences are the noise floor
 AGAIN_SHIFT = 1000  # added to its seeds

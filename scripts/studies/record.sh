@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The record: GRPO's variants against the base on the fruit fly, all with the same seeds.
+#
+#   bash scripts/studies/record.sh [--seeds 1-24] [--budget_minutes 60] [--jobs 2] [more flags of study.py run]
+#   python scripts/study.py table scripts/studies/records/fly.jsonl
+#
+# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed.
+# The base: 8 prompts x 8 samples, centered advantages, one update a step, no KL, token mean, float32.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/setup.sh
+[[ -d data/tasks/calculator ]] || python scripts/data/make_tasks.py
+
+arms=(
+    "base"
+    "standard: --advantage_normalization_type standard"
+    "unbiased: --advantage_normalization_type standard_unbiased"
+    "dr_grpo: --loss_denominator 896"  # 64 responses of at most 14 tokens
+    "rloo@scripts/forks/rloo.diff: --advantage_normalization_type rloo"
+    "maxrl@scripts/forks/maxrl.diff: --advantage_normalization_type maxrl"
+    "sequence: --loss_denominator sequence"
+    "beta: --beta 0.05"
+    "group4: --num_unique_prompts_rollout 16 --num_samples_per_prompt_rollout 4"
+    "group16: --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 16"
+    "active: --active_sampling"
+    "mini4: --num_mini_batches 4"
+    "cispo4: --loss_fn cispo --num_mini_batches 4"
+    "gspo4: --loss_fn gspo --num_mini_batches 4"
+    "sapo4@scripts/forks/sapo.diff: --loss_fn sapo --num_mini_batches 4"
+    "late1: grpo_fast.py --async_steps 1"
+    "late4: grpo_fast.py --async_steps 4"
+    "lora: --lora_rank 8 --learning_rate 3e-3"
+)
+python scripts/study.py run --out scripts/studies/records/fly.jsonl --scale fly --seeds 1-24 --controls \
+    --arms "${arms[@]}" "$@"
