@@ -7,12 +7,13 @@ takes seconds and 50 seeds are an evening.
 
 It has the tokenizer of make_tiny_model.py and three layers of 128, and starts from random weights. It is trained with
 cross-entropy on answers to fresh questions of each task, whose numbers are those of none of the task's rows. Only one
-answer in three or four is right: the others answer another question about the same numbers, as another digit where the
-last one is asked for. So the model knows the answer and does not know that it is asked for it, which is what a reward can
-teach. Every 100 steps it answers 64 more questions of each task, sampled at temperature 1, and a task of which --until of
-the answers are one of those has fewer questions while that holds. It ends when this is so for all tasks, or after
---max_steps. It is saved in bfloat16. The repository holds what this command made, so that rows of a record can be made
-again to the bit.
+answer in four is right. The others answer another question about the same number, as the first digit where the last one
+is asked for. So the model can give the answer and does not know that it is asked for it: a reward can teach that.
+
+Every 100 steps it answers 64 more questions of each task, sampled at temperature 1. A task is known while --until of
+its answers are among those that the model was shown, and then has fewer questions. It ends when all tasks are known, or
+after --max_steps. It is saved in bfloat16. The repository holds what this command made, so that rows of a record can be
+made again to the bit.
 """
 
 import argparse
