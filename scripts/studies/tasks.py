@@ -34,7 +34,7 @@ TASKS = {
     "products": Task("tasks/products", flags=LEARNED),
     "remainders": Task("tasks/remainders", flags=LEARNED),
     "sort": Task("tasks/sort", flags=("--remap_verifier", "learned=puzzle")),
-    "last": Task("tasks/last", flags=LEARNED),
+    "last": Task("tasks/last", target=0.4, flags=LEARNED),
     "largest_digit": Task("tasks/largest_digit", flags=LEARNED),
     "reverse": Task("tasks/reverse", flags=LEARNED),
     "calculator": Task("tasks/calculator", flags=(*LEARNED, *CALCULATOR)),
@@ -47,10 +47,10 @@ BASE = """--num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --te
 SCALES = {
     "fly": Scale(
         "scripts/studies/fly",
-        tasks=("last", "largest_digit"),
+        tasks=("largest_digit", "last"),
         steps=40,
         evaluate_every=4,
-        flags=(*BASE, *"--rollout_backend transformers --response_length 14 --learning_rate 3e-4".split()),
+        flags=(*BASE, *"--rollout_backend transformers --response_length 14 --learning_rate 1e-3".split()),
     ),
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",
