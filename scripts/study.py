@@ -61,19 +61,18 @@ def base_flags(scale: tasks.Scale, task: tasks.Task, steps: int) -> tuple[str, .
 def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     """The study's row: what its runs have in common, with a hash."""
     scale = tasks.SCALES[options.scale]
-    names = options.tasks or list(scale.tasks)
     steps = options.steps or scale.steps
-    content = {
-        "commit": arms_part.git("rev-parse", "HEAD").decode().strip(),
-        "scale": options.scale,
-        "steps": steps,
-        "evaluate_every": scale.evaluate_every,
-        "tasks": {name: list(base_flags(scale, tasks.TASKS[name], steps)) for name in names},
-        "targets": {name: tasks.TASKS[name].target for name in names},
-        "endpoints": ENDPOINTS,
-        "primary": PRIMARY,
-        "threads": options.threads,
-    }
+    commit = arms_part.git("rev-parse", "HEAD")
+    flags = {}
+    targets = {}
+    for name in options.tasks or scale.tasks:
+        task = tasks.TASKS[name]
+        flags[name] = list(base_flags(scale, task, steps))
+        targets[name] = task.target
+
+    content: dict[str, Any] = {"commit": commit.decode().strip(), "scale": options.scale, "steps": steps}
+    content |= {"evaluate_every": scale.evaluate_every, "threads": options.threads}
+    content |= {"tasks": flags, "targets": targets, "endpoints": ENDPOINTS, "primary": PRIMARY}
     return {"kind": "study", **content, "hash": record.hash_of(content), "begun": time.time()}
 
 
@@ -176,7 +175,7 @@ def run(options: argparse.Namespace) -> bool:
             copies = {arm.name: arms_part.make_copy(arm, study["commit"], folder) for arm in arms}
             work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(options.jobs)]
             running = Running(rows, append, len(jobs))
-            until = running.begun + 60 * (options.budget_minutes or math.inf)
+            until = running.begun + 60 * options.budget_minutes
             left = lanes.run_all(jobs, work, running.done, until)
     if left:
         print(f"{left} runs are left: the same line goes on")
@@ -258,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
     )
     running.add_argument("--steps", type=int, help="of each run; default: the scale's")
     running.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
-    running.add_argument("--budget_minutes", type=float, help="no run starts later")
+    running.add_argument("--budget_minutes", type=float, default=math.inf, help="no run starts later")
     showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
     showing.add_argument("records", type=Path, nargs="+")
     showing.add_argument("--base", help="the arm that the others are compared with; default: the record's first")
