@@ -287,8 +287,8 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
 
 
 def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
-    """Wait for the verifiers; fill results, verifiable, format_score, outcome and score of each rollout. The format is
-    that of the policy's own turns: a tool's text may have tags, too."""
+    """Wait for the verifiers. Fill results, verifiable, format_score, outcome and score of each rollout. The format is
+    checked on the policy's own turns only, because a tool's text may have tags, too."""
     for r in rollouts:
         if r.scoring:  # a second call finds none and keeps the results
             r.results = [future.result() for future in r.scoring]
@@ -346,7 +346,8 @@ def advantages_of(scores: list[float], args: Args) -> list[float]:
 
 
 def set_advantages(groups: Sequence[Group], args: Args) -> None:
-    """Fill advantage from score, and tokenless. Groups may be of several sizes."""
+    """Fill the advantage of each rollout from the scores of its group, and tokenless: the scores of the group's
+    rollouts that have no token of the policy. Groups may differ in size."""
     for group in groups:
         advantages = advantages_of([r.score for r in group], args)
         tokenless = [r.score for r in group if not np.count_nonzero(r.mask)]
@@ -422,10 +423,12 @@ def stream_offset(args: Args, world: World) -> int:
 
 
 def next_group(prompts: Sequence[Prompt], position: int, sampler: dict[str, Any], args: Args) -> Group:
-    """Who is asked at a position of the stream, and how often: a new group, by the `sampler` of next_sampler.
+    """A new group for a position of the stream: which prompt it is for and how many rollouts it has. `sampler` is the
+    state that next_sampler returned.
 
-    Both scripts ask this. A fork that asks others, or more often, changes this function, next_sampler, and what
-    start_state begins with. A group has one rollout at least. One that has its tokens, and is `over`, is not sampled.
+    Both scripts call this. A fork that chooses other prompts, or other sizes, changes this function, next_sampler, and
+    the state that start_state begins with. A group has at least one rollout. A rollout that already has its tokens, and
+    is `over`, is not sampled.
     """
     order = args.seed if args.shuffle else None
     prompt = utils.prompt_at(prompts, position, order, sampler["excluded"])
@@ -453,11 +456,11 @@ def what_was_seen(sampled: Sequence[Group], args: Args) -> list[Seen]:
 
 
 def next_sampler(sampler: dict[str, Any], seen: Sequence[Seen], args: Args) -> dict[str, Any]:
-    """The sampler's state after the groups `seen` of a step, which are in stream order and of all ranks.
+    """The sampler's state after the groups `seen` of a step, which are those of all ranks, in stream order.
 
-    It is plain data, which checkpoints keep. The old state stays as it is: grpo_fast.py still asks it for positions
-    that older weights have allowed. Prompts whose mean outcome reached no_resampling_pass_rate of the highest are
-    excluded.
+    It is plain data, because checkpoints keep it. The old state is not changed, because grpo_fast.py still uses it for
+    positions that older weights have allowed. Here a prompt is excluded when its mean outcome reached
+    no_resampling_pass_rate of the highest outcome.
     """
     excluded = set(sampler["excluded"])
     rate = args.no_resampling_pass_rate or math.inf
@@ -538,7 +541,7 @@ class Batch:
     top_tokens: Tensor | None = None  # with a teacher: the policy's most likely tokens, as numbers of float32
     ref_top_tokens: Tensor | None = None
     rollouts: Any = ()  # in the order of seq_ids; no list, through whose elements FSDP would go in each forward
-    # what the response mask says, known before the batch goes to a GPU: to ask it there would wait for the GPU
+    # from the response mask, read before the batch goes to a GPU: reading it there would wait for the GPU
     places: Any = None  # (n,) of the flattened rows: where response_mask is True
     host_places: Any = None  # the same in host memory
     responses: int = 0  # with at least one token to train on
@@ -793,8 +796,9 @@ class Policy(torch.nn.Module):
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """log p(targets) and entropy of softmax(logits / temperature), float32 (B, T), zero outside the response mask.
 
-        The head runs on masked positions only, LOGPROB_CHUNK at a time: logits of more tokens never exist. On a GPU it
-        is compiled and takes three times as many, in the memory of one: it keeps no logits in float32.
+        The head computes masked positions only, LOGPROB_CHUNK at a time, so the logits of more tokens never exist
+        together. On a GPU the head is compiled and takes three times as many positions in the same memory, because it
+        keeps no float32 logits.
         """
         from scripts.parts.head import HeadLogprobs
 
@@ -1029,9 +1033,10 @@ def clamp_rho(rho: Tensor, args: GRPOFlags) -> Tensor:
 def importance_weights(inputs: LossInputs, args: GRPOFlags) -> Tensor:
     """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
 
-    Truncated at rho_clamp_upper_bound (truncated importance sampling, Ionides 2008; TIS), raised to
-    rho_clamp_lower_bound. Tokens weigh 0 that the rho_mask_* bounds drop (IcePop and others, see
-    scripts/parts/rho_masks.py), by rho as it was before. Every bound: 0 is off. Zero outside `mask`.
+    A rho above rho_clamp_upper_bound is lowered to it (truncated importance sampling, Ionides 2008; TIS). A rho below
+    rho_clamp_lower_bound is raised to it. Tokens that the rho_mask_* bounds drop have weight 0 (IcePop and others, see
+    scripts/parts/rho_masks.py); these bounds look at rho before it is clamped. A bound of 0 is off. Zero outside
+    `mask`.
     """
     log_rho = torch.where(inputs.mask, inputs.old_logprobs - inputs.vllm_logprobs, 0.0)
     log_rho = log_rho.detach().clamp(-20, 20)
@@ -1051,8 +1056,8 @@ def kl_estimates(new_logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> l
     0 (kl1, k1)  d             unbiased, high variance
     1 (kl2, k2)  d^2 / 2       biased, low variance; for tokens of this very policy its gradient is the KL's
     2 (kl3, k3)  exp(-d) - 1 + d   unbiased, never negative; DeepSeekMath, arXiv:2402.03300, eq. 4
-    3 (kl4)      ratio * d     k1 for tokens of an older policy, of which it alone has the KL's gradient, by way of
-                               that of ratio = exp(new - old)
+    3 (kl4)      ratio * d     k1 for tokens of an older policy; for these it alone has the gradient of the KL, which
+                               comes through ratio = exp(new - old)
     Source of the numbering: Schulman, "Approximating KL divergence"; open-instruct.
     """
     d = (new_logprobs - ref_logprobs).clamp(-40, 40)
@@ -1216,7 +1221,8 @@ def response_kls(batch: Batch, args: Args) -> list[float]:
 
 
 def needs_old_logprobs(args: Args, num_mini_batches: int) -> bool:
-    """Whether the old logprobs take a forward of their own: in a single optimizer step they are the new ones."""
+    """Whether the old logprobs need a forward of their own. With a single optimizer step they equal the new ones, but
+    --kl_in_reward needs them before it."""
     return args.num_epochs * num_mini_batches > 1 or args.kl_in_reward
 
 
@@ -1334,7 +1340,8 @@ def note_teacher(batch: Batch, metrics: Metrics) -> None:
 
 
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
-    """An optimizer step with the clipped gradient; False, and nothing changes, if that is not finite. All ranks."""
+    """Take an optimizer step with the clipped gradient. Returns False, and changes nothing, if the gradient is not
+    finite. All ranks."""
     # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
     options = {} if world.device.type == "cuda" else {"foreach": False}
     bound = args.max_grad_norm or math.inf
@@ -1407,7 +1414,7 @@ class Step:
 
 
 def start_state() -> dict[str, Any]:
-    """A run's state beside weights and optimizer, before its first step: plain data that a checkpoint holds."""
+    """What a run keeps beside weights and optimizer, as it is before the first step: plain data for checkpoints."""
     return {
         "step": 0,  # the last one that is done
         "cursor": 0,  # prompts consumed
@@ -1638,7 +1645,7 @@ def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, 
 
 @torch.no_grad()
 def choose_packing(policy: Policy, prompt: Prompt, args: Args, world: World) -> str:
-    """How responses are packed: the first of shared, plain and rows that gives this model the logprobs of one response
+    """The first packing, of shared, plain and rows, with which this model gives the same logprobs as with one response
     a row. All ranks, with the same prompt. Raises UserError for a model that --sequence_parallel_size cannot split."""
     from scripts.parts import packing
 
@@ -1675,8 +1682,8 @@ def load_groups(step: int, state: dict[str, Any], args: Args, world: World) -> l
 
 
 def dumped_prompts(args: Args) -> list[Prompt]:
-    """The prompts of the first step of --load_batches. Raises UserError now if the last step's dump is missing: else
-    the run would end without a model."""
+    """The prompts of the first step of --load_batches. Raises UserError at the start if the dump of the last step is
+    missing: otherwise the run would end early, without a model."""
     from scripts.parts import dumps
 
     groups = dumps.read_groups(1, args)
@@ -1927,7 +1934,8 @@ def handle_nonfinite(run: Run, step: Step, skipped: int) -> None:
 
 
 def due(every: int, step: int, last: int = 0) -> bool:
-    """Whether something that happens every so many steps (0 and less: never), and after the `last`, happens now."""
+    """Whether something that happens every `every` steps, and after step `last`, happens after `step`. It never does if
+    `every` is 0 or less."""
     return every > 0 and (step % every == 0 or step == last)
 
 
@@ -1997,7 +2005,7 @@ def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[s
 
 
 def finish(run: Run) -> Path:
-    """Save the model, if all steps are done, and end what the run has started; returns its directory. All ranks."""
+    """Save the model if all steps are done, and end what the run has started. Returns its directory. All ranks."""
     args = run.args
     run_dir = run.run_dir
     run.checkpoints.wait()

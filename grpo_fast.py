@@ -160,10 +160,10 @@ def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, tor
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """What happens in an order that timing cannot change.
+    """Which events happen in an order that timing cannot change.
 
-    The batch of an engine affects the bits of its tokens. With --deterministic a run has always the same batches, with
-    --async_steps 0 those of grpo.py.
+    The bits of a token depend on the batch in which the engine decodes it. With --deterministic a run always has the
+    same batches. With --async_steps 0 they are those of grpo.py.
     """
 
     requests: bool  # an engine gets the requests of an admission in one message, and each position has its engine

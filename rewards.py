@@ -280,10 +280,10 @@ Seed = Annotated[T, Bound("be in [0, 2**32), as numpy and vLLM take it", lambda 
 
 
 class Refusing:
-    """What all classes of flags can do."""
+    """Base of all classes of flags: refusals that name flags with their values."""
 
     def refuse(self, text: str) -> NoReturn:
-        """Raise UserError(text), with their values behind the flags that stand before its first colon."""
+        """Raise UserError(text). Flags before the first colon of the text get their values behind them."""
         flags, colon, fix = text.partition(":")
         flags = re.sub(r"--(\w+)", lambda match: self.with_value(match[1]), flags)
         raise UserError(flags + colon + fix)

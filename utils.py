@@ -140,7 +140,8 @@ def init_distributed(store: dist.Store | None = None, timeout: timedelta | None 
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep memory that is freed: to return large tensors to the kernel takes a quarter of a CPU step."""
+    """Have glibc keep freed memory: returning large tensors to the kernel takes a quarter of the time of a step on a
+    CPU."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -711,8 +712,8 @@ def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Any:
 
 
 def pretrained(kind: Any, args: Flags, flag: str) -> Any:
-    """What `kind` of transformers loads of --model_name_or_path; `flag` is the one by which a person named the model.
-    Raises UserError."""
+    """Load --model_name_or_path with a class of transformers: `kind`, such as AutoTokenizer. `flag` is the flag that
+    named the model, for the error. Raises UserError."""
     try:
         return kind.from_pretrained(args.model_name_or_path, revision=args.model_revision)
     except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
@@ -879,9 +880,9 @@ def data_hash(prompts: Iterable[Prompt]) -> str:
 
 
 def prompt_at(prompts: Sequence[Prompt], position: int, seed: int | None, excluded: Collection[int] = ()) -> Prompt:
-    """The prompt at a position of the endless stream. Epoch e is a permutation drawn from (seed, e); without a seed it
-    is the prompts as they are. In place of an `excluded` one (by index) comes the next of the permutation that is not,
-    or the excluded one itself if all are."""
+    """The prompt at a position of the endless stream. Epoch e is a permutation drawn from (seed, e). Without a seed it
+    is the order of the file. An `excluded` prompt (by index) is replaced by the next one of the permutation that is not
+    excluded. If all are excluded, it stays."""
     epoch, offset = divmod(position, len(prompts))
     order = _permutation(len(prompts), seed, epoch)
     for i in range(len(order)):
@@ -1015,7 +1016,7 @@ class Rollout(Columns):
             return kept
 
     def go_back(self, kept: dict[str, Any]) -> None:
-        """Take on a state that `so_far` returned."""
+        """Restore a state that `so_far` returned."""
         for name, value in kept.items():
             setattr(self, name, value)
         self.__post_init__()
@@ -1111,7 +1112,8 @@ class Engine(Sampler):
         return [results[i] for i in range(len(requests))]
 
     def _add_answered(self, answers: dict[int, Future]) -> None:
-        """Start the requests of those answers that are ready. An idle engine waits for one, in rounds for all."""
+        """Start the requests of the answers that are ready. An idle engine waits until one is ready, or until all are
+        if turns start together (--deterministic)."""
         if self.busy and self.in_rounds:
             return
         if not self.busy:
@@ -1316,8 +1318,9 @@ class Layout:
 
     @functools.cached_property
     def chunks(self) -> list[list[int]]:
-        """How a CPU cuts each piece into products, as numbers of tokens. A piece that is short or has one segment is
-        one product; else there is one for the shared tokens and one for each segment."""
+        """The products in which a CPU computes the attention of each piece, as numbers of tokens. A piece that is short
+        or has one segment is one product. Any other piece has a product for the shared tokens and one for each segment.
+        """
         chunks = []
         for shared, segments in self.pieces:
             length = shared + sum(segments)
@@ -1648,7 +1651,8 @@ def load_causal_lm(args: Flags) -> Any:
 
 def prepare_compiler() -> dict[str, Any]:
     """Import Inductor, and return torch.compile's options: any number of tokens, and 64 graphs of a function in place
-    of torch's 8. The setting of torch has the limit too, and does not reach the thread of a GPU's backward."""
+    of torch's 8. The limit is set in torch's global settings, too; those do not reach the thread of a GPU's backward.
+    """
     setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010
     cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     os.makedirs(cache, exist_ok=True)
@@ -2312,8 +2316,8 @@ def finish_metrics(metrics: dict[str, float], args: Any) -> dict[str, float]:
 
 
 class Timer:
-    """Seconds of each named phase of a step: by the clock or, with `gpu`, between two events of the caller's stream. To
-    read `seconds` then waits for the caller's own work only, not for what other threads have on the GPU."""
+    """Seconds of each named phase of a step: by the clock or, with `gpu`, between two events of the caller's stream.
+    Reading `seconds` then waits only for the caller's own work on the GPU, not for that of other threads."""
 
     def __init__(self, gpu: bool | None = None):
         self.gpu = torch.cuda.is_available() if gpu is None else gpu
