@@ -1,8 +1,8 @@
 """GRPO in one short file, the way into grpo.py: one device, one thing after the other, nothing but the algorithm.
 
     python scripts/minimal.py --model_name_or_path models/SmolLM2-135M-Instruct --dataset_mixer_list \
-        data/addition/train.jsonl 1.0 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --beta 0 \
-        --response_length 24 --temperature 1.0 --learning_rate 1e-5 --total_episodes 768 --vllm_enforce_eager
+        data/largest/train.jsonl 1.0 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --beta 0 \
+        --response_length 8 --temperature 1.0 --learning_rate 1e-5 --total_episodes 640 --vllm_enforce_eager
 
 The flags are grpo.py's. Where grpo.py packs nothing, both give the same numbers, bit for bit. What grpo.py adds to
     sample              stop strings, top-p, active sampling; an engine on every rank; judging while others sample
