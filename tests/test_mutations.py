@@ -538,12 +538,14 @@ def test_the_kl_in_a_reward_is_that_of_one_of_the_ranks_that_share_packs(monkeyp
     group = [rollout(score=float(j), tokenless=[]) for j in range(2)]
     group[1].sample = 1
     batch: Any = SimpleNamespace(rollouts=group, seq_ids=torch.tensor([[1, 2]]), advantages=torch.zeros(1, 2))
-    monkeypatch.setattr(grpo, "response_kls", lambda *_: [0.0, 0.0])
+    monkeypatch.setattr(grpo, "response_kls", lambda *_: [1.0, 3.0])
     monkeypatch.setattr(utils, "all_gather", lambda thing, _: [thing, thing])
     line = "--sequence_parallel_size 2 --kl_in_reward --load_ref_policy --beta 0.1"
     args = args_of(f"{line} --advantage_normalization_type standard_unbiased")
-    grpo.put_kl_in_reward([batch], args, utils.World(0, 0, 2, ONE.device), utils.Metrics())
+    metrics = utils.Metrics()
+    grpo.put_kl_in_reward([batch], args, utils.World(0, 0, 2, ONE.device), metrics)
     assert [r.advantage for r in group] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-4)
+    assert metrics.reduce(ONE) == pytest.approx({"objective/kl_in_reward": 0.1 * (1.0 + 3.0) / 2})
 
 
 def test_tokens_and_learners_of_ranks_that_share_packs():
