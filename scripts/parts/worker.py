@@ -25,7 +25,6 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import rewards
-from scripts.parts.user_files import set_limit
 
 WORKER_MEMORY_BYTES = 2 * 2**30
 REPLIES = {"ready", "unavailable", "score", "error"}
@@ -96,8 +95,10 @@ def send(protocol: socket.socket, reply: dict[str, Any]) -> None:
 def limit_cpu_time(timeout_s: float) -> None:
     """Sets the kernel's limit for the next job. If the trainer is killed, nobody enforces the deadline; this limit then
     ends a job that lets no other thread run."""
+    from scripts.parts import user_files
+
     seconds = time.process_time() + rewards.START_TIMEOUT_S + timeout_s
-    set_limit(resource.RLIMIT_CPU, int(seconds))
+    user_files.set_limit(resource.RLIMIT_CPU, int(seconds))
 
 
 def die_first() -> None:
@@ -112,12 +113,14 @@ def serve() -> None:
     The reply is {"ready": true} as soon as the function of the job has imported and built what it needs (the deadline
     starts there), then {"score": x} or {"error": text}. It is {"unavailable": text} alone if that fails. Each reply has
     the number of its job, so that no late reply is taken for the next one."""
+    from scripts.parts import user_files
+
     protocol = take_protocol()
     threading.Thread(target=end_with_trainer, args=(protocol,), daemon=True).start()
     # A child that a tool forks must not keep the socket open, or nobody would hear that this process has died
     os.register_at_fork(after_in_child=functools.partial(os.close, protocol.fileno()))
     die_first()
-    set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
+    user_files.set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
     for line in protocol.makefile("r", encoding="utf-8", newline="\n"):
         job = json.loads(line)
         limit_cpu_time(job["timeout_s"])
