@@ -75,7 +75,7 @@ def test_a_verifier_that_always_says_no_has_j_0(tmp_path):
 def test_templates_by_hand():
     names = {"LABEL": "7", "OTHER": "8"}
     assert fill("no @OTHER@.\n[[**@LABEL@**]] [[]]", "<a>ANSWER</a>", names) == "no 8.\n<a>**7**</a> <a></a>"
-    assert fill("[[@WORDS@]]", "ANSWER", names) is None
+    assert fill("[[@LABEL@ @WORDS@]]", "ANSWER", names) is None
     assert [text_of(label) for label in ("a\nb", '{"x": 1}', ["assert f()"], {"x": 1}, None, True, "")] == [None] * 7
     assert [text_of(label) for label in (7, " x ", ["Paris", "paris"])] == ["7", "x", "Paris"]
 
@@ -147,4 +147,4 @@ def test_our_verifiers_accept_no_wrong_answer_but_by_intent(verifier, labels, le
 def test_our_verifiers_of_mathematics_accept_no_wrong_answer(verifier):
     j, found = false_positives(verifier, [*NUMBERS, *TEX])
     assert found == set()
-    assert j >= 0.7
+    assert j >= 0.9

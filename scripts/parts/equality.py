@@ -581,6 +581,19 @@ def split_unit(text: str) -> tuple[str, tuple | None]:
 # The comparison
 
 
+SENTENCE = re.compile(r"(?:the\s{1,8})?(?:final\s{1,8})?answer(?:\s{1,8}is|:)\s{0,8}(?!not\b)", re.IGNORECASE)
+BOLD = re.compile(r"\*\*([^*]+)\*\*")
+
+
+def without_words_around(answer: str) -> str:
+    """42 of `The answer is 42` and of Markdown's `**42**`."""
+    start = SENTENCE.match(answer)
+    if start:
+        answer = answer[start.end() :]
+    bold = BOLD.fullmatch(answer)
+    return bold[1] if bold else answer
+
+
 def same(gold: str, answer: str) -> bool:
     r"""Whether the answer equals the label, both as TeX without box and dollars.
 
@@ -590,7 +603,7 @@ def same(gold: str, answer: str) -> bool:
     """
     is_text = FONT.fullmatch(gold.strip()) is not None
     gold = clean(gold)
-    answer = clean(answer)
+    answer = clean(without_words_around(answer))
     if gold == answer:
         return bool(gold)
     if not gold or not answer:
