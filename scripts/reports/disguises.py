@@ -167,11 +167,16 @@ def spellings(label: str, prompt: str, labels: Sequence[str]) -> dict[str, str]:
 
 def fill(template: str, form: str, names: dict[str, str]) -> str | None:
     """The response of a template, with answers in this form, or None if a spelling is missing."""
-    if not all(name in names for name in re.findall(r"@(\w+)@", template)):
+    needed = re.findall(r"@(\w+)@", template)
+    if not set(needed) <= names.keys():
         return None
-    parts = re.split(r"\[\[(.*?)\]\]", template, flags=re.DOTALL)  # every second one is an answer
-    parts[1::2] = [form.replace("ANSWER", answer) for answer in parts[1::2]]
-    return re.sub(r"@(\w+)@", lambda match: names[match[1]], "".join(parts))
+    response = ""
+    for i, part in enumerate(re.split(r"\[\[(.*?)\]\]", template)):
+        is_answer = i % 2 == 1
+        response += form.replace("ANSWER", part) if is_answer else part
+    pieces = re.split(r"@(\w+)@", response)
+    pieces[1::2] = [names[name] for name in pieces[1::2]]
+    return "".join(pieces)
 
 
 def cases_of(row: int, form: str, names: dict[str, str]) -> Iterator[Case]:
