@@ -856,7 +856,7 @@ def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
         adapters.add_adapters(model, args)
     policy = Policy(model, utils.sequence_group(args))
     if args.compile_layers:
-        utils.compile_layers(model)
+        sharding.compile_layers(model)
         policy.compiled = True
     if args.gradient_checkpointing:
         sharding.checkpoint_layers(model, args.gradient_checkpointing_part)
@@ -867,12 +867,14 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     """AdamW (weight decay on matrices only) and the learning-rate schedule, one tick per mini-batch."""
     from transformers import get_scheduler
 
+    from scripts.parts import sharding
+
     trained = [p for p in policy.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]
     decayed = {"params": matrices, "weight_decay": args.weight_decay}
     undecayed = {"params": others, "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([decayed, undecayed], lr=args.learning_rate, fused=True)
+    optimizer = sharding.adamw(args)([decayed, undecayed], lr=args.learning_rate, fused=True)
 
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
     ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
@@ -1306,9 +1308,11 @@ def accumulate_gradient(
     policy: Policy, batches: Sequence[Batch], forwards: int, args: Args, world: World, metrics: Metrics
 ) -> None:
     """Forward and backward of each micro-batch, then of idle batches up to `forwards`. Sets new_logprobs. All ranks."""
+    from scripts.parts import sharding
+
     totals = count_totals(batches, args, world)
     for i in range(forwards):
-        utils.gradient_sync(policy, args, last=i == forwards - 1)
+        sharding.gradient_sync(policy, args, last=i == forwards - 1)
         if i < len(batches):
             batch = batches[i]
             new_logprobs, entropy = policy(batch, args.temperature)
@@ -1342,14 +1346,9 @@ def note_teacher(batch: Batch, metrics: Metrics) -> None:
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
     """Take an optimizer step with the clipped gradient. Returns False, and changes nothing, if the gradient is not
     finite. All ranks."""
-    # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
-    options = {} if world.device.type == "cuda" else {"foreach": False}
-    bound = args.max_grad_norm or math.inf
-    parameters = learner.policy.parameters()
-    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, bound, **options)
-    if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()
-    norm = float(norm)
+    from scripts.parts import sharding
+
+    norm = sharding.clip_gradient(learner.policy, args.max_grad_norm, world)
     metrics.add("optim/grad_norm", norm)
 
     # grpo_loss has added the values of these sums; all ranks together count one step

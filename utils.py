@@ -419,6 +419,12 @@ class ModelFlags(Refusing):
     deepspeed_stage: Literal[0, 2, 3] = 0
     """0: each learner has the whole model; 2: gradients and optimizer state are sharded; 3: parameters too. FSDP2 does
     it."""
+    fsdp_shard_size: NotNegative[int] = 0
+    """Neighbouring learners that share a copy of the model, as a rule those of a node: only gradients then travel
+    between nodes, once a step. 0: all share one. Must divide the learners; needs --deepspeed_stage 2 or 3."""
+    offload: tuple[Literal["reference", "optimizer"], ...] = ()
+    """What is in host memory while the GPU does not need it: the reference policy's shards, Adam's moments. The same
+    numbers, for time on PCIe. See parts/offload.py."""
     sequence_parallel_size: Positive[int] = 1
     """Learners that share the tokens of a pack and its activations (DeepSpeed-Ulysses, arXiv:2309.14509). Must divide
     the number of learners and the model's attention heads."""
@@ -1663,35 +1669,6 @@ def prepare_compiler() -> dict[str, Any]:
     return {"dynamic": True, "recompile_limit": 64}
 
 
-def compile_layers(model: Any) -> None:
-    """Have torch.compile fuse the operations between the matrix products of each decoder layer. Call it before FSDP and
-    sharding.checkpoint_layers: both stay outside the compiled code. One graph serves any number of tokens; attention
-    over a pack is not compiled. Raises UserError if the model does not name its layers."""
-    layers = blocks_of(model)
-    need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
-    options = prepare_compiler()
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, **options)
-
-
-def blocks_of(model: Any) -> list[Any]:
-    """The decoder layers."""
-    names = set(model._no_split_modules or ())
-    return [m for m in model.modules() if type(m).__name__ in names]
-
-
-def gradient_sync(module: Any, args: ModelFlags, last: bool) -> None:
-    """Tell FSDP before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and
-    reduce once. Sharded ranks reduce in every micro-batch to save memory."""
-    if getattr(module, "syncs", None) is last:  # FSDP would walk through all modules again
-        return
-    module.syncs = last
-    if args.deepspeed_stage == 0:
-        module.set_requires_gradient_sync(last)
-    if args.deepspeed_stage != 3:
-        module.set_reshard_after_backward(last)
-
-
 def has_adapters(module: torch.nn.Module) -> bool:
     """Whether a layer of the module has a LoRA adapter."""
     return any(hasattr(layer, "lora_A") for layer in module.modules())
@@ -1746,45 +1723,19 @@ def full_weights(policy: Any, dtype: torch.dtype) -> NamedTensors:
 def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
     """Yield (name, whole tensor in `dtype`) of sharded weights. One collective gathers GATHER_BYTES of them. All ranks
     must exhaust it in lock-step."""
+    from scripts.parts import sharding
+
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in named:
         bucket.append((name, weight))
         size += weight.numel() * dtype.itemsize
         if size >= GATHER_BYTES:
-            yield from _gather_bucket(bucket, dtype)
+            yield from sharding.gather_bucket(bucket, dtype)
             bucket = []
             size = 0
     if bucket:
-        yield from _gather_bucket(bucket, dtype)
-
-
-def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
-    """Gather the weights of a bucket with one collective. FSDP shards rows: each of R ranks holds ceil(rows / R) of
-    them, the last ranks fewer or none, so their shards are padded."""
-    mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
-    ranks = 1 if mesh is None else mesh.size(-1)
-    if ranks == 1:
-        for name, weight in bucket:
-            yield name, shard_of(weight).to(dtype)
-        return
-    shards = [_padded_shard(weight, ranks, dtype) for _, weight in bucket]
-    sizes = [len(shard) for shard in shards]
-    own = torch.cat(shards)
-    gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
-    dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
-    shards_by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
-    for (name, weight), all_shards in zip(bucket, shards_by_weight, strict=True):
-        rows = all_shards.reshape(-1, *weight.shape[1:])
-        yield name, rows[: len(weight)]
-
-
-def _padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """This rank's rows of a weight in `dtype`, flattened and padded to ceil(rows / ranks) rows."""
-    shard = shard_of(weight).to(dtype).flatten()
-    rows = math.ceil(len(weight) / ranks)
-    row_size = weight.numel() // len(weight)
-    return torch.nn.functional.pad(shard, (0, rows * row_size - len(shard)))
+        yield from sharding.gather_bucket(bucket, dtype)
 
 
 def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:

@@ -76,6 +76,11 @@ MEASURE = """
         )
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)
         found = Peak()
+        apart = []  # what is in host memory
+        if "optimizer" in flags.get("offload", ()):
+            from scripts.parts import offload
+            made = offload.host_memory
+            offload.host_memory = lambda like: apart.append(made(like)) or apart[-1]
         args = grpo.Args(model_name_or_path=directory, max_logprob_gap=0.0, use_rho_correction=False, **flags)
         learner = grpo.load_learner(args, world)
         prompt = utils.Prompt(0, tuple(range(32)), "", ("7",), ("gsm8k",))
@@ -89,6 +94,11 @@ MEASURE = """
         step(32, 1)  # Adam's state comes into being
         gc.collect()
         found.watch(gc.get_objects())
+        if "reference" in flags.get("offload", ()):
+            apart += [p._local_tensor for p in learner.ref_policy.parameters()]
+        for tensor in apart:
+            del found.live[tensor.untyped_storage()._cdata]
+            found.before[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage()), 0
         with found:
             step(args.pack_length - 31, 2)
         dist.destroy_process_group()
@@ -115,6 +125,12 @@ SETTINGS += [  # adapters on a frozen model: its weights, activations, logits
     ADAPTED | {"lora_rank": 128, "ranks": 2},
     ADAPTED | {"sequence_parallel_size": 2, "pack_length": 1024},
 ]
+AWAY = BASE | {"gradient_checkpointing": True, "deepspeed_stage": 3, "model_dtype": "float32", "pack_length": 128}
+SETTINGS += [
+    AWAY | {"offload": ["optimizer"]},
+    AWAY | {"offload": ["reference", "optimizer"], "vocabulary": 8000},
+    AWAY | {"offload": ["reference"], "deepspeed_stage": 2, "ranks": 8, "fsdp_shard_size": 2},
+]
 SETTINGS += [LONG | {"sequence_parallel_size": size} for size in (1, 2, 4)]  # activations
 
 
@@ -124,7 +140,7 @@ def test_estimate_against_an_update():
     assert done.returncode == 0, done.stderr[-3000:]
     shares = []
     for setting, (peak, parts) in zip(SETTINGS, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        estimate = sum(size for name, size in parts.items() if not name.startswith("engine"))
+        estimate = memory.learner_bytes(parts)
         print(f"estimate / peak {estimate / peak:.2f}, {peak / 2**20:.0f} MiB, {setting}")
         assert 0.95 < estimate / peak < 1.2, (setting, peak, parts)
         if LONG.items() <= setting.items():

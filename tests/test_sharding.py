@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import sys
 
 import pytest
 import torch
 
 import grpo
 import utils
-from scripts.parts import packing, sharding
+from scripts.parts import checkpoints, offload, packing, sharding
+from tests import programs
 from tests.test_learner import make_args, make_rollouts, run_update
 
 
@@ -100,3 +102,88 @@ def test_fsdp_is_asked_about_gradients_only_when_the_answer_changes(tiny_models,
     for _ in range(2):
         grpo.accumulate_gradient(policy, batches, len(batches), args, world, utils.Metrics())
     assert asked == [False, True] * 2
+
+
+OFFLOAD = "--beta 0.1 --load_ref_policy --offload reference optimizer".split()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_in_host_memory_changes_no_bit(tiny_models, world, stage):
+    """Three updates by Adam, with moments and the reference policy in host memory and without."""
+    weights = []
+    for flags in (OFFLOAD, OFFLOAD[:3]):
+        learner = grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage, *flags), world)
+        for seed in range(3):
+            update(learner, flags, tiny_models(), world, seed)
+        weights.append(master_weights(learner))
+    assert type(learner.optimizer) is torch.optim.AdamW and all(
+        torch.equal(*pair) for pair in zip(*weights, strict=True)
+    )
+
+
+def update(learner, flags, model, world, seed):
+    args = make_args(model, *flags)
+    packs = grpo.pack_rollouts(make_rollouts(seed=seed), "shared", args.pack_length)[0]
+    batches = grpo.micro_batches(packs, "shared", args, world.device)
+    grpo.update(learner, [batches], args, world, utils.Metrics())
+
+
+def master_weights(learner):
+    utils.shard_again(learner.policy)
+    return [utils.shard_of(p).detach().clone() for p in learner.policy.parameters()]
+
+
+def test_moments_stay_in_host_memory(tiny_models, world, monkeypatch, tmp_path):
+    """Before the first step, after it, and after a checkpoint was loaded: in the memory that was asked for."""
+    asked = []
+    made = offload.host_memory
+    monkeypatch.setattr(offload, "host_memory", lambda like: asked.append(made(like)) or asked[-1])
+
+    def in_host_memory(optimizer):
+        hosts = {tensor.data_ptr() for tensor in asked}
+        moments = [utils.shard_of(state[name]) for state in optimizer.state.values() for name in offload.MOMENTS]
+        return moments != [] and all(moment.data_ptr() in hosts for moment in moments)
+
+    args = make_args(tiny_models(), *OFFLOAD)
+    learners = [grpo.load_learner(args, world) for _ in range(2)]
+    for seed in range(2):
+        update(learners[0], OFFLOAD, tiny_models(), world, seed)
+        assert in_host_memory(learners[0].optimizer)
+    writer = checkpoints.Writer(tmp_path, 1, world)
+    writer.save(2, learners[0].modules(args), learners[0].optimizer, {})
+    writer.wait()
+    asked.clear()
+    checkpoints.load(tmp_path / "checkpoints/step_2", learners[1].modules(args), learners[1].optimizer, world)
+    assert in_host_memory(learners[1].optimizer)
+    for learner in learners:
+        update(learner, OFFLOAD, tiny_models(), world, 2)
+    assert all(map(torch.equal, *map(master_weights, learners)))
+
+
+RANKS = """
+import sys
+import utils
+import torch, torch.distributed as dist
+from tests.test_learner import make_args, make_rollouts, run_update
+
+world = utils.init_distributed()
+found = []
+for stage, size in ((3, 0), (3, 2), (2, 2)):
+    args = make_args(sys.argv[1], "--pack_length", 30, "--deepspeed_stage", stage, "--fsdp_shard_size", size)
+    weights, _ = run_update(args, world, [make_rollouts(seed=world.rank)])
+    found.append({name: weight.clone() for name, weight in weights.items()})
+if world.is_main:
+    torch.save(found, sys.argv[2])
+dist.barrier()
+"""
+
+
+@pytest.mark.runs
+def test_replicas_of_shards_learn_the_same(tiny_models, tmp_path):
+    """Four ranks and some micro-batches: shards of two and two replicas, against one model over all four."""
+    line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "--no-python", sys.executable, "-c"]
+    done = programs.run([*line, RANKS, str(tiny_models()), str(tmp_path / "found")], OMP_NUM_THREADS=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plain, *others = torch.load(tmp_path / "found")
+    for replicas in others:
+        assert all((plain[name] - replicas[name]).norm() < 1e-6 * plain[name].norm() for name in plain)

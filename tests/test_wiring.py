@@ -17,7 +17,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
-from scripts.parts import checkpoints, liveness
+from scripts.parts import checkpoints, liveness, sharding
 from tests.test_learner import make_args, make_rollouts
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_old_logprobs_are_those_before_the_first_optimizer_step(tiny_models, wor
 def test_gradients_are_reduced_after_the_last_micro_batch_only(tiny_models, world, monkeypatch, parts):
     """Also one that holds nothing, of a rank that has fewer of them than another."""
     seen = []
-    monkeypatch.setattr(utils, "gradient_sync", lambda policy, args, last: seen.append(last))
+    monkeypatch.setattr(sharding, "gradient_sync", lambda policy, args, last: seen.append(last))
     monkeypatch.setattr(utils, "all_reduce", lambda values, *more: [v + (len(more) > 1) for v in values])  # MAX: + 1
     args, rollouts = make_args(tiny_models(), "--per_device_train_batch_size", 2), make_rollouts(groups=2)
     policy = grpo.load_policy(args, world)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import utils
-from scripts.parts import saves
+from scripts.parts import saves, sharding
 
 TRIAL_SIZE = 0.1  # how much a trial adapter changes a matrix, in sizes of the matrix
 
@@ -36,7 +36,7 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]}")
-    in_layers = {module for layer in utils.blocks_of(model) for module in layer.modules()}
+    in_layers = {module for layer in sharding.blocks_of(model) for module in layer.modules()}
     model.requires_grad_(False)
     for name, layer in adapted_layers(model).items():
         if layer not in in_layers or not isinstance(layer.base_layer, torch.nn.Linear):

@@ -235,6 +235,14 @@ def check_step(args: Any) -> None:
         )
 
 
+def check_shards(args: Any, learners: int) -> None:
+    """How the model is spread over the learners."""
+    if args.fsdp_shard_size and learners % args.fsdp_shard_size:
+        args.refuse(f"--fsdp_shard_size does not divide the {learners} learners: take a number that does, or 0")
+    if args.fsdp_shard_size and args.deepspeed_stage == 0:
+        args.refuse("--fsdp_shard_size --deepspeed_stage shards nothing: add --deepspeed_stage 2 or 3")
+
+
 def check_shares(args: Any, world_size: int) -> None:
     """The prompts of a step on each of grpo.py's ranks, in each mini-batch."""
     prompts = args.num_unique_prompts_rollout
@@ -288,6 +296,7 @@ def check_ranks(args: Any, world_size: int) -> None:
     if world_size % args.sequence_parallel_size:
         fix = "start a multiple of it, or less"
         args.refuse(f"--sequence_parallel_size does not divide the {world_size} ranks: {fix}")
+    check_shards(args, world_size)
     for_fast = flags_of_fast(args)
     learners = args.num_learners_per_node
     if learners != [1] and sum(learners) != world_size:
@@ -325,6 +334,7 @@ def check_processes(args: Any, world_size: int | None, ranks_per_node: int) -> N
         args.refuse(f"{PROCESSES}: a run needs a learner and an engine")
     if learners % args.sequence_parallel_size:
         args.refuse(f"--sequence_parallel_size does not divide the {learners} learners: raise --num_learners_per_node")
+    check_shards(args, learners)
     if world_size not in (None, ranks):
         args.refuse(f"{PROCESSES} = {ranks} processes, but {world_size} ranks run: start torchrun with {ranks} in all")
     given = len(args.num_learners_per_node)
@@ -426,6 +436,8 @@ def check_reference(args: Any) -> None:
         args.refuse("--beta needs a reference policy: drop --no_load_ref_policy or set --beta 0")
     if args.ref_policy_update_freq is not None and not args.load_ref_policy:
         args.refuse("--ref_policy_update_freq needs a reference policy: drop --no_load_ref_policy")
+    if "reference" in args.offload:
+        check_offload(args)
     if not args.ref_model_name_or_path:
         return
     if args.ref_policy_update_freq is not None:
@@ -443,6 +455,15 @@ def check_reference(args: Any) -> None:
             "--kl_estimator with --ref_model_name_or_path has a gradient of zero on average, from which nothing is "
             "learned: take kl2, the gradient of the KL"
         )
+
+
+def check_offload(args: Any) -> None:
+    """A reference policy in host memory."""
+    has_another = bool(args.ref_model_name_or_path)
+    if not args.load_ref_policy or (args.lora_rank and not has_another):
+        args.refuse("--offload: there is no second model: leave reference out")
+    if args.ref_policy_update_freq is not None:
+        args.refuse("--offload with --ref_policy_update_freq, which moves it: drop one of them")
 
 
 def check_kl_in_reward(args: Any) -> None:

@@ -14,7 +14,7 @@ from scripts.parts import checks, outlook
 ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
     lora_rank load_ref_policy ref_model_name_or_path ref_policy_update_freq
     pack_length max_prompt_token_length response_length vllm_gpu_memory_utilization vllm_tensor_parallel_size
-    vllm_sleep sequence_parallel_size attn_implementation""".split()
+    vllm_sleep sequence_parallel_size attn_implementation fsdp_shard_size offload""".split()
 
 
 def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_chunk: int) -> None:

@@ -5,6 +5,7 @@ its size, so narrow layers share one: see GROUP_BYTES.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,21 +23,28 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
 
     Compute is in --model_dtype; master weights and gradient reduction are in float32; frozen weights are stored in
     --model_dtype. --deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3
-    also frees parameters after the forward, but for those of no layer, with which the backward begins. Inputs are not
-    cast: FSDP would copy all that a batch holds, and tokens need no cast.
+    also frees parameters after the forward, but for those of no layer, with which the backward begins. With
+    --fsdp_shard_size N each N neighbouring ranks have the whole model, and replicas add up their gradients. Inputs are
+    not cast: FSDP would copy all that a batch holds, and tokens need no cast. --offload reference keeps the shards of a
+    model that does not train in host memory.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    replicated = args.deepspeed_stage == 0
-    shape = (world.size, 1) if replicated else (1, world.size)
-    mesh = device_mesh(dist.group.WORLD, world.device.type, shape)
+    shards = args.fsdp_shard_size or world.size
+    if args.deepspeed_stage == 0:
+        shards = 1
+    replicated = shards < world.size or args.deepspeed_stage == 0
+    mesh = device_mesh(dist.group.WORLD, world.device.type, (world.size // shards, shards))
     compute_dtype = utils.DTYPES[args.model_dtype]
     options: dict[str, Any] = {
         "mesh": mesh if replicated else mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
     }
+    trains = any(p.requires_grad for p in model.parameters())
+    if "reference" in args.offload and not trains:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     names = {id(p): name for name, p in model.named_parameters()}
-    for group in layer_groups(utils.blocks_of(model), compute_dtype.itemsize):
+    for group in layer_groups(blocks_of(model), compute_dtype.itemsize):
         for layer in group:  # one at a time: the host never holds the whole model in float32
             cast_weights(layer, names, args)
         fully_shard(group, **options, reshard_after_forward=args.deepspeed_stage == 3)
@@ -83,15 +91,32 @@ def cast_weights(part: Any, names: dict[int, str], args: utils.Flags) -> None:
             buffer.data = buffer.data.float()
 
 
+def compile_layers(model: Any) -> None:
+    """Have torch.compile fuse the operations between the matrix products of each decoder layer. Call it before FSDP and
+    checkpoint_layers: both stay outside the compiled code. One graph serves any number of tokens; attention
+    over a pack is not compiled. Raises UserError if the model does not name its layers."""
+    layers = blocks_of(model)
+    need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
+    options = utils.prepare_compiler()
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, **options)
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The decoder layers."""
+    names = set(model._no_split_modules or ())
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
 def checkpoint_layers(model: Any, part: str) -> None:
     """Recompute each decoder layer in the backward, or only its MLP, whose wide activations take most of the memory.
 
-    Call it after utils.compile_layers and before shard_model, whose hooks then run once a layer. Random states are not
+    Call it after compile_layers and before shard_model, whose hooks then run once a layer. Random states are not
     kept: no layer has dropout (utils.load_causal_lm), and packing.first_that_agrees sees that none draws numbers.
     """
     from torch.utils.checkpoint import checkpoint
 
-    recomputed: list[Any] = utils.blocks_of(model)
+    recomputed: list[Any] = blocks_of(model)
     if part == "mlp":
         recomputed = [getattr(layer, "mlp", None) for layer in recomputed]
     found = recomputed != [] and None not in recomputed
@@ -100,3 +125,63 @@ def checkpoint_layers(model: Any, part: str) -> None:
     for module in recomputed:
         options = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
         module.forward = functools.partial(checkpoint, module.forward, **options)
+
+
+def gradient_sync(module: Any, args: utils.Flags, last: bool) -> None:
+    """Tell FSDP before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and
+    reduce once. Sharded ranks reduce in every micro-batch to save memory; replicas of their shards do it once."""
+    if getattr(module, "syncs", None) is last:  # FSDP would walk through all modules again
+        return
+    module.syncs = last
+    if args.deepspeed_stage == 0:
+        module.set_requires_gradient_sync(last)
+    elif args.fsdp_shard_size:
+        module.set_requires_all_reduce(last)
+    if args.deepspeed_stage != 3:
+        module.set_reshard_after_backward(last)
+
+
+def clip_gradient(module: torch.nn.Module, bound: float, world: World) -> float:
+    """Scale the gradient down to the norm `bound`, 0 for none. Returns the norm that it had over all ranks, which may
+    not be finite."""
+    # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
+    options = {} if world.device.type == "cuda" else {"foreach": False}
+    norm: Any = torch.nn.utils.clip_grad_norm_(module.parameters(), bound or math.inf, **options)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def adamw(args: utils.Flags) -> type[torch.optim.AdamW]:
+    """The optimizer's class."""
+    if "optimizer" not in args.offload:
+        return torch.optim.AdamW
+    from scripts.parts import offload
+
+    return offload.OffloadedAdamW
+
+
+def gather_bucket(bucket: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> utils.NamedTensors:
+    """Gather the weights of a bucket with one collective. FSDP shards rows: each of R ranks holds ceil(rows / R) of
+    them, the last ranks fewer or none, so their shards are padded."""
+    mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
+    ranks = 1 if mesh is None else mesh.size(-1)
+    if ranks == 1:
+        for name, weight in bucket:
+            yield name, utils.shard_of(weight).to(dtype)
+        return
+    shards = [padded_shard(weight, ranks, dtype) for _, weight in bucket]
+    sizes = [len(shard) for shard in shards]
+    own = torch.cat(shards)
+    gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
+    dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
+    shards_by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
+    for (name, weight), all_shards in zip(bucket, shards_by_weight, strict=True):
+        rows = all_shards.reshape(-1, *weight.shape[1:])
+        yield name, rows[: len(weight)]
+
+
+def padded_shard(weight: torch.Tensor, ranks: int, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's rows of a weight in `dtype`, flattened and padded to ceil(rows / ranks) rows."""
+    shard = utils.shard_of(weight).to(dtype).flatten()
+    rows = math.ceil(len(weight) / ranks)
+    row_size = weight.numel() // len(weight)
+    return torch.nn.functional.pad(shard, (0, rows * row_size - len(shard)))

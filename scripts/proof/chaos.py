@@ -153,7 +153,7 @@ def patch(utils):
         if WHAT == "corrupt_weights":
             corrupt(engine)
     if WHAT == "update":
-        before(utils, "gradient_sync", lambda *args, **kwargs: step >= WHEN and pause())
+        before(utils.Gap, "add", lambda *args: step >= WHEN and pause())
     if WHAT == "epoch":
         before(
             utils,

@@ -28,6 +28,9 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 from scripts.proof.shapes import GIB, GPUS, SHAPES, config_file, load_config, qwen
 
 BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
+# GiB that a sleeping engine keeps: CUDA's context and workspaces, and graphs, for which vLLM's log names 1 to 3 GiB
+# ("CUDA graphs can take additional 1~3 GiB memory per GPU"). A 1,000B model on 8 GPUs kept 7 (vLLM issue 47654)
+ASLEEP = (1, 4)
 LENGTHS = (2048, 8192, 32768)
 LEARNERS = (1, 2, 4, 8, 16)
 
@@ -48,6 +51,10 @@ class Setup:
     """Learner ranks, over which deepspeed_stage shards."""
     deepspeed_stage: Literal[0, 2, 3] = 0
     """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too."""
+    fsdp_shard_size: int = 0
+    """Learners that share a copy of the model. 0: all."""
+    offload: tuple[Literal["reference", "optimizer"], ...] = ()
+    """What is in host memory: the reference policy's shards, Adam's moments."""
     sequence_parallel_size: int = 1
     """Learners that share the tokens of a pack."""
     attn_implementation: str = "sdpa"
@@ -180,16 +187,18 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     """Bytes on a learner's GPU at the peak of an update, by what they are for, without CUDA's and NCCL's own and
     fragmentation; and of an engine: engine_weights, and engine_token for each token in its cache.
 
-    With N weights on S shards (the learners from deepspeed_stage 2 on, else 1): master weights and gradients 4 N / S
-    each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two groups of layers (sharding.GROUP_BYTES)
-    and what is in no layer. The reference policy, or the teacher of `ref_config`, has its compute dtype (float32 if it
-    is refreshed). What its forward gathers is freed before the update and counts if it is more than what the update
-    takes. With lora_rank only adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, and is
-    its own reference policy.
+    With N weights on S shards (from deepspeed_stage 2 on the learners, or fsdp_shard_size; else 1): master weights and
+    gradients 4 N / S each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two groups of layers
+    (sharding.GROUP_BYTES) and what is in no layer. The reference policy, or the teacher of `ref_config`, has its
+    compute dtype (float32 if it is refreshed). What its forward gathers is freed before the update and counts if it is
+    more than what the update takes. With lora_rank only adapters have gradients, float32 and Adam: the model is frozen,
+    in compute dtype, and is its own reference policy.
     Activations of one pack of --pack_length tokens, or of the part that sequence_parallel_size leaves a learner (its
     attention has all tokens of a part of the heads), are counted by a forward on the meta device. The head makes the
     logits of logprob_chunk tokens at a time. They are freed before the last gradients, of the embeddings, are reduced.
     To engines on GPUs of their own learner 0 sends the weights in buckets, four of which are alive at once.
+    What `offload` names is in `host`, bytes of a rank in host memory; of Adam the largest weight's is on the GPU at a
+    time.
     """
     import torch
 
@@ -206,7 +215,7 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     weights = Weights(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = weights.all - trained
-    shards = setup.learners if setup.deepspeed_stage >= 2 else 1
+    shards = (setup.fsdp_shard_size or setup.learners) if setup.deepspeed_stage >= 2 else 1
 
     tokens = -(-setup.pack_length // group)
     gathered = weights.gathered(itemsize, setup.deepspeed_stage)
@@ -243,6 +252,12 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
         "engine_weights": itemsize * (frozen or weights.all) / setup.vllm_tensor_parallel_size,
         "engine_token": cache_bytes(text, itemsize) / setup.vllm_tensor_parallel_size,
     }
+    if "reference" in setup.offload and parts["reference"]:
+        parts["host"] = kept_itemsize * ref_weights.all / shards
+        parts["reference"] -= parts["host"]
+    if "optimizer" in setup.offload:
+        parts["host"] = parts.get("host", 0.0) + parts["Adam"]
+        parts["Adam"] = 0.0
     if not setup.shared_gpu:
         largest = itemsize * model.get_output_embeddings().weight.numel()
         parts["buckets"] = min(itemsize * weights.all, 4 * BUCKET + largest)
@@ -251,7 +266,7 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
 
 def learner_bytes(parts: dict[str, float]) -> float:
     """Bytes of the learner in memory_estimate's parts."""
-    return sum(size for name, size in parts.items() if not name.startswith("engine"))
+    return sum(size for name, size in parts.items() if not name.startswith(("engine", "host")))
 
 
 def gpu_bytes() -> int:
@@ -292,6 +307,7 @@ def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
     learner = learner_bytes(parts)
     weights = parts.pop("engine_weights")
     token = parts.pop("engine_token")
+    host = parts.pop("host", 0.0)
     gpu, which = planned_gpu(setup.gpu)
     engine = setup.vllm_gpu_memory_utilization * gpu
     longest = setup.max_prompt_token_length + setup.response_length
@@ -302,8 +318,9 @@ def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
     if setup.shared_gpu and setup.vllm_sleep == "off":
         used = learner + engine
     elif setup.shared_gpu:  # learner and engine take turns; weights, Adam and reference stay
-        used = max(learner, parts["weights"] + parts["Adam"] + parts["reference"] + engine)
-        asleep = ", asleep during updates"
+        between = parts["weights"] + parts["Adam"] + parts["reference"] + engine
+        used = max(learner + ASLEEP[1] * GIB, between)
+        asleep = f", asleep during updates but for {ASLEEP[0]} to {ASLEEP[1]} GiB"
     sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     lines = [
         f"packing  {expected_packing(setup, config, ref_config)}",
@@ -312,13 +329,15 @@ def estimate_text(setup: Setup, config: Any, ref_config: Any = None) -> str:
         f"         engine, {setup.vllm_gpu_memory_utilization:g} of {gpu / GIB:.0f} GiB: weights {weights / GIB:.1f} "
         f"and {token / 1024:.0f} KiB a token, {responses:,} responses of {longest:,} tokens at once{asleep}",
     ]
+    if host:
+        lines.append(f"         host memory, GiB a learner: {host / GIB:.1f}, of {', '.join(setup.offload)}")
     if ref_config is not None:
         lines.append(teacher_line(setup, config, ref_config))
     if used > 0.95 * gpu or not responses:
         lines.append(
             f"         WARNING: that is {used / GIB:.0f} of {gpu / GIB:.0f} GiB. What helps: --gradient_checkpointing, "
-            "--deepspeed_stage 3\n         and --sequence_parallel_size on more GPUs, a smaller --pack_length or "
-            "--vllm_gpu_memory_utilization; for an engine --vllm_tensor_parallel_size"
+            "--deepspeed_stage 3\n         and --sequence_parallel_size on more GPUs, --offload, a smaller "
+            "--pack_length or --vllm_gpu_memory_utilization; for an engine --vllm_tensor_parallel_size"
         )
     return "\n".join(lines)
 

@@ -127,3 +127,45 @@ def test_collectives_of_a_sync_and_of_a_micro_batch(tiny_models, ranks, stage):
         assert gathers == [2 * blocks] * 2
     if stage == 3:  # the policy's twice, but for what is in no layer, and the reference's once a micro-batch
         assert gathers[0] < 3 * blocks and gathers[1] - gathers[0] < 2 * 3 * blocks
+
+
+@pytest.mark.runs
+def test_only_gradients_travel_between_the_nodes_of_replicas(tiny_models):
+    """Two nodes of eight: bytes of a rank's collectives over both, in updates of one and of three micro-batches."""
+    found = rank_0(
+        """
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class BetweenNodes(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                groups = [dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and
+                          x._type().name() == "ProcessGroup"]
+                if groups and any(rank >= 8 for rank in dist.get_process_group_ranks(groups[0])):
+                    tensors = [x for a in args for x in (a if isinstance(a, (list, tuple)) else [a])]
+                    sizes = [x.nbytes for x in tensors if isinstance(x, torch.Tensor)]
+                    calls[-1][func._schema.name] = calls[-1].get(func._schema.name, 0) + max(sizes)
+                return func(*args, **(kwargs or {}))
+
+        prompt = utils.Prompt(0, (5, 6, 7), "", (), ())
+        r = utils.Rollout(prompt, 0, 0, [11, 12, 13], [-2.0] * 3, [True] * 3, [0] * 3, "stop", advantage=1.0)
+        calls = []
+        import dataclasses
+        for size in (0, 8):
+            ours = dataclasses.replace(args, fsdp_shard_size=size, load_ref_policy=False, beta=0.0)
+            learner = grpo.load_learner(ours, world)
+            for micro_batches in (1, 3):
+                calls.append({})
+                batches = [[grpo.make_batch([[[r]]], world.device) for _ in range(micro_batches)]]
+                with BetweenNodes():
+                    grpo.update(learner, batches, ours, world, utils.Metrics())
+        model = sum(w.numel() for w in learner.policy.parameters())
+        print(json.dumps({"calls": calls, "model": model}))
+        """,
+        *(tiny_models(), 16, 3),
+    )
+    kinds = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_")
+    plain, plain_3, replicas, replicas_3 = ([calls.get(kind, 0) for kind in kinds] for calls in found["calls"])
+    assert plain_3[:2] == [3 * size for size in plain[:2]] and min(plain[:2]) >= 2 * found["model"]
+    few = 256  # of sums and counts
+    assert replicas == replicas_3 and replicas[:2] == [0, 0]
+    assert 4 * found["model"] / 8 <= replicas[2] < 4 * found["model"] / 8 * 1.3 + few  # rows are filled up

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import filesystem
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import checkpoints
+from scripts.parts import checkpoints, sharding
 
 
 class Event:
@@ -103,7 +103,7 @@ def test_a_backward_may_compile_as_often(monkeypatch):
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr("torch.nn.attention.flex_attention.flex_attention", lambda x, word: x + len(word))
         attend = utils._flex_attention.__wrapped__()
-        utils.compile_layers(types.SimpleNamespace(_no_split_modules=["Layer"], modules=lambda: [layer]))
+        sharding.compile_layers(types.SimpleNamespace(_no_split_modules=["Layer"], modules=lambda: [layer]))
     for work in (attend, layer.forward):
         torch._dynamo.reset()
         graphs.clear()

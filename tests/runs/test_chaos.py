@@ -79,7 +79,7 @@ def test_corrupt_weights(lab):
 def test_the_hooks_act_in_a_python_of_its_own_too(lab, tmp_path):
     env = os.environ | {"PYTHONPATH": str(lab.directory / "hooks")}
     env |= {"CHAOS": "update:1", "CHAOS_MARKER": str(tmp_path / "marker")}
-    line = [sys.executable, "-c", "import utils; print(utils.gradient_sync.__name__)"]
+    line = [sys.executable, "-c", "import utils; print(utils.Gap.add.__name__)"]
     assert subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True).stdout == "wrapped\n"
 
 
