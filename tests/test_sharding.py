@@ -1,5 +1,6 @@
 """How a model is spread over the learners: what the host does for it, and that the update does not depend on it."""
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -154,6 +155,8 @@ def test_moments_stay_in_host_memory(tiny_models, world, monkeypatch, tmp_path):
     writer.wait()
     asked.clear()
     checkpoints.load(tmp_path / "checkpoints/step_2", learners[1].modules(args), learners[1].optimizer, world)
+    assert in_host_memory(learners[1].optimizer)
+    learners[1].optimizer.load_state_dict(copy.deepcopy(learners[1].optimizer.state_dict()))
     assert in_host_memory(learners[1].optimizer)
     for learner in learners:
         update(learner, OFFLOAD, tiny_models(), world, 2)
