@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import sys
 
 import pytest
 import torch
@@ -178,14 +177,16 @@ for stage, size in ((3, 0), (3, 2), (2, 2)):
 if world.is_main:
     torch.save(found, sys.argv[2])
 dist.barrier()
+utils.exit_process()
 """
 
 
 @pytest.mark.runs
 def test_replicas_of_shards_learn_the_same(tiny_models, tmp_path):
     """Four ranks and some micro-batches: shards of two and two replicas, against one model over all four."""
-    line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "--no-python", sys.executable, "-c"]
-    done = programs.run([*line, RANKS, str(tiny_models()), str(tmp_path / "found")], OMP_NUM_THREADS=1)
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    done = programs.run([*programs.torchrun(4), script, tiny_models(), tmp_path / "found"], OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr[-3000:]
     plain, *others = torch.load(tmp_path / "found")
     for replicas in others:

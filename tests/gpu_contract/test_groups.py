@@ -131,7 +131,7 @@ def test_collectives_of_a_sync_and_of_a_micro_batch(tiny_models, ranks, stage):
 
 @pytest.mark.runs
 def test_only_gradients_travel_between_the_nodes_of_replicas(tiny_models):
-    """Two nodes of eight: bytes of a rank's collectives over both, in updates of one and of three micro-batches."""
+    """Two nodes of eight: bytes of a rank's collectives over both, in updates of one and of two micro-batches."""
     found = rank_0(
         """
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,9 +151,10 @@ def test_only_gradients_travel_between_the_nodes_of_replicas(tiny_models):
         calls = []
         import dataclasses
         for size in (0, 8):
-            ours = dataclasses.replace(args, fsdp_shard_size=size, load_ref_policy=False, beta=0.0)
+            ours = dataclasses.replace(args, fsdp_shard_size=size, load_ref_policy=False, beta=0.0,
+                                       model_dtype="float32")  # a CPU may emulate bfloat16
             learner = grpo.load_learner(ours, world)
-            for micro_batches in (1, 3):
+            for micro_batches in (1, 2):
                 calls.append({})
                 batches = [[grpo.make_batch([[[r]]], world.device) for _ in range(micro_batches)]]
                 with BetweenNodes():
@@ -164,8 +165,8 @@ def test_only_gradients_travel_between_the_nodes_of_replicas(tiny_models):
         *(tiny_models(), 16, 3),
     )
     kinds = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_")
-    plain, plain_3, replicas, replicas_3 = ([calls.get(kind, 0) for kind in kinds] for calls in found["calls"])
-    assert plain_3[:2] == [3 * size for size in plain[:2]] and min(plain[:2]) >= 2 * found["model"]
+    plain, plain_2, replicas, replicas_2 = ([calls.get(kind, 0) for kind in kinds] for calls in found["calls"])
+    assert plain_2[:2] == [2 * size for size in plain[:2]] and min(plain[:2]) >= 2 * found["model"]
     few = 256  # of sums and counts
-    assert replicas == replicas_3 and replicas[:2] == [0, 0]
+    assert replicas == replicas_2 and replicas[:2] == [0, 0]
     assert 4 * found["model"] / 8 <= replicas[2] < 4 * found["model"] / 8 * 1.3 + few  # rows are filled up
