@@ -176,8 +176,8 @@ def check_ground_truth(name: str, ground_truth: Any, prompt: str = "user: ?", co
     try:
         record = RewardRecord("", ground_truth, name, None, prompt, columns)
         VERIFIERS[name].check(record)
-    except (ImportError, ValueError, TypeError) as error:
-        return str(error)
+    except Exception as error:  # whatever a library makes of such a label
+        return str(error) or name
     return None
 
 
@@ -192,7 +192,7 @@ def submit(record: RewardRecord, timeout_s: float = 10.0, verifier: str = "") ->
     name = verifier or check_verifier(record.dataset)
     try:
         extracted, found = VERIFIERS[name].verify(record)
-    except (ValueError, TypeError, ImportError) as error:  # check_ground_truth would have refused this record
+    except Exception as error:  # check_ground_truth would have refused this record
         extracted = None
         found = partial(Scored, math.nan, "infra_error", {"problem": str(error)})
 
@@ -229,9 +229,13 @@ WARNED: dict[tuple[str, str], str] = {}  # (verifier, status) -> what the first 
 
 
 def warn_once(verifier: str, status: str, problem: str) -> None:
+    from scripts.parts import hidden
+
     if (verifier, status) not in WARNED:
         WARNED[verifier, status] = problem
-        warnings.warn(f"verifier {verifier}: {status} (further ones are not shown): {problem}", stacklevel=3)
+        warnings.warn(
+            hidden.printable(f"verifier {verifier}: {status} (others are not shown): {problem}"), stacklevel=3
+        )
 
 
 def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
@@ -292,7 +296,7 @@ class Refusing:
         """`--name value`; a yes/no flag, or one that is None, without a value."""
         value = getattr(self, name, None)
         values = value if isinstance(value, list) else [value]
-        shown = [str(value) for value in values if value is not None and not isinstance(value, bool)]
+        shown = [str(value) for value in values if not isinstance(value, bool | None)]
         return " ".join([f"--{name}", *shown])
 
 

@@ -776,14 +776,14 @@ def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
 def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> Iterator[Row]:
     """The rows that NAME AMOUNT of a mixer flag takes. The program scripts/rows.py reads them, so that pyarrow,
     datasets and rows that are not drawn take no memory of this process. Raises UserError."""
-    from scripts.parts import rows
+    from scripts.parts import hidden, rows
 
     command = program("rows.py", name, amount, "--split", split, "--seed", args.seed, *rows.options(args))
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
             error = row.get("error")
-            need(error is None, f"--{flag} {error}")
+            need(error is None, f"--{flag} {hidden.printable(str(error))}")
             yield Row(**row)
     need(process.returncode == 0, f"--{flag} {name}: {shlex.join(command)} ended with {process.returncode}")
 
@@ -794,6 +794,8 @@ def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: An
     The `environment` answers the rows that have a column tools or env_config. In a data set without such rows it
     answers all rows. Raises UserError with file, row number and reason.
     """
+    from scripts.parts import hidden
+
     system = None
     if args.system_prompt_override_file:
         system = Path(args.system_prompt_override_file).read_text().strip()
@@ -806,7 +808,7 @@ def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: An
         try:
             prompt = make_prompt(row, len(prompts), tokenizer, environment, system, strftime)
         except Exception as error:  # whatever a template raises, for example for a role that it does not know
-            raise UserError(f"--{flag} {row.where}: {error}") from None
+            raise UserError(f"--{flag} {row.where}: {hidden.printable(str(error))}") from None
         if len(prompt.token_ids) > longest:
             dropped += 1
         else:

@@ -38,8 +38,11 @@ def main() -> int:
     try:
         for row in rows.drawn_rows(args.name, args.amount, args.split, args.seed, scoring):
             print(json.dumps(row, default=str))
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a name that is too long, a file that may not be read
         print(json.dumps({"error": str(error)}))
+        return 1
+    except RecursionError:
+        print(json.dumps({"error": f"{args.name}: a row is nested too deeply"}))
         return 1
     return 0
 

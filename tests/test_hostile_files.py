@@ -3,8 +3,11 @@
 import base64
 import copyreg
 import functools
+import json
 import pickle
 import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 import rewards
 import utils
 from scripts.align import states
-from scripts.parts import environments, metadata, turns
+from scripts.parts import environments, metadata, serve, turns
 from scripts.reports import report
 from scripts.tools import calls
+from tests.conftest import REPO
 
 
 class Hostile:
@@ -203,3 +207,77 @@ def test_page_of_one_huge_group_ends(tmp_path, monkeypatch):
     kept = report.fit_page(shown)
     assert 0 < len(kept) < 20
     assert kept == shown[: len(kept)]
+
+
+@pytest.mark.parametrize(
+    "rows, reason",
+    [
+        (
+            '{"messages": [{"role": "user", "content": "?"}], "ground_truth": ' + "[" * 10_000 + "]" * 10_000 + "}",
+            "deep",
+        ),
+        ('{"prompt": "?", "data_source": ["a", "b"], "answer": "1"}', "row 1: data_source must be a text, got list"),
+    ],
+    ids=["deep", "source"],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path, rows, reason):
+    """Both were tracebacks."""
+    (tmp_path / "rows.jsonl").write_text(rows + "\n")
+    assert reason in read_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_name_of_a_file_that_is_too_long():
+    assert "too long" in read_rows("x" * 5000 + ".jsonl")
+
+
+def read_rows(name):
+    """What scripts/rows.py says is wrong with a data set."""
+    command = [sys.executable, str(REPO / "scripts" / "rows.py"), name, "1.0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stderr, done.stderr[-500:]
+    return json.loads(done.stdout.splitlines()[-1])["error"]
+
+
+@pytest.mark.parametrize(
+    "name, label",
+    [
+        ("reasoning_gym", "[" * 10_000 + "]" * 10_000),
+        ("ifeval", [{"instruction_id": ["keywords:existence"], "kwargs": ["no dict"]}]),
+    ],
+    ids=["deep", "kwargs"],
+)
+def test_a_label_of_any_shape_is_a_reason(name, label):
+    """RecursionError and AttributeError came through."""
+    assert rewards.check_ground_truth(name, label)
+
+
+CLEARS_SCREEN = "\x1b[2J\x1b]52;c;aGk=\x07 \u202e"  # and writes to the clipboard, and turns the order of letters
+
+
+def test_what_others_wrote_gives_no_orders_to_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards, "WARNED", {})
+    with pytest.warns(UserWarning, match=r"judge: \\x1b\[2J\\x1b\]52;c;aGk=\\x07 \\u202e$"):
+        rewards.warn_once("judge", "crash", f"judge: {CLEARS_SCREEN}")
+
+    row = utils.Row("rows.jsonl row 1", [], [], [])
+    monkeypatch.setattr(utils, "mixed_rows", lambda flag, args: [row])
+    monkeypatch.setattr(utils, "make_prompt", lambda *args: rewards.need(False, CLEARS_SCREEN))
+    args = types.SimpleNamespace(
+        system_prompt_override_file="", max_prompt_token_length=8, output_dir=str(tmp_path), exp_name="run"
+    )
+    with pytest.raises(utils.UserError) as raised:
+        utils.load_prompts("dataset_mixer_list", args, None)
+    assert str(raised.value) == r"--dataset_mixer_list rows.jsonl row 1: \x1b[2J\x1b]52;c;aGk=\x07 \u202e"
+
+
+def test_servers_of_vllm_have_no_endpoints_for_developers(tmp_path, monkeypatch):
+    """They ask for no key."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    show = "import os; print(sorted(name for name in os.environ if name.startswith('VLLM_')))"
+    monkeypatch.setattr(serve, "server_command", lambda options: [sys.executable, "-c", show])
+    options = types.SimpleNamespace(num_engines=1, devices_in_use=0, port=0, log_dir=tmp_path, name="server")
+    servers = []
+    serve.start(options, "key", str(tmp_path), servers)
+    servers[0].process.wait(60)
+    said = (tmp_path / "server_0.log").read_text()
+    assert "VLLM_API_KEY" in said and "VLLM_SERVER_DEV_MODE" not in said

@@ -264,6 +264,54 @@ def test_a_late_reply_is_not_the_next_jobs():
         worker.stop()
 
 
+FORKS = """
+import os, signal, time
+pid = os.fork()
+if pid == 0:
+    time.sleep(600)
+    os._exit(0)
+def child(response, ground_truth):
+    open(ground_truth, "w").write(str(pid))
+    if response == "dies":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if response == "hangs":
+        time.sleep(600)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("response, status", [("dies", "crash"), ("hangs", "timeout")])
+def test_a_workers_children_end_with_it(response, status, tmp_path):
+    """A child lived on; and as it held the socket, a worker that had died was waited for until the deadline."""
+    (tmp_path / "reward.py").write_text(FORKS)
+    note = tmp_path / "pid"
+    worker = rewards.Worker()
+    call = json.dumps(["child", {"response": response, "ground_truth": str(note)}])
+    job = rewards.Job("user_files.work_reward_file", {"path": str(tmp_path / "reward.py"), "call": call})
+    try:
+        outcome = worker.run(job, 60.0 if response == "dies" else 1.0)
+        assert outcome.status == status and outcome.seconds < 50
+        child = Path(f"/proc/{note.read_text()}/stat")
+        end = time.monotonic() + 30
+        while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < end, "the child of a killed worker lives on"
+            time.sleep(0.05)
+    finally:
+        if worker.process:
+            worker.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's score is Linux's")
+def test_workers_end_before_the_trainer_where_memory_runs_short():
+    worker = rewards.Worker()
+    try:
+        worker.run(rewards.Job("equality.work_math", {"gold": "1", "answer": "1"}), 20.0)
+        assert Path(f"/proc/{worker.process.pid}/oom_score_adj").read_text().strip() == "1000"
+        assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
+    finally:
+        worker.stop()
+
+
 def test_a_reply_without_an_end_is_not_kept(monkeypatch):
     """A library that writes to the socket would have filled the trainer's memory until the deadline."""
     monkeypatch.setattr(rewards, "MAX_REPLY_BYTES", 1000)
@@ -1214,3 +1262,11 @@ def test_macos_sets_no_limits(monkeypatch):
         user_files.set_limit(user_files.resource.RLIMIT_AS, 2**40)
     monkeypatch.setattr(user_files.sys, "platform", "darwin")
     user_files.set_limit(user_files.resource.RLIMIT_AS, 2**40)
+
+
+def test_rows_without_a_solution_are_drawn_anew(capsys):
+    """One of the first five of intermediate_integration has none, and the run could not start."""
+    drawn = list(gym_part.generate_rows("dataset_mixer_list", "reasoning_gym:intermediate_integration", 5, 1))
+    assert len(drawn) == 5
+    assert not any("Integral(" in row.ground_truths[0].partition('"metadata"')[0] for row in drawn)
+    assert "rows without a solution were drawn anew" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -187,6 +188,19 @@ def test_a_call_that_is_cut_off_leaves_no_reply_for_the_next():
     time.sleep(1.0)
     answers = [said(env, f"<python>print({number})</python>") for number in range(3)]
     assert answers == ["0", "1", "2"]
+
+
+def test_a_parser_that_takes_too_long_is_ended(monkeypatch):
+    """Some of vLLM's need minutes for a long text of tags that are never closed; the environment's deadline then ended
+    the worker with all its imports."""
+
+    def extract(text, request):
+        return re.match(r"(a+)+$", text)  # takes time exponential in the length
+
+    monkeypatch.setattr(calls, "PARSER_S", 0.2)
+    monkeypatch.setattr(calls, "vllm_parser", lambda *_: (SimpleNamespace(extract_tool_calls=extract), None))
+    found, problem = calls.parse_calls("a" * 50 + "b", "vllm_glm45", None, [])
+    assert found == [] and problem == "ToolTimeout: no answer within 0.2 s"
 
 
 def test_a_program_may_not_have_longer_than_its_call():

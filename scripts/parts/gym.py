@@ -33,6 +33,7 @@ MAX_EXPRESSION = 1000
 EXPRESSION = re.compile(r"(?:[-+*/^()\s\dA-Za-z]|\.(?=\d))*", re.ASCII)
 SYMBOL = re.compile(r"[A-Za-z]|pi|exp|log|ln|sqrt|a?(?:sin|cos|tan|sinh|cosh|tanh)|sec|csc|cot")
 NOT_A_NUMBER = re.compile("nan|inf", re.IGNORECASE)  # equal to everything for complex_arithmetic and number_sorting
+SPARE_SEED = 2_000_000  # of rows that take the place of others: item i uses Random(seed + i), see utils.HELD_OUT_SEED
 SCORE_EXPRESSION = """
 import json, sys, reasoning_gym
 job = json.load(sys.stdin)
@@ -62,15 +63,12 @@ def reasoning_gym_label(ground_truth: Any) -> Label:
         raise ValueError('a reasoning_gym label needs {"task": name, "entry": {question, answer, metadata}}')
 
     metadata = entry["metadata"]
-    answer = entry["answer"]
     if task == "composite":  # its entries come from other tasks
         task = metadata.get("source_dataset", task)
     if task in REASONING_GYM_REFUSED:
         raise ValueError(f"reasoning_gym's task {task} pays wrong answers: {REASONING_GYM_REFUSED[task]}")
-    if answer is not None and not str(answer).strip():
-        raise ValueError("the entry's own answer is empty, which no response can be")
-    if "Integral(" in str(answer):
-        raise ValueError("the entry has no solution but the integral itself")
+    if lacks_solution(entry):
+        raise ValueError("the entry's own answer is empty, or the integral itself, which no response can be")
     if task == "puzzle24":  # its own scorer accepts any four numbers, and 24.5 for 24
         return Label("countdown", entry | {"metadata": metadata | {"target": 24}})
     return Label(task, entry)
@@ -218,7 +216,22 @@ def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Any]:
         items = reasoning_gym.create_dataset(task, size=count, seed=seed)
     except ValueError as error:
         raise utils.UserError(f"--{flag} {name}: {error}") from None
+    spare = iter(reasoning_gym.create_dataset(task, size=count, seed=seed + SPARE_SEED))
+    num_drawn_anew = 0
     for i, item in enumerate(items, start=1):
+        while item is not None and lacks_solution(item):
+            num_drawn_anew += 1
+            item = next(spare, None)
+        if item is None:
+            raise utils.UserError(f"--{flag} {name}: too few rows of this task have a solution; take another task")
         question = {"role": "user", "content": item["question"]}
         label = json.dumps({"task": task, "entry": item}, default=str)
         yield utils.Row(f"{name} row {i}", [question], [label], ["reasoning_gym"])
+    if num_drawn_anew:
+        print(f"--{flag} {name}: {num_drawn_anew} rows without a solution were drawn anew", file=sys.stderr)
+
+
+def lacks_solution(entry: dict[str, Any]) -> bool:
+    """Whether an entry cannot be solved: its answer is empty, or the integral that was asked for."""
+    answer = entry["answer"]
+    return answer is not None and (not str(answer).strip() or "Integral(" in str(answer))

@@ -236,6 +236,7 @@ def verifier_and_label(row: dict[str, Any], scoring: Scoring) -> tuple[Any, Any]
     label = first([row.get("ground_truth"), reward_model.get("ground_truth"), answer])
     verifier: Any = row.get("dataset") or row.get("verifier")
     source = row.get("data_source") or None
+    need(source is None or isinstance(source, str), f"data_source must be a text, got {type(source).__name__}")
     if verifier is None and str(source).lower() in scoring.aliases:
         verifier = source
     if verifier is None and scoring.functions:

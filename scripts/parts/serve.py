@@ -212,6 +212,7 @@ def start(options: argparse.Namespace, key: str, directory: str, servers: list[S
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
     env = DEFAULTS | inherited
     env["VLLM_API_KEY"] = key
+    env.pop("VLLM_SERVER_DEV_MODE", None)  # endpoints without the key that reset caches and show the configuration
     env["TMPDIR"] = directory
     env["VLLM_RPC_BASE_PATH"] = directory
     for i, devices in enumerate(server_devices(options.num_engines, options.devices_in_use)):

@@ -149,7 +149,20 @@ def _added_tokens(tokenizer: "Tokenizer") -> re.Pattern:
 
 
 def plain_parts(text: str, tokenizer: "Tokenizer") -> list[str]:
-    """A text in parts that have no special token, for a search result may have an <|im_end|>: each is cut in two."""
+    """A text in parts that have no special token, for a search result may have an <|im_end|>: each is cut in two.
+
+    A tokenizer that reads full-width letters as others may find one where none is written. Such a part is normalized
+    before it is cut."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    parts = []
+    for part in cut_names(text, tokenizer):
+        normal = normalizer.normalize_str(part) if normalizer else part
+        parts += cut_names(normal, tokenizer) if _added_tokens(tokenizer).search(normal) else [part]
+    return parts
+
+
+def cut_names(text: str, tokenizer: "Tokenizer") -> list[str]:
+    """A text in parts that do not have the names of special tokens: each name is cut in two."""
     cuts = [sum(match.span()) // 2 for match in _added_tokens(tokenizer).finditer(text)]
     starts = [0, *cuts]
     ends = [*cuts, len(text)]

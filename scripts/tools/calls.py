@@ -41,6 +41,7 @@ from scripts.parts import hidden
 MAX_CALLS = 8  # of a turn; the others are refused
 MAX_CHARACTERS = 8192  # of the answer to a call: its two ends are kept
 TIMEOUT_S = 30.0  # of a call
+PARSER_S = 5.0  # of a turn: some of vLLM's patterns take minutes for a long text whose tags are never closed
 SHARE_OF_CALLS = 0.9  # of the time of a turn: the environment must answer before it is ended from outside
 LEAST_S = 0.1  # for a call to begin
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
@@ -143,7 +144,8 @@ def parse_calls(
     parser, request = vllm_parser(parser_type.removeprefix("vllm_"), str(tokenizer), json.dumps(schemas))
     with Complaints() as problems:
         try:
-            found = parser.extract_tool_calls(text, request).tool_calls
+            with deadline(PARSER_S):
+                found = parser.extract_tool_calls(text, request).tool_calls
         except Exception as error:  # a parser's bug on such a text
             return [], f"{type(error).__name__}: {error}"[:200]
     calls = []
