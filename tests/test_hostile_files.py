@@ -169,6 +169,29 @@ def test_state_of_an_environment_calls_no_class_of_its_file(tmp_path):
     assert environments.load_state(same).kind is module.Kind.A
 
 
+BOARD = """
+import decimal
+class Env:
+    def __init__(self, config): self.board = decimal.Context(prec=7)
+    def step(self, episode): return "?"
+"""
+PLAIN_BOARD = """
+    def __getstate__(self): return {"prec": self.board.prec}
+    def __setstate__(self, state): self.board = decimal.Context(prec=state["prec"])
+"""
+
+
+def test_an_object_of_a_package_is_refused_and_its_plain_data_are_not(tmp_path):
+    """As scripts/tools/README.md says of chess.Board."""
+    for name, text in (("board", BOARD), ("plain_board", BOARD + PLAIN_BOARD)):
+        (tmp_path / f"{name}.py").write_text(text)
+    state = base64.b64encode(pickle.dumps(environments.environment(str(tmp_path / "board.py")).Env({}))).decode()
+    with pytest.raises(pickle.UnpicklingError, match="decimal.Context"):
+        environments.load_state(state)
+    env = environments.environment(str(tmp_path / "plain_board.py")).Env({})
+    assert environments.load_state(base64.b64encode(pickle.dumps(env)).decode()).board.prec == 7
+
+
 def test_state_of_tools_in_another_s_checkpoint_names_no_tools(tmp_path):
     """A tool is a file, which is a program: that of the state would have run."""
     mark = tmp_path / "ran"

@@ -2,51 +2,27 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+from scripts.proof import sockets
+from scripts.proof.sockets import Socket, family
 from tests import programs
-
-LOOPBACK = ("0100007F", "00000000000000000000000001000000")  # 127.0.0.1 and ::1, as /proc has them
-
-
-def family(pid: int) -> list[int]:
-    """A process and all below it."""
-    found = [pid]
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = file.read_text().split()
-        except OSError:  # the process has ended
-            continue
-        for child in children:
-            found += family(int(child))
-    return found
-
-
-def listeners(pids: list[int]) -> set[str]:
-    """The local addresses, address:port in hexadecimal digits, on which the processes listen."""
-    owned = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                owned.add(str(link.readlink()))
-            except OSError:  # closed meanwhile
-                continue
-    addresses = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            columns = line.split()
-            if columns[3] == "0A" and f"socket:[{columns[9]}]" in owned:
-                addresses.add(columns[1])
-    return addresses
-
+from tests.conftest import REPO
 
 FLAGS = """--dataset_mixer_list reasoning_gym:chain_sum 20 --response_length 8 --rollout_backend transformers
     --total_episodes 128 --no_filter_zero_std_samples --max_logprob_gap 0 --exp_name run"""
 
 
-def sockets_of(commands: list[list[str]], tmp_path: Path) -> tuple[set[str], set[str]]:
-    """The addresses on which the processes of these commands, started together, listened: those of the commands' own
+def listeners(pids: list[int]) -> set[Socket]:
+    """The sockets of a network on which the processes listen."""
+    return {found for found in sockets.listeners(pids) if found.kind != "unix"}
+
+
+def sockets_of(commands: list[list[str]], tmp_path: Path) -> tuple[set[Socket], set[Socket]]:
+    """The sockets on which the processes of these commands, started together, listened: those of the commands' own
     processes, torchrun's agents, and those of all below them."""
     own, below = set(), set()
     pids = tmp_path / "pids"
@@ -65,8 +41,30 @@ def sockets_of(commands: list[list[str]], tmp_path: Path) -> tuple[set[str], set
     return own, below - own  # a fork has its parent's sockets for a moment
 
 
-def beyond_loopback(addresses: set[str]) -> set[str]:
-    return {address for address in addresses if address.split(":")[0] not in LOOPBACK}
+def beyond_loopback(found: set[Socket]) -> set[Socket]:
+    return {one for one in found if one.reach != "users of this machine"}
+
+
+def test_the_list_of_sockets_that_is_printed(tmp_path):
+    """Sockets of this process, of each kind."""
+    file = str(tmp_path / "socket")
+    with (
+        socket.create_server(("127.0.0.2", 0)) as loopback,
+        socket.create_server(("", 0)) as everywhere,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.create_connection(loopback.getsockname()),
+    ):
+        unix.bind(file)
+        unix.listen()
+        ports = [one.getsockname()[1] for one in (loopback, everywhere)]
+        wanted = {Socket("tcp", "127.0.0.2", ports[0]), Socket("tcp", "0.0.0.0", ports[1]), Socket("unix", file, 0)}
+        assert wanted <= sockets.listeners([os.getpid()])
+        command = [sys.executable, str(REPO / "scripts" / "proof" / "sockets.py"), str(os.getpid())]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        said = {line.split("  ")[-1].strip() for line in lines if str(ports[0]) in line or str(ports[1]) in line}
+        assert said == {"users of this machine", "every network"}
+        assert any(file in line and line.endswith("whom its directory lets in") for line in lines)
+    assert sockets.readable("00000000000000000000000001000000") == "::1"
 
 
 def test_one_machine_listens_on_loopback_only(tiny_models, tmp_path):
