@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -304,3 +305,15 @@ def test_servers_of_vllm_have_no_endpoints_for_developers(tmp_path, monkeypatch)
     servers[0].process.wait(60)
     said = (tmp_path / "server_0.log").read_text()
     assert "VLLM_API_KEY" in said and "VLLM_SERVER_DEV_MODE" not in said
+
+
+def test_a_page_of_scores_without_bound():
+    """A reward of one's own may return any finite number; a traceback took the place of the page."""
+    drawn = report.even_heat("Score", "", {1: [1e308, -1e308], 2: [2.0, float("inf")]})
+    assert np.sum(drawn["counts"]) == 3
+
+
+def test_a_page_of_no_rollouts_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path), "--max_rollouts", "0"])
+    assert "--max_rollouts 0 must be positive" in capsys.readouterr().err

@@ -37,6 +37,7 @@ from scripts.reports.common import parser, phases, read_json, read_lines, read_m
 from scripts.reports.definitions import define
 
 MAX_ROLLOUTS = 2000
+MAX_DRAWN = 1e15  # of scores: the distance between larger ones may be infinite
 MAX_ROLLOUT_BYTES = 24_000_000
 MAX_STEPS = 2000
 MAX_TOKENS = 2000
@@ -88,7 +89,7 @@ def histogram(values: Any, edges: Any) -> np.ndarray:
 def even_heat(title: str, unit: str, points: dict[int, list[float]]) -> dict[str, Any] | None:
     """`heat` with even rows from the 0.1th to the 99.9th percentile. points: step -> values."""
     values = np.concatenate([np.array(values, float) for values in points.values()] or [[]])  # None is NaN
-    values = values[np.isfinite(values)]
+    values = np.clip(values[np.isfinite(values)], -MAX_DRAWN, MAX_DRAWN)
     if not len(values):
         return None
     low, high = np.percentile(values, (0.1, 99.9))
@@ -389,6 +390,8 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--out", type=Path, metavar="PAGE.html", help="instead of RUN/report.html")
     flags.add_argument("--max_rollouts", type=int, default=MAX_ROLLOUTS)
     options = flags.parse_args(argv)
+    if options.max_rollouts < 1:
+        flags.error(f"--max_rollouts {options.max_rollouts} must be positive")
     try:
         path = write_page(options.run, options.out, options.max_rollouts)
     except (ValueError, OSError) as error:
