@@ -89,7 +89,8 @@ def histogram(values: Any, edges: Any) -> np.ndarray:
 def even_heat(title: str, unit: str, points: dict[int, list[float]]) -> dict[str, Any] | None:
     """`heat` with even rows from the 0.1th to the 99.9th percentile. points: step -> values."""
     values = np.concatenate([np.array(values, float) for values in points.values()] or [[]])  # None is NaN
-    values = np.clip(values[np.isfinite(values)], -MAX_DRAWN, MAX_DRAWN)
+    values = values[np.isfinite(values)]
+    values = values.clip(-MAX_DRAWN, MAX_DRAWN)
     if not len(values):
         return None
     low, high = np.percentile(values, (0.1, 99.9))
