@@ -2315,13 +2315,13 @@ def cell(value: float | None, form: str, width: int) -> str:
 
 
 def sample_row(r: Rollout, step: int) -> dict[str, Any]:
-    """A rollout as a row of the trackers' table."""
+    """A rollout as a row of the trackers' table. Of advantages per token it has the mean."""
     return {
         "training_step": step,
         "prompt": r.prompt.text,
         "ground_truths": str(r.prompt.ground_truths),
         "score": r.score,
-        "advantage": r.advantage,
+        "advantage": np.mean(r.advantage),
         "finish_reason": r.finish_reason,
         "text": r.text,
     }
@@ -2412,7 +2412,7 @@ class Logger:
             self.say(f"  response {r.text[:600]!r}")
             self.say(f"  score {r.score:g}, {end}, label {label:.120}")
         rows = [sample_row(r, step) for r in rollouts[:TABLE_ROLLOUTS]]
-        with (self.run_dir / "samples.jsonl").open("a") as file:
+        with open(f"{self.run_dir}/samples.jsonl", "a") as file:
             file.write(json.dumps({"training_step": step, "rollouts": rows}, default=str) + "\n")
 
     def say(self, text: str) -> None:

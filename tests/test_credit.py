@@ -189,6 +189,15 @@ def test_one_scored_rollout_of_a_group_is_compared_with_none():
     assert [r.advantage for r in group] == [0.0, 0.0]
 
 
+def test_a_row_of_the_table_has_the_mean():
+    """Trackers' tables have one type a column: a number, whether advantages are per token or not."""
+    rows = [utils.sample_row(rollout(1.0, [0.5]), 3) for _ in range(2)]
+    credited = rollout(1.0, [0.5])
+    credited.advantage = [1.0, 2.0, 6.0]
+    row = json.loads(json.dumps(utils.sample_row(credited, 3), default=str))
+    assert row["advantage"] == 3.0 and [row["advantage"] for row in rows] == [0.0, 0.0]
+
+
 def test_the_metric_is_of_rollouts(tiny_models, world, monkeypatch):
     args = dataclasses.replace(test_learner.make_args(tiny_models()), turn_credit=True)
     step = grpo.Step(1, packs=[[[group_by_hand()[:3]]]])

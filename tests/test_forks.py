@@ -101,6 +101,7 @@ FLAGS = {
     "rlep": [],
     "rloo": ["--advantage_normalization_type", "rloo"],
     "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
+    "teacher_kl": [],
     "top_entropy": [],
     "ttrl": [],
     "vip": [],
@@ -233,6 +234,48 @@ def test_top_entropy_by_hand(forked, tiny_models, world, monkeypatch):
         advantages = [advantage for _, advantage in ordered]
         assert 0 < sum(advantages) <= kept + 1 and sum(advantages) >= kept - 1
         assert advantages == sorted(advantages, reverse=True)  # ones, then zeros
+
+
+@pytest.mark.parametrize("estimator", ["kl2", "kl3"])
+def test_teacher_kl_is_that_of_the_whole_vocabulary(forked, tiny_models, world, monkeypatch, tmp_path, estimator):
+    """The loss and the update of a policy without rewards are those of the KL to another model, by torch alone, for
+    several packs; and there is the update of plain SGD on that KL."""
+    from scripts.data.make_tiny_model import make_tiny_model
+
+    _, grpo = forked("teacher_kl")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    teacher = make_tiny_model(tmp_path / "teacher", arch="qwen3", tied=False, seed=5)
+    flags = f"--load_ref_policy --beta 0.5 --kl_estimator {estimator} --ref_model_name_or_path {teacher}"
+    args = test_learner.make_args(tiny_models(), *flags.split(), "--no_filter_zero_std_samples")
+    rollouts = test_learner.make_rollouts()
+    for r in rollouts:
+        r.advantage = 0.0
+
+    ours, theirs = (grpo.utils.load_causal_lm(a).float() for a in (args, args.of_reference()))
+    total, tokens = 0.0, 0
+    for r in rollouts:
+        ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
+        log_p, log_q = (torch.log_softmax(m(ids).logits[0] / args.temperature, 1) for m in (ours, theirs))
+        p, q = log_p.exp(), log_q.exp()
+        kl = (p * (log_p - log_q) if estimator == "kl2" else q * (log_q - log_p)).sum(1)
+        total, tokens = total + kl[len(r.prompt.token_ids) - 1 : -1].sum(), tokens + len(r.token_ids)
+    loss = 0.5 * total / tokens
+    loss.backward()
+
+    original = grpo.load_learner(args, world)
+    start = {k: v.clone() for k, v in grpo.utils.full_weights(original.policy, torch.float32)}
+    for pack_length in (30, 1000):
+        learner = grpo.load_learner(args, world)
+        sgd = torch.optim.SGD(learner.policy.parameters(), lr=1024.0)
+        learner = grpo.Learner(learner.policy, learner.ref_policy, sgd, learner.scheduler)
+        (packs,) = grpo.pack_rollouts(rollouts, "shared", pack_length)
+        metrics = grpo.utils.Metrics()
+        grpo.update(learner, [grpo.micro_batches(packs, "shared", args, world.device)], args, world, metrics)
+        assert metrics.reduce(world)["loss/kl_avg"] == pytest.approx(loss.item(), rel=1e-5)
+        moved = dict(grpo.utils.full_weights(learner.policy, torch.float32))
+        for name, parameter in ours.named_parameters():
+            got = (start[name] - moved[name]) / 1024
+            assert (got - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
 
 
 def assert_slopes(loss, at, grad, step=1e-5):

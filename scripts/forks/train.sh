@@ -13,7 +13,17 @@ root="$PWD"
 source scripts/setup.sh
 diff="$root/scripts/forks/$name.diff"
 copy="$(mktemp -d)"
-trap 'rm -rf "$copy"' EXIT
+job=""
+
+# Ctrl-C and the signal of `timeout` reach this shell alone: the run is a process group of its own
+clean_up() {
+    [[ -z "$job" ]] || kill -TERM -- "-$job" 2>/dev/null || true
+    rm -rf "$copy"
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
 git ls-files -z | xargs -0 cp --parents -t "$copy"
 ln -s "$root/.venv" "$copy/.venv"
 cd "$copy"
@@ -23,7 +33,12 @@ if [[ "$name" != plain ]]; then
     git apply "$diff"
     read -ra flags < <(sed -n 's/^    python grpo\.py \.\.\.//p' "$diff" | tail -n 1)
 fi
-bash scripts/train/debug/letters.sh --output_dir "$root/runs" --exp_name "fork_$name" "${flags[@]}" "${@:2}"
+set -m
+bash scripts/train/debug/letters.sh --output_dir "$root/runs" --exp_name "fork_$name" "${flags[@]}" "${@:2}" &
+job=$!
+set +m
+wait "$job"
+job=""
 python - "$root/runs/fork_$name/metrics.jsonl" <<'END'
 import json
 import sys
