@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.parts.head_kl import HeadKL
 
@@ -77,7 +78,7 @@ def test_a_number_a_token_is_kept_and_no_logits():
     assert sum(x.numel() for x in new) == TOKENS and torch.equal(new[0], reverse)
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """Records how many rows the largest tensor as wide as the vocabulary had."""
 
     rows = 0
