@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.testing import assert_close
 
 from tests import programs, test_learner, test_math
 from tests.conftest import REPO
+from tests.test_teacher import plain
 
 FORKS = {path.stem: path for path in sorted((REPO / "scripts" / "forks").glob("*.diff"))}
 MOST_LINES = 20
@@ -91,6 +93,7 @@ FLAGS = {
     "competence": [],
     "dppo": ["--loss_fn", "dppo", "--num_mini_batches", "4"],
     "dr_grpo": [],
+    "echo": [],
     "gdpo": ["--no_filter_zero_std_samples"],
     "kl_twice": [],
     "learnability": [],
@@ -101,9 +104,11 @@ FLAGS = {
     "rlep": [],
     "rloo": ["--advantage_normalization_type", "rloo"],
     "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
+    "sdpo": [],
     "teacher_kl": [],
     "top_entropy": [],
     "ttrl": [],
+    "vineppo": [],
     "vip": [],
 }
 
@@ -239,7 +244,7 @@ def test_top_entropy_by_hand(forked, tiny_models, world, monkeypatch):
 @pytest.mark.parametrize("estimator", ["kl2", "kl3"])
 def test_teacher_kl_is_that_of_the_whole_vocabulary(forked, tiny_models, world, monkeypatch, tmp_path, estimator):
     """The loss and the update of a policy without rewards are those of the KL to another model, by torch alone, for
-    several packs; and there is the update of plain SGD on that KL."""
+    several packs."""
     from scripts.data.make_tiny_model import make_tiny_model
 
     _, grpo = forked("teacher_kl")
@@ -262,20 +267,116 @@ def test_teacher_kl_is_that_of_the_whole_vocabulary(forked, tiny_models, world, 
     loss = 0.5 * total / tokens
     loss.backward()
 
-    original = grpo.load_learner(args, world)
-    start = {k: v.clone() for k, v in grpo.utils.full_weights(original.policy, torch.float32)}
     for pack_length in (30, 1000):
-        learner = grpo.load_learner(args, world)
-        sgd = torch.optim.SGD(learner.policy.parameters(), lr=1024.0)
-        learner = grpo.Learner(learner.policy, learner.ref_policy, sgd, learner.scheduler)
-        (packs,) = grpo.pack_rollouts(rollouts, "shared", pack_length)
-        metrics = grpo.utils.Metrics()
-        grpo.update(learner, [grpo.micro_batches(packs, "shared", args, world.device)], args, world, metrics)
-        assert metrics.reduce(world)["loss/kl_avg"] == pytest.approx(loss.item(), rel=1e-5)
-        moved = dict(grpo.utils.full_weights(learner.policy, torch.float32))
-        for name, parameter in ours.named_parameters():
-            got = (start[name] - moved[name]) / 1024
-            assert (got - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
+        gradients, metrics = sgd_update(grpo, args, world, rollouts, pack_length)
+        assert metrics["loss/kl_avg"] == pytest.approx(loss.item(), rel=1e-5)
+        assert_gradients(gradients, ours)
+
+
+def test_sdpo_by_hand(forked, tiny_models, world, monkeypatch):
+    """ref_logprobs are those of the reference behind prompt, best response and prompt; of a best response, and where
+    all are alike or the better one has no score, behind the prompt."""
+    _, grpo = forked("sdpo")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args(tiny_models(), "--load_ref_policy", "--beta", "0.5", "--kl_estimator", "kl2")
+    rollouts = test_learner.make_rollouts()
+    groups = [rollouts[i : i + 3] for i in range(0, 12, 3)]
+    for r in groups[1]:
+        r.outcome = 3.0
+    for r, outcome in zip(groups[2], (math.nan, 0.0, 2.0), strict=True):
+        r.outcome = outcome
+    grpo.set_advantages(groups, args)
+    learner = grpo.load_learner(args, world)
+    (packs,) = grpo.pack_rollouts(rollouts, "shared", 60)
+    batches = grpo.micro_batches(packs, "shared", args, world.device)
+    assert len(batches) > 1
+    grpo.prepare(learner, [batches], [len(batches)], args, world, grpo.utils.Metrics())
+
+    model = grpo.utils.load_causal_lm(args).float()
+    best = {0: 0, 2: 2, 3: 0}
+    for batch in batches:
+        for i, r in enumerate(batch.rollouts, start=1):
+            told = r.prompt.token_ids
+            is_told = r.position in best and r.sample != best[r.position] and not math.isnan(r.outcome)
+            if is_told:
+                told = (*told, *groups[r.position][best[r.position]].token_ids.tolist(), *told)
+            want, _ = plain(model, replace(r, prompt=replace(r.prompt, token_ids=told)), args.temperature)
+            assert_close(batch.ref_logprobs[batch.seq_ids == i], want, rtol=1e-5, atol=1e-5)
+
+
+def test_echo_is_the_cross_entropy_of_answers(forked, tiny_models, world, monkeypatch):
+    """A third of the tokens is an environment's. Without advantages the loss and its gradient are those of their
+    cross-entropy, by torch alone, for several packs; the policy's tokens have no part in it."""
+    _, grpo = forked("echo")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args(tiny_models())
+    rollouts = test_learner.make_rollouts()
+    model = grpo.utils.load_causal_lm(args).float()
+    total, said, tokens = 0.0, 0, 0
+    for r in rollouts:
+        r.advantage = 0.0
+        r.mask[1::3] = False
+        ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
+        logp = torch.log_softmax(model(ids).logits[0] / args.temperature, 1)[len(r.prompt.token_ids) - 1 : -1]
+        chosen = logp.gather(1, torch.tensor(r.token_ids.tolist())[:, None])[:, 0]
+        total = total - chosen[torch.tensor(~r.mask)].sum()
+        said, tokens = said + int((~r.mask).sum()), tokens + int(r.mask.sum())
+    (0.1 * total / tokens).backward()
+    for pack_length in (30, 1000):
+        gradients, metrics = sgd_update(grpo, args, world, rollouts, pack_length)
+        assert metrics["loss/echo"] == pytest.approx(total.item() / said, rel=1e-5)
+        assert_gradients(gradients, model)
+
+
+def test_vineppo_by_hand(forked, monkeypatch):
+    """Six tokens in parts of four, two continuations each: values 2 and 24, the score 40. Continuations begin with the
+    prompt and the tokens before, have seeds of their own and the length that is left. A missing score counts 0."""
+    _, grpo = forked("vineppo")
+    args = test_learner.make_args("m", "--response_length", "9")
+    prompt = grpo.utils.Prompt(0, (1, 2, 3), "", (), ())
+    group = grpo.new_group(prompt, 7, 2)
+    for r, score in zip(group, (40.0, math.nan), strict=True):
+        r.append(grpo.utils.Generation([5, 5, 5, 5, 6, 6], [-1.0] * 6, "stop", [3] * 6))
+        r.score = score
+    seen = []
+
+    def generate(requests, finished):
+        seen.extend(requests)
+        for i, token in enumerate((1, 3, 2, 6, 1, 3, 2, 6)):
+            finished(i, grpo.utils.Generation([token], [-2.0], "stop", [3]))
+
+    def score(rollouts, args):
+        for r in rollouts:
+            assert r.mask.all() and r.logprobs.tolist() == [-1.0] * (len(r.token_ids) - 1) + [-2.0]
+            r.score = float(r.token_ids.sum())
+
+    monkeypatch.setattr(grpo, "start_scoring", lambda r, engine, args: None)
+    monkeypatch.setattr(grpo, "score_rollouts", score)
+    grpo.set_vine_advantages(types.SimpleNamespace(generate=generate), group, args, tokens=4, k=2)
+    assert group[0].advantage.tolist() == [22.0] * 4 + [16.0] * 2
+    assert group[1].advantage.tolist() == [22.0] * 4 + [0.0] * 2
+    assert [request.prompt_ids for request in seen[:4]] == [(1, 2, 3)] * 2 + [(1, 2, 3, 5, 5, 5, 5)] * 2
+    assert [request.max_tokens for request in seen[:4]] == [9, 9, 5, 5]
+    fresh = [grpo.make_request(r, args).seed for r in grpo.new_group(prompt, 7, 2)]
+    assert len({*fresh, *(request.seed for request in seen)}) == 10
+
+
+def sgd_update(grpo, args, world, rollouts, pack_length):
+    """The gradient by each weight, as plain SGD shows it, and the metrics of an update."""
+    learner = grpo.load_learner(args, world)
+    start = {k: v.clone() for k, v in grpo.utils.full_weights(learner.policy, torch.float32)}
+    learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=1024.0)
+    (packs,) = grpo.pack_rollouts(rollouts, "shared", pack_length)
+    metrics = grpo.utils.Metrics()
+    grpo.update(learner, [grpo.micro_batches(packs, "shared", args, world.device)], args, world, metrics)
+    moved = dict(grpo.utils.full_weights(learner.policy, torch.float32))
+    return {name: (start[name] - moved[name]) / 1024 for name in start}, metrics.reduce(world)
+
+
+def assert_gradients(gradients, model):
+    """They are those that torch left at a model's parameters."""
+    for name, parameter in model.named_parameters():
+        assert (gradients[name] - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
 
 
 def assert_slopes(loss, at, grad, step=1e-5):
@@ -516,7 +617,7 @@ def test_rlep_by_hand(forked):
             finished(i, grpo.utils.Generation([10 * len(asked) + i, 5], [-0.5, -i], "length", [0, 0]))
 
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: str(ids.tolist()))
-    engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
+    engine = types.types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
     for outcomes, best in (((1.0, 4.0, math.nan), [11, 5]), ((2.0, 3.0, 4.0), [11, 5]), ((9.0, 0.0, 0.0), [30, 5])):
         group = grpo.next_group(prompts, 0, sampler, args)
         grpo.sample_rollouts(engine, [group], args)
