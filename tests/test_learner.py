@@ -556,6 +556,33 @@ def test_logits_of_all_tokens_never_exist(tiny_models, world, monkeypatch):
     assert max(seen.rows - weight) == 8 and tokens not in seen.rows
 
 
+def test_branches_share_their_prefix_as_they_share_prompts(tiny_models, world):
+    """Three ways to go on from token 5 of a response: one copy of prompt and prefix in a pack, the logprobs of each way
+    are those of the plain sequence, and none of the prefix trains."""
+    args = make_args(tiny_models())
+    r = max(make_rollouts(), key=lambda r: len(r.token_ids))
+    prefix = (*r.prompt.token_ids, *r.token_ids[:5].tolist())
+    branched = dataclasses.replace(r.prompt, token_ids=prefix)
+    ways = [r.token_ids[5:].tolist(), [7, 8, 9, 10], [11]]
+    branches = grpo.new_group(branched, 1000, 3)
+    for branch, ids in zip(branches, ways, strict=True):
+        branch.append(utils.Generation(ids, [-1.0] * len(ids), "stop", [0] * len(ids)))
+    (packs,) = grpo.pack_rollouts([r, *branches], "shared", 1000)
+    (batch,) = grpo.micro_batches(packs, "shared", args, world.device)
+    own = len(r.prompt.token_ids) - 1 + len(r.token_ids)
+    assert batch.targets.numel() == own + len(prefix) - 1 + sum(map(len, ways))
+    assert len(batch.places) == len(r.token_ids) + sum(map(len, ways))
+
+    with torch.no_grad():
+        logprobs, _ = grpo.load_policy(args, world)(batch, args.temperature)
+        model = utils.load_causal_lm(args).float()
+        for i, rollout in enumerate(batch.rollouts, start=1):
+            ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
+            logp = torch.log_softmax(model(ids).logits[0] / args.temperature, 1)
+            want = logp[:-1].gather(1, ids[0, 1:, None])[-len(rollout.token_ids) :, 0]
+            torch.testing.assert_close(logprobs[batch.seq_ids == i], want, rtol=1e-5, atol=1e-5)
+
+
 def long_rollouts():
     """A group whose piece is longer than utils.SHORT_PIECE, so that its responses attend one by one."""
     rollouts = make_rollouts(groups=2)
