@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 
@@ -377,6 +378,39 @@ def assert_gradients(gradients, model):
     """They are those that torch left at a model's parameters."""
     for name, parameter in model.named_parameters():
         assert (gradients[name] - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
+
+
+@pytest.mark.runs
+def test_a_curve_that_is_ended_leaves_no_run_behind(tmp_path):
+    """train.sh dies of the signal that `timeout` sends: grpo.py with it, and its copy of the repository is removed."""
+    mark = f"left_{tmp_path.name}"
+    command = ["bash", REPO / "scripts" / "forks" / "train.sh", "plain", "--exp_name", mark, "--output_dir", tmp_path]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with open(tmp_path / "log", "w") as log:
+        started = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=log)
+        try:
+            wait_for(lambda: any("python grpo.py" in line for line in processes_with(mark)), 120)
+            assert len(list(tmp_path.glob("tmp.*"))) == 1
+        finally:
+            started.terminate()
+            code = started.wait(30)
+    assert code == 143
+    wait_for(lambda: not processes_with(mark), 30)
+    assert not list(tmp_path.glob("tmp.*"))
+
+
+def wait_for(happened, seconds):
+    """Return once it has; fail where it has not after so many seconds."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def processes_with(word):
+    """Command lines of processes that have a word in them."""
+    done = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if word in line]
 
 
 def assert_slopes(loss, at, grad, step=1e-5):
