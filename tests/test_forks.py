@@ -385,6 +385,7 @@ def test_a_curve_that_is_ended_leaves_no_run_behind(tmp_path):
     """train.sh dies of the signal that `timeout` sends: grpo.py with it, and its copy of the repository is removed."""
     mark = f"left_{tmp_path.name}"
     command = ["bash", REPO / "scripts" / "forks" / "train.sh", "plain", "--exp_name", mark, "--output_dir", tmp_path]
+    command += ["--total_episodes", "1000000"]  # it does not end by itself
     env = os.environ | {"TMPDIR": str(tmp_path)}
     with open(tmp_path / "log", "w") as log:
         started = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=log)
@@ -651,7 +652,7 @@ def test_rlep_by_hand(forked):
             finished(i, grpo.utils.Generation([10 * len(asked) + i, 5], [-0.5, -i], "length", [0, 0]))
 
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: str(ids.tolist()))
-    engine = types.types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
+    engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
     for outcomes, best in (((1.0, 4.0, math.nan), [11, 5]), ((2.0, 3.0, 4.0), [11, 5]), ((9.0, 0.0, 0.0), [30, 5])):
         group = grpo.next_group(prompts, 0, sampler, args)
         grpo.sample_rollouts(engine, [group], args)
