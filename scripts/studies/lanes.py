@@ -129,8 +129,13 @@ def facts_of(run_dir: Path, job: Job) -> dict[str, Any]:
     for name in ("data_hash", "model_hash", "packages", "omp_num_threads"):
         facts[name] = environment[name]
     facts["endpoints"] = endpoints(curve, job.target)
-    facts["curve"] = asdict(curve)
+    facts["curve"] = {name: [short(value) for value in values] for name, values in asdict(curve).items()}
     return facts
+
+
+def short(value: float | None) -> float | None:
+    """A value of a curve to 5 digits: a record holds thousands of them."""
+    return value if value is None else float(f"{value:.5g}")
 
 
 def run_all(jobs: Sequence[Job], lanes: Sequence[Lane], done: Callable[[dict[str, Any]], None], until: float) -> int:

@@ -92,6 +92,8 @@ def check(record: Record) -> None:
             raise RecordError(f"run {task} {arm} {seed} is of another study")
         facts = {(name,): row[name] for name in SAME}
         facts |= {(name, task): row[name] for name in SAME_IN_TASK}
+        if "--remap_verifier" in record.arms[arm]["flags"]:  # says that its rows name another verifier
+            facts["data_hash", task, arm] = facts.pop(("data_hash", task))
         facts["code", arm] = row["code"]
         for name, value in facts.items():
             first = shared.setdefault(name, value)

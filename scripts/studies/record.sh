@@ -27,9 +27,9 @@ arms=(
     "cispo4: --loss_fn cispo --num_mini_batches 4"
     "gspo4: --loss_fn gspo --num_mini_batches 4"
     "sapo4@scripts/forks/sapo.diff: --loss_fn sapo --num_mini_batches 4"
-    "late1: grpo_fast.py --async_steps 1"
     "late4: grpo_fast.py --async_steps 4"
-    "lora: --lora_rank 8 --learning_rate 3e-3"
+    "dppo4@scripts/forks/dppo.diff: --loss_fn dppo --num_mini_batches 4"
+    "lora: --lora_rank 8 --learning_rate 5e-3"
 )
 python scripts/study.py run --out scripts/studies/records/fly.jsonl --scale fly --seeds 1-24 --controls \
     --arms "${arms[@]}" "$@"

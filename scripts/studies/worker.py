@@ -18,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 
+def no_picture(run_dir: Path) -> str:
+    """In place of utils.draw_report: nobody looks at a run's directory, which is removed."""
+    return f"no report of {run_dir}"
+
+
 def run(job: dict[str, Any]) -> None:
     """In the fork: the run, with its output in the log."""
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -31,6 +36,7 @@ def run(job: dict[str, Any]) -> None:
     import grpo
     import utils
 
+    utils.draw_report = no_picture
     sys.argv = [job["script"], *job["flags"]]
     utils.STOP.listen()
     grpo.main(utils.parse_args(grpo.Args))
