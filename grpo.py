@@ -268,17 +268,14 @@ def text_of(token_ids: np.ndarray, engine: Sampler) -> str:
 def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
     """Fill the text of a rollout that is over and start its verifiers. Of several turns they get the last."""
     r.text = text_of(r.token_ids, engine)
-    scored_text = r.text
-    for turn in r.turns:
-        if turn["role"] == "assistant":
-            scored_text = turn["content"]
-
+    scored_text = [r.text, *own_turns(r)][-1]
     prompt = r.prompt
     if args.apply_verifiable_reward:
         for label, verifier in zip(prompt.ground_truths, prompt.verifiers, strict=True):
             length = int(r.mask.sum())  # a tool's tokens are not the policy's
-            known = (length, prompt.conversation, prompt.reward_columns)
-            record = rewards.RewardRecord(scored_text, label, verifier, *known)
+            record = rewards.RewardRecord(
+                scored_text, label, verifier, length, prompt.conversation, prompt.reward_columns
+            )
             r.scoring.append(rewards.submit(record))
 
     # new dicts without the environment's states: a checkpoint may hold the old ones
@@ -286,9 +283,19 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
         r.turns = [{key: turn[key] for key in turn if key != "state"} for turn in r.turns]
 
 
+def own_turns(r: Rollout) -> list[str]:
+    """What the policy said in each of its turns: a tool's text may have answers and tags, too."""
+    return [turn["content"] for turn in r.turns if turn["role"] == "assistant"]
+
+
 def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
     """Wait for the verifiers. Fill results, verifiable, format_score, outcome and score of each rollout. The format is
-    checked on the policy's own turns only, because a tool's text may have tags, too."""
+    checked on the policy's own turns only. Functions of a reward file that judge a group get all of a group's rollouts.
+    """
+    if args.reward_file:
+        from scripts.parts import user_files
+
+        user_files.judge_groups(rollouts)
     for r in rollouts:
         if r.scoring:  # a second call finds none and keeps the results
             r.results = [future.result() for future in r.scoring]
@@ -297,11 +304,10 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
         r.verifiable = sum(result.score for result in r.results)
         if r.prompt.environment is not None:
             r.verifiable += r.prompt.environment.reward_of(r)
-        own_turns = [turn["content"] for turn in r.turns if turn["role"] == "assistant"]
-        r.format_score = rewards.format_reward("".join(own_turns) or r.text)
-        stopped = r.finish_reason == "stop"
-        tokens_left = remaining_tokens(r, args)
-        r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
+        r.format_score = rewards.format_reward("".join(own_turns(r)) or r.text)
+        r.outcome, r.score = rewards.combine_rewards(
+            args, r.verifiable, r.format_score, r.finish_reason == "stop", remaining_tokens(r, args)
+        )
 
 
 def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> Tensor:
@@ -1740,8 +1746,8 @@ def take_answer(r: Rollout, engine: Sampler, args: Args) -> utils.Request | None
         if r.over:
             token_ids = []
         r.append_answer(token_ids)
-        is_empty = not (text or answer["reward"] or answer["metrics"])
-        if not (is_empty and r.over):
+        says_something = text or answer["reward"] or answer["metrics"]
+        if says_something or not r.over:
             role = environment.role or "tool"
             turn = {"role": role, "content": text, "tokens": len(token_ids)}
             r.turns.append(turn | answer)

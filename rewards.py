@@ -24,6 +24,8 @@ take columns of the row as well, by their names, and TRL's and verl's functions 
     def brevity(response: str, ground_truth) -> float:
         return max(0.0, 1.0 - len(response) / float(ground_truth))
 
+A function of (responses, ground_truths), plural, gets all responses to a prompt and returns a number for each of them.
+
 Rules for all verifiers: only the text after the last </think> counts, and a <think> that is never closed means no
 answer. One candidate is scored, so a list of guesses earns nothing. Code written by the model runs in a sandbox only.
 Names are open-instruct's; docstrings say where a score differs from open-instruct's or verl's on purpose.
@@ -310,7 +312,8 @@ class RewardFlags(Refusing):
     """The verifier's score, from 0 to 1, is multiplied by this."""
     reward_file: str = ""
     """Python file: each function (response, ground_truth, names of columns) -> number in it is a verifier of that name,
-    and scores the rows that name none. TRL's and verl's reward functions work too. Empty is off."""
+    and scores the rows that name none. (responses, ground_truths, names of columns) -> list of numbers judges all
+    responses to a prompt together. TRL's and verl's reward functions work too. Empty is off."""
     remap_verifier: str | None = None
     """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
     code_max_execution_time: Positive[float] = 1.0

@@ -294,3 +294,76 @@ def test_few_prompts_and_a_function_without_rows_are_told(configured, tokenizer,
     assert not fits.warnings_of(
         grpo.Args(num_unique_prompts_rollout=2), load(tokenizer, file, reward_file=args.reward_file)
     )
+
+
+# --- Functions that judge a group -------------------------------------------------------------------------------------
+
+GROUPS = """
+def shortest(responses, ground_truths, bonus=0.5):
+    least = min(map(len, responses))
+    assert ground_truths == ["8"] * len(responses)
+    return [bonus * (len(response) == least) for response in responses]
+
+def too_few(responses, ground_truths):
+    return [1.0]
+
+def slow(responses, ground_truths):
+    import time
+    time.sleep(5)
+
+def unsure(responses, ground_truths):
+    return [None, {"score": 0.5, "seen": len(responses)}, 1]
+"""
+
+
+def scored_group(names, texts, evaluation=False, bonus=0.25):
+    """Rollouts of a prompt with these texts, as sample_rollouts leaves them."""
+    labels = ("8",) * len(names)
+    prompt = utils.Prompt(0, (1, 2), "p", labels, tuple(names), reward_columns={"bonus": bonus})
+    rollouts = []
+    for i, text in enumerate(texts):
+        r = utils.Rollout(prompt, 3, i, finish_reason="stop", text=text, evaluation=evaluation)
+        for name in names:
+            r.scoring.append(rewards.submit(RewardRecord(text, "8", name, columns=prompt.reward_columns)))
+        rollouts.append(r)
+    return rollouts
+
+
+def test_a_function_judges_a_group(configured):
+    """It gets all responses of the prompt and its columns; another verifier of the row scores each alone; an evaluation
+    of the same prompt is a group of its own; a second call changes nothing."""
+    configured(GROUPS)
+    args = grpo.Args(reward_file="x", verification_reward=1.0)
+    group = scored_group(["shortest", "gsm8k"], ["8", "it is 8", "9"])
+    other = scored_group(["shortest"], ["it is 8"], evaluation=True)
+    grpo.score_rollouts([*group, *other], args)
+    assert [r.verifiable for r in group] == [1.25, 1.0, 0.25]
+    assert [r.results[0].status for r in group] == ["ok"] * 3 and other[0].verifiable == 0.25
+    grpo.score_rollouts(group, args)
+    assert [r.verifiable for r in group] == [1.25, 1.0, 0.25]
+
+
+def test_what_a_group_s_function_may_return(configured):
+    """None does not apply, a dict has metrics of its own; too few numbers and a late answer leave all missing."""
+    configured(GROUPS)
+    args = grpo.Args(reward_file="x", verification_reward=1.0)
+    group = scored_group(["unsure"], ["1", "2", "3"])
+    grpo.score_rollouts(group, args)
+    assert [(r.verifiable, r.results[0].status) for r in group] == [(0.0, "no_answer"), (0.5, "ok"), (1.0, "ok")]
+    assert group[1].results[0].details == {"seen": 3.0}
+
+    group = scored_group(["too_few"], ["1", "2"])
+    grpo.score_rollouts(group, args)
+    assert all(r.results[0].status == "crash" and r.verifiable != r.verifiable for r in group)
+    assert "for each of the responses" in group[0].results[0].details["problem"]
+
+    group = scored_group(["slow"], ["1", "2"])
+    user_files.judge_groups(group, timeout_s=0.3)
+    assert [r.scoring[0].result().status for r in group] == ["timeout"] * 2
+
+
+def test_a_response_alone_has_no_number_of_a_group(configured):
+    """Missing, and not 0."""
+    configured(GROUPS)
+    (result,) = rewards.score([RewardRecord("8", "8", "shortest")])
+    assert result.score != result.score

@@ -6,6 +6,7 @@ environments are in environments.py.
 """
 
 import asyncio
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -16,6 +17,7 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -53,17 +55,19 @@ def load_file(path: str, name: str) -> Any:
 
 # The parameter by which a form is known
 OWN = "response"
+GROUP = "responses"
 TRL = "completions"
 VERL = "solution_str"
 GIVEN = {  # what a form's parameters are; every other one is a column of the row
     OWN: ("response", "ground_truth"),
+    GROUP: ("responses", "ground_truths"),
     TRL: ("prompts", "completions"),
     VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
 NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # of TRL's trainer
 FORMS = (
-    "(response, ground_truth) and names of columns, or TRL's (prompts, completions, **kwargs), or verl's "
-    "(data_source, solution_str, ground_truth, extra_info)"
+    "(response, ground_truth) and names of columns, or (responses, ground_truths) of a group and names of columns, or "
+    "TRL's (prompts, completions, **kwargs), or verl's (data_source, solution_str, ground_truth, extra_info)"
 )
 
 
@@ -105,10 +109,13 @@ def form_of(call: Callable) -> Function | None:
     return Function(form, columns, required)
 
 
-def arguments_of(function: Function, response: str, label: Any, dataset: str, columns: dict[str, Any]) -> dict:
-    """The arguments of a call, by name. TRL's are lists, here of one sample."""
+def arguments_of(function: Function, response: Any, label: Any, dataset: str, columns: dict[str, Any]) -> dict:
+    """The arguments of a call, by name. TRL's are lists, here of one sample. For GROUP `response` and `label` are lists
+    of a group's."""
     if function.form == OWN:
         arguments = columns | {"response": response, "ground_truth": label}
+    elif function.form == GROUP:
+        arguments = columns | {"responses": response, "ground_truths": label}
     elif function.form == VERL:
         arguments = {"data_source": dataset, "extra_info": {}} | columns
         arguments |= {"solution_str": response, "ground_truth": label}
@@ -174,12 +181,74 @@ def check_columns(record: RewardRecord, name: str, required: Sequence[str]) -> N
 
 
 def verify_by_file(record: RewardRecord, path: str, name: str) -> Verdict:
-    """The number that a function of the file gives to the whole response, thinking included."""
+    """The number that a function of the file gives to the whole response, thinking included.
+
+    A function of a group has no number for a response alone: it is missing, until judge_groups puts the group's in its
+    place. The response is kept as what was found.
+    """
     function = FUNCTIONS[name.lower()]
     columns = {"prompt": record.prompt} | (record.columns or {})
     arguments = arguments_of(function, record.response, record.ground_truth, record.dataset, columns)
-    call = json.dumps([name, arguments])  # raises TypeError here for a label that a job cannot carry
-    return Verdict(None, Job("user_files.work_reward_file", {"path": path, "call": call}))
+    job = job_of(path, name, arguments)
+    if function.form == GROUP:
+        return Verdict(record.response, math.nan)
+    return Verdict(None, job)
+
+
+def job_of(path: str, name: str, arguments: dict[str, Any]) -> Job:
+    """The call of a function of the file in a worker. Raises TypeError for a label that a job cannot carry."""
+    call = json.dumps([name, arguments])
+    return Job("user_files.work_reward_file", {"path": path, "call": call})
+
+
+def judge_groups(rollouts: Sequence[Any], timeout_s: float = 10.0) -> None:
+    """Call the functions of the file that judge a group, once for each group of a prompt, and put their results where
+    its rollouts wait for them. timeout_s is the deadline of a call, in seconds; a call that fails leaves the scores of
+    all rollouts of its group missing."""
+    groups: dict[tuple[int, bool], list[Any]] = {}
+    for r in rollouts:
+        if r.scoring:
+            groups.setdefault((r.position, r.evaluation), []).append(r)
+
+    calls = []
+    for group in groups.values():
+        for place, verifier in enumerate(group[0].prompt.verifiers):
+            name = rewards.check_verifier(verifier)
+            function = FUNCTIONS.get(name)
+            if function is not None and function.form == GROUP:
+                job = job_of_group(group, place, name, function)
+                call = partial(rewards.run_in_worker, job, timeout_s)
+                future = rewards.JOB_THREADS.submit(partial(rewards.finish, name, None, call))
+                calls.append((group, place, future))
+
+    for group, place, future in calls:
+        results = results_of_group(future.result(), len(group))
+        for r, result in zip(group, results, strict=True):
+            r.scoring[place] = Future()
+            r.scoring[place].set_result(result)
+
+
+def job_of_group(group: Sequence[Any], place: int, name: str, function: Function) -> Job:
+    """The call of a function of a group with the responses of its rollouts, in the order of their samples."""
+    prompt = group[0].prompt
+    responses = [r.scoring[place].result().extracted for r in group]
+    labels = [prompt.ground_truths[place]] * len(group)
+    columns = {"prompt": prompt.conversation} | prompt.reward_columns
+    arguments = arguments_of(function, responses, labels, prompt.verifiers[place], columns)
+    known: Any = rewards.VERIFIERS[name].verify  # verify_by_file with path and name
+    return job_of(arguments=arguments, **known.keywords)
+
+
+def results_of_group(result: rewards.RewardResult, size: int) -> list[rewards.RewardResult]:
+    """The results of a group's rollouts from that of its call, whose score is a list of the fields of Scored. A call
+    that failed has the same result for all."""
+    scored: Any = result.score
+    if not isinstance(scored, list):
+        return [result] * size
+    results = []
+    for fields in scored:
+        results.append(dataclasses.replace(result, **fields))
+    return results
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -229,17 +298,21 @@ def work_reward_file(path: str, call: str | None) -> Callable[[], Any]:
 
 
 def reward(path: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The fields of rewards.Scored that the function's value means: see score_of. Raises RuntimeError if the function
-    raises."""
+    """The fields of rewards.Scored that the function's value means: see score_of. For a function of a group `score` is
+    the list of those of its responses. Raises RuntimeError if the function raises."""
     value = call_of_file(path, reward_functions(path)[name], **arguments)
     if inspect.iscoroutine(value):
         value = call_of_file(path, asyncio.run, value)
-    if TRL in arguments:
-        is_list = hasattr(value, "__len__") and len(value) == 1
-        if not is_list:
-            raise TypeError(f"{name} returned {value!r:.80}, not a list with a number for each of the completions")
-        value = value[0]
-    return score_of(name, value)
+    responses = arguments.get(GROUP, arguments.get(TRL))
+    if responses is None:
+        return score_of(name, value)
+
+    has_all = hasattr(value, "__len__") and len(value) == len(responses)
+    if not has_all:
+        word = GROUP if GROUP in arguments else TRL
+        raise TypeError(f"{name} returned {value!r:.80}, not a list with a number for each of the {word}")
+    scored = [score_of(name, of_one) for of_one in value]
+    return {"score": scored} if GROUP in arguments else scored[0]
 
 
 def score_of(name: str, value: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_the_first_gap_gives_its_memory_back(tiny_models, world):
     """The engine slept meanwhile and wakes for the first rollouts, before an update frees them."""
     args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32")
     policy = grpo.load_policy(args, world)
-    group = [utils.Rollout(utils.Prompt(0, (5, 6, 7), "", (), ()), 0, 0, [8, 9], [-1.0] * 2, [True] * 2)]
+    group = [utils.Rollout(utils.Prompt(0, (5, 6, 7), "", (), ()), 0, 0, [8, 9], [-1.0] * 2, [True] * 2, [0] * 2)]
     for _, when, check in grpo.starts(policy, replace(args, max_logprob_gap=0.0), 0):
         assert check(policy, [group], when, replace(args, max_logprob_gap=0.0), world)
         assert not all(isinstance(p, DTensor) for p in policy.parameters())
