@@ -142,7 +142,9 @@ def test_no_copy_to_the_gpu_waits(tiny_models, world, monkeypatch, flags):
     learner = grpo.load_learner(args, world)
     monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", lambda attends, *_: attends(0, 0, 1, 1))
     prompt = utils.Prompt(0, (5, 6, 7), "", (), ())
-    group = [utils.Rollout(prompt, 0, i, [11 + i, 12], [-2.0] * 2, [True] * 2, [0] * 2, advantage=1.0 - i) for i in (0, 1)]
+    group = []
+    for i in (0, 1):
+        group.append(utils.Rollout(prompt, 0, i, [11 + i, 12], [-2.0] * 2, [True] * 2, [0] * 2, advantage=1.0 - i))
     gpu = dataclasses.replace(world, device=Copies.GPU)
     with Copies() as copies:
         batches = [grpo.make_batch([[group]], gpu.device) for _ in range(3)]
