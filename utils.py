@@ -422,7 +422,7 @@ class ModelFlags(Refusing):
     fsdp_shard_size: NotNegative[int] = 0
     """Neighbouring learners that share a copy of the model, as a rule those of a node: only gradients then travel
     between nodes, once a step. 0: all share one. Must divide the learners; needs --deepspeed_stage 2 or 3."""
-    offload: tuple[Literal["reference", "optimizer"], ...] = ()
+    offload: list[Literal["reference", "optimizer"]] = field(default_factory=list)
     """What is in host memory while the GPU does not need it: the reference policy's shards, Adam's moments. The same
     numbers, for time on PCIe. See parts/offload.py."""
     sequence_parallel_size: Positive[int] = 1
