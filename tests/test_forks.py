@@ -390,7 +390,7 @@ def test_a_curve_that_is_ended_leaves_no_run_behind(tmp_path):
     with open(tmp_path / "log", "w") as log:
         started = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=log)
         try:
-            wait_for(lambda: any("python grpo.py" in line for line in processes_with(mark)), 120)
+            wait_for((tmp_path / mark / "metrics.jsonl").exists, 120)
             assert len(list(tmp_path.glob("tmp.*"))) == 1
         finally:
             started.terminate()
