@@ -1,0 +1,120 @@
+"""tests/zoo/*.diff apply to today's tree, and the tests that they name fail on them (python -m tests.zoo)."""
+
+import ast
+import functools
+import subprocess
+import time
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import grpo
+import grpo_fast
+import utils
+from scripts.parts import packing
+from tests.conftest import REPO
+from tests.zoo import __main__ as zoo
+
+ANIMALS = zoo.animals()
+NOTICED = zoo.known()
+MOST_LINES = 5
+EVERY = 8  # days in which each animal's test is tried once, in a whole run of the tests
+
+
+def changed_lines(text):
+    """Lines that a diff takes or gives; one that is changed is one."""
+    body = [line for line in text.partition("\n--- a/")[2].splitlines() if not line.startswith(("---", "+++"))]
+    return max(sum(line.startswith("-") for line in body), sum(line.startswith("+") for line in body))
+
+
+@pytest.mark.parametrize("name", ANIMALS)
+def test_it_applies_is_short_and_names_a_thread(name):
+    animal = ANIMALS[name]
+    subprocess.run(["git", "apply", "--check", str(animal.path)], cwd=REPO, check=True)
+    assert changed_lines(animal.path.read_text()) <= MOST_LINES
+    assert all(thread.partition("#")[2].isdecimal() for thread in animal.seen_in)
+
+
+@functools.cache
+def functions_of(file):
+    return {node.name for node in ast.parse((REPO / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", ANIMALS)
+def test_its_test_exists(name):
+    file, _, function = ANIMALS[name].test.partition("::")
+    assert function.partition("[")[0] in functions_of(file)
+
+
+def test_the_zoo_is_large_and_the_table_is_that_of_the_answers():
+    assert len(ANIMALS) >= 30
+    assert set(NOTICED) <= set(ANIMALS)
+    assert all(by != "nobody" for by, *_ in NOTICED.values())
+    assert (zoo.ZOO / "README.md").read_text().endswith(zoo.table(NOTICED))
+
+
+def test_who_noticed_is_read_from_what_a_run_left():
+    """A run that ended, before and after its first step; another way of packing; a gap; and nothing."""
+    fine = {"training_step": 1, "debug/vllm_vs_local_logprob_diff_mean": 1e-7}
+    rows = [fine | {"training_step": step} for step in range(1, 6)]
+    stale = [*rows[:2], *(row | {"debug/vllm_vs_local_logprob_diff_mean": 0.01} for row in rows[2:])]
+    flags = {"model_dtype": "float32"}
+    animal = next(iter(ANIMALS.values()))
+    clean = zoo.Run(0, "packing  shared", rows, flags)
+    cases = {
+        ("start: UserError: no", "0"): zoo.Run(1, "utils.UserError: no", [], {}),
+        ("run: GapError: far", "3"): zoo.Run(1, "x\nutils.GapError: far", rows[:2], flags),
+        ("start: packing  rows", "0"): zoo.Run(0, "packing  rows", rows, flags),
+        ("metric: gap growth", "3"): zoo.Run(0, "packing  shared", stale, flags),
+        None: zoo.Run(0, "packing  shared", rows, flags),
+    }
+    assert {want: zoo.seen_by_the_run(animal, run, clean) for want, run in cases.items()} == {k: k for k in cases}
+
+
+def todays(names):
+    """An eighth of the names, another one every day."""
+    return [name for i, name in enumerate(names) if i % EVERY == time.time() // 86400 % EVERY]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("name", todays([name for name, (*_, test) in NOTICED.items() if test]))
+def test_its_test_fails_on_it(name, tmp_path):
+    tree = zoo.copy_tree(tmp_path / "tree")
+    zoo.put(ANIMALS[name], tree)
+    assert zoo.fails_test(ANIMALS[name], tree)
+
+
+class Layer(torch.nn.Module):
+    """A layer with dropout of both kinds: a module of its own, and a number that attention reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.1)
+        self.attention_dropout = 0.1
+
+
+def test_dropout_is_off_in_every_layer_that_has_it(monkeypatch):
+    """Also while gradient checkpointing is on, which needs train()."""
+    layer = Layer()
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: layer)
+    monkeypatch.setattr(packing, "takes_our_attention", lambda *_: False)
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
+    assert utils.load_causal_lm(args) is layer
+    assert (layer.drop.p, layer.attention_dropout, layer.training) == (0.0, 0.0, True)
+
+
+@pytest.mark.parametrize("rank", ["1", "2"])
+def test_every_engine_loads_what_it_receives(rank, monkeypatch):
+    """Whichever rank of a machine it is: it loads all, and says which version it has."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    loaded = []
+    sent = []
+    engine: Any = types.SimpleNamespace(load_weights=lambda weights, version: loaded.append((list(weights), version)))
+    inbox: Any = types.SimpleNamespace(send=lambda *message: sent.append(message[:2]))
+    world: Any = None
+    loop = grpo_fast.EngineLoop(engine, world, inbox, lambda manifest, *_: iter(manifest))
+    loop.load_weights(3, ["a", "b"])
+    assert loaded == [(["a", "b"], 3)] and sent == [("loaded", 3)]
