@@ -16,6 +16,7 @@ import grpo_fast
 import utils
 from scripts.parts import packing
 from tests.conftest import REPO
+from tests.test_wiring import make_collector
 from tests.zoo import __main__ as zoo
 
 ANIMALS = zoo.animals()
@@ -118,3 +119,28 @@ def test_every_engine_loads_what_it_receives(rank, monkeypatch):
     loop = grpo_fast.EngineLoop(engine, world, inbox, lambda manifest, *_: iter(manifest))
     loop.load_weights(3, ["a", "b"])
     assert loaded == [(["a", "b"], 3)] and sent == [("loaded", 3)]
+
+
+def test_a_tied_head_is_sent_under_its_own_name():
+    """vLLM's CPU backend keeps a copy of it."""
+    embedding = torch.nn.Embedding(4, 2)
+    model: Any = types.SimpleNamespace(named_parameters=lambda: [("model.embed_tokens.weight", embedding.weight)])
+    model.get_output_embeddings = model.get_input_embeddings = lambda: embedding
+    assert dict(utils.named_weights(model)).keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_groups_that_outlasted_an_update_are_trained_on():
+    """To drop them would drop long responses: staleness is bounded where prompts are admitted."""
+    collector = make_collector("7", "1", flags="--async_steps 1")
+    collector.engines_have(0)
+    collector.engines_have(2)
+    assert (
+        collector.version == 1 and [r.versions.max() for group in collector._collect().groups for r in group] == [0] * 4
+    )
+
+
+def test_a_group_is_compared_with_itself_alone():
+    prompt = utils.Prompt(0, (5,), "", ("7",), ("gsm8k",))
+    groups = [[grpo.Rollout(prompt, i, j, score=5.0 * i + j) for j in range(2)] for i in range(2)]
+    grpo.set_advantages(groups, utils.parse_args(grpo.Args, ["--model_name_or_path", "x"]))
+    assert [r.advantage for group in groups for r in group] == pytest.approx([-1.0, 1.0] * 2)
