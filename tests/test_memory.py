@@ -1,10 +1,12 @@
 """The memory estimate of --dry_run against the bytes that an update really holds."""
 
+import ast
 import functools
 import json
 import shutil
 import textwrap
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -278,6 +280,29 @@ def test_an_estimate_is_kept_for_the_next_start(tiny_models, tmp_path, monkeypat
     assert memory.remembered(setup) == "text 4" and memory.remembered(teacher) == "text 5"
     monkeypatch.setenv("XDG_CACHE_HOME", str(config))  # no directory
     assert [memory.remembered(setup) for _ in range(2)] == ["text 6", "text 7"]
+
+
+def test_an_estimate_depends_on_the_programs_that_make_it(tiny_models, tmp_path, monkeypatch):
+    """All that memory.py imports from the project; one that changed makes it again."""
+    tree = ast.parse(Path(memory.__file__).read_text())
+    imported = {
+        f"{node.module}.{name.name}" if node.module == "scripts.parts" else node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("scripts.")
+        for name in node.names
+    }
+    assert {f"{name.replace('.', '/')}.py" for name in imported | {"scripts.proof.memory"}} == set(memory.SOURCES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = []
+    monkeypatch.setattr(memory, "estimate_text", lambda *given: made.append(given) or f"text {len(made)}")
+    for source in memory.SOURCES:
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).write_text("")
+    monkeypatch.setattr(memory, "__file__", str(tmp_path / "scripts/proof/memory.py"))
+    setup = memory.Setup((str(tiny_models()),))
+    for n, source in enumerate(memory.SOURCES, start=1):
+        (tmp_path / source).write_text("changed")
+        assert memory.remembered(setup) == memory.remembered(setup) == f"text {n}"
 
 
 SMALLEST = memory.SHAPES["Qwen2.5-0.5B"]

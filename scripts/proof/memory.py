@@ -379,6 +379,15 @@ def print_table(setup: Setup) -> None:
         print(row(Path(name).name, config, setup))
 
 
+# An estimate is made again when one of them changes
+SOURCES = (
+    "scripts/proof/memory.py",
+    "scripts/proof/shapes.py",
+    "scripts/parts/packing.py",
+    "scripts/parts/sharding.py",
+)
+
+
 def remembered(setup: Setup) -> str:
     """estimate_text of the first model, which is kept for the next start: a file of $XDG_CACHE_HOME/grpo for each set
     of all that it depends on. Models' code from transformers takes longer to import than all else of a --dry_run.
@@ -388,8 +397,8 @@ def remembered(setup: Setup) -> str:
         models.append((setup.ref_model_name_or_path, None))
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
     configs = [config_file(*model).read_bytes() for model in models]
-    sources = [Path(__file__), Path(__file__).parents[1] / "parts" / "packing.py"]
-    programs = [path.read_bytes() for path in sources]
+    root = Path(__file__).parents[2]
+    programs = [(root / source).read_bytes() for source in SOURCES]
     depends = [setup, planned_gpu(setup.gpu), versions, programs, configs]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
