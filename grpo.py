@@ -305,9 +305,9 @@ def score_rollouts(rollouts: Sequence[Rollout], args: Args) -> None:
         if r.prompt.environment is not None:
             r.verifiable += r.prompt.environment.reward_of(r)
         r.format_score = rewards.format_reward("".join(own_turns(r)) or r.text)
-        r.outcome, r.score = rewards.combine_rewards(
-            args, r.verifiable, r.format_score, r.finish_reason == "stop", remaining_tokens(r, args)
-        )
+        stopped = r.finish_reason == "stop"
+        tokens_left = remaining_tokens(r, args)
+        r.outcome, r.score = rewards.combine_rewards(args, r.verifiable, r.format_score, stopped, tokens_left)
 
 
 def compute_advantages(scores: Tensor, group_size: int, normalization: str) -> Tensor:
@@ -1246,9 +1246,9 @@ def update(
     when = "on this step's rollouts"
     if not utils.leads(args, world):
         metrics = Metrics()  # is not reported
-    sizes = [len(batches) for batches in mini_batches]
+    sizes = list(map(len, mini_batches))
     largest_sizes = utils.all_reduce(sizes, world, dist.ReduceOp.MAX)
-    forwards = [int(size) for size in largest_sizes]  # of each mini-batch, the same on every rank
+    forwards = list(map(int, largest_sizes))  # of each mini-batch, the same on every rank
     gap = prepare(learner, mini_batches, forwards, args, world, metrics)
     is_single = not needs_old_logprobs(args, len(mini_batches))  # the new logprobs are the old ones
     gap_metrics = {} if is_single else gap.check(args, world, when)
@@ -1346,26 +1346,25 @@ def note_teacher(batch: Batch, metrics: Metrics) -> None:
     """With a teacher: the share of tokens where its most likely token is the policy's."""
     if batch.ref_top_tokens is not None:
         agrees = (batch.top_tokens == batch.ref_top_tokens) & batch.response_mask
-        metrics.add("objective/ref_top_agreement", agrees.sum(), float(len(batch.places)))
+        metrics.add("objective/ref_top_agreement", agrees.sum(), len(batch.places))
 
 
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
-    """Take an optimizer step with the clipped gradient. Returns False, and changes nothing, if the gradient is not
-    finite. All ranks."""
+    """Take an optimizer step with the clipped gradient. If that is not finite nothing changes, and False is returned
+    unless the range of float16 is the reason. All ranks."""
     from scripts.parts import sharding
 
-    norm = sharding.clip_gradient(learner.policy, args.max_grad_norm, world)
-    metrics.add("optim/grad_norm", norm)
+    policy = learner.policy
+    norm = sharding.clip_gradient(policy, args, world, metrics)
 
     # grpo_loss has added the values of these sums; all ranks together count one step
     share = args.sequence_parallel_size / world.size
     for name in ("loss/policy_avg", "loss/kl_avg", "loss/entropy_avg"):
         metrics.add(name, 0.0, share)
 
-    is_finite = math.isfinite(norm)
-    if is_finite:
+    if math.isfinite(norm):
         learner.optimizer.step()
-    return is_finite
+    return sharding.is_sound(policy, norm)
 
 
 @torch.no_grad()

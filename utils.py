@@ -98,7 +98,7 @@ T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, Tensor]]
 F = TypeVar("F", bound="Flags")
 REPO = Path(__file__).resolve().parent
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GATHER_BYTES = 5 * 2**28  # of the weights that one collective gathers: a 7B in bfloat16 takes a dozen collectives
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -390,9 +390,9 @@ class ModelFlags(Refusing):
     """Hub name or directory of the causal language model to train. Required."""
     model_revision: str | None = None
     """Hub revision of the model. None is the default branch."""
-    model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    model_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype of learner and engine. auto: bfloat16 if this machine is fast in it, else float32. Master weights,
-    Adam state, log-softmax and the reduction of gradients are float32."""
+    Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/loss_scale.py."""
     lora_rank: NotNegative[int] = 0
     """Train adapters of this rank only: W + lora_alpha / lora_rank * B A (LoRA, arXiv:2106.09685). 0: train all
     weights."""
@@ -1727,7 +1727,7 @@ def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
     must exhaust it in lock-step."""
     from scripts.parts import sharding
 
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: list = []
     size = 0
     for name, weight in named:
         bucket.append((name, weight))

@@ -231,7 +231,9 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     state = learner_state(modules, optimizer)
     # The optimizer keeps the learning rates and decays of today's flags, which --resume_anyway may have changed
     groups = state["optimizer"].pop("param_groups")
+    scale = unsaved_scale(path, state["policy"])
     dcp.load(state, checkpoint_id=path / "state")
+    state["policy"] |= scale
     set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"] | {"param_groups": groups})
     for name, module in modules.items():
         complete = not utils.has_adapters(module)  # with adapters the frozen weights are not in the checkpoint
@@ -245,6 +247,18 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
         extra["sampler"] = {"excluded": set(extra.pop("excluded"))}
         extra.pop("rollouts", None)
     return extra
+
+
+def unsaved_scale(path: Path, policy_state: dict[str, Any]) -> dict[str, Any]:
+    """Take out of the state what a checkpoint of another dtype does not have: the scale of a float16 loss."""
+    if "loss_scale" not in policy_state:
+        return {}
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from scripts.parts import loss_scale
+
+    saved = FileSystemReader(path / "state").read_metadata().state_dict_metadata
+    return {name: policy_state.pop(name) for name in loss_scale.BUFFERS if f"policy.{name}" not in saved}
 
 
 def take_state(

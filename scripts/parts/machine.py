@@ -26,7 +26,7 @@ def choose_dtype(args: utils.Flags) -> tuple[str, str]:
     if asked == "auto" and args.resume and flags_before.exists():
         asked = json.loads(flags_before.read_text())["model_dtype"]
         why = "as before --resume"
-    if asked == "float32":
+    if asked in ("float16", "float32"):
         return asked, why
     is_fast, reason = bfloat16_is_fast()
     if asked == "auto":

@@ -48,6 +48,10 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
         for layer in group:  # one at a time: the host never holds the whole model in float32
             cast_weights(layer, names, args)
         fully_shard(group, **options, reshard_after_forward=args.deepspeed_stage == 3)
+    if trains and compute_dtype is torch.float16:
+        from scripts.parts import loss_scale
+
+        loss_scale.add(module)
     cast_weights(module, names, args)
     return fully_shard(module, **options, reshard_after_forward=False)
 
@@ -141,13 +145,30 @@ def gradient_sync(module: Any, args: utils.Flags, last: bool) -> None:
         module.set_reshard_after_backward(last)
 
 
-def clip_gradient(module: torch.nn.Module, bound: float, world: World) -> float:
-    """Scale the gradient down to the norm `bound`, 0 for none. Returns the norm that it had over all ranks, which may
-    not be finite."""
+def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: utils.Metrics) -> float:
+    """Scale the gradient down to the norm --max_grad_norm, 0 for none. Returns the norm that it had over all ranks,
+    which may not be finite. In float16 the gradient is first freed of the loss's scale, which then adapts."""
+    scaled = args.model_dtype == "float16"
+    if scaled:
+        from scripts.parts import loss_scale
+
+        loss_scale.unscale(policy)
     # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
     options = {} if world.device.type == "cuda" else {"foreach": False}
-    norm: Any = torch.nn.utils.clip_grad_norm_(module.parameters(), bound or math.inf, **options)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    bound = args.max_grad_norm or math.inf
+    norm: Any = torch.nn.utils.clip_grad_norm_(policy.parameters(), bound, **options)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    norm = float(norm)
+    metrics.add("optim/grad_norm", norm)
+    if scaled:
+        loss_scale.adapt(policy, norm, args.sequence_parallel_size / world.size, metrics)
+    return norm
+
+
+def is_sound(policy: Any, norm: float) -> bool:
+    """Whether a gradient of this norm is finite, or beyond float16 for the loss's scale alone, which has fallen now."""
+    return math.isfinite(norm) or float(getattr(policy, "loss_scale", 1.0)) > 1
 
 
 def adamw(args: utils.Flags) -> type[torch.optim.AdamW]:

@@ -22,7 +22,7 @@ class TransformersEngine(utils.Engine):
         )
         self.model.to(world.device).eval().requires_grad_(False)
         self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults apply
-        if args.model_dtype == "bfloat16":
+        if args.model_dtype != "float32":
             # For strided rows a CPU's product copies the head once a row: gigabytes, and a minute
             head = self.model.get_output_embeddings()
             head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))

@@ -45,7 +45,7 @@ class Setup:
     """Print a row for each model, with deepspeed_stage 3 and gradient_checkpointing; none named: public ones."""
     model_revision: str | None = None
     """Hub revision."""
-    model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    model_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype. auto is bfloat16 here: any GPU that training is planned for has it."""
     learners: int = 1
     """Learner ranks, over which deepspeed_stage shards."""
