@@ -657,7 +657,7 @@ def verify_gsm8k_verl(record: RewardRecord) -> Verdict:
     """1.0 if the text after the last `#### ` of the last 300 characters, without commas, is the label's, else 0.0.
 
     This is veRL's rule for its GSM8K to the letter (verl/utils/reward_score/gsm8k.py, strict). It compares texts, so
-    72. and 72.00 and $72 are not 72, and it also reads the text in <think>. scripts/parts/README.md compares it with
+    72. and 72.00 and $72 are not 72, and it also reads the text in <think>. scripts/parts/rewards.md compares it with
     gsm8k."""
     answers = VERL_ANSWER.findall(record.response[-300:])
     answer = answers[-1].replace(",", "") if answers else None

@@ -351,7 +351,7 @@ def test_parts_are_not_loaded_without_their_verifiers():
 
 
 def test_three_rules_for_gsm8k_are_the_readme_s_table():
-    readme = (ROOT / "scripts" / "parts" / "README.md").read_text()
+    readme = (ROOT / "scripts" / "parts" / "rewards.md").read_text()
     lines = readme.split("| `gsm8k` | `gsm8k_strict` | `gsm8k_verl` |\n")[1].split("\n\n")[0].splitlines()[1:]
     rows = []
     for line in lines:
