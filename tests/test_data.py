@@ -327,7 +327,7 @@ BROKEN = {
         {"prompt": [USER], "data_source": "who/knows", "answer": "11"},
         "unknown verifier 'who/knows'.*--remap_verifier who/knows=NAME",
     ),
-    "label cannot be scored": (ROW | {"ground_truth": "eleven"}, "gsm8k: .*'eleven' is not one number"),
+    "label cannot be scored": (ROW | {"ground_truth": "a few"}, "gsm8k: .*'a few' is not one number"),
     "empty label": (ROW | {"dataset": "math", "ground_truth": ""}, "math: "),
     "too few labels": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k"] * 3}, "2 ground truths for 3 verifiers"),
     "one label for two": (ROW | {"dataset": ["gsm8k", "math"]}, "1 ground truths for 2 verifiers"),
@@ -368,8 +368,8 @@ def test_row_numbers_are_line_numbers(tokenizer, tmp_path):
     [("parquet", r"rows\.parquet row 2"), ("directory", r"train-0\.jsonl row 2"), ("saved", r"saved \[train\] row 2")],
 )
 def test_broken_rows_of_other_containers(tokenizer, tmp_path, container, where):
-    name = save_as(container, [ROW, ROW | {"ground_truth": "eleven"}], tmp_path)
-    with pytest.raises(utils.UserError, match=rf"--dataset_mixer_list .*{where}: gsm8k: .*'eleven'"):
+    name = save_as(container, [ROW, ROW | {"ground_truth": "a few"}], tmp_path)
+    with pytest.raises(utils.UserError, match=rf"--dataset_mixer_list .*{where}: gsm8k: .*'a few'"):
         load(tokenizer, name, "1.0")
 
 

@@ -44,6 +44,8 @@ def forked(tmp_path_factory):
             directory = tmp_path_factory.mktemp(name)
             for file in ("grpo.py", "grpo_fast.py", "utils.py"):
                 (directory / file).write_text((REPO / file).read_text())
+            for name_of_link in ("scripts", "rewards.py"):  # for runs of the copy
+                (directory / name_of_link).symlink_to(REPO / name_of_link)
             done = subprocess.run(["git", "apply", str(FORKS[name])], cwd=directory, capture_output=True, text=True)
             if done.returncode:
                 fix = "make the diff again; on a branch of your own, whose lines these are now, this test may fail"

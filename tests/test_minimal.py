@@ -32,7 +32,7 @@ def test_the_command_in_its_head_is_one_of_both_scripts():
     words = shlex.split(minimal.__doc__.split("\n\n")[1].replace("\\\n", " "))
     assert words[:2] == ["python", "scripts/minimal.py"]
     args, _ = (utils.parse_args(cls, words[2:]) for cls in (minimal.Args, grpo.Args))
-    assert args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout) == 12
+    assert args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout) == 10
 
 
 def test_its_flags_are_those_of_grpo_py():

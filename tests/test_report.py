@@ -650,14 +650,16 @@ def test_few_prompts_that_differ_are_no_proof(tmp_path):
         return compare_runs.compare(compare_runs.load(paths, None))
 
     text = compared(("a", [(0, 0)] * 2), ("b", [(10, 10)] * 2))
-    assert "**Score** of a and b cannot be told apart on the same 2 prompts: 0 and 10, difference +10" in text
+    told = "cannot be told apart over all rollouts of the same 2 prompts: 0 and 10, difference +10"
+    assert f"**Score** of a and b {told}" in text
     assert "(+10 to +10; 2 prompts differ, too few for this interval; p 0.5)" in text
     assert "| score | 2 | 2 | 0 | 10 | +10 | +10 to +10 (few differ) | 0.5 |" in text
     text = compared(("c", [(0, 10)] * 12), ("d", [(0, 10)] * 12))
     assert "| score | 12 | 0 | 5 | 5 | +0 | +0 to +0 (few differ) | 1 |" in text
     assert "fewer than 6 prompts differ, p is above 0.05" in text
     text = compared(("e", [(0, 0)] * 6), ("f", [(0, 10)] * 6))
-    assert "**Score** of e and f differs on the same 6 prompts: 0 and 5, difference +5 (+5 to +5)." in text
+    told = "differs over all rollouts of the same 6 prompts: 0 and 5, difference +5 (+5 to +5)."
+    assert f"**Score** of e and f {told}" in text
 
 
 # the benchmark report

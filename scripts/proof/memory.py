@@ -16,7 +16,7 @@ import importlib.metadata
 import math
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class Setup:
     """0: replicated learner; 2: gradients and optimizer state sharded; 3: parameters too."""
     fsdp_shard_size: int = 0
     """Learners that share a copy of the model. 0: all."""
-    offload: tuple[Literal["reference", "optimizer"], ...] = ()
+    offload: list[Literal["reference", "optimizer"]] = field(default_factory=list)
     """What is in host memory: the reference policy's shards, Adam's moments."""
     sequence_parallel_size: int = 1
     """Learners that share the tokens of a pack."""

@@ -1011,7 +1011,7 @@ class Dropping(grpo_fast.Collector):
 
     def engines_have(self, *_: Any) -> None:
         if not self.admitted:
-            self.admit(self.args.num_unique_prompts_rollout * max(self.args.async_steps, 1), frozenset())
+            self.admit(self.args.num_unique_prompts_rollout * max(self.args.async_steps, 1), self.sampler)
 
     def _finish(self, rollout: Any, generation: Any) -> None:
         super()._finish(rollout, generation)
@@ -1052,7 +1052,7 @@ class Streaming(Dropping):
     refill = False
 
     def engines_have(self, cursor: int) -> None:
-        self.admit(cursor + int(self.args.num_unique_prompts_rollout * (1 + self.args.async_steps)), frozenset())
+        self.admit(cursor + int(self.args.num_unique_prompts_rollout * (1 + self.args.async_steps)), self.sampler)
 
 
 # verl, docs/advance/fully_async.md, "128-card Stale Ablation Experiment" (Qwen2.5-Math-7B, DAPO, 512 x 16, at most 28K

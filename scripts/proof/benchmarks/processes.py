@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Client
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,9 +36,8 @@ PROMPT_TOKENS = 105
 def serve_stub(address: Any, ids: np.ndarray, holds: bool) -> None:
     """In place of an engine: a process that answers every request with the tokens `ids`, a message for each as of long
     responses. With `holds` it never answers."""
-    host, port, key = address.recv().split()
-    connection = Client((host, int(port)), authkey=key.encode())
-    connection.send(0)
+    meeting: Any = SimpleNamespace(store=SimpleNamespace(get=lambda _: address.recv().encode()))
+    connection = addresses.meet_learner(meeting, 0)
     logprobs = -np.linspace(0, 3, len(ids), dtype=np.float32)
     made = utils.Generation(ids, logprobs, "length", np.zeros(len(ids), np.int32))
     while True:
@@ -169,7 +167,7 @@ def make_batches(packs: list[list[grpo.Pack]], device: torch.device) -> None:
 
 def request_to_packs(collector: Any, groups: int) -> Any:
     """Have the collector admit requests until it has admitted so many groups, and wait for the packs of a step."""
-    collector.admit(groups, frozenset())
+    collector.admit(groups, collector.sampler)
     return collector.next()
 
 
