@@ -2,7 +2,7 @@
 
     python scripts/data/make_tasks.py                                            rows of the tasks
     python scripts/study.py calibrate --scale fly                                which tasks the model can learn
-    python scripts/study.py run --out study.jsonl --tasks last reverse --seeds 1-8 --controls \
+    python scripts/study.py run --out study.jsonl --seeds 1-8 --controls
         --arms base "sapo@scripts/forks/sapo.diff: --loss_fn sapo" "async4: grpo_fast.py --async_steps 4"
     python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
     python scripts/study.py replay study.jsonl [--task last --arm base --seed 3]    default: a random run
@@ -196,8 +196,11 @@ def table(options: argparse.Namespace) -> bool:
 def replay(options: argparse.Namespace) -> bool:
     """Make a run of a record again. Returns whether it is the record's: see report.replayed."""
     rows = record.read(options.records)
-    asked = (options.task, options.arm, options.seed)
-    keys = [key for key in rows.runs if all(want in (None, is_) for want, is_ in zip(asked, key, strict=True))]
+    asked = {"task": options.task, "arm": options.arm, "seed": options.seed}
+    keys = []
+    for key, row in rows.runs.items():
+        if all(value is None or row[field] == value for field, value in asked.items()):
+            keys.append(key)
     if not keys:
         raise RecordError("the record has no such run")
     task, name, seed = random.choice(keys)
@@ -225,7 +228,7 @@ def replay(options: argparse.Namespace) -> bool:
 def calibrate(options: argparse.Namespace) -> bool:
     """Tell which tasks a model can learn from: one step at learning rate 0."""
     scale = tasks.SCALES[options.scale]
-    names = options.tasks or list(tasks.TASKS)
+    names = options.tasks or scale.tasks
     arm = Arm("calibrate")
     commit = arms_part.git("rev-parse", "HEAD").decode().strip()
     print("task          sampled  greedy  informative  fit")

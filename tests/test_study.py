@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import grpo
+import utils
+from scripts import study as study_program
 from scripts.reports.intervals import holm
-from scripts.studies import arms, endpoints, record, report, statistics
+from scripts.studies import arms, endpoints, record, report, statistics, tasks
 from tests.conftest import REPO
 
 STUDIES = 3000  # simulated studies of a coverage; its standard error is 0.004
@@ -142,6 +145,19 @@ def test_arms_are_read():
 def test_flags_of_an_arm_replace_those_of_the_base():
     base = ("--beta", "0", "--list", "a", "1.0", "--shuffle")
     assert arms.merge_flags(base, ("--beta", "0.05", "--no_shuffle")) == "--list a 1.0 --beta 0.05 --no_shuffle".split()
+    twice = ("--length", "14", "--list", "a", "1.0", "--length", "64")  # of a scale, then of a task
+    assert arms.merge_flags(twice, ()) == "--list a 1.0 --length 64".split()
+
+
+@pytest.mark.parametrize("scale", tasks.SCALES)
+def test_every_task_s_flags_are_flags(scale):
+    """Of both scales, with what a control adds: grpo.py takes the line that a study makes of them."""
+    for name in tasks.SCALES[scale].tasks:
+        flags = study_program.base_flags(tasks.SCALES[scale], tasks.TASKS[name], 2)
+        line = arms.merge_flags(flags, ("--learning_rate", "0"))
+        args = utils.parse_args(grpo.Args, line)
+        assert args.learning_rate == 0 and args.total_episodes == 128
+        assert args.response_length == (64 if name == "calculator" else args.response_length)
 
 
 def test_a_copy_is_of_the_commit_and_has_the_diff(tmp_path):

@@ -113,20 +113,17 @@ def code_hash(folder: Path) -> str:
 
 
 def merge_flags(base: tuple[str, ...], own: tuple[str, ...]) -> list[str]:
-    """The base's flags with the arm's in their places: a flag of the arm replaces the base's with its values."""
-    merged: dict[str, list[str]] = {}
-    for flags in (base, own):
-        given: dict[str, list[str]] = {}
-        for word in flags:
-            if word.startswith("--"):
-                given[word] = []
-            elif not given:
-                raise ArmError(f"{word!r} belongs to no flag")
-            else:
-                given[list(given)[-1]].append(word)
-        for flag in given:
-            name = flag.removeprefix("--").removeprefix("no_")
-            merged.pop(f"--{name}", None)
-            merged.pop(f"--no_{name}", None)
-        merged |= given
-    return [word for flag, values in merged.items() for word in (flag, *values)]
+    """The base's flags, then the arm's. Of a flag that is given twice, --no_x and --x being one flag, the last counts,
+    with its values. Raises ArmError for a value that belongs to no flag."""
+    merged: dict[str, list[str]] = {}  # flag -> its words
+    name = ""
+    for word in (*base, *own):
+        if word.startswith("--"):
+            name = word.removeprefix("--").removeprefix("no_")
+            merged.pop(name, None)
+            merged[name] = [word]
+        elif not name:
+            raise ArmError(f"{word!r} belongs to no flag")
+        else:
+            merged[name].append(word)
+    return [word for words in merged.values() for word in words]
