@@ -111,11 +111,13 @@ def calculator(rng: random.Random) -> Question:
 
 @dataclass(frozen=True)
 class Task:
-    """How a question is drawn, the verifier of its answer, and the turns (role, text) before it."""
+    """How a question is drawn, the verifier of its answer, and the turns (role, text) before it. Without turns of its
+    own a task that `shows_one` has a question with its answer there, as a model of 135M parameters needs it."""
 
     draw: Callable[[random.Random], Question]
     verifier: str = "gsm8k"
-    examples: Sequence[tuple[str, str]] = ()
+    turns: Sequence[tuple[str, str]] = ()
+    shows_one: bool = True
 
 
 TASKS = {
@@ -125,17 +127,16 @@ TASKS = {
     "products": Task(products),
     "remainders": Task(remainders),
     "sort": Task(sort, verifier="puzzle"),
-    "last": Task(last),
-    "largest_digit": Task(largest_digit),
+    "last": Task(last, shows_one=False),  # of the fruit fly
+    "largest_digit": Task(largest_digit, shows_one=False),  # of the fruit fly
     "reverse": Task(reverse),
-    "calculator": Task(calculator, examples=EXAMPLES),  # a call of the tool calculator answers it
+    "calculator": Task(calculator, turns=EXAMPLES),  # a call of the tool calculator answers it
 }
 
 
-def make_row(question: Question, verifier: str, examples: Sequence[tuple[str, str]] = ()) -> dict:
+def make_row(question: Question, verifier: str, turns: Sequence[tuple[str, str]] = ()) -> dict:
     """The row of a question, after turns (role, text) that show what is asked for."""
-    turns = [*examples, ("user", question.text)]
-    messages = [{"role": role, "content": text} for role, text in turns]
+    messages = [{"role": role, "content": text} for role, text in (*turns, ("user", question.text))]
     return {"messages": messages, "ground_truth": question.answer, "dataset": verifier}
 
 
@@ -143,17 +144,26 @@ def make_task(name: str, out: Path, seed: int = 1) -> Path:
     """Write the rows of a task to out/name."""
     task = TASKS[name]
     rng = random.Random(f"{seed} {name}")
+    turns = task.turns
+    shown: tuple[int, ...] = ()
+    if task.shows_one and not turns:
+        example = task.draw(random.Random(name))
+        turns = (("user", example.text), ("assistant", example.answer))
+        shown = example.numbers
+
     drawn: dict[tuple[int, ...], Question] = {}
     for _ in range(MOST_DRAWS):
         question = task.draw(rng)
+        if question.numbers == shown:
+            continue
         drawn.setdefault(question.numbers, question)
         if len(drawn) == TRAIN_ROWS + EVAL_ROWS:
             break
     else:
         raise ValueError(f"{name}: {MOST_DRAWS} draws gave only {len(drawn)} different questions")
     questions = list(drawn.values())
-    eval_rows = [make_row(question, task.verifier, task.examples) for question in questions[:EVAL_ROWS]]
-    train_rows = [make_row(question, LEARNED, task.examples) for question in questions[EVAL_ROWS:]]
+    eval_rows = [make_row(question, task.verifier, turns) for question in questions[:EVAL_ROWS]]
+    train_rows = [make_row(question, LEARNED, turns) for question in questions[EVAL_ROWS:]]
     return write_splits(out / name, {"eval": eval_rows, "train": train_rows})
 
 
