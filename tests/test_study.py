@@ -15,7 +15,7 @@ import grpo
 import utils
 from scripts import study as study_program
 from scripts.reports.intervals import holm
-from scripts.studies import arms, endpoints, record, report, statistics, tasks
+from scripts.studies import arms, endpoints, noise, record, report, statistics, tasks
 from tests.conftest import REPO
 
 STUDIES = 3000  # simulated studies of a coverage; its standard error is 0.004
@@ -171,6 +171,34 @@ def test_a_copy_is_of_the_commit_and_has_the_diff(tmp_path):
     with pytest.raises(arms.ArmError, match="does not apply"):
         bad = "--- a/grpo.py\n+++ b/grpo.py\n@@ -1 +1 @@\n-nothing\n+more\n"
         arms.make_copy(arms.Arm("bad", bad), commit, tmp_path)
+
+
+# --- Verifiers that err -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("judge", "youden"), [(noise.j_06, 0.6), (noise.j_03, 0.3), (noise.j_0, 0), (noise.j_minus_03, -0.3)]
+)
+def test_a_verifier_errs_as_often_as_its_name_says(judge, youden):
+    """Of 8,000 right answers and of as many wrong ones the share (1 - J) / 2 is judged wrongly, whatever the place."""
+    answers = ["7", "3"] * 4
+    judged = np.array([judge(answers, ["7"] * 8, f"user: question {i}") for i in range(2000)])
+    right = judged[:, 0::2]
+    wrong = judged[:, 1::2]
+    assert right.mean(0) == pytest.approx([(1 + youden) / 2] * 4, abs=0.05)  # 4.5 standard errors
+    assert right.mean() - wrong.mean() == pytest.approx(youden, abs=0.03)
+    together = (right[:, 0] == right[:, 1]).mean()  # equal responses of a group
+    assert together == pytest.approx((1 + youden**2) / 2, abs=0.05)
+
+
+def test_a_verifier_errs_again_in_the_same_way():
+    """The same for the same group, so that a run can be made again; another draw for another prompt or group."""
+    answers = ["7"] * 64
+    labels = ["7"] * 64
+    first = noise.j_0(answers, labels, "user: a")
+    assert first == noise.j_0(answers, labels, "user: a")
+    assert first != noise.j_0(answers, labels, "user: b")
+    assert first[1:] != noise.j_0(["3", *answers[1:]], labels, "user: a")[1:]
 
 
 # --- Records ----------------------------------------------------------------------------------------------------------
