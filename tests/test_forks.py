@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests import programs, test_learner, test_math
+from tests import programs, test_credit, test_learner, test_math
 from tests.conftest import REPO
 from tests.test_teacher import plain
 
@@ -111,6 +111,7 @@ FLAGS = {
     "teacher_kl": [],
     "top_entropy": [],
     "ttrl": [],
+    "turn_index": ["--turn_credit"],
     "vineppo": [],
     "vip": [],
 }
@@ -549,6 +550,26 @@ def test_ttrl_by_hand(forked, answers, label, want):
     assert grpo.score_group(group, args)
     assert [r.score for r in group] == [r.outcome for r in group] == want
     assert [r.verifiable for r in group] == [float(answer == label) for answer in answers]
+
+
+def test_turn_index_by_hand(forked):
+    """Finals 1, 0, 0 and a missing one, answers' rewards (0.5, 0.2), (0.3), none and (0.9), in tens: the first turns'
+    mean is 8 / 3, the later turns have but one rollout. In the game of four turns 34 % of the gradient are left."""
+    _, grpo = forked("turn_index")
+    group = test_credit.group_by_hand()
+    grpo.set_advantages([group], test_credit.ARGS)
+    want = [[9.0] * 5 + [20 / 3] * 7, [-3.0] * 2, [-6.0] * 2, [0.0] * 2]
+    for r, values in zip(group, want, strict=True):
+        assert r.advantage == pytest.approx(values)
+
+    def advantages_of(games):
+        rollouts = [test_credit.played(game) for game in games]
+        grpo.set_advantages([rollouts], replace(test_credit.ARGS, verification_reward=1.0))
+        return [r.advantage for r in rollouts]
+
+    truth, _ = test_credit.moments(test_credit.by_turn_credit, 4)
+    biased, _ = test_credit.moments(advantages_of, 4)
+    assert biased / truth == pytest.approx(0.34, abs=0.001)
 
 
 def test_competence_by_hand(forked):
