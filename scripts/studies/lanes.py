@@ -20,7 +20,6 @@ from scripts.studies.endpoints import curve_of, endpoints
 
 WORKER = Path(__file__).with_name("worker.py")
 LOG_TAIL = 3000  # characters of a failed run's log that are kept
-MOST_WORKERS = 3  # of a lane: each has a copy's imports in memory
 
 
 @dataclass(frozen=True)
@@ -36,40 +35,33 @@ class Job:
 
 
 class Lane:
-    """Workers of one thread, at most MOST_WORKERS, the one used longest ago ends first."""
+    """A thread's worker, started for its first run."""
 
     def __init__(self, number: int, threads: int, folder: Path, copies: dict[str, Path]):
         self.number = number
         self.threads = threads
         self.folder = folder
         self.copies = copies  # arm -> copy
-        self.workers: dict[Path, subprocess.Popen] = {}
+        self.worker: subprocess.Popen | None = None
 
-    def worker_of(self, copy: Path) -> subprocess.Popen:
-        """The worker of a copy, started where there is none."""
-        worker = self.workers.pop(copy, None)
-        if worker is None:
-            while len(self.workers) >= MOST_WORKERS:
-                self.end(next(iter(self.workers)))
+    def start(self) -> subprocess.Popen:
+        """The worker."""
+        if self.worker is None:
             threads = str(self.threads)
             environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            command = [sys.executable, str(WORKER), str(copy)]
             pipe = subprocess.PIPE
-            worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
-        self.workers[copy] = worker
-        return worker
-
-    def end(self, copy: Path) -> None:
-        """End the worker of a copy."""
-        worker = self.workers.pop(copy)
-        assert worker.stdin is not None
-        worker.stdin.close()
-        worker.wait()
+            self.worker = subprocess.Popen(
+                [sys.executable, str(WORKER)], stdin=pipe, stdout=pipe, env=environment, text=True
+            )
+        return self.worker
 
     def close(self) -> None:
-        """End all workers."""
-        for copy in list(self.workers):
-            self.end(copy)
+        """End the worker."""
+        if self.worker is not None:
+            assert self.worker.stdin is not None
+            self.worker.stdin.close()
+            self.worker.wait()
+            self.worker = None
 
     def run(self, job: Job) -> dict[str, Any]:
         """Do a run; returns its row, of kind run or failure, without what the study adds."""
@@ -80,17 +72,17 @@ class Lane:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
         where = ["--output_dir", str(run_dir.parent), "--exp_name", name, "--seed", str(job.run_seed)]
-        order = {"script": job.arm.script, "flags": [*job.flags, *where], "log": str(log)}
+        order = {"copy": str(copy.resolve()), "script": job.arm.script, "flags": [*job.flags, *where], "log": str(log)}
 
         start = time.perf_counter()
-        worker = self.worker_of(copy)
+        worker = self.start()
         assert worker.stdin is not None and worker.stdout is not None
         worker.stdin.write(json.dumps(order) + "\n")
         worker.stdin.flush()
         line = worker.stdout.readline()
         if not line:
-            self.workers.pop(copy)
-            raise RuntimeError(f"the worker of {copy} ended with exit status {worker.wait()}")
+            self.worker = None
+            raise RuntimeError(f"the worker ended with exit status {worker.wait()}")
         answer = json.loads(line)
 
         row: dict[str, Any] = {"task": job.task, "arm": job.arm.name, "seed": job.seed, "run_seed": job.run_seed}

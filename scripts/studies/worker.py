@@ -1,14 +1,15 @@
-"""Runs training runs, one after the other, each in a fork of this process, which has imported a copy's code once.
+"""Runs training runs, one after the other, each in a fork of this process, which has imported the libraries once.
 
-    python scripts/studies/worker.py COPY
+    python scripts/studies/worker.py
 
-It reads a job as JSON from each line of stdin, {"script", "flags", "log"}, and answers a line {"code", "cpu_seconds"}
-when the run has ended: its exit status (negative: the signal that ended it) and the processor time of it and of the
-processes that it started. A fork starts with the imports done and shares nothing else, so a run in it has the bits of a
-run on the command line; tests/test_study.py compares them. grpo_fast.py starts processes of its own, so that a fork has
-nothing to give: it is started as on the command line.
+It reads a job as JSON from each line of stdin, {"copy", "script", "flags", "log"}, and answers a line {"code",
+"cpu_seconds"} when the run has ended: its exit status (negative: the signal that ended it) and the processor time of it
+and of the processes that it started. A fork imports the code of its copy, which takes half a second, and shares nothing
+else with the others, so a run in it has the bits of a run on the command line; tests/test_study.py compares them.
+grpo_fast.py starts processes of its own, so that a fork has nothing to give: it is started as on the command line.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,10 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+LIBRARIES = """numpy scipy.stats torch torch.distributed.checkpoint torch.distributed.fsdp tyro
+    transformers.generation.logits_process transformers.models.auto.modeling_auto
+    transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama transformers.optimization"""
 
 
 def no_picture(run_dir: Path) -> str:
@@ -25,6 +30,9 @@ def no_picture(run_dir: Path) -> str:
 
 def run(job: dict[str, Any]) -> None:
     """In the fork: the run, with its output in the log."""
+    copy = job["copy"]
+    os.chdir(copy)
+    sys.path.insert(0, copy)
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -62,14 +70,10 @@ def serve() -> None:
 
 
 def main() -> None:
-    copy = Path(sys.argv[1]).resolve()
-    os.chdir(copy)
-    sys.path[0] = str(copy)
-
-    # imported before the forks, with torch
-    importlib.import_module("grpo")
-    importlib.import_module("transformers.models.auto.modeling_auto")
-
+    sys.path.pop(0)  # this directory, whose statistics.py is not the library's
+    for name in LIBRARIES.split():
+        importlib.import_module(name)
+    gc.freeze()  # collections in the forks need not look at what was imported
     serve()
 
 

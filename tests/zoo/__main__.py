@@ -2,6 +2,9 @@
 
     python -m tests.zoo                   all of them: writes tests/zoo/noticed.tsv and the table of tests/zoo/README.md
     python -m tests.zoo NAME [NAME ...]   some of them: prints what noticed each, and changes their rows
+    python -m tests.zoo --study RECORD [NAME ...] [--seeds 1-8 and other flags of scripts/study.py run]
+                                          what they cost: runs of the fruit fly with each, and with the clean code
+    python -m tests.zoo --costs RECORD    writes the column of costs from such a record
 
 An animal is tests/zoo/NAME.diff. Its head says what goes wrong, of which kind it is, in which systems' threads it was
 seen, which test of ours fails on it, and with which flags the debug task runs into it (Run; none where one process in
@@ -29,11 +32,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.reports import checks
+from tests.zoo import costs
 
 REPO = Path(__file__).resolve().parents[2]
 ZOO = Path(__file__).parent
 NOTICED = ZOO / "noticed.tsv"
 OURS = ("grpo", "grpo_fast", "utils", "rewards", "scripts", "tests")  # what a copy has of its own
+TASK = "largest_digit"  # of scripts/studies/tasks.py
 LETTERS = """--exp_name run --overwrite --model_dtype float32 --dataset_mixer_list reasoning_gym:chain_sum 100
     --reward_file scripts/train/debug/letters.py --remap_verifier reasoning_gym=letters --rollout_backend transformers
     --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 16 --temperature 1.0
@@ -65,6 +70,8 @@ class Animal:
     seen_in: list[str]  # system#number of each thread
     test: str  # pytest's name of it
     run: list[str]  # program and flags; empty: no run shows it
+    study: list[str]  # program and flags of the fruit fly's runs, which tell what it costs; empty: no study can
+    why: str  # no study can
 
     @property
     def path(self) -> Path:
@@ -81,11 +88,14 @@ class Noticed(NamedTuple):
 def read(path: Path) -> Animal:
     """The animal of a diff. Raises ValueError for a head that lacks something."""
     head = path.read_text().partition("\n--- a/")[0]
-    match = re.fullmatch(r"(.+)\nKind: (.+)\nSeen in: (.+)\nTest: (\S+)\nRun: (.+)\n", head)
+    match = re.fullmatch(r"(.+)\nKind: (.+)\nSeen in: (.+)\nTest: (\S+)\nRun: (.+)\nStudy: (none: )?(.+)\n", head)
     if match is None:
-        raise ValueError(f"{path.name}: its head is not: a sentence, Kind, Seen in, Test, Run")
-    what, kind, threads, test, run = match.groups()
-    return Animal(path.stem, what, kind, threads.split(", "), test, [] if run == "none" else run.split())
+        raise ValueError(f"{path.name}: its head is not: a sentence, Kind, Seen in, Test, Run, Study")
+    what, kind, threads, test, run, no_study, study = match.groups()
+    line = [] if run == "none" else run.split()
+    if no_study:
+        return Animal(path.stem, what, kind, threads.split(", "), test, line, [], study)
+    return Animal(path.stem, what, kind, threads.split(", "), test, line, study.split(), "")
 
 
 def animals() -> dict[str, Animal]:
@@ -248,8 +258,21 @@ def table(rows: dict[str, list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(names: list[str]) -> int:
+def study(path: str, words: list[str]) -> int:
+    """Runs of these animals, or all, and of the clean code, with the study's flags that follow the names."""
+    first_flag = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    names, flags = words[:first_flag], words[first_flag:]
+    everything = animals()
+    arms = costs.arms({name: everything[name] for name in names or everything})
+    line = ["scripts/study.py", "run", "--out", path, "--tasks", TASK, *flags, "--arms", *arms]
+    return subprocess.run([sys.executable, *line], cwd=REPO).returncode
+
+
+def main(words: list[str]) -> int:
     """Ask who notices these animals, or all; returns how many nobody does."""
+    if words[:1] == ["--study"]:
+        return study(words[1], words[2:])
+    names = words
     everything = animals()
     unknown = [name for name in names if name not in everything]
     if unknown:
