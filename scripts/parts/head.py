@@ -22,7 +22,7 @@ Shapes: n tokens, H hidden size, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ class HeadLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature: float, chunk: int, compiled: bool = False):
         logprobs, entropy, normalizers = torch.empty(3, len(targets), device=hidden.device)
         forward_chunk = chunk_function(HeadLogprobs.forward_chunk, compiled)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
+        for part in chunks(len(targets), chunk):
             outputs = forward_chunk(hidden[part], weight, targets[part], temperature)
             logprobs[part], entropy[part], normalizers[part] = outputs
         ctx.save_for_backward(hidden, weight, targets, entropy, normalizers)
@@ -57,13 +56,9 @@ class HeadLogprobs(torch.autograd.Function):
         g = torch.zeros_like(entropy) if g is None else g / ctx.temperature
         if h is not None:
             h = h / ctx.temperature
-        hidden_grad = torch.empty_like(hidden)
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32)  # chunks add up in float32
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[1])
         backward_chunk = chunk_function(HeadLogprobs.backward_chunk, ctx.compiled)
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        for part in chunks(len(targets), ctx.chunk):
             h_part = None if h is None else h[part]
             logits_grad = backward_chunk(
                 hidden[part],
@@ -75,17 +70,14 @@ class HeadLogprobs(torch.autograd.Function):
                 h_part,
                 ctx.temperature,
             )
-            hidden_grad[part] = logits_grad @ weight
-            if weight_grad is not None:
-                weight_grad += logits_grad.T @ hidden[part]
-        if weight_grad is not None:
-            weight_grad = weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None, None
+            gradients.add(part, logits_grad)
+        return *gradients.total(), None, None, None, None
 
     @staticmethod
     def logits(hidden, weight, temperature: float):
-        """The logits of a chunk, float32 (chunk, V)."""
-        logits = (hidden @ weight.T).float()
+        """The logits of a chunk, (chunk, V), float32 or, for float64, float64."""
+        logits = hidden @ weight.T
+        logits = logits.to(wide(logits.dtype))
         return logits if temperature == 1 else logits.div_(temperature)
 
     @staticmethod
@@ -110,6 +102,41 @@ class HeadLogprobs(torch.autograd.Function):
         logits_grad = softmax_gradient(logp, entropy, g, h)
         logits_grad = logits_grad.to(weight.dtype)
         return logits_grad.scatter_(1, columns, target_grad.to(weight.dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What logits and sums over chunks are computed in: float32, and float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def chunks(n: int, size: int) -> Iterator[slice]:
+    """0 .. n - 1 in parts of at most `size`."""
+    for start in range(0, n, size):
+        yield slice(start, start + size)
+
+
+class HeadGradients:
+    """The gradients of a loss by hidden states and head, from those by the logits of one chunk after the other."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, trains_weight: bool):
+        self.inputs = hidden
+        self.head = weight
+        self.hidden = torch.empty_like(hidden)
+        self.weight: Tensor | None = None
+        if trains_weight:
+            self.weight = torch.zeros_like(weight, dtype=wide(weight.dtype))  # chunks add up in it
+
+    def add(self, part: slice, logits_grad: Tensor) -> None:
+        """Add a chunk: logits_grad (chunk, V) is d loss / d u of the tokens `part`, in the head's dtype."""
+        self.hidden[part] = logits_grad @ self.head
+        if self.weight is not None:
+            self.weight += logits_grad.T @ self.inputs[part]
+
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """By hidden states and by the head, None if that does not train, after the last chunk."""
+        if self.weight is None:
+            return self.hidden, None
+        return self.hidden, self.weight.to(self.head.dtype)
 
 
 def softmax_gradient(logp, entropy, g, h):
