@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
 # The curve of a fork: the debug task (train/debug/letters.sh) with a diff of this directory applied to a copy, with the
 # flags of the command in the diff's head. Prints the mean score of steps 1, 5, 10, 15 and 20; the head has what was
-# printed where it was made. `plain` is grpo.py as it is.
+# printed where it was made. `plain` is grpo.py as it is. A fork that the debug task lacks something for has it added
+# below, or is trained on a study's task, with the fruit fly (data/make_fruit_fly.py) as model; `plain largest_digit`
+# is that task without a diff.
 #
-#   bash scripts/forks/train.sh dppo [FLAGS of grpo.py]
+#   bash scripts/forks/train.sh NAME of a diff, or plain [largest_digit] [FLAGS of grpo.py]
 #
-# Hardware: 2 CPU cores and 2 GiB of memory, no network; half a minute. All metrics are in runs/fork_NAME.
+# Hardware: 2 CPU cores and 2 GiB of memory, no network; half a minute. All metrics are in runs/fork_NAME or
+# runs/fork_NAME_largest_digit.
 set -euo pipefail
-name="${1:?usage: train.sh NAME of a diff, or plain [FLAGS of grpo.py]}"
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+name="${1:?usage: train.sh NAME of a diff, or plain [largest_digit] [FLAGS of grpo.py]}"
+shift
+here="$(dirname "${BASH_SOURCE[0]}")"
+cd "$here/../.."
 root="$PWD"
 source scripts/setup.sh
 diff="$root/scripts/forks/$name.diff"
@@ -33,18 +38,64 @@ if [[ "$name" != plain ]]; then
     git apply "$diff"
     read -ra flags < <(sed -n 's/^    python grpo\.py \.\.\.//p' "$diff" | tail -n 1)
 fi
+
+# What a fork needs and the debug task lacks, and the metric that shows what it learns
+metric=objective/scores
+run="fork_$name"
+task=()
+case "$name" in
+competence) # rows in a file's order, which is none here
+    task=(--dataset_mixer_list reasoning_gym:chain_sum 100)
+    ;;
+echo) # an environment, which says what the policy can foretell
+    metric=loss/echo
+    flags=()
+    task=(--env_file scripts/forks/counter.py --max_steps 3 --per_turn_max_tokens 6 --response_length 64)
+    ;;
+repetition) # n-grams that come twice in a short response
+    metric=val/advantages
+    sed -i 's/^REPEATED = .*/REPEATED = 3/' grpo.py
+    task=(--response_length 32 --repetition_penalty 1)
+    ;;
+teacher_*) # a teacher: the model that has learned the debug task
+    metric=loss/kl_avg
+    [[ -d "$root/runs/fork_plain/model" ]] || bash "$root/scripts/forks/train.sh" plain
+    task=(--ref_model_name_or_path "$root/runs/fork_plain/model")
+    ;;
+esac
+
+if [[ "$name" == ttrl || "$name" == luffy || "${1:-}" == largest_digit ]]; then # labels, which answers are compared with
+    [[ "${1:-}" != largest_digit ]] || shift
+    run+=_largest_digit
+    data=data/tasks/largest_digit
+    metric=eval/objective/verifiable_correct_rate
+    python scripts/data/make_tasks.py --tasks largest_digit
+    task=(--model_name_or_path scripts/studies/fly --total_episodes 1280 --response_length 14 --local_eval_every 5
+        --dataset_mixer_list "$data/train.jsonl" 1.0 --dataset_mixer_eval_list "$data/eval.jsonl" 1.0
+        --remap_verifier learned=gsm8k)
+fi
+if [[ "$name" == luffy ]]; then # an expert, who gives the label
+    sed -Ei 's/("ground_truth": ("[^"]*"))/\1, "expert": \2/' "$data/train.jsonl"
+    printf 'def learned(response, ground_truth, expert):\n    return response.strip() == ground_truth\n' >expert.py
+    task+=(--reward_file expert.py --remap_verifier reasoning_gym=learned)
+fi
+
 set -m
-bash scripts/train/debug/letters.sh --output_dir "$root/runs" --exp_name "fork_$name" "${flags[@]}" "${@:2}" &
+bash scripts/train/debug/letters.sh --output_dir "$root/runs" --exp_name "$run" "${flags[@]}" "${task[@]}" "$@" &
 job=$!
 set +m
 wait "$job"
 job=""
-python - "$root/runs/fork_$name/metrics.jsonl" <<'END'
+python - "$root/runs/$run/metrics.jsonl" "$metric" <<'END'
 import json
 import sys
 
-rows = [json.loads(line) for line in open(sys.argv[1])]
-scores = {row["training_step"]: row["objective/scores"] for row in rows}
-steps = [step for step in (1, 5, 10, 15, 20) if step in scores]
-print("score of steps", *steps, "is", *(f"{scores[step]:.2f}" for step in steps))
+path, metric = sys.argv[1:]
+rows = [json.loads(line) for line in open(path)]
+values = {row["training_step"]: row[metric] for row in rows if metric in row}
+steps = [step for step in (1, 5, 10, 15, 20) if step in values]
+if metric == "objective/scores":
+    print("score of steps", *steps, "is", *(f"{values[step]:.2f}" for step in steps))
+else:
+    print(metric, "of steps", *steps, "is", *(f"{values[step]:.3g}" for step in steps))
 END

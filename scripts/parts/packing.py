@@ -150,7 +150,7 @@ def probe_rollouts(prompt: Prompt) -> list[Rollout]:
     rollouts = []
     for i, response in enumerate((forwards, backwards, backwards, forwards)):
         n = len(response)
-        rollouts.append(Rollout(prompt, i // 2, 0, response, [0.0] * n, [True] * n))
+        rollouts.append(Rollout(prompt, i // 2, 0, response, [0.0] * n, [True] * n, [0] * n))
     return rollouts
 
 
