@@ -79,14 +79,17 @@ class TopTeacher:
 def top_of(teacher: Teacher, k: int, vocabulary: int, chunk: int) -> TopTeacher:
     """The teacher's k most likely tokens of the first `vocabulary`, with the logits of at most `chunk` tokens at a
     time. 0 < k < vocabulary."""
-    n = len(teacher.hidden)
-    logprobs = teacher.hidden.new_empty((n, k), dtype=wide(teacher.hidden.dtype))
-    top = TopTeacher(torch.empty_like(logprobs, dtype=torch.long), logprobs, torch.empty_like(logprobs[:, :1]))
-    for part in chunks(n, chunk):
-        log_q = log_probabilities(teacher.hidden[part], teacher.weight, teacher.temperature)
-        top.logprobs[part], top.tokens[part] = log_q[:, :vocabulary].topk(k)
-        top.rest[part] = log_rest(log_q, top.tokens[part])
-    return top
+    hidden = teacher.hidden
+    dtype = wide(hidden.dtype)
+    tokens = hidden.new_empty((len(hidden), k), dtype=torch.long)
+    logprobs = hidden.new_empty((len(hidden), k), dtype=dtype)
+    rest = hidden.new_empty((len(hidden), 1), dtype=dtype)
+    for part in chunks(len(hidden), chunk):
+        log_q = log_probabilities(hidden[part], teacher.weight, teacher.temperature)
+        known = log_q[:, :vocabulary]
+        logprobs[part], tokens[part] = known.topk(k)
+        rest[part] = log_rest(log_q, tokens[part])
+    return TopTeacher(tokens, logprobs, rest)
 
 
 def log_rest(log_p: Tensor, tokens: Tensor) -> Tensor:
