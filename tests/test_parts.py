@@ -15,7 +15,7 @@ FOUR = ("grpo.py", "grpo_fast.py", "rewards.py", "utils.py")
 ORDER = ("grpo_fast", "grpo", "utils", "rewards")
 PARTS = sorted(path.stem for path in (REPO / "scripts" / "parts").glob("*.py"))
 # What every run has; all others belong to a flag, to a kind of row or to an engine.
-OF_EVERY_RUN = {"checks", "checkpoints", "fits", "outlook", "plan", "rows", "run_dir", "start_files"}
+OF_EVERY_RUN = {"checks", "checkpoints", "fits", "outlook", "plan", "probe", "rows", "run_dir", "start_files"}
 OF_EVERY_RUN |= {"failures", "head", "hidden", "machine", "packing", "ran", "saves", "sharding", "translate"}
 
 

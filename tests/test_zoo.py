@@ -14,7 +14,8 @@ import transformers
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import packing
+from scripts.parts import checkpoints, packing
+from scripts.reports import checks
 from tests.conftest import REPO
 from tests.test_wiring import make_collector
 from tests.zoo import __main__ as zoo
@@ -65,7 +66,9 @@ def test_who_noticed_is_read_from_what_a_run_left():
     flags = {"model_dtype": "float32"}
     animal = next(iter(ANIMALS.values()))
     clean = zoo.Run(0, "packing  shared", rows, flags)
+    probed = "WARNING: this copy of grpo.py: no token has a gradient; fine if you meant it\npacking  shared"
     cases = {
+        ("start: no token has a gradient", "0"): zoo.Run(0, probed, rows, flags),
         ("start: UserError: no", "0"): zoo.Run(1, "utils.UserError: no", [], {}),
         ("run: GapError: far", "3"): zoo.Run(1, "x\nutils.GapError: far", rows[:2], flags),
         ("start: packing  rows", "0"): zoo.Run(0, "packing  rows", rows, flags),
@@ -73,6 +76,46 @@ def test_who_noticed_is_read_from_what_a_run_left():
         None: zoo.Run(0, "packing  shared", rows, flags),
     }
     assert {want: zoo.seen_by_the_run(animal, run, clean) for want, run in cases.items()} == {k: k for k in cases}
+
+
+def checked(name, rows, **args):
+    """Whether a check of the page is fine; None where it is not made."""
+    rows = [{"training_step": step} | row for step, row in enumerate(rows, start=1)]
+    return next((check["fine"] for check in checks.check_run(rows, args) if check["name"] == name), None)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "fine"), [([0.1, 0.2, 0.3], True), ([0.1, 0.1], False), ([0.1, 0.2, 0.1], False), ([0.1], None)]
+)
+def test_prompts_that_come_again_are_seen_in_the_epoch(epochs, fine):
+    assert checked("prompts go on", [{"epoch": epoch} for epoch in epochs]) is fine
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates", "fine"),
+    [
+        ("linear", [1, 2, 1.5, 1], True),
+        ("linear", [2, 1, 0.5, 0.6], False),
+        ("constant_with_warmup", [1, 2, 2, 2], True),
+        ("constant_with_warmup", [1, 2, 0.5, 1, 2], False),
+        ("constant", [1, 1], True),
+        ("cosine_with_restarts", [1, 0.5, 1], None),
+    ],
+)
+def test_a_schedule_that_begins_anew_is_seen_in_the_rate(kind, rates, fine):
+    assert checked("one peak of the learning rate", [{"lr": rate} for rate in rates], lr_scheduler_type=kind) is fine
+
+
+def test_moments_that_were_not_restored_end_a_resume():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    zeros = {"w": {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}}
+    saved = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}
+    checkpoints.need_moments(zeros, optimizer)
+    with pytest.raises(RuntimeError, match="did not reach"):
+        checkpoints.need_moments(saved, optimizer)
+    optimizer.state[weight] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}
+    checkpoints.need_moments(saved, optimizer)
 
 
 def todays(names):

@@ -235,6 +235,7 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     dcp.load(state, checkpoint_id=path / "state")
     state["policy"] |= scale
     set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"] | {"param_groups": groups})
+    need_moments(state["optimizer"]["state"], optimizer)
     for name, module in modules.items():
         complete = not utils.has_adapters(module)  # with adapters the frozen weights are not in the checkpoint
         set_model_state_dict(module, state[name], options=StateDictOptions(strict=complete))
@@ -247,6 +248,14 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
         extra["sampler"] = {"excluded": set(extra.pop("excluded"))}
         extra.pop("rollouts", None)
     return extra
+
+
+def need_moments(loaded: dict[str, Any], optimizer: Optimizer) -> None:
+    """Raises RuntimeError if the checkpoint's moments, by parameter, are not 0 and the optimizer's are."""
+    theirs = any(bool(value.any()) for values in loaded.values() for value in values.values() if value.ndim)
+    ours = any(bool(value.any()) for values in optimizer.state.values() for value in values.values() if value.ndim)
+    if theirs and not ours:
+        raise RuntimeError("the checkpoint's moments did not reach the optimizer")
 
 
 def unsaved_scale(path: Path, policy_state: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Refuses models, lengths, learners and a teacher that do not fit together, and warns of prompts that do not fit the
 run. Reads configs and tokenizers only.
 
-Every run asks before a model loads. Four things are refused: prompt and response have more tokens together than model
-or teacher have positions; --sequence_parallel_size does not divide their attention heads; policy and teacher have
-different vocabularies, so that the KL between them means nothing; and what packing.py cannot compute.
+Every run asks before a model loads, and probe.py asks the algorithm. Four things are refused: prompt and response have
+more tokens together than model or teacher have positions; --sequence_parallel_size does not divide their attention
+heads; policy and teacher have different vocabularies, so that the KL between them means nothing; and what packing.py
+cannot compute.
 """
 
 import os
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import utils
-from scripts.parts import packing
+from scripts.parts import packing, probe
 
 
 def check(args: Any, prompts: Sequence[utils.Prompt]) -> None:
@@ -20,8 +21,10 @@ def check(args: Any, prompts: Sequence[utils.Prompt]) -> None:
     train on."""
     from transformers import AutoConfig
 
-    if os.environ.get("RANK", "0") == "0" and not args.load_batches:
-        for problem in warnings_of(args, prompts):
+    if os.environ.get("RANK", "0") == "0":
+        problems = [] if args.load_batches else warnings_of(args, prompts)
+        problems += [f"this copy of grpo.py: {found}; fine if you meant it" for found in probe.differences(args)]
+        for problem in problems:
             print(f"WARNING: {problem}", flush=True)
 
     config = utils.pretrained(AutoConfig, args, "model_name_or_path")
@@ -33,8 +36,13 @@ def check(args: Any, prompts: Sequence[utils.Prompt]) -> None:
 
 
 def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
-    """What is probably a mistake: fewer prompts than a step takes, and a reward function that scores none of them."""
+    """What is probably a mistake: fewer prompts than a step takes, prompts that all begin with one token twice, and a
+    reward function that scores none of them."""
     problems = []
+    starts = {prompt.token_ids[:2] for prompt in prompts}
+    first, *others = starts or [()]
+    if not others and len(first) == 2 and first[0] == first[1]:
+        problems.append(f"every prompt begins with token {first[0]} twice: template and tokenizer may both write it")
     if len(prompts) < args.num_unique_prompts_rollout:
         fewer = args.with_value("num_unique_prompts_rollout")
         reason = "an amount without a dot is a number of rows, and 1.0 is all of them"

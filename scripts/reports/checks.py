@@ -1,5 +1,6 @@
 """What a practitioner would look at first in a run's metrics: checks with thresholds, and speed against its limits."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 from scripts.reports import intervals
 from scripts.reports.common import GAP
 
+# schedules that rise, at most once, and fall; with another learning rate a resumed run may rise again
+ONE_PEAK = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 
@@ -153,6 +156,24 @@ def check_updates(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield check("gradient spikes", ratio <= 10, numbers, "> 10 x median")
 
 
+def check_order(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Whether data and learning rate go on from step to step, also over a resume."""
+    epochs = series(rows, "epoch")
+    if len(epochs) > 1:
+        standing = sum(after <= before for before, after in itertools.pairwise(epochs))
+        numbers = f"{epochs[0]:.3g} -> {epochs[-1]:.3g}"
+        yield check("prompts go on", standing == 0, numbers, "epoch not above that of the step before")
+    rates = series(rows, "lr")
+    if rates and args.get("lr_scheduler_type") in ONE_PEAK:
+        after_fall = False
+        rises = 0
+        for before, after in itertools.pairwise(rates):
+            rises += after_fall and after > before * (1 + 1e-6)
+            after_fall |= after < before * (1 - 1e-6)
+        numbers = f"{rates[0]:.3g} -> {rates[-1]:.3g}"
+        yield check("one peak of the learning rate", rises == 0, numbers, "lr rises again after it has fallen")
+
+
 def check_evaluations(rows: Rows) -> Iterator[dict[str, Any]]:
     accuracies = series(rows, "eval/objective/verifiable_correct_rate")
     if len(accuracies) > 1:
@@ -171,6 +192,7 @@ def check_run(rows: Rows, args: dict[str, Any]) -> list[dict[str, Any]]:
         *check_gap(rows, args),
         *check_groups(rows, args),
         *check_updates(rows, args),
+        *check_order(rows, args),
         *check_evaluations(rows),
         check("NaN or infinite metrics", not holes, ", ".join(holes[:6]) or "none", "any"),
     ]

@@ -4,7 +4,8 @@
     python -m tests.zoo NAME [NAME ...]   some of them: prints what noticed each, and changes their rows
     python -m tests.zoo --study RECORD [NAME ...] [--seeds 1-8 and other flags of scripts/study.py run]
                                           what they cost: runs of the fruit fly with each, and with the clean code
-    python -m tests.zoo --costs RECORD    writes the column of costs from such a record
+    python -m tests.zoo --costs RECORD [RECORD ...]
+                                          keeps what costs need of such a record, and writes their column
 
 An animal is tests/zoo/NAME.diff. Its head says what goes wrong, of which kind it is, in which systems' threads it was
 seen, which test of ours fails on it, and with which flags the debug task runs into it (Run; none where one process in
@@ -27,7 +28,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,12 +38,15 @@ from tests.zoo import costs
 REPO = Path(__file__).resolve().parents[2]
 ZOO = Path(__file__).parent
 NOTICED = ZOO / "noticed.tsv"
+COSTS = ZOO / "costs.jsonl"
 OURS = ("grpo", "grpo_fast", "utils", "rewards", "scripts", "tests")  # what a copy has of its own
 TASK = "largest_digit"  # of scripts/studies/tasks.py
 LETTERS = """--exp_name run --overwrite --model_dtype float32 --dataset_mixer_list reasoning_gym:chain_sum 100
     --reward_file scripts/train/debug/letters.py --remap_verifier reasoning_gym=letters --rollout_backend transformers
     --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 16 --temperature 1.0
     --learning_rate 1e-3 --lr_scheduler_type constant --beta 0 --no_load_ref_policy --total_episodes 640"""
+PROBE = "WARNING: this copy of grpo.py: "
+RESUMES = "--checkpoint_state_freq"
 # In a process that has imported the libraries: forget our own modules, and take those of a copy
 IN_A_COPY = f"""
 import os, runpy, sys
@@ -138,9 +142,9 @@ class Run:
     rows: list[dict]  # of metrics.jsonl, a row for each training step
     args: dict
 
-    def said(self, beginning: str) -> str:
-        """The first line of the output that begins so, or ""."""
-        return next((line for line in self.output.splitlines() if line.startswith(beginning)), "")
+    def said(self, beginning: str) -> list[str]:
+        """The lines of the output that begin so."""
+        return [line for line in self.output.splitlines() if line.startswith(beginning)]
 
     def warnings(self, steps: int) -> set[str]:
         """The checks that warn after so many steps. Ten steps of noise say nothing about learning."""
@@ -149,11 +153,16 @@ class Run:
 
 
 def debug_run(tree: Path, line: list[str], model: Path) -> Run:
-    """The debug task in a copy, with the animal's flags."""
+    """The debug task in a copy, with the animal's flags. With checkpoints its last five steps are made again, from the
+    checkpoint before them."""
     out = tree / "out"
     program, *flags = line
     words = [*LETTERS.split(), "--model_name_or_path", str(model), "--output_dir", str(out), *flags]
     done = run_in(tree, program, *words)
+    if RESUMES in flags and not done.returncode:
+        shutil.rmtree(out / "run" / "checkpoints" / "step_10")
+        words[words.index("--overwrite")] = "--resume"
+        done = run_in(tree, program, *words)
     rows = []
     if (out / "run" / "metrics.jsonl").exists():
         rows = [json.loads(row) for row in (out / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -176,9 +185,11 @@ def seen_by_the_run(animal: Animal, run: Run, clean: Run) -> Noticed | None:
         step = len(run.rows) + 1 if run.rows or "ready after" in run.output else 0
         return Noticed(f"{'run' if step else 'start'}: {words}", str(step))
 
-    way = [text.said("packing") for text in (run, clean)]
-    if way[0] != way[1]:
-        return Noticed(f"start: {way[0]}", "0")
+    for beginning in ("WARNING", "packing"):
+        new = [line for line in run.said(beginning) if line not in clean.said(beginning)]
+        if new:
+            words = new[0].removeprefix(PROBE).partition(";")[0]
+            return Noticed(f"start: {words}", "0")
 
     steps = range(1, len(run.rows) + 1)
     last = run.warnings(len(run.rows)) - clean.warnings(len(clean.rows))
@@ -200,6 +211,18 @@ def fails_test(animal: Animal, tree: Path) -> bool:
     return done.returncode == 1
 
 
+def write_bos(path: Path) -> None:
+    """Have a tokenizer begin what it tokenizes with its BOS token, unless it is told not to, as many do."""
+    from tokenizers import Tokenizer, processors
+
+    from scripts.data.make_tiny_model import BOS
+
+    tokenizer = Tokenizer.from_file(str(path))
+    special = [(BOS, tokenizer.token_to_id(BOS))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=special)
+    tokenizer.save(str(path))
+
+
 class Keeper:
     """Finds out who notices animals. Clean runs are kept: one for all animals of the same flags."""
 
@@ -208,36 +231,38 @@ class Keeper:
 
         self.directory = directory
         self.model = make_tiny_model(directory / "model", arch="llama", tied=True, seed=0)
+        write_bos(self.model / "tokenizer.json")
         self.clean = functools.cache(self._clean)
 
     def _clean(self, *line: str) -> Run:
         with tempfile.TemporaryDirectory(dir=self.directory) as parent:
             return debug_run(copy_tree(Path(parent, "tree")), list(line), self.model)
 
-    def ask(self, animal: Animal) -> tuple[Noticed, bool]:
-        """Who notices the animal, and whether its test fails."""
+    def ask(self, animal: Animal) -> tuple[Noticed, Noticed, bool]:
+        """Who notices the animal, who would without the probe of the copy, and whether its test fails."""
         with tempfile.TemporaryDirectory(dir=self.directory) as parent:
             tree = copy_tree(Path(parent, "tree"))
             put(animal, tree)
             fails = fails_test(animal, tree)
-            noticed = None
+            noticed = without = Noticed("test", "") if fails else Noticed("nobody", "")
             if animal.run:
                 run = debug_run(tree, animal.run, self.model)
-                noticed = seen_by_the_run(animal, run, self.clean(*animal.run))
-        if noticed is None:
-            noticed = Noticed("test", "") if fails else Noticed("nobody", "")
-        return noticed, fails
+                clean = self.clean(*animal.run)
+                noticed = seen_by_the_run(animal, run, clean) or noticed
+                silent = replace(run, output=re.sub(f"^{PROBE}.*\n", "", run.output, flags=re.MULTILINE))
+                without = seen_by_the_run(animal, silent, clean) or without
+        return noticed, without, fails
 
 
 def known() -> dict[str, list[str]]:
-    """The rows of noticed.tsv by name: noticed by, step, test."""
+    """The rows of noticed.tsv by name: noticed by, step, noticed by without the probe, test."""
     rows = [line.split("\t") for line in NOTICED.read_text().splitlines()[1:]] if NOTICED.exists() else []
     return {name: rest for name, *rest in rows}
 
 
 def write(rows: dict[str, list[str]]) -> None:
     """Write noticed.tsv, and the table of README.md from it."""
-    lines = ["animal\tnoticed by\tstep\ttest"]
+    lines = ["animal\tnoticed by\tstep\twithout the probe\ttest"]
     lines += ["\t".join([name, *rows[name]]) for name in sorted(rows)]
     NOTICED.write_text("\n".join(lines) + "\n")
     readme = ZOO / "README.md"
@@ -248,13 +273,20 @@ def write(rows: dict[str, list[str]]) -> None:
 
 def table(rows: dict[str, list[str]]) -> str:
     """The table of README.md, by kind."""
-    lines = ["| bug | what goes wrong | threads | noticed by | step | test |", "|---|---|---|---|---|---|"]
-    for animal in sorted(animals().values(), key=lambda animal: (animal.kind, animal.name)):
-        by, step, test = rows.get(animal.name, ["not asked yet", "", animal.test])
-        test = test.removeprefix("tests/")
-        threads = ", ".join(animal.seen_in)
-        cells = [f"`{animal.name}` ({animal.kind})", animal.what, threads, by.replace("|", "\\|"), step, f"`{test}`"]
-        lines.append("| " + " | ".join(cells) + " |")
+    columns = ["bug", "what goes wrong", "threads", "noticed by", "without the probe", "test", "cost"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    everything = animals()
+    known_costs = costs.read(COSTS, everything)
+    for animal in sorted(everything.values(), key=lambda animal: (animal.kind, animal.name)):
+        by, step, without, test = rows.get(animal.name, ["not asked yet", "", "", animal.test])
+        when = f", step {step}" if step not in ("", "0") else ""
+        named = test.removeprefix("tests/")
+        cost = f"not measured: {animal.why}" if animal.why else "not measured yet"
+        if animal.name in known_costs:
+            cost = costs.worded(known_costs[animal.name])
+        cells = [f"`{animal.name}` ({animal.kind})", animal.what, ", ".join(animal.seen_in), by + when, without]
+        cells += [f"`{named}`" if named else "", cost]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -272,6 +304,10 @@ def main(words: list[str]) -> int:
     """Ask who notices these animals, or all; returns how many nobody does."""
     if words[:1] == ["--study"]:
         return study(words[1], words[2:])
+    if words[:1] == ["--costs"]:
+        costs.keep([Path(word) for word in words[1:]], COSTS)
+        write(known())
+        return 0
     names = words
     everything = animals()
     unknown = [name for name in names if name not in everything]
@@ -285,9 +321,9 @@ def main(words: list[str]) -> int:
         os.environ.setdefault("TESTS_OF_UNITS", "1")  # no engine of vLLM is started: it need not be imported
         keeper = Keeper(Path(directory))
         for name in names or everything:
-            noticed, fails = keeper.ask(everything[name])
+            noticed, without, fails = keeper.ask(everything[name])
             test = everything[name].test
-            rows[name] = [noticed.by, noticed.step, test if fails else ""]
+            rows[name] = [noticed.by, noticed.step, without.by, test if fails else ""]
             when = noticed.step and f" at step {noticed.step}"
             print(f"{name:30} {noticed.by}{when}; {test} {'fails' if fails else 'PASSES'}", flush=True)
             write(rows)

@@ -4,12 +4,13 @@ An animal is compared with the clean code of the same flags and the same seeds. 
 goes on that the gap would end, changes nothing of a clean run, and no clean run has it.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.reports.intervals import holm
-from scripts.studies import record, statistics
+from scripts.studies import record, report, statistics
 from scripts.studies.statistics import Interval
 
 CLEAN = "clean"
@@ -52,27 +53,45 @@ def arms(animals: dict[str, Any]) -> list[str]:
     return [*clean.values(), *bugs]
 
 
-def read(path: Path, animals: dict[str, Any]) -> dict[str, Cost]:
-    """What each animal of a record costs. Those with fewer than two seeds are left out."""
-    rows = record.read([path])
-    (task,) = rows.study["tasks"]
-    found = {}
-    for name in rows.arms:
-        if name not in animals:
-            continue
-        base = clean_name(animals[name].study)
-        seeds = sorted(seed for _, arm, seed in rows.runs if arm == name and (task, base, seed) in rows.runs)
-        differences = {}
-        for endpoint in ENDPOINTS:
-            pairs = [[rows.runs[task, arm, seed]["endpoints"][endpoint] for arm in (name, base)] for seed in seeds]
-            differences[endpoint] = [ours - theirs for ours, theirs in pairs]
-        if len(seeds) > 1:
-            found[name] = (len(seeds), differences)
+def keep(records: list[Path], path: Path) -> None:
+    """Write what the costs need of one record, or of several of the same study: small enough for the repository."""
+    rows = record.read(records)
+    lines: list[dict[str, Any]] = [rows.study]
+    for arm in rows.arms.values():
+        lines.append({name: arm[name] for name in ("kind", "name", "script", "flags")})
+    for _, run in sorted(rows.runs.items()):
+        kept = {name: run[name] for name in ("kind", "task", "arm", "seed", "weights")}
+        lines.append(kept | {endpoint: run["endpoints"][endpoint] for endpoint in ENDPOINTS})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    p_values = [statistics.t_test(differences["area"]) for _, differences in found.values()]
-    adjusted = holm(p_values)
+
+def read(path: Path, animals: dict[str, Any]) -> dict[str, Cost]:
+    """What each animal of a kept record costs. Those with fewer than two seeds are left out."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    runs = {(line["arm"], line["seed"]): line for line in lines if line["kind"] == "run"}
+    names = [line["name"] for line in lines if line["kind"] == "arm" and line["name"] in animals]
+    differences = {}
+    for name in names:
+        base = clean_name(animals[name].study)
+        seeds = sorted(seed for arm, seed in runs if arm == name and (base, seed) in runs)
+        if len(seeds) > 1:
+            differences[name] = {
+                endpoint: [runs[name, seed][endpoint] - runs[base, seed][endpoint] for seed in seeds]
+                for endpoint in ENDPOINTS
+            }
+
+    adjusted = holm([statistics.t_test(values["area"]) for values in differences.values()])
     costs = {}
-    for i, (name, (seeds, differences)) in enumerate(found.items()):
-        intervals = {endpoint: statistics.t_interval(values) for endpoint, values in differences.items()}
-        costs[name] = Cost(seeds, intervals, adjusted[i])
+    for (name, of_endpoints), p in zip(differences.items(), adjusted, strict=True):
+        intervals = {endpoint: statistics.t_interval(values) for endpoint, values in of_endpoints.items()}
+        costs[name] = Cost(len(of_endpoints["area"]), intervals, p)
     return costs
+
+
+def worded(cost: Cost) -> str:
+    """Both differences with their 95 % intervals, the verdict on the area, and the number of seeds."""
+    area, final = (report.show(cost.differences[endpoint], 2) for endpoint in ENDPOINTS)
+    verdict = "cannot tell"
+    if cost.adjusted_p < 1 - statistics.LEVEL:
+        verdict = "better" if cost.differences["area"].value > 0 else "worse"
+    return f"{verdict}: area {area}, final {final}, {cost.seeds} seeds"

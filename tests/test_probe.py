@@ -1,0 +1,122 @@
+"""scripts/parts/probe.py: nothing is said of the code as it is, and what each edit changes is told."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import grpo
+import rewards
+import utils
+from scripts.parts import fits, kl_reward, probe, rho_masks
+from tests import test_forks
+from tests.conftest import REPO
+from tests.zoo import __main__ as zoo
+
+ANIMALS = zoo.animals()
+OF_GRPO = [name for name, animal in ANIMALS.items() if "--- a/grpo.py" in animal.path.read_text()]
+CLEAN = """
+--beta 0
+--advantage_normalization_type centered --loss_denominator sequence
+--advantage_normalization_type standard_unbiased --loss_denominator 896
+--advantage_normalization_type none --loss_fn cispo
+--loss_fn gspo --num_mini_batches 4 --num_epochs 2 --kl_estimator 1
+--beta 0.5 --kl_in_reward --advantage_normalization_type centered
+--beta 0.5 --kl_estimator 3 --entropy_coef 0.01
+--clip_higher 0.28 --clip_dual 3.0 --no_use_rho_correction
+--clip_lower 0 --clip_higher 0 --rho_clamp_upper_bound 0
+--rho_mask_lower_bound 0.999 --rho_mask_upper_bound 1.001 --rho_mask_sequence_level
+--rho_mask_upper_bound 0.5 --rho_mask_tv_divergence
+--mask_truncated_completions --active_sampling --deepspeed_stage 3
+--non_stop_penalty --overlong_buffer_length 8 --apply_r1_style_format_reward --additive_format_reward
+--no_apply_verifiable_reward --apply_r1_style_format_reward
+"""
+
+
+def flags(text, module=grpo):
+    return utils.parse_args(module.Args, ["--model_name_or_path", "x", *text.split()])
+
+
+@pytest.mark.parametrize("text", CLEAN.strip().splitlines())
+def test_nothing_is_said_of_the_code_as_it_is(text):
+    before = torch.random.get_rng_state()
+    assert probe.differences(flags(text)) == []
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def told(name, tmp_path):
+    """What is said of grpo.py with an animal, with the flags of its run."""
+    source = tmp_path / "grpo.py"
+    source.write_text((REPO / "grpo.py").read_text())
+    zoo.put(ANIMALS[name], tmp_path)
+    module = test_forks.load(f"grpo_{name}", source)
+    words = " ".join(ANIMALS[name].run[1:])
+    try:
+        return probe.differences(flags(words, module))
+    finally:
+        del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("name", OF_GRPO)
+def test_an_animal_of_grpo_is_told_as_the_table_says(name, tmp_path):
+    by = zoo.known()[name][0]
+    found = told(name, tmp_path)
+    assert bool(found) == (by.removeprefix("start: ") in found)
+
+
+def test_a_mask_of_the_environments_tokens(monkeypatch):
+    add = utils.Rollout._add
+    monkeypatch.setattr(utils.Rollout, "_add", lambda self, **c: add(self, **c | {"mask": [1] * len(c["mask"])}))
+    assert "did not choose" in " ".join(probe.differences(flags("")))
+
+
+def test_scores_without_a_verdict_or_an_end(monkeypatch):
+    combine = rewards.combine_rewards
+    monkeypatch.setattr(rewards, "combine_rewards", lambda flags, v, f, **how: combine(flags, 0.0, f, **how))
+    assert "without a verdict" in " ".join(probe.differences(flags("")))
+    monkeypatch.setattr(rewards, "combine_rewards", lambda flags, v, f, stopped=True: combine(flags, v * stopped, f))
+    assert "without an end token" in " ".join(probe.differences(flags("")))
+
+
+def test_a_product_in_place_of_a_mean(monkeypatch):
+    monkeypatch.setattr(rho_masks, "kept", lambda log_rho, inputs, args, _: log_rho.sum().exp() < 1.1)
+    text = "--rho_mask_sequence_level --rho_mask_lower_bound 0.9 --rho_mask_upper_bound 1.1"
+    assert "within the bounds" in " ".join(probe.differences(flags(text)))
+
+
+def test_a_kl_that_does_not_reach_the_score(monkeypatch):
+    changes = kl_reward.changes
+    monkeypatch.setattr(
+        kl_reward, "changes", lambda rows, of: changes([row._replace(penalized=row.score) for row in rows], of)
+    )
+    text = "--beta 0.5 --kl_in_reward --advantage_normalization_type centered"
+    assert "does not lower the score" in " ".join(probe.differences(flags(text)))
+
+
+def test_a_function_that_wants_something_else_is_told_and_ends_no_run(monkeypatch):
+    monkeypatch.setattr(grpo, "stream_offset", lambda args: 0)
+    (found,) = probe.differences(flags(""))
+    assert found.startswith("sampling cannot be asked about: TypeError")
+
+
+def test_utils_is_as_before(monkeypatch):
+    """Also where the question raises."""
+    before = utils.all_reduce
+    probe.differences(flags(""))
+    assert utils.all_reduce is before
+    monkeypatch.setattr(grpo, "grpo_loss", lambda *_: 1 / 0)
+    assert any("ZeroDivisionError" in found for found in probe.differences(flags("")))
+    assert utils.all_reduce is before
+
+
+def test_a_first_token_that_all_prompts_have_twice():
+    args = replace(flags(""), num_unique_prompts_rollout=2)
+
+    def prompts(*starts):
+        return [utils.Prompt(i, ids, "", ("7",), ("gsm8k",)) for i, ids in enumerate(starts)]
+
+    (said,) = fits.warnings_of(args, prompts((1, 1, 5), (1, 1, 7)))
+    assert "begins with token 1 twice" in said
+    assert fits.warnings_of(args, prompts((1, 5, 1), (1, 5, 7))) == []
+    assert fits.warnings_of(args, prompts((1, 1, 5), (2, 2, 7))) == []
