@@ -14,7 +14,7 @@ import transformers
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import checkpoints, packing
+from scripts.parts import adapter_trial, checkpoints, packing, transformers_engine
 from scripts.reports import checks
 from tests.conftest import REPO
 from tests.test_wiring import make_collector
@@ -129,6 +129,53 @@ def test_its_test_fails_on_it(name, tmp_path):
     tree = zoo.copy_tree(tmp_path / "tree")
     zoo.put(ANIMALS[name], tree)
     assert zoo.fails_test(ANIMALS[name], tree)
+
+
+def test_the_tokens_trained_on_are_those_that_were_sampled():
+    """Though their text is tokenized otherwise."""
+    prompt = utils.Prompt(0, (5,), "", (), ())
+    r = utils.Rollout(prompt, 0, 0)
+
+    class Tokenizer:
+        decode = staticmethod(lambda ids, **_: "ab")
+        __call__ = staticmethod(lambda text: {"input_ids": [9]})
+
+    tokenizer = Tokenizer()
+    engine: Any = types.SimpleNamespace(tokenizer=tokenizer, eos_ids=[2])
+    generation = utils.Generation([7, 8, 2], [-1.0] * 3, "stop", [0] * 3)
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
+    assert grpo.end_turn(r, generation, engine, args) is None
+    assert r.token_ids.tolist() == [7, 8, 2]
+
+
+def test_the_engines_logprobs_are_those_of_its_temperature():
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    sampler = transformers_engine.SeededSampler([utils.Request((5,), 0, 0.5, 1)], torch.device("cpu"))
+    chosen = sampler(torch.zeros(1, 1), logits).argmax()
+    assert sampler.logprobs[0].item() == pytest.approx(torch.log_softmax(logits / 0.5, -1)[0, chosen].item())
+
+
+def test_each_step_goes_on_in_the_data():
+    args = utils.parse_args(grpo.Args, "--model_name_or_path x --no_shuffle --num_unique_prompts_rollout 2".split())
+    prompts = [utils.Prompt(i, (5,), "", (), ()) for i in range(4)]
+    engine = types.SimpleNamespace(generate=lambda requests, on_end: None)
+    world = utils.World(0, 0, 1, torch.device("cpu"))
+    run: Any = types.SimpleNamespace(
+        args=args, world=world, state=grpo.start_state(), engine=engine, train_prompts=prompts
+    )
+    steps = [grpo.sample_groups(run, utils.Timer())[1] for _ in range(2)]
+    assert [[group[0].prompt.index for group in groups] for groups in steps] == [[0, 1], [2, 3]]
+
+
+def test_a_reference_with_adapters_is_refused_in_words():
+    inputs = torch.zeros(1, 2)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    batch: Any = types.SimpleNamespace(
+        response_mask=mask, old_logprobs=inputs, vllm_logprobs=inputs, ref_logprobs=inputs, places=[0, 1]
+    )
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
+    with pytest.raises(utils.GapError, match="adapters on"):
+        adapter_trial.check(batch, "now", args, utils.World(0, 0, 1, torch.device("cpu")))
 
 
 class Layer(torch.nn.Module):

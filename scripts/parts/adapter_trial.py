@@ -35,6 +35,8 @@ def check(batch: Any, when: str, args: Any, world: utils.World) -> None:
 
     effects = (batch.old_logprobs - batch.ref_logprobs)[mask].abs()  # (n,)
     effect, tokens = utils.all_reduce([float(effects.sum()), len(batch.places)], world)
+    if effect == 0:
+        raise utils.GapError(f"{when}: the reference's logprobs are computed with the adapters on (fill_logprobs)")
     if not worst <= limit * effect / tokens:  # not: NaN is beyond it
         share = worst * tokens / effect
         raise utils.GapError(
