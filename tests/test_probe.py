@@ -79,6 +79,18 @@ def test_scores_without_a_verdict_or_an_end(monkeypatch):
     assert "without an end token" in " ".join(probe.differences(flags("")))
 
 
+def test_a_label_that_stands_anywhere(monkeypatch):
+    verify = rewards.VERIFIERS["gsm8k"]
+    monkeypatch.setitem(
+        rewards.VERIFIERS, "gsm8k", verify._replace(verify=lambda r: rewards.Verdict("", float("18" in r.response)))
+    )
+    (found,) = probe.differences(flags(""))
+    assert found.startswith("gsm8k accepts '17, 18 or 19?")
+    monkeypatch.setitem(rewards.VERIFIERS, "gsm8k", verify._replace(verify=lambda r: rewards.Verdict("", 0.0)))
+    (found,) = probe.differences(flags(""))
+    assert found.startswith("gsm8k refuses")
+
+
 def test_a_product_in_place_of_a_mean(monkeypatch):
     monkeypatch.setattr(rho_masks, "kept", lambda log_rho, inputs, args, _: log_rho.sum().exp() < 1.1)
     text = "--rho_mask_sequence_level --rho_mask_lower_bound 0.9 --rho_mask_upper_bound 1.1"

@@ -14,7 +14,7 @@ import transformers
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import adapter_trial, checkpoints, packing, transformers_engine
+from scripts.parts import adapter_trial, checkpoints, packing, sharding, transformers_engine
 from scripts.reports import checks
 from tests.conftest import REPO
 from tests.test_wiring import make_collector
@@ -195,6 +195,15 @@ def test_dropout_is_off_in_every_layer_that_has_it(monkeypatch):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
     assert utils.load_causal_lm(args) is layer
     assert (layer.drop.p, layer.attention_dropout, layer.training) == (0.0, 0.0, True)
+
+
+def test_dropout_that_is_left_on_is_told(capsys):
+    layer = Layer()
+    sharding.warn_of_dropout(torch.nn.Sequential(layer))
+    assert "dropout is on in 2 layers, such as 0" in capsys.readouterr().out
+    layer.drop.p = layer.attention_dropout = 0.0
+    sharding.warn_of_dropout(torch.nn.Sequential(layer))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("rank", ["1", "2"])

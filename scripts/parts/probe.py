@@ -24,6 +24,12 @@ KNOWN_LOSSES = ("dapo", "cispo", "gspo")
 CLIPPED_LOSSES = ("dapo", "gspo")
 ONE_RANK = utils.World(0, 0, 1, torch.device("cpu"))
 TWO_RANKS = utils.World(0, 0, 2, torch.device("cpu"))
+ANSWERS = {  # verifier -> label, a right answer, a wrong one
+    "gsm8k": ("18", "17 or 19? It is #### 18", "17, 18 or 19? It is #### 19"),
+    "string_matcher": ("apple", "A pear? <answer>apple</answer>", "An apple? <answer>pear</answer>"),
+    "flan": ("apple", "A pear? The answer is: apple", "An apple? The answer is: pear"),
+    "re_search": ('["apple"]', "A pear? <finish>apple</finish>", "An apple? <finish>pear</finish>"),
+}
 CLOSE = 1e-3  # relative: float32, and the epsilons under standard deviations
 
 
@@ -382,6 +388,18 @@ def about_scores(subject: Subject) -> Iterator[str]:
         yield "a right answer without an end token gets another score, without --non_stop_penalty (combine_rewards)"
 
 
+def about_verifiers(subject: Subject) -> Iterator[str]:
+    """The verifiers of rewards.py that need no worker: a right answer is right, and one that only has the label
+    somewhere in it is not."""
+    for name in filter(rewards.VERIFIERS.__contains__, ANSWERS):
+        label, right, wrong = ANSWERS[name]
+        verify = rewards.VERIFIERS[name].verify
+        if verify(rewards.RewardRecord(right, label, name)).score != 1.0:
+            yield f"{name} refuses {right!r} for the label {label!r}"
+        if verify(rewards.RewardRecord(wrong, label, name)).score != 0.0:
+            yield f"{name} accepts {wrong!r} for the label {label!r}"
+
+
 QUESTIONS: dict[str, Callable[[Subject], Iterator[str]]] = {
     "advantages": about_advantages,
     "the update": about_the_update,
@@ -392,4 +410,5 @@ QUESTIONS: dict[str, Callable[[Subject], Iterator[str]]] = {
     "rho": about_rho,
     "sampling": about_sampling,
     "scores": about_scores,
+    "verifiers": about_verifiers,
 }

@@ -40,6 +40,8 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
         "mesh": mesh if replicated else mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
     }
+    if world.is_main:
+        warn_of_dropout(model)
     trains = any(p.requires_grad for p in model.parameters())
     if "reference" in args.offload and not trains:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -54,6 +56,17 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
         loss_scale.add(module)
     cast_weights(module, names, args)
     return fully_shard(module, **options, reshard_after_forward=False)
+
+
+def warn_of_dropout(model: torch.nn.Module) -> None:
+    """Print which layers still have dropout: with it the same weights give other logprobs from call to call."""
+    names = []
+    for name, module in model.named_modules():
+        share = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if share:
+            names.append(name)
+    if names:
+        print(f"WARNING: dropout is on in {len(names)} layers, such as {names[0]}; fine if you meant it", flush=True)
 
 
 def layer_groups(layers: Sequence[torch.nn.Module], itemsize: int) -> list[list[torch.nn.Module]]:

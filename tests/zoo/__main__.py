@@ -232,6 +232,8 @@ class Keeper:
         self.directory = directory
         self.model = make_tiny_model(directory / "model", arch="llama", tied=True, seed=0)
         write_bos(self.model / "tokenizer.json")
+        config = json.loads((self.model / "config.json").read_text())
+        (self.model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
         self.clean = functools.cache(self._clean)
 
     def _clean(self, *line: str) -> Run:
