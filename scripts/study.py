@@ -45,14 +45,16 @@ def parse_seeds(text: str) -> list[int]:
 
 def base_flags(scale: tasks.Scale, task: tasks.Task, steps: int) -> tuple[str, ...]:
     """The flags of the base on a task, but for seed and directory."""
-    rollouts = 64  # of a step: BASE has 8 prompts and 8 samples
     data = f"data/{task.data}"
+    evaluation: tuple[str, ...] = ("--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0", "--eval_on_step_0")
+    evaluation += ("--local_eval_every", str(scale.evaluate_every))
+    if not task.is_evaluated:
+        evaluation = ("--local_eval_every", "-1")
     return (
         *("--model_name_or_path", scale.model),
         *("--dataset_mixer_list", f"{data}/train.jsonl", "1.0"),
-        *("--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0"),
-        *("--local_eval_every", str(scale.evaluate_every), "--eval_on_step_0"),
-        *("--total_episodes", str(rollouts * steps)),
+        *evaluation,
+        *("--total_episodes", str(scale.rollouts * steps)),
         *scale.flags,
         *task.flags,
     )
@@ -65,14 +67,16 @@ def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     commit = arms_part.git("rev-parse", "HEAD")
     flags = {}
     targets = {}
+    measured = {}
     for name in options.tasks or scale.tasks:
         task = tasks.TASKS[name]
         flags[name] = list(base_flags(scale, task, steps))
         targets[name] = task.target
+        measured[name] = dict(task.measured)
 
     content: dict[str, Any] = {"commit": commit.decode().strip(), "scale": options.scale, "steps": steps}
     content |= {"evaluate_every": scale.evaluate_every, "threads": options.threads}
-    content |= {"tasks": flags, "targets": targets, "endpoints": ENDPOINTS, "primary": PRIMARY}
+    content |= {"tasks": flags, "targets": targets, "measured": measured, "endpoints": ENDPOINTS, "primary": PRIMARY}
     return {"kind": "study", **content, "hash": record.hash_of(content), "begun": time.time()}
 
 
@@ -98,7 +102,8 @@ def job_of(study: dict[str, Any], task: str, arm: Arm, seed: int) -> lanes.Job:
     base = tuple(study["tasks"][task])
     flags = arms_part.merge_flags(base, arm.flags)
     run_seed = seed + tasks.AGAIN_SHIFT if arm.name == tasks.AGAIN else seed
-    return lanes.Job(task, arm, seed, run_seed, tuple(flags), study["targets"][task])
+    measured = study.get("measured", {}).get(task, {})  # records of before have none
+    return lanes.Job(task, arm, seed, run_seed, tuple(flags), study["targets"][task], measured)
 
 
 def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.Job]:
@@ -239,7 +244,7 @@ def calibrate(options: argparse.Namespace) -> bool:
             own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
             own += ("--local_eval_every", "1")
             flags = arms_part.merge_flags(base_flags(scale, tasks.TASKS[name], 1), own)
-            row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf))
+            row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, tasks.TASKS[name].measured))
             if row["kind"] == "failure":
                 raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
             print(report.calibration(name, row["curve"]), flush=True)

@@ -1,9 +1,11 @@
-"""--turn_credit: its expectation is the policy gradient, exactly; its numbers by hand; what dumps keep of it."""
+"""--turn_credit: its expectation is the policy gradient, exactly; its numbers by hand; what dumps keep of it. And the
+guessing game on which it is compared."""
 
 import dataclasses
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,8 +13,12 @@ import torch
 
 import grpo
 import utils
+from rewards import Episode
+from scripts.data import make_player
 from scripts.parts import credit, dumps
+from scripts.train.debug import guess
 from tests import test_learner
+from tests.conftest import REPO
 
 ARGS = grpo.Args(model_name_or_path="x", turn_credit=True, advantage_normalization_type="centered")
 
@@ -205,3 +211,44 @@ def test_the_metric_is_of_rollouts(tiny_models, world, monkeypatch):
     grpo.note_update(learner, step, args)
     means = [np.mean(want) for want in WANT]
     assert step.metrics.reduce(world)["val/advantages"] == pytest.approx(np.mean(means))
+
+
+# --- The guessing game ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said, want",
+    [
+        (["5", "It is 9!", "7"], [("Higher: 6 to 12.", 0.1), ("Lower: 6 to 8.", 0.1), ("Right.", 1.0)]),
+        (["7"], [("Right.", 1.0)]),
+        (["5", "5"], [("Higher: 6 to 12.", 0.1), ("That cannot be.", 0.0)]),  # a hint said that it is not
+        (["13"], [("That cannot be.", 0.0)]),
+        (["0"], [("That cannot be.", 0.0)]),
+        (["seven"], [("That cannot be.", 0.0)]),
+        (["1", "2", "3", "4"], [(f"Higher: {low} to 12.", 0.1) for low in (2, 3, 4, 5)]),  # the last of four guesses
+    ],
+)
+def test_a_game_by_hand(said, want):
+    """The number is 7 of 1 to 12. The last answer ends the rollout, the others do not."""
+    env = guess.Env({"number": 7, "high": 12})
+    answers = [env.step(Episode([], text, k, 4 - k, True, [], {})) for k, text in enumerate(said, start=1)]
+    assert [(answer.text, answer.reward) for answer in answers] == want
+    assert [answer.done for answer in answers] == [False] * (len(said) - 1) + [True]
+    assert answers[-1].metrics == {"guesses": len(said), "found": float(want[-1][0] == "Right.")}
+
+
+def test_the_player_is_trained_on_the_tokens_of_a_run():
+    """A conversation as the chat template writes it, the labels being guesses and end tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(REPO / "scripts" / "studies" / "player")
+    player = make_player.Player(tokenizer, seed=3)
+    for _ in range(20):
+        ids, labels = player.game(0.5)
+        text = tokenizer.decode(ids)
+        turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text)
+        messages = [{"role": role, "content": content} for role, content in turns]
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == text + "\n"
+        guesses = [content for role, content in turns if role == "assistant"]
+        learned = [label for label in labels if label >= 0]
+        assert tokenizer.decode(learned) == "".join(f"{guess}<|im_end|>" for guess in guesses)

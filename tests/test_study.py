@@ -107,6 +107,7 @@ def curve(held_out, kl=0.1):
         seconds=values,
         kl=[kl] * steps,
         length=values,
+        turns=values,
     )
 
 
@@ -120,6 +121,19 @@ def test_endpoints_by_hand():
     assert (late["steps"], late["tokens"], late["collapsed"]) == (4, 10, 1)  # censored at the horizon
     with pytest.raises(ValueError, match="before the first step"):
         endpoints.endpoints(curve([0.5, 0.6]), 0.5)
+
+
+def test_a_task_has_metrics_of_its_own():
+    """A game's curves are its score and the share of games won, not the share right; turns are counted."""
+    step = {"training_step": 1, "batch/total_prompts": 4, "batch/filtered_prompts": 1}
+    step |= {"objective/scores": 0.7, "env/guess/found": 0.3, "val/turns": 2.5}
+    step |= {"eval/objective/verifiable_correct_rate": 0.1, "objective/verifiable_correct_rate": 0.2}
+    rows = [step, step | {"training_step": 2}]
+    game = endpoints.curve_of(rows, tasks.TASKS["guess"].measured)
+    assert (game.evaluated, game.held_out, game.sampled, game.turns) == ([1, 2], [0.7] * 2, [0.3] * 2, [2.5] * 2)
+    other = endpoints.curve_of(rows, {})
+    assert (other.evaluated, other.held_out, other.sampled) == ([1, 2], [0.1] * 2, [0.2] * 2)
+    assert endpoints.endpoints(curve([0.0, 0.5]), 0.9)["turns"] == 2.0
 
 
 # --- Arms -------------------------------------------------------------------------------------------------------------
@@ -151,13 +165,13 @@ def test_flags_of_an_arm_replace_those_of_the_base():
 
 @pytest.mark.parametrize("scale", tasks.SCALES)
 def test_every_task_s_flags_are_flags(scale):
-    """Of both scales, with what a control adds: grpo.py takes the line that a study makes of them."""
+    """Of all scales, with what a control adds: grpo.py takes the line that a study makes of them."""
     for name in tasks.SCALES[scale].tasks:
         flags = study_program.base_flags(tasks.SCALES[scale], tasks.TASKS[name], 2)
         line = arms.merge_flags(flags, ("--learning_rate", "0"))
         args = utils.parse_args(grpo.Args, line)
-        assert args.learning_rate == 0 and args.total_episodes == 128
-        assert args.response_length == (64 if name == "calculator" else args.response_length)
+        assert args.learning_rate == 0 and grpo.num_training_steps(args) == 2
+        assert args.response_length == {"calculator": 64, "guess_plain": 128}.get(name, args.response_length)
 
 
 def test_a_copy_is_of_the_commit_and_has_the_diff(tmp_path):

@@ -495,7 +495,10 @@ def check_turn_credit(args: Any) -> None:
             "--no_filter_zero_std_samples and drop --active_sampling"
         )
     if args.kl_in_reward:
-        args.refuse("--turn_credit --kl_in_reward: the KL of turns is not told apart, drop one")
+        args.refuse(
+            "--turn_credit --kl_in_reward: the KL of a whole response would count in each of its turns, also in those "
+            "after the KL arose: drop one; without --kl_in_reward the loss has the KL of each token (--beta)"
+        )
 
 
 def check_sampling(args: Any) -> None:

@@ -1,25 +1,28 @@
 """What is read off a run of a study, fixed before its runs: the first row of a record has this table and its hash.
 
 A curve is a run's values by step. `held_out` is the share of held-out questions answered right, greedily, by the true
-verifier, at the steps of `evaluated`; the other lists have a value for each training step.
+verifier, at the steps of `evaluated`; the other lists have a value for each training step. A task may have metrics of
+its own in these places, as a game has its score and the share of games won: see tasks.Task.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 ENDPOINTS = {
-    "area": "primary: mean height of the curve of held-out accuracy, by trapezoids, over all steps; no run ends early",
-    "steps": "first evaluated step whose held-out accuracy is at least the task's target; the horizon without one",
+    "area": "primary: mean height of the curve of held-out accuracy (of a game: of its score), by trapezoids, over all "
+    "steps; no run ends early",
+    "steps": "first evaluated step whose held-out accuracy (score) is at least the target; the horizon without one",
     "tokens": "prompt and response tokens of the rollouts sampled until then",
     "seconds": "seconds of training steps until then, without start and evaluations",
-    "final": "held-out accuracy after the last step",
-    "sampled": "share right of the training rollouts of the last 3 steps, by the reward that trained",
+    "final": "held-out accuracy (score) after the last step",
+    "sampled": "share right (won) of the training rollouts of the last 3 steps, by the reward that trained",
     "kl": "KL to the start model at the last step, per response (k3)",
     "length": "tokens a response at the last step",
+    "turns": "turns of the policy a rollout at the last step; 1 without an environment",
     "collapsed": "1 if the final held-out accuracy is more than 0.2 below the run's best",
 }
 HIGHER_IS_BETTER = ("area", "final", "sampled")
@@ -40,34 +43,39 @@ class Curve:
     kl: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
     gap: list[float] = field(default_factory=list)
     informative: list[float] = field(default_factory=list)  # share of groups with a gradient
 
 
 # Curve's field -> the metric of a run
 METRICS = {
+    "held_out": "eval/objective/verifiable_correct_rate",
     "sampled": "objective/verifiable_correct_rate",
     "tokens": "val/num_sampled_tokens",
     "seconds": "time/total",
     "kl": "objective/kl3",
     "entropy": "policy/entropy_avg",
     "length": "val/sequence_lengths",
+    "turns": "val/turns",
     "gap": "debug/vllm_vs_local_logprob_diff_mean",
 }
-HELD_OUT = "eval/objective/verifiable_correct_rate"
 
 
-def curve_of(rows: Sequence[dict[str, Any]]) -> Curve:
-    """The curve of a run from the rows of its metrics.jsonl. A metric that a step does not have is None."""
+def curve_of(rows: Sequence[dict[str, Any]], measured: Mapping[str, str]) -> Curve:
+    """The curve of a run from the rows of its metrics.jsonl. A metric that a step does not have is None. `measured`:
+    the task's own metrics, by field."""
     curve = Curve()
+    metrics = {**METRICS, **measured}
+    held_out = metrics.pop("held_out")
     for row in rows:
         step = row["training_step"]
-        if HELD_OUT in row:
+        if held_out in row:
             curve.evaluated.append(step)
-            curve.held_out.append(row[HELD_OUT])
+            curve.held_out.append(row[held_out])
         if step == 0:
             continue
-        for name, metric in METRICS.items():
+        for name, metric in metrics.items():
             getattr(curve, name).append(row.get(metric))
         groups = row["batch/total_prompts"]
         curve.informative.append(1 - row["batch/filtered_prompts"] / groups)
@@ -108,5 +116,6 @@ def endpoints(curve: Curve, target: float) -> dict[str, float]:
     values["sampled"] = float(np.mean(last_sampled))
     values["kl"] = math.nan if last_kl is None else last_kl
     values["length"] = curve.length[-1]
+    values["turns"] = curve.turns[-1] or 1.0
     values["collapsed"] = float(fall > COLLAPSE)
     return values

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Job:
     run_seed: int  # --seed
     flags: tuple[str, ...]
     target: float
+    measured: Mapping[str, str] = field(default_factory=dict)  # see tasks.Task
 
 
 class Lane:
@@ -111,7 +112,7 @@ def processor() -> str:
 def facts_of(run_dir: Path, job: Job) -> dict[str, Any]:
     """What a finished run's directory says."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    curve = curve_of([json.loads(line) for line in lines])
+    curve = curve_of([json.loads(line) for line in lines], job.measured)
     environment = json.loads((run_dir / "environment.json").read_text())
     digest = hashlib.sha256()
     for path in sorted((run_dir / "model").glob("*.safetensors")):

@@ -13,7 +13,7 @@ from scripts.studies.statistics import Comparison, Interval
 
 CONTROLS = tasks.CONTROL_NAMES
 NOISE = 2.8  # standard deviations of a run that the difference of two runs stays within, 19 times in 20
-SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "collapsed")
+SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "turns", "collapsed")  # those that a record has
 
 
 def paired_seeds(rows: Record, arm: str, base: str) -> list[int]:
@@ -88,13 +88,14 @@ def head_lines(rows: Record) -> list[str]:
 def level_lines(rows: Record, arms: list[str]) -> list[str]:
     """A row for each arm: its own endpoints, means over its tasks and seeds."""
     head = f"{'arm':24} seeds  {PRIMARY:>6}"
-    lines = [head + "".join(f" {name:>9}" for name in SHOWN)]
+    shown = [name for name in SHOWN if name in rows.study.get("endpoints", SHOWN)]
+    lines = [head + "".join(f" {name:>9}" for name in shown)]
     for arm in arms:
         seeds = paired_seeds(rows, arm, arm)
         if not seeds:
             lines.append(f"{arm:24} no seed with all tasks yet")
             continue
-        values = [float(np.nanmean(endpoint_table(rows, arm, seeds, name))) for name in SHOWN]
+        values = [float(np.nanmean(endpoint_table(rows, arm, seeds, name))) for name in shown]
         level = endpoint_table(rows, arm, seeds, PRIMARY)
         line = f"{arm:24} {len(seeds):5}  {level.mean():6.3f}" + "".join(f" {value:9.3g}" for value in values)
         middle = statistics.iqm_interval(level)
@@ -216,6 +217,7 @@ def draw(rows: Record, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = list(rows.study["tasks"])
+    is_score = any(rows.study.get("measured", {}).values())
     figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.5), squeeze=False, sharey=True)
     for axis, task in zip(axes[0], names, strict=True):
         for arm in rows.arms:
@@ -227,8 +229,8 @@ def draw(rows: Record, path: Path) -> None:
                 error = heights.std(0) / math.sqrt(max(len(curves) - 1, 1))
                 (line,) = axis.plot(steps, mean, label=f"{arm} ({len(curves)})")
                 axis.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.15, linewidth=0)
-        axis.set(title=task, xlabel="step", ylim=(0, 1))
-    axes[0][0].set_ylabel("held-out accuracy, greedy")
+        axis.set(title=task, xlabel="step", ylim=(0, None if is_score else 1))
+    axes[0][0].set_ylabel("score" if is_score else "held-out accuracy, greedy")
     axes[0][-1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=100)

@@ -1,16 +1,25 @@
 """The tasks of the studies and the two scales at which they are learned."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Task:
-    """A folder of data/ with train.jsonl and eval.jsonl, the flags that go with it, and the target of the endpoints."""
+    """A folder of data/ with train.jsonl and eval.jsonl, the flags that go with it, and the target of the endpoints.
+
+    measured: metrics of a run in place of those that endpoints.METRICS names, by field of the curve."""
 
     data: str
     target: float = 0.8  # held-out accuracy, for steps, tokens and seconds to it
     flags: tuple[str, ...] = ()
+    measured: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether its curve is of evaluations, and not of the training rollouts."""
+        return self.measured.get("held_out", "eval/").startswith("eval/")
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,17 @@ class Scale:
     steps: int
     evaluate_every: int
     flags: tuple[str, ...]
+    rollouts: int = 64  # of a step: BASE has 8 prompts and 8 samples
 
 
 LEARNED = ("--remap_verifier", "learned=gsm8k")
 CALCULATOR = """--tools calculator --tool_call_names calc --tool_parser_type legacy --max_steps 1
     --max_prompt_token_length 160 --response_length 64 --per_turn_max_tokens 24 --vllm_enable_prefix_caching""".split()
+# Four guesses. What is paid on the way counts, so the score is what is measured. It is that of the training rollouts: a
+# game has nothing to hold out, and each step samples new ones.
+GUESS = """--env_file scripts/train/debug/guess.py --max_steps 4 --per_turn_max_tokens 4 --max_prompt_token_length 160
+    --response_length 128 --verification_reward 1 --no_filter_zero_std_samples --pool_size 2 --deterministic""".split()
+SCORE = {"held_out": "objective/scores", "sampled": "env/guess/found"}
 TASKS = {
     "largest": Task("tasks/largest", flags=LEARNED),
     "sums": Task("tasks/sums", flags=LEARNED),
@@ -38,6 +53,8 @@ TASKS = {
     "largest_digit": Task("tasks/largest_digit", flags=LEARNED),
     "reverse": Task("tasks/reverse", flags=LEARNED),
     "calculator": Task("tasks/calculator", flags=(*LEARNED, *CALCULATOR)),
+    "guess": Task("guess", target=1.0, flags=tuple(GUESS), measured=SCORE),
+    "guess_plain": Task("guess_plain", target=1.0, flags=tuple(GUESS), measured=SCORE),
 }
 
 BASE = """--num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --temperature 1.0 --beta 0
@@ -51,6 +68,17 @@ SCALES = {
         steps=40,
         evaluate_every=4,
         flags=(*BASE, *"--rollout_backend transformers --response_length 14 --learning_rate 1e-3".split()),
+    ),
+    "player": Scale(
+        "scripts/studies/player",
+        tasks=("guess_plain",),
+        steps=24,
+        evaluate_every=4,
+        flags=(
+            *BASE,
+            *"--num_unique_prompts_rollout 4 --rollout_backend transformers --learning_rate 1e-3".split(),
+        ),
+        rollouts=32,
     ),
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Credit for each turn: SmolLM2-135M-Instruct guesses a number from 1 to 30 with the help of hints. A guess that agrees
-# with the hints earns 0.1 at once, and the right guess earns 1. A rollout ends when the number is found, when an answer
-# has no number, or after 6 guesses. To compare, run the same command with --no_turn_credit --exp_name turn_credit_off,
-# over several seeds.
+# Credit for each turn: SmolLM2-135M-Instruct guesses a number from 1 to 12 with the help of hints. A guess that the
+# hints allow earns 0.1 at once, and the right guess earns 1. A rollout ends when the number is found, with a guess that
+# contradicts a hint or is no number, or after 4 guesses. To compare it with one advantage for a whole rollout and with
+# the usual credit for each turn, in 8 paired seeds of 40 steps:
+#
+#   bash scripts/studies/turns.sh --scale smollm2 --tasks guess --out turns_135m.jsonl --seeds 1-8 --jobs 1 --threads 2
+#   python scripts/study.py table turns_135m.jsonl
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
 # Expected: this has not been measured yet. Look at env/guess/found, env/guess/guesses and the score.
@@ -31,16 +34,17 @@ python grpo.py \
     --beta 0 \
     --num_unique_prompts_rollout 8 \
     --num_samples_per_prompt_rollout 8 \
-    --max_steps 6 \
-    --per_turn_max_tokens 8 \
-    --max_prompt_token_length 128 \
-    --response_length 320 \
+    --max_steps 4 \
+    --per_turn_max_tokens 4 \
+    --max_prompt_token_length 160 \
+    --response_length 128 \
     --pack_length 2048 \
     --temperature 1.0 \
     --learning_rate 1e-5 \
     --lr_scheduler_type constant \
     --total_episodes 1920 \
     --local_eval_every 15 \
+    --eval_temperature 1.0 \
     --eval_on_step_0 \
     --save_freq -1 \
     --save_traces \
