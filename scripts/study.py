@@ -46,18 +46,15 @@ def parse_seeds(text: str) -> list[int]:
 def base_flags(scale: tasks.Scale, task: tasks.Task, steps: int) -> tuple[str, ...]:
     """The flags of the base on a task, but for seed and directory."""
     data = f"data/{task.data}"
-    evaluation: tuple[str, ...] = ("--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0", "--eval_on_step_0")
-    evaluation += ("--local_eval_every", str(scale.evaluate_every))
-    if not task.is_evaluated:
-        evaluation = ("--local_eval_every", "-1")
-    return (
-        *("--model_name_or_path", scale.model),
-        *("--dataset_mixer_list", f"{data}/train.jsonl", "1.0"),
-        *evaluation,
-        *("--total_episodes", str(scale.rollouts * steps)),
-        *scale.flags,
-        *task.flags,
-    )
+    evaluation = ["--local_eval_every", "-1"]
+    if task.is_evaluated:
+        evaluation = ["--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0"]
+        evaluation += ["--local_eval_every", str(scale.evaluate_every), "--eval_on_step_0"]
+    flags = ["--model_name_or_path", scale.model]
+    flags += ["--dataset_mixer_list", f"{data}/train.jsonl", "1.0"]
+    flags += evaluation
+    flags += ["--total_episodes", str(scale.rollouts * steps)]
+    return (*flags, *scale.flags, *task.flags)
 
 
 def describe_study(options: argparse.Namespace) -> dict[str, Any]:
@@ -101,9 +98,12 @@ def job_of(study: dict[str, Any], task: str, arm: Arm, seed: int) -> lanes.Job:
     """The run of an arm on a task with a seed."""
     base = tuple(study["tasks"][task])
     flags = arms_part.merge_flags(base, arm.flags)
-    run_seed = seed + tasks.AGAIN_SHIFT if arm.name == tasks.AGAIN else seed
+    run_seed = seed
+    if arm.name == tasks.AGAIN:
+        run_seed += tasks.AGAIN_SHIFT
+    target = study["targets"][task]
     measured = study.get("measured", {}).get(task, {})  # records of before have none
-    return lanes.Job(task, arm, seed, run_seed, tuple(flags), study["targets"][task], measured)
+    return lanes.Job(task, arm, seed, run_seed, tuple(flags), target, measured)
 
 
 def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.Job]:

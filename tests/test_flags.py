@@ -620,7 +620,7 @@ REFUSALS = [  # flags, what the message must hold in this order: the flags that 
     ),
     (f"{CREDIT} --filter_zero_std_samples", r"--turn_credit: .*add --no_filter_zero_std_samples"),
     (f"{CREDIT} --active_sampling", r"drop --active_sampling"),
-    (f"{CREDIT} --kl_in_reward --beta 0.1", r"--turn_credit --kl_in_reward: .*after the KL arose: drop one; .*--beta"),
+    (f"{CREDIT} --kl_in_reward --beta 0.1", r"--turn_credit --kl_in_reward: .* KL of turns before it, drop one"),
     ("--rho_mask_lower_bound 1", r"--rho_mask_lower_bound 1\.0 must be below 1 .*--rho_mask_upper_bound .*0 is off"),
     ("--rho_mask_upper_bound 1", r"--rho_mask_lower_bound .*--rho_mask_upper_bound 1\.0 above 1"),
     ("--no_apply_verifiable_reward", r"--no_apply_verifiable_reward without --apply_r1_style_format_reward"),

@@ -495,10 +495,7 @@ def check_turn_credit(args: Any) -> None:
             "--no_filter_zero_std_samples and drop --active_sampling"
         )
     if args.kl_in_reward:
-        args.refuse(
-            "--turn_credit --kl_in_reward: the KL of a whole response would count in each of its turns, also in those "
-            "after the KL arose: drop one; without --kl_in_reward the loss has the KL of each token (--beta)"
-        )
+        args.refuse("--turn_credit --kl_in_reward: a turn would pay for KL of turns before it, drop one")
 
 
 def check_sampling(args: Any) -> None:
