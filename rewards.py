@@ -178,6 +178,10 @@ def check_ground_truth(name: str, ground_truth: Any, prompt: str = "user: ?", co
     try:
         record = RewardRecord("", ground_truth, name, None, prompt, columns)
         VERIFIERS[name].check(record)
+        if FLAGS.audit_verifier:
+            from scripts.parts import audit
+
+            audit.check_label(record)
     except Exception as error:  # whatever a library makes of such a label
         return str(error) or name
     return None
@@ -316,6 +320,9 @@ class RewardFlags(Refusing):
     responses to a prompt together. TRL's and verl's reward functions work too. Empty is off."""
     remap_verifier: str | None = None
     """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
+    audit_verifier: str = ""
+    """A second verifier, or a function of --reward_file. Its scores of all responses are logged and never trained on. A
+    run warns where the reward rises and they do not. Empty is off."""
     code_max_execution_time: Positive[float] = 1.0
     """Verifiers code and code_stdio: seconds for each test. Time in which other processes had the processor is not
     counted."""
@@ -403,6 +410,10 @@ def configure(flags: RewardFlags, connect: bool) -> None:
         from scripts.parts import user_files
 
         user_files.load_reward_file(flags.reward_file)
+    if flags.audit_verifier:
+        from scripts.parts import audit
+
+        audit.check_name(flags)
     remap_verifiers(flags.remap_verifier or "")
 
 
@@ -987,6 +998,18 @@ def verify_solver(record: RewardRecord) -> Verdict:
 # --- The verifiers by name --------------------------------------------------------------------------------------------
 
 
+QUESTIONS = (
+    "general-quality",
+    "general-quality_ref",
+    "general-quality_rubric",
+    "general-factuality",
+    "general-creative_writing",
+    "general-safety",
+    "general-refusal",
+    "general-web_instruct_general_verifier",
+)
+
+
 def judged_by(question: str) -> Verifier:
     """The row of a verifier that asks the judge this question."""
     verify = partial(verify_by_judge, question=question)
@@ -1016,14 +1039,7 @@ VERIFIERS: dict[str, Verifier] = {
     "code_stdio": Verifier(partial(verify_code, stdio=True), partial(check_code, stdio=True)),
     "solver": Verifier(verify_solver, check_solver, "solver_model_name_or_path"),
     "rubric": Verifier(verify_rubric, check_rubric, "llm_judge_model"),
-    "general-quality": judged_by("general-quality"),
-    "general-quality_ref": judged_by("general-quality_ref"),
-    "general-quality_rubric": judged_by("general-quality_rubric"),
-    "general-factuality": judged_by("general-factuality"),
-    "general-creative_writing": judged_by("general-creative_writing"),
-    "general-safety": judged_by("general-safety"),
-    "general-refusal": judged_by("general-refusal"),
-    "general-web_instruct_general_verifier": judged_by("general-web_instruct_general_verifier"),
+    **{question: judged_by(question) for question in QUESTIONS},
 }
 BUILT_IN = frozenset(VERIFIERS)
 

@@ -880,10 +880,9 @@ def data_hash(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.token_ids, prompt.ground_truths, prompt.verifiers)).encode())
-        if prompt.environment is not None:
-            digest.update(repr(prompt.episode).encode())
-        if prompt.reward_columns:
-            digest.update(repr(prompt.reward_columns).encode())
+        for more in (prompt.episode, prompt.reward_columns):  # {} where there is none
+            if more:
+                digest.update(repr(more).encode())
     return digest.hexdigest()[:16]
 
 
@@ -985,6 +984,7 @@ class Rollout(Columns):
     format_score: float = 0.0
     outcome: float = 0.0  # verifiers and format, without penalties: a group of equal outcomes has no gradient
     score: float = 0.0  # what GRPO maximizes: the outcome less penalties
+    audit: float = math.nan  # sum of the scores by --audit_verifier, for people alone; NaN without it
     advantage: Any = 0.0  # a number for all tokens of the response, or a list or array of one for each
     tokenless: list[float] = field(default_factory=list)  # scores of responses of its group without a sampled token
     turns: list[dict[str, Any]] = field(default_factory=list)  # with an environment: who wrote what, see grpo.end_turn
@@ -1114,8 +1114,8 @@ class Engine(Sampler):
                 for name, generation in self.step():
                     i = int(name)
                     results[i] = generation
-                    answer = finished(i, generation) if finished is not None else None
-                    if answer is not None:
+                    answer = finished(i, generation) if finished else None
+                    if answer:
                         answers[i] = answer
         return [results[i] for i in range(len(requests))]
 
@@ -1129,7 +1129,7 @@ class Engine(Sampler):
         ready = sorted(i for i, answer in answers.items() if answer.done())
         for i in ready:
             request = answers.pop(i).result()
-            if request is not None:
+            if request:
                 self.add(str(i), request)
 
 
@@ -2111,6 +2111,10 @@ def note_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metric
     """Scores, verifier rates, lengths and stop rates of all the given rollouts, trained on or not."""
     note_verifiers(rollouts, args, metrics, "objective")
     note_statuses(rollouts, metrics)
+    if args.audit_verifier:
+        from scripts.parts import audit
+
+        audit.note(rollouts, args, metrics)
     if any(r.turns for r in rollouts):
         from scripts.parts import turn_metrics
 
@@ -2147,7 +2151,7 @@ def note_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metri
 
 def note_statuses(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
     """Of each verifier: how often it ended in each of the STATUSES, its seconds and the numbers among its details."""
-    statuses: dict[str, Counter[str]] = defaultdict(Counter)  # verifier -> status -> results
+    statuses = defaultdict(Counter)  # verifier -> status -> results
     for r in rollouts:
         for name, result in zip(r.prompt.verifiers, r.results, strict=bool(r.results)):
             statuses[name][result.status] += 1
@@ -2167,10 +2171,10 @@ def note_lengths(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
     stopped = 0
     for r in rollouts:
         stopped += r.finish_reason == "stop"
+        kind = "unsolved"  # also the unscored (NaN)
         if r.verifiable > 0:
-            metrics.add("val/sequence_lengths_solved", len(r.token_ids))
-        else:  # also the unscored (NaN)
-            metrics.add("val/sequence_lengths_unsolved", len(r.token_ids))
+            kind = "solved"
+        metrics.add(f"val/sequence_lengths_{kind}", len(r.token_ids))
     metrics.add_all("val/sequence_lengths", [len(r.token_ids) for r in rollouts])
     metrics.add("val/stop_rate", stopped, len(rollouts))
     metrics.add("val/stop_token_rate", stopped, len(rollouts))
@@ -2369,6 +2373,10 @@ class Logger:
         if not self.enabled:
             return
         metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        if "objective/audit_reward" in metrics:
+            from scripts.parts import audit
+
+            audit.watch(self.run_dir, metrics)
         with (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics, default=str) + "\n")
         if not self.header_shown:

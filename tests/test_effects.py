@@ -152,6 +152,7 @@ def observe(made):
         found |= {"packs": packs} | {n: row.get(n) for n in metrics if step} | {"weights": dump["weights"]}
         found["evaluation"] = [requests for version, kind, requests in Stub.asked if (version, kind) == (step, True)]
         found["pass@k"] = sorted(key for key in row if "pass_at" in key)
+        found["audits"] = [r["audit"] for r in mine]
         seen |= {f"{step} {name}": value for name, value in found.items()}
     return seen
 
@@ -437,6 +438,7 @@ CASES: dict[str, Case] = {
     "verification_reward": Case("", "--verification_reward 3", "1 outcomes"),
     "reward_file": Case("", "--reward_file REWARD", "names", "verdicts"),
     "remap_verifier": Case("", "--remap_verifier gsm8k=string_matcher", "1 outcomes"),
+    "audit_verifier": Case("", "--audit_verifier string_matcher", "1 audits"),
     "code_max_execution_time": Case("", "--code_max_execution_time 2", "limit", "verdicts"),
     "code_pass_rate_reward_threshold": Case("", "--code_pass_rate_reward_threshold 0.7", "code", "verdicts"),
     "allow_unsafe_code": Case("", "--allow_unsafe_code", "sandbox", "verdicts"),

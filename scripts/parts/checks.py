@@ -507,10 +507,9 @@ def check_sampling(args: Any) -> None:
         args.refuse("--overlong_buffer_length must be less than --response_length")
     if args.eval_on_step_0 and not evaluates:
         args.refuse("--eval_on_step_0 needs --dataset_mixer_eval_list")
-    if args.load_batches and (evaluates or args.active_sampling or args.reward_file):
-        args.refuse(
-            "--load_batches: drop --dataset_mixer_eval_list --active_sampling --reward_file: nothing is sampled"
-        )
+    if args.load_batches and (evaluates or args.active_sampling or args.reward_file or args.audit_verifier):
+        flags = "--dataset_mixer_eval_list --active_sampling --reward_file --audit_verifier"
+        args.refuse(f"--load_batches: drop {flags}: nothing is sampled")
 
 
 def check_rewards(args: Any) -> None:
@@ -520,6 +519,8 @@ def check_rewards(args: Any) -> None:
         args.refuse("--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward")
     if args.additive_format_reward and not args.apply_r1_style_format_reward:
         args.refuse("--additive_format_reward needs --apply_r1_style_format_reward")
+    if args.audit_verifier and not args.apply_verifiable_reward:
+        args.refuse("--audit_verifier --no_apply_verifiable_reward: no verifier is left to audit: drop one of them")
     if args.reward_file and not os.path.isfile(args.reward_file):
         args.refuse("--reward_file: no such file")
     if args.llm_judge_model:

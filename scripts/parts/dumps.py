@@ -139,7 +139,7 @@ def rollout_row(r: Rollout, step: int) -> Row:
     row["verifiers"] = r.prompt.verifiers
     row["results"] = [asdict(result) for result in r.results]
     for scored in (row, *row["results"]):
-        for name in ("score", "outcome", "verifiable"):
+        for name in ("score", "outcome", "verifiable", "audit"):
             if math.isnan(scored.get(name, 0.0)):
                 scored[name] = None
     return row

@@ -327,9 +327,11 @@ def options(args: Any) -> list[str]:
         from scripts.parts import user_files
 
         functions = user_files.FUNCTIONS
+        audits = args.audit_verifier.lower()
+        scorers = [name for name in functions if name != audits]
         aliases = [old for old, new in rewards.REMAP.items() if new in functions]
         columns = sorted({column for function in functions.values() for column in function.columns})
-        words = ["--functions", *functions, "--aliases", *aliases, "--columns", *columns]
+        words = ["--functions", *scorers, "--aliases", *aliases, "--columns", *columns]
     if getattr(args, "has_turns", False):
         words.append("--environment")
     return words

@@ -13,6 +13,10 @@ from scripts.reports.common import GAP
 # schedules that rise, at most once, and fall; with another learning rate a resumed run may rise again
 ONE_PEAK = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 Rows = list[dict[str, Any]]  # of metrics.jsonl
+REWARD = "objective/verifiable_reward"
+AUDIT = "objective/audit_reward"
+LEAST_STRETCH = 5  # steps of which a mean is taken, to tell whether reward and audit part
+LEAST_GROWTH = 0.15  # of their difference, as a share of the highest reward
 
 
 def series(rows: Rows, name: str) -> list[float]:
@@ -68,6 +72,57 @@ def check_learning(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]
             f"the last is {last.low:.3f} to {last.high:.3f} (95 %, over {last.n} prompts)"
         )
         yield check("held-out score", fine, numbers, "no rise of 2 standard errors, and not near 1")
+
+
+def rise(values: np.ndarray, start: int, width: int) -> tuple[float, float]:
+    """The mean of the last `width` values less that of as many from `start` on, and its standard error."""
+    first = values[start : start + width]
+    last = values[-width:]
+    error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / width)
+    return float(last.mean() - first.mean()), error
+
+
+def parted(rows: Rows, highest: float) -> str:
+    """Where reward and audit part (--audit_verifier), in words; "" where they do not.
+
+    The last fifth of the steps, five at least, is compared with each stretch of as many steps before it. They part if
+    since one of these the mean reward has not fallen, the mean audit has not risen, and their difference has grown by
+    more than 3 standard errors and more than 0.15 of `highest`, a right answer's reward. An audit that agrees with the
+    reward never parts from it. In simulated runs of 40 steps of 64 rollouts, looked at after each step, an audit with
+    Youden's J = 0.6, whose mistakes have nothing to do with the reward, gave a false alarm in 1 of 100 runs, one with
+    J = 0.3 in 26; of the hacks 98 to 100 of 100 were seen.
+    """
+    both = [row for row in rows if row.get(REWARD) is not None and row.get(AUDIT) is not None]
+    earned = np.array([row[REWARD] for row in both], float)
+    audited = np.array([row[AUDIT] for row in both], float)
+    width = max(LEAST_STRETCH, len(both) // 5)
+    for start in range(0, len(both) - 2 * width + 1, width):
+        reward_rise, _ = rise(earned, start, width)
+        audit_rise, _ = rise(audited, start, width)
+        growth, error = rise(earned - audited, start, width)
+        if reward_rise >= 0 >= audit_rise and growth > max(3 * error, LEAST_GROWTH * highest):
+            means = [values[start : start + width].mean() for values in (earned, audited)]
+            means += [values[-width:].mean() for values in (earned, audited)]
+            words = "reward {0:.3g} -> {2:.3g}, audit {1:.3g} -> {3:.3g}".format(*means)
+            since = both[start]["training_step"]
+            return f"{words} since step {since}"
+    return ""
+
+
+def check_audit(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Whether what the reward pays for is what a second verifier accepts."""
+    earned = ends(rows, REWARD)
+    audited = ends(rows, AUDIT)
+    if not (earned and audited):
+        return
+    numbers = f"reward {earned[0]:.3g} -> {earned[1]:.3g}, audit {audited[0]:.3g} -> {audited[1]:.3g}"
+    held_out = series(rows, f"eval/{AUDIT}")
+    if held_out:
+        numbers += f", held-out {held_out[0]:.3g} -> {held_out[-1]:.3g}"
+    found = parted(rows, args.get("verification_reward", 0.0))
+    yield check(
+        "reward and audit", not found, found or numbers, "reward not down, audit not up, more than 3 errors apart"
+    )
 
 
 def check(name: str, fine: bool, numbers: str, threshold: str) -> dict[str, Any]:
@@ -194,6 +249,7 @@ def check_run(rows: Rows, args: dict[str, Any]) -> list[dict[str, Any]]:
         *check_updates(rows, args),
         *check_order(rows, args),
         *check_evaluations(rows),
+        *check_audit(rows, args),
         check("NaN or infinite metrics", not holes, ", ".join(holes[:6]) or "none", "any"),
     ]
     return [*check_learning(rows, args), *sorted(checks, key=lambda check: check["fine"])]

@@ -32,9 +32,16 @@ HELD_OUT = f"eval/{CORRECT}"
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "reward": (
         "share of correct responses",
-        {CORRECT: "training rollouts", HELD_OUT: "held-out prompts, 95 % interval"},
+        {
+            CORRECT: "training rollouts",
+            HELD_OUT: "held-out prompts, 95 % interval",
+            "objective/audit_correct_rate": "training, by --audit_verifier",
+        },
     ),
-    "score": ("mean score of a rollout", {"objective/scores": "training", "eval/scores": "eval"}),
+    "score": (
+        "mean score of a rollout",
+        {"objective/scores": "training", "eval/scores": "eval", "objective/audit_reward": "by --audit_verifier"},
+    ),
     "response length": ("tokens", {"val/sequence_lengths": "training", "eval/sequence_lengths": "eval"}),
     "KL to the reference policy": ("nats per response", {"objective/kl": "k1", "objective/kl3": "k3"}),
     "engine / learner logprob gap": ("nats per token", {f"{GAP}_mean": "mean", f"{GAP}_max": "max"}),

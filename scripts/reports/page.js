@@ -59,6 +59,7 @@ function table(parent, head, rows, className = "") {
 // Curves: title, unit, metrics. A panel shows those of its metrics that the run has.
 const panels = [
   ["Correct", "share of rollouts", "objective/verifiable_correct_rate eval/objective/verifiable_correct_rate"],
+  ["By the audit", "share of rollouts", "objective/audit_correct_rate eval/objective/audit_correct_rate objective/audit_refused_rate"],
   ["Score", "", "objective/scores objective/reward_std eval/scores"],
   ["Response length", "tokens", "val/sequence_lengths val/sequence_lengths_solved eval/sequence_lengths"],
   ["Ended by themselves", "share", "val/stop_rate eval/stop_rate"],
