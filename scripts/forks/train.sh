@@ -5,18 +5,23 @@
 # below, or is trained on a study's task, with the fruit fly (data/make_fruit_fly.py) as model; `plain largest_digit`
 # is that task without a diff.
 #
-#   bash scripts/forks/train.sh NAME of a diff, or plain [largest_digit] [FLAGS of grpo.py]
+#   bash scripts/forks/train.sh NAME of a diff, or its path, or plain [largest_digit] [FLAGS of grpo.py]
 #
 # Hardware: 2 CPU cores and 2 GiB of memory, no network; half a minute. All metrics are in runs/fork_NAME or
 # runs/fork_NAME_largest_digit.
 set -euo pipefail
-name="${1:?usage: train.sh NAME of a diff, or plain [largest_digit] [FLAGS of grpo.py]}"
+name="${1:?usage: train.sh NAME of a diff, or its path, or plain [largest_digit] [FLAGS of grpo.py]}"
 shift
+diff=""
+if [[ -f "$name" ]]; then # of your own
+    diff="$(realpath "$name")"
+    name="$(basename "$name" .diff)"
+fi
 here="$(dirname "${BASH_SOURCE[0]}")"
 cd "$here/../.."
 root="$PWD"
 source scripts/setup.sh
-diff="$root/scripts/forks/$name.diff"
+diff="${diff:-$root/scripts/forks/$name.diff}"
 copy="$(mktemp -d)"
 job=""
 
@@ -86,6 +91,7 @@ job=$!
 set +m
 wait "$job"
 job=""
+[[ " $* " != *" --dry_run "* ]] || exit 0
 python - "$root/runs/$run/metrics.jsonl" "$metric" <<'END'
 import json
 import sys
