@@ -523,6 +523,24 @@ def test_a_curve_that_is_ended_leaves_no_run_behind(tmp_path):
     assert not list(tmp_path.glob("tmp.*"))
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("mine.diff", "4 mini-batches"),  # of one's own: with the flags of the command in its head
+        ("luffy", "data/tasks/largest_digit/train.jsonl 1.0: local"),
+        ("echo", "at most 20,480 tokens"),  # 64 times 256 of the prompt and 64 of three turns
+    ],
+)
+def test_what_a_curve_needs_is_added(tmp_path, name, told):
+    """train.sh --dry_run: the plan of a run that every check has passed."""
+    (tmp_path / "mine.diff").write_text(FORKS["sapo"].read_text())
+    line = ["bash", str(REPO / "scripts" / "forks" / "train.sh"), name, "--dry_run", "--output_dir", str(tmp_path)]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert told in done.stdout, done.stdout
+
+
 def wait_for(happened, seconds):
     """Return once it has; fail where it has not after so many seconds."""
     end = time.monotonic() + seconds
