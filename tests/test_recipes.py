@@ -75,6 +75,7 @@ TABLE = {
     "debug/single_gpu_grpo": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
     "debug/grpo_integration_test": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
     "debug/turn_credit": (1, 1, 1, 1, 8, 8, 1, 30, 128, 2048),
+    "debug/hack": (1, 1, 1, 1, 8, 8, 1, 30, 14, 512),
     "debug/distill": (1, 1, 1, 1, 16, 16, 4, 20, 16, 1024),
     "debug/multi_node_grpo": (16, 8, 4, 2, 32, 16, 1, 19, 4096, 20480),
     "debug/full_integration_test": (16, 8, 8, 1, 32, 8, 4, 39, 8192, 12384),
