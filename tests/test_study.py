@@ -14,8 +14,9 @@ from scipy import stats
 import grpo
 import utils
 from scripts import study as study_program
+from scripts.data.make_tasks import make_task
 from scripts.reports.intervals import holm
-from scripts.studies import arms, endpoints, noise, record, report, statistics, tasks
+from scripts.studies import arms, controls, endpoints, noise, record, report, statistics, tasks
 from tests.conftest import REPO
 
 STUDIES = 3000  # simulated studies of a coverage; its standard error is 0.004
@@ -203,6 +204,20 @@ def test_a_verifier_errs_as_often_as_its_name_says(judge, youden):
     assert right.mean() - wrong.mean() == pytest.approx(youden, abs=0.03)
     together = (right[:, 0] == right[:, 1]).mean()  # equal responses of a group
     assert together == pytest.approx((1 + youden**2) / 2, abs=0.05)
+
+
+def test_the_coin_of_the_controls_knows_no_answer(tmp_path):
+    """Over the rows of each task of the fly it accepts right answers as often as wrong ones: half of them."""
+    for name in tasks.SCALES["fly"].tasks:
+        make_task(name, tmp_path)
+        lines = (tmp_path / name / "train.jsonl").read_text().splitlines()
+        accepted = {True: [], False: []}
+        for row in map(json.loads, lines):
+            prompt = "user: " + row["messages"][0]["content"]
+            for digit in "0123456789":
+                accepted[digit == row["ground_truth"]].append(controls.coin(digit, row["ground_truth"], prompt))
+        assert np.mean(accepted[True]) == pytest.approx(0.5, abs=0.12)  # 320 throws: 4 standard errors
+        assert np.mean(accepted[False]) == pytest.approx(0.5, abs=0.04)
 
 
 def test_a_verifier_errs_again_in_the_same_way():

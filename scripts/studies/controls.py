@@ -1,6 +1,6 @@
 """Rewards that must not win. A study whose controls win has an unfit task.
 
-coin      a coin, thrown for each pair of response and label: it has nothing to do with what is right
+coin      a coin, thrown for each pair of prompt and response: it has nothing to do with what is right
 inverted  1 for wrong answers and 0 for right ones
 """
 
@@ -9,9 +9,10 @@ import hashlib
 import rewards
 
 
-def coin(response: str, ground_truth: object) -> float:
-    """0 or 1 with equal chances, the same for the same response and label."""
-    digest = hashlib.sha256(f"{response}\n{ground_truth}".encode()).digest()
+def coin(response: str, ground_truth: object, prompt: object = "") -> float:
+    """0 or 1 with equal chances, the same for the same response to a prompt. Thrown for the label, it would pay for the
+    right answer to many questions at once, or to none of them, where few labels are frequent."""
+    digest = hashlib.sha256(f"{prompt}\n{response}".encode()).digest()
     return float(digest[0] % 2)
 
 
