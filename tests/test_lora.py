@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
@@ -31,7 +31,9 @@ def shake(policy, size=0.05):
         for name, layer in adapters.adapted_layers(policy.model).items():
             b = layer.lora_B["default"].weight
             noise = torch.randn(b.shape, generator=torch.Generator().manual_seed(len(name))) * size
-            utils.shard_of(b).copy_(utils.shard_of(distribute_tensor(noise, b.device_mesh, b.placements)))
+            if isinstance(b, DTensor):
+                noise = distribute_tensor(noise, b.device_mesh, b.placements)
+            utils.shard_of(b).copy_(utils.shard_of(noise))
 
 
 def batch_of(rollouts, device="cpu"):

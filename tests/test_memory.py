@@ -133,6 +133,12 @@ SETTINGS += [
     AWAY | {"offload": ["reference", "optimizer"], "vocabulary": 8000},
     AWAY | {"offload": ["reference"], "deepspeed_stage": 2, "ranks": 8, "fsdp_shard_size": 2},
 ]
+ALONE = BASE | {"ranks": 1, "deepspeed_stage": 0, "model_dtype": "float32"}  # without a wrapper
+SETTINGS += [
+    ALONE | {"vocabulary": 16000, "pack_length": 64},  # weights, the head's gradient
+    ALONE | {"gradient_checkpointing": True, "vocabulary": 500, "pack_length": 64},
+    BASE | {"ranks": 1, "deepspeed_stage": 0, "vocabulary": 8000, "pack_length": 64},  # its reference has none
+]
 SETTINGS += [LONG | {"sequence_parallel_size": size} for size in (1, 2, 4)]  # activations
 
 

@@ -26,8 +26,13 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
     also frees parameters after the forward, but for those of no layer, with which the backward begins. With
     --fsdp_shard_size N each N neighbouring ranks have the whole model, and replicas add up their gradients. Inputs are
     not cast: FSDP would copy all that a batch holds, and tokens need no cast. --offload reference keeps the shards of a
-    model that does not train in host memory.
+    model that does not train in host memory. See needs_no_wrapper for when `module` stays the plain one that it is.
     """
+    if world.is_main:
+        warn_of_dropout(model)
+    trains = any(p.requires_grad for p in model.parameters())
+    if needs_no_wrapper(args, world.size, trains):
+        return place_model(module, model, args, world)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     shards = args.fsdp_shard_size or world.size
@@ -40,9 +45,6 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
         "mesh": mesh if replicated else mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
     }
-    if world.is_main:
-        warn_of_dropout(model)
-    trains = any(p.requires_grad for p in model.parameters())
     if "reference" in args.offload and not trains:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     names = {id(p): name for name, p in model.named_parameters()}
@@ -67,6 +69,25 @@ def warn_of_dropout(model: torch.nn.Module) -> None:
             names.append(name)
     if names:
         print(f"WARNING: dropout is on in {len(names)} layers, such as {names[0]}; fine if you meant it", flush=True)
+
+
+def needs_no_wrapper(args: Any, ranks: int, trains: bool) -> bool:
+    """Whether one learner without --deepspeed_stage computes with the weights that it stores: those of float32 compute,
+    and those of a model that does not train. FSDP would only keep a second copy of them and cost the host time. With
+    bfloat16 or float16 that copy is what the forward computes with: FSDP makes it once an optimizer step, and adds the
+    gradients up in float32. `args`: Flags, or the Setup of proof/memory.py."""
+    if ranks > 1 or args.deepspeed_stage != 0:
+        return False
+    return args.model_dtype == "float32" if trains else "reference" not in args.offload
+
+
+def place_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: World) -> Any:
+    """Cast a plain model and move it to the device, a layer at a time, as shard_model does."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for part in (*blocks_of(model), module):
+        cast_weights(part, names, args)
+        part.to(world.device)
+    return module
 
 
 def layer_groups(layers: Sequence[torch.nn.Module], itemsize: int) -> list[list[torch.nn.Module]]:
@@ -147,7 +168,8 @@ def checkpoint_layers(model: Any, part: str) -> None:
 def gradient_sync(module: Any, args: utils.Flags, last: bool) -> None:
     """Tell FSDP before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and
     reduce once. Sharded ranks reduce in every micro-batch to save memory; replicas of their shards do it once."""
-    if getattr(module, "syncs", None) is last:  # FSDP would walk through all modules again
+    is_plain = not hasattr(module, "set_requires_gradient_sync")
+    if is_plain or getattr(module, "syncs", None) is last:  # FSDP would walk through all modules again
         return
     module.syncs = last
     if args.deepspeed_stage == 0:

@@ -156,6 +156,10 @@ class Weights:
         groups = sharding.layer_groups(self.layers, itemsize)
         return [sum(p.numel() for layer in group for p in layer.parameters()) for group in groups]
 
+    def largest_in_a_layer(self) -> int:
+        """Weights of the largest matrix of a layer."""
+        return max(p.numel() for layer in self.layers for p in layer.parameters())
+
     def gathered(self, itemsize: int, stage: int) -> float:
         """Bytes of what a forward gathers: with stage 3 the two largest groups of layers and what is in no layer."""
         if stage != 3:
@@ -191,8 +195,9 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     gradients 4 N / S each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two groups of layers
     (sharding.GROUP_BYTES) and what is in no layer. The reference policy, or the teacher of `ref_config`, has its
     compute dtype (float32 if it is refreshed). What its forward gathers is freed before the update and counts if it is
-    more than what the update takes. With lora_rank only adapters have gradients, float32 and Adam: the model is frozen,
-    in compute dtype, and is its own reference policy.
+    more than what the update takes. One learner without deepspeed_stage gathers nothing in float32, nor for a reference
+    policy that does not train, and adds the gradient of each weight up at once. With lora_rank only adapters have
+    gradients, float32 and Adam: the model is frozen, in compute dtype, and is its own reference policy.
     Activations of one pack of --pack_length tokens, or of the part that sequence_parallel_size leaves a learner (its
     attention has all tokens of a part of the heads), are counted by a forward on the meta device. The head makes the
     logits of logprob_chunk tokens at a time. They are freed before the last gradients, of the embeddings, are reduced.
@@ -201,6 +206,8 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     time.
     """
     import torch
+
+    from scripts.parts import sharding
 
     text = config.get_text_config()
     group = setup.sequence_parallel_size
@@ -218,14 +225,17 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     shards = (setup.fsdp_shard_size or setup.learners) if setup.deepspeed_stage >= 2 else 1
 
     tokens = -(-setup.pack_length // group)
-    gathered = weights.gathered(itemsize, setup.deepspeed_stage)
+    is_plain = sharding.needs_no_wrapper(setup, setup.learners, trains=True)
+    gathered = 0.0 if is_plain else weights.gathered(itemsize, setup.deepspeed_stage)
     activations = activation_bytes(model, weights.layers, tokens, text.hidden_size, itemsize, setup)
     logit_rows = 12 * min(setup.logprob_chunk, tokens)  # bytes of the logits at once, over the vocabulary
-    gradient_bytes = 0 if setup.lora_rank else 4 + itemsize  # of a weight
+    gradient_bytes = 4 if is_plain else 4 + itemsize  # of a weight
+    if setup.lora_rank:
+        gradient_bytes = 0
     layer_weights = weights.all - weights.outside
     head = model.get_output_embeddings().weight.numel() * gradient_bytes + logit_rows * text.vocab_size
     # the gradients of a group, whose activations are gone, wait for its last one
-    groups = weights.groups(itemsize)
+    groups = [weights.largest_in_a_layer()] if is_plain else weights.groups(itemsize)
     group_gradients = [g * gradient_bytes + activations * (1 - g / layer_weights) for g in groups]
     # a forward has a group as it was gathered beside its weights, which the next group would be otherwise
     copy = itemsize * groups[0] if setup.deepspeed_stage == 3 and len(groups) == 1 else 0
@@ -236,7 +246,9 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     if ref_config is not None:
         ref_weights = Weights(meta_model(ref_config, dtype))
     ref_vocabulary = (ref_config or config).get_text_config().vocab_size
-    ref_forward = ref_weights.gathered(itemsize, setup.deepspeed_stage) + logit_rows * ref_vocabulary
+    ref_is_plain = sharding.needs_no_wrapper(setup, setup.learners, setup.ref_policy_update_freq is not None)
+    ref_gathered = 0.0 if ref_is_plain else ref_weights.gathered(itemsize, setup.deepspeed_stage)
+    ref_forward = ref_gathered + logit_rows * ref_vocabulary
     update = 4 * trained / shards + gathered + activations_and_head
     kept_itemsize = itemsize if setup.ref_policy_update_freq is None else 4
     reference = kept_itemsize * ref_weights.all / shards + max(0.0, ref_forward - update)

@@ -32,7 +32,7 @@ class Enough(Exception):
 def test_the_packing_probe_gives_its_memory_back(tiny_models, world):
     """After a forward without a backward FSDP keeps whole copies of the weights; an engine that starts then finds that
     much less."""
-    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32")
+    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32", deepspeed_stage=2)
     policy = grpo.load_policy(args, world)
     assert grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, world) != "rows"
     assert all(isinstance(p, DTensor) for p in policy.parameters())
@@ -40,7 +40,7 @@ def test_the_packing_probe_gives_its_memory_back(tiny_models, world):
 
 def test_the_first_gap_gives_its_memory_back(tiny_models, world):
     """The engine slept meanwhile and wakes for the first rollouts, before an update frees them."""
-    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32")
+    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32", deepspeed_stage=2)
     policy = grpo.load_policy(args, world)
     group = [utils.Rollout(utils.Prompt(0, (5, 6, 7), "", (), ()), 0, 0, [8, 9], [-1.0] * 2, [True] * 2, [0] * 2)]
     for _, when, check in grpo.starts(policy, replace(args, max_logprob_gap=0.0), 0):
