@@ -114,6 +114,45 @@ def test_the_update_does_not_depend_on_the_groups(tiny_models, world, monkeypatc
     assert all(torch.equal(together[name], alone[name]) for name in alone)
 
 
+@pytest.mark.parametrize("part", ["layer", "mlp"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
+def test_narrow_and_wide_layers_are_recomputed_with_the_same_bits(tiny_models, world, monkeypatch, arch, part):
+    """And with those of layers that are not. An update at stage 3, with old logprobs, which take no gradient."""
+    flags = ("--deepspeed_stage", 3, "--num_mini_batches", 2)
+    plain, _ = run_update(make_args(tiny_models(arch), *flags), world, [make_rollouts()])
+    ways = []
+    once = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(
+        torch.utils.checkpoint,
+        "checkpoint",
+        lambda *args, **how: ways.append(how["use_reentrant"]) or once(*args, **how),
+    )
+    args = make_args(tiny_models(arch), *flags, "--gradient_checkpointing", "--gradient_checkpointing_part", part)
+    for narrow, whole in ((sharding.NARROW, True), (0, False)):
+        monkeypatch.setattr(sharding, "NARROW", narrow)
+        ways.clear()
+        again, _ = run_update(args, world, [make_rollouts()])
+        assert set(ways) == {whole}
+        assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+@pytest.mark.parametrize("hidden, inner", [(True, False), (False, False), (True, True), (False, True)])
+def test_every_tensor_of_a_narrow_layer_gets_its_gradient(hidden, inner):
+    """Also one within another argument, which the re-entrant checkpoint would leave out or follow too far, and the
+    weight where neither takes one."""
+    weight = torch.tensor(3.0, requires_grad=True)
+    x = torch.tensor(5.0, requires_grad=hidden)
+    pair = [torch.tensor(7.0, requires_grad=inner) * 2 for _ in range(2)]
+    if inner:
+        for value in pair:
+            value.retain_grad()
+    out = sharding.recompute(lambda x, pair: weight * x * pair[0] * pair[1], True, x, pair=pair)
+    (out + sum(pair)).backward()
+    assert weight.grad == 5 * 14 * 14
+    assert x.grad == (3 * 14 * 14 if hidden else None)
+    assert [value.grad for value in pair] == ([3 * 5 * 14 + 1] * 2 if inner else [None] * 2)
+
+
 def test_a_layer_that_draws_numbers_is_not_computed_again(tiny_models, world):
     """Random states are not kept for the second forward. No layer has dropout; nor may one draw noise of its own."""
     args = make_args(tiny_models(), "--gradient_checkpointing")

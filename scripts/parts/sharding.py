@@ -6,7 +6,7 @@ its size, so narrow layers share one: see GROUP_BYTES.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import utils
 from utils import World, need
 
 GROUP_BYTES = 2**28  # of weights in compute dtype that are gathered together, or one layer
+NARROW = 2**24  # weights of a layer that a GPU computes in less time than the host takes to tell it to
 
 
 def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: World) -> Any:
@@ -152,8 +153,6 @@ def checkpoint_layers(model: Any, part: str) -> None:
     Call it after compile_layers and before shard_model, whose hooks then run once a layer. Random states are not
     kept: no layer has dropout (utils.load_causal_lm), and packing.first_that_agrees sees that none draws numbers.
     """
-    from torch.utils.checkpoint import checkpoint
-
     recomputed: list[Any] = blocks_of(model)
     if part == "mlp":
         recomputed = [getattr(layer, "mlp", None) for layer in recomputed]
@@ -161,8 +160,36 @@ def checkpoint_layers(model: Any, part: str) -> None:
     fix = "take layer" if part == "mlp" else "leave the flag out"
     need(found, f"--gradient_checkpointing_part {part}: {type(model).__name__} has none: {fix}")
     for module in recomputed:
-        options = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-        module.forward = functools.partial(checkpoint, module.forward, **options)
+        is_narrow = sum(p.numel() for p in module.parameters()) <= NARROW
+        module.forward = functools.partial(recompute, module.forward, is_narrow)
+
+
+def recompute(forward: Callable[..., Any], is_narrow: bool, *args: Any, **kwargs: Any) -> Any:
+    """forward(*args, **kwargs), computed again in the backward. The same bits in one of two ways.
+
+    As a rule torch keeps track of each tensor that the backward needs, and stops before the last product, whose output
+    it does not need. A narrow layer is computed again as a whole, by the re-entrant checkpoint, which costs the host a
+    fifth less of a micro-batch (proof/README.md). That one gives a gradient to tensors among `args` alone.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if is_narrow and gradients_go_to_arguments(args, kwargs):
+        whole = functools.partial(forward, **kwargs)
+        return checkpoint(whole, *args, use_reentrant=True, preserve_rng_state=False)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+    return checkpoint(forward, *args, **options, **kwargs)
+
+
+def gradients_go_to_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor among `args` takes a gradient, and none within another argument."""
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    others = [x for x in args if not isinstance(x, torch.Tensor)]
+    inner = tree_leaves((others, kwargs))
+    return any(x.requires_grad for x in tensors) and not any(getattr(x, "requires_grad", False) for x in inner)
 
 
 def gradient_sync(module: Any, args: utils.Flags, last: bool) -> None:

@@ -228,7 +228,7 @@ def bench_learner(options: BenchFlags) -> Result:
 def bench_compiled(options: BenchFlags) -> Result:
     """Forward and backward of training on the same shared packs, by plain layers and with --compile_layers. On a CPU
     the seconds are of this process's CPU time, because other jobs make the clock's longer. The first call of each side,
-    which compiles, is a row of its own."""
+    which compiles, is a row of its own; graphs: how many torch.compile made."""
     args = learner_args(options)
     world = utils.init_distributed()
     sides = {}
@@ -247,6 +247,7 @@ def bench_compiled(options: BenchFlags) -> Result:
         return clock() - start, norm
 
     calls = {name: functools.partial(timed_update, side) for name, side in sides.items()}
+    graphs_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     rounds = in_rounds(calls, 1 + options.repeat, warm_up=False)
     tokens = sum(grpo.piece_length(piece) for pack in packs for piece in pack)
     table = {}
@@ -255,6 +256,6 @@ def bench_compiled(options: BenchFlags) -> Result:
         (first, _), *others = updates
         seconds[name] = [passed for passed, _ in others]
         table[name] = spread(seconds[name], tokens=tokens) | {"first": first, "grad_norm": updates[-1][1]}
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs_before
     settings = {"packs": len(packs), "tokens": tokens, "graphs": graphs}
     return Result(settings, table, {"compiled over plain layers": ratio(seconds["compiled"], seconds["plain"])})
