@@ -236,6 +236,21 @@ def test_a_gpu_waits_for_the_host_where_a_micro_batch_is_small():
         assert not roofline.seconds(large, roofline.GPUS["h100"], way, 8, 16384, 1e6, 12000, update=True)["host"]
 
 
+def test_a_wide_layer_is_not_recomputed_to_its_end():
+    """A layer of 0.5B has 15 million weights and is narrow, one of 7B 233 million: see parts/sharding.recompute."""
+    gpu, speeds, again = roofline.GPUS["h100"], roofline.SLOW, {}
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-7B"):
+        shape = roofline.shape_of(name)
+        layer, none = (
+            roofline.seconds(shape, gpu, roofline.Way(recompute=part), 1, 1, 1, 1, update=True)["products"]
+            for part in ("layer", "none")
+        )
+        again[name] = (layer - none) * gpu.flops * speeds.products / 2 / shape.matrices
+    hidden, mlp, *_ = roofline.memory.SHAPES["Qwen2.5-7B"]
+    down = 28 * hidden * mlp / shape.matrices
+    assert list(again.values()) == [pytest.approx(1), pytest.approx(1 - down)] and 0.25 < down < 0.33
+
+
 def test_replicas_reduce_their_gradients_once_and_update_all_weights():
     """Per weight 38 bytes of memory at each learner, and 2 x 7/8 x 4 bytes on the link."""
     shape, gpu, speeds = roofline.shape_of("Qwen2.5-0.5B"), roofline.GPUS["h100"], roofline.SLOW

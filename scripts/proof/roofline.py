@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from scripts.parts import sharding
 from scripts.parts.head import HeadLogprobs
 from scripts.proof import memory, shapes
 from scripts.proof.shapes import GPU, GPUS
@@ -340,14 +341,15 @@ def seconds(
     is recomputed) or of a forward for logprobs.
 
     tokens of the pack, (query, key) pairs that attend, response tokens that meet the head. A layer that is recomputed
-    ends before its last product, whose output nobody asks for, but not in a compiled graph.
+    ends before its last product, whose output nobody asks for, but not in a compiled graph or if it is narrow.
     """
     forwards = 1
     recomputed = 0  # weights of the products that are computed again
     mlp_bytes = 0.0  # a token of a layer, of the elementwise work that is computed again
     if update and way.recompute == "layer":
         forwards = 2
-        recomputed = shape.matrices if way.compiled else shape.matrices - shape.mlp_out
+        as_a_whole = way.compiled or shape.matrices <= shape.layers * sharding.NARROW
+        recomputed = shape.matrices if as_a_whole else shape.matrices - shape.mlp_out
     elif update and way.recompute == "mlp":
         recomputed = shape.mlp_in
         mlp_bytes = 3 * shape.mlp_in / shape.layers / shape.hidden  # gate and up read, their product written
