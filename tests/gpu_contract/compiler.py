@@ -1,6 +1,6 @@
 """Compiles what torch.compile makes of our code for GPUs that are not there: Inductor, Triton and NVIDIA's assembler.
 
-    python -m tests.gpu_contract.compiler                 flex attention: every GPU, head size and dtype; 20 minutes
+    python -m tests.gpu_contract.compiler                 flex attention: every GPU, head size, dtype, window; an hour
     python -m tests.gpu_contract.compiler sm_89 sm_120    of these GPUs
     python -m tests.gpu_contract.compiler head            bytes of the compiled head a logit, kernel by kernel
 
@@ -11,6 +11,7 @@ describes. What comes back is what a GPU would load: each kernel with the shared
 import contextlib
 import copy
 import importlib
+import itertools
 import re
 import sys
 import types
@@ -202,21 +203,22 @@ def flex_for(arch: int, found: Compiled) -> Generator[None]:
         yield
 
 
-def attend(tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Forward and backward of a pack's attention, as fit_flex_attention tries it."""
+def attend(tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int = 0) -> None:
+    """Forward and backward of a pack's attention, as fit_flex_attention tries it; with a window as its layers do."""
     parts = [(tokens // 2, [tokens // 4, tokens - tokens // 2 - tokens // 4])]
     layout = utils.Layout(parts, torch.device("cpu"))
     q, k, v = (torch.ones(1, n, tokens, head_dim, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-    utils.pack_attention(torch.nn.Module(), q, k, v, None, layout=layout, flex=True)[0].sum().backward()
+    options = {"layout": layout, "flex": True, "sliding_window": window}
+    utils.pack_attention(torch.nn.Module(), q, k, v, None, **options)[0].sum().backward()
 
 
-def fitting_options(arch: int, head_dim: int, dtype: torch.dtype) -> tuple[int, list[Compiled]]:
+def fitting_options(arch: int, head_dim: int, dtype: torch.dtype, window: int = 0) -> tuple[int, list[Compiled]]:
     """Which of FLEX_OPTIONS is the first whose kernels this GPU can load (their number: none), and what each made."""
     tried = []
     for i, options in enumerate(utils.FLEX_OPTIONS):
         found = Compiled()
         with patch.object(utils, "FLEX_OPTIONS", [options]), flex_for(arch, found):
-            attend(2048, 4, 2, head_dim, dtype)
+            attend(2048, 4, 2, head_dim, dtype, window)
         tried.append(found)
         if found.kernels and all(not k.problem and k.shared <= SHARED[arch] for k in found.kernels):
             return i, tried
@@ -282,17 +284,17 @@ def main() -> None:
     for arch in SHARED:
         if len(sys.argv) > 1 and f"sm_{arch}" not in sys.argv:
             continue
-        for head_dim in (64, 128, 256):
-            for dtype in (torch.bfloat16, torch.float32):
-                i, tried = fitting_options(arch, head_dim, dtype)
-                most = [max((k.shared for k in found.kernels), default=0) for found in tried]
-                fits = f"options {i}" if i < len(utils.FLEX_OPTIONS) else "NONE: rows"
-                problems = sorted({k.problem for found in tried for k in found.kernels if k.problem})
-                print(
-                    f"sm_{arch} head {head_dim} {str(dtype)[6:]}: {fits}; shared {most} of {SHARED[arch]}",
-                    *problems,
-                    flush=True,
-                )
+        for head_dim, dtype, window in itertools.product((64, 128, 256), (torch.bfloat16, torch.float32), (0, 1024)):
+            i, tried = fitting_options(arch, head_dim, dtype, window)
+            most = [max((k.shared for k in found.kernels), default=0) for found in tried]
+            fits = f"options {i}" if i < len(utils.FLEX_OPTIONS) else "NONE: rows"
+            problems = sorted({k.problem for found in tried for k in found.kernels if k.problem})
+            case = f"sm_{arch} head {head_dim} {str(dtype)[6:]}, window {window}"
+            print(
+                f"{case}: {fits}; shared {most} of {SHARED[arch]}",
+                *problems,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missin
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("arch, head_dim, first", [(90, 128, 0), (89, 256, 1)])
-def test_flex_attention_fits_a_gpus_shared_memory(arch, head_dim, first):
-    """torch's own options on a data-centre GPU; on one with 99 KB a block they do not fit, and ours do. All GPUs, head
-    sizes and dtypes: python -m tests.gpu_contract.compiler"""
-    found, tried = compiler.fitting_options(arch, head_dim, torch.bfloat16)
+@pytest.mark.parametrize("arch, head_dim, window, first", [(90, 128, 0, 0), (90, 128, 1024, 0), (89, 256, 1024, 1)])
+def test_flex_attention_fits_a_gpus_shared_memory(arch, head_dim, window, first):
+    """torch's own options on a data-centre GPU; on one with 99 KB a block they do not fit, and ours do. With a sliding
+    window or without. All GPUs, head sizes and dtypes: python -m tests.gpu_contract.compiler"""
+    found, tried = compiler.fitting_options(arch, head_dim, torch.bfloat16, window)
     assert found == first, [[(k.name, k.shared, k.problem) for k in made.kernels] for made in tried]
     assert len(tried[-1].kernels) >= 3  # forward, backward's sum, backward
     for made in tried[:-1]:
