@@ -414,8 +414,9 @@ class ModelFlags(Refusing):
     gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
     """What gradient_checkpointing computes again. mlp: half of a layer's operations, for some four times the memory."""
     compile_layers: bool = False
-    """torch.compile each decoder layer, and on a CPU the head: once some minutes, then faster steps. Sums are taken in
-    another order (1e-6 of an update in float32), and bfloat16 rounds less often."""
+    """torch.compile each decoder layer, and on a CPU the head: once some minutes, then faster steps of wide models on
+    paper. Sums are taken in another order (1e-6 of an update in float32), and bfloat16 rounds less often. Off: the host
+    needs a tenth more time for a micro-batch, and nobody has measured a GPU's (scripts/proof/README.md)."""
     deepspeed_stage: Literal[0, 2, 3] = 0
     """0: each learner has the whole model; 2: gradients and optimizer state are sharded; 3: parameters too. FSDP2 does
     it."""

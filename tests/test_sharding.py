@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
