@@ -186,10 +186,17 @@ def gradients_go_to_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Whether a tensor among `args` takes a gradient, and none within another argument."""
     from torch.utils._pytree import tree_leaves
 
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    others = [x for x in args if not isinstance(x, torch.Tensor)]
-    inner = tree_leaves((others, kwargs))
-    return any(x.requires_grad for x in tensors) and not any(getattr(x, "requires_grad", False) for x in inner)
+    found = False
+    inner: list[Any] = [kwargs]
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            found |= x.requires_grad
+        else:
+            inner.append(x)
+    for x in tree_leaves(inner):
+        if getattr(x, "requires_grad", False):
+            return False
+    return found
 
 
 def gradient_sync(module: Any, args: utils.Flags, last: bool) -> None:
