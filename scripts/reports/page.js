@@ -268,8 +268,9 @@ function describe(card, r, colour) {
     for (const [name, text] of facts) { add(card, "h3", {}, name); add(card, "pre", {}, text); }
     return;
   }
-  add(card, "h3", {}, `Step ${r.step}, prompt ${r.position}, sample ${r.sample}: score ${format(r.score)}, advantage ` +
-    `${format(r.advantage)}, ${r.tokens} tokens, ended by ${r.finish}, weights of version ${r.versions.join(", ")}`);
+  add(card, "h3", {}, `Step ${r.step}, prompt ${r.position}, sample ${r.sample}: score ${format(r.score)}, ` +
+    (typeof r.audit === "number" ? `by the audit ${format(r.audit)}, ` : "") + `advantage ${format(r.advantage)}, ` +
+    `${r.tokens} tokens, ended by ${r.finish}, weights of version ${r.versions.join(", ")}`);
   card.firstChild.setAttribute("style", "margin-bottom:.7rem");
   if (r.cut) add(card, "p", {class: "bad"}, "Too long for this page: only its beginning is shown.");
   add(card, "h3", {}, "Prompt");

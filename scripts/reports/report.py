@@ -254,6 +254,7 @@ def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     """A rollout as the page wants it."""
     shown = {name: row[name] for name in ("position", "sample", "score")}
     shown["advantage"] = float(np.mean(row["advantage"]))  # of several turns one for each token
+    shown["audit"] = row.get("audit")  # null without --audit_verifier
     shown["step"] = row["training_step"]
     shown["tokens"] = len(row["token_ids"])
     shown["finish"] = row["finish_reason"]
