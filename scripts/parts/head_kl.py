@@ -24,9 +24,9 @@ together, r = 1 - sum_{v in S}. Both KLs are then those of distributions over th
 
 and forward likewise. They are never more than the KLs over the whole vocabulary, and equal these for a policy that has
 the teacher's shape outside S. So they are computed as these, with q_v = q_r p_v / p_r outside S: values and derivatives
-are the same. SDPO (arXiv:2601.20802) has this class too. Others normalize p and q over S (arXiv:2603.25562). Then the
-loss does not see how much probability the policy gives to tokens that the teacher finds unlikely, as a policy that
-drifts does.
+are the same. SDPO (arXiv:2601.20802) has this class too. The other choice is S alone (arXiv:2603.25562), with p and q
+normalized over it. Then the loss does not see how much probability the policy gives to tokens that the teacher finds
+unlikely, as a policy that drifts does.
 
 Forward and backward make the policy's logits, and those of a teacher with a head, for a chunk of tokens at a time. They
 keep one number a token between them: the reverse KL. Beside it they keep the hidden states of the policy and its head,
