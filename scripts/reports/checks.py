@@ -120,9 +120,8 @@ def check_audit(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if held_out:
         numbers += f", held-out {held_out[0]:.3g} -> {held_out[-1]:.3g}"
     found = parted(rows, args.get("verification_reward", 0.0))
-    yield check(
-        "reward and audit", not found, found or numbers, "reward not down, audit not up, more than 3 errors apart"
-    )
+    threshold = "reward not down, audit not up, 3 errors and 0.15 of the maximum further apart"
+    yield check("reward and audit", not found, found or numbers, threshold)
 
 
 def check(name: str, fine: bool, numbers: str, threshold: str) -> dict[str, Any]:
