@@ -102,15 +102,6 @@ OF_THE_BATCH = [0.0, 0.0, 0.0, 0.6]  # what a group gets from something else tha
         (open_instruct(1, prompts=[3, 3]), "prompts of a step"),
         (open_instruct(1, prompts=[3, 4]) + open_instruct(2, prompts=[3, 4]), "prompts of a step"),
         ([row | {"reward": math.nan} for row in open_instruct(1)], "scores"),
-        (
-            [
-                row
-                | {"finish_reason": "length" if row["sample_idx"] % 2 else "stop", "reward": row["sample_idx"] % 4 / 2}
-                for row in (open_instruct(1) + open_instruct(2) + open_instruct(3) + open_instruct(4)) * 2
-                if row["sample_idx"] % 4 != 3
-            ],
-            "score of truncated responses",
-        ),
         ([ours(mask=[False, True, True]), *OTHERS], "tokens trained on"),
         ([ours(mask=[True, True, False]), *OTHERS], "tokens trained on"),
         ([ours(old_logprobs=[-1.0, -1.5, -1.0]), *OTHERS], "logprob of the engine"),
@@ -124,7 +115,12 @@ def test_what_a_bug_leaves_is_found(rows, name, tmp_path, capsys):
 
 
 def test_our_own_rows_are_fine(tmp_path):
-    assert all(verdicts(write(tmp_path / "rollouts.jsonl", [ours(), *OTHERS])).values())
+    """Also truncated ones without a right answer, which are shown."""
+    cut = ours(-1.0, sample=1, score=0.0, token_ids=[1], finish_reason="length", mask=[True])
+    path = write(tmp_path / "rollouts.jsonl", [ours(), cut | {"logprobs": [-1.0], "old_logprobs": [-1.0]}])
+    found = rollouts.checks_of(rollouts.read(path))
+    assert all(check.fine for check in found)
+    assert any(check.numbers == "means 0 of 1 and 1 of 1" for check in found)
 
 
 def test_what_is_no_dump_is_said(tmp_path, capsys):

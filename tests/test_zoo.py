@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import subprocess
 import time
 import types
@@ -14,15 +15,19 @@ import transformers
 import grpo
 import grpo_fast
 import utils
+from scripts import study
 from scripts.parts import adapter_trial, checkpoints, packing, sharding, transformers_engine
 from scripts.reports import checks
+from scripts.studies import arms, tasks
 from tests.conftest import REPO
 from tests.test_wiring import make_collector
 from tests.zoo import __main__ as zoo
+from tests.zoo import costs
 
 ANIMALS = zoo.animals()
 NOTICED = zoo.known()
 MOST_LINES = 5
+BY_A_RUN = ("run", "metric")  # what the probe says is tested in tests/test_probe.py
 EVERY = 8  # days in which each animal's test is tried once, in a whole run of the tests
 
 
@@ -78,6 +83,40 @@ def test_who_noticed_is_read_from_what_a_run_left():
     assert {want: zoo.seen_by_the_run(animal, run, clean) for want, run in cases.items()} == {k: k for k in cases}
 
 
+def test_the_arms_of_the_costs_can_be_run():
+    """Each animal's flags, and those of the clean code that it is compared with, pass the checks at start."""
+    scale = tasks.SCALES["fly"]
+    base = study.base_flags(scale, tasks.TASKS[zoo.TASK], 4)
+    texts = costs.arms(ANIMALS)
+    for text in texts:
+        arm = arms.parse_arm(text, "")
+        module = grpo_fast if arm.script == "grpo_fast.py" else grpo
+        words = [*arms.merge_flags(base, arm.flags), "--seed", "1", "--exp_name", "x"]
+        utils.parse_args(module.Args, words).check(1, fast=module is grpo_fast)
+    names = {text.partition(":")[0].partition("@")[0] for text in texts}
+    studied = {name for name, animal in ANIMALS.items() if animal.study}
+    assert names == studied | {costs.clean_name(ANIMALS[name].study) for name in studied} | {"clean"}
+    assert costs.clean_name("grpo.py --beta 0.5 --max_logprob_gap 0".split()) == "clean_beta_0.5"
+
+
+def test_costs_are_differences_from_the_clean_code_of_the_same_seed(tmp_path):
+    """By hand: 3 seeds of both, a fourth of one; t(0.975, 2) = 4.303."""
+    name = "first_token_masked"
+    areas = {"clean": [0.5, 0.6, 0.7, 0.9], name: [0.2, 0.2, 0.2]}
+    lines = [{"kind": "study"}, *({"kind": "arm", "name": arm} for arm in areas)]
+    for arm, values in areas.items():
+        for seed, area in enumerate(values):
+            lines.append({"kind": "run", "arm": arm, "seed": seed, "area": area, "final": 2 * area})
+    path = tmp_path / "costs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = costs.read(path, ANIMALS).values()
+    assert found.seeds == 3
+    reach = 4.3027 * 0.1 / 3**0.5
+    assert found.differences["area"] == pytest.approx((-0.4, -0.4 - reach, -0.4 + reach), abs=1e-4)
+    assert found.differences["final"].value == pytest.approx(-0.8)
+    assert costs.worded(found).startswith("worse: area -0.40 [-0.65, -0.15], final -0.80")
+
+
 def checked(name, rows, **args):
     """Whether a check of the page is fine; None where it is not made."""
     rows = [{"training_step": step} | row for step, row in enumerate(rows, start=1)]
@@ -104,6 +143,16 @@ def test_prompts_that_come_again_are_seen_in_the_epoch(epochs, fine):
 )
 def test_a_schedule_that_begins_anew_is_seen_in_the_rate(kind, rates, fine):
     assert checked("one peak of the learning rate", [{"lr": rate} for rate in rates], lr_scheduler_type=kind) is fine
+
+
+@pytest.mark.parametrize(
+    ("constant", "missing", "flags", "fine"),
+    [(3, 0, {}, True), (2, 0, {}, False), (2, 1, {}, None), (2, 0, {"active_sampling": True}, None)],
+)
+def test_groups_that_no_filter_took_are_missed(constant, missing, flags, fine):
+    """Three are not trained on, and so many are constant. With missing scores there are other reasons."""
+    row = {"batch/groups_filtered": 3, "batch/filtered_prompts": constant, "batch/missing_rewards": missing}
+    assert checked("groups left out", [row], **flags) is fine
 
 
 def test_moments_that_were_not_restored_end_a_resume():
@@ -148,6 +197,16 @@ def test_the_tokens_trained_on_are_those_that_were_sampled():
     assert r.token_ids.tolist() == [7, 8, 2]
 
 
+def test_the_tokenizer_adds_nothing_to_what_the_template_writes():
+    class Tokenizer:
+        apply_chat_template = staticmethod(lambda messages, **_: "<s>hi")
+        __call__ = staticmethod(lambda text, add_special_tokens=True: {"input_ids": [1] * add_special_tokens + [1, 7]})
+
+    row = utils.Row(where="", messages=[{"role": "user", "content": "hi"}], ground_truths=["7"], verifiers=["gsm8k"])
+    tokenizer: Any = Tokenizer()
+    assert utils.make_prompt(row, 0, tokenizer, None, None, time.strftime).token_ids == (1, 7)
+
+
 def test_the_engines_logprobs_are_those_of_its_temperature():
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     sampler = transformers_engine.SeededSampler([utils.Request((5,), 0, 0.5, 1)], torch.device("cpu"))
@@ -176,6 +235,15 @@ def test_a_reference_with_adapters_is_refused_in_words():
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
     with pytest.raises(utils.GapError, match="adapters on"):
         adapter_trial.check(batch, "now", args, utils.World(0, 0, 1, torch.device("cpu")))
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("name", todays([name for name, (by, *_) in NOTICED.items() if by.startswith(BY_A_RUN)]))
+def test_its_run_is_noticed_as_the_table_says(name, tmp_path):
+    """By the same error or check at the same step; the numbers in an error's text depend on the processor."""
+    noticed, *_ = zoo.Keeper(tmp_path).ask(ANIMALS[name])
+    by, step, *_ = NOTICED[name]
+    assert (noticed.by.split(": ")[:2], noticed.step) == (by.split(": ")[:2], step)
 
 
 class Layer(torch.nn.Module):
@@ -236,6 +304,14 @@ def test_groups_that_outlasted_an_update_are_trained_on():
     assert (
         collector.version == 1 and [r.versions.max() for group in collector._collect().groups for r in group] == [0] * 4
     )
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_no_group_is_started_that_would_be_too_old(ahead):
+    """A step has 2 groups: those of `ahead` steps more may be under way."""
+    collector = make_collector("7", flags=f"--async_steps {ahead}")
+    collector.engines_have(0)
+    assert len(collector.in_flight) == 2 * (ahead + 1)
 
 
 def test_a_group_is_compared_with_itself_alone():

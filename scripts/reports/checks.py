@@ -171,6 +171,11 @@ def check_gap(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield check("gap growth", last <= max(3 * first, 1e-5), numbers, "last > 3 x first and > 1e-5")
 
 
+def missing_of(rows: Rows) -> list[float]:
+    """Rollouts without a verdict, by step."""
+    return series(rows, "batch/missing_rewards")
+
+
 def check_groups(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
     prompts = ends(rows, "batch/total_prompts")
     sampled = sum(series(rows, "batch/total_prompts")) * args.get("num_samples_per_prompt_rollout", 1)
@@ -185,7 +190,13 @@ def check_groups(rows: Rows, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if kept:
         fine = kept[1] >= 0.3 or near_best(rows, args)
         yield check("rollouts with a gradient", fine, f"last {kept[1]:.1%}", "last < 30 %")
-    missing = series(rows, "batch/missing_rewards")
+    left_out = series(rows, "batch/groups_filtered")
+    others = args.get("active_sampling") or args.get("mask_truncated_completions") or any(missing_of(rows))
+    if left_out and not others:
+        constant = sum(series(rows, "batch/filtered_prompts"))
+        numbers = f"{left_out[-1]:.0f} groups, {constant:.0f} of them constant"
+        yield check("groups left out", left_out[-1] <= constant, numbers, "more than are constant")
+    missing = missing_of(rows)
     if missing:
         numbers = f"{sum(missing):.0f} of {sampled:.0f} rollouts"
         yield check("missing rewards", sum(missing) == 0, numbers, "> 0")

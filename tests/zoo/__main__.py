@@ -178,7 +178,7 @@ def seen_by_the_run(animal: Animal, run: Run, clean: Run) -> Noticed | None:
     if clean.status:
         raise RuntimeError(f"{animal.name}: the clean run fails:\n{clean.output[-3000:]}")
     if run.status:
-        errors = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exit)\b.*)", run.output, re.MULTILINE)
+        errors = re.findall(r"\b(\w*Error: .*)", run.output)  # of a rank of grpo_fast.py with its name before it
         lines = run.output.strip().splitlines()
         text = (errors or lines or ["?"])[-1]
         words = " ".join(text.split()[:12])
@@ -188,7 +188,7 @@ def seen_by_the_run(animal: Animal, run: Run, clean: Run) -> Noticed | None:
     for beginning in ("WARNING", "packing"):
         new = [line for line in run.said(beginning) if line not in clean.said(beginning)]
         if new:
-            words = new[0].removeprefix(PROBE).partition(";")[0]
+            words = new[0].removeprefix(PROBE).removeprefix("WARNING: ").partition(";")[0]
             return Noticed(f"start: {words}", "0")
 
     steps = range(1, len(run.rows) + 1)
