@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from scripts.parts import windows
 from scripts.proof import gpu_hour
 
 STEP = {
@@ -176,6 +177,18 @@ def test_a_check_passes_what_is_healthy_and_fails_each_stub(hour, name, monkeypa
         found = result_of(hour, name)
         assert found["passed"] is False, f"{stub}: {found}"
         assert found["said"], stub
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_window_over_places_in_the_pack_fails_the_kernels(tmp_path, world, monkeypatch, capsys, broken):
+    monkeypatch.setattr(gpu_hour.utils, "init_distributed", lambda: world)
+    if broken:
+        monkeypatch.setattr(windows, "positions", lambda shared, segments: [*range(shared + sum(segments))])
+    gpu_hour.compare_kernels(tmp_path)
+    whole, windowed = capsys.readouterr().out.splitlines()
+    assert whole.startswith("head 64 float32 199 tokens: ") and whole.endswith(" ok")
+    assert windowed.startswith("head 64 float32 199 tokens window 20: ")
+    assert windowed.endswith(" DIFFERENT" if broken else " ok")
 
 
 def test_a_slow_gpu_fails_the_machine(hour, monkeypatch):

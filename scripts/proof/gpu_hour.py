@@ -13,6 +13,7 @@ learned but by --model. tests/test_hour_stubs.py has, for each check, a program 
 import argparse
 import bisect
 import functools
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -381,7 +382,8 @@ def check_machine(hour: Hour) -> Found:
 
 
 def check_kernels(hour: Hour) -> Found:
-    """Packs of shared prompts give the logprobs and gradients of one response a row, at each head size and dtype."""
+    """Packs of shared prompts give the logprobs and gradients of one response a row, at each head size and dtype, and
+    with a sliding window."""
     return compare(hour, "kernels")
 
 
@@ -730,28 +732,43 @@ def compare_kernels(out: Path) -> None:
 
     world = utils.init_distributed()
     AttentionInterface.register(utils.PACK_ATTENTION, utils.pack_attention)
-    for head_dim in (64, 128, 256) if GPUS else (64,):
-        for dtype in (torch.bfloat16, torch.float32) if GPUS else (torch.float32,):
-            for tokens in (300, 4000) if GPUS else (40,):
-                torch.manual_seed(0)
-                policy = grpo.Policy(small_llama(head_dim, dtype).to(world.device))
-                rollouts = rollouts_of_a_prompt(tokens)
-                alone = first_response(policy, [[[r] for r in rollouts[:1]]], tokens, world)
-                packed = first_response(policy, [grpo.make_pieces(rollouts, 2**62)], tokens, world)
-                off = float((alone[0] - packed[0]).abs().mean() / alone[0].abs().mean())
-                turn = relative(alone[1], packed[1])
-                most_off, most_turn = (0.03, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-3)
-                case = f"head {head_dim} {str(dtype)[6:]} {4 * tokens + 39} tokens"
-                fine = "ok" if off < most_off and turn < most_turn else "DIFFERENT"
-                print(f"{case}: logprobs {off:.1e}, gradient {turn:.1e} {fine}", flush=True)
+    for head_dim, dtype, tokens, window in kernel_cases():
+        torch.manual_seed(0)
+        policy = grpo.Policy(small_model(head_dim, dtype, window).to(world.device))
+        rollouts = rollouts_of_a_prompt(tokens)
+        alone = one_response(policy, [[rollouts[1:2]]], slice(tokens), world)
+        packed = one_response(policy, [grpo.make_pieces(rollouts, 2**62)], slice(tokens, 2 * tokens), world)
+        off = float((alone[0] - packed[0]).abs().mean() / alone[0].abs().mean())
+        turn = relative(alone[1], packed[1])
+        most_off, most_turn = (0.03, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-3)
+        case = f"head {head_dim} {str(dtype)[6:]} {4 * tokens + 39} tokens"
+        if window:
+            case += f" window {window}"
+        fine = "ok" if off < most_off and turn < most_turn else "DIFFERENT"
+        print(f"{case}: logprobs {off:.1e}, gradient {turn:.1e} {fine}", flush=True)
 
 
-def small_llama(head_dim: int, dtype: torch.dtype) -> Any:
+def kernel_cases() -> Iterator[tuple[int, torch.dtype, int, int | None]]:
+    """Head sizes, dtypes, tokens of a response and, at one head size, sliding windows."""
+    sizes = [64]
+    dtypes = [torch.float32]
+    lengths = [40]
+    if GPUS:
+        sizes = [128, 64, 256]
+        dtypes = [torch.bfloat16, torch.float32]
+        lengths = [300, 4000]
+    for head_dim, dtype, tokens in itertools.product(sizes, dtypes, lengths):
+        yield head_dim, dtype, tokens, None
+        if head_dim == sizes[0]:
+            yield head_dim, dtype, tokens, tokens // 2
+
+
+def small_model(head_dim: int, dtype: torch.dtype, window: int | None) -> Any:
     """A model of two layers with our attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "llama", vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        "mistral", vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, sliding_window=window,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=False,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=utils.PACK_ATTENTION)
@@ -769,13 +786,13 @@ def rollouts_of_a_prompt(tokens: int) -> list[grpo.Rollout]:
     return rollouts
 
 
-def first_response(
-    policy: grpo.Policy, packs: Any, tokens: int, world: utils.World
+def one_response(
+    policy: grpo.Policy, packs: Any, tokens: slice, world: utils.World
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs, gradient of their sum) of the first response in some packs."""
+    """(logprobs, gradient of their sum) of some response tokens in packs."""
     batch = grpo.make_batch(packs, world.device)
     logprobs, _ = policy(batch, 1.0)
-    logprobs = logprobs[batch.response_mask][:tokens]
+    logprobs = logprobs[batch.response_mask][tokens]
     policy.zero_grad()
     logprobs.sum().backward()
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
