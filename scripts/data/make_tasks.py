@@ -46,8 +46,8 @@ def largest(rng: random.Random) -> Question:
 
 
 def sums(rng: random.Random) -> Question:
-    a = rng.randint(1, 99)
-    b = rng.randint(1, 99)
+    a = rng.randint(1, 30)
+    b = rng.randint(1, 30)
     return Question(f"What is {a} + {b}? Give only the number.", str(a + b), (min(a, b), max(a, b)))
 
 
@@ -58,20 +58,20 @@ def differences(rng: random.Random) -> Question:
 
 
 def products(rng: random.Random) -> Question:
-    a = rng.randint(1, 40)
-    b = rng.randint(1, 40)
+    a = rng.randint(2, 9)
+    b = rng.randint(1, 99)
     return Question(f"What is {a} * {b}? Give only the number.", str(a * b), (min(a, b), max(a, b)))
 
 
 def remainders(rng: random.Random) -> Question:
     a = rng.randint(1, 99)
-    b = rng.randint(2, 9)
+    b = rng.randint(2, 6)
     text = f"What is the remainder of {a} divided by {b}? Give only the number."
     return Question(text, str(a % b), (a, b))
 
 
 def sort(rng: random.Random) -> Question:
-    numbers = rng.sample(range(1, 100), 3)
+    numbers = rng.sample(range(1, 21), 3)
     listed = ", ".join(map(str, numbers))
     ordered = sorted(numbers)
     answer = ", ".join(map(str, ordered))
@@ -104,8 +104,8 @@ def reverse(rng: random.Random) -> Question:
 
 
 def calculator(rng: random.Random) -> Question:
-    a = rng.randint(100, 999)
-    b = rng.randint(100, 999)
+    a = rng.randint(13, 99)  # 12 * 34 is in the examples
+    b = rng.randint(13, 99)
     return Question(f"What is {a} * {b}?", str(a * b), (min(a, b), max(a, b)))
 
 

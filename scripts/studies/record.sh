@@ -30,6 +30,12 @@ arms=(
     "late4: grpo_fast.py --async_steps 4"
     "dppo4@scripts/forks/dppo.diff: --loss_fn dppo --num_mini_batches 4"
     "lora: --lora_rank 8 --learning_rate 5e-3"
+    "late0: grpo_fast.py --async_steps 0"
+    "late1: grpo_fast.py --async_steps 1"
+    "late4_inflight: grpo_fast.py --async_steps 4 --inflight_updates"
+    "late8: grpo_fast.py --async_steps 8"
+    "bfloat16: --model_dtype bfloat16"  # master weights float32, dithered, as by default
+    "bfloat16_plain: --model_dtype bfloat16 --no_dither_master_weights"
 )
 python scripts/study.py run --out scripts/studies/records/fly.jsonl --scale fly --seeds 1-24 --controls \
     --arms "${arms[@]}" "$@"

@@ -36,7 +36,7 @@ class Scale:
 
 LEARNED = ("--remap_verifier", "learned=gsm8k")
 CALCULATOR = """--tools calculator --tool_call_names calc --tool_parser_type legacy --max_steps 1
-    --max_prompt_token_length 160 --response_length 64 --per_turn_max_tokens 24 --vllm_enable_prefix_caching""".split()
+    --max_prompt_token_length 160 --response_length 64 --per_turn_max_tokens 24""".split()
 # Four guesses. What is paid on the way counts, so the score is what is measured. It is that of the training rollouts: a
 # game has nothing to hold out, and each step samples new ones.
 GUESS = """--env_file scripts/train/debug/guess.py --max_steps 4 --per_turn_max_tokens 4 --max_prompt_token_length 160
@@ -87,7 +87,8 @@ SCALES = {
         evaluate_every=5,
         flags=(
             *BASE,
-            *"--response_length 24 --learning_rate 1e-5 --vllm_enforce_eager --vllm_gpu_memory_utilization 0.4".split(),
+            *"--response_length 24 --learning_rate 1e-5".split(),
+            *"--vllm_enforce_eager --vllm_gpu_memory_utilization 0.4 --vllm_enable_prefix_caching".split(),
         ),
     ),
 }
