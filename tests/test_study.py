@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import math
 import os
 import subprocess
@@ -276,6 +277,21 @@ def test_verdicts_in_words(tmp_path):
     areas["coin"] = areas["good"]
     text, fit = report.text_of(record.read([write(path, rows_of(areas))]))
     assert not fit and "NOT WORSE" in text and "unfit" in text
+
+
+def test_the_numbers_to_beat_are_the_bases_and_those_of_better_arms(tmp_path):
+    base = [0.50, 0.52, 0.48, 0.51]
+    rows = rows_of({"base": base, "good": [value + 0.1 for value in base], "bad": [value - 0.1 for value in base]})
+    for row in rows:
+        if row["kind"] == "run" and row["arm"] == "good":  # at the target a step earlier in one seed
+            row["endpoints"] |= {"steps": 2.0, "tokens": 200.0 + row["seed"]}
+            row["curve"] = vars(curve([0.0, 0.2, 0.6]))
+    text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    _, shown = text.split("to the target")
+    assert "bad" not in shown
+    assert re.search(r"^t +base +0.50 +0/4 ", shown, re.MULTILINE)
+    # by hand: 201, 202, 203, 204 have the mean 202.5, the deviation 1.291 and t(3) 3.182
+    assert re.search(r"^t +good +0.50 +4/4 +2.0 \[2.0, 2.0\] +202 \[200, 205\] ", shown, re.MULTILINE)
 
 
 def test_a_seed_counts_when_both_arms_have_it(tmp_path):

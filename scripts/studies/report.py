@@ -62,7 +62,10 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     lines += ["", *level_lines(rows, [base, *others]), ""]
     holm = f"Holm over {len(ideas)} arms"
     lines.append(f"difference from {base}, paired by task and seed: 95 % t interval over seeds; {holm}")
-    lines += comparison_lines(comparisons_of(rows, ideas, base), base)
+    comparisons = comparisons_of(rows, ideas, base)
+    lines += comparison_lines(comparisons, base)
+    better = [arm for arm, result in comparisons.items() if result.verdict == "better"]
+    lines += ["", *beat_lines(rows, [base, *better])]
     fit = True
     if controls:
         text, fit = control_lines(comparisons_of(rows, controls, base))
@@ -123,6 +126,35 @@ def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]
             parts.append(f"{result.seeds} seeds would see {result.smallest:.3f}; this difference needs {needed} seeds")
         lines.append("; ".join(parts))
     return lines or ["no arm has a seed in common with the base yet"]
+
+
+def beat_lines(rows: Record, arms: list[str]) -> list[str]:
+    """The numbers to beat: for each task what the base, and each arm that is better than it, took to the target, as
+    means over seeds with their t intervals. A run that does not reach the target counts its whole horizon."""
+    lines = ["to the target, by the base and the arms that are better: mean over seeds and its 95 % t interval"]
+    lines.append(f"{'task':14} {'arm':14} target  reached  {'steps':20} {'tokens':26} seconds")
+    for task, target in rows.study["targets"].items():
+        for arm in arms:
+            runs = [row for (t, a, _), row in rows.runs.items() if t == task and a == arm]
+            if not runs:
+                continue
+            ends = [row["endpoints"] for row in runs]
+            reached = sum(max(row["curve"]["held_out"]) >= target for row in runs)
+            share = f"{reached}/{len(runs)}"
+            steps, tokens, seconds = (level([end[name] for end in ends]) for name in ("steps", "tokens", "seconds"))
+            lines.append(f"{task:14} {arm:14} {target:6.2f}  {share:>7}  {steps:20} {tokens:26} {seconds}")
+    machines = sorted({f"{row['processor']}, {row['omp_num_threads']} thread(s)" for row in rows.runs.values()})
+    lines.append(f"processor: {'; '.join(machines)}")
+    return lines
+
+
+def level(values: list[float]) -> str:
+    """A mean and its t interval as value [low, high]."""
+    digits = 1 if np.mean(values) < 100 else 0
+    interval = statistics.t_interval(values)
+    if math.isinf(interval.low):
+        return f"{interval.value:.{digits}f}"
+    return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
 
 
 def control_lines(comparisons: dict[str, Comparison]) -> tuple[list[str], bool]:
