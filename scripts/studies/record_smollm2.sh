@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The record of SmolLM2-135M-Instruct: the demo's task, a harder one, and one with a tool; all arms with the same seeds.
+#
+#   bash scripts/studies/record_smollm2.sh [--seeds 1-8] [--budget_minutes 60] [--jobs 1] [more flags of study.py run]
+#   python scripts/study.py table scripts/studies/records/smollm2.jsonl
+#
+# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed.
+# The base: 8 prompts x 8 samples, centered advantages, one update a step, no KL, token mean, float32.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/setup.sh
+python scripts/data/get_smollm2.py
+[[ -d data/tasks/calculator ]] || python scripts/data/make_tasks.py
+
+arms=(
+    "base"
+    "mini4: --num_mini_batches 4"
+    "late4: grpo_fast.py --async_steps 4"
+    "standard: --advantage_normalization_type standard"
+    "maxrl@scripts/forks/maxrl.diff: --advantage_normalization_type maxrl"
+    "sequence: --loss_denominator sequence"
+    "beta: --beta 0.05"
+    "group4: --num_unique_prompts_rollout 16 --num_samples_per_prompt_rollout 4"
+    "active: --active_sampling"
+    "cispo4: --loss_fn cispo --num_mini_batches 4"
+    "gspo4: --loss_fn gspo --num_mini_batches 4"
+    "dppo4@scripts/forks/dppo.diff: --loss_fn dppo --num_mini_batches 4"
+    "lora: --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4"
+)
+python scripts/study.py run --out scripts/studies/records/smollm2.jsonl --scale smollm2 --seeds 1-8 --controls \
+    --tasks largest differences calculator --jobs 1 --arms "${arms[@]}" "$@"
