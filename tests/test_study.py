@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-import re
 import math
 import os
+import re
 import subprocess
 import sys
 
