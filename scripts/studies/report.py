@@ -133,19 +133,33 @@ def beat_lines(rows: Record, arms: list[str]) -> list[str]:
     means over seeds with their t intervals. A run that does not reach the target counts its whole horizon."""
     lines = ["to the target, by the base and the arms that are better: mean over seeds and its 95 % t interval"]
     lines.append(f"{'task':14} {'arm':14} target  reached  {'steps':20} {'tokens':26} seconds")
-    for task, target in rows.study["targets"].items():
+    for task in rows.study["tasks"]:
         for arm in arms:
-            runs = [row for (t, a, _), row in rows.runs.items() if t == task and a == arm]
-            if not runs:
-                continue
-            ends = [row["endpoints"] for row in runs]
-            reached = sum(max(row["curve"]["held_out"]) >= target for row in runs)
-            share = f"{reached}/{len(runs)}"
-            steps, tokens, seconds = (level([end[name] for end in ends]) for name in ("steps", "tokens", "seconds"))
-            lines.append(f"{task:14} {arm:14} {target:6.2f}  {share:>7}  {steps:20} {tokens:26} {seconds}")
-    machines = sorted({f"{row['processor']}, {row['omp_num_threads']} thread(s)" for row in rows.runs.values()})
-    lines.append(f"processor: {'; '.join(machines)}")
-    return lines
+            seeds = paired_seeds(rows, arm, arm)
+            if seeds:
+                lines.append(beat_line(rows, task, arm, seeds))
+    machines = set()
+    for row in rows.runs.values():
+        machines.add(f"{row['processor']}, threads: {row['omp_num_threads']}")
+    named = "; ".join(sorted(machines))
+    return [*lines, f"processor: {named}"]
+
+
+def beat_line(rows: Record, task: str, arm: str, seeds: list[int]) -> str:
+    """What an arm took to the target of a task."""
+    target = rows.study["targets"][task]
+    reached = 0
+    ends: dict[str, list[float]] = {"steps": [], "tokens": [], "seconds": []}
+    for seed in seeds:
+        row = rows.runs[task, arm, seed]
+        reached += max(row["curve"]["held_out"]) >= target
+        for name, values in ends.items():
+            values.append(row["endpoints"][name])
+    share = f"{reached}/{len(seeds)}"
+    steps = level(ends["steps"])
+    tokens = level(ends["tokens"])
+    seconds = level(ends["seconds"])
+    return f"{task:14} {arm:14} {target:6.2f}  {share:>7}  {steps:20} {tokens:26} {seconds}"
 
 
 def level(values: list[float]) -> str:
