@@ -24,11 +24,11 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
 
     Compute is in --model_dtype; master weights and gradient reduction are in float32; frozen weights are stored in
     --model_dtype. --deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3
-    also frees parameters after the forward, but for those with which the backward begins: of the last layers, and those
-    of no layer. With --fsdp_shard_size N each N neighbouring ranks have the whole model, and replicas add up their
-    gradients. Inputs are not cast: FSDP would copy all that a batch holds, and tokens need no cast. --offload reference
-    keeps the shards of a model that does not train in host memory. See needs_no_wrapper for when `module` stays the
-    plain one that it is.
+    also frees parameters after the forward, but for those with which the backward begins: of the last of several groups
+    of layers, and those of no layer. With --fsdp_shard_size N each N neighbouring ranks have the whole model, and
+    replicas add up their gradients. Inputs are not cast: FSDP would copy all that a batch holds, and tokens need no
+    cast. --offload reference keeps the shards of a model that does not train in host memory. See needs_no_wrapper for
+    when `module` stays the plain one that it is.
     """
     if world.is_main:
         warn_of_dropout(model)
@@ -51,10 +51,11 @@ def shard_model(module: torch.nn.Module, model: Any, args: utils.Flags, world: W
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     names = {id(p): name for name, p in model.named_parameters()}
     groups = layer_groups(blocks_of(model), compute_dtype.itemsize)
+    stays = groups[-1] if len(groups) > 1 else None  # FSDP keeps the buffer of its gather too: room for two of several
     for group in groups:
         for layer in group:  # one at a time: the host never holds the whole model in float32
             cast_weights(layer, names, args)
-        frees = args.deepspeed_stage == 3 and group is not groups[-1]
+        frees = args.deepspeed_stage == 3 and group is not stays
         fully_shard(group, **options, reshard_after_forward=frees)
     if trains and compute_dtype is torch.float16:
         from scripts.parts import loss_scale
