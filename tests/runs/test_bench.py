@@ -26,7 +26,7 @@ def run(name, model, *flags, **more):
         assert all(math.isfinite(found[k]) and found[k] > 0 for k in ("value", "min", "max"))
         assert found["met"] == (None if found["target"] is None else found["value"] >= found["target"])
     for side in result["sides"].values():
-        assert 0 < side["min"] <= side["seconds"] <= side["max"]
+        assert 0 < side["min"] <= side["milliseconds" if name == "host" else "seconds"] <= side["max"]
         assert all(math.isfinite(value) for value in side.values())
     return result, done.stderr
 
@@ -99,6 +99,15 @@ def test_compiled_layers_have_the_plain_ones_gradient(tiny_models):
     plain, compiled = (result["sides"][name] for name in ("plain", "compiled"))
     assert plain["grad_norm"] == pytest.approx(compiled["grad_norm"], rel=1e-5) and plain["grad_norm"] > 0.1
     assert result["settings"]["graphs"] == 4 + 2  # the parts of a layer around its attention; the head's two passes
+
+
+def test_host(tiny_models):
+    """Its model is its own: 24 narrow layers, which are recomputed as a whole."""
+    result, _ = run("host", tiny_models(), "--repeat 1")
+    whose = [f"{who}_{how}" for how in ("plain", "recomputed") for who in ("ours", "transformers")]
+    assert list(result["sides"]) == [*whose, "ours_logprobs"]
+    assert result["settings"] == {"layers": 24, "tokens": 3, "ranks": 8}
+    assert [round(found["target"], 2) for found in result["ratios"].values()] == [0.67, 1.0]
 
 
 def test_rollout_sides_make_the_same_responses(tiny_models):
