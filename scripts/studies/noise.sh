@@ -21,4 +21,4 @@ arms=(
     "j-0.3: $noise learned=j_minus_03"
     "lr0: --learning_rate 0"
 )
-python scripts/study.py run --out scripts/studies/records/noise.jsonl --scale fly --seeds 1-16 --arms "${arms[@]}" "$@"
+python scripts/study.py run --out scripts/studies/records/noise.jsonl --scale fly --seeds 1-8 --arms "${arms[@]}" "$@"
