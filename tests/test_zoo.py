@@ -214,6 +214,29 @@ def test_the_engines_logprobs_are_those_of_its_temperature():
     assert sampler.logprobs[0].item() == pytest.approx(torch.log_softmax(logits / 0.5, -1)[0, chosen].item())
 
 
+@pytest.mark.runs  # imports vLLM
+def test_a_request_finds_no_prefix_of_weights_loaded_before():
+    salts = []
+    engine: Any = utils.VLLMEngine.__new__(utils.VLLMEngine)
+    engine.engine = types.SimpleNamespace(add_request=lambda name, prompt, params: salts.append(prompt["cache_salt"]))
+    engine.stop_strings = []
+    engine.eos_ids = [2]
+    engine.asleep = 0
+    for loads in (1, 1, 2):
+        engine.loads = loads
+        engine.add("a", utils.Request((5,), 0, 1.0, 1))
+    assert salts[0] == salts[1] != salts[2]
+
+
+def test_the_loss_gets_the_old_logprobs_of_the_batch():
+    prompt = utils.Prompt(0, (5, 6), "", (), ())
+    r = utils.Rollout(prompt, 0, 0, token_ids=[7], logprobs=[-1.0], mask=[True], versions=[0])
+    batch = grpo.make_batch([[[r]]], torch.device("cpu"))
+    batch.old_logprobs = torch.full_like(batch.vllm_logprobs, -2.0)
+    new = torch.zeros_like(batch.vllm_logprobs)
+    assert batch.loss_inputs(new, new).old_logprobs is batch.old_logprobs
+
+
 def test_each_step_goes_on_in_the_data():
     args = utils.parse_args(grpo.Args, "--model_name_or_path x --no_shuffle --num_unique_prompts_rollout 2".split())
     prompts = [utils.Prompt(i, (5,), "", (), ()) for i in range(4)]
