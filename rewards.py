@@ -322,7 +322,7 @@ class RewardFlags(Refusing):
     """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
     audit_verifier: str = ""
     """A second verifier, or a function of --reward_file. Its scores of all responses are logged and never trained on. A
-    run warns where the reward rises and they do not. Empty is off."""
+    run warns where the reward does not fall, they do not rise, and the two move apart. Empty is off."""
     code_max_execution_time: Positive[float] = 1.0
     """Verifiers code and code_stdio: seconds for each test. Time in which other processes had the processor is not
     counted."""
