@@ -180,8 +180,8 @@ def seen_by_the_run(animal: Animal, run: Run, clean: Run) -> Noticed | None:
     if run.status:
         errors = re.findall(r"\b(\w*Error: .*)", run.output)  # of a rank of grpo_fast.py with its name before it
         lines = run.output.strip().splitlines()
-        text = (errors or lines or ["?"])[-1]
-        words = " ".join(text.split()[:12])
+        text = [*errors[:1], *lines[-1:], "?"][0]
+        words = " ".join(text.partition(" (")[0].split()[:12])
         step = len(run.rows) + 1 if run.rows or "ready after" in run.output else 0
         return Noticed(f"{'run' if step else 'start'}: {words}", str(step))
 
