@@ -117,6 +117,15 @@ def test_costs_are_differences_from_the_clean_code_of_the_same_seed(tmp_path):
     assert costs.worded(found).startswith("worse: area -0.40 [-0.65, -0.15], final -0.80")
 
 
+def test_of_a_longer_run_the_first_steps_are_kept():
+    """Heights 0, 1, 1 at steps 0, 4, 8, then 0: the area is (0.5 + 1) / 2."""
+    curve = {"evaluated": [0, 4, 8, 12], "held_out": [0.0, 1.0, 1.0, 0.0]}
+    row = {"kind": "run", "task": "t", "arm": "a", "seed": 1, "weights": "w", "curve": curve}
+    kept = costs.kept_run(row, 8)
+    assert (kept["area"], kept["final"]) == (0.75, 1.0)
+    assert costs.kept_run(row, 12)["final"] == 0.0
+
+
 def checked(name, rows, **args):
     """Whether a check of the page is fine; None where it is not made."""
     rows = [{"training_step": step} | row for step, row in enumerate(rows, start=1)]

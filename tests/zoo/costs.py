@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from scripts.reports.intervals import holm
 from scripts.studies import record, report, statistics
+from scripts.studies.endpoints import Curve, area
 from scripts.studies.statistics import Interval
 
 CLEAN = "clean"
@@ -53,16 +54,30 @@ def arms(animals: dict[str, Any]) -> list[str]:
     return [*clean.values(), *bugs]
 
 
-def keep(records: list[Path], path: Path) -> None:
-    """Write what the costs need of one record, or of several of the same study: small enough for the repository."""
-    rows = record.read(records)
-    lines: list[dict[str, Any]] = [rows.study]
-    for arm in rows.arms.values():
-        lines.append({name: arm[name] for name in ("kind", "name", "script", "flags")})
-    for _, run in sorted(rows.runs.items()):
-        kept = {name: run[name] for name in ("kind", "task", "arm", "seed", "weights")}
-        lines.append(kept | {endpoint: run["endpoints"][endpoint] for endpoint in ENDPOINTS})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def keep(paths: list[Path], path: Path) -> None:
+    """Write what the costs need of some records: small enough for the repository. Where they have several numbers of
+    steps, the first steps that all have count: with a constant learning rate these are those of a shorter run."""
+    records = [record.read([each]) for each in paths]
+    steps = min(rows.study["steps"] for rows in records)
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for rows in records:
+        lines["study", rows.study["hash"]] = rows.study | {"kept_steps": steps}
+        for name, arm in rows.arms.items():
+            lines["arm", name] = {key: arm[key] for key in ("kind", "name", "script", "flags")}
+        for run in rows.runs.values():
+            lines["run", run["arm"], run["seed"]] = kept_run(run, steps)
+    path.write_text("".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)))
+
+
+def kept_run(run: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A run's row, with area and final accuracy of its first steps."""
+    curve = run["curve"]
+    evaluated = [step for step in curve["evaluated"] if step <= steps]
+    held_out = curve["held_out"][: len(evaluated)]
+    kept = {name: run[name] for name in ("kind", "task", "arm", "seed", "weights")}
+    kept["area"] = area(Curve(evaluated=evaluated, held_out=held_out))
+    kept["final"] = held_out[-1]
+    return kept
 
 
 def read(path: Path, animals: dict[str, Any]) -> dict[str, Cost]:
