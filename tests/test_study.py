@@ -173,6 +173,7 @@ def test_every_task_s_flags_are_flags(scale):
         line = arms.merge_flags(flags, ("--learning_rate", "0"))
         args = utils.parse_args(grpo.Args, line)
         assert args.learning_rate == 0 and grpo.num_training_steps(args) == 2
+        assert (args.local_eval_every > 0) == (not name.startswith("guess"))
         assert args.response_length == {"calculator": 64, "guess_plain": 128}.get(name, args.response_length)
 
 
