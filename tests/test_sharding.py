@@ -95,6 +95,22 @@ def three_steps(model, world):
     return [*master_weights(learner), logprobs]
 
 
+@pytest.mark.parametrize("stages", [(0, 3), (3, 0)])
+def test_a_checkpoint_goes_from_a_plain_model_to_a_wrapped_one_and_back(tiny_models, world, tmp_path, stages):
+    learners = []
+    for stage in stages:
+        learners.append(grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage), world))
+    update(learners[0], (), tiny_models(), world, 0)
+    writer = checkpoints.Writer(tmp_path, 1, world)
+    writer.save(1, {"policy": learners[0].policy}, learners[0].optimizer, {})
+    writer.wait()
+    path = tmp_path / "checkpoints/step_1"
+    checkpoints.load(path, {"policy": learners[1].policy}, learners[1].optimizer, world)
+    for learner in learners:
+        update(learner, (), tiny_models(), world, 1)
+    assert all(map(torch.equal, *map(master_weights, learners)))
+
+
 def test_neighbouring_layers_of_a_kind_are_gathered_together(monkeypatch):
     class Wide(torch.nn.Linear):
         pass
