@@ -12,7 +12,7 @@
 # above, have not been run: a step of half as many prompts (4 x 8 rollouts, float32) took 63 to 76 s on one thread of an
 # AMD EPYC without bfloat16 instructions, beside many other jobs. A model of half a million weights has been
 # compared: with the usual credit it learns less, with one advantage for a rollout it cannot be told apart. Figures:
-# scripts/studies/README.md. Look at env/guess/found, val/turns and the score.
+# scripts/studies/records.md. Look at env/guess/found, val/turns and the score.
 # Source: our own. scripts/parts/credit.py has the estimator and says why it has no bias.
 #
 # Where this differs from the source:
