@@ -1768,8 +1768,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def note_pass_at_k(group: Group, metrics: Metrics) -> None:
     """Metrics of a prompt's samples: pass@k for k = 1, 2, 4 and so on, over the samples that have a verdict."""
     verdicts = [r.verifiable for r in group if not math.isnan(r.verifiable)]
-    full_score = len(group[0].prompt.verifiers) - 1e-8
-    correct = sum(verdict >= full_score for verdict in verdicts)
+    full_score = len(group[0].prompt.verifiers) or 1  # of an environment alone
+    correct = sum(verdict >= full_score - 1e-8 for verdict in verdicts)
     k = 1
     while k <= len(verdicts):
         name = "pass_at_1" if k == 1 else f"pass_at_{k}_unbiased"
@@ -1823,8 +1823,7 @@ def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
     args = run.args
     state = run.state
     done = state["step"]
-    dtype = utils.DTYPES[args.model_dtype]
-    state |= machine.device_speed(run.world.device, dtype)
+    state |= machine.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
     state["clock"] = time.perf_counter()  # see step_metrics
     logger = utils.Logger(args, run.run_dir, num_training_steps(args), done, run.world)
     run.logger = logger

@@ -109,6 +109,13 @@ def test_a_half_right_response_does_not_pass():
     assert metrics.reduce(ONE) == {"pass_at_1": 0.25, "pass_at_2_unbiased": 0.5, "pass_at_4_unbiased": 1.0}
 
 
+def test_what_an_environment_gives_less_than_1_for_does_not_pass():
+    """A row without a verifier: its environment pays 0.1 on the way and 1 for the goal."""
+    prompt, metrics = utils.Prompt(0, (5,), "", (), ()), utils.Metrics()
+    grpo.note_pass_at_k([rollout(prompt=prompt, verifiable=v) for v in (0.0, 0.1, 1.1, 1.0)], metrics)
+    assert metrics.reduce(ONE)["pass_at_1"] == 0.5
+
+
 @pytest.mark.parametrize("flags, forwards", [
     ("", 3),
     ("--lora_rank 4", 2),
