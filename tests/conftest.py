@@ -1,6 +1,7 @@
 import compileall
 import gc
 import os
+import resource
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def pytest_configure(config):
         compileall.compile_dir(REPO / "scripts", quiet=2)
     if config.option.markexpr == "not runs":
         os.environ["TESTS_OF_UNITS"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def address_space():
+    """A test that does in its own process what a worker does limits its address space, as workers do. Later tests of
+    the process must not inherit that: a browser ends at once."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.hookimpl(wrapper=True)

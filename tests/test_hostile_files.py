@@ -5,6 +5,7 @@ import copyreg
 import functools
 import json
 import pickle
+import resource
 import subprocess
 import sys
 import types
@@ -21,6 +22,8 @@ from scripts.parts import environments, metadata, serve, turns
 from scripts.reports import report
 from scripts.tools import calls
 from tests.conftest import REPO
+
+ADDRESS_SPACE = resource.getrlimit(resource.RLIMIT_AS)  # before any test
 
 
 class Hostile:
@@ -317,3 +320,8 @@ def test_a_page_of_no_rollouts_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         report.main([str(tmp_path), "--max_rollouts", "0"])
     assert "--max_rollouts 0 must be positive" in capsys.readouterr().err
+
+
+def test_no_limit_of_a_test_is_left_to_the_next():
+    """The tests above load a file as a worker does, which limits the address space of its process."""
+    assert resource.getrlimit(resource.RLIMIT_AS) == ADDRESS_SPACE

@@ -95,6 +95,7 @@ def browse(page, profile, fragment="", screenshot=None):
     flags += [f"--user-data-dir={profile}", "--window-size=1300,2600", "--dump-dom"]
     flags += [f"--screenshot={screenshot}"] if screenshot else []
     done = subprocess.run([BROWSER, *flags, f"file://{page}{fragment}"], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     return done.stdout.decode(errors="replace")
 
 
