@@ -84,7 +84,8 @@ def read(path: Path, animals: dict[str, Any]) -> dict[str, Cost]:
     """What each animal of a kept record costs. Those with fewer than two seeds are left out."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     runs = {(line["arm"], line["seed"]): line for line in lines if line["kind"] == "run"}
-    names = [line["name"] for line in lines if line["kind"] == "arm" and line["name"] in animals]
+    arms = [line["name"] for line in lines if line["kind"] == "arm"]
+    names = [name for name in arms if name in animals and animals[name].study]
     differences = {}
     for name in names:
         base = clean_name(animals[name].study)
