@@ -49,7 +49,8 @@ class Lane:
         """The worker."""
         if self.worker is None:
             threads = str(self.threads)
-            environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
+            environment = os.environ | quiet | {"OMP_NUM_THREADS": threads}
             pipe = subprocess.PIPE
             self.worker = subprocess.Popen(
                 [sys.executable, str(WORKER)], stdin=pipe, stdout=pipe, env=environment, text=True

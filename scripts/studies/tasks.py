@@ -60,6 +60,7 @@ TASKS = {
 BASE = """--num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --temperature 1.0 --beta 0
     --lr_scheduler_type constant --advantage_normalization_type centered --model_dtype float32 --save_freq -1
     --pack_length 2048""".split()
+ENGINE = "--vllm_enforce_eager --vllm_gpu_memory_utilization 0.4 --vllm_enable_prefix_caching".split()
 
 SCALES = {
     "fly": Scale(
@@ -87,9 +88,21 @@ SCALES = {
         evaluate_every=5,
         flags=(
             *BASE,
+            *ENGINE,
             *"--response_length 24 --learning_rate 1e-5".split(),
-            *"--vllm_enforce_eager --vllm_gpu_memory_utilization 0.4 --vllm_enable_prefix_caching".split(),
         ),
+    ),
+    "smollm2_player": Scale(
+        "models/SmolLM2-135M-Instruct",
+        tasks=("guess",),
+        steps=12,
+        evaluate_every=4,
+        flags=(
+            *BASE,
+            *ENGINE,
+            *"--num_unique_prompts_rollout 4 --learning_rate 2e-5 --no_load_ref_policy".split(),
+        ),
+        rollouts=32,
     ),
 }
 CONTROL_FILE = "scripts/studies/controls.py"

@@ -5,7 +5,7 @@
 #
 #   bash scripts/studies/turns.sh [--seeds 1-24] [--budget_minutes 60] [--jobs 2] [more flags of study.py run]
 #   python scripts/study.py table scripts/studies/records/turns.jsonl [--base credit]
-#   bash scripts/studies/turns.sh --scale smollm2 --tasks guess --out turns_135m.jsonl --jobs 1 --threads 2
+#   bash scripts/studies/turns.sh --scale smollm2_player --tasks guess --out scripts/studies/records/turns_smollm2.jsonl
 #
 # It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed.
 set -euo pipefail

@@ -21,6 +21,8 @@ from typing import Any
 LIBRARIES = """numpy scipy.stats torch torch.distributed.checkpoint torch.distributed.fsdp tyro
     transformers.generation.logits_process transformers.models.auto.modeling_auto
     transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama transformers.optimization"""
+# what a start of the engine imports, 8 seconds of it
+ENGINE_LIBRARIES = "vllm vllm.entrypoints.llm vllm.v1.worker.cpu_worker vllm.model_executor.models.llama"
 
 
 def no_picture(run_dir: Path) -> str:
@@ -51,10 +53,19 @@ def run(job: dict[str, Any]) -> None:
     utils.exit_process()
 
 
+def import_all(names: str) -> None:
+    """Import the modules that are not imported yet. Garbage collections in the forks need not look at them."""
+    for name in names.split():
+        importlib.import_module(name)
+    gc.freeze()
+
+
 def serve() -> None:
     """Run jobs until stdin ends."""
     for line in sys.stdin:
         job = json.loads(line)
+        if "transformers" not in job["flags"]:  # as the value of --rollout_backend
+            import_all(ENGINE_LIBRARIES)
         child = os.fork()
         if child == 0:
             try:
@@ -71,9 +82,7 @@ def serve() -> None:
 
 def main() -> None:
     sys.path.pop(0)  # this directory, whose statistics.py is not the library's
-    for name in LIBRARIES.split():
-        importlib.import_module(name)
-    gc.freeze()  # collections in the forks need not look at what was imported
+    import_all(LIBRARIES)
     serve()
 
 
