@@ -19,6 +19,8 @@ from scripts.studies.arms import Arm
 from scripts.studies.endpoints import curve_of, endpoints
 
 WORKER = Path(__file__).with_name("worker.py")
+# the least KV cache that vLLM takes, in GiB, is enough for short responses: memory limits how many runs go side by side
+ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
 LOG_TAIL = 3000  # characters of a failed run's log that are kept
 
 
@@ -49,8 +51,7 @@ class Lane:
         """The worker."""
         if self.worker is None:
             threads = str(self.threads)
-            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
-            environment = os.environ | quiet | {"OMP_NUM_THREADS": threads}
+            environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": threads}
             pipe = subprocess.PIPE
             self.worker = subprocess.Popen(
                 [sys.executable, str(WORKER)], stdin=pipe, stdout=pipe, env=environment, text=True

@@ -100,7 +100,7 @@ SCALES = {
         flags=(
             *BASE,
             *ENGINE,
-            *"--num_unique_prompts_rollout 4 --learning_rate 2e-5 --no_load_ref_policy".split(),
+            *"--num_unique_prompts_rollout 4 --learning_rate 2e-5 --no_load_ref_policy --pack_length 1024".split(),
         ),
         rollouts=32,
     ),
