@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from scripts.parts import packing
+from scripts.parts import packing, probe
 from tests import programs, test_credit, test_learner, test_math
 from tests.conftest import REPO
 from tests.test_teacher import plain
@@ -218,6 +218,13 @@ def test_gdpo_by_hand(forked):
     want = [2 / 3 / deviations[0] - 2 / 3 / deviations[1], -1 / 3 / deviations[0] - 2 / 3 / deviations[1]]
     want.append(-1 / 3 / deviations[0] + 4 / 3 / deviations[1])
     assert [r.advantage for r in group] == pytest.approx([*want, 0.0], rel=1e-6)
+
+
+def test_gdpos_advantages_are_no_mistake_to_a_run_that_asks(forked):
+    """A run asks with made-up rollouts, which have what the fork looks at: each verifier's score."""
+    _, grpo = forked("gdpo")
+    args = grpo.utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--no_filter_zero_std_samples"])
+    assert probe.differences(args) == []
 
 
 def test_top_entropy_by_hand(forked, tiny_models, world, monkeypatch):

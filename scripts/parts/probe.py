@@ -79,10 +79,11 @@ def generation(tokens: int) -> utils.Generation:
 
 
 def group(position: int, scores: Sequence[float], tokens: int = 2) -> list[utils.Rollout]:
-    """A group with these scores."""
+    """A group with these scores, each that of one verifier."""
     members = []
     for sample, score in enumerate(scores):
         r = rollout(position, sample, tokens)
+        r.results = [rewards.RewardResult(score, "ok", "", 0.0)]
         r.outcome = score
         r.score = score
         members.append(r)
