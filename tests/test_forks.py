@@ -98,11 +98,15 @@ FLAGS = {
     "dppo": ["--loss_fn", "dppo", "--num_mini_batches", "4"],
     "dr_grpo": [],
     "echo": [],
+    "entropy_target": [],
     "gdpo": ["--no_filter_zero_std_samples"],
+    "gmpo": "--loss_fn gmpo --loss_denominator sequence --clip_lower 0.33 --clip_higher 0.49".split(),
+    "history": ["--no_filter_zero_std_samples"],
     "kl_twice": [],
     "learnability": [],
     "luffy": [],
     "maxrl": ["--advantage_normalization_type", "maxrl"],
+    "pods": ["--pods_samples", "2"],
     "prompt_mean": ["--loss_denominator", "4"],
     "reinforce_pp_baseline": [],
     "repetition": ["--repetition_penalty", "0.3"],
@@ -110,11 +114,13 @@ FLAGS = {
     "rloo": ["--advantage_normalization_type", "rloo"],
     "sapo": ["--loss_fn", "sapo", "--loss_denominator", "sequence"],
     "sdpo": [],
+    "shrinkage": ["--no_filter_zero_std_samples"],
     "teacher_kl": [],
     "teacher_top_k": [],
     "top_entropy": [],
     "ttrl": [],
     "turn_index": ["--turn_credit"],
+    "vespo": ["--loss_fn", "vespo"],
     "vineppo": [],
     "vip": [],
 }
@@ -178,6 +184,78 @@ def test_dppo_by_hand(forked, monkeypatch):
     test_math.test_on_policy_every_loss_has_the_policy_gradient("dppo")
     for gap in (500.0, -500.0, math.inf, -math.inf):
         test_math.test_huge_log_ratios_stay_finite("dppo", gap)
+
+
+def test_gmpo_by_hand(forked, monkeypatch):
+    """Ratios 2 and 0.5, bounds 0.8 and 1.2. Where A > 0 the first is clipped, sqrt(1.2 x 0.5), else the second,
+    sqrt(2 x 0.8). A third token, with ratio 9, is masked."""
+    monkeypatch.setattr(test_math, "grpo", forked("gmpo")[1])
+    new, old = test_math.log(0.4, 0.2, 0.9), test_math.log(0.2, 0.4, 0.1)
+    mask = torch.tensor([[True, True, False]])
+    for advantage, mean, trained in ((2.0, math.sqrt(0.6), (0, 1)), (-3.0, math.sqrt(1.6), (1, 0))):
+        loss, ratio, clipped, grad = test_math.loss_of(new, old, advantage, "gmpo", mask=mask)
+        assert loss.tolist()[0] == pytest.approx([-advantage * mean] * 2 + [0.0])
+        assert grad.tolist()[0] == pytest.approx([-advantage * mean * x for x in (*trained, 0)])
+        assert clipped.tolist()[0] == [not trained[0], not trained[1], False]
+        assert ratio.tolist()[0] == pytest.approx([2.0, 0.5, 1.0])
+    ours_alone("gmpo")
+
+
+def test_vespo_by_hand(forked, monkeypatch):
+    """Ratios 2 and 0.75: W is 1.5. phi is 1.5^2 exp(-3/2) = 0.50204 where A > 0, else 1.5^3 exp(-1) = 1.24159."""
+    monkeypatch.setattr(test_math, "grpo", forked("vespo")[1])
+    new, old = test_math.log(0.4, 0.3, 0.9), test_math.log(0.2, 0.4, 0.1)
+    mask = torch.tensor([[True, True, False]])
+    for advantage, kernel in ((2.0, 0.5020428607), (-3.0, 1.2415930985)):
+        loss, ratio, clipped, grad = test_math.loss_of(new, old, advantage, "vespo", mask=mask)
+        assert grad.tolist()[0] == pytest.approx([-advantage * kernel] * 2 + [0.0])
+        assert loss.tolist()[0] == pytest.approx([-advantage * kernel * x for x in (math.log(0.4), math.log(0.3), 0)])
+        assert ratio.tolist()[0] == pytest.approx([2.0, 0.75, 1.0]) and not clipped.any()
+    ours_alone("vespo")
+
+
+def ours_alone(loss_fn):
+    """What tests/test_math.py asks of every loss, of test_math's grpo."""
+    test_math.test_on_policy_every_loss_has_the_policy_gradient(loss_fn)
+    test_math.test_off_policy_no_loss_mixes_the_responses_of_a_row(loss_fn)
+    for gap in (500.0, -500.0, math.inf, -math.inf):
+        test_math.test_huge_log_ratios_stay_finite(loss_fn, gap)
+
+
+def test_luspo_is_gspo_over_the_number_of_responses():
+    """No fork: 1/2 sum_i T_i L_i for responses of 3 tokens and 1, with clipped ratios of the responses. Of the first
+    it is (8 x 1 x 1)^(1/3) = 2, bound 1.2, A = 1; of the second 1 / 2, A = -1, bound 0.8."""
+    new, old = test_math.log(0.8, 0.3, 0.3, 0.2), test_math.log(0.1, 0.3, 0.3, 0.4)
+    advantages = test_math.per_token(1.0, 1.0, 1.0, -1.0)
+    seq_ids = torch.tensor([[1, 1, 1, 2]])
+    loss, *_ = test_math.loss_of(new, old, advantages, "gspo", seq_ids=seq_ids)
+    got = test_math.aggregate(loss, torch.ones_like(seq_ids, dtype=torch.bool), seq_ids, "2", 4, 2)
+    assert float(got) == pytest.approx((3 * -1.2 + 1 * 0.8) / 2)
+
+
+@pytest.mark.parametrize(
+    "scores, want",
+    [
+        # three of seven: 0 0 10 has variance 200/9, 0 9 10 has 182/9, 5 9 10 has 14/3; mean 10/3
+        ([10.0, 0.0, 0.0, 4.0, 9.0, math.nan, 5.0, 5.0], {0: math.sqrt(2), 1: -math.sqrt(0.5), 2: -math.sqrt(0.5)}),
+        # 0 9 10 has the mean 19/3 and the variance 182/9
+        ([0.0, 9.0, 10.0, 5.0, math.nan, 8.0, 8.0, 8.0], {i: x / math.sqrt(182) for i, x in enumerate((-19, 8, 11))}),
+        ([math.nan, 3.0, math.nan, 5.0] + [math.nan] * 4, {1: -1.0, 3: 1.0}),  # no more are there
+        ([math.nan] * 8, {}),
+    ],
+)
+def test_pods_by_hand(forked, monkeypatch, scores, want):
+    """Which three rollouts are trained on, and their advantages, of which the others are no part."""
+    _, grpo = forked("pods")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args("m", "--pods_samples", "3", "--num_samples_per_prompt_rollout", "8")
+    group = grpo.new_group(grpo.utils.Prompt(0, (1, 2, 3), "", (), ()), 0, 8)
+    for r, score in zip(group, scores, strict=True):
+        r.append(grpo.utils.Generation([5], [-1.0], "stop", [0]))
+        r.score = r.outcome = score
+    grpo.set_advantages([group], args)
+    kept = {r.sample: r.advantage for r in grpo.trainable([group], args)}
+    assert kept == pytest.approx(want)
 
 
 def test_prompt_mean_by_hand(forked, tiny_models, world, monkeypatch):
@@ -634,6 +712,62 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
         assert [seen[r.position, r.sample] for part in parts for r in part] == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
+def test_shrinkage_by_hand(forked, tiny_models, world, monkeypatch):
+    """Scores 1 1 0, 1 0 0, 1 1 1, 0 0 0. For the first group: means of the others 1/3, 1, 0, their mean 4/9 and
+    variance 14/81; their noise 1/9, 0, 0, mean 1/27: w is 3/17. For the third and the fourth w is 1/2. Then with a
+    lone response in the fourth group, which is no part of w, and has the mean of all others as its baseline."""
+    _, grpo = forked("shrinkage")
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args(tiny_models(), "--no_use_rho_correction", "--no_filter_zero_std_samples")
+    rollouts = test_learner.make_rollouts()
+    for r, score in zip(rollouts, (1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0), strict=True):
+        r.score = float(score)
+    whole = [26, 26, -46, 46, -26, -26, 17, 17, 17, -17, -17, -17]  # in parts of 51
+    seen = {}
+
+    def loss_inputs(batch, new_logprobs, entropy):
+        for i, r in enumerate(batch.rollouts, start=1):
+            (seen[r.position, r.sample],) = set(batch.advantages[batch.seq_ids == i].tolist())
+        return original(batch, new_logprobs, entropy)
+
+    original = grpo.Batch.loss_inputs
+    monkeypatch.setattr(grpo.Batch, "loss_inputs", loss_inputs)
+    for parts in ([rollouts], [rollouts[:5], rollouts[5:]]):
+        seen.clear()
+        test_learner.run_update(args, world, parts)
+        got = [seen[r.position, r.sample] for part in parts for r in part]
+        assert got == pytest.approx([x / 51 for x in whole], abs=3e-5)  # 1e-6 is added to a variance
+    test_learner.run_update(args, world, [rollouts[:10]])
+    # the others' means 1/3 and 1, noise 1/18, variance 1/9: w is 1/3, the baseline 2/3 1/2 + 1/3 2/3
+    assert seen[0, 0] == pytest.approx(4 / 9, abs=3e-5) and seen[3, 0] == pytest.approx(-2 / 3)
+    assert grpo.shrunk_baseline(4.0, [4.0, 1.0, 2.0], []) == 1.5
+
+
+def test_history_by_hand(forked):
+    """Outcomes 10 0 -5 and a missing one of 10: alpha 1.75, beta 2.75, p = 7/18. At the next visit four right ones:
+    alpha 0.75 x 1.75 + 4 = 85/16, beta 33/16, and a gradient all the same. The state before is not changed."""
+    _, grpo = forked("history")
+    args = test_learner.make_args("m", "--num_samples_per_prompt_rollout", "4", "--no_shuffle")
+    prompts = [grpo.utils.Prompt(i, (i,), "", ("1",), ("gsm8k",)) for i in range(2)]
+    sampler = sampler_of(grpo)
+    visits = (
+        (0, [10.0, 0.0, -5.0, math.nan], [x / math.sqrt(77) for x in (11, -7, -7, 0)]),
+        (2, [10.0] * 4, [33 / math.sqrt(85 * 33)] * 4),
+        (1, [0.0] * 4, [-0.75 / math.sqrt(0.75 * 4.75)] * 4),  # another prompt: 0.75 and 4.75
+    )
+    for position, outcomes, want in visits:
+        group = grpo.next_group(prompts, position, sampler, args)
+        for r, outcome in zip(group, outcomes, strict=True):
+            r.outcome = r.score = outcome
+        grpo.set_advantages([group], args)
+        assert [r.advantage for r in group] == pytest.approx(want)
+        before = sampler
+        sampler = grpo.next_sampler(sampler, grpo.what_was_seen([group], args), args)
+        assert sampler["histories"] != before["histories"]
+    assert sampler["histories"] == {0: (85 / 16, 33 / 16), 1: (0.75, 4.75)}
+    assert sampler_of(grpo)["histories"] == {}
+
+
 def test_kl_twice_by_hand(forked, tiny_models, world, monkeypatch):
     """Scores 1, 0, 0 less half of the KLs 1, 0, 0.2, whatever beta is; and the loss has its KL as without that."""
     monkeypatch.setattr(test_learner, "grpo", forked("kl_twice")[1])
@@ -741,29 +875,59 @@ def test_adaptive_kl_by_hand(forked):
         assert adapt_beta(0.5, kl, 0.01) == pytest.approx(want)
 
 
+def test_entropy_target_by_hand(forked, monkeypatch):
+    """Steps of 0.5 / 50 up below the target of 4, and down from it on, between 0 and 0.5."""
+    grpo = forked("entropy_target")[1]
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args("m", "--entropy_coef", "0.5", "--target_entropy", "4")
+    for coef, entropy, want in ((0.1, 3.99, 0.11), (0.1, 4.0, 0.09), (0.495, 1.0, 0.5), (0.005, 9.0, 0.0)):
+        assert grpo.adapt_entropy_coef(coef, entropy, args) == pytest.approx(want)
+    state = grpo.start_state()
+    assert state["entropy"] > args.target_entropy and state["entropy_coef"] == 0.0
+
+
+def steered_runs(directory, model, out, flags):
+    """The metrics of a run of four steps of a fork's grpo.py, then of the same run after its second half was lost."""
+    with (out / "train.jsonl").open("w") as file:
+        for i in range(32):
+            turns = [{"role": "user", "content": f"Say {i}, then 7."}]
+            file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
+    command = [directory / "grpo.py", "--model_name_or_path", model, "--output_dir", out]
+    command += ["--dataset_mixer_list", out / "train.jsonl", "1.0", "--rollout_backend", "transformers"]
+    command += """--model_dtype float32 --response_length 6 --max_prompt_token_length 48 --temperature 1.0
+        --learning_rate 3e-3 --total_episodes 256 --save_freq -1 --checkpoint_state_freq 2
+        --no_filter_zero_std_samples""".split()
+    for more in ([], ["--resume"]):
+        done = programs.run([*command, *flags.split(), *more])
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        rows = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text().splitlines()]
+        assert len(rows) == 4
+        yield rows
+        for path in (out / "grpo" / "checkpoints").glob("step_4"):  # the end is lost: steps 3 and 4 again
+            shutil.rmtree(path)
+
+
 @pytest.mark.runs
 def test_adaptive_kl_steers_a_run(forked, tiny_models, tmp_path):
     """beta of each step is the last one's, by the KL that the last step logged; --resume goes on with it."""
     directory, grpo = forked("adaptive_kl")
-    with (tmp_path / "train.jsonl").open("w") as file:
-        for i in range(32):
-            turns = [{"role": "user", "content": f"Say {i}, then 7."}]
-            file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
-    command = [directory / "grpo.py", "--model_name_or_path", tiny_models(), "--output_dir", tmp_path]
-    command += ["--dataset_mixer_list", tmp_path / "train.jsonl", "1.0", "--rollout_backend", "transformers"]
-    command += """--model_dtype float32 --response_length 6 --max_prompt_token_length 48 --temperature 1.0 --beta 0.2
-        --learning_rate 3e-3 --target_kl 0.01 --total_episodes 256 --save_freq -1 --checkpoint_state_freq 2
-        --no_filter_zero_std_samples""".split()
-    for more in ([], ["--resume"]):
-        done = programs.run([*command, *more])
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
-        assert rows[0]["objective/beta"] == 0.2 and len(rows) == 4
+    for rows in steered_runs(directory, tiny_models(), tmp_path, "--beta 0.2 --target_kl 0.01"):
+        assert rows[0]["objective/beta"] == 0.2
         for before, after in zip(rows, rows[1:], strict=False):
             want = grpo.adapt_beta(before["objective/beta"], before["objective/kl2_avg"], 0.01)
             assert after["objective/beta"] == want != before["objective/beta"]
-        for path in (tmp_path / "grpo" / "checkpoints").glob("step_4"):  # the end is lost: steps 3 and 4 again
-            shutil.rmtree(path)
+
+
+@pytest.mark.runs
+def test_entropy_target_steers_a_run(forked, tiny_models, tmp_path):
+    """The entropy is about 6, below the target of 9: the coefficient rises by 0.01 a step from 0, also after --resume,
+    and the loss has the bonus."""
+    directory, _ = forked("entropy_target")
+    for rows in steered_runs(directory, tiny_models(), tmp_path, "--beta 0 --entropy_coef 0.5 --target_entropy 9"):
+        coefs = [row["objective/entropy_coef"] for row in rows]
+        assert coefs == pytest.approx([0.0, 0.01, 0.02, 0.03])
+        for coef, row in zip(coefs[1:], rows[1:], strict=True):
+            assert row["loss/entropy_avg"] == pytest.approx(-coef * row["policy/entropy_avg"], rel=1e-4)
 
 
 def seen(grpo, index, *outcomes):
