@@ -342,7 +342,7 @@ def study(*words):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A record of two runs of the fruit fly, and what was printed."""
+    """A record of three runs of the fruit fly, and what was printed."""
     if not (REPO / "data" / "tasks" / "last").exists():
         subprocess.run([sys.executable, REPO / "scripts/data/make_tasks.py"], check=True, capture_output=True)
     path = tmp_path_factory.mktemp("study") / "small.jsonl"
@@ -351,13 +351,15 @@ def small(tmp_path_factory):
     return path, done.stdout
 
 
-SMALL = ("run", "--steps", 4, "--tasks", "last", "--seeds", "1", "--jobs", 1, "--arms", "base", "b: --beta 0.05")
+ENGINE = "--rollout_backend vllm --vllm_enforce_eager --vllm_gpu_memory_utilization 0.4"
+ARMS = ("base", "b: --beta 0.05", f"engine: {ENGINE}")
+SMALL = ("run", "--steps", 4, "--tasks", "last", "--seeds", "1", "--jobs", 1, "--arms", *ARMS)
 
 
-def test_a_study_of_two_runs(small):
+def test_a_study_of_three_runs(small):
     """The runs differ in their arm only; what is done is not done again; the table reads it."""
     path, printed = small
-    assert "0 of 2 runs are done; 2 to do" in printed and "2 of 2" in printed
+    assert "0 of 3 runs are done; 3 to do" in printed and "3 of 3" in printed
     rows = record.read([path])
     base = rows.runs["last", "base", 1]
     other = rows.runs["last", "b", 1]
@@ -365,23 +367,32 @@ def test_a_study_of_two_runs(small):
     assert base["curve"]["sampled"][0] == other["curve"]["sampled"][0]  # the same prompts and request seeds
     assert base["weights"] != other["weights"] and base["code"] == other["code"]
     again = study(*SMALL, "--out", path)
-    assert again.returncode == 0 and "2 of 2 runs are done; 0 to do" in again.stdout
+    assert again.returncode == 0 and "3 of 3 runs are done; 0 to do" in again.stdout
     later = study(*SMALL, "--out", path, "--seeds", "1-2", "--budget_minutes", 0)
-    assert "2 runs are left" in later.stdout
+    assert "3 runs are left" in later.stdout
     table = study("table", path)
     assert table.returncode == 0 and "cannot tell: one seed" in table.stdout
 
 
 def test_a_row_has_the_bits_of_the_command_line(small, tmp_path):
-    """A worker's fork starts with its imports done and shares nothing else."""
+    """A worker's fork starts with its imports done, vLLM's too, and shares nothing else."""
     rows = record.read([small[0]])
-    flags = [*rows.study["tasks"]["last"], "--seed", "1", "--exp_name", "run", "--output_dir", str(tmp_path)]
+    engine = rows.arms["engine"]["flags"]
+    flags = [
+        *arms.merge_flags(tuple(rows.study["tasks"]["last"]), tuple(engine)),
+        "--seed",
+        "1",
+        "--exp_name",
+        "run",
+        "--output_dir",
+        str(tmp_path),
+    ]
     command = [sys.executable, str(REPO / "grpo.py"), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     digest = hashlib.sha256((tmp_path / "run" / "model" / "model.safetensors").read_bytes())
-    assert digest.hexdigest() == rows.runs["last", "base", 1]["weights"]
+    assert digest.hexdigest() == rows.runs["last", "engine", 1]["weights"]
 
 
 def test_a_row_is_made_again(small, tmp_path):

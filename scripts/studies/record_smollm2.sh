@@ -19,7 +19,7 @@ arms=(
     "standard: --advantage_normalization_type standard"
     "maxrl@scripts/forks/maxrl.diff: --advantage_normalization_type maxrl"
     "sequence: --loss_denominator sequence"
-    "beta: --beta 0.05"
+    "beta: --beta 0.05 --load_ref_policy"
     "group4: --num_unique_prompts_rollout 16 --num_samples_per_prompt_rollout 4"
     "active: --active_sampling"
     "cispo4: --loss_fn cispo --num_mini_batches 4"

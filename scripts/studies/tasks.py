@@ -84,12 +84,13 @@ SCALES = {
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",
         tasks=("largest", "differences", "remainders", "last", "calculator"),  # those that calibrate finds fit
-        steps=40,
-        evaluate_every=5,
+        steps=24,
+        evaluate_every=4,
         flags=(
             *BASE,
             *ENGINE,
-            *"--response_length 24 --learning_rate 1e-5".split(),
+            # a forward of the reference policy for the KL would be a sixth of a step
+            *"--response_length 8 --learning_rate 1e-5 --no_load_ref_policy --pack_length 1024".split(),
         ),
     ),
     "smollm2_player": Scale(
