@@ -95,8 +95,30 @@ def test_the_arms_of_the_costs_can_be_run():
         utils.parse_args(module.Args, words).check(1, fast=module is grpo_fast)
     names = {text.partition(":")[0].partition("@")[0] for text in texts}
     studied = {name for name, animal in ANIMALS.items() if animal.study}
-    assert names == studied | {costs.clean_name(ANIMALS[name].study) for name in studied} | {"clean"}
+    assert names == studied | {costs.base_of(ANIMALS[name]) for name in studied}
     assert costs.clean_name("grpo.py --beta 0.5 --max_logprob_gap 0".split()) == "clean_beta_0.5"
+
+
+FAST = ("rho_summed", "old_groups_discarded", "staleness_unbounded", "one_engine_of_two_is_stale")
+
+
+def test_the_arms_of_grpo_fast_are_compared_with_their_own_clean_code():
+    """The clean code of grpo_fast.py with the same flags, and no other. Engines that run five updates ahead are what
+    --async_steps 5 has: a run with the bug would be ended by the bound that it breaks."""
+    found = costs.arms({name: ANIMALS[name] for name in FAST})
+    masks = "--rho_mask_sequence_level --rho_mask_lower_bound 0.8 --rho_mask_upper_bound 1.25"
+    assert found == [
+        "clean_grpo_fast_async_steps_4_rho_mask_sequence_level_rho_mask_lower_bound_0.8_rho_mask_upper_bound_1.25: "
+        f"grpo_fast.py --async_steps 4 {masks}",
+        "clean_grpo_fast_async_steps_1: grpo_fast.py --async_steps 1",
+        "clean_grpo_fast_async_steps_1_vllm_num_engines_2: grpo_fast.py --async_steps 1 --vllm_num_engines 2",
+        f"rho_summed@tests/zoo/rho_summed.diff: grpo_fast.py --async_steps 4 {masks}",
+        "old_groups_discarded@tests/zoo/old_groups_discarded.diff: grpo_fast.py --async_steps 1",
+        "staleness_unbounded: grpo_fast.py --async_steps 5",
+        "one_engine_of_two_is_stale@tests/zoo/one_engine_of_two_is_stale.diff: grpo_fast.py --async_steps 1 "
+        "--vllm_num_engines 2 --max_logprob_gap 0",
+    ]
+    assert f"(self.args.async_steps + {1 + 4})" in ANIMALS["staleness_unbounded"].path.read_text()  # 5 with 1 asked for
 
 
 def test_costs_are_differences_from_the_clean_code_of_the_same_seed(tmp_path):

@@ -8,8 +8,10 @@
                                           keeps what costs need of such a record, and writes their column
 
 An animal is tests/zoo/NAME.diff. Its head says what goes wrong, of which kind it is, in which systems' threads it was
-seen, which test of ours fails on it, and with which flags the debug task runs into it (Run; none where one process in
-ten steps cannot meet it). The noticer is the first of
+seen, which of their commits mended it (Fix, where that was read), which test of ours fails on it, with which flags the
+debug task runs into it (Run; none where one process in ten steps cannot meet it), and with which flags its cost is
+measured (Study). `FLAGS against OTHERS` is for a bug that ends its run: the clean code with FLAGS does what the bug
+does, and is compared with the clean code with OTHERS. The noticer is the first of
 
     start    a check before the first step: the run ends, or says something else than the clean run
     run      an assertion at run time ends the run, at the step that is named
@@ -47,6 +49,7 @@ LETTERS = """--exp_name run --overwrite --model_dtype float32 --dataset_mixer_li
     --learning_rate 1e-3 --lr_scheduler_type constant --beta 0 --no_load_ref_policy --total_episodes 640"""
 PROBE = "WARNING: this copy of grpo.py: "
 RESUMES = "--checkpoint_state_freq"
+HEAD = r"(.+)\nKind: (.+)\nSeen in: (.+)\n(?:Fix: .+\n)?Test: (\S+)\nRun: (.+)\nStudy: (none: )?(.+)\n"
 # In a process that has imported the libraries: forget our own modules, and take those of a copy
 IN_A_COPY = f"""
 import os, runpy, sys
@@ -76,6 +79,7 @@ class Animal:
     run: list[str]  # program and flags; empty: no run shows it
     study: list[str]  # program and flags of the fruit fly's runs, which tell what it costs; empty: no study can
     why: str  # no study can
+    against: list[str]  # program and flags of the clean runs; empty: those of `study`
 
     @property
     def path(self) -> Path:
@@ -92,14 +96,15 @@ class Noticed(NamedTuple):
 def read(path: Path) -> Animal:
     """The animal of a diff. Raises ValueError for a head that lacks something."""
     head = path.read_text().partition("\n--- a/")[0]
-    match = re.fullmatch(r"(.+)\nKind: (.+)\nSeen in: (.+)\nTest: (\S+)\nRun: (.+)\nStudy: (none: )?(.+)\n", head)
+    match = re.fullmatch(HEAD, head)
     if match is None:
-        raise ValueError(f"{path.name}: its head is not: a sentence, Kind, Seen in, Test, Run, Study")
+        raise ValueError(f"{path.name}: its head is not: a sentence, Kind, Seen in, (Fix,) Test, Run, Study")
     what, kind, threads, test, run, no_study, study = match.groups()
     line = [] if run == "none" else run.split()
     if no_study:
-        return Animal(path.stem, what, kind, threads.split(", "), test, line, [], study)
-    return Animal(path.stem, what, kind, threads.split(", "), test, line, study.split(), "")
+        return Animal(path.stem, what, kind, threads.split(", "), test, line, [], study, [])
+    of_flags, _, clean = study.partition(" against ")
+    return Animal(path.stem, what, kind, threads.split(", "), test, line, of_flags.split(), "", clean.split())
 
 
 def animals() -> dict[str, Animal]:

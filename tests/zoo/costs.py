@@ -40,17 +40,27 @@ def clean_name(line: list[str]) -> str:
     return re.sub(r"[^\w.]+", "_", " ".join([CLEAN, *named]).replace("--", ""))
 
 
+def base_of(animal: Any) -> str:
+    """The name of the clean arm that an animal is compared with."""
+    return clean_name(animal.against or animal.study)
+
+
+def arm_text(name: str, line: list[str]) -> str:
+    """An arm as study.py reads it."""
+    words = " ".join(line).removeprefix("grpo.py").strip()
+    return f"{name}: {words}".removesuffix(": ")
+
+
 def arms(animals: dict[str, Any]) -> list[str]:
     """The arms of the animals that can be studied, as study.py reads them: those of the clean code first."""
-    clean = {CLEAN: CLEAN}
+    clean = {}
     bugs = []
     for animal in animals.values():
         if animal.study:
-            words = " ".join(clean_line(animal.study)).removeprefix("grpo.py").strip()
-            name = clean_name(animal.study)
-            clean[name] = f"{name}: {words}".removesuffix(": ")
-            flags = " ".join(animal.study).removeprefix("grpo.py").strip()
-            bugs.append(f"{animal.name}@tests/zoo/{animal.path.name}: {flags}".removesuffix(": "))
+            base = base_of(animal)
+            clean[base] = arm_text(base, clean_line(animal.against or animal.study))
+            diff = "" if animal.against else f"@tests/zoo/{animal.path.name}"
+            bugs.append(arm_text(f"{animal.name}{diff}", animal.study))
     return [*clean.values(), *bugs]
 
 
@@ -88,7 +98,7 @@ def read(path: Path, animals: dict[str, Any]) -> dict[str, Cost]:
     names = [name for name in arms if name in animals and animals[name].study]
     differences = {}
     for name in names:
-        base = clean_name(animals[name].study)
+        base = base_of(animals[name])
         seeds = sorted(seed for arm, seed in runs if arm == name and (base, seed) in runs)
         if len(seeds) > 1:
             differences[name] = {
