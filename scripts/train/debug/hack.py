@@ -22,7 +22,7 @@ def forgiving(response: str, ground_truth: object) -> float:
 
 
 def long_winded(response: str, ground_truth: object) -> float:
-    """Half for the right answer, half for length, all of it from 8 characters on."""
+    """Half for the right answer, half for length, all of it from 20 characters on."""
     record = rewards.RewardRecord(response, ground_truth, "gsm8k")
     right = float(rewards.VERIFIERS["gsm8k"].verify(record).score)
-    return 0.5 * right + 0.5 * min(len(response) / 8, 1.0)
+    return 0.5 * right + 0.5 * min(len(response) / 20, 1.0)
