@@ -377,16 +377,8 @@ def test_a_study_of_three_runs(small):
 def test_a_row_has_the_bits_of_the_command_line(small, tmp_path):
     """A worker's fork starts with its imports done, vLLM's too, and shares nothing else."""
     rows = record.read([small[0]])
-    engine = rows.arms["engine"]["flags"]
-    flags = [
-        *arms.merge_flags(tuple(rows.study["tasks"]["last"]), tuple(engine)),
-        "--seed",
-        "1",
-        "--exp_name",
-        "run",
-        "--output_dir",
-        str(tmp_path),
-    ]
+    flags = arms.merge_flags(tuple(rows.study["tasks"]["last"]), tuple(rows.arms["engine"]["flags"]))
+    flags += ["--seed", "1", "--exp_name", "run", "--output_dir", str(tmp_path)]
     command = [sys.executable, str(REPO / "grpo.py"), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
