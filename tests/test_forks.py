@@ -106,6 +106,7 @@ FLAGS = {
     "learnability": [],
     "luffy": [],
     "maxrl": ["--advantage_normalization_type", "maxrl"],
+    "p3o": ["--loss_fn", "p3o", "--no_use_rho_correction"],
     "pods": ["--pods_samples", "2"],
     "prompt_mean": ["--loss_denominator", "4"],
     "reinforce_pp_baseline": [],
@@ -212,6 +213,43 @@ def test_vespo_by_hand(forked, monkeypatch):
         assert loss.tolist()[0] == pytest.approx([-advantage * kernel * x for x in (math.log(0.4), math.log(0.3), 0)])
         assert ratio.tolist()[0] == pytest.approx([2.0, 0.75, 1.0]) and not clipped.any()
     ours_alone("vespo")
+
+
+def test_p3o_by_hand(forked, tiny_models, world, monkeypatch):
+    """Ratios to the engine 0.5 and 3, e = 0.8: weights 0.5 and 0.8, and 0.2 times the KL 2 - 1 - log 2 and
+    1/3 - 1 + log 3, with slopes 1 - 2 and 1 - 1/3. Of an update in which one token in three has the ratio 3 and the
+    others 1, e is (5/3)^2 / (11/3) = 25/33, for every split."""
+    _, grpo = forked("p3o")
+    new = test_math.log(0.2, 0.6, 0.9).requires_grad_()
+    mask = torch.tensor([[True, True, False]])
+    engine = test_math.log(0.4, 0.2, 0.1)
+    monkeypatch.setattr(test_math, "grpo", grpo)
+    advantages = test_math.per_token(2.0, -3.0, 5.0)
+    inputs = test_math.inputs_of(
+        mask, new_logprobs=new, old_logprobs=engine, vllm_logprobs=engine, advantages=advantages
+    )
+    out = grpo.policy_loss(inputs, grpo.GRPOFlags(loss_fn="p3o", ess=0.8))
+    kls = (1 - math.log(2), math.log(3) - 2 / 3)
+    want = [-2 * 0.5 * math.log(0.2) + 0.2 * kls[0], 3 * 0.8 * math.log(0.6) + 0.2 * kls[1], 0.0]
+    assert out.per_token.tolist()[0] == pytest.approx(want)
+    (grad,) = torch.autograd.grad(out.per_token.sum(), new)
+    assert grad.tolist()[0] == pytest.approx([-1.0 - 0.2, 2.4 + 0.2 * 2 / 3, 0.0])
+    assert out.clipped.tolist()[0] == [False, True, False]
+
+    monkeypatch.setattr(test_learner, "grpo", grpo)
+    args = test_learner.make_args(tiny_models(), *FLAGS["p3o"])
+    rollouts = [r for r in test_learner.make_rollouts() if len(r.token_ids) >= 3]
+    model = grpo.utils.load_causal_lm(args).float()
+    for i, r in enumerate(rollouts):
+        n = len(r.token_ids) // 3 * 3
+        ratios = torch.tensor([3.0, 1.0, 1.0] * (n // 3))
+        r = replace(r, token_ids=r.token_ids[:n], mask=r.mask[:n], versions=r.versions[:n], logprobs=r.logprobs[:n])
+        logprobs = with_gradient(model, r, args.temperature).detach() - ratios.log()
+        rollouts[i] = replace(r, logprobs=logprobs.numpy())
+    assert len(rollouts) > 5
+    for pack_length in (30, 1000):
+        _, metrics = sgd_update(grpo, args, world, rollouts, pack_length)
+        assert metrics["policy/ess"] == pytest.approx(25 / 33, rel=1e-4)
 
 
 def ours_alone(loss_fn):
@@ -614,6 +652,7 @@ def test_a_curve_that_is_ended_leaves_no_run_behind(tmp_path):
     [
         ("mine.diff", "4 mini-batches"),  # of one's own: with the flags of the command in its head
         ("luffy", "data/tasks/largest_digit/train.jsonl 1.0: local"),
+        ("turn_index", "data/guess_plain/train.jsonl 1.0: local"),
         ("echo", "at most 20,480 tokens"),  # 64 times 256 of the prompt and 64 of three turns
     ],
 )
