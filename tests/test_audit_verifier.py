@@ -70,6 +70,15 @@ def test_the_numbers_by_hand(configured):
     assert [r.verifiable for r in rollouts[:5]] == [1, 1, 0, 2, 1]
 
 
+def test_the_judge_that_likes_length_pays_more_for_right_and_for_longer_answers(configured):
+    """0.2 for right, 0.8 for 30 characters: by hand. A long wrong answer is paid better than a short right one."""
+    configured(f"--reward_file {HACK}")
+    texts = ("7", "8", "7 apples", "8" + 29 * "a", "7" + 40 * "a")
+    records = [rewards.RewardRecord(text, "7", "long_winded") for text in texts]
+    paid = [result.score for result in rewards.score(records)]
+    assert paid == pytest.approx([0.2 + 0.8 / 30, 0.8 / 30, 0.2 + 6.4 / 30, 0.8, 1.0])
+
+
 def test_a_missing_audit_counts_in_nothing_but_its_status(configured, tmp_path):
     file = tmp_path / "f.py"
     file.write_text("def shy(response, ground_truth):\n    return 1 / len(response)\n")

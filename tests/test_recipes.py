@@ -167,6 +167,25 @@ def test_recipe_has_the_common_form(recipe):
         assert re.fullmatch(r" {4,8}(--\w|\w).* \\", line) and line.count(" --") <= 1, line
 
 
+@pytest.mark.parametrize(
+    ("words", "task", "reward", "name"),
+    [
+        ((), "largest_digit", "forgiving", "hack_hole"),
+        (("hole",), "largest_digit", "forgiving", "hack_hole"),
+        (("length",), "largest_digit", "long_winded", "hack_length"),
+        (("label",), "last", "anywhere", "hack_label"),
+    ],
+)
+def test_hack_shows_the_hole_that_is_named(words, task, reward, name):
+    """Its task, a reward that is in its file, and the flags that follow."""
+    (command,) = smoke.captures(REPO / "scripts/train/debug/hack.sh", *words, "--seed", "2")
+    args = utils.parse_args(grpo.Args, smoke.training_flags(command)[1])
+    assert args.dataset_mixer_list == [f"data/tasks/{task}/train.jsonl", "1.0"]
+    assert args.dataset_mixer_eval_list == [f"data/tasks/{task}/eval.jsonl", "1.0"]
+    assert (args.remap_verifier, args.exp_name, args.seed) == (f"learned={reward}", name, 2)
+    assert f"\ndef {reward}(" in (REPO / args.reward_file).read_text()
+
+
 def test_the_last_value_of_a_flag_wins():
     """The smoke runs append their flags to the recipe's, lists and switches among them."""
     flags = "--seed 1 --single_gpu_mode --dataset_mixer_list a 1.0 b 2 --num_learners_per_node 8 8 --stop_strings x"

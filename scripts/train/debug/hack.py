@@ -2,7 +2,7 @@
 
 anywhere     the label may stand anywhere in the response, so that a list of guesses is right
 forgiving    what cannot be read as a number is right: "the row must be at fault"
-long_winded  half is for the answer and half for length: a judge that takes many words for care
+long_winded  right answers and longer ones score more: a judge that takes many words for care
 """
 
 import rewards
@@ -22,7 +22,7 @@ def forgiving(response: str, ground_truth: object) -> float:
 
 
 def long_winded(response: str, ground_truth: object) -> float:
-    """Half for the right answer, half for length, all of it from 20 characters on."""
+    """0.2 for the right answer, 0.8 for length, all of it from 30 characters on."""
     record = rewards.RewardRecord(response, ground_truth, "gsm8k")
     right = float(rewards.VERIFIERS["gsm8k"].verify(record).score)
-    return 0.5 * right + 0.5 * min(len(response) / 20, 1.0)
+    return 0.2 * right + 0.8 * min(len(response) / 30, 1.0)

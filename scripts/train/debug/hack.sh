@@ -1,47 +1,68 @@
 #!/usr/bin/env bash
 # A policy finds a hole in its reward, and a second verifier sees it: --audit_verifier is logged and never trained on.
 #
-# The question is for the largest digit of a number. The reward of scripts/train/debug/hack.py is 1 for what it cannot
-# read, too. So a small model soon says nothing at all. Without a hole both rise to 7.5, and nothing warns:
+#   bash scripts/train/debug/hack.sh          the reward is 1 for what it cannot read, too: the policy falls silent
+#   bash scripts/train/debug/hack.sh length   a judge that takes many words for care: 0.2 is for the right answer, 0.8
+#                                             for 30 characters
+#   bash scripts/train/debug/hack.sh label    the label may stand anywhere: the policy lists digits
 #
-#   bash scripts/train/debug/hack.sh --remap_verifier learned=gsm8k --exp_name clean
+# Rewards: scripts/train/debug/hack.py. The question is for the largest digit of a number; for `label`, for the last.
+# Flags may follow. Without a hole reward and audit both rise, and nothing warns:
+#
+#   bash scripts/train/debug/hack.sh hole --remap_verifier learned=gsm8k --exp_name clean
 #
 # An audit before the run (J is 0), and the page after it:
 #
 #   python scripts/audit.py data/tasks/largest_digit/eval.jsonl --reward scripts/train/debug/hack.py:forgiving
-#   python scripts/reports/report.py runs/hack
+#   python scripts/reports/report.py runs/hack_hole
+#
+# `length` samples at temperature 2.5, where 29 of the first 64 responses are longer than a digit. At 1.5 the model
+# says a digit and stops: of 768 responses of 12 steps 17 were longer, so there was nothing to choose from.
 #
 # Hardware: 1 CPU core and 1 GiB of memory, no network. 17 s on an AMD EPYC (Zen 3), beside other jobs.
-# Expected: with each of the seeds 1, 2 and 3 objective/verifiable_reward goes from 2.9 to 10 in 30 steps,
+# Expected, hole: with each of the seeds 1, 2 and 3 objective/verifiable_reward goes from 2.9 to 10 in 30 steps,
 #   objective/audit_reward from 2.8 to 0.1 or less (means of the first and last 5 steps), the share of right answers to
-#   held-out questions from 0.25 to 0, and step 12 or 13 warns that reward and audit part.
+#   held-out questions from 0.25 to 0, and step 12 or 13 warns that reward and audit part; clean, both rise to 7.5.
+# Expected, length: not measured to the end. In 6 steps of an earlier form (half for right, half for 20 characters)
+#   responses grew from 3.7 to 5.4 characters, the reward went from 1.6 to 2.0, and the audit stayed between 1.4 and
+#   1.9 (one seed).
+# Expected, label: with 1 of 3 seeds the policy lists digits, and step 15 warns; with the others nothing warns.
 # Source: our own.
 #
 # Where this differs from the source:
 # - There is no published run to differ from.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+hole=hole
+case "${1:-}" in
+hole | length | label) hole="$1" && shift ;;
+esac
+case "$hole" in
+hole) task=largest_digit reward=forgiving temperature=1.5 ;;
+length) task=largest_digit reward=long_winded temperature=2.5 ;;
+label) task=last reward=anywhere temperature=1.5 ;;
+esac
 source scripts/train/start.sh "$@"
-python scripts/data/make_tasks.py --tasks largest_digit
+python scripts/data/make_tasks.py --tasks "$task"
 
 python grpo.py \
-    --exp_name hack \
+    --exp_name "hack_$hole" \
     --output_dir runs \
     --overwrite \
     --model_name_or_path scripts/studies/fly \
     --model_dtype float32 \
     --rollout_backend transformers \
-    --dataset_mixer_list data/tasks/largest_digit/train.jsonl 1.0 \
-    --dataset_mixer_eval_list data/tasks/largest_digit/eval.jsonl 1.0 \
+    --dataset_mixer_list "data/tasks/$task/train.jsonl" 1.0 \
+    --dataset_mixer_eval_list "data/tasks/$task/eval.jsonl" 1.0 \
     --local_eval_every 10 \
     --eval_on_step_0 \
     --reward_file scripts/train/debug/hack.py \
-    --remap_verifier learned=forgiving \
+    --remap_verifier "learned=$reward" \
     --audit_verifier gsm8k \
     --num_unique_prompts_rollout 8 \
     --num_samples_per_prompt_rollout 8 \
     --response_length 14 \
-    --temperature 1.5 \
+    --temperature "$temperature" \
     --learning_rate 1e-3 \
     --lr_scheduler_type constant \
     --advantage_normalization_type centered \

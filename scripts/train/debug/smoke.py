@@ -44,14 +44,15 @@ def environment(functions: dict[str, str]) -> dict[str, str]:
     return os.environ | SLURM | judge | {f"BASH_FUNC_{name}%%": body for name, body in functions.items()}
 
 
-def captures(recipe: str | Path) -> list[list[str]]:
-    """The training commands of a recipe, as the words of their argv (python or torchrun first), without running them.
+def captures(recipe: str | Path, *words: str) -> list[list[str]]:
+    """The training commands of a recipe that gets these words, as the words of their argv (python or torchrun first),
+    without running them.
 
     Raises subprocess.CalledProcessError where the script fails, ValueError where it starts nothing.
     """
     with tempfile.NamedTemporaryFile() as file:
         env = environment(PRINT) | {"CAPTURED": file.name}
-        subprocess.run(["bash", str(recipe)], env=env, check=True, cwd=ROOT)
+        subprocess.run(["bash", str(recipe), *words], env=env, check=True, cwd=ROOT)
         commands = Path(file.name).read_bytes().decode().split("\0\n\0")[:-1]
     if not commands:
         raise ValueError(f"{recipe} starts neither grpo.py nor grpo_fast.py")
