@@ -332,6 +332,13 @@ def test_a_record_survives_a_kill_and_has_one_writer(tmp_path):
     assert "exit status 1: memory" in report.text_of(rows)[0]
 
 
+def test_an_endpoint_that_no_run_has_is_a_dash(recwarn):
+    """The KL of runs without a reference policy."""
+    assert report.mean_or_dash(np.array([[math.nan, math.nan]])) == "-"
+    assert report.mean_or_dash(np.array([[math.nan, 2.0]])) == "2"
+    assert not recwarn.list
+
+
 # --- A study ----------------------------------------------------------------------------------------------------------
 
 

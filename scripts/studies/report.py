@@ -98,14 +98,21 @@ def level_lines(rows: Record, arms: list[str]) -> list[str]:
         if not seeds:
             lines.append(f"{arm:24} no seed with all tasks yet")
             continue
-        values = [float(np.nanmean(endpoint_table(rows, arm, seeds, name))) for name in shown]
         level = endpoint_table(rows, arm, seeds, PRIMARY)
-        line = f"{arm:24} {len(seeds):5}  {level.mean():6.3f}" + "".join(f" {value:9.3g}" for value in values)
+        line = f"{arm:24} {len(seeds):5}  {level.mean():6.3f}"
+        for name in shown:
+            line += f" {mean_or_dash(endpoint_table(rows, arm, seeds, name)):>9}"
         middle = statistics.iqm_interval(level)
         if middle is not None:
             line += f"   interquartile mean {middle.value:.3f} [{middle.low:.3f}, {middle.high:.3f}]"
         lines.append(line)
     return lines
+
+
+def mean_or_dash(values: np.ndarray) -> str:
+    """The mean of the values that there are; a dash for an endpoint that no run has, as the KL without a reference."""
+    there = values[~np.isnan(values)]
+    return f"{there.mean():.3g}" if there.size else "-"
 
 
 def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]:
