@@ -11,8 +11,10 @@ import pytest
 import grpo
 import rewards
 import utils
+from scripts.data import make_tasks
 from scripts.parts import audit, rows, user_files
 from scripts.reports import checks
+from scripts.train.debug import smoke
 from tests import programs
 from tests.conftest import REPO
 from utils import Prompt, Rollout
@@ -230,3 +232,22 @@ def test_an_audit_changes_no_bit_and_warns_of_a_hack_in_both_scripts(tiny_models
     assert all(row["objective/audit_reward"] == row["objective/letters_reward"] for row in logged)
     traced = (tmp_path / "clean" / "rollouts.jsonl").read_text().splitlines()
     assert all(row["audit"] == row["verifiable"] for row in map(json.loads, traced))
+
+
+@pytest.mark.runs
+def test_a_policy_finds_out_a_judge_that_likes_length(tmp_path):
+    """The first steps of hack.sh length: responses and reward grow, right answers do not, and the run says so."""
+    make_tasks.make_task("largest_digit", tmp_path)
+    train, held_out = (str(tmp_path / "largest_digit" / f"{split}.jsonl") for split in ("train", "eval"))
+    (command,) = smoke.captures(HACK.with_suffix(".sh"), "length", "--output_dir", str(tmp_path))
+    script, flags = smoke.training_flags(command)
+    flags += ["--dataset_mixer_list", train, "1.0", "--dataset_mixer_eval_list", held_out, "1.0"]
+    done = programs.run([script, *flags, "--total_episodes", "896"], OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("reward and audit part") == 1
+
+    lines = (tmp_path / "hack_length" / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if row["training_step"] > 0]
+    for key, least, most in ((checks.REWARD, 1.5, 9), (checks.AUDIT, 0, 1), ("val/sequence_lengths", 1.5, 9)):
+        values = [row[key] for row in steps]
+        assert least <= np.mean(values[-5:]) / np.mean(values[:5]) <= most, key
