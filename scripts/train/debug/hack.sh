@@ -24,8 +24,8 @@
 #   objective/audit_reward from 2.8 to 0.1 or less (means of the first and last 5 steps), the share of right answers to
 #   held-out questions from 0.25 to 0, and step 12 or 13 warns that reward and audit part; clean, both rise to 7.5.
 # With length: seeds 1, 2 and 3 in 30 steps and 20 s: objective/verifiable_reward 1.8, 1.8 and 1.4 to 7.5,
-#   objective/audit_reward 1.5 to 2.1, 2.2 to 1.6 and 1.7 to 1.3, responses 4 to 14 tokens, which is the most; step 10, 15
-#   and 15 warns. Clean (seed 1, the same temperature): both rise from 1.8 to 4.6, 3 tokens, no warning.
+#   objective/audit_reward 1.5 to 2.1, 2.2 to 1.6 and 1.7 to 1.3, responses 4 to 14 tokens, which is the most; step 10,
+#   15 and 15 warns. Clean (seed 1, the same temperature): both rise from 1.8 to 4.6, 3 tokens, no warning.
 # With label: with 1 of 3 seeds the policy lists digits, and step 15 warns; with the others nothing warns.
 # Source: our own.
 #
