@@ -242,12 +242,12 @@ def test_a_policy_finds_out_a_judge_that_likes_length(tmp_path):
     (command,) = smoke.captures(HACK.with_suffix(".sh"), "length", "--output_dir", str(tmp_path))
     script, flags = smoke.training_flags(command)
     flags += ["--dataset_mixer_list", train, "1.0", "--dataset_mixer_eval_list", held_out, "1.0"]
-    done = programs.run([script, *flags, "--total_episodes", "896"], OMP_NUM_THREADS="1")
+    done = programs.run([script, *flags, "--total_episodes", "1152"], OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("reward and audit part") == 1
 
     lines = (tmp_path / "hack_length" / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if row["training_step"] > 0]
-    for key, least, most in ((checks.REWARD, 1.5, 9), (checks.AUDIT, 0, 1), ("val/sequence_lengths", 1.5, 9)):
+    for key, least, most in ((checks.REWARD, 1.5, 9), (checks.AUDIT, 0, 1.5), ("val/sequence_lengths", 1.5, 9)):
         values = [row[key] for row in steps]
         assert least <= np.mean(values[-5:]) / np.mean(values[:5]) <= most, key
