@@ -14,6 +14,9 @@ from scripts.studies.statistics import Comparison, Interval
 CONTROLS = tasks.CONTROL_NAMES
 NOISE = 2.8  # standard deviations of a run that the difference of two runs stays within, 19 times in 20
 SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "turns", "collapsed")  # those that a record has
+FEW = 6  # arms whose bands can be told apart
+ROWS_OF_LEGEND = 14
+LINES = ("-", "--", ":", "-.")
 
 
 def paired_seeds(rows: Record, arm: str, base: str) -> list[int]:
@@ -263,7 +266,8 @@ def replayed(rows: Record, old: dict[str, Any], new: dict[str, Any]) -> tuple[st
 
 
 def draw(rows: Record, path: Path) -> None:
-    """Mean held-out curve of each arm, a panel for each task, with a band of a standard error on both sides."""
+    """Mean held-out curve of each arm, a panel for each task. With up to FEW arms a band of a standard error on both
+    sides. The base is black."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -271,20 +275,29 @@ def draw(rows: Record, path: Path) -> None:
 
     names = list(rows.study["tasks"])
     is_score = any(rows.study.get("measured", {}).values())
-    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.5), squeeze=False, sharey=True)
+    shown = [arm for arm in rows.arms if any(a == arm for _, a, _ in rows.runs)]
+    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 4), squeeze=False, sharey=True)
     for axis, task in zip(axes[0], names, strict=True):
-        for arm in rows.arms:
+        for i, arm in enumerate(shown):
             curves = [row["curve"] for (t, a, _), row in sorted(rows.runs.items()) if t == task and a == arm]
             if curves:
-                steps = curves[0]["evaluated"]
-                heights = np.array([curve["held_out"] for curve in curves])
-                mean = heights.mean(0)
-                error = heights.std(0) / math.sqrt(max(len(curves) - 1, 1))
-                (line,) = axis.plot(steps, mean, label=f"{arm} ({len(curves)})")
-                axis.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.15, linewidth=0)
+                draw_arm(axis, curves, i, f"{arm} ({len(curves)})", len(shown) <= FEW)
         axis.set(title=task, xlabel="step", ylim=(0, None if is_score else 1))
     axes[0][0].set_ylabel("score" if is_score else "held-out accuracy, greedy")
-    axes[0][-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    columns = math.ceil(len(shown) / ROWS_OF_LEGEND)
+    axes[0][-1].legend(fontsize=7, ncols=columns, loc="upper left", bbox_to_anchor=(1.02, 1))
+    figure.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(figure)
+
+
+def draw_arm(axis: Any, curves: list[dict[str, Any]], number: int, label: str, has_band: bool) -> None:
+    """The mean of an arm's curves. The ten colours come again with another kind of line."""
+    steps = curves[0]["evaluated"]
+    heights = np.array([curve["held_out"] for curve in curves])
+    mean = heights.mean(0)
+    error = heights.std(0) / math.sqrt(max(len(curves) - 1, 1))
+    colour = "black" if number == 0 else f"C{(number - 1) % 10}"
+    kind = LINES[(number - 1) // 10 % len(LINES)] if number else "-"
+    axis.plot(steps, mean, kind, color=colour, linewidth=1.0 if number else 2.5, label=label)
+    if has_band:
+        axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
