@@ -16,6 +16,7 @@ NOISE = 2.8  # standard deviations of a run that the difference of two runs stay
 SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "turns", "collapsed")  # those that a record has
 FEW = 6  # arms whose bands can be told apart
 ROWS_OF_LEGEND = 14
+COLOURS = 10  # of matplotlib
 LINES = ("-", "--", ":", "-.")
 
 
@@ -275,13 +276,15 @@ def draw(rows: Record, path: Path) -> None:
 
     names = list(rows.study["tasks"])
     is_score = any(rows.study.get("measured", {}).values())
-    shown = [arm for arm in rows.arms if any(a == arm for _, a, _ in rows.runs)]
+    run = {arm for _, arm, _ in rows.runs}
+    shown = [arm for arm in rows.arms if arm in run]
+    has_bands = len(shown) <= FEW
     figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 4), squeeze=False, sharey=True)
     for axis, task in zip(axes[0], names, strict=True):
         for i, arm in enumerate(shown):
-            curves = [row["curve"] for (t, a, _), row in sorted(rows.runs.items()) if t == task and a == arm]
+            curves = curves_of(rows, task, arm)
             if curves:
-                draw_arm(axis, curves, i, f"{arm} ({len(curves)})", len(shown) <= FEW)
+                draw_arm(axis, curves, i, f"{arm} ({len(curves)})", has_bands)
         axis.set(title=task, xlabel="step", ylim=(0, None if is_score else 1))
     axes[0][0].set_ylabel("score" if is_score else "held-out accuracy, greedy")
     columns = math.ceil(len(shown) / ROWS_OF_LEGEND)
@@ -290,14 +293,29 @@ def draw(rows: Record, path: Path) -> None:
     plt.close(figure)
 
 
+def curves_of(rows: Record, task: str, arm: str) -> list[dict[str, Any]]:
+    """The curves of an arm's runs on a task."""
+    curves = []
+    for key, row in rows.runs.items():
+        if key[:2] == (task, arm):
+            curves.append(row["curve"])
+    return curves
+
+
 def draw_arm(axis: Any, curves: list[dict[str, Any]], number: int, label: str, has_band: bool) -> None:
     """The mean of an arm's curves. The ten colours come again with another kind of line."""
     steps = curves[0]["evaluated"]
     heights = np.array([curve["held_out"] for curve in curves])
     mean = heights.mean(0)
     error = heights.std(0) / math.sqrt(max(len(curves) - 1, 1))
-    colour = "black" if number == 0 else f"C{(number - 1) % 10}"
-    kind = LINES[(number - 1) // 10 % len(LINES)] if number else "-"
-    axis.plot(steps, mean, kind, color=colour, linewidth=1.0 if number else 2.5, label=label)
+    colour = "black"
+    kind = "-"
+    width = 2.5
+    if number > 0:  # not the base
+        turn, place = divmod(number - 1, COLOURS)
+        colour = f"C{place}"
+        kind = LINES[turn % len(LINES)]
+        width = 1.0
+    axis.plot(steps, mean, kind, color=colour, linewidth=width, label=label)
     if has_band:
         axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
