@@ -43,9 +43,9 @@ GUESS = """--env_file scripts/train/debug/guess.py --max_steps 4 --per_turn_max_
     --response_length 128 --verification_reward 1 --no_filter_zero_std_samples --pool_size 2 --deterministic""".split()
 SCORE = {"held_out": "objective/scores", "sampled": "env/guess/found"}
 TASKS = {
-    "largest": Task("tasks/largest", flags=LEARNED),
+    "largest": Task("tasks/largest", target=0.6, flags=LEARNED),
     "sums": Task("tasks/sums", flags=LEARNED),
-    "differences": Task("tasks/differences", flags=LEARNED),
+    "differences": Task("tasks/differences", target=0.15, flags=LEARNED),
     "products": Task("tasks/products", flags=LEARNED),
     "remainders": Task("tasks/remainders", flags=LEARNED),
     "sort": Task("tasks/sort", flags=("--remap_verifier", "learned=puzzle")),
