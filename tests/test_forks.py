@@ -721,6 +721,20 @@ def test_dr_grpo_by_hand(forked, tiny_models, world, monkeypatch):
     assert metrics["loss/policy_avg"] == pytest.approx(-total / (12 * 256), rel=1e-5)
 
 
+def advantages_of_the_loss(grpo, monkeypatch):
+    """A dict that each update fills: (position, sample) of a rollout -> the one advantage of its tokens in the loss."""
+    seen = {}
+    original = grpo.Batch.loss_inputs
+
+    def loss_inputs(batch, new_logprobs, entropy):
+        for i, r in enumerate(batch.rollouts, start=1):
+            (seen[r.position, r.sample],) = set(batch.advantages[batch.seq_ids == i].tolist())
+        return original(batch, new_logprobs, entropy)
+
+    monkeypatch.setattr(grpo.Batch, "loss_inputs", loss_inputs)
+    return seen
+
+
 def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
     """Scores 10 0 0, 4 4 1, 0 0 0, 10 10 0 less their means, over one standard deviation of all twelve, whatever
     mini-batch they are in; the mean is 0 but where a response is left out."""
@@ -736,15 +750,7 @@ def test_reinforce_pp_baseline_by_hand(forked, tiny_models, world, monkeypatch):
     thirds = (20, -10, -10, 3, 3, -6, 0, 0, 0, 10, 10, -20)
     whole = [x / 3 / math.sqrt(1254 / 9 / 12) for x in thirds]
     cut = [(x / 3 - 20 / 33) / math.sqrt(854 / 9 / 11 - (20 / 33) ** 2) for x in thirds[:-1]]
-    seen = {}
-
-    def loss_inputs(batch, new_logprobs, entropy):
-        for i, r in enumerate(batch.rollouts, start=1):
-            (seen[r.position, r.sample],) = set(batch.advantages[batch.seq_ids == i].tolist())
-        return original(batch, new_logprobs, entropy)
-
-    original = grpo.Batch.loss_inputs
-    monkeypatch.setattr(grpo.Batch, "loss_inputs", loss_inputs)
+    seen = advantages_of_the_loss(grpo, monkeypatch)
     for parts, want in (([rollouts], whole), ([rollouts[:5], rollouts[5:]], whole), ([rollouts[:-1]], cut)):
         seen.clear()
         test_learner.run_update(args, world, parts)
@@ -762,15 +768,7 @@ def test_shrinkage_by_hand(forked, tiny_models, world, monkeypatch):
     for r, score in zip(rollouts, (1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0), strict=True):
         r.score = float(score)
     whole = [26, 26, -46, 46, -26, -26, 17, 17, 17, -17, -17, -17]  # in parts of 51
-    seen = {}
-
-    def loss_inputs(batch, new_logprobs, entropy):
-        for i, r in enumerate(batch.rollouts, start=1):
-            (seen[r.position, r.sample],) = set(batch.advantages[batch.seq_ids == i].tolist())
-        return original(batch, new_logprobs, entropy)
-
-    original = grpo.Batch.loss_inputs
-    monkeypatch.setattr(grpo.Batch, "loss_inputs", loss_inputs)
+    seen = advantages_of_the_loss(grpo, monkeypatch)
     for parts in ([rollouts], [rollouts[:5], rollouts[5:]]):
         seen.clear()
         test_learner.run_update(args, world, parts)
