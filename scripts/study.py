@@ -43,8 +43,9 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def base_flags(scale: tasks.Scale, task: tasks.Task, steps: int) -> tuple[str, ...]:
-    """The flags of the base on a task, but for seed and directory."""
+def base_flags(scale: tasks.Scale, name: str, steps: int) -> tuple[str, ...]:
+    """The flags of the base on the task of that name, but for seed and directory."""
+    task = tasks.TASKS[name]
     data = f"data/{task.data}"
     evaluation = ["--local_eval_every", "-1"]
     if task.is_evaluated:
@@ -54,7 +55,7 @@ def base_flags(scale: tasks.Scale, task: tasks.Task, steps: int) -> tuple[str, .
     flags += ["--dataset_mixer_list", f"{data}/train.jsonl", "1.0"]
     flags += evaluation
     flags += ["--total_episodes", str(scale.rollouts * steps)]
-    return (*flags, *scale.flags, *task.flags)
+    return (*flags, *scale.flags, *task.flags, *scale.of_task.get(name, ()))
 
 
 def describe_study(options: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     measured = {}
     for name in options.tasks or scale.tasks:
         task = tasks.TASKS[name]
-        flags[name] = list(base_flags(scale, task, steps))
+        flags[name] = list(base_flags(scale, name, steps))
         targets[name] = task.target
         measured[name] = dict(task.measured)
 
@@ -243,7 +244,7 @@ def calibrate(options: argparse.Namespace) -> bool:
         for name in names:
             own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
             own += ("--local_eval_every", "1")
-            flags = arms_part.merge_flags(base_flags(scale, tasks.TASKS[name], 1), own)
+            flags = arms_part.merge_flags(base_flags(scale, name, 1), own)
             row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, tasks.TASKS[name].measured))
             if row["kind"] == "failure":
                 raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")

@@ -169,7 +169,7 @@ def test_flags_of_an_arm_replace_those_of_the_base():
 def test_every_task_s_flags_are_flags(scale):
     """Of all scales, with what a control adds: grpo.py takes the line that a study makes of them."""
     for name in tasks.SCALES[scale].tasks:
-        flags = study_program.base_flags(tasks.SCALES[scale], tasks.TASKS[name], 2)
+        flags = study_program.base_flags(tasks.SCALES[scale], name, 2)
         line = arms.merge_flags(flags, ("--learning_rate", "0"))
         args = utils.parse_args(grpo.Args, line)
         assert args.learning_rate == 0 and grpo.num_training_steps(args) == 2

@@ -86,7 +86,7 @@ def test_who_noticed_is_read_from_what_a_run_left():
 def test_the_arms_of_the_costs_can_be_run():
     """Each animal's flags, and those of the clean code that it is compared with, pass the checks at start."""
     scale = tasks.SCALES["fly"]
-    base = study.base_flags(scale, tasks.TASKS[zoo.TASK], 4)
+    base = study.base_flags(scale, zoo.TASK, 4)
     texts = costs.arms(ANIMALS)
     for text in texts:
         arm = arms.parse_arm(text, "")

@@ -19,8 +19,21 @@ from scripts.studies.arms import Arm
 from scripts.studies.endpoints import curve_of, endpoints
 
 WORKER = Path(__file__).with_name("worker.py")
-# the least KV cache that vLLM takes, in GiB, is enough for short responses: memory limits how many runs go side by side
-ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENVIRONMENT = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # the least that vLLM takes, in GiB, is enough for short responses: memory limits how many runs go side by side
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # glibc asks for huge pages and keeps what is freed: a tenth of a run was the kernel handing out pages
+    "GLIBC_TUNABLES": ":".join(
+        [
+            "glibc.malloc.hugetlb=1",
+            "glibc.malloc.mmap_max=0",
+            f"glibc.malloc.trim_threshold={16 << 30}",
+            f"glibc.malloc.top_pad={64 << 20}",
+        ]
+    ),
+}
 LOG_TAIL = 3000  # characters of a failed run's log that are kept
 
 

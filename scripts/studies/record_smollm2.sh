@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The record of SmolLM2-135M-Instruct: the demo's task, a harder one, and one with a tool; all arms with the same seeds.
+# The record of SmolLM2-135M-Instruct: the demo's task and two harder ones, all arms with the same seeds.
 #
 #   bash scripts/studies/record_smollm2.sh [--seeds 1-8] [--budget_minutes 60] [--jobs 1] [more flags of study.py run]
 #   python scripts/study.py table scripts/studies/records/smollm2.jsonl
@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 python scripts/data/get_smollm2.py
-[[ -d data/tasks/calculator ]] || python scripts/data/make_tasks.py
+[[ -d data/tasks/largest ]] || python scripts/data/make_tasks.py
 
 arms=(
     "base"
@@ -28,4 +28,4 @@ arms=(
     "lora: --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4"
 )
 python scripts/study.py run --out scripts/studies/records/smollm2.jsonl --scale smollm2 --seeds 1-8 --controls \
-    --tasks largest differences calculator --jobs 1 --arms "${arms[@]}" "$@"
+    --tasks largest last differences --jobs 1 --arms "${arms[@]}" "$@"
