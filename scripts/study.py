@@ -7,8 +7,9 @@
     python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
     python scripts/study.py replay study.jsonl [--task last --arm base --seed 3]    default: a random run
 
-An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. The first arm is the base. `run` goes through
-the seeds, within a seed through tasks and arms, so that it can be stopped at any time and continued by the same line:
+An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. An arm that the record has needs its name
+only, and is the one it was, also if its fork has changed since. The first arm is the base. `run` goes through the
+seeds, within a seed through tasks and arms, so that it can be stopped at any time and continued by the same line:
 what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a run again and compares the
 SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control won or a replay differs.
 """
@@ -78,11 +79,20 @@ def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "study", **content, "hash": record.hash_of(content), "begun": time.time()}
 
 
-def arms_of(options: argparse.Namespace, commit: str) -> list[Arm]:
-    """The arms of the command line, and the controls."""
-    arms = [arms_part.parse_arm(text, commit) for text in options.arms]
+def arm_of(rows: Record, text: str) -> Arm:
+    """The arm that a text of the command line means: one of the record's by its name alone, or a new one."""
+    if text in rows.arms:
+        facts = rows.arms[text]
+        return Arm(facts["name"], facts["diff"], facts["script"], tuple(facts["flags"]))
+    return arms_part.parse_arm(text, rows.study["commit"])
+
+
+def arms_of(options: argparse.Namespace, rows: Record) -> list[Arm]:
+    """The arms of the command line, and the controls: those of the record, where it has them."""
+    arms = [arm_of(rows, text) for text in options.arms]
     if options.controls:
-        arms += [arms_part.parse_arm(text, commit) for text in tasks.CONTROLS]
+        for name, text in zip(tasks.CONTROL_NAMES, tasks.CONTROLS, strict=True):
+            arms.append(arm_of(rows, name if name in rows.arms else text))
         arms.append(Arm(tasks.AGAIN))
     names = [arm.name for arm in arms]
     if len(set(names)) < len(names):
@@ -164,7 +174,7 @@ def run(options: argparse.Namespace) -> bool:
         if options.tasks and set(options.tasks) != set(study["tasks"]):
             raise RecordError(f"{options.out} is a study of {', '.join(study['tasks'])}: --tasks differs")
 
-        arms = arms_of(options, study["commit"])
+        arms = arms_of(options, rows)
         for arm in arms:
             is_new = arm.name not in rows.arms
             rows.take(arm_row(arm))
@@ -212,8 +222,7 @@ def replay(options: argparse.Namespace) -> bool:
     task, name, seed = random.choice(keys)
     print(f"making {task} {name} seed {seed} again", flush=True)
     old = rows.runs[task, name, seed]
-    facts = rows.arms[name]
-    arm = Arm(facts["name"], facts["diff"], facts["script"], tuple(facts["flags"]))
+    arm = arm_of(rows, name)
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, rows.study["commit"], Path(folder))
         lane = lanes.Lane(0, rows.study["threads"], Path(folder), {arm.name: copy})

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 from scipy import stats
 
@@ -319,6 +321,25 @@ def test_rows_that_do_not_belong_together_are_refused(tmp_path, change, words):
         record.read([write(tmp_path / "r.jsonl", rows)])
 
 
+def test_an_arm_of_the_record_is_meant_by_its_name(tmp_path):
+    """With the diff and flags that it has there. Controls are the record's too."""
+    rows = rows_of({"base": [0.5], "x": [0.6], "coin": [0.4]})
+    for row in rows:
+        if row["kind"] == "arm" and row["name"] != "base":
+            row |= {"diff": "of before", "flags": ["--beta", "0.1"]}
+    known = record.read([write(tmp_path / "r.jsonl", rows)])
+    options = study_program.parser().parse_args(
+        ["run", "--out", "r", "--controls", "--arms", "base", "x", "y: --beta 1"]
+    )
+    arms_by_name = {arm.name: arm for arm in study_program.arms_of(options, known)}
+    for name in ("x", "coin"):
+        assert arms_by_name[name].diff == "of before" and arms_by_name[name].flags == ("--beta", "0.1")
+    assert arms_by_name["y"].flags == ("--beta", "1")
+    assert set(arms_by_name) == {"base", "x", "y", *tasks.CONTROL_NAMES, tasks.AGAIN}
+    with pytest.raises(record.RecordError, match="write x alone"):
+        known.take({**known.arms["x"], "diff": "of now"})
+
+
 def test_a_record_survives_a_kill_and_has_one_writer(tmp_path):
     path = write(tmp_path / "r.jsonl", rows_of({"base": [0.5]}))
     path.write_text(path.read_text() + '{"kind": "run", "cut')
@@ -379,6 +400,20 @@ def test_a_study_of_three_runs(small):
     assert "3 runs are left" in later.stdout
     table = study("table", path)
     assert table.returncode == 0 and "cannot tell: one seed" in table.stdout
+
+
+def test_a_killed_study_leaves_no_run_behind(small, tmp_path):
+    words = ["run", "--steps", "4000", "--tasks", "last", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path / "x")]
+    process = subprocess.Popen([sys.executable, str(REPO / "scripts/study.py"), *words], stdout=subprocess.DEVNULL)
+    family = [psutil.Process(process.pid)]
+    while len(family) < 3:  # the study, its worker and the worker's run
+        assert process.poll() is None
+        time.sleep(0.05)
+        family = [family[0], *family[0].children(recursive=True)]
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(family[1:], timeout=10)
+    assert not alive
 
 
 def test_a_row_has_the_bits_of_the_command_line(small, tmp_path):

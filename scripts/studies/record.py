@@ -49,7 +49,11 @@ class Record:
         elif kind == "arm":
             known = self.arms.setdefault(row["name"], row)
             if known != row:
-                raise RecordError(f"arm {row['name']} was another one before: give this one another name")
+                name = row["name"]
+                raise RecordError(
+                    f"arm {name} was another one before: give this one another name, or write {name} alone to go on "
+                    "with that one"
+                )
         else:
             key = (row["task"], row["arm"], row["seed"])
             table = self.runs if kind == "run" else self.failures

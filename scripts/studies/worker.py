@@ -9,10 +9,12 @@ else with the others, so a run in it has the bits of a run on the command line; 
 grpo_fast.py starts processes of its own, so that a fork has nothing to give: it is started as on the command line.
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -30,8 +32,15 @@ def no_picture(run_dir: Path) -> str:
     return f"no report of {run_dir}"
 
 
+def end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it: kill -9 of a study leaves no run behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run(job: dict[str, Any]) -> None:
     """In the fork: the run, with its output in the log."""
+    end_with_parent()
     copy = job["copy"]
     os.chdir(copy)
     sys.path.insert(0, copy)
@@ -81,6 +90,7 @@ def serve() -> None:
 
 
 def main() -> None:
+    end_with_parent()
     sys.path.pop(0)  # this directory, whose statistics.py is not the library's
     import_all(LIBRARIES)
     serve()
