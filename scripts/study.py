@@ -97,6 +97,11 @@ def arms_of(options: argparse.Namespace, rows: Record) -> list[Arm]:
     names = [arm.name for arm in arms]
     if len(set(names)) < len(names):
         raise ArmError(f"two arms have the same name: {', '.join(names)}")
+    seen: dict[tuple[Any, ...], str] = {}
+    for arm in arms:
+        twin = seen.setdefault((arm.diff, arm.script, arm.flags), arm.name)
+        if twin != arm.name and arm.name != tasks.AGAIN:
+            raise ArmError(f"arms {twin} and {arm.name} have the same code and flags")
     return arms
 
 

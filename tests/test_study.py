@@ -336,6 +336,9 @@ def test_an_arm_of_the_record_is_meant_by_its_name(tmp_path):
         assert arms_by_name[name].diff == "of before" and arms_by_name[name].flags == ("--beta", "0.1")
     assert arms_by_name["y"].flags == ("--beta", "1")
     assert set(arms_by_name) == {"base", "x", "y", *tasks.CONTROL_NAMES, tasks.AGAIN}
+    options = study_program.parser().parse_args(["run", "--out", "r", "--arms", "base", "x", "rloo"])
+    with pytest.raises(arms.ArmError, match="base and rloo have the same code and flags"):
+        study_program.arms_of(options, known)
     with pytest.raises(record.RecordError, match="write x alone"):
         known.take({**known.arms["x"], "diff": "of now"})
 

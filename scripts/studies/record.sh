@@ -4,7 +4,8 @@
 #   bash scripts/studies/record.sh [--seeds 1-24] [--budget_minutes 60] [--jobs 2] [more flags of study.py run]
 #   python scripts/study.py table scripts/studies/records/fly.jsonl
 #
-# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed.
+# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed. Arms whose fork
+# has changed since are refused: name those to go on with, as in --arms base rloo.
 # The base: 8 prompts x 8 samples, centered advantages, one update a step, no KL, token mean, float32.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
