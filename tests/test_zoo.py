@@ -83,11 +83,11 @@ def test_who_noticed_is_read_from_what_a_run_left():
     assert {want: zoo.seen_by_the_run(animal, run, clean) for want, run in cases.items()} == {k: k for k in cases}
 
 
-def test_the_arms_of_the_costs_can_be_run():
+@pytest.mark.parametrize(("name", "task"), [("fly", zoo.TASK), ("smollm2", "largest")])
+def test_the_arms_of_the_costs_can_be_run(name, task):
     """Each animal's flags, and those of the clean code that it is compared with, pass the checks at start."""
-    scale = tasks.SCALES["fly"]
-    base = study.base_flags(scale, zoo.TASK, 4)
-    texts = costs.arms(ANIMALS)
+    base = study.base_flags(tasks.SCALES[name], task, 4)
+    texts = costs.arms(ANIMALS, name)
     for text in texts:
         arm = arms.parse_arm(text, "")
         module = grpo_fast if arm.script == "grpo_fast.py" else grpo
@@ -137,6 +137,22 @@ def test_costs_are_differences_from_the_clean_code_of_the_same_seed(tmp_path):
     assert found.differences["area"] == pytest.approx((-0.4, -0.4 - reach, -0.4 + reach), abs=1e-4)
     assert found.differences["final"].value == pytest.approx(-0.8)
     assert costs.worded(found).startswith("worse: area -0.40 [-0.65, -0.15], final -0.80")
+
+
+def test_costs_at_both_scales_are_in_the_table(tmp_path, monkeypatch):
+    animal = "first_token_masked"
+    for scale, height in (("fly", 0.1), ("smollm2", 0.2)):
+        lines = [{"kind": "study"}, {"kind": "arm", "name": "clean"}, {"kind": "arm", "name": animal}]
+        for seed in (1, 2):
+            of_seed = {"kind": "run", "seed": seed, "final": 0.5}
+            lines.append(of_seed | {"arm": "clean", "area": 0.5})
+            lines.append(of_seed | {"arm": animal, "area": height})
+        path = tmp_path / f"{scale}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        monkeypatch.setitem(zoo.COSTS, scale, path)
+    (line,) = (line for line in zoo.table(zoo.known()).splitlines() if line.startswith(f"| `{animal}`"))
+    fly, _, large = line.partition("; 135M ")
+    assert "area -0.40" in fly and "area -0.30" in large
 
 
 def test_of_a_longer_run_the_first_steps_are_kept():

@@ -3,7 +3,8 @@
     python -m tests.zoo                   all of them: writes tests/zoo/noticed.tsv and the table of tests/zoo/README.md
     python -m tests.zoo NAME [NAME ...]   some of them: prints what noticed each, and changes their rows
     python -m tests.zoo --study RECORD [NAME ...] [--seeds 1-8 and other flags of scripts/study.py run]
-                                          what they cost: runs of the fruit fly with each, and with the clean code
+                                          what they cost: runs of the fruit fly with each, and with the clean code;
+                                          --scale smollm2 --tasks largest: of SmolLM2-135M
     python -m tests.zoo --costs RECORD [RECORD ...]
                                           keeps what costs need of such a record, and writes their column
 
@@ -35,12 +36,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.reports import checks
+from scripts.studies import record
 from tests.zoo import costs
 
 REPO = Path(__file__).resolve().parents[2]
 ZOO = Path(__file__).parent
 NOTICED = ZOO / "noticed.tsv"
-COSTS = ZOO / "costs.jsonl"
+COSTS = {"fly": ZOO / "costs.jsonl", "smollm2": ZOO / "costs_smollm2.jsonl"}  # by scale of the study
 OURS = ("grpo", "grpo_fast", "utils", "rewards", "scripts", "tests")  # what a copy has of its own
 TASK = "largest_digit"  # of scripts/studies/tasks.py
 LETTERS = """--exp_name run --overwrite --model_dtype float32 --dataset_mixer_list reasoning_gym:chain_sum 100
@@ -283,7 +285,8 @@ def table(rows: dict[str, list[str]]) -> str:
     columns = ["bug", "what goes wrong", "threads", "noticed by", "without the probe", "test", "cost"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     everything = animals()
-    known_costs = costs.read(COSTS, everything)
+    known_costs = costs.read(COSTS["fly"], everything)
+    of_the_large_model = costs.read(COSTS["smollm2"], everything)
     for animal in sorted(everything.values(), key=lambda animal: (animal.kind, animal.name)):
         by, step, without, test = rows.get(animal.name, ["not asked yet", "", "", animal.test])
         when = f", step {step}" if step not in ("", "0") else ""
@@ -291,6 +294,8 @@ def table(rows: dict[str, list[str]]) -> str:
         cost = f"not measured: {animal.why}" if animal.why else "not measured yet"
         if animal.name in known_costs:
             cost = costs.worded(known_costs[animal.name])
+        if animal.name in of_the_large_model:
+            cost += f"; 135M {costs.worded(of_the_large_model[animal.name])}"
         cells = [f"`{animal.name}` ({animal.kind})", animal.what, ", ".join(animal.seen_in), by + when, without]
         cells += [f"`{named}`" if named else "", cost]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -302,7 +307,8 @@ def study(path: str, words: list[str]) -> int:
     first_flag = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     names, flags = words[:first_flag], words[first_flag:]
     everything = animals()
-    arms = costs.arms({name: everything[name] for name in names or everything})
+    scale = "smollm2" if "smollm2" in flags else "fly"
+    arms = costs.arms({name: everything[name] for name in names or everything}, scale)
     line = ["scripts/study.py", "run", "--out", path, "--tasks", TASK, *flags, "--arms", *arms]
     return subprocess.run([sys.executable, *line], cwd=REPO).returncode
 
@@ -312,7 +318,8 @@ def main(words: list[str]) -> int:
     if words[:1] == ["--study"]:
         return study(words[1], words[2:])
     if words[:1] == ["--costs"]:
-        costs.keep([Path(word) for word in words[1:]], COSTS)
+        records = [record.read([Path(word)]) for word in words[1:]]
+        costs.keep(records, COSTS[records[0].study["scale"]])
         write(known())
         return 0
     names = words

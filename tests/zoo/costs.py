@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.reports.intervals import holm
-from scripts.studies import record, report, statistics
+from scripts.studies import record, report, statistics, tasks
 from scripts.studies.endpoints import Curve, area
 from scripts.studies.statistics import Interval
 
@@ -51,7 +51,7 @@ def arm_text(name: str, line: list[str]) -> str:
     return f"{name}: {words}".removesuffix(": ")
 
 
-def arms(animals: dict[str, Any]) -> list[str]:
+def arms(animals: dict[str, Any], scale: str = "fly") -> list[str]:
     """The arms of the animals that can be studied, as study.py reads them: those of the clean code first."""
     clean = {}
     bugs = []
@@ -61,13 +61,15 @@ def arms(animals: dict[str, Any]) -> list[str]:
             clean[base] = arm_text(base, clean_line(animal.against or animal.study))
             diff = "" if animal.against else f"@tests/zoo/{animal.path.name}"
             bugs.append(arm_text(f"{animal.name}{diff}", animal.study))
-    return [*clean.values(), *bugs]
+    texts = [*clean.values(), *bugs]
+    if "--no_load_ref_policy" in tasks.SCALES[scale].flags:  # a KL needs the reference policy
+        texts = [text.replace("--beta", "--load_ref_policy --beta") for text in texts]
+    return texts
 
 
-def keep(paths: list[Path], path: Path) -> None:
+def keep(records: list[record.Record], path: Path) -> None:
     """Write what the costs need of some records: small enough for the repository. Where they have several numbers of
     steps, the first steps that all have count: with a constant learning rate these are those of a shorter run."""
-    records = [record.read([each]) for each in paths]
     steps = min(rows.study["steps"] for rows in records)
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for rows in records:
