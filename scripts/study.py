@@ -136,6 +136,16 @@ def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.
     return jobs
 
 
+def tell_of_code(commit: str) -> None:
+    """Say which changes are in no arm."""
+    head = arms_part.git("rev-parse", "HEAD").decode().strip()
+    if head != commit:
+        print(f"this record's code is commit {commit[:12]}; later ones are in no arm. A new version needs a new --out")
+    changed = arms_part.git("diff", "HEAD", "--name-only", "--", "*.py").decode().split()
+    if changed:
+        print(f"WARNING: {', '.join(changed)}: what is not committed is in no arm")
+
+
 class Running:
     """The rows of a study under way: each is written, kept and told as its run ends."""
 
@@ -145,6 +155,7 @@ class Running:
         self.total = total
         self.count = 0
         self.begun = time.monotonic()
+        self.warned: set[str] = set()  # arms whose warnings have been told
 
     def done(self, row: dict[str, Any]) -> None:
         """Take the row of a run that has ended."""
@@ -153,13 +164,17 @@ class Running:
         self.rows.take(row)
         self.count += 1
         print(self.line(row), flush=True)
+        if row["arm"] not in self.warned:
+            self.warned.add(row["arm"])
+            for warning in row.get("warnings", ()):
+                print(f"arm {row['arm']}: WARNING: {warning}", flush=True)
 
     def line(self, row: dict[str, Any]) -> str:
         """What is told of a row."""
         minutes = (time.monotonic() - self.begun) / 60
         left = minutes / self.count * (self.total - self.count)
         run = f"{row['task']} {row['arm']} seed {row['seed']}"
-        words = f"{self.count} of {self.total}, {minutes:.0f} min, some {left:.0f} left: {run}"
+        words = f"{self.count} of {self.total}, {minutes:.0f} min, some {left:.0f} min left: {run}"
         if row["kind"] == "failure":
             reason = report.reason(row)
             return f"{words}: FAILED {reason}"
@@ -172,14 +187,16 @@ class Running:
 def run(options: argparse.Namespace) -> bool:
     """Do the runs that are missing. Returns whether none failed."""
     with record.appending(options.out) as append:
-        if options.out.stat().st_size == 0:
-            append(describe_study(options))
-        rows = record.read([options.out])
+        is_begun = options.out.stat().st_size > 0
+        rows = record.read([options.out]) if is_begun else Record(describe_study(options))
         study = rows.study
         if options.tasks and set(options.tasks) != set(study["tasks"]):
             raise RecordError(f"{options.out} is a study of {', '.join(study['tasks'])}: --tasks differs")
 
         arms = arms_of(options, rows)
+        tell_of_code(study["commit"])
+        if not is_begun:
+            append(study)
         for arm in arms:
             is_new = arm.name not in rows.arms
             rows.take(arm_row(arm))
@@ -200,6 +217,7 @@ def run(options: argparse.Namespace) -> bool:
             left = lanes.run_all(jobs, work, running.done, until)
     if left:
         print(f"{left} runs are left: the same line goes on")
+    print(f"python scripts/study.py table {options.out}  says what they say")
     return not rows.failures
 
 

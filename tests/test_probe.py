@@ -65,6 +65,21 @@ def test_an_animal_of_grpo_is_told_as_the_table_says(name, tmp_path):
     assert bool(found) == (by.removeprefix("start: ") in found)
 
 
+def test_advantages_that_look_at_the_responses(monkeypatch):
+    """Some made-up responses of a group are equal and others are not: a weight by rarity is seen."""
+    set_advantages = grpo.set_advantages
+
+    def by_rarity(groups, args):
+        set_advantages(groups, args)
+        for group in groups:
+            texts = [tuple(r.token_ids) for r in group]
+            for r, text in zip(group, texts, strict=True):
+                r.advantage = r.advantage * texts.count(text) ** -0.5
+
+    monkeypatch.setattr(grpo, "set_advantages", by_rarity)
+    assert "do not add up to 0" in " ".join(probe.differences(flags("")))
+
+
 def test_a_mask_of_the_environments_tokens(monkeypatch):
     add = utils.Rollout._add
     monkeypatch.setattr(utils.Rollout, "_add", lambda self, **c: add(self, **c | {"mask": [1] * len(c["mask"])}))

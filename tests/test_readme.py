@@ -56,7 +56,7 @@ def test_commands_pass_every_check(line, tmp_path, monkeypatch):
 
 FLAGS = "".join(map(inspect.getsource, grpo.Args.__mro__[:-1]))
 OTHERS = (
-    r"source scripts/setup\.sh|git switch -c \w+|git apply scripts/forks/\w+\.diff|cp grpo\.py my_grpo\.py"
+    r"source scripts/setup\.sh|git switch (?:-c \w+|main)|git apply scripts/forks/\w+\.diff|cp grpo\.py my_grpo\.py"
     r"|(?:python|torchrun) grpo(?:_fast)?\.py \.\.\. "
 )
 

@@ -19,7 +19,7 @@ import utils
 from scripts import study as study_program
 from scripts.data.make_tasks import make_task
 from scripts.reports.intervals import holm
-from scripts.studies import arms, controls, endpoints, noise, record, report, statistics, tasks
+from scripts.studies import arms, controls, endpoints, lanes, noise, record, report, statistics, tasks
 from tests.conftest import REPO
 
 STUDIES = 3000  # simulated studies of a coverage; its standard error is 0.004
@@ -154,7 +154,8 @@ def test_arms_are_read():
         "x@scripts/forks/nothing.diff": "no file",
         "x: 3": "write NAME",
         ": --beta 1": "write NAME",
-        "x@no-such-branch": "git diff",
+        "x@no-such-branch": "no branch no-such-branch",
+        "x@HEAD: --beta 1": "Begin it on the code without the idea",  # HEAD is the study's commit, so the base has it
     }.items():
         with pytest.raises(arms.ArmError, match=words):
             arms.parse_arm(wrong, "HEAD")
@@ -324,16 +325,17 @@ def test_rows_that_do_not_belong_together_are_refused(tmp_path, change, words):
 def test_an_arm_of_the_record_is_meant_by_its_name(tmp_path):
     """With the diff and flags that it has there. Controls are the record's too."""
     rows = rows_of({"base": [0.5], "x": [0.6], "coin": [0.4]})
+    betas = {"x": "0.1", "coin": "0.2"}
     for row in rows:
-        if row["kind"] == "arm" and row["name"] != "base":
-            row |= {"diff": "of before", "flags": ["--beta", "0.1"]}
+        if row["kind"] == "arm" and row["name"] in betas:
+            row |= {"diff": "of before", "flags": ["--beta", betas[row["name"]]]}
     known = record.read([write(tmp_path / "r.jsonl", rows)])
     options = study_program.parser().parse_args(
         ["run", "--out", "r", "--controls", "--arms", "base", "x", "y: --beta 1"]
     )
     arms_by_name = {arm.name: arm for arm in study_program.arms_of(options, known)}
-    for name in ("x", "coin"):
-        assert arms_by_name[name].diff == "of before" and arms_by_name[name].flags == ("--beta", "0.1")
+    for name, beta in betas.items():
+        assert arms_by_name[name].diff == "of before" and arms_by_name[name].flags == ("--beta", beta)
     assert arms_by_name["y"].flags == ("--beta", "1")
     assert set(arms_by_name) == {"base", "x", "y", *tasks.CONTROL_NAMES, tasks.AGAIN}
     options = study_program.parser().parse_args(["run", "--out", "r", "--arms", "base", "x", "rloo"])
@@ -455,5 +457,30 @@ def test_a_row_that_differs_is_told(small):
 
 @pytest.mark.parametrize("arm", ["base", "a: 3"])
 def test_wrong_arms_are_refused_in_a_line(tmp_path, arm):
-    done = study("run", "--out", tmp_path / "x.jsonl", "--arms", "base", arm)
+    """And begin no study, whose commit would be kept."""
+    path = tmp_path / "x.jsonl"
+    done = study("run", "--out", path, "--arms", "base", arm)
     assert done.returncode == 1 and done.stderr.startswith("study.py: ") and done.stderr.count("\n") == 1
+    assert path.read_text() == ""
+
+
+def test_code_that_is_in_no_arm_is_told(monkeypatch, capsys):
+    answers = {"rev-parse": b"new\n", "diff": b"grpo.py\nrewards.py\n"}
+    monkeypatch.setattr(arms, "git", lambda command, *_: answers[command])
+    study_program.tell_of_code("old")
+    said = capsys.readouterr().out
+    assert "code is commit old" in said and "WARNING: grpo.py, rewards.py: what is not committed is in no arm" in said
+    answers["diff"] = b""
+    study_program.tell_of_code("new")
+    assert capsys.readouterr().out == ""
+
+
+def test_warnings_of_an_arms_code_are_told_once(tmp_path, capsys):
+    """The log of a run is not kept. Those of its copy are in the row."""
+    (text,) = lanes.OF_THE_COPY.findall("dtype x\nrank 0: WARNING: this copy of grpo.py: odd; fine if you meant it\n")
+    rows = record.Record(study={"hash": "h"})
+    running = study_program.Running(rows, lambda row: None, 2)
+    for seed in (1, 2):
+        of_seed = {"task": "t", "arm": "x", "seed": seed, "wall_seconds": 1.0, "curve": {"held_out": [0.1, 0.2]}}
+        running.done({"kind": "run", **of_seed, "endpoints": {"area": 0.1}, "warnings": [text]})
+    assert capsys.readouterr().out.count("arm x: WARNING: this copy of grpo.py: odd; fine if you meant it\n") == 1

@@ -65,17 +65,18 @@ def rollout(position: int, sample: int, tokens: int, answer: int = 0) -> utils.R
     """A response of so many tokens of the policy, then `answer` tokens of an environment and one more of the policy."""
     prompt = utils.Prompt(position, (5, 6, 7), "", ("7",), ("gsm8k",))
     r = utils.Rollout(prompt, position, sample)
-    r.append(generation(tokens))
+    first = 10 * max(1, sample)  # the first two of a group are the same response, the others differ
+    r.append(generation(first, tokens))
     if answer:
         r.append_answer([9] * answer)
-        r.append(generation(1))
+        r.append(generation(first, 1))
     r.over = True
     return r
 
 
-def generation(tokens: int) -> utils.Generation:
-    """So many tokens of the policy, each with logprob -1."""
-    return utils.Generation(list(range(10, 10 + tokens)), [-1.0] * tokens, "stop", [0] * tokens)
+def generation(first: int, tokens: int) -> utils.Generation:
+    """So many tokens of the policy, `first` and those after it, each with logprob -1."""
+    return utils.Generation(list(range(first, first + tokens)), [-1.0] * tokens, "stop", [0] * tokens)
 
 
 def group(position: int, scores: Sequence[float], tokens: int = 2) -> list[utils.Rollout]:

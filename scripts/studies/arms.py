@@ -69,7 +69,8 @@ def parse_arm(text: str, commit: str) -> Arm:
 
 
 def read_diff(name: str, source: str, commit: str) -> str:
-    """The text of a diff file, or of what a branch changes since it left the study's commit."""
+    """The text of a diff file, or of what a branch changes since it left the study's commit. Raises ArmError for a file
+    or branch that is not there, and for a branch without a change."""
     if not source:
         return ""
     path = ROOT / source
@@ -77,7 +78,17 @@ def read_diff(name: str, source: str, commit: str) -> str:
         if not path.exists():
             raise ArmError(f"arm {name}: no file {path}")
         return path.read_text()
-    return git("diff", f"{commit}...{source}").decode()
+    try:
+        git("rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
+    except ArmError:
+        raise ArmError(f"arm {name}: no branch {source}; the name of a file with a diff ends in .diff") from None
+    diff = git("diff", f"{commit}...{source}").decode()
+    if not diff:
+        raise ArmError(
+            f"arm {name}: {source} changes nothing of the study's commit {commit[:12]}, which was HEAD when the study "
+            "began. Begin it on the code without the idea: git switch main"
+        )
+    return diff
 
 
 def make_copy(arm: Arm, commit: str, folder: Path) -> Path:

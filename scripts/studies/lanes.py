@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ ENVIRONMENT = {
     ),
 }
 LOG_TAIL = 3000  # characters of a failed run's log that are kept
+OF_THE_COPY = re.compile("WARNING: (this copy of .*)")  # what a run says of code that does not do what its flags say
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Lane:
         if answer["code"]:
             return row | {"kind": "failure", "code": answer["code"], "log": log.read_text()[-LOG_TAIL:]}
         row |= facts_of(run_dir, job)
+        row["warnings"] = OF_THE_COPY.findall(log.read_text())
         row["code"] = arms_part.code_hash(copy)
         shutil.rmtree(run_dir)
         log.unlink()
