@@ -1,8 +1,10 @@
 """tests/zoo/*.diff apply to today's tree, and the tests that they name fail on them (python -m tests.zoo)."""
 
 import ast
+import contextlib
 import functools
 import json
+import math
 import subprocess
 import time
 import types
@@ -304,6 +306,21 @@ def test_a_reference_with_adapters_is_refused_in_words():
     )
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
     with pytest.raises(utils.GapError, match="adapters on"):
+        adapter_trial.check(batch, "now", args, utils.World(0, 0, 1, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("gap", "is_refused"), [(1.1e-6, False), (2e-5, True), (math.nan, True)])
+def test_rounding_is_no_missing_adapter(gap, is_refused):
+    """Two tokens of the fly, whose adapters did 8.5e-5 to the first logprob and nothing to the second: seed 22 of
+    the record was ended for the rounding of float32."""
+    old = torch.tensor([[-1.0933, -1.9e-5]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    batch: Any = types.SimpleNamespace(response_mask=mask, old_logprobs=old, places=[0, 1])
+    batch.vllm_logprobs = old + gap
+    batch.ref_logprobs = old + torch.tensor([[8.5e-5, 0.0]])
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--model_dtype", "float32"])
+    told = pytest.raises(utils.GapError, match="did not reach") if is_refused else contextlib.nullcontext()
+    with told:
         adapter_trial.check(batch, "now", args, utils.World(0, 0, 1, torch.device("cpu")))
 
 
