@@ -475,6 +475,15 @@ def test_code_that_is_in_no_arm_is_told(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_failures_log_has_no_path_of_the_machine(tmp_path):
+    places = (tmp_path / "base" / "grpo.py", sys.prefix + "/lib/x.py", REPO / "scripts" / "studies" / "worker.py")
+    log = tmp_path / "run.log"
+    log.write_text("".join(f'File "{place}", line 1\n' for place in places))
+    said = lanes.told(log, tmp_path)
+    assert said.splitlines()[0] == 'File "base/grpo.py", line 1'
+    assert 'File "lib/x.py"' in said and 'File "scripts/studies/worker.py"' in said
+
+
 def test_warnings_of_an_arms_code_are_told_once(tmp_path, capsys):
     """The log of a run is not kept. Those of its copy are in the row."""
     (text,) = lanes.OF_THE_COPY.findall("dtype x\nrank 0: WARNING: this copy of grpo.py: odd; fine if you meant it\n")

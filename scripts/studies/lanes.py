@@ -107,13 +107,21 @@ class Lane:
         row["wall_seconds"] = round(time.perf_counter() - start, 1)
         row["cpu_seconds"] = round(answer["cpu_seconds"], 1)
         if answer["code"]:
-            return row | {"kind": "failure", "code": answer["code"], "log": log.read_text()[-LOG_TAIL:]}
+            return row | {"kind": "failure", "code": answer["code"], "log": told(log, self.folder)[-LOG_TAIL:]}
         row |= facts_of(run_dir, job)
         row["warnings"] = OF_THE_COPY.findall(log.read_text())
         row["code"] = arms_part.code_hash(copy)
         shutil.rmtree(run_dir)
         log.unlink()
         return row
+
+
+def told(log: Path, folder: Path) -> str:
+    """A run's log, with paths that begin at the study's folder, the environment or the checkout: rows are published."""
+    text = log.read_text()
+    for place in (folder.resolve(), folder, sys.prefix, arms_part.ROOT):
+        text = text.replace(f"{place}/", "")
+    return text
 
 
 def processor() -> str:
