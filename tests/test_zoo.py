@@ -171,6 +171,27 @@ def test_of_a_longer_run_the_first_steps_are_kept():
     assert costs.kept_run(row, 12)["final"] == 0.0
 
 
+def test_what_was_kept_of_earlier_records_stays(tmp_path):
+    """A second record adds its runs, to the same number of steps; one of fewer steps is refused."""
+    path = tmp_path / "costs.jsonl"
+
+    def keep(arm, steps):
+        curve = {"evaluated": [*range(0, steps + 1, 4)], "held_out": [0.5] * (steps // 4 + 1)}
+        run = {"kind": "run", "task": "t", "arm": arm, "seed": 1, "weights": "w", "curve": curve}
+        facts = {"kind": "arm", "name": arm, "script": "grpo.py", "flags": []}
+        study = {"kind": "study", "steps": steps, "hash": arm}
+        costs.keep([types.SimpleNamespace(study=study, arms={arm: facts}, runs={"one": run})], path)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    first = keep("clean", 8)
+    both = keep("rho_summed", 12)
+    assert [line for line in both if line in first] == first
+    assert len(both) == 2 * len(first)
+    assert {line["kept_steps"] for line in both if line["kind"] == "study"} == {8}
+    with pytest.raises(ValueError, match="has the first 8 steps"):
+        keep("clip_ignored", 4)
+
+
 def checked(name, rows, **args):
     """Whether a check of the page is fine; None where it is not made."""
     rows = [{"training_step": step} | row for step, row in enumerate(rows, start=1)]

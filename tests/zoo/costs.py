@@ -68,17 +68,29 @@ def arms(animals: dict[str, Any], scale: str = "fly") -> list[str]:
 
 
 def keep(records: list[record.Record], path: Path) -> None:
-    """Write what the costs need of some records: small enough for the repository. Where they have several numbers of
-    steps, the first steps that all have count: with a constant learning rate these are those of a shorter run."""
-    steps = min(rows.study["steps"] for rows in records)
-    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    """Add what the costs need of some records to those of `path`: small enough for the repository. Where they have
+    several numbers of steps, the first steps that all have count: with a constant learning rate these are those of a
+    shorter run. Raises ValueError where that is less than what was kept of earlier ones."""
+    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    kept_steps = [line["kept_steps"] for line in earlier if line["kind"] == "study"]
+    steps = min(kept_steps or (rows.study["steps"] for rows in records))
     for rows in records:
-        lines["study", rows.study["hash"]] = rows.study | {"kept_steps": steps}
-        for name, arm in rows.arms.items():
-            lines["arm", name] = {key: arm[key] for key in ("kind", "name", "script", "flags")}
-        for run in rows.runs.values():
-            lines["run", run["arm"], run["seed"]] = kept_run(run, steps)
+        if rows.study["steps"] < steps:
+            raise ValueError(f"{path.name} has the first {steps} steps of its runs, and a record of these has fewer")
+
+    lines = {key_of(line): line for line in earlier}
+    for rows in records:
+        facts = [rows.study | {"kept_steps": steps}]
+        facts += [{key: arm[key] for key in ("kind", "name", "script", "flags")} for arm in rows.arms.values()]
+        facts += [kept_run(run, steps) for run in rows.runs.values()]
+        lines |= {key_of(line): line for line in facts}
     path.write_text("".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)))
+
+
+def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What there is once of in a kept file."""
+    names = {"study": ("hash",), "arm": ("name",), "run": ("arm", "seed")}
+    return (line["kind"], *(line[name] for name in names[line["kind"]]))
 
 
 def kept_run(run: dict[str, Any], steps: int) -> dict[str, Any]:
