@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import json
 import math
+import multiprocessing
 import subprocess
 import sys
 import time
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ import grpo
 import grpo_fast
 import utils
 from scripts import study
-from scripts.parts import adapter_trial, checkpoints, packing, sharding, transformers_engine
+from scripts.parts import adapter_trial, addresses, checkpoints, packing, sharding, transformers_engine
 from scripts.reports import checks
 from scripts.studies import arms, tasks
 from tests.conftest import REPO
@@ -389,18 +391,34 @@ def test_dropout_that_is_left_on_is_told(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("rank", ["1", "2"])
-def test_every_engine_loads_what_it_receives(rank, monkeypatch):
-    """Whichever rank of a machine it is: it loads all, and says which version it has."""
-    monkeypatch.setenv("LOCAL_RANK", rank)
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_every_engine_loads_what_it_receives(index, monkeypatch):
+    """Whichever engine it is: it loads all, and says which version it has."""
+    here, there = multiprocessing.Pipe()
+    engine = mock.MagicMock(busy=False, asleep=0, loads=0)
+    engine.load_weights = functools.partial(utils.VLLMEngine.load_weights, engine)
     loaded = []
-    sent = []
-    engine: Any = types.SimpleNamespace(load_weights=lambda weights, version: loaded.append((list(weights), version)))
-    inbox: Any = types.SimpleNamespace(send=lambda *message: sent.append(message[:2]))
-    world: Any = None
-    loop = grpo_fast.EngineLoop(engine, world, inbox, lambda manifest, *_: iter(manifest))
-    loop.load_weights(3, ["a", "b"])
-    assert loaded == [(["a", "b"], 3)] and sent == [("loaded", 3)]
+    engine.worker.reload_weights = lambda weights_iterator: loaded.extend(weights_iterator)
+    world = utils.World(0, 0, 1, torch.device("cpu"))
+    for module, name, value in (
+        (grpo_fast, "join", world),
+        (grpo_fast, "start_watchdog", None),
+        (grpo_fast, "weights_group", (None, None)),
+        (addresses, "meet_learner", there),
+        (utils, "load_tokenizer", None),
+        (utils, "make_engine", engine),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    monkeypatch.setattr(grpo_fast, "receive_weights", lambda group, dtype, device, manifest, *_: iter(manifest))
+
+    for message in (("announce",), ("weights", 3, ["a", "b"]), ("stop",)):
+        here.send(message)
+    monkeypatch.setattr(utils, "STOP", mock.MagicMock())
+    args = utils.parse_args(grpo_fast.Args, ["--model_name_or_path", "x", "--model_dtype", "float32"])
+    grpo_fast.run_engine(args, grpo_fast.Roles(1, 3, 1, False, index), mock.MagicMock())
+
+    assert loaded == ["a", "b"] and engine.version == 3
+    assert [here.recv()[:2] for _ in range(2)] == [("ready", None), ("loaded", 3)]
 
 
 def test_a_tied_head_is_sent_under_its_own_name():
