@@ -88,7 +88,7 @@ def keep(records: list[record.Record], path: Path) -> None:
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What there is once of in a kept file."""
+    """What tells a row of a kept file from the others: a file has one row of each."""
     names = {"study": ("hash",), "arm": ("name",), "run": ("arm", "seed")}
     return (line["kind"], *(line[name] for name in names[line["kind"]]))
 
