@@ -493,3 +493,24 @@ def test_warnings_of_an_arms_code_are_told_once(tmp_path, capsys):
         of_seed = {"task": "t", "arm": "x", "seed": seed, "wall_seconds": 1.0, "curve": {"held_out": [0.1, 0.2]}}
         running.done({"kind": "run", **of_seed, "endpoints": {"area": 0.1}, "warnings": [text]})
     assert capsys.readouterr().out.count("arm x: WARNING: this copy of grpo.py: odd; fine if you meant it\n") == 1
+
+
+PAGE = REPO / "scripts" / "studies" / "records.md"
+SIGNED = re.compile(r"[+-]\d\.\d{3} \[[+-]\d\.\d{3}, [+-]\d\.\d{3}\]")  # a difference and its interval
+
+
+SECTIONS = [text for text in re.split("(?m)^## ", PAGE.read_text()) if "(records/" in text]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=[text.partition("\n")[0] for text in SECTIONS])
+def test_the_page_claims_what_its_rows_say(section):
+    """A difference and its interval are in the table of a record that the section links, with a base that it names."""
+    said = ""
+    for name in set(re.findall(r"\]\((records/\w+\.jsonl)\)", section)):
+        rows = record.read([PAGE.parent / name])
+        for base in [None, *re.findall(r"--base (\w+)", section)]:
+            if base is None or base in rows.arms:
+                said += report.text_of(rows, base)[0]
+    claims = SIGNED.findall(" ".join(section.split()))
+    assert claims
+    assert [claim for claim in claims if claim not in said] == []
