@@ -5,6 +5,8 @@
 #   python scripts/study.py table scripts/studies/records/smollm2.jsonl
 #
 # It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed.
+# Rows of another processor than the file's are refused: smollm2.jsonl is of a Zen 3, smollm2_avx512.jsonl of a Zen 4
+# (--out scripts/studies/records/smollm2_avx512.jsonl).
 # The base: 8 prompts x 8 samples, centered advantages, one update a step, no KL, token mean, float32.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -16,6 +18,8 @@ arms=(
     "base"
     "mini4: --num_mini_batches 4"
     "late4: grpo_fast.py --async_steps 4"
+    "bfloat16: --model_dtype bfloat16"  # master weights float32, dithered, as by default
+    "bfloat16_plain: --model_dtype bfloat16 --no_dither_master_weights"
     "standard: --advantage_normalization_type standard"
     "maxrl@scripts/forks/maxrl.diff: --advantage_normalization_type maxrl"
     "sequence: --loss_denominator sequence"
