@@ -136,6 +136,17 @@ def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.
     return jobs
 
 
+def check_processor(rows: Record) -> None:
+    """Raises RecordError if the record's runs are of another processor than this: no row of this one fits them."""
+    here = lanes.processor()
+    for row in rows.runs.values():
+        there = row["processor"]
+        if there != here:
+            raise RecordError(
+                f"the runs of --out are of {there}, and this is {here}: begin a record with another --out"
+            )
+
+
 def tell_of_code(commit: str) -> None:
     """Say which changes are in no arm."""
     head = arms_part.git("rev-parse", "HEAD").decode().strip()
@@ -193,6 +204,7 @@ def run(options: argparse.Namespace) -> bool:
         if options.tasks and set(options.tasks) != set(study["tasks"]):
             raise RecordError(f"{options.out} is a study of {', '.join(study['tasks'])}: --tasks differs")
 
+        check_processor(rows)
         arms = arms_of(options, rows)
         tell_of_code(study["commit"])
         if not is_begun:

@@ -514,3 +514,15 @@ def test_the_page_claims_what_its_rows_say(section):
     claims = SIGNED.findall(" ".join(section.split()))
     assert claims
     assert [claim for claim in claims if claim not in said] == []
+
+
+def test_no_run_is_added_to_a_record_of_another_processor(tmp_path, monkeypatch, capsys):
+    """It would make the record unreadable."""
+    path = tmp_path / "study.jsonl"
+    write(path, rows_of({"base": [0.5, 0.6]}))
+    before = path.read_bytes()
+    monkeypatch.setattr(lanes, "processor", lambda: "another")
+    monkeypatch.setattr(sys, "argv", ["study.py", "run", "--out", str(path), "--arms", "base", "--seeds", "1-3"])
+    with pytest.raises(SystemExit, match="and this is another: begin a record with another --out"):
+        study_program.main()
+    assert path.read_bytes() == before
