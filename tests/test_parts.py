@@ -78,6 +78,7 @@ def test_a_run_without_flags_loads_the_parts_of_every_run_only(tmp_path, tiny_mo
     row = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "ground_truth": "4", "dataset": "gsm8k"}
     rows.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
     flags = f"--model_name_or_path {tiny_models()} --dataset_mixer_list {rows} 1.0 --rollout_backend transformers"
+    flags += " --model_dtype float32"  # where bfloat16 is fast it is the default, which has a part of its own
     flags += " --response_length 8 --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 2 --total_episodes 4"
     line = [sys.executable, "-c", LOADED, *flags.split(), "--output_dir", str(tmp_path)]
     done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)  # forked ones have imported parts
