@@ -18,6 +18,7 @@ import argparse
 import math
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -36,11 +37,16 @@ from scripts.studies.record import Record, RecordError
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds as 1-8, 3 or 1,2,5."""
+    """Seeds as 1-8, 3 or 1,2,5. Raises RecordError for other texts, and for a seed given twice."""
     seeds: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        seeds += range(int(first), int(last or first) + 1)
+        words = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        numbers = range(int(words[1]), int(words[2] or words[1]) + 1) if words else range(0)
+        if not numbers:
+            raise RecordError(f"--seeds {text!r}: write them as 1-8, 3 or 1,2,5")
+        seeds += numbers
+    if len(set(seeds)) < len(seeds):
+        raise RecordError(f"--seeds {text!r} names a seed twice")
     return seeds
 
 
@@ -61,8 +67,9 @@ def base_flags(scale: tasks.Scale, name: str, steps: int) -> tuple[str, ...]:
 
 def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     """The study's row: what its runs have in common, with a hash."""
+    options = argparse.Namespace(**vars(options) | {"scale": options.scale or "fly", "threads": options.threads or 1})
     scale = tasks.SCALES[options.scale]
-    steps = options.steps or scale.steps
+    steps = scale.steps if options.steps is None else options.steps
     commit = arms_part.git("rev-parse", "HEAD")
     flags = {}
     targets = {}
@@ -93,7 +100,7 @@ def arms_of(options: argparse.Namespace, rows: Record) -> list[Arm]:
     if options.controls:
         for name, text in zip(tasks.CONTROL_NAMES, tasks.CONTROLS, strict=True):
             arms.append(arm_of(rows, name if name in rows.arms else text))
-        arms.append(Arm(tasks.AGAIN))
+        arms.append(Arm(tasks.AGAIN, arms[0].diff, arms[0].script, arms[0].flags))
     names = [arm.name for arm in arms]
     if len(set(names)) < len(names):
         raise ArmError(f"two arms have the same name: {', '.join(names)}")
@@ -119,7 +126,7 @@ def job_of(study: dict[str, Any], task: str, arm: Arm, seed: int) -> lanes.Job:
         run_seed += tasks.AGAIN_SHIFT
     target = study["targets"][task]
     measured = study.get("measured", {}).get(task, {})  # records of before have none
-    return lanes.Job(task, arm, seed, run_seed, tuple(flags), target, measured)
+    return lanes.Job(task, arm, seed, run_seed, tuple(flags), target, study["steps"], measured)
 
 
 def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.Job]:
@@ -134,6 +141,20 @@ def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.
                 if key not in rows.runs and key not in rows.failures:
                     jobs.append(job_of(rows.study, task, arm, seed))
     return jobs
+
+
+def check_options(options: argparse.Namespace, study: dict[str, Any]) -> None:
+    """Raises RecordError if the command line asks for another study than the file's."""
+    known = set(study["tasks"])
+    asked_tasks = set(options.tasks or known)
+    if asked_tasks != known:
+        names = ", ".join(study["tasks"])
+        raise RecordError(f"{options.out} is a study of {names}: --tasks differs")
+    for name in ("scale", "steps", "threads"):
+        asked = getattr(options, name)
+        given = study[name]
+        if asked not in (None, given):
+            raise RecordError(f"{options.out} is a study with --{name} {given}: {asked} differs")
 
 
 def check_processor(rows: Record) -> None:
@@ -171,8 +192,9 @@ class Running:
     def done(self, row: dict[str, Any]) -> None:
         """Take the row of a run that has ended."""
         row = {"kind": row["kind"], "study": self.rows.study["hash"], **row}
-        self.append(row)
         self.rows.take(row)
+        record.check(self.rows)  # before it is in the file, which it would make unreadable
+        self.append(row)
         self.count += 1
         print(self.line(row), flush=True)
         if row["arm"] not in self.warned:
@@ -197,32 +219,32 @@ class Running:
 
 def run(options: argparse.Namespace) -> bool:
     """Do the runs that are missing. Returns whether none failed."""
+    seeds = parse_seeds(options.seeds)
+    if options.jobs < 1 or options.steps is not None and options.steps < 1:
+        raise RecordError("--jobs and --steps are at least 1")
     with record.appending(options.out) as append:
         is_begun = options.out.stat().st_size > 0
         rows = record.read([options.out]) if is_begun else Record(describe_study(options))
         study = rows.study
-        if options.tasks and set(options.tasks) != set(study["tasks"]):
-            raise RecordError(f"{options.out} is a study of {', '.join(study['tasks'])}: --tasks differs")
-
+        check_options(options, study)
         check_processor(rows)
         arms = arms_of(options, rows)
         tell_of_code(study["commit"])
-        if not is_begun:
-            append(study)
-        for arm in arms:
-            is_new = arm.name not in rows.arms
-            rows.take(arm_row(arm))
-            if is_new:
-                append(arm_row(arm))
-
-        seeds = parse_seeds(options.seeds)
-        jobs = missing_jobs(rows, arms, seeds)
-        total = len(seeds) * len(arms) * len(study["tasks"])
-        done = total - len(jobs)
-        print(f"{done} of {total} runs are done; {len(jobs)} to do, {options.jobs} side by side", flush=True)
         with tempfile.TemporaryDirectory(prefix="study-") as name:
             folder = Path(name)
             copies = {arm.name: arms_part.make_copy(arm, study["commit"], folder) for arm in arms}
+            if not is_begun:
+                append(study)
+            for arm in arms:
+                is_new = arm.name not in rows.arms
+                rows.take(arm_row(arm))
+                if is_new:
+                    append(arm_row(arm))
+
+            jobs = missing_jobs(rows, arms, seeds)
+            total = len(seeds) * len(arms) * len(study["tasks"])
+            done = total - len(jobs)
+            print(f"{done} of {total} runs are done; {len(jobs)} to do, {options.jobs} side by side", flush=True)
             work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(options.jobs)]
             running = Running(rows, append, len(jobs))
             until = running.begun + 60 * options.budget_minutes
@@ -277,19 +299,19 @@ def replay(options: argparse.Namespace) -> bool:
 
 def calibrate(options: argparse.Namespace) -> bool:
     """Tell which tasks a model can learn from: one step at learning rate 0."""
-    scale = tasks.SCALES[options.scale]
+    scale = tasks.SCALES[options.scale or "fly"]
     names = options.tasks or scale.tasks
     arm = Arm("calibrate")
     commit = arms_part.git("rev-parse", "HEAD").decode().strip()
     print("task          sampled  greedy  informative  fit")
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, commit, Path(folder))
-        lane = lanes.Lane(0, options.threads, Path(folder), {arm.name: copy})
+        lane = lanes.Lane(0, options.threads or 1, Path(folder), {arm.name: copy})
         for name in names:
             own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
             own += ("--local_eval_every", "1")
             flags = arms_part.merge_flags(base_flags(scale, name, 1), own)
-            row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, tasks.TASKS[name].measured))
+            row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, 1, tasks.TASKS[name].measured))
             if row["kind"] == "failure":
                 raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
             print(report.calibration(name, row["curve"]), flush=True)
@@ -322,9 +344,9 @@ def parser() -> argparse.ArgumentParser:
     again.add_argument("--seed", type=int)
     calibrating = commands.add_parser("calibrate", help="which tasks a model can learn")
     for command in (running, calibrating):
-        command.add_argument("--scale", choices=tasks.SCALES, default="fly")
+        command.add_argument("--scale", choices=tasks.SCALES, help="default: fly, or the record's")
         command.add_argument("--tasks", nargs="+", choices=tasks.TASKS)
-        command.add_argument("--threads", type=int, default=1, help="of a run")
+        command.add_argument("--threads", type=int, help="of a run; default: 1, or the record's")
     return parser
 
 

@@ -50,7 +50,7 @@ def test_the_t_interval_is_scipys():
     assert statistics.t_interval(values)[1:] == pytest.approx((expected.low, expected.high))
     assert statistics.t_test(values) == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue)
     assert statistics.t_interval([0.2]) == (0.2, -math.inf, math.inf) and statistics.t_test([0.2]) == 1.0
-    assert statistics.t_test([0.0, 0.0]) == 1.0 and statistics.t_test([0.5, 0.5]) == 0.0
+    assert statistics.t_test([0.0, 0.0]) == 1.0 and statistics.t_test([0.5, 0.5]) == 0.5
 
 
 def test_signs_by_hand():
@@ -77,7 +77,7 @@ def test_seeds_needed_find_the_difference():
     p_values = stats.ttest_1samp(rng.normal(0.03, 0.03, (STUDIES, n)), 0.0, axis=1).pvalue
     assert 0.78 <= np.mean(p_values < 0.05) <= 0.86  # n is whole
     assert statistics.smallest_effect(0.03, n) <= 0.03 < statistics.smallest_effect(0.03, n - 1)
-    assert statistics.seeds_needed(1e-6, 1.0) is None and statistics.seeds_needed(0.1, 0.0) == 2
+    assert statistics.seeds_needed(1e-6, 1.0) is None and statistics.seeds_needed(0.1, 0.0) == 6
 
 
 def test_the_interquartile_mean_needs_twelve_seeds():
@@ -151,6 +151,8 @@ def test_arms_are_read():
     assert arms.parse_arm("late: grpo_fast.py --async_steps 4", "HEAD").script == "grpo_fast.py"
     for wrong, words in {
         "x: --seed 3": "--seed is the same for all arms",
+        "x: --total-episodes 64": "--total_episodes is the same for all arms",
+        "x: --no_eval_on_step_0": "--eval_on_step_0 is the same for all arms",
         "x@scripts/forks/nothing.diff": "no file",
         "x: 3": "write NAME",
         ": --beta 1": "write NAME",
@@ -166,6 +168,7 @@ def test_flags_of_an_arm_replace_those_of_the_base():
     assert arms.merge_flags(base, ("--beta", "0.05", "--no_shuffle")) == "--list a 1.0 --beta 0.05 --no_shuffle".split()
     twice = ("--length", "14", "--list", "a", "1.0", "--length", "64")  # of a scale, then of a task
     assert arms.merge_flags(twice, ()) == "--list a 1.0 --length 64".split()
+    assert arms.merge_flags(("--a_b", "1", "--c"), ("--a-b", "2", "--no-c")) == "--a-b 2 --no-c".split()
 
 
 @pytest.mark.parametrize("scale", tasks.SCALES)
@@ -237,7 +240,12 @@ def test_a_verifier_errs_again_in_the_same_way():
 
 # --- Records ----------------------------------------------------------------------------------------------------------
 
-STUDY = {"commit": "c", "scale": "fly", "steps": 4, "tasks": {"t": []}, "targets": {"t": 0.5}}
+STUDY = {"commit": "c", "scale": "fly", "steps": 4, "threads": 1, "tasks": {"t": []}, "targets": {"t": 0.9}}
+
+
+def measured(of_run, target=0.9):
+    """A run's curve, and what is read off it."""
+    return {"curve": vars(of_run), "endpoints": endpoints.endpoints(of_run, target)}
 
 
 def rows_of(areas, task="t"):
@@ -247,9 +255,9 @@ def rows_of(areas, task="t"):
     for arm, values in areas.items():
         rows.append({"kind": "arm", "name": arm, "script": "grpo.py", "flags": [], "diff": ""})
         for seed, value in enumerate(values, 1):
-            points = endpoints.endpoints(curve([0.0, 0.2, 0.4]), 0.5) | {"area": value}
-            row = {"kind": "run", "study": study["hash"], "task": task, "arm": arm, "seed": seed, "endpoints": points}
-            row |= {"curve": vars(curve([0.0, 0.2, 0.4])), "code": arm, "packages": {}, "processor": "p"}
+            row = {"kind": "run", "study": study["hash"], "task": task, "arm": arm, "seed": seed}
+            row["run_seed"] = seed + tasks.AGAIN_SHIFT * (arm == tasks.AGAIN)
+            row |= measured(curve([value] * 3)) | {"code": "of no diff", "packages": {}, "processor": "p"}
             rows.append(row | {"omp_num_threads": "1", "data_hash": "d", "model_hash": "m", "weights": "w"})
     return rows
 
@@ -287,20 +295,58 @@ def test_the_numbers_to_beat_are_the_bases_and_those_of_better_arms(tmp_path):
     base = [0.50, 0.52, 0.48, 0.51]
     rows = rows_of({"base": base, "good": [value + 0.1 for value in base], "bad": [value - 0.1 for value in base]})
     for row in rows:
-        if row["kind"] == "run" and row["arm"] == "good":  # at the target a step earlier in one seed
-            row["endpoints"] |= {"steps": 2.0, "tokens": 200.0 + row["seed"]}
-            row["curve"] = vars(curve([0.0, 0.2, 0.6]))
+        if row["kind"] == "run" and row["arm"] == "good":  # at the target at step 2, with areas above the base's
+            of_run = curve([0.3 + row["seed"] / 1000, 0.9, 0.4])
+            of_run.tokens[:2] = [100.0, 100.0 + row["seed"]]
+            row |= measured(of_run)
     text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
     _, shown = text.split("to the target")
     assert "bad" not in shown
-    assert re.search(r"^t +base +0.50 +0/4 ", shown, re.MULTILINE)
+    assert re.search(r"^t +base +0.90 +0/4 ", shown, re.MULTILINE)
     # by hand: 201, 202, 203, 204 have the mean 202.5, the deviation 1.291 and t(3) 3.182
-    assert re.search(r"^t +good +0.50 +4/4 +2.0 \[2.0, 2.0\] +202 \[200, 205\] ", shown, re.MULTILINE)
+    assert re.search(r"^t +good +0.90 +4/4 +2.0 \[2.0, 2.0\] +202 \[200, 205\] ", shown, re.MULTILINE)
+
+
+def test_holm_is_over_the_arms_that_have_seeds(tmp_path):
+    rows = rows_of({"base": [0.5, 0.52, 0.48], "x": [0.6, 0.61, 0.59], "planned": []})
+    text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    assert "Holm over 1 arms" in text
+
+
+def test_a_control_without_seeds_is_no_proof(tmp_path):
+    rows = rows_of({"base": [0.5, 0.52, 0.48], "coin": []})
+    text, fit = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    assert not fit and re.search(
+        "^coin +no seed with all tasks yet", text.partition("controls, which")[2], re.MULTILINE
+    )
+
+
+def test_the_noise_floor_is_that_of_the_base(tmp_path):
+    rows = rows_of({"base": [0.5, 0.52, 0.48], "x": [0.6, 0.61, 0.59], "again": [0.5, 0.5, 0.5]})
+    next(row for row in rows if row.get("name") == "x")["flags"] = ["--beta", "1"]
+    known = record.read([write(tmp_path / "r.jsonl", rows)])
+    assert "noise floor, base against itself" in report.text_of(known)[0]
+    assert "no noise floor: the arm again is another one than x" in report.text_of(known, "x")[0]
+    words = ["run", "--out", "r", "--controls", "--arms", "mine: --beta 1"]
+    of_study = study_program.arms_of(study_program.parser().parse_args(words), record.Record({"commit": "HEAD"}))
+    assert of_study[-1] == arms.Arm("again", flags=("--beta", "1"))
+
+
+def test_differences_of_tasks_that_cancel_are_a_tie():
+    (result,) = statistics.compare({"x": np.array([[0.1, 0.3, 0.2], [-0.1, -0.3 + 1e-17, 0.1]])}).values()
+    assert (result.signs.above, result.signs.below) == (1, 0)
+    (result,) = statistics.compare({"x": np.array([[0.1, 0.1]])}).values()  # equal: no deviation to compare with
+    assert result.p == 0.5 and result.verdict == "cannot tell"
 
 
 def test_a_seed_counts_when_both_arms_have_it(tmp_path):
     path = write(tmp_path / "r.jsonl", rows_of({"base": [0.5, 0.5, 0.5], "x": [0.6, 0.6]}))
     assert report.paired_seeds(record.read([path]), "x", "base") == [1, 2]
+
+
+def other_code():
+    """The rows of another arm, without a diff, whose code is not the base's."""
+    return [row | {"code": "z"} if row["kind"] == "run" else row for row in rows_of({"x": [0.5]})[1:]]
 
 
 @pytest.mark.parametrize(
@@ -309,6 +355,15 @@ def test_a_seed_counts_when_both_arms_have_it(tmp_path):
         (lambda rows: rows[-1].update(processor="q"), "another processor"),
         (lambda rows: rows[-1].update(data_hash="e"), "another data_hash of t"),
         (lambda rows: rows[-1].update(code="z"), "another code of base"),
+        (lambda rows: rows.extend(other_code()), "another code of base"),  # of an arm with the same code
+        (lambda rows: rows[-1]["endpoints"].update(area=0.7), "has area 0.7, and its curve 0.6"),
+        (lambda rows: rows[-1]["endpoints"].update(seconds=1.0), "has seconds 1.0, and its curve 10"),
+        (lambda rows: rows[-1].update(run_seed=1), "made with --seed 1"),
+        (lambda rows: rows[-1].update(measured(curve([0.6, 0.6]))), "has 2 steps, and the study 4"),
+        (lambda rows: rows.append(rows[-1] | measured(curve([0.7] * 3))), "run t base 2 has two rows"),
+        (lambda rows: rows.append(rows[-1] | {"kind": "failure"}), "run t base 2 has two rows"),
+        (lambda rows: rows[-1].update(arm="x"), "an arm that the record lacks"),
+        (lambda rows: rows[-1].update(kind="runs"), "no row of a record"),
         (lambda rows: rows[-1].update(study="z"), "of another study"),
         (lambda rows: rows[0].update(steps=5), "changed after it was written"),
         (lambda rows: rows.append(rows[1] | {"flags": ["--beta", "1"]}), "was another one before"),
@@ -350,12 +405,84 @@ def test_a_record_survives_a_kill_and_has_one_writer(tmp_path):
     path.write_text(path.read_text() + '{"kind": "run", "cut')
     assert len(record.read([path]).runs) == 1
     with record.appending(path) as append:
-        append({"kind": "failure", "task": "t", "arm": "base", "seed": 2, "code": 1, "log": "no\nmemory"})
+        append(
+            {
+                "kind": "failure",
+                "study": record.hash_of(STUDY),
+                "task": "t",
+                "arm": "base",
+                "seed": 2,
+                "code": 1,
+                "log": "no\nmemory",
+            }
+        )
         with pytest.raises(record.RecordError, match="another study.py"), record.appending(path):
             pass
     rows = record.read([path])
     assert len(rows.runs) == 1 and "no\nmemory" in rows.failures["t", "base", 2]["log"]
     assert "exit status 1: memory" in report.text_of(rows)[0]
+
+
+def test_a_row_that_lacks_only_its_newline_is_kept(tmp_path):
+    path = write(tmp_path / "r.jsonl", rows_of({"base": [0.5, 0.6]}))
+    path.write_text(path.read_text().removesuffix("\n"))
+    assert len(record.read([path]).runs) == 2
+    with record.appending(path) as append:
+        append({"kind": "arm", "name": "x", "script": "grpo.py", "flags": ["--beta", "1"], "diff": ""})
+    rows = record.read([path])
+    assert len(rows.runs) == 2 and set(rows.arms) == {"base", "x"}
+
+
+@pytest.mark.parametrize("text", ["my thesis, without a newline", "two\nlines\n", '{"kind": "run"}\n'])
+def test_a_file_that_is_no_record_is_left_alone(tmp_path, text):
+    path = tmp_path / "thesis.txt"
+    path.write_text(text)
+    with pytest.raises(record.RecordError, match="is no record"), record.appending(path):
+        pass
+    assert path.read_text() == text
+    with pytest.raises(record.RecordError, match="no file"):
+        record.read([tmp_path / "turnz.jsonl"])
+
+
+def test_a_row_that_does_not_fit_is_not_written(tmp_path):
+    """It would make the record unreadable."""
+    study_row, arm_row, first, second = rows_of({"base": [0.5, 0.6]})
+    written = []
+    rows = record.Record(study_row, {"base": arm_row})
+    running = study_program.Running(rows, written.append, 2)
+    running.done(first | {"wall_seconds": 1.0})
+    with pytest.raises(record.RecordError, match="another packages"):
+        running.done(second | {"wall_seconds": 1.0, "packages": {"torch": "3"}})
+    assert len(written) == 1
+
+
+def test_a_run_that_was_stopped_is_a_failure(tmp_path, monkeypatch):
+    """A signal ends it with exit status 0 and all its files."""
+    step = {"objective/verifiable_correct_rate": 0.1, "batch/total_prompts": 4, "batch/filtered_prompts": 1}
+    job = lanes.Job("t", arms.Arm("base"), 1, 1, (), 0.5, steps=3)
+    lane = lanes.Lane(0, 1, tmp_path, {"base": tmp_path})
+    run_dir = tmp_path / "runs" / "t-base-1"
+
+    class Worker:
+        stdin = stdout = None
+
+        def write(self, order):
+            run_dir.mkdir()
+            rows = [step | {"training_step": i} for i in (1, 2)]
+            (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (tmp_path / "t-base-1.log").write_text("stopped by signal 15\n")
+
+        def flush(self):
+            pass
+
+        def readline(self):
+            return '{"code": 0, "cpu_seconds": 1.0}\n'
+
+    Worker.stdin = Worker.stdout = Worker()
+    monkeypatch.setattr(lane, "start", Worker)
+    row = lane.run(job)
+    assert row["kind"] == "failure" and row["code"] == 0
+    assert row["log"].endswith("stopped by signal 15\n\nit made 2 steps, and a run of the study makes 3")
 
 
 def test_an_endpoint_that_no_run_has_is_a_dash(recwarn):
@@ -487,11 +614,10 @@ def test_a_failures_log_has_no_path_of_the_machine(tmp_path):
 def test_warnings_of_an_arms_code_are_told_once(tmp_path, capsys):
     """The log of a run is not kept. Those of its copy are in the row."""
     (text,) = lanes.OF_THE_COPY.findall("dtype x\nrank 0: WARNING: this copy of grpo.py: odd; fine if you meant it\n")
-    rows = record.Record(study={"hash": "h"})
-    running = study_program.Running(rows, lambda row: None, 2)
-    for seed in (1, 2):
-        of_seed = {"task": "t", "arm": "x", "seed": seed, "wall_seconds": 1.0, "curve": {"held_out": [0.1, 0.2]}}
-        running.done({"kind": "run", **of_seed, "endpoints": {"area": 0.1}, "warnings": [text]})
+    study_row, arm_row, *runs = rows_of({"x": [0.1, 0.2]})
+    running = study_program.Running(record.Record(study_row, {"x": arm_row}), lambda row: None, 2)
+    for row in runs:
+        running.done(row | {"wall_seconds": 1.0, "warnings": [text]})
     assert capsys.readouterr().out.count("arm x: WARNING: this copy of grpo.py: odd; fine if you meant it\n") == 1
 
 
@@ -514,6 +640,33 @@ def test_the_page_claims_what_its_rows_say(section):
     claims = SIGNED.findall(" ".join(section.split()))
     assert claims
     assert [claim for claim in claims if claim not in said] == []
+
+
+@pytest.mark.parametrize("seeds", ["8-1", "", "1,,3", "-3", "a", "1,1", "1-3,2"])
+def test_seeds_that_are_none(seeds):
+    with pytest.raises(record.RecordError, match="--seeds"):
+        study_program.parse_seeds(seeds)
+    assert study_program.parse_seeds("1-3,5") == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--jobs 0", "at least 1"),
+        ("--steps 0", "at least 1"),
+        ("--steps 5", "a study with --steps 4: 5 differs"),
+        ("--scale smollm2", "a study with --scale fly: smollm2 differs"),
+        ("--threads 2", "a study with --threads 1: 2 differs"),
+        ("--seeds 8-1", "--seeds '8-1'"),
+    ],
+)
+def test_wrong_words_for_a_study_are_refused_at_start(tmp_path, monkeypatch, words, said):
+    path = write(tmp_path / "study.jsonl", rows_of({"base": [0.5]}))
+    before = path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["study.py", "run", "--out", str(path), *words.split()])
+    with pytest.raises(SystemExit, match=said):
+        study_program.main()
+    assert path.read_bytes() == before
 
 
 def test_no_run_is_added_to_a_record_of_another_processor(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("grpo.py", "grpo_fast.py")
 LINKED = ("models", "data")  # of the checkout, in each copy
 FIXED = """model_name_or_path dataset_mixer_list dataset_mixer_eval_list seed exp_name output_dir overwrite resume
-    local_eval_every eval_on_step_0 eval_pass_at_k total_episodes response_length""".split()
+    local_eval_every eval_on_step_0 eval_pass_at_k eval_temperature eval_response_length total_episodes
+    response_length""".split()
 
 
 class ArmError(ValueError):
@@ -62,7 +63,7 @@ def parse_arm(text: str, commit: str) -> Arm:
         raise ArmError(f"arm {text!r}: write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS")
 
     for word in words:
-        flag = word.removeprefix("--").partition("=")[0]
+        flag = name_of(word)
         if word.startswith("--") and flag in FIXED:
             raise ArmError(f"arm {name}: --{flag} is the same for all arms of a study")
     return Arm(name, read_diff(name, source, commit), script, tuple(words))
@@ -123,6 +124,11 @@ def code_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def name_of(word: str) -> str:
+    """The flag of a word, as tyro takes it: --no_x, --x=1 and --x-y too."""
+    return word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_")
+
+
 def merge_flags(base: tuple[str, ...], own: tuple[str, ...]) -> list[str]:
     """The base's flags, then the arm's. Of a flag that is given twice, --no_x and --x being one flag, the last counts,
     with its values. Raises ArmError for a value that belongs to no flag."""
@@ -130,7 +136,7 @@ def merge_flags(base: tuple[str, ...], own: tuple[str, ...]) -> list[str]:
     name = ""
     for word in (*base, *own):
         if word.startswith("--"):
-            name = word.removeprefix("--").removeprefix("no_")
+            name = name_of(word)
             merged.pop(name, None)
             merged[name] = [word]
         elif not name:

@@ -17,7 +17,7 @@ from typing import Any
 
 from scripts.studies import arms as arms_part
 from scripts.studies.arms import Arm
-from scripts.studies.endpoints import curve_of, endpoints
+from scripts.studies.endpoints import Curve, curve_of, endpoints
 
 WORKER = Path(__file__).with_name("worker.py")
 ENVIRONMENT = {
@@ -49,6 +49,7 @@ class Job:
     run_seed: int  # --seed
     flags: tuple[str, ...]
     target: float
+    steps: int
     measured: Mapping[str, str] = field(default_factory=dict)  # see tasks.Task
 
 
@@ -108,7 +109,12 @@ class Lane:
         row["cpu_seconds"] = round(answer["cpu_seconds"], 1)
         if answer["code"]:
             return row | {"kind": "failure", "code": answer["code"], "log": told(log, self.folder)[-LOG_TAIL:]}
-        row |= facts_of(run_dir, job)
+        curve = curve_in(run_dir, job)
+        done = len(curve.tokens)
+        if done != job.steps:  # a signal ends a run as if it were done, and flags may change its number of rollouts
+            words = f"it made {done} steps, and a run of the study makes {job.steps}"
+            return row | {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
+        row |= facts_of(run_dir, job, curve)
         row["warnings"] = OF_THE_COPY.findall(log.read_text())
         row["code"] = arms_part.code_hash(copy)
         shutil.rmtree(run_dir)
@@ -135,10 +141,14 @@ def processor() -> str:
     return " ".join([words.get("model name", "unknown"), words.get("model", ""), *kinds])
 
 
-def facts_of(run_dir: Path, job: Job) -> dict[str, Any]:
-    """What a finished run's directory says."""
+def curve_in(run_dir: Path, job: Job) -> Curve:
+    """The curve of a run's directory."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    curve = curve_of([json.loads(line) for line in lines], job.measured)
+    return curve_of([json.loads(line) for line in lines], job.measured)
+
+
+def facts_of(run_dir: Path, job: Job, curve: Curve) -> dict[str, Any]:
+    """What a finished run's directory says."""
     environment = json.loads((run_dir / "environment.json").read_text())
     digest = hashlib.sha256()
     for path in sorted((run_dir / "model").glob("*.safetensors")):

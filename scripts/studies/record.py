@@ -9,6 +9,7 @@ failure  a run that ended with another exit status than 0, with the end of its l
 import fcntl
 import hashlib
 import json
+import math
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.studies.endpoints import Curve, area, first_step_at
+from scripts.studies.tasks import AGAIN, AGAIN_SHIFT
+
 # what the runs of a study must share, beside the flags that an arm names
 SAME = ("packages", "processor", "omp_num_threads")
 SAME_IN_TASK = ("data_hash", "model_hash")
+KINDS = ("study", "arm", "run", "failure")
 
 
 class RecordError(ValueError):
@@ -56,28 +61,46 @@ class Record:
                 )
         else:
             key = (row["task"], row["arm"], row["seed"])
+            known = self.runs.get(key) or self.failures.get(key) or row
+            if known != row:
+                raise RecordError(f"run {key[0]} {key[1]} {key[2]} has two rows that differ")
             table = self.runs if kind == "run" else self.failures
             table[key] = row
-            if kind == "run":
-                self.failures.pop(key, None)
 
 
-def complete_lines(path: Path) -> Iterator[str]:
-    """The lines of a file, without a last one that a kill cut short."""
-    if not path.exists():
-        return
-    with path.open() as file:
+def is_cut(line: bytes) -> bool:
+    """Whether a kill cut this line short. A last line may lack its newline and be whole."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return not line.endswith(b"\n")
+    return False
+
+
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, without a last one that a kill cut short. Raises RecordError for other lines, and without
+    the file."""
+    if not path.is_file():
+        raise RecordError(f"there is no file {path}")
+    with path.open("rb") as file:
         for line in file:
-            if line.endswith("\n"):
-                yield line
+            if is_cut(line):
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or row.get("kind") not in KINDS:
+                raise RecordError(f"{path} has a line that is no row of a record: {line[:60]!r}")
+            yield row
 
 
 def read(paths: list[Path]) -> Record:
     """The record in one file or in several files of the same study. Raises RecordError."""
     record = Record()
     for path in paths:
-        for line in complete_lines(path):
-            record.take(json.loads(line))
+        for row in rows_in(path):
+            record.take(row)
     if not record.study:
         raise RecordError(f"{', '.join(map(str, paths))}: no row of a study")
     check(record)
@@ -91,14 +114,22 @@ def check(record: Record) -> None:
         raise RecordError("the study's row was changed after it was written: its hash is another one")
 
     shared: dict[tuple[str, ...], Any] = {}
-    for (task, arm, seed), row in record.runs.items():
+    first_of_diff: dict[str, str] = {}
+    for (task, arm, seed), row in (record.runs | record.failures).items():
         if row["study"] != record.study["hash"]:
             raise RecordError(f"run {task} {arm} {seed} is of another study")
+        if task not in record.study["tasks"] or arm not in record.arms:
+            raise RecordError(f"run {task} {arm} {seed} has a task or an arm that the record lacks")
+        if row["kind"] == "failure":
+            continue
+        check_run(record, row)
         facts = {(name,): row[name] for name in SAME}
         facts |= {(name, task): row[name] for name in SAME_IN_TASK}
         if "--remap_verifier" in record.arms[arm]["flags"]:  # says that its rows name another verifier
             facts["data_hash", task, arm] = facts.pop(("data_hash", task))
-        facts["code", arm] = row["code"]
+        owner = first_of_diff.setdefault(record.arms[arm]["diff"], arm)
+        facts["code", owner] = row["code"]  # arms without a diff have the base's
+        facts["evaluated", task] = row["curve"]["evaluated"]
         for name, value in facts.items():
             first = shared.setdefault(name, value)
             if first != value:
@@ -108,9 +139,31 @@ def check(record: Record) -> None:
                 )
 
 
+def check_run(record: Record, row: dict[str, Any]) -> None:
+    """Raises RecordError if a run is not whole, is of another seed, or its endpoints are not those of its curve."""
+    name = f"run {row['task']} {row['arm']} {row['seed']}"
+    curve = Curve(**row["curve"])
+    horizon = record.study["steps"]
+    if len(curve.tokens) != horizon or curve.evaluated[-1] != horizon:
+        raise RecordError(f"{name} has {len(curve.tokens)} steps, and the study {horizon}")
+    shift = AGAIN_SHIFT if row["arm"] == AGAIN else 0
+    if row["run_seed"] != row["seed"] + shift:
+        raise RecordError(f"{name} was made with --seed {row['run_seed']}")
+
+    steps = int(first_step_at(curve, record.study["targets"][row["task"]]) or horizon)  # a float in a curve
+    found = {"area": area(curve), "steps": steps, "final": curve.held_out[-1]}
+    found["tokens"] = sum(curve.tokens[:steps])
+    found["seconds"] = sum(curve.seconds[:steps])
+    for endpoint, value in found.items():
+        said = row["endpoints"][endpoint]
+        if not math.isclose(said, value, rel_tol=1e-3, abs_tol=1e-4):  # a curve's values have five digits
+            raise RecordError(f"{name} has {endpoint} {said}, and its curve {value:.5g}")
+
+
 @contextmanager
 def appending(path: Path) -> Generator[Any]:
-    """A function that adds a row to a file and to the disk. One process at a time; a cut last line is removed."""
+    """A function that adds a row to a file and to the disk. One process at a time; a cut last line is removed. Raises
+    RecordError for a file that is no record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         try:
@@ -119,7 +172,13 @@ def appending(path: Path) -> Generator[Any]:
             raise RecordError(f"{path}: another study.py is adding to it") from None
         file.seek(0)
         content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        if content and not content.startswith(b'{"kind": "study"'):
+            raise RecordError(f"{path} is no record, whose first row is a study: name another --out")
+        *_, last = content.rpartition(b"\n")
+        if is_cut(last):
+            file.truncate(len(content) - len(last))
+        elif last:
+            file.write(b"\n")
 
         def append(row: dict[str, Any]) -> None:
             file.write(json.dumps(row).encode() + b"\n")

@@ -64,15 +64,15 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
 
     lines = head_lines(rows)
     lines += ["", *level_lines(rows, [base, *others]), ""]
-    holm = f"Holm over {len(ideas)} arms"
-    lines.append(f"difference from {base}, paired by task and seed: 95 % t interval over seeds; {holm}")
     comparisons = comparisons_of(rows, ideas, base)
+    holm = f"Holm over {len(comparisons)} arms"
+    lines.append(f"difference from {base}, paired by task and seed: 95 % t interval over seeds; {holm}")
     lines += comparison_lines(comparisons, base)
     better = [arm for arm, result in comparisons.items() if result.verdict == "better"]
     lines += ["", *beat_lines(rows, [base, *better])]
     fit = True
     if controls:
-        text, fit = control_lines(comparisons_of(rows, controls, base))
+        text, fit = control_lines(controls, comparisons_of(rows, controls, base))
         lines += ["", *text]
     if tasks.AGAIN in others:
         lines += ["", *noise_lines(rows, base)]
@@ -134,7 +134,8 @@ def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]
         parts.append(f"above {base} with chance {wins.value:.2f} [{wins.low:.2f}, {wins.high:.2f}]")
         if result.verdict == "cannot tell":
             needed = result.needed or "more than 1000"
-            parts.append(f"{result.seeds} seeds would see {result.smallest:.3f}; this difference needs {needed} seeds")
+            seen = f"{result.seeds} seeds would see {result.smallest:.3f}"
+            parts.append(f"before Holm: {seen}; this difference needs {needed} seeds")
         lines.append("; ".join(parts))
     return lines or ["no arm has a seed in common with the base yet"]
 
@@ -182,11 +183,16 @@ def level(values: list[float]) -> str:
     return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
 
 
-def control_lines(comparisons: dict[str, Comparison]) -> tuple[list[str], bool]:
+def control_lines(controls: list[str], comparisons: dict[str, Comparison]) -> tuple[list[str], bool]:
     """The controls, and whether all of them lose."""
     lines = ["controls, which must be worse:"]
     fit = True
-    for arm, result in comparisons.items():
+    for arm in controls:
+        if arm not in comparisons:
+            fit = False
+            lines.append(f"{arm:24} no seed with all tasks yet")
+            continue
+        result = comparisons[arm]
         loses = result.difference.high < 0
         fit &= loses
         lines.append(f"{arm:24} {show(result.difference)}  {'worse' if loses else 'NOT WORSE'}")
@@ -197,6 +203,9 @@ def control_lines(comparisons: dict[str, Comparison]) -> tuple[list[str], bool]:
 
 def noise_lines(rows: Record, base: str) -> list[str]:
     """The base against itself with other seeds."""
+    again = rows.arms[tasks.AGAIN]
+    if any(again[name] != rows.arms[base][name] for name in ("script", "flags", "diff")):
+        return [f"no noise floor: the arm {tasks.AGAIN} is another one than {base}"]
     (result,) = comparisons_of(rows, [tasks.AGAIN], base).values() or (None,)
     if result is None:
         return ["noise floor: no seeds yet"]
@@ -248,7 +257,10 @@ def replayed(rows: Record, old: dict[str, Any], new: dict[str, Any]) -> tuple[st
     lines = [f"{PRIMARY} {before:.4f} in the record, {after:.4f} here"]
     if new["weights"] == old["weights"]:
         lines.append(f"weights are the same to the bit: {new['weights'][:16]}")
-        return "\n".join(lines), True
+        same_curve = new["curve"]["held_out"] == old["curve"]["held_out"]
+        if not same_curve:
+            lines.append("the curve of held-out accuracy is NOT the same: the row's is wrong")
+        return "\n".join(lines), same_curve
 
     lines.append(f"weights DIFFER: {old['weights'][:16]} in the record, {new['weights'][:16]} here")
     if all(new[name] == old[name] for name in SAME):

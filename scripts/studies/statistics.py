@@ -16,6 +16,7 @@ from scripts.reports.intervals import holm
 
 LEVEL = 0.95  # of intervals; 1 - LEVEL is the error rate of verdicts
 POWER = 0.8  # of seeds_needed
+LEAST_EQUAL = 6  # seeds of equal differences that the sign test tells from 0
 MOST_SEEDS = 1000  # seeds_needed looks no further
 LEAST_SEEDS_OF_IQM = 12  # with fewer its bootstrap interval is too short: 0.83 of 0.95 with 3 tasks and 5 seeds
 
@@ -40,11 +41,12 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def t_test(differences: Sequence[float]) -> float:
-    """Two-sided p of the paired t test that the mean difference is 0. Equal differences give 0, or 1 if all are 0."""
+    """Two-sided p of the paired t test that the mean difference is 0. Equal differences have no deviation to compare
+    with: they get the sign test's p."""
     if len(differences) < 2:
         return 1.0
     if np.std(differences) == 0:
-        return float(differences[0] == 0)
+        return sign_test(differences).p
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
@@ -110,7 +112,7 @@ def seeds_needed(difference: float, deviation: float) -> int | None:
     """Seeds with which a paired t test finds this mean difference in 80 % of the studies, if differences have this
     standard deviation. None for more than 1000."""
     if deviation == 0:
-        return 2 if difference else None
+        return LEAST_EQUAL if difference else None
     effect = abs(difference) / deviation
     low = 2
     high = MOST_SEEDS
@@ -163,7 +165,8 @@ class Comparison:
 
 def compare(differences: dict[str, np.ndarray]) -> dict[str, Comparison]:
     """Each arm against the base. differences: arm -> (tasks, seeds), arm minus base, larger is better."""
-    of_seeds = {arm: table.mean(0).tolist() for arm, table in differences.items()}
+    # rounded, so that +x and -x of two tasks are a tie
+    of_seeds = {arm: np.round(table.mean(0), 12).tolist() for arm, table in differences.items()}
     p_values = [t_test(values) for values in of_seeds.values()]
     adjusted = holm(p_values)
     comparisons = {}

@@ -32,15 +32,17 @@ def no_picture(run_dir: Path) -> str:
     return f"no report of {run_dir}"
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel end this process with the one that started it: kill -9 of a study leaves no run behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before it was asked for
+            os._exit(1)
 
 
-def run(job: dict[str, Any]) -> None:
-    """In the fork: the run, with its output in the log."""
-    end_with_parent()
+def run(job: dict[str, Any], worker: int) -> None:
+    """In the fork of the worker with this process id: the run, with its output in the log."""
+    end_with_parent(worker)
     copy = job["copy"]
     os.chdir(copy)
     sys.path.insert(0, copy)
@@ -71,6 +73,7 @@ def import_all(names: str) -> None:
 
 def serve() -> None:
     """Run jobs until stdin ends."""
+    worker = os.getpid()
     for line in sys.stdin:
         job = json.loads(line)
         if "transformers" not in job["flags"]:  # as the value of --rollout_backend
@@ -78,7 +81,7 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             try:
-                run(job)
+                run(job, worker)
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -90,7 +93,7 @@ def serve() -> None:
 
 
 def main() -> None:
-    end_with_parent()
+    end_with_parent(os.getppid())
     sys.path.pop(0)  # this directory, whose statistics.py is not the library's
     import_all(LIBRARIES)
     serve()
