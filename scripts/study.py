@@ -11,7 +11,7 @@ An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. An arm
 only, and is the one it was, also if its fork has changed since. The first arm is the base. `run` goes through the
 seeds, within a seed through tasks and arms, so that it can be stopped at any time and continued by the same line:
 what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a run again and compares the
-SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control won or a replay differs.
+SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control did not lose or a replay differs.
 """
 
 import argparse
@@ -35,16 +35,29 @@ from scripts.studies.arms import Arm, ArmError
 from scripts.studies.endpoints import ENDPOINTS, PRIMARY
 from scripts.studies.record import Record, RecordError
 
+SCALE = "fly"  # where the command line names none, and there is no record yet
+THREADS = 1
+
+
+def positive(text: str) -> int:
+    """A number of at least 1. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+    return int(text)
+
 
 def parse_seeds(text: str) -> list[int]:
     """Seeds as 1-8, 3 or 1,2,5. Raises RecordError for other texts, and for a seed given twice."""
     seeds: list[int] = []
     for part in text.split(","):
         words = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        numbers = range(int(words[1]), int(words[2] or words[1]) + 1) if words else range(0)
-        if not numbers:
+        if not words:
             raise RecordError(f"--seeds {text!r}: write them as 1-8, 3 or 1,2,5")
-        seeds += numbers
+        first = int(words[1])
+        last = int(words[2] or first)
+        if last < first:
+            raise RecordError(f"--seeds {text!r}: {first} is above {last}")
+        seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
         raise RecordError(f"--seeds {text!r} names a seed twice")
     return seeds
@@ -67,9 +80,9 @@ def base_flags(scale: tasks.Scale, name: str, steps: int) -> tuple[str, ...]:
 
 def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     """The study's row: what its runs have in common, with a hash."""
-    options = argparse.Namespace(**vars(options) | {"scale": options.scale or "fly", "threads": options.threads or 1})
-    scale = tasks.SCALES[options.scale]
-    steps = scale.steps if options.steps is None else options.steps
+    scale_name = options.scale or SCALE
+    scale = tasks.SCALES[scale_name]
+    steps = options.steps or scale.steps
     commit = arms_part.git("rev-parse", "HEAD")
     flags = {}
     targets = {}
@@ -80,8 +93,8 @@ def describe_study(options: argparse.Namespace) -> dict[str, Any]:
         targets[name] = task.target
         measured[name] = dict(task.measured)
 
-    content: dict[str, Any] = {"commit": commit.decode().strip(), "scale": options.scale, "steps": steps}
-    content |= {"evaluate_every": scale.evaluate_every, "threads": options.threads}
+    content: dict[str, Any] = {"commit": commit.decode().strip(), "scale": scale_name, "steps": steps}
+    content |= {"evaluate_every": scale.evaluate_every, "threads": options.threads or THREADS}
     content |= {"tasks": flags, "targets": targets, "measured": measured, "endpoints": ENDPOINTS, "primary": PRIMARY}
     return {"kind": "study", **content, "hash": record.hash_of(content), "begun": time.time()}
 
@@ -220,8 +233,6 @@ class Running:
 def run(options: argparse.Namespace) -> bool:
     """Do the runs that are missing. Returns whether none failed."""
     seeds = parse_seeds(options.seeds)
-    if options.jobs < 1 or options.steps is not None and options.steps < 1:
-        raise RecordError("--jobs and --steps are at least 1")
     with record.appending(options.out) as append:
         is_begun = options.out.stat().st_size > 0
         rows = record.read([options.out]) if is_begun else Record(describe_study(options))
@@ -299,14 +310,14 @@ def replay(options: argparse.Namespace) -> bool:
 
 def calibrate(options: argparse.Namespace) -> bool:
     """Tell which tasks a model can learn from: one step at learning rate 0."""
-    scale = tasks.SCALES[options.scale or "fly"]
+    scale = tasks.SCALES[options.scale or SCALE]
     names = options.tasks or scale.tasks
     arm = Arm("calibrate")
     commit = arms_part.git("rev-parse", "HEAD").decode().strip()
     print("task          sampled  greedy  informative  fit")
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, commit, Path(folder))
-        lane = lanes.Lane(0, options.threads or 1, Path(folder), {arm.name: copy})
+        lane = lanes.Lane(0, options.threads or THREADS, Path(folder), {arm.name: copy})
         for name in names:
             own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
             own += ("--local_eval_every", "1")
@@ -330,8 +341,8 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument(
         "--controls", action="store_true", help=f"add the arms {', '.join(tasks.CONTROL_NAMES)}, {tasks.AGAIN}"
     )
-    running.add_argument("--steps", type=int, help="of each run; default: the scale's")
-    running.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
+    running.add_argument("--steps", type=positive, help="of each run; default: the scale's")
+    running.add_argument("--jobs", type=positive, default=os.cpu_count(), help="runs side by side")
     running.add_argument("--budget_minutes", type=float, default=math.inf, help="no run starts later")
     showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
     showing.add_argument("records", type=Path, nargs="+")
@@ -346,7 +357,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (running, calibrating):
         command.add_argument("--scale", choices=tasks.SCALES, help="default: fly, or the record's")
         command.add_argument("--tasks", nargs="+", choices=tasks.TASKS)
-        command.add_argument("--threads", type=int, help="of a run; default: 1, or the record's")
+        command.add_argument("--threads", type=positive, help="of a run; default: 1, or the record's")
     return parser
 
 

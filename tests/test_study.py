@@ -279,7 +279,7 @@ def test_verdicts_in_words(tmp_path):
     }
     path = write(tmp_path / "r.jsonl", rows_of(areas))
     text, fit = report.text_of(record.read([path]))
-    lines = {line.split()[0]: line for line in text.splitlines() if line and "[" in line}
+    lines = {line.split()[0]: line for line in text.splitlines() if re.match(r"\w.*\[", line)}
     assert "  better;" in lines["good"] and "  worse;" in lines["bad"] and "  cannot tell;" in lines["same"]
     assert "this difference needs" in lines["same"] and "above in 6 and below in 0 of 6" in lines["good"]
     assert fit and lines["coin"].endswith("worse") and "holds 0" in lines["noise"]
@@ -319,6 +319,22 @@ def test_a_control_without_seeds_is_no_proof(tmp_path):
     assert not fit and re.search(
         "^coin +no seed with all tasks yet", text.partition("controls, which")[2], re.MULTILINE
     )
+
+
+def test_a_control_is_told_task_by_task(tmp_path):
+    """It loses in the mean, and wins on one of the two tasks."""
+    both = STUDY | {"tasks": {"t": [], "u": []}, "targets": {"t": 0.9, "u": 0.9}}
+    rows = []
+    for task, lost in (("t", 0.4), ("u", -0.1)):
+        levels = [0.5, 0.52, 0.47]
+        rows += rows_of({"base": levels, "coin": [x - lost - 0.01 * i for i, x in enumerate(levels)]}, task)
+    study_row = rows[0] | both | {"hash": record.hash_of(both)}
+    rows = [study_row, *(row | {"study": study_row["hash"]} if row["kind"] == "run" else row for row in rows[1:])]
+    rows = [row for row in rows if row["kind"] != "study"]
+    text, fit = report.text_of(record.read([write(tmp_path / "r.jsonl", [study_row, *rows])]))
+    assert fit
+    assert re.search(r"^  coin +-0.410 .* worse on t alone, 3 seeds$", text, re.MULTILINE)
+    assert re.search(r"^  coin +\+0.090 .* not told from the base on u alone, 3 seeds$", text, re.MULTILINE)
 
 
 def test_the_noise_floor_is_that_of_the_base(tmp_path):
@@ -573,6 +589,9 @@ def test_a_row_that_differs_is_told(small):
     new = old | {"weights": "0" * 64}
     text, good = report.replayed(rows, old, new)
     assert not good and "weights DIFFER" in text
+    edited = old | {"curve": old["curve"] | {"held_out": [0.98, 1.0]}}
+    text, good = report.replayed(rows, edited, old)
+    assert not good and "the row's is wrong" in text
 
     far = old["endpoints"] | {"area": old["endpoints"]["area"] + 0.1}
     rows.runs["last", "base", 2] = old | {"endpoints": old["endpoints"] | {"area": old["endpoints"]["area"] + 0.02}}
@@ -652,8 +671,6 @@ def test_seeds_that_are_none(seeds):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--jobs 0", "at least 1"),
-        ("--steps 0", "at least 1"),
         ("--steps 5", "a study with --steps 4: 5 differs"),
         ("--scale smollm2", "a study with --scale fly: smollm2 differs"),
         ("--threads 2", "a study with --threads 1: 2 differs"),
@@ -667,6 +684,34 @@ def test_wrong_words_for_a_study_are_refused_at_start(tmp_path, monkeypatch, wor
     with pytest.raises(SystemExit, match=said):
         study_program.main()
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("words", ["--jobs 0", "--jobs -1", "--steps 0", "--threads 0", "--threads one"])
+def test_numbers_are_at_least_1(tmp_path, monkeypatch, capsys, words):
+    path = tmp_path / "study.jsonl"
+    monkeypatch.setattr(sys, "argv", ["study.py", "run", "--out", str(path), *words.split()])
+    with pytest.raises(SystemExit):
+        study_program.main()
+    assert "is no number of at least 1" in capsys.readouterr().err and not path.exists()
+
+
+def test_an_arm_whose_diff_does_not_apply_keeps_its_name_free(tmp_path, monkeypatch):
+    """And begins no study, as any other wrong arm."""
+    path = tmp_path / "study.jsonl"
+    bad = "--- a/grpo.py\n+++ b/grpo.py\n@@ -1 +1 @@\n-nothing\n+more\n"
+    monkeypatch.setattr(arms, "read_diff", lambda name, source, commit: bad if source else "")
+    monkeypatch.setattr(sys, "argv", ["study.py", "run", "--out", str(path), "--arms", "base", "bad@x.diff"])
+    with pytest.raises(SystemExit, match="arm .*: its diff does not apply"):
+        study_program.main()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("1 + os.getppid()", 1)])
+def test_a_run_whose_worker_died_before_it_began_ends(parent, code):
+    if sys.platform != "linux":
+        pytest.skip("the kernel's signal at a parent's death is Linux's")
+    program = f"import os; from scripts.studies import worker; worker.end_with_parent({parent})"
+    assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == code
 
 
 def test_no_run_is_added_to_a_record_of_another_processor(tmp_path, monkeypatch, capsys):

@@ -101,11 +101,12 @@ def endpoints(curve: Curve, target: float) -> dict[str, float]:
     reached = first_step_at(curve, target)
     if reached == 0:
         raise ValueError(f"held-out accuracy is {curve.held_out[0]:.2f} before the first step, the target {target:.2f}")
-    steps = reached or curve.evaluated[-1]
+    steps = int(reached or curve.evaluated[-1])  # a float in a curve of a record
     final = curve.held_out[-1]
     fall = max(curve.held_out) - final
     last_sampled = curve.sampled[-LAST_STEPS:]
     last_kl = curve.kl[-1]
+    turns = curve.turns or [None]  # rows of before have none
 
     values: dict[str, float] = {}
     values["area"] = area(curve)
@@ -116,6 +117,6 @@ def endpoints(curve: Curve, target: float) -> dict[str, float]:
     values["sampled"] = float(np.mean(last_sampled))
     values["kl"] = math.nan if last_kl is None else last_kl
     values["length"] = curve.length[-1]
-    values["turns"] = curve.turns[-1] or 1.0
+    values["turns"] = turns[-1] or 1.0
     values["collapsed"] = float(fall > COLLAPSE)
     return values

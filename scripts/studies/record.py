@@ -9,7 +9,6 @@ failure  a run that ended with another exit status than 0, with the end of its l
 import fcntl
 import hashlib
 import json
-import math
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.studies.endpoints import Curve, area, first_step_at
+import numpy as np
+
+from scripts.studies.endpoints import Curve, endpoints
 from scripts.studies.tasks import AGAIN, AGAIN_SHIFT
 
 # what the runs of a study must share, beside the flags that an arm names
@@ -68,13 +69,15 @@ class Record:
             table[key] = row
 
 
-def is_cut(line: bytes) -> bool:
-    """Whether a kill cut this line short. A last line may lack its newline and be whole."""
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """The row of a line. None for a line that is none, as one that a kill cut short."""
     try:
-        json.loads(line)
+        row = json.loads(line)
     except ValueError:
-        return not line.endswith(b"\n")
-    return False
+        return None
+    if isinstance(row, dict) and row.get("kind") in KINDS:
+        return row
+    return None
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
@@ -84,15 +87,11 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
         raise RecordError(f"there is no file {path}")
     with path.open("rb") as file:
         for line in file:
-            if is_cut(line):
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or row.get("kind") not in KINDS:
+            row = row_of(line)
+            if row is not None:
+                yield row
+            elif line.endswith(b"\n"):
                 raise RecordError(f"{path} has a line that is no row of a record: {line[:60]!r}")
-            yield row
 
 
 def read(paths: list[Path]) -> Record:
@@ -150,13 +149,10 @@ def check_run(record: Record, row: dict[str, Any]) -> None:
     if row["run_seed"] != row["seed"] + shift:
         raise RecordError(f"{name} was made with --seed {row['run_seed']}")
 
-    steps = int(first_step_at(curve, record.study["targets"][row["task"]]) or horizon)  # a float in a curve
-    found = {"area": area(curve), "steps": steps, "final": curve.held_out[-1]}
-    found["tokens"] = sum(curve.tokens[:steps])
-    found["seconds"] = sum(curve.seconds[:steps])
-    for endpoint, value in found.items():
-        said = row["endpoints"][endpoint]
-        if not math.isclose(said, value, rel_tol=1e-3, abs_tol=1e-4):  # a curve's values have five digits
+    found = endpoints(curve, record.study["targets"][row["task"]])
+    for endpoint, said in row["endpoints"].items():
+        value = found[endpoint]
+        if not np.isclose(said, value, rtol=1e-3, atol=1e-4, equal_nan=True):  # a curve's values have five digits
             raise RecordError(f"{name} has {endpoint} {said}, and its curve {value:.5g}")
 
 
@@ -175,10 +171,10 @@ def appending(path: Path) -> Generator[Any]:
         if content and not content.startswith(b'{"kind": "study"'):
             raise RecordError(f"{path} is no record, whose first row is a study: name another --out")
         *_, last = content.rpartition(b"\n")
-        if is_cut(last):
-            file.truncate(len(content) - len(last))
-        elif last:
+        if last and row_of(last):
             file.write(b"\n")
+        else:
+            file.truncate(len(content) - len(last))
 
         def append(row: dict[str, Any]) -> None:
             file.write(json.dumps(row).encode() + b"\n")

@@ -73,7 +73,7 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     fit = True
     if controls:
         text, fit = control_lines(controls, comparisons_of(rows, controls, base))
-        lines += ["", *text]
+        lines += ["", *text, *control_lines_of_tasks(rows, controls, base)]
     if tasks.AGAIN in others:
         lines += ["", *noise_lines(rows, base)]
     if rows.failures:
@@ -199,6 +199,21 @@ def control_lines(controls: list[str], comparisons: dict[str, Comparison]) -> tu
     if not fit:
         lines.append("A control is not worse than the base: these tasks are unfit, or the seeds too few.")
     return lines, fit
+
+
+def control_lines_of_tasks(rows: Record, controls: list[str], base: str) -> list[str]:
+    """The controls task by task: the mean over tasks, which decides, may hide a task on which one does not lose."""
+    lines = []
+    for arm in controls:
+        seeds = paired_seeds(rows, arm, base)
+        if len(seeds) < 2:
+            continue
+        differences = endpoint_table(rows, arm, seeds, PRIMARY) - endpoint_table(rows, base, seeds, PRIMARY)
+        for task, values in zip(rows.study["tasks"], differences, strict=True):
+            interval = statistics.t_interval(values)
+            word = "worse" if interval.high < 0 else "not told from the base"
+            lines.append(f"  {arm:22} {show(interval)}  {word} on {task} alone, {len(seeds)} seeds")
+    return lines
 
 
 def noise_lines(rows: Record, base: str) -> list[str]:
