@@ -11,7 +11,8 @@ An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. An arm
 only, and is the one it was, also if its fork has changed since. The first arm is the base. `run` goes through the
 seeds, within a seed through tasks and arms, so that it can be stopped at any time and continued by the same line:
 what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a run again and compares the
-SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control did not lose or a replay differs.
+SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control did not lose or a replay differs, and 130
+after Ctrl-C.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import math
 import os
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -142,16 +144,19 @@ def job_of(study: dict[str, Any], task: str, arm: Arm, seed: int) -> lanes.Job:
     return lanes.Job(task, arm, seed, run_seed, tuple(flags), target, study["steps"], measured)
 
 
-def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int]) -> list[lanes.Job]:
-    """The runs that are not in the record, seed by seed, the arms of a seed and task in an order drawn for them."""
+def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int], retry_failed: bool = False) -> list[lanes.Job]:
+    """The runs that are not in the record, seed by seed, the arms of a seed and task in an order drawn for them. A run
+    that failed is missing with `retry_failed` only."""
+    done = set(rows.runs)
+    if not retry_failed:
+        done |= set(rows.failures)
     jobs = []
     for seed in seeds:
         for task in rows.study["tasks"]:
             order = list(arms)
             random.Random(f"{seed} {task}").shuffle(order)
             for arm in order:
-                key = (task, arm.name, seed)
-                if key not in rows.runs and key not in rows.failures:
+                if (task, arm.name, seed) not in done:
                     jobs.append(job_of(rows.study, task, arm, seed))
     return jobs
 
@@ -252,18 +257,18 @@ def run(options: argparse.Namespace) -> bool:
                 if is_new:
                     append(arm_row(arm))
 
-            jobs = missing_jobs(rows, arms, seeds)
+            jobs = missing_jobs(rows, arms, seeds, options.retry_failed)
             total = len(seeds) * len(arms) * len(study["tasks"])
             done = total - len(jobs)
             print(f"{done} of {total} runs are done; {len(jobs)} to do, {options.jobs} side by side", flush=True)
-            work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(options.jobs)]
             running = Running(rows, append, len(jobs))
             until = running.begun + 60 * options.budget_minutes
+            work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(options.jobs)]
             left = lanes.run_all(jobs, work, running.done, until)
     if left:
         print(f"{left} runs are left: the same line goes on")
     print(f"python scripts/study.py table {options.out}  says what they say")
-    return not rows.failures
+    return not rows.failed
 
 
 def table(options: argparse.Namespace) -> bool:
@@ -293,9 +298,8 @@ def replay(options: argparse.Namespace) -> bool:
     arm = arm_of(rows, name)
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, rows.study["commit"], Path(folder))
-        lane = lanes.Lane(0, rows.study["threads"], Path(folder), {arm.name: copy})
-        new = lane.run(job_of(rows.study, task, arm, seed))
-        lane.close()
+        with lanes.Lane(0, rows.study["threads"], Path(folder), {arm.name: copy}) as lane:
+            new = lane.run(job_of(rows.study, task, arm, seed))
     if new["kind"] == "failure":
         print(new["log"], file=sys.stderr)
         raise RecordError(f"the run failed with exit status {new['code']}")
@@ -317,16 +321,15 @@ def calibrate(options: argparse.Namespace) -> bool:
     print("task          sampled  greedy  informative  fit")
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, commit, Path(folder))
-        lane = lanes.Lane(0, options.threads or THREADS, Path(folder), {arm.name: copy})
-        for name in names:
-            own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
-            own += ("--local_eval_every", "1")
-            flags = arms_part.merge_flags(base_flags(scale, name, 1), own)
-            row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, 1, tasks.TASKS[name].measured))
-            if row["kind"] == "failure":
-                raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
-            print(report.calibration(name, row["curve"]), flush=True)
-        lane.close()
+        with lanes.Lane(0, options.threads or THREADS, Path(folder), {arm.name: copy}) as lane:
+            for name in names:
+                own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
+                own += ("--local_eval_every", "1")
+                flags = arms_part.merge_flags(base_flags(scale, name, 1), own)
+                row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, 1, tasks.TASKS[name].measured))
+                if row["kind"] == "failure":
+                    raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
+                print(report.calibration(name, row["curve"]), flush=True)
     return True
 
 
@@ -344,6 +347,7 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--steps", type=positive, help="of each run; default: the scale's")
     running.add_argument("--jobs", type=positive, default=os.cpu_count(), help="runs side by side")
     running.add_argument("--budget_minutes", type=float, default=math.inf, help="no run starts later")
+    running.add_argument("--retry_failed", action="store_true", help="make failed runs again; their rows stay")
     showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
     showing.add_argument("records", type=Path, nargs="+")
     showing.add_argument("--base", help="the arm that the others are compared with; default: the record's first")
@@ -361,15 +365,20 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+STOPPED = 128 + signal.SIGINT  # as a shell has it
 COMMANDS = {"run": run, "table": table, "replay": replay, "calibrate": calibrate}
 
 
 def main() -> None:
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         good = COMMANDS[options.command](options)
     except (ArmError, RecordError) as error:
         raise SystemExit(f"study.py: {error}") from None
+    except KeyboardInterrupt:
+        print("study.py: stopped. The same line goes on: what `run` has done is in its file", file=sys.stderr)
+        raise SystemExit(STOPPED) from None
     raise SystemExit(0 if good else 1)
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -439,6 +440,28 @@ def test_a_record_survives_a_kill_and_has_one_writer(tmp_path):
     assert "exit status 1: memory" in report.text_of(rows)[0]
 
 
+def test_a_failed_run_is_made_again_where_that_is_asked_for(tmp_path):
+    """Its row stays, and the table tells of it."""
+    study_row, arm_row, first, second = rows_of({"base": [0.5, 0.6]})
+    failure = {name: second[name] for name in ("study", "task", "arm", "seed")}
+    failure |= {"kind": "failure", "code": -9, "log": "out of memory"}
+    path = write(tmp_path / "r.jsonl", [study_row, arm_row, first, failure])
+    rows = record.read([path])
+    arm = arms.Arm("base")
+    assert rows.failed == [("t", "base", 2)] and not study_program.missing_jobs(rows, [arm], [1, 2])
+    (job,) = study_program.missing_jobs(rows, [arm], [1, 2], retry_failed=True)
+    assert (job.task, job.arm.name, job.seed) == ("t", "base", 2)
+    rows = record.read([write(path, [study_row, arm_row, first, failure, failure | {"log": "again"}, second])])
+    assert not rows.failed and not study_program.missing_jobs(rows, [arm], [1, 2], retry_failed=True)
+    text, _ = report.text_of(rows)
+    assert "2 runs, 0 failed" in text
+    assert "t base seed 2: exit status -9: again; made again since, and that one is in the figures" in text
+    with pytest.raises(record.RecordError, match="2 has two rows that differ"):
+        rows.take(second | {"weights": "0"})
+    with pytest.raises(record.RecordError, match="of another study"):
+        record.read([write(path, [study_row, arm_row, first, failure | {"study": "0"}, second])])
+
+
 def test_a_row_that_lacks_only_its_newline_is_kept(tmp_path):
     path = write(tmp_path / "r.jsonl", rows_of({"base": [0.5, 0.6]}))
     path.write_text(path.read_text().removesuffix("\n"))
@@ -550,18 +573,39 @@ def test_a_study_of_three_runs(small):
     assert table.returncode == 0 and "cannot tell: one seed" in table.stdout
 
 
-def test_a_killed_study_leaves_no_run_behind(small, tmp_path):
-    words = ["run", "--steps", "4000", "--tasks", "last", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path / "x")]
-    process = subprocess.Popen([sys.executable, str(REPO / "scripts/study.py"), *words], stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_a_stopped_study_leaves_no_run_behind(small, tmp_path, how):
+    """Nor a failure in its record, which would be final. A terminal's Ctrl-C goes to all processes of its group."""
+    path = tmp_path / "x"
+    words = ["run", "--steps", "4000", "--tasks", "last", "--seeds", "1", "--jobs", "1", "--out", str(path)]
+    process = subprocess.Popen(
+        [sys.executable, str(REPO / "scripts/study.py"), *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
     family = [psutil.Process(process.pid)]
     while len(family) < 3:  # the study, its worker and the worker's run
         assert process.poll() is None
         time.sleep(0.05)
         family = [family[0], *family[0].children(recursive=True)]
-    process.kill()
-    process.wait()
+    number = signal.Signals[how]
+    if how == "SIGINT":
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, told = process.communicate()
     _, alive = psutil.wait_procs(family[1:], timeout=10)
     assert not alive
+    rows = record.read([path])
+    assert list(rows.arms) == ["base"] and not rows.runs and not rows.failures
+    if how == "SIGKILL":
+        return
+    assert process.returncode == 130
+    assert told.splitlines()[-1].startswith("study.py: stopped.") and "Traceback" not in told
+    assert not list(tmp_path.glob("study-*"))
 
 
 def test_a_row_has_the_bits_of_the_command_line(small, tmp_path):

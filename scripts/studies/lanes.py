@@ -6,14 +6,16 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from scripts.studies import arms as arms_part
 from scripts.studies.arms import Arm
@@ -54,7 +56,8 @@ class Job:
 
 
 class Lane:
-    """A thread's worker, started for its first run."""
+    """A thread's worker, started for its first run. It ends with the `with` that it is made for, and in the middle of a
+    run if that ends with an exception, as Ctrl-C."""
 
     def __init__(self, number: int, threads: int, folder: Path, copies: dict[str, Path]):
         self.number = number
@@ -69,18 +72,29 @@ class Lane:
             threads = str(self.threads)
             environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": threads}
             pipe = subprocess.PIPE
+            # a group of its own: the terminal's Ctrl-C is for the study alone
             self.worker = subprocess.Popen(
-                [sys.executable, str(WORKER)], stdin=pipe, stdout=pipe, env=environment, text=True
+                [sys.executable, str(WORKER)],
+                stdin=pipe,
+                stdout=pipe,
+                env=environment,
+                text=True,
+                process_group=0,
             )
         return self.worker
 
-    def close(self) -> None:
-        """End the worker."""
-        if self.worker is not None:
-            assert self.worker.stdin is not None
-            self.worker.stdin.close()
-            self.worker.wait()
-            self.worker = None
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        worker = self.worker
+        if worker is None:
+            return
+        if kind is not None:
+            os.killpg(worker.pid, signal.SIGKILL)  # its run too
+        assert worker.stdin is not None
+        worker.stdin.close()
+        worker.wait()
 
     def run(self, job: Job) -> dict[str, Any]:
         """Do a run; returns its row, of kind run or failure, without what the study adds."""
@@ -189,13 +203,15 @@ def run_all(jobs: Sequence[Job], lanes: Sequence[Lane], done: Callable[[dict[str
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(lane,), daemon=True) for lane in lanes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for lane in lanes:
-        lane.close()
-    if errors:
-        raise errors[0]
+    with ExitStack() as stack:
+        threads = []
+        for lane in lanes:
+            stack.enter_context(lane)
+            threads.append(threading.Thread(target=work, args=(lane,), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
     return waiting.qsize()

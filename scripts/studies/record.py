@@ -62,11 +62,15 @@ class Record:
                 )
         else:
             key = (row["task"], row["arm"], row["seed"])
-            known = self.runs.get(key) or self.failures.get(key) or row
-            if known != row:
+            if kind == "failure":
+                self.failures[key] = row
+            elif self.runs.setdefault(key, row) != row:
                 raise RecordError(f"run {key[0]} {key[1]} {key[2]} has two rows that differ")
-            table = self.runs if kind == "run" else self.failures
-            table[key] = row
+
+    @property
+    def failed(self) -> list[tuple[str, str, int]]:
+        """The runs that failed and were not made since."""
+        return [key for key in self.failures if key not in self.runs]
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
@@ -114,7 +118,8 @@ def check(record: Record) -> None:
 
     shared: dict[tuple[str, ...], Any] = {}
     first_of_diff: dict[str, str] = {}
-    for (task, arm, seed), row in (record.runs | record.failures).items():
+    for row in (*record.runs.values(), *record.failures.values()):
+        task, arm, seed = row["task"], row["arm"], row["seed"]
         if row["study"] != record.study["hash"]:
             raise RecordError(f"run {task} {arm} {seed} is of another study")
         if task not in record.study["tasks"] or arm not in record.arms:

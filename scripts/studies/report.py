@@ -87,7 +87,7 @@ def head_lines(rows: Record) -> list[str]:
     names = ", ".join(study["tasks"])
     return [
         f"study {study['hash'][:12]}: tasks {names}; scale {study['scale']}; {study['steps']} steps",
-        f"commit {study['commit'][:12]}; {len(rows.runs)} runs, {len(rows.failures)} failed",
+        f"commit {study['commit'][:12]}; {len(rows.runs)} runs, {len(rows.failed)} failed",
         f"endpoint: {PRIMARY}, {ENDPOINTS[PRIMARY].removeprefix('primary: ')}",
     ]
 
@@ -237,8 +237,10 @@ def noise_lines(rows: Record, base: str) -> list[str]:
 def failure_lines(rows: Record) -> list[str]:
     """The runs that failed."""
     lines = ["failed runs, which are in no figure above:"]
-    for (task, arm, seed), row in rows.failures.items():
-        lines.append(f"{task} {arm} seed {seed}: {reason(row)}")
+    for key, row in rows.failures.items():
+        task, arm, seed = key
+        since = "; made again since, and that one is in the figures" if key in rows.runs else ""
+        lines.append(f"{task} {arm} seed {seed}: {reason(row)}{since}")
     return lines
 
 
