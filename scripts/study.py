@@ -240,7 +240,11 @@ def run(options: argparse.Namespace) -> bool:
     seeds = parse_seeds(options.seeds)
     with record.appending(options.out) as append:
         is_begun = options.out.stat().st_size > 0
-        rows = record.read([options.out]) if is_begun else Record(describe_study(options))
+        if is_begun:
+            rows = record.read([options.out])
+        else:
+            rows = Record()
+            rows.take(describe_study(options))
         study = rows.study
         check_options(options, study)
         check_processor(rows)
@@ -274,6 +278,8 @@ def run(options: argparse.Namespace) -> bool:
 def table(options: argparse.Namespace) -> bool:
     """Print what the record says. Returns whether no control won."""
     rows = record.read(options.records)
+    if options.tasks:
+        rows = rows.of_tasks(options.tasks)
     text, fit = report.text_of(rows, options.base)
     print(text)
     if options.plot:
@@ -349,7 +355,8 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--budget_minutes", type=float, default=math.inf, help="no run starts later")
     running.add_argument("--retry_failed", action="store_true", help="make failed runs again; their rows stay")
     showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
-    showing.add_argument("records", type=Path, nargs="+")
+    showing.add_argument("records", type=Path, nargs="+", help="several: of the same study, or with other tasks")
+    showing.add_argument("--tasks", nargs="+", help="default: all of the record")
     showing.add_argument("--base", help="the arm that the others are compared with; default: the record's first")
     showing.add_argument("--plot", type=Path, help="draw mean curves to this file")
     again = commands.add_parser("replay", help="make a run again and compare its final weights")

@@ -249,9 +249,18 @@ def measured(of_run, target=0.9):
     return {"curve": vars(of_run), "endpoints": endpoints.endpoints(of_run, target)}
 
 
-def rows_of(areas, task="t"):
-    """A record in which arm -> areas of seeds 1, 2, ..."""
-    study = {"kind": "study", **STUDY, "hash": record.hash_of(STUDY), "begun": 0}
+def record_of(*rows):
+    """The record of these rows, unchecked."""
+    found = record.Record()
+    for row in rows:
+        found.take(row)
+    return found
+
+
+def rows_of(areas, task="t", commit="c", **others):
+    """A record of one task in which arm -> areas of seeds 1, 2, ..."""
+    content = STUDY | {"commit": commit, "tasks": {task: []}, "targets": {task: 0.9}} | others
+    study = {"kind": "study", **content, "hash": record.hash_of(content), "begun": 0}
     rows = [study]
     for arm, values in areas.items():
         rows.append({"kind": "arm", "name": arm, "script": "grpo.py", "flags": [], "diff": ""})
@@ -324,15 +333,12 @@ def test_a_control_without_seeds_is_no_proof(tmp_path):
 
 def test_a_control_is_told_task_by_task(tmp_path):
     """It loses in the mean, and wins on one of the two tasks."""
-    both = STUDY | {"tasks": {"t": [], "u": []}, "targets": {"t": 0.9, "u": 0.9}}
-    rows = []
+    paths = []
     for task, lost in (("t", 0.4), ("u", -0.1)):
         levels = [0.5, 0.52, 0.47]
-        rows += rows_of({"base": levels, "coin": [x - lost - 0.01 * i for i, x in enumerate(levels)]}, task)
-    study_row = rows[0] | both | {"hash": record.hash_of(both)}
-    rows = [study_row, *(row | {"study": study_row["hash"]} if row["kind"] == "run" else row for row in rows[1:])]
-    rows = [row for row in rows if row["kind"] != "study"]
-    text, fit = report.text_of(record.read([write(tmp_path / "r.jsonl", [study_row, *rows])]))
+        rows = rows_of({"base": levels, "coin": [x - lost - 0.01 * i for i, x in enumerate(levels)]}, task)
+        paths.append(write(tmp_path / task, rows))
+    text, fit = report.text_of(record.read(paths))
     assert fit
     assert re.search(r"^  coin +-0.410 .* worse on t alone, 3 seeds$", text, re.MULTILINE)
     assert re.search(r"^  coin +\+0.090 .* not told from the base on u alone, 3 seeds$", text, re.MULTILINE)
@@ -361,6 +367,38 @@ def test_a_seed_counts_when_both_arms_have_it(tmp_path):
     assert report.paired_seeds(record.read([path]), "x", "base") == [1, 2]
 
 
+def test_studies_that_differ_in_their_tasks_are_one_record(tmp_path, monkeypatch, capsys):
+    """Of other commits too, if the code of the runs is the same. The base's area is the mean over the tasks."""
+    first = write(tmp_path / "t", rows_of({"base": [0.5, 0.7], "x": [0.6, 0.8]}))
+    second = write(tmp_path / "u", rows_of({"base": [0.3, 0.3], "x": [0.3, 0.3]}, "u", commit="d"))
+    both = record.read([first, second])
+    assert list(both.study["tasks"]) == ["t", "u"]
+    assert report.comparisons_of(both, ["x"], "base")["x"].difference.value == pytest.approx(0.05)
+    for tasks_asked, value in (("t", "+0.100"), ("u", "+0.000"), ("t u", "+0.050")):
+        words = ["study.py", "table", str(first), str(second), "--tasks", *tasks_asked.split()]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end:
+            study_program.main()
+        assert end.value.code == 0 and re.search(rf"^x +\{value} ", capsys.readouterr().out, re.MULTILINE)
+    with pytest.raises(record.RecordError, match="no task z: there are t, u"):
+        both.of_tasks(["z"])
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        (rows_of({"base": [0.5]}, "u", scale="player"), "differ in scale: fly and player"),
+        (rows_of({"base": [0.5]}, "t", commit="d", targets={"t": 0.8}), "differ in targets of t: 0.9 and 0.8"),
+        (rows_of({"base": [0.5]}, "t", commit="d", tasks={"t": ["--beta"]}), "differ in tasks of t"),
+        (rows_of({"base": [0.4]}, "t", commit="d"), "run t base 1 has two rows that differ"),
+    ],
+)
+def test_studies_that_differ_in_more_are_not(tmp_path, rows, words):
+    first = write(tmp_path / "t", rows_of({"base": [0.5]}))
+    with pytest.raises(record.RecordError, match=words):
+        record.read([first, write(tmp_path / "u", rows)])
+
+
 def other_code():
     """The rows of another arm, without a diff, whose code is not the base's."""
     return [row | {"code": "z"} if row["kind"] == "run" else row for row in rows_of({"x": [0.5]})[1:]]
@@ -378,7 +416,6 @@ def other_code():
         (lambda rows: rows[-1].update(run_seed=1), "made with --seed 1"),
         (lambda rows: rows[-1].update(measured(curve([0.6, 0.6]))), "has 2 steps, and the study 4"),
         (lambda rows: rows.append(rows[-1] | measured(curve([0.7] * 3))), "run t base 2 has two rows"),
-        (lambda rows: rows.append(rows[-1] | {"kind": "failure"}), "run t base 2 has two rows"),
         (lambda rows: rows[-1].update(arm="x"), "an arm that the record lacks"),
         (lambda rows: rows[-1].update(kind="runs"), "no row of a record"),
         (lambda rows: rows[-1].update(study="z"), "of another study"),
@@ -487,7 +524,7 @@ def test_a_row_that_does_not_fit_is_not_written(tmp_path):
     """It would make the record unreadable."""
     study_row, arm_row, first, second = rows_of({"base": [0.5, 0.6]})
     written = []
-    rows = record.Record(study_row, {"base": arm_row})
+    rows = record_of(study_row, arm_row)
     running = study_program.Running(rows, written.append, 2)
     running.done(first | {"wall_seconds": 1.0})
     with pytest.raises(record.RecordError, match="another packages"):
@@ -633,9 +670,11 @@ def test_a_row_that_differs_is_told(small):
     new = old | {"weights": "0" * 64}
     text, good = report.replayed(rows, old, new)
     assert not good and "weights DIFFER" in text
-    edited = old | {"curve": old["curve"] | {"held_out": [0.98, 1.0]}}
+    edited = old | {"curve": old["curve"] | {"held_out": [0.98, 1.0], "tokens": [1, 1, 1, 1]}}
     text, good = report.replayed(rows, edited, old)
-    assert not good and "the row's is wrong" in text
+    assert not good and "held_out, tokens of the curve NOT the same: the row's is wrong" in text
+    _, good = report.replayed(rows, old | {"curve": old["curve"] | {"seconds": [9.0] * 4}}, old)
+    assert good
 
     far = old["endpoints"] | {"area": old["endpoints"]["area"] + 0.1}
     rows.runs["last", "base", 2] = old | {"endpoints": old["endpoints"] | {"area": old["endpoints"]["area"] + 0.02}}
@@ -678,7 +717,7 @@ def test_warnings_of_an_arms_code_are_told_once(tmp_path, capsys):
     """The log of a run is not kept. Those of its copy are in the row."""
     (text,) = lanes.OF_THE_COPY.findall("dtype x\nrank 0: WARNING: this copy of grpo.py: odd; fine if you meant it\n")
     study_row, arm_row, *runs = rows_of({"x": [0.1, 0.2]})
-    running = study_program.Running(record.Record(study_row, {"x": arm_row}), lambda row: None, 2)
+    running = study_program.Running(record_of(study_row, arm_row), lambda row: None, 2)
     for row in runs:
         running.done(row | {"wall_seconds": 1.0, "warnings": [text]})
     assert capsys.readouterr().out.count("arm x: WARNING: this copy of grpo.py: odd; fine if you meant it\n") == 1

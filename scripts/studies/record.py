@@ -10,9 +10,9 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from scripts.studies.tasks import AGAIN, AGAIN_SHIFT
 SAME = ("packages", "processor", "omp_num_threads")
 SAME_IN_TASK = ("data_hash", "model_hash")
 KINDS = ("study", "arm", "run", "failure")
+OF_TASKS = ("tasks", "targets", "measured")  # of a study's row: by task
+OF_THE_ROW = ("kind", "hash", "begun")  # of a study's row: not in its hash
 
 
 class RecordError(ValueError):
@@ -40,7 +42,8 @@ def hash_of(value: Any) -> str:
 class Record:
     """The rows of a record, by kind."""
 
-    study: dict[str, Any] = field(default_factory=dict)
+    study: dict[str, Any] = field(default_factory=dict)  # of several studies the first, with the tasks of all
+    hashes: set[str] = field(default_factory=set)  # of the studies
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     runs: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)  # (task, arm, seed)
     failures: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
@@ -49,9 +52,13 @@ class Record:
         """Add a row to the rows in memory. Raises RecordError for one that does not belong to this study."""
         kind = row["kind"]
         if kind == "study":
+            content = {name: value for name, value in row.items() if name not in OF_THE_ROW}
+            if hash_of(content) != row["hash"]:
+                raise RecordError("the study's row was changed after it was written: its hash is another one")
             if self.study and self.study["hash"] != row["hash"]:
                 raise RecordError("the file has rows of two studies")
             self.study = row
+            self.hashes.add(row["hash"])
         elif kind == "arm":
             known = self.arms.setdefault(row["name"], row)
             if known != row:
@@ -66,6 +73,39 @@ class Record:
                 self.failures[key] = row
             elif self.runs.setdefault(key, row) != row:
                 raise RecordError(f"run {key[0]} {key[1]} {key[2]} has two rows that differ")
+
+    def join(self, other: "Record") -> None:
+        """Add a record of the same study, or of a study with other tasks and nothing else that differs; their commits
+        may, `check` compares the code of the runs. Raises RecordError."""
+        mine = self.study or other.study
+        theirs = other.study or mine
+        for name in (*mine, *theirs):
+            if name not in (*OF_TASKS, *OF_THE_ROW, "commit") and mine.get(name) != theirs.get(name):
+                raise RecordError(f"the studies differ in {name}: {mine.get(name)} and {theirs.get(name)}")
+        joined = {}
+        for name in OF_TASKS:
+            joined[name] = mine.get(name, {}) | theirs.get(name, {})
+            for task, value in mine.get(name, {}).items():
+                other_value = joined[name][task]
+                if other_value != value:
+                    raise RecordError(f"the studies differ in {name} of {task}: {value} and {other_value}")
+        if mine:
+            self.study = mine | joined
+        self.hashes |= other.hashes
+        for rows in (other.arms, other.failures, other.runs):
+            for row in rows.values():
+                self.take(row)
+
+    def of_tasks(self, names: Collection[str]) -> "Record":
+        """The record of some of its tasks. Raises RecordError for a task that it lacks."""
+        unknown = set(names) - set(self.study["tasks"])
+        if unknown:
+            there = ", ".join(self.study["tasks"])
+            raise RecordError(f"no task {', '.join(sorted(unknown))}: there are {there}")
+        tasks = {name: flags for name, flags in self.study["tasks"].items() if name in names}
+        runs = {key: row for key, row in self.runs.items() if key[0] in names}
+        failures = {key: row for key, row in self.failures.items() if key[0] in names}
+        return replace(self, study=self.study | {"tasks": tasks}, runs=runs, failures=failures)
 
     @property
     def failed(self) -> list[tuple[str, str, int]]:
@@ -99,11 +139,13 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read(paths: list[Path]) -> Record:
-    """The record in one file or in several files of the same study. Raises RecordError."""
+    """The record in one file or in several: see Record.join. Raises RecordError."""
     record = Record()
     for path in paths:
+        part = Record()
         for row in rows_in(path):
-            record.take(row)
+            part.take(row)
+        record.join(part)
     if not record.study:
         raise RecordError(f"{', '.join(map(str, paths))}: no row of a study")
     check(record)
@@ -112,15 +154,11 @@ def read(paths: list[Path]) -> Record:
 
 def check(record: Record) -> None:
     """Raises RecordError if runs differ in more than their arms say, or are not of the study."""
-    content = {name: value for name, value in record.study.items() if name not in ("kind", "hash", "begun")}
-    if hash_of(content) != record.study["hash"]:
-        raise RecordError("the study's row was changed after it was written: its hash is another one")
-
     shared: dict[tuple[str, ...], Any] = {}
     first_of_diff: dict[str, str] = {}
     for row in (*record.runs.values(), *record.failures.values()):
         task, arm, seed = row["task"], row["arm"], row["seed"]
-        if row["study"] != record.study["hash"]:
+        if row["study"] not in record.hashes:
             raise RecordError(f"run {task} {arm} {seed} is of another study")
         if task not in record.study["tasks"] or arm not in record.arms:
             raise RecordError(f"run {task} {arm} {seed} has a task or an arm that the record lacks")

@@ -85,8 +85,9 @@ def head_lines(rows: Record) -> list[str]:
     """What was studied."""
     study = rows.study
     names = ", ".join(study["tasks"])
+    hashes = ", ".join(sorted(text[:12] for text in rows.hashes))
     return [
-        f"study {study['hash'][:12]}: tasks {names}; scale {study['scale']}; {study['steps']} steps",
+        f"study {hashes}: tasks {names}; scale {study['scale']}; {study['steps']} steps",
         f"commit {study['commit'][:12]}; {len(rows.runs)} runs, {len(rows.failed)} failed",
         f"endpoint: {PRIMARY}, {ENDPOINTS[PRIMARY].removeprefix('primary: ')}",
     ]
@@ -274,24 +275,27 @@ def replayed(rows: Record, old: dict[str, Any], new: dict[str, Any]) -> tuple[st
     lines = [f"{PRIMARY} {before:.4f} in the record, {after:.4f} here"]
     if new["weights"] == old["weights"]:
         lines.append(f"weights are the same to the bit: {new['weights'][:16]}")
-        same_curve = new["curve"]["held_out"] == old["curve"]["held_out"]
-        if not same_curve:
-            lines.append("the curve of held-out accuracy is NOT the same: the row's is wrong")
-        return "\n".join(lines), same_curve
+        others = []
+        for name, values in old["curve"].items():
+            if name != "seconds" and values != new["curve"][name]:
+                others.append(name)
+        if others:
+            lines.append(f"{', '.join(others)} of the curve NOT the same: the row's is wrong")
+        return "\n".join(lines), not others
 
     lines.append(f"weights DIFFER: {old['weights'][:16]} in the record, {new['weights'][:16]} here")
     if all(new[name] == old[name] for name in SAME):
         return "\n".join(lines), False
     task = old["task"]
     arm = old["arm"]
-    others = [row["endpoints"][PRIMARY] for (t, a, _), row in rows.runs.items() if t == task and a == arm]
-    if len(others) < 2:
+    areas = [row["endpoints"][PRIMARY] for (t, a, _), row in rows.runs.items() if t == task and a == arm]
+    if len(areas) < 2:
         lines.append("another machine, and one seed of this arm: no noise floor to compare with")
         return "\n".join(lines), False
-    floor = NOISE * float(np.std(others, ddof=1))
+    floor = NOISE * float(np.std(areas, ddof=1))
     holds = abs(after - before) <= floor
     where = "within" if holds else "NOT within"
-    lines.append(f"another machine: {where} the noise floor of {len(others)} seeds, {floor:.4f}")
+    lines.append(f"another machine: {where} the noise floor of {len(areas)} seeds, {floor:.4f}")
     return "\n".join(lines), holds
 
 
