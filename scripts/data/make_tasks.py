@@ -86,6 +86,22 @@ def last(rng: random.Random) -> Question:
     return Question(f"What is the last digit of {number}? Give only the digit.", answer, (number,), tuple(others))
 
 
+def second(rng: random.Random) -> Question:
+    number = rng.randint(1000, 9999)
+    first_digit, answer, *others = str(number)
+    text = f"What is the second digit of {number}? Give only the digit."
+    return Question(text, answer, (number,), (first_digit, *others))
+
+
+def repeated(rng: random.Random) -> Question:
+    answer, *others = rng.sample(range(1, 21), 3)
+    numbers = [answer, answer, *others]
+    rng.shuffle(numbers)
+    listed = ", ".join(map(str, numbers))
+    text = f"Which number comes twice in {listed}? Give only the number."
+    return Question(text, str(answer), tuple(sorted(numbers)), tuple(map(str, others)))
+
+
 def largest_digit(rng: random.Random) -> Question:
     digits = rng.sample("0123456789", 4)
     number = "".join(digits)
@@ -129,6 +145,8 @@ TASKS = {
     "sort": Task(sort, verifier="puzzle"),
     "last": Task(last, shows_one=False),  # of the fruit fly
     "largest_digit": Task(largest_digit, shows_one=False),  # of the fruit fly
+    "second": Task(second),
+    "repeated": Task(repeated),
     "reverse": Task(reverse),
     "calculator": Task(calculator, turns=EXAMPLES),  # a call of the tool calculator answers it
 }

@@ -52,6 +52,8 @@ TASKS = {
     "sort": Task("tasks/sort", flags=("--remap_verifier", "learned=puzzle")),
     "last": Task("tasks/last", target=0.4, flags=LEARNED),
     "largest_digit": Task("tasks/largest_digit", flags=LEARNED),
+    "second": Task("tasks/second", flags=LEARNED),
+    "repeated": Task("tasks/repeated", target=0.75, flags=LEARNED),
     "reverse": Task("tasks/reverse", flags=LEARNED),
     "calculator": Task("tasks/calculator", flags=(*LEARNED, *CALCULATOR)),
     "guess": Task("guess", target=1.0, flags=tuple(GUESS), measured=SCORE),
@@ -84,7 +86,7 @@ SCALES = {
     ),
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",
-        tasks=("largest", "differences", "remainders", "last", "calculator"),  # those that calibrate finds fit
+        tasks=("largest", "last", "second", "repeated", "calculator"),  # fit, and learned within 4 minutes
         steps=8,
         evaluate_every=2,
         flags=(
