@@ -380,6 +380,7 @@ def test_studies_that_differ_in_their_tasks_are_one_record(tmp_path, monkeypatch
         with pytest.raises(SystemExit) as end:
             study_program.main()
         assert end.value.code == 0 and re.search(rf"^x +\{value} ", capsys.readouterr().out, re.MULTILINE)
+    assert {task for task, _, _ in both.of_tasks(["t"]).runs} == {"t"}
     with pytest.raises(record.RecordError, match="no task z: there are t, u"):
         both.of_tasks(["z"])
 
@@ -623,18 +624,21 @@ def test_a_stopped_study_leaves_no_run_behind(small, tmp_path, how):
         process_group=0,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
-    family = [psutil.Process(process.pid)]
-    while len(family) < 3:  # the study, its worker and the worker's run
-        assert process.poll() is None
-        time.sleep(0.05)
-        family = [family[0], *family[0].children(recursive=True)]
-    number = signal.Signals[how]
-    if how == "SIGINT":
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    _, told = process.communicate()
-    _, alive = psutil.wait_procs(family[1:], timeout=10)
+    study_process = psutil.Process(process.pid)
+    family: list[psutil.Process] = []
+    try:
+        while len(family) < 2:  # its worker and the worker's run; git has ended before
+            assert process.poll() is None
+            time.sleep(0.05)
+            family = study_process.children(recursive=True)
+        if how == "SIGINT":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.Signals[how])
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     rows = record.read([path])
     assert list(rows.arms) == ["base"] and not rows.runs and not rows.failures
