@@ -124,8 +124,8 @@ def test_endpoints_by_hand():
     assert (values["final"], values["sampled"], values["collapsed"]) == (0.9, 3.0, 0)
     late = endpoints.endpoints(curve([0.0, 0.5, 0.1]), 0.9)
     assert (late["steps"], late["tokens"], late["collapsed"]) == (4, 10, 1)  # censored at the horizon
-    with pytest.raises(ValueError, match="before the first step"):
-        endpoints.endpoints(curve([0.5, 0.6]), 0.5)
+    there = endpoints.endpoints(curve([0.5, 0.6]), 0.5)
+    assert (there["steps"], there["tokens"], there["seconds"]) == (0, 0, 0)  # censored at the start
 
 
 def test_a_task_has_metrics_of_its_own():
@@ -560,6 +560,19 @@ def test_a_run_that_was_stopped_is_a_failure(tmp_path, monkeypatch):
     row = lane.run(job)
     assert row["kind"] == "failure" and row["code"] == 0
     assert row["log"].endswith("stopped by signal 15\n\nit made 2 steps, and a run of the study makes 3")
+
+
+def test_sampled_accuracy_has_its_interval():
+    """Seeds 0.1 and 0.3 in the mean over two tasks: 0.2, and t(0.975, 1) = 12.7062 times 0.1."""
+    assert report.reach_of(np.array([[0.0, 0.2], [0.2, 0.4]])) == "0.200 ± 1.271"
+    assert report.reach_of(np.array([[0.0], [0.2]])) == "0.100"
+
+
+def test_targets_out_of_reach_on_both_sides_are_told(tmp_path):
+    """Two of four runs are there at the start."""
+    path = write(tmp_path / "r.jsonl", rows_of({"base": [0.5, 0.95, 0.6, 0.92]}))
+    text, _ = report.text_of(record.read([path]))
+    assert re.search(r"^t +base +0.90 +2/4 +2.0 \[.*; 2 of them before the first step$", text, re.MULTILINE)
 
 
 def test_an_endpoint_that_no_run_has_is_a_dash(recwarn):

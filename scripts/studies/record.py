@@ -43,7 +43,7 @@ class Record:
     """The rows of a record, by kind."""
 
     study: dict[str, Any] = field(default_factory=dict)  # of several studies the first, with the tasks of all
-    hashes: set[str] = field(default_factory=set)  # of the studies
+    commits: dict[str, str] = field(default_factory=dict)  # of the studies, by their hashes
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     runs: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)  # (task, arm, seed)
     failures: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Record:
             if self.study and self.study["hash"] != row["hash"]:
                 raise RecordError("the file has rows of two studies")
             self.study = row
-            self.hashes.add(row["hash"])
+            self.commits[row["hash"]] = row["commit"]
         elif kind == "arm":
             known = self.arms.setdefault(row["name"], row)
             if known != row:
@@ -91,7 +91,7 @@ class Record:
                     raise RecordError(f"the studies differ in {name} of {task}: {value} and {other_value}")
         if mine:
             self.study = mine | joined
-        self.hashes |= other.hashes
+        self.commits |= other.commits
         for rows in (other.arms, other.failures, other.runs):
             for row in rows.values():
                 self.take(row)
@@ -158,7 +158,7 @@ def check(record: Record) -> None:
     first_of_diff: dict[str, str] = {}
     for row in (*record.runs.values(), *record.failures.values()):
         task, arm, seed = row["task"], row["arm"], row["seed"]
-        if row["study"] not in record.hashes:
+        if row["study"] not in record.commits:
             raise RecordError(f"run {task} {arm} {seed} is of another study")
         if task not in record.study["tasks"] or arm not in record.arms:
             raise RecordError(f"run {task} {arm} {seed} has a task or an arm that the record lacks")

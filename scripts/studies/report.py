@@ -14,6 +14,7 @@ from scripts.studies.statistics import Comparison, Interval
 CONTROLS = tasks.CONTROL_NAMES
 NOISE = 2.8  # standard deviations of a run that the difference of two runs stays within, 19 times in 20
 SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "turns", "collapsed")  # those that a record has
+WITH_INTERVAL = "sampled"  # shown with its own: a difference's is in the lines of the differences
 FEW = 6  # arms whose bands can be told apart
 ROWS_OF_LEGEND = 14
 COLOURS = 10  # of matplotlib
@@ -85,10 +86,11 @@ def head_lines(rows: Record) -> list[str]:
     """What was studied."""
     study = rows.study
     names = ", ".join(study["tasks"])
-    hashes = ", ".join(sorted(text[:12] for text in rows.hashes))
+    hashes = ", ".join(text[:12] for text in rows.commits)
+    commits = ", ".join(dict.fromkeys(text[:12] for text in rows.commits.values()))
     return [
         f"study {hashes}: tasks {names}; scale {study['scale']}; {study['steps']} steps",
-        f"commit {study['commit'][:12]}; {len(rows.runs)} runs, {len(rows.failed)} failed",
+        f"commit {commits}; {len(rows.runs)} runs, {len(rows.failed)} failed",
         f"endpoint: {PRIMARY}, {ENDPOINTS[PRIMARY].removeprefix('primary: ')}",
     ]
 
@@ -97,7 +99,7 @@ def level_lines(rows: Record, arms: list[str]) -> list[str]:
     """A row for each arm: its own endpoints, means over its tasks and seeds."""
     head = f"{'arm':24} seeds  {PRIMARY:>6}"
     shown = [name for name in SHOWN if name in rows.study.get("endpoints", SHOWN)]
-    lines = [head + "".join(f" {name:>9}" for name in shown)]
+    lines = [head + "".join(f" {name:>{width_of(name)}}" for name in shown)]
     for arm in arms:
         seeds = paired_seeds(rows, arm, arm)
         if not seeds:
@@ -106,12 +108,27 @@ def level_lines(rows: Record, arms: list[str]) -> list[str]:
         level = endpoint_table(rows, arm, seeds, PRIMARY)
         line = f"{arm:24} {len(seeds):5}  {level.mean():6.3f}"
         for name in shown:
-            line += f" {mean_or_dash(endpoint_table(rows, arm, seeds, name)):>9}"
+            values = endpoint_table(rows, arm, seeds, name)
+            text = reach_of(values) if name == WITH_INTERVAL else mean_or_dash(values)
+            line += f" {text:>{width_of(name)}}"
         middle = statistics.iqm_interval(level)
         if middle is not None:
             line += f"   interquartile mean {middle.value:.3f} [{middle.low:.3f}, {middle.high:.3f}]"
         lines.append(line)
     return lines
+
+
+def width_of(name: str) -> int:
+    """The width of an endpoint's column."""
+    return 14 if name == WITH_INTERVAL else 9
+
+
+def reach_of(values: np.ndarray) -> str:
+    """A mean over tasks and seeds, and how far its 95 % t interval over seeds reaches to both sides."""
+    interval = statistics.t_interval(values.mean(axis=0))
+    if math.isinf(interval.high):  # one seed
+        return f"{interval.value:.3f}"
+    return f"{interval.value:.3f} ± {interval.high - interval.value:.3f}"
 
 
 def mean_or_dash(values: np.ndarray) -> str:
@@ -143,7 +160,8 @@ def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]
 
 def beat_lines(rows: Record, arms: list[str]) -> list[str]:
     """The numbers to beat: for each task what the base, and each arm that is better than it, took to the target, as
-    means over seeds with their t intervals. A run that does not reach the target counts its whole horizon."""
+    means over seeds with their t intervals. A run that does not reach the target counts its whole horizon, one that is
+    there before its first step 0."""
     lines = ["to the target, by the base and the arms that are better: mean over seeds and its 95 % t interval"]
     lines.append(f"{'task':14} {'arm':14} target  reached  {'steps':20} {'tokens':26} seconds")
     for task in rows.study["tasks"]:
@@ -162,17 +180,20 @@ def beat_line(rows: Record, task: str, arm: str, seeds: list[int]) -> str:
     """What an arm took to the target of a task."""
     target = rows.study["targets"][task]
     reached = 0
+    at_start = 0
     ends: dict[str, list[float]] = {"steps": [], "tokens": [], "seconds": []}
     for seed in seeds:
         row = rows.runs[task, arm, seed]
         reached += max(row["curve"]["held_out"]) >= target
+        at_start += row["curve"]["held_out"][0] >= target
         for name, values in ends.items():
             values.append(row["endpoints"][name])
     share = f"{reached}/{len(seeds)}"
     steps = level(ends["steps"])
     tokens = level(ends["tokens"])
     seconds = level(ends["seconds"])
-    return f"{task:14} {arm:14} {target:6.2f}  {share:>7}  {steps:20} {tokens:26} {seconds}"
+    early = f"; {at_start} of them before the first step" if at_start else ""
+    return f"{task:14} {arm:14} {target:6.2f}  {share:>7}  {steps:20} {tokens:26} {seconds}{early}"
 
 
 def level(values: list[float]) -> str:
