@@ -268,13 +268,23 @@ def rows_of(areas, task="t", commit="c", **others):
             row = {"kind": "run", "study": study["hash"], "task": task, "arm": arm, "seed": seed}
             row["run_seed"] = seed + tasks.AGAIN_SHIFT * (arm == tasks.AGAIN)
             row |= measured(curve([value] * 3)) | {"code": "of no diff", "packages": {}, "processor": "p"}
-            rows.append(row | {"omp_num_threads": "1", "data_hash": "d", "model_hash": "m", "weights": "w"})
+            row |= {"omp_num_threads": "1", "data_hash": "d", "model_hash": "m"}
+            rows.append(row | {"weights": f"of area {value}"})
     return rows
 
 
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_an_arm_that_changes_nothing_is_told(tmp_path):
+    """All of its runs end with the weights of the base."""
+    rows = rows_of({"base": [0.5, 0.6, 0.55], "idle": [0.5, 0.6, 0.55], "x": [0.5, 0.6, 0.6]})
+    rows[-1]["weights"] = "others"
+    text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    assert re.search("^idle +the same: its 3 runs end with the weights of base, to the bit$", text, re.MULTILINE)
+    assert re.search(r"^x +\+0.017 .* cannot tell", text, re.MULTILINE)
 
 
 def test_verdicts_in_words(tmp_path):
@@ -756,6 +766,10 @@ def test_the_page_claims_what_its_rows_say(section):
         for base in [None, *re.findall(r"--base (\w+)", section)]:
             if base is None or base in rows.arms:
                 said += report.text_of(rows, base)[0]
+    for words in re.findall(r"`study.py table (scripts/[^`]+)`", " ".join(section.split())):
+        options = study_program.parser().parse_args(["table", *words.split()])
+        rows = record.read([REPO / path for path in options.records])
+        said += report.text_of(rows.of_tasks(options.tasks or rows.study["tasks"]), options.base)[0]
     claims = SIGNED.findall(" ".join(section.split()))
     assert claims
     assert [claim for claim in claims if claim not in said] == []

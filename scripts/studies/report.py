@@ -68,7 +68,7 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     comparisons = comparisons_of(rows, ideas, base)
     holm = f"Holm over {len(comparisons)} arms"
     lines.append(f"difference from {base}, paired by task and seed: 95 % t interval over seeds; {holm}")
-    lines += comparison_lines(comparisons, base)
+    lines += comparison_lines(rows, comparisons, base)
     better = [arm for arm, result in comparisons.items() if result.verdict == "better"]
     lines += ["", *beat_lines(rows, [base, *better])]
     fit = True
@@ -137,10 +137,27 @@ def mean_or_dash(values: np.ndarray) -> str:
     return f"{there.mean():.3g}" if there.size else "-"
 
 
-def comparison_lines(comparisons: dict[str, Comparison], base: str) -> list[str]:
+def same_weights(rows: Record, arm: str, base: str) -> int:
+    """The number of runs of an arm that the base has too, if all of them end with the base's weights. Else 0."""
+    count = 0
+    for (task, name, seed), row in rows.runs.items():
+        twin = rows.runs.get((task, base, seed))
+        if name != arm or twin is None:
+            continue
+        if twin["weights"] != row["weights"]:
+            return 0
+        count += 1
+    return count
+
+
+def comparison_lines(rows: Record, comparisons: dict[str, Comparison], base: str) -> list[str]:
     """A line in words for each arm."""
     lines = []
     for arm, result in comparisons.items():
+        same = same_weights(rows, arm, base)
+        if same:
+            lines.append(f"{arm:24} the same: its {same} runs end with the weights of {base}, to the bit")
+            continue
         if result.seeds == 1:
             lines.append(f"{arm:24} {show(result.difference)}  cannot tell: one seed")
             continue
