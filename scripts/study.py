@@ -175,15 +175,24 @@ def check_options(options: argparse.Namespace, study: dict[str, Any]) -> None:
             raise RecordError(f"{options.out} is a study with --{name} {given}: {asked} differs")
 
 
-def check_processor(rows: Record) -> None:
-    """Raises RecordError if the record's runs are of another processor than this: no row of this one fits them."""
+def check_machine(rows: Record) -> None:
+    """Raises RecordError if the record's runs are of another processor or of other packages than are here: no row made
+    here fits them."""
     here = lanes.processor()
     for row in rows.runs.values():
         there = row["processor"]
+        packages = row["packages"]
         if there != here:
             raise RecordError(
                 f"the runs of --out are of {there}, and this is {here}: begin a record with another --out"
             )
+        for name, version in packages.items():
+            installed = lanes.version_of(name)
+            if installed != version:
+                raise RecordError(
+                    f"the runs of --out are of {name} {version}, and here is {installed}: begin a record with "
+                    "another --out"
+                )
 
 
 def tell_of_code(commit: str) -> None:
@@ -210,12 +219,12 @@ class Running:
     def done(self, row: dict[str, Any]) -> None:
         """Take the row of a run that has ended."""
         row = {"kind": row["kind"], "study": self.rows.study["hash"], **row}
+        record.check_one_more(self.rows, row)  # before it is in the file, which it would make unreadable
         self.rows.take(row)
-        record.check(self.rows)  # before it is in the file, which it would make unreadable
         self.append(row)
         self.count += 1
         print(self.line(row), flush=True)
-        if row["arm"] not in self.warned:
+        if row["kind"] == "run" and row["arm"] not in self.warned:
             self.warned.add(row["arm"])
             for warning in row.get("warnings", ()):
                 print(f"arm {row['arm']}: WARNING: {warning}", flush=True)
@@ -247,7 +256,7 @@ def run(options: argparse.Namespace) -> bool:
             rows.take(describe_study(options))
         study = rows.study
         check_options(options, study)
-        check_processor(rows)
+        check_machine(rows)
         arms = arms_of(options, rows)
         tell_of_code(study["commit"])
         with tempfile.TemporaryDirectory(prefix="study-") as name:
@@ -283,7 +292,7 @@ def table(options: argparse.Namespace) -> bool:
     text, fit = report.text_of(rows, options.base)
     print(text)
     if options.plot:
-        report.draw(rows, options.plot)
+        report.draw(rows, options.plot, options.base)
         print(f"wrote {options.plot}")
     return fit
 
@@ -303,7 +312,7 @@ def replay(options: argparse.Namespace) -> bool:
     old = rows.runs[task, name, seed]
     arm = arm_of(rows, name)
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
-        copy = arms_part.make_copy(arm, rows.study["commit"], Path(folder))
+        copy = arms_part.make_copy(arm, rows.commits[old["study"]], Path(folder))
         with lanes.Lane(0, rows.study["threads"], Path(folder), {arm.name: copy}) as lane:
             new = lane.run(job_of(rows.study, task, arm, seed))
     if new["kind"] == "failure":

@@ -45,6 +45,15 @@ def test_the_t_interval_covers_95_percent(kind, n):
     assert 0.93 <= covered <= 0.97
 
 
+def test_differences_that_are_equal_but_for_rounding():
+    """Arms that learn nothing have the same area for each seed: the t test would divide by what float64 rounds."""
+    values = [0.7 - 0.6, 0.4 - 0.3, 0.2 - 0.1]
+    assert 0 < np.std(values, ddof=1) < 1e-15
+    assert statistics.t_test(values) == 0.25  # three of three signs
+    assert statistics.seeds_needed(0.1, float(np.std(values, ddof=1))) == 6
+    assert statistics.seeds_needed(1e-17, 0.0) is None
+
+
 def test_the_t_interval_is_scipys():
     values = [0.1, 0.4, -0.2, 0.3]
     expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
@@ -157,6 +166,7 @@ def test_arms_are_read():
         "x@scripts/forks/nothing.diff": "no file",
         "x: 3": "write NAME",
         ": --beta 1": "write NAME",
+        "mine/x: --beta 1": "A name has no /",  # its log would be in another folder
         "x@no-such-branch": "no branch no-such-branch",
         "x@HEAD: --beta 1": "Begin it on the code without the idea",  # HEAD is the study's commit, so the base has it
     }.items():
@@ -380,7 +390,7 @@ def test_a_seed_counts_when_both_arms_have_it(tmp_path):
 def test_studies_that_differ_in_their_tasks_are_one_record(tmp_path, monkeypatch, capsys):
     """Of other commits too, if the code of the runs is the same. The base's area is the mean over the tasks."""
     first = write(tmp_path / "t", rows_of({"base": [0.5, 0.7], "x": [0.6, 0.8]}))
-    second = write(tmp_path / "u", rows_of({"base": [0.3, 0.3], "x": [0.3, 0.3]}, "u", commit="d"))
+    second = write(tmp_path / "u", rows_of({"base": [0.3, 0.3], "x": [0.2, 0.4]}, "u", commit="d"))
     both = record.read([first, second])
     assert list(both.study["tasks"]) == ["t", "u"]
     assert report.comparisons_of(both, ["x"], "base")["x"].difference.value == pytest.approx(0.05)
@@ -541,6 +551,46 @@ def test_a_row_that_does_not_fit_is_not_written(tmp_path):
     with pytest.raises(record.RecordError, match="another packages"):
         running.done(second | {"wall_seconds": 1.0, "packages": {"torch": "3"}})
     assert len(written) == 1
+    running.done(second | {"wall_seconds": 1.0})  # of another lane: it fits
+    assert len(written) == 2
+
+
+def test_a_row_passes_its_own_check(tmp_path):
+    """The curve of a row has five digits, and its endpoints are of these: it reaches 0.9."""
+    nearly = curve([0.5, 0.899997, 0.6])
+    (tmp_path / "environment.json").write_text(
+        json.dumps({"data_hash": "d", "model_hash": "m", "packages": {}, "omp_num_threads": "1"})
+    )
+    job = lanes.Job("t", arms.Arm("base"), 1, 1, (), 0.9, steps=4)
+    facts = lanes.facts_of(tmp_path, job, nearly)
+    assert facts["curve"]["held_out"] == [0.5, 0.9, 0.6] and facts["endpoints"]["steps"] == 2
+    rows = rows_of({"base": [0.5]})
+    rows[-1] |= {name: facts[name] for name in ("curve", "endpoints")}
+    assert record.read([write(tmp_path / "r.jsonl", rows)]).runs
+
+
+def test_rows_that_name_another_verifier_have_other_data(tmp_path):
+    """However the flag is written."""
+    rows = rows_of({"base": [0.5], "coin": [0.4], "late": [0.4]})
+    rows[3]["flags"] = ["--remap-verifier=learned=coin"]
+    rows[4]["data_hash"] = "of other verifiers"
+    rows[5]["flags"] = ["--remap_verifier", "learned=coin"]
+    rows[6]["data_hash"] = "of yet others"
+    assert len(record.read([write(tmp_path / "r.jsonl", rows)]).runs) == 3
+
+
+def test_files_that_flags_name_are_the_same_in_all_runs_of_an_arm(tmp_path):
+    """The code hash has the four files and the parts alone."""
+    (tmp_path / "judge.py").write_text("pass\n")
+    flags = ("--reward_file", "judge.py", "--env_file=judge.py", "--x", "none.py")
+    digest = hashlib.sha256(b"pass\n").hexdigest()
+    assert arms.hashes_of_files(tmp_path, flags) == {"judge.py": digest}
+    rows = rows_of({"base": [0.5, 0.6]})
+    rows[-1]["files"] = {"judge.py": digest}  # the first row is of before
+    record.read([write(tmp_path / "r.jsonl", rows)])
+    rows[-2]["files"] = {"judge.py": "another"}
+    with pytest.raises(record.RecordError, match="another judge.py of t of base"):
+        record.read([write(tmp_path / "r.jsonl", rows)])
 
 
 def test_a_run_that_was_stopped_is_a_failure(tmp_path, monkeypatch):
@@ -568,7 +618,7 @@ def test_a_run_that_was_stopped_is_a_failure(tmp_path, monkeypatch):
     Worker.stdin = Worker.stdout = Worker()
     monkeypatch.setattr(lane, "start", Worker)
     row = lane.run(job)
-    assert row["kind"] == "failure" and row["code"] == 0
+    assert row["kind"] == "failure" and row["code"] == 0 and not run_dir.exists()
     assert row["log"].endswith("stopped by signal 15\n\nit made 2 steps, and a run of the study makes 3")
 
 
@@ -745,6 +795,8 @@ def test_warnings_of_an_arms_code_are_told_once(tmp_path, capsys):
     (text,) = lanes.OF_THE_COPY.findall("dtype x\nrank 0: WARNING: this copy of grpo.py: odd; fine if you meant it\n")
     study_row, arm_row, *runs = rows_of({"x": [0.1, 0.2]})
     running = study_program.Running(record_of(study_row, arm_row), lambda row: None, 2)
+    failure = {name: runs[0][name] for name in ("study", "task", "arm")}
+    running.done(failure | {"kind": "failure", "seed": 3, "code": 1, "log": ""})
     for row in runs:
         running.done(row | {"wall_seconds": 1.0, "warnings": [text]})
     assert capsys.readouterr().out.count("arm x: WARNING: this copy of grpo.py: odd; fine if you meant it\n") == 1
@@ -838,3 +890,45 @@ def test_no_run_is_added_to_a_record_of_another_processor(tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match="and this is another: begin a record with another --out"):
         study_program.main()
     assert path.read_bytes() == before
+
+
+def test_no_run_is_added_to_a_record_of_other_packages(tmp_path, monkeypatch):
+    rows = rows_of({"base": [0.5]})
+    rows[-1] |= {"processor": lanes.processor(), "packages": {"torch": "0.4"}}
+    path = write(tmp_path / "study.jsonl", rows)
+    before = path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["study.py", "run", "--out", str(path), "--arms", "base", "--seeds", "1-3"])
+    with pytest.raises(SystemExit, match=f"of torch 0.4, and here is {re.escape(lanes.version_of('torch'))}: begin"):
+        study_program.main()
+    assert path.read_bytes() == before
+    assert lanes.version_of("no-such-package") == "none"
+
+
+def test_a_row_is_made_again_with_the_code_of_its_own_study(tmp_path, monkeypatch):
+    """Of two records that are read as one."""
+    paths = [write(tmp_path / "t", rows_of({"base": [0.5]}))]
+    paths.append(write(tmp_path / "u", rows_of({"base": [0.5]}, "u", commit="d")))
+
+    def no_copy(arm, commit, folder):
+        raise arms.ArmError(f"asked for {commit}")
+
+    monkeypatch.setattr(arms, "make_copy", no_copy)
+    for task, commit in (("t", "c"), ("u", "d")):
+        monkeypatch.setattr(sys, "argv", ["study.py", "replay", *map(str, paths), "--task", task])
+        with pytest.raises(SystemExit, match=f"asked for {commit}"):
+            study_program.main()
+
+
+def test_the_base_that_is_named_is_black(tmp_path, monkeypatch):
+    drawn = {}
+
+    def draw_arm(axis, curves, number, label, has_band):
+        axis.plot([0], label=label)
+        drawn[label] = number
+
+    monkeypatch.setattr(report, "draw_arm", draw_arm)
+    rows = record.read([write(tmp_path / "r.jsonl", rows_of({"base": [0.5], "x": [0.5], "y": [0.5]}))])
+    report.draw(rows, tmp_path / "plot.png", "y")
+    assert drawn == {"y (1)": 0, "base (1)": 1, "x (1)": 2}
+    report.draw(rows, tmp_path / "plot.png")
+    assert drawn == {"base (1)": 0, "x (1)": 1, "y (1)": 2}

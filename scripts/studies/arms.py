@@ -13,6 +13,7 @@ import io
 import os
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +60,10 @@ def parse_arm(text: str, commit: str) -> Arm:
     script = "grpo.py"
     if words and words[0] in SCRIPTS:
         script = words.pop(0)
-    if not name or words and not words[0].startswith("--"):
-        raise ArmError(f"arm {text!r}: write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS")
+    if not name or "/" in name or words and not words[0].startswith("--"):
+        raise ArmError(
+            f"arm {text!r}: write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS. A name has no /"
+        )
 
     for word in words:
         flag = name_of(word)
@@ -122,6 +125,17 @@ def code_hash(folder: Path) -> str:
         digest.update(f"{path.relative_to(folder)}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def hashes_of_files(folder: Path, flags: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of the Python files of a copy that a run's flags name, as --reward_file and --env_file do: the code hash
+    has the four files and the parts alone."""
+    hashes = {}
+    for word in flags:
+        path = folder / word.rpartition("=")[2]
+        if word.endswith(".py") and path.is_file():
+            hashes[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def name_of(word: str) -> str:

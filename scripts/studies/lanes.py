@@ -1,6 +1,8 @@
 """Runs of a study side by side: each lane is a thread that hands one run after the other to the worker of its copy."""
 
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import queue
@@ -122,17 +124,24 @@ class Lane:
         row["wall_seconds"] = round(time.perf_counter() - start, 1)
         row["cpu_seconds"] = round(answer["cpu_seconds"], 1)
         if answer["code"]:
-            return row | {"kind": "failure", "code": answer["code"], "log": told(log, self.folder)[-LOG_TAIL:]}
+            row |= {"kind": "failure", "code": answer["code"], "log": told(log, self.folder)[-LOG_TAIL:]}
+        else:
+            row |= self.row_of_end(job, copy, run_dir, log)
+        shutil.rmtree(run_dir, ignore_errors=True)  # a failed run may have none
+        log.unlink()
+        return row
+
+    def row_of_end(self, job: Job, copy: Path, run_dir: Path, log: Path) -> dict[str, Any]:
+        """What the row of a run that ended by itself says of it: a failure if it has not made all of its steps."""
         curve = curve_in(run_dir, job)
         done = len(curve.tokens)
         if done != job.steps:  # a signal ends a run as if it were done, and flags may change its number of rollouts
             words = f"it made {done} steps, and a run of the study makes {job.steps}"
-            return row | {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
-        row |= facts_of(run_dir, job, curve)
+            return {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
+        row = facts_of(run_dir, job, curve)
         row["warnings"] = OF_THE_COPY.findall(log.read_text())
         row["code"] = arms_part.code_hash(copy)
-        shutil.rmtree(run_dir)
-        log.unlink()
+        row["files"] = arms_part.hashes_of_files(copy, job.flags)
         return row
 
 
@@ -155,6 +164,15 @@ def processor() -> str:
     return " ".join([words.get("model name", "unknown"), words.get("model", ""), *kinds])
 
 
+@functools.cache
+def version_of(package: str) -> str:
+    """The version of a package that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
 def curve_in(run_dir: Path, job: Job) -> Curve:
     """The curve of a run's directory."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -171,8 +189,9 @@ def facts_of(run_dir: Path, job: Job, curve: Curve) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": "run", "weights": digest.hexdigest(), "processor": processor()}
     for name in ("data_hash", "model_hash", "packages", "omp_num_threads"):
         facts[name] = environment[name]
-    facts["endpoints"] = endpoints(curve, job.target)
-    facts["curve"] = {name: [short(value) for value in values] for name, values in asdict(curve).items()}
+    kept = {name: [short(value) for value in values] for name, values in asdict(curve).items()}
+    facts["curve"] = kept
+    facts["endpoints"] = endpoints(Curve(**kept), job.target)  # of the values that the row has: it is checked by them
     return facts
 
 

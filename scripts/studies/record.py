@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from scripts.studies.arms import name_of
 from scripts.studies.endpoints import Curve, endpoints
 from scripts.studies.tasks import AGAIN, AGAIN_SHIFT
 
@@ -167,11 +168,13 @@ def check(record: Record) -> None:
         check_run(record, row)
         facts = {(name,): row[name] for name in SAME}
         facts |= {(name, task): row[name] for name in SAME_IN_TASK}
-        if "--remap_verifier" in record.arms[arm]["flags"]:  # says that its rows name another verifier
+        if "remap_verifier" in map(name_of, record.arms[arm]["flags"]):  # says that its rows name another verifier
             facts["data_hash", task, arm] = facts.pop(("data_hash", task))
         owner = first_of_diff.setdefault(record.arms[arm]["diff"], arm)
         facts["code", owner] = row["code"]  # arms without a diff have the base's
         facts["evaluated", task] = row["curve"]["evaluated"]
+        for name, digest in row.get("files", {}).items():  # rows of before have none
+            facts[name, task, arm] = digest
         for name, value in facts.items():
             first = shared.setdefault(name, value)
             if first != value:
@@ -179,6 +182,14 @@ def check(record: Record) -> None:
                     f"run {task} {arm} {seed} has another {' of '.join(name)} than the runs before it, {value} and not "
                     f"{first}: differences would not be the arms'. Keep such rows in a file of their own"
                 )
+
+
+def check_one_more(record: Record, row: dict[str, Any]) -> None:
+    """Raises RecordError if a record with this row would not pass `check`. The record is left as it is: a row that does
+    not fit takes no other with it."""
+    longer = replace(record, runs=dict(record.runs), failures=dict(record.failures))
+    longer.take(row)
+    check(longer)
 
 
 def check_run(record: Record, row: dict[str, Any]) -> None:

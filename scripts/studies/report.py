@@ -337,9 +337,9 @@ def replayed(rows: Record, old: dict[str, Any], new: dict[str, Any]) -> tuple[st
     return "\n".join(lines), holds
 
 
-def draw(rows: Record, path: Path) -> None:
+def draw(rows: Record, path: Path, base: str | None = None) -> None:
     """Mean held-out curve of each arm, a panel for each task. With up to FEW arms a band of a standard error on both
-    sides. The base is black."""
+    sides. The base is black: the record's first arm where none is named."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -349,6 +349,7 @@ def draw(rows: Record, path: Path) -> None:
     is_score = any(rows.study.get("measured", {}).values())
     run = {arm for _, arm, _ in rows.runs}
     shown = [arm for arm in rows.arms if arm in run]
+    shown.sort(key=lambda arm: arm != base)  # the base first, the others as they are
     has_bands = len(shown) <= FEW
     figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 4), squeeze=False, sharey=True)
     for axis, task in zip(axes[0], names, strict=True):
