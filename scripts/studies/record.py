@@ -103,10 +103,13 @@ class Record:
         if unknown:
             there = ", ".join(self.study["tasks"])
             raise RecordError(f"no task {', '.join(sorted(unknown))}: there are {there}")
-        tasks = {name: flags for name, flags in self.study["tasks"].items() if name in names}
-        runs = {key: row for key, row in self.runs.items() if key[0] in names}
-        failures = {key: row for key, row in self.failures.items() if key[0] in names}
-        return replace(self, study=self.study | {"tasks": tasks}, runs=runs, failures=failures)
+        chosen = Record(self.study, self.commits, self.arms)
+        chosen.study = self.study | {"tasks": {name: self.study["tasks"][name] for name in names}}
+        for rows in (self.failures, self.runs):
+            for (task, _, _), row in rows.items():
+                if task in names:
+                    chosen.take(row)
+        return chosen
 
     @property
     def failed(self) -> list[tuple[str, str, int]]:

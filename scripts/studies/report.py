@@ -88,11 +88,13 @@ def head_lines(rows: Record) -> list[str]:
     names = ", ".join(study["tasks"])
     hashes = ", ".join(text[:12] for text in rows.commits)
     commits = ", ".join(dict.fromkeys(text[:12] for text in rows.commits.values()))
-    return [
-        f"study {hashes}: tasks {names}; scale {study['scale']}; {study['steps']} steps",
-        f"commit {commits}; {len(rows.runs)} runs, {len(rows.failed)} failed",
-        f"endpoint: {PRIMARY}, {ENDPOINTS[PRIMARY].removeprefix('primary: ')}",
-    ]
+    scale = study["scale"]
+    steps = study["steps"]
+    meaning = ENDPOINTS[PRIMARY].removeprefix("primary: ")
+    lines = [f"study {hashes}: tasks {names}; scale {scale}; {steps} steps"]
+    lines.append(f"commit {commits}; {len(rows.runs)} runs, {len(rows.failed)} failed")
+    lines.append(f"endpoint: {PRIMARY}, {meaning}")
+    return lines
 
 
 def level_lines(rows: Record, arms: list[str]) -> list[str]:
