@@ -3,7 +3,7 @@
     python scripts/data/make_tasks.py                                            rows of the tasks
     python scripts/study.py calibrate --scale fly                                which tasks the model can learn
     python scripts/study.py run --out study.jsonl --seeds 1-8 --controls
-        --arms base "sapo@scripts/forks/sapo.diff: --loss_fn sapo" "async4: grpo_fast.py --async_steps 4"
+        --arms base "maxrl@scripts/forks/maxrl.diff: --advantage_normalization_type maxrl" "mini4: --num_mini_batches 4"
     python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
     python scripts/study.py replay study.jsonl [--task last --arm base --seed 3]    default: a random run
 
