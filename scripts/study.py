@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,18 @@ def check_machine(rows: Record) -> None:
                 )
 
 
+def check_files(scale: str, names: Collection[str]) -> None:
+    """Raises RecordError if the rows of a task or the model are not there: each run would fail, and a failure is
+    final."""
+    makers = {f"{tasks.SCALES[scale].model}/config.json": "python scripts/data/get_smollm2.py"}
+    for name in names:
+        task = tasks.TASKS[name]
+        makers[f"data/{task.data}/train.jsonl"] = task.maker
+    for path, maker in makers.items():
+        if not (arms_part.ROOT / path).exists():
+            raise RecordError(f"there is no {path}: run {maker}")
+
+
 def tell_of_code(commit: str) -> None:
     """Say which changes are in no arm."""
     head = arms_part.git("rev-parse", "HEAD").decode().strip()
@@ -258,6 +270,7 @@ def run(options: argparse.Namespace) -> bool:
         check_options(options, study)
         check_machine(rows)
         arms = arms_of(options, rows)
+        check_files(study["scale"], study["tasks"])
         tell_of_code(study["commit"])
         with tempfile.TemporaryDirectory(prefix="study-") as name:
             folder = Path(name)
@@ -310,6 +323,7 @@ def replay(options: argparse.Namespace) -> bool:
     task, name, seed = random.choice(keys)
     print(f"making {task} {name} seed {seed} again", flush=True)
     old = rows.runs[task, name, seed]
+    check_files(rows.study["scale"], [task])
     arm = arm_of(rows, name)
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, rows.commits[old["study"]], Path(folder))
@@ -331,6 +345,7 @@ def calibrate(options: argparse.Namespace) -> bool:
     """Tell which tasks a model can learn from: one step at learning rate 0."""
     scale = tasks.SCALES[options.scale or SCALE]
     names = options.tasks or scale.tasks
+    check_files(options.scale or SCALE, names)
     arm = Arm("calibrate")
     commit = arms_part.git("rev-parse", "HEAD").decode().strip()
     print("task          sampled  greedy  informative  fit")

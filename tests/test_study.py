@@ -866,6 +866,7 @@ def test_an_arm_whose_diff_does_not_apply_keeps_its_name_free(tmp_path, monkeypa
     path = tmp_path / "study.jsonl"
     bad = "--- a/grpo.py\n+++ b/grpo.py\n@@ -1 +1 @@\n-nothing\n+more\n"
     monkeypatch.setattr(arms, "read_diff", lambda name, source, commit: bad if source else "")
+    monkeypatch.setattr(study_program, "check_files", lambda scale, names: None)
     monkeypatch.setattr(sys, "argv", ["study.py", "run", "--out", str(path), "--arms", "base", "bad@x.diff"])
     with pytest.raises(SystemExit, match="arm .*: its diff does not apply"):
         study_program.main()
@@ -892,6 +893,29 @@ def test_no_run_is_added_to_a_record_of_another_processor(tmp_path, monkeypatch,
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "--out", "OUT"), "no data/tasks/largest_digit/train.jsonl: run python scripts/data/make_tasks.py"),
+        (("run", "--out", "OUT", "--scale", "smollm2"), "no models/SmolLM2.*: run python scripts/data/get_smollm2.py"),
+        (("calibrate", "--tasks", "second"), "no data/tasks/second/train.jsonl: run python scripts/data/make_tasks.py"),
+        (("calibrate", "--tasks", "guess_plain"), "make_guess.py --plain --out data/guess_plain"),
+    ],
+)
+def test_a_study_without_its_files_is_refused_at_start(tmp_path, monkeypatch, words, said):
+    """And begins no record: each run would fail, and a failure is final."""
+    (tmp_path / "scripts" / "studies").mkdir(parents=True)
+    (tmp_path / "scripts" / "studies" / "fly").symlink_to(REPO / "scripts" / "studies" / "fly")
+    commit = arms.git("rev-parse", "HEAD")
+    monkeypatch.setattr(arms, "ROOT", tmp_path)
+    monkeypatch.setattr(arms, "git", lambda *_: commit)
+    path = tmp_path / "study.jsonl"
+    monkeypatch.setattr(sys, "argv", ["study.py", *(str(path) if word == "OUT" else word for word in words)])
+    with pytest.raises(SystemExit, match=said):
+        study_program.main()
+    assert not path.exists() or path.read_text() == ""
+
+
 def test_no_run_is_added_to_a_record_of_other_packages(tmp_path, monkeypatch):
     rows = rows_of({"base": [0.5]})
     rows[-1] |= {"processor": lanes.processor(), "packages": {"torch": "0.4"}}
@@ -913,6 +937,7 @@ def test_a_row_is_made_again_with_the_code_of_its_own_study(tmp_path, monkeypatc
         raise arms.ArmError(f"asked for {commit}")
 
     monkeypatch.setattr(arms, "make_copy", no_copy)
+    monkeypatch.setattr(study_program, "check_files", lambda scale, names: None)
     for task, commit in (("t", "c"), ("u", "d")):
         monkeypatch.setattr(sys, "argv", ["study.py", "replay", *map(str, paths), "--task", task])
         with pytest.raises(SystemExit, match=f"asked for {commit}"):

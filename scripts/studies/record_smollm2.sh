@@ -2,17 +2,18 @@
 # The record of SmolLM2-135M-Instruct: the demo's task and two harder ones, all arms with the same seeds.
 #
 #   bash scripts/studies/record_smollm2.sh [--seeds 1-8] [--budget_minutes 60] [--jobs 1] [more flags of study.py run]
-#   python scripts/study.py table scripts/studies/records/smollm2.jsonl
+#   python scripts/study.py table scripts/studies/records/smollm2{,_repeated}.jsonl --tasks largest last repeated
 #
-# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed.
-# Rows of another processor than the file's are refused: smollm2.jsonl is of a Zen 3, smollm2_avx512.jsonl of a Zen 4
-# (--out scripts/studies/records/smollm2_avx512.jsonl).
+# It can be stopped at any time and goes on with the same line: what is done is in the files, seed by seed.
+# Rows of another processor than a file's are refused: smollm2.jsonl is of a Zen 3. The rows of a Zen 4 are in
+# smollm2_avx512.jsonl and smollm2_avx512_repeated.jsonl (RECORD=scripts/studies/records/smollm2_avx512).
+# `repeated` has a file of its own: it was added when the controls had shown that `differences` is hardly learned.
 # The base: 8 prompts x 8 samples, centered advantages, one update a step, no KL, token mean, float32.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 python scripts/data/get_smollm2.py
-[[ -d data/tasks/largest ]] || python scripts/data/make_tasks.py
+[[ -d data/tasks/repeated ]] || python scripts/data/make_tasks.py
 
 arms=(
     "base"
@@ -31,5 +32,8 @@ arms=(
     "dppo4@scripts/forks/dppo.diff: --loss_fn dppo --num_mini_batches 4"
     "lora: --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4"
 )
-python scripts/study.py run --out scripts/studies/records/smollm2.jsonl --scale smollm2 --seeds 1-8 --controls \
-    --tasks largest last differences --jobs 1 --arms "${arms[@]}" "$@"
+record=${RECORD:-scripts/studies/records/smollm2}
+python scripts/study.py run --out "$record.jsonl" --tasks largest last differences \
+    --scale smollm2 --seeds 1-8 --controls --jobs 1 --arms "${arms[@]}" "$@"
+python scripts/study.py run --out "${record}_repeated.jsonl" --tasks repeated \
+    --scale smollm2 --seeds 1-8 --controls --jobs 1 --arms "${arms[@]}" "$@"

@@ -15,6 +15,7 @@ class Task:
     target: float = 0.8  # held-out accuracy, for steps, tokens and seconds to it
     flags: tuple[str, ...] = ()
     measured: Mapping[str, str] = field(default_factory=dict)
+    maker: str = "python scripts/data/make_tasks.py"  # writes its rows
 
     @property
     def is_evaluated(self) -> bool:
@@ -56,8 +57,14 @@ TASKS = {
     "repeated": Task("tasks/repeated", target=0.75, flags=LEARNED),
     "reverse": Task("tasks/reverse", flags=LEARNED),
     "calculator": Task("tasks/calculator", flags=(*LEARNED, *CALCULATOR)),
-    "guess": Task("guess", target=1.0, flags=tuple(GUESS), measured=SCORE),
-    "guess_plain": Task("guess_plain", target=1.0, flags=tuple(GUESS), measured=SCORE),
+    "guess": Task("guess", target=1.0, flags=tuple(GUESS), measured=SCORE, maker="python scripts/data/make_guess.py"),
+    "guess_plain": Task(
+        "guess_plain",
+        target=1.0,
+        flags=tuple(GUESS),
+        measured=SCORE,
+        maker="python scripts/data/make_guess.py --plain --out data/guess_plain",
+    ),
 }
 
 BASE = """--num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --temperature 1.0 --beta 0
