@@ -286,10 +286,11 @@ def run(options: argparse.Namespace) -> bool:
             jobs = missing_jobs(rows, arms, seeds, options.retry_failed)
             total = len(seeds) * len(arms) * len(study["tasks"])
             done = total - len(jobs)
-            print(f"{done} of {total} runs are done; {len(jobs)} to do, {options.jobs} side by side", flush=True)
+            most = options.jobs or lanes.most_side_by_side(study["threads"], tasks.SCALES[study["scale"]].gib)
+            print(f"{done} of {total} runs are done; {len(jobs)} to do, {most} side by side", flush=True)
             running = Running(rows, append, len(jobs))
             until = running.begun + 60 * options.budget_minutes
-            work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(options.jobs)]
+            work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(most)]
             left = lanes.run_all(jobs, work, running.done, until)
     if left:
         print(f"{left} runs are left: the same line goes on")

@@ -1,5 +1,6 @@
 """scripts/study.py: its statistics cover what they promise, its arms are what they say, its rows can be made again."""
 
+import argparse
 import hashlib
 import json
 import math
@@ -914,6 +915,13 @@ def test_a_study_without_its_files_is_refused_at_start(tmp_path, monkeypatch, wo
     with pytest.raises(SystemExit, match=said):
         study_program.main()
     assert not path.exists() or path.read_text() == ""
+
+
+def test_as_many_runs_side_by_side_as_the_machine_holds(monkeypatch):
+    """8 processors and 20 GiB: 8 runs of a thread and 2 GiB, 2 of 4 threads, 2 of 8 GiB, and one of 30 GiB."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: argparse.Namespace(available=20 * 2**30))
+    assert [lanes.most_side_by_side(*of) for of in ((1, 2), (4, 2), (1, 8), (1, 30))] == [8, 2, 2, 1]
 
 
 def test_no_run_is_added_to_a_record_of_other_packages(tmp_path, monkeypatch):

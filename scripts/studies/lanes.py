@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from scripts.studies import arms as arms_part
 from scripts.studies.arms import Arm
 from scripts.studies.endpoints import Curve, curve_of, endpoints
@@ -162,6 +164,13 @@ def processor() -> str:
     flags = words.get("flags", "").split()
     kinds = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     return " ".join([words.get("model name", "unknown"), words.get("model", ""), *kinds])
+
+
+def most_side_by_side(threads: int, gib: float) -> int:
+    """How many runs of so many threads, and of so much memory each, the machine holds now: at least one."""
+    by_threads = (os.cpu_count() or 1) // threads
+    by_memory = int(psutil.virtual_memory().available / (gib * 2**30))
+    return max(1, min(by_threads, by_memory))
 
 
 @functools.cache

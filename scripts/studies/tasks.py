@@ -32,6 +32,7 @@ class Scale:
     steps: int
     evaluate_every: int
     flags: tuple[str, ...]
+    gib: int = 2  # of memory that a run takes, of grpo_fast.py with its engine
     rollouts: int = 64  # of a step: BASE has 8 prompts and 8 samples
     of_task: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # flags of a task at this scale
 
@@ -102,6 +103,7 @@ SCALES = {
             # a forward of the reference policy for the KL would be a sixth of a step
             *"--response_length 8 --learning_rate 2e-5 --no_load_ref_policy --pack_length 1024".split(),
         ),
+        gib=8,
         of_task={"largest": ("--learning_rate", "1e-5")},  # 2e-5 soon makes its policy sure of an answer
     ),
     "smollm2_player": Scale(
@@ -114,6 +116,7 @@ SCALES = {
             *ENGINE,
             *"--num_unique_prompts_rollout 4 --learning_rate 2e-5 --no_load_ref_policy --pack_length 1024".split(),
         ),
+        gib=8,
         rollouts=32,
     ),
 }
