@@ -812,17 +812,18 @@ SECTIONS = [text for text in re.split("(?m)^## ", PAGE.read_text()) if "(records
 
 @pytest.mark.parametrize("section", SECTIONS, ids=[text.partition("\n")[0] for text in SECTIONS])
 def test_the_page_claims_what_its_rows_say(section):
-    """A difference and its interval are in the table of a record that the section links, with a base that it names."""
-    said = ""
-    for name in set(re.findall(r"\]\((records/\w+\.jsonl)\)", section)):
-        rows = record.read([PAGE.parent / name])
-        for base in [None, *re.findall(r"--base (\w+)", section)]:
-            if base is None or base in rows.arms:
-                said += report.text_of(rows, base)[0]
+    """A difference and its interval are in the table of a record that the section links, or that a command of it reads,
+    with a base that it names."""
+    records = [record.read([PAGE.parent / name]) for name in re.findall(r"\]\((records/\w+\.jsonl)\)", section)]
     for words in re.findall(r"`study.py table (scripts/[^`]+)`", " ".join(section.split())):
         options = study_program.parser().parse_args(["table", *words.split()])
         rows = record.read([REPO / path for path in options.records])
-        said += report.text_of(rows.of_tasks(options.tasks or rows.study["tasks"]), options.base)[0]
+        records.append(rows.of_tasks(options.tasks or rows.study["tasks"]))
+    said = ""
+    for rows in records:
+        for base in [None, *re.findall(r"--base (\w+)", section)]:
+            if base is None or base in rows.arms:
+                said += report.text_of(rows, base)[0]
     claims = SIGNED.findall(" ".join(section.split()))
     assert claims
     assert [claim for claim in claims if claim not in said] == []
