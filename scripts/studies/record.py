@@ -161,7 +161,9 @@ def check(record: Record) -> None:
     shared: dict[tuple[str, ...], Any] = {}
     first_of_diff: dict[str, str] = {}
     for row in (*record.runs.values(), *record.failures.values()):
-        task, arm, seed = row["task"], row["arm"], row["seed"]
+        task = row["task"]
+        arm = row["arm"]
+        seed = row["seed"]
         if row["study"] not in record.commits:
             raise RecordError(f"run {task} {arm} {seed} is of another study")
         if task not in record.study["tasks"] or arm not in record.arms:
