@@ -94,7 +94,7 @@ SCALES = {
     ),
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",
-        tasks=("largest", "last", "second", "repeated", "calculator"),  # fit, and learned within 4 minutes
+        tasks=("largest", "last", "second", "repeated", "calculator"),  # those that are learned within 4 minutes
         steps=8,
         evaluate_every=2,
         flags=(
