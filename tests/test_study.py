@@ -362,7 +362,7 @@ def test_a_control_is_told_task_by_task(tmp_path):
     text, fit = report.text_of(record.read(paths))
     assert fit
     assert re.search(r"^  coin +-0.410 .* worse on t alone, 3 seeds$", text, re.MULTILINE)
-    assert re.search(r"^  coin +\+0.090 .* not told from the base on u alone, 3 seeds$", text, re.MULTILINE)
+    assert re.search(r"^  coin +\+0.090 .* cannot tell on u alone, 3 seeds$", text, re.MULTILINE)
 
 
 def test_the_noise_floor_is_that_of_the_base(tmp_path):

@@ -252,7 +252,7 @@ def control_lines_of_tasks(rows: Record, controls: list[str], base: str) -> list
         differences = endpoint_table(rows, arm, seeds, PRIMARY) - endpoint_table(rows, base, seeds, PRIMARY)
         for task, values in zip(rows.study["tasks"], differences, strict=True):
             interval = statistics.t_interval(values)
-            word = "worse" if interval.high < 0 else "not told from the base"
+            word = "worse" if interval.high < 0 else "cannot tell"
             lines.append(f"  {arm:22} {show(interval)}  {word} on {task} alone, {len(seeds)} seeds")
     return lines
 
