@@ -1,6 +1,6 @@
 """Checks, on a real GPU, of what was only compiled or simulated, and a page of their results and figures.
 
-    bash scripts/proof/gpu_hour.sh [--out DIR] [--tiny] [--only NAME ...] [--model DIR]
+    bash scripts/proof/gpu_hour.sh [--out DIR] [--tiny] [--short] [--only NAME ...] [--model DIR]
 
 The checks run one after the other. One that passed is not made again; one that failed is. DIR gets README.md (the
 page), a result and a log for each check, and the runs. Each check is a program in processes of its own, which end when
@@ -49,6 +49,7 @@ from scripts.proof import memory, roofline  # noqa: E402
 GPUS = torch.cuda.device_count()
 DEVICE = "cuda" if GPUS else "cpu"
 STEPS = 6  # of a short run
+TIMED = ("sleep", "mfu_large", "compiled_large")  # runs whose figures are held against the paper: long responses
 CHECK_S = 1200.0  # a check that takes longer has failed
 GAP = 0.05  # mean |learner - engine| logprob that a healthy run stays below
 CONTEXTS = 4 * memory.GIB  # of CUDA, its graphs and workspaces, believed
@@ -79,6 +80,7 @@ class Hour:
     out: Path
     tiny: bool
     real_model: Path | None = None  # of --model
+    short: bool = False
     child: Any = None  # the process of the check under way
 
     def run(self, name: str, command: list[str]) -> tuple[int, str]:
@@ -173,6 +175,10 @@ def flags_of(hour: Hour, name: str, path: Path) -> list[str]:
     reward_file.write_text(COIN)
     sizes = (4, 4, 96, 16, 128) if hour.tiny else (32, 8, 256, 512, 8192)
     prompts, samples, prompt, response, pack = sizes
+    if hour.short and not hour.tiny:
+        prompts = 16
+        if name not in TIMED:
+            response = 128
     text = f"""--model_name_or_path {path} --dataset_mixer_list {rows(hour)} 1.0 --output_dir {hour.out / "runs"}
         --exp_name {name} --overwrite --num_unique_prompts_rollout {prompts} --num_samples_per_prompt_rollout {samples}
         --max_prompt_token_length {prompt} --response_length {response} --pack_length {pack} --temperature 1.0
@@ -949,6 +955,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_hour", help="directory (runs/gpu_hour)")
     parser.add_argument("--tiny", action="store_true", help="tiny models, transformers' sampling: to try this program")
+    parser.add_argument("--short", action="store_true", help="fewer and shorter responses, for a quarter of an hour")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), help="these checks, also when they passed before")
     parser.add_argument("--model", type=Path, help="a chat model whose score must rise (models/SmolLM2-135M-Instruct)")
     parser.add_argument("--compare", choices=list(COMPARISONS), help=argparse.SUPPRESS)
@@ -960,7 +967,7 @@ def main() -> int:
         raise SystemExit("gpu_hour.py: no GPU is visible to torch; --tiny tries the program itself on a CPU")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    hour = Hour(out, options.tiny, options.model and options.model.resolve())
+    hour = Hour(out, options.tiny, options.model and options.model.resolve(), options.short)
     signal.signal(signal.SIGTERM, stop)
     try:
         for name, check in CHECKS.items():
