@@ -1432,8 +1432,7 @@ def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: tor
 def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
     """Run flex attention over a pack of `tokens`, forward and backward, with the first of FLEX_OPTIONS."""
     shared = tokens // 2
-    segment = tokens // 4
-    layout = Layout([(shared, [segment, tokens - shared - segment])], device)
+    layout = Layout([(shared, [tokens - shared])], device)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = head_dim(config)
@@ -1481,7 +1480,9 @@ def pack_attention(
         flex = query.is_cuda
     if not flex:
         return _attend_by_piece(query, key, value, scaling, layout), None
-    options: dict[str, Any] = {"scale": scaling, "kernel_options": FLEX_OPTIONS[0]}
+    # else packs of fewer than 128 tokens get torch's kernels for decoding, which our block masks do not fit
+    backend = {"BACKEND": "TRITON"}
+    options: dict[str, Any] = {"scale": scaling, "kernel_options": FLEX_OPTIONS[0] | backend}
     grouped = query.shape[1] != key.shape[1]
     mixed = _flex_attention()(query, key, value, block_mask=layout.block_mask, enable_gqa=grouped, **options)
     return mixed.transpose(1, 2).contiguous(), None

@@ -66,7 +66,10 @@ def run(*command: str, seconds: float = 120.0, cwd: Path = ROOT) -> Ended:
 
 
 def last_line(ended: Ended) -> str:
-    return (ended.error or ended.output or f"status {ended.status}").splitlines()[-1]
+    """The last line that names an error, else the last line: warnings at a program's exit come after its error."""
+    lines = (ended.error or ended.output or f"status {ended.status}").splitlines()
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines)[-1]
 
 
 def python_version() -> Finding:

@@ -210,3 +210,10 @@ def test_nothing_installed_yet_says_so_and_installs_nothing(tmp_path):
 
     done = subprocess.run(["bash", str(tmp_path / "scripts" / "setup.sh"), "--chekc"], capture_output=True, text=True)
     assert done.returncode == 1 and "--chekc" in done.stderr
+
+
+def test_a_failure_is_named_by_its_error_not_by_a_warning_after_it():
+    """On an H100 without FlashInfer the engine's line ended in a warning about process groups."""
+    error = "Traceback\nModuleNotFoundError: No module named 'flashinfer'\n[rank0]: Warning: destroy_process_group()"
+    assert doctor.last_line(doctor.Ended(1, "", error)) == "ModuleNotFoundError: No module named 'flashinfer'"
+    assert doctor.last_line(doctor.Ended(1, "", "segmentation fault\ncore dumped")) == "core dumped"

@@ -27,6 +27,19 @@ def test_flex_attention_fits_a_gpus_shared_memory(arch, head_dim, window, first)
 
 
 @pytest.mark.runs
+@pytest.mark.parametrize("arch, heads, kv_heads", [(90, 2, 1), (89, 32, 8)])
+def test_a_short_pack_has_kernels(arch, heads, kv_heads):
+    """Below 128 tokens torch takes its kernels for decoding, none of which fits our masks: on an H100 a run ended at
+    the step whose pack had fewer."""
+    found = compiler.Compiled()
+    with compiler.flex_for(arch, found):
+        compiler.attend(100, heads, kv_heads, 64, torch.bfloat16)
+    assert len(found.kernels) >= 3
+    for kernel in found.kernels:
+        assert not kernel.problem and kernel.shared <= compiler.SHARED[arch]
+
+
+@pytest.mark.runs
 def test_packs_of_any_length_are_a_few_graphs():
     """Beyond torch's limit of recompilations flex attention is computed without a kernel: a mask of all pairs."""
     found = compiler.Compiled()
