@@ -8,6 +8,7 @@
 # Ctrl-C is safe at any time: the page has what was found, and the same command goes on with the rest.
 #
 #  bash scripts/proof/gpu_hour.sh                     everything that is not in runs/gpu_hour yet
+#  bash scripts/proof/gpu_hour.sh --short             fewer and shorter responses, for a quarter of an hour
 #  bash scripts/proof/gpu_hour.sh --model DIR         a chat model of yours learns sums (without: SmolLM2, if it is there)
 #  bash scripts/proof/gpu_hour.sh --only kernels      one check again (scripts/proof/gpu_hour.py has them, and what each passes by)
 set -euo pipefail
