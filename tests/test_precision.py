@@ -171,8 +171,6 @@ def test_a_rank_of_torchrun_dithers_on_its_share_of_the_cores(monkeypatch):
     told = []
     monkeypatch.setattr(utils, "ALL_CORES", set(range(96)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.setattr(dither, "ThreadPoolExecutor", lambda workers: told.append(workers) or ThreadPoolExecutor(1))
     weight = torch.ones(4)

@@ -11,6 +11,7 @@ import grpo_fast
 import rewards
 import utils
 from scripts.data.make_largest import make_largest
+from scripts.data.make_tasks import make_task
 from scripts.parts import plan
 from tests.conftest import REPO
 
@@ -35,6 +36,7 @@ def commands():
 @pytest.mark.parametrize("line", commands())
 def test_commands_pass_every_check(line, tmp_path, monkeypatch):
     make_largest(tmp_path / "data" / "largest")  # what the line before it in the README makes
+    make_task("largest_digit", tmp_path / "data" / "tasks")
     (tmp_path / "rows.jsonl").write_text(README.split("```json\n")[1].split("```")[0])
     (tmp_path / "my_reward.py").write_text(README.split("```python\n")[1].split("```")[0])
     (tmp_path / "scripts").symlink_to(REPO / "scripts")

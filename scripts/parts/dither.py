@@ -3,6 +3,7 @@
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ import utils
 SLICE = 2**18  # weights at a time: what they need stays in a core's cache
 
 
-@torch.no_grad()
 def dither(weight: torch.Tensor, seed: int) -> None:
     """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
 
@@ -25,29 +25,22 @@ def dither(weight: torch.Tensor, seed: int) -> None:
     Slices take this rank's share of the cores, in Python's threads: torch's own wait for each other after every
     operation, which takes minutes where an engine starts on the same cores.
     """
-    slices = weight.view(torch.int32).view(-1).numpy()
-    starts = range(0, len(slices), SLICE)
-
-    def dither_slice(start: int) -> None:
-        generator = np.random.PCG64(seed).advance(start // 4)  # a random word is four offsets
-        dither_bits(slices[start : start + SLICE], generator)
-
-    with ThreadPoolExecutor(cores()) as pool:
-        list(pool.map(dither_slice, starts))
+    weights = weight.view(torch.int32).view(-1).numpy()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = math.ceil(len(utils.ALL_CORES) / ranks)
+    starts = range(0, len(weights), SLICE)
+    with ThreadPoolExecutor(share) as pool:
+        list(pool.map(partial(dither_slice, weights, seed), starts))
 
 
-def dither_bits(bits: np.ndarray, generator: np.random.PCG64) -> None:
-    """Add a random offset to each of these float32 weights, given as int32, that is a bfloat16 number and not 0."""
+def dither_slice(weights: np.ndarray, seed: int, start: int) -> None:
+    """Dither SLICE weights from `start` on; `weights` has their bits, as int32."""
+    bits = weights[start : start + SLICE]
+    generator = np.random.PCG64(seed)
+    generator.advance(start // 4)  # a random word is four offsets
     random_words = generator.random_raw(math.ceil(len(bits) / 4))
     raw_offsets = random_words.view(np.int16)[: len(bits)]
     offsets = np.maximum(raw_offsets, -32767).astype(np.int32)  # -32768 is the tie between two numbers
     is_bfloat16 = bits & 0xFFFF == 0
     is_nonzero = bits << 1 != 0
     bits += offsets * (is_bfloat16 & is_nonzero)
-
-
-def cores() -> int:
-    """This rank's share of the cores beside a GPU. On a CPU OMP_NUM_THREADS was chosen."""
-    if torch.cuda.is_available():
-        return max(1, len(utils.ALL_CORES) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    return torch.get_num_threads()
