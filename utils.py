@@ -48,16 +48,22 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # The cores this process may use; macOS pins no process and has no call that says so
 ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-# Two OpenMP pools that together want more threads than there are cores run 10-20x slower.
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(ALL_CORES) // _LOCAL_WORLD_SIZE)))
-# oneDNN compiles a bfloat16 product for each shape and keeps 1024; packs have hundreds of lengths
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # vLLM would tell its makers of each engine
+_ENVIRONMENT = {  # what is not set, before torch and vLLM read it
+    # Two OpenMP pools that together want more threads than there are cores run 10-20x slower.
+    "OMP_NUM_THREADS": str(max(1, len(ALL_CORES) // _LOCAL_WORLD_SIZE)),
+    # Threads of GNU's OpenMP spin while they wait; where others want the cores an operation takes 200 times as long
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # oneDNN compiles a bfloat16 product for each shape and keeps 1024; packs have hundreds of lengths
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "20000",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",  # vLLM would tell its makers of each engine
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM does so after its first warnings
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # looks at deprecated names of torch
 VLLM_CACHE = os.environ.get("VLLM_CACHE_ROOT") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/vllm"

@@ -14,9 +14,9 @@ grpo_setup_has_gpu() {
 }
 
 # Run settings for a CPU. The sampler (vLLM) and the learner (PyTorch) each have a pool of OpenMP threads in the same
-# process. The threads of GNU OpenMP, PyTorch's default, spin while they wait: with two busy pools on few cores that
-# makes everything 10 to 20 times slower. Intel OpenMP, told by KMP_BLOCKTIME to go to sleep after 1 ms, was the fastest
-# in every case measured. Without a word about KMP_AFFINITY it keeps every process that is forked to the first core. It
+# process. The threads of GNU OpenMP, PyTorch's default, spin while they wait: with two busy pools on few cores a step
+# took 3 to 6 times as long. utils.py has them sleep at once: 1.5 times. Intel OpenMP, told by KMP_BLOCKTIME to go to
+# sleep after 1 ms, was the fastest in every case measured. Without a word about KMP_AFFINITY it keeps every process that is forked to the first core. It
 # has to be loaded before Python starts. A value that is set already is left as it is.
 grpo_setup_cpu_settings() {
     local root="$1" cores available lib

@@ -1,5 +1,8 @@
 """Who may wait for the GPU: the learner's own thread for its own work, nobody for the device."""
 
+import os
+import subprocess
+import sys
 import threading
 import types
 from typing import Any
@@ -12,6 +15,7 @@ import grpo
 import grpo_fast
 import utils
 from scripts.parts import checkpoints, sharding
+from tests.conftest import REPO
 
 
 class Event:
@@ -131,3 +135,14 @@ def test_a_checkpoint_is_written_without_the_gpu(world, tmp_path, monkeypatch):
     writer.save(1, {"policy": model}, torch.optim.AdamW(model.parameters()), {})
     writer.wait()
     assert list(tmp_path.glob("checkpoints/step_1.tmp/state/*.distcp")) and made == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP there")
+def test_threads_of_torch_do_not_spin():
+    """Beside a GPU torch has GNU's OpenMP. Its threads spun: start weights took minutes where an engine started."""
+    mine = ("LD_PRELOAD", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    env = {name: value for name, value in os.environ.items() if name not in mine}
+    env["OMP_DISPLAY_ENV"] = "VERBOSE"
+    command = [sys.executable, "-c", "import utils, torch"]
+    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True)
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr
