@@ -770,8 +770,9 @@ def micro_batches(packs: Sequence[Pack], packing: str, args: Args, device: torch
     return [make_batch(packs[start : start + size], device) for start in range(0, len(packs), size)]
 
 
-def idle_batch(device: torch.device) -> Batch:
+def idle_batch() -> Batch:
     """Two tokens without weight, for a rank that has fewer micro-batches than the others."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = torch.zeros((1, 2), dtype=torch.long)
     zeros = torch.zeros(1, 2)
     mask = torch.ones((1, 2), dtype=torch.bool)
@@ -928,12 +929,11 @@ def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, forwards:
 
     All ranks run the same number of `forwards`, with idle batches at the end, because FSDP gathers weights in each.
     """
-    device = next(policy.parameters()).device
     is_reference = name == "ref_logprobs"
     adapters = utils.without_adapters(policy.model) if is_reference else contextlib.nullcontext()
     with adapters:
         for i in range(forwards):
-            batch = batches[i] if i < len(batches) else idle_batch(device)
+            batch = batches[i] if i < len(batches) else idle_batch()
             logprobs, _ = policy(batch, args.temperature)
             setattr(batch, name, logprobs)
             if is_reference:
@@ -1328,7 +1328,7 @@ def accumulate_gradient(
             inputs = batch.loss_inputs(new_logprobs, entropy)
             loss = grpo_loss(inputs, totals, args, metrics)
         else:
-            new_logprobs, _ = policy(idle_batch(world.device), args.temperature)
+            new_logprobs, _ = policy(idle_batch(), args.temperature)
             loss = 0.0 * new_logprobs.sum()  # FSDP must reduce the same tensors on every rank
         (loss * world.size).backward()  # FSDP averages over ranks; our denominators are global already
 

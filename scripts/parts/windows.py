@@ -55,7 +55,7 @@ class WindowLayout(utils.Layout):
         places: list[int] = []
         for shared, segments in self.pieces:
             places += positions(shared, segments)
-        position = torch.tensor(places, device=self.device)
+        position = utils.send(torch.tensor(places), self.device)
         first = position - self.window + 1  # a tensor: a number would be compiled into the kernels, which need one more
 
         def attends(batch, head, q, k):

@@ -174,7 +174,7 @@ def comparison_lines(rows: Record, comparisons: dict[str, Comparison], base: str
             seen = f"{result.seeds} seeds would see {result.smallest:.3f}"
             parts.append(f"before Holm: {seen}; this difference needs {needed} seeds")
         lines.append("; ".join(parts))
-    return lines or ["no arm has a seed in common with the base yet"]
+    return lines or ["no arm but the controls has a seed in common with the base yet"]
 
 
 def beat_lines(rows: Record, arms: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
+from scripts.parts import windows
 
 # Operators whose result the host needs before it can go on: a number, or how long the result is
 READS = (
@@ -125,7 +126,7 @@ class Copies(TorchFunctionMode):
         if name == "create_block_mask":
             return args
         asked = kwargs.get("device") or next((x for x in args if isinstance(x, torch.device)), None)
-        if asked == self.GPU:
+        if asked is not None and torch.device(asked).type == "cuda":
             waits = name == "to" and not (kwargs.get("non_blocking") and args[0].data_ptr() in self.pinned)
             self.found[name] += waits or name in ("tensor", "as_tensor", "cuda")
             args = [torch.device("cpu") if x is asked else x for x in args]
@@ -151,7 +152,9 @@ def test_no_copy_to_the_gpu_waits(tiny_models, world, monkeypatch, flags):
         assert copies.pinned
         assert bool(batches[0].layout.block_mask)
         grpo.update(learner, [batches], args, gpu, utils.Metrics())
-        grpo.idle_batch(gpu.device)
+        assert bool(windows.narrow(batches[0].layout, 3, torch.empty(0)).block_mask)  # of a layer with a window
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        grpo.idle_batch()
     assert not +copies.found
 
 

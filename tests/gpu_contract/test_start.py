@@ -338,3 +338,24 @@ def test_ranks_share_the_cores(monkeypatch, gpus, steps, threads):
     grpo_fast.launch(utils.parse_args(grpo.Args, [*line.split(), "--total_episodes", "4"]))
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
     assert "GRPO_MEETING" not in os.environ, "what this process starts next, torchrun, would look for that file"
+
+
+def test_an_idle_batch_is_where_the_learner_computes():
+    """The shards of --offload reference are elsewhere, and FSDP moves no Batch: the embedding of a rank with fewer
+    micro-batches than the others met ids of the host."""
+    seen = []
+
+    class Offloaded(torch.nn.Module):
+        top_tokens = None
+
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.Linear(1, 1, device="meta")
+
+        def forward(self, batch, temperature):
+            seen.append(batch.input_ids.device)
+            return batch.vllm_logprobs, None
+
+    args = grpo.Args(model_name_or_path="model")
+    grpo.fill_logprobs(Offloaded(), [], "ref_logprobs", 1, args)
+    assert seen == [torch.device("cpu")]
