@@ -343,3 +343,12 @@ def test_any_architecture(tiny_models, arch):
     config = AutoConfig.from_pretrained(tiny_models(arch))
     parts = memory.memory_estimate(memory.Setup(), config)
     assert all(size > 0 for size in parts.values())
+
+
+def test_pinned_memory_is_counted_in_powers_of_two():
+    """torch rounds each pinned block up: a 32B's moments took 1.45 times what the table said."""
+    assert [memory.pinned_bytes([size], 0.5) for size in (2, 2**21, 2**21 + 1, 6_000_000)] == [1, 2**20, 2**21, 2**22]
+    config = memory.qwen(*memory.SHAPES["Qwen2.5-0.5B"])
+    away = memory.Setup(learners=3, deepspeed_stage=3, offload=["optimizer"])
+    exact = memory.memory_estimate(memory.Setup(learners=3, deepspeed_stage=3), config)["Adam"]
+    assert 1.1 * exact < memory.memory_estimate(away, config)["host"] < 2 * exact

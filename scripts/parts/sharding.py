@@ -226,6 +226,7 @@ def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: uti
         from scripts.parts import loss_scale
 
         loss_scale.unscale(policy)
+    free_for_moments(world.device)
     # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
     options = {} if world.device.type == "cuda" else {"foreach": False}
     bound = args.max_grad_norm or math.inf
@@ -237,6 +238,14 @@ def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: uti
     if scaled:
         loss_scale.adapt(policy, norm, args.sequence_parallel_size / world.size, metrics)
     return norm
+
+
+@functools.cache
+def free_for_moments(device: torch.device) -> None:
+    """Once, before the first optimizer step: give a GPU what the backward has freed. Adam's moments would be made in
+    it, and keep it from an engine that wakes up."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def is_sound(policy: Any, norm: float) -> bool:

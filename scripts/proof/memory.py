@@ -146,8 +146,10 @@ class Weights:
     def __init__(self, model: Any):
         classes = set(model._no_split_modules or ())
         self.layers = [module for module in model.modules() if type(module).__name__ in classes]
-        self.all = sum(p.numel() for p in model.parameters())
-        self.outside = self.all - sum(p.numel() for layer in self.layers for p in layer.parameters())  # of the layers
+        self.sizes = [p.numel() for p in model.parameters()]
+        self.all = sum(self.sizes)
+        in_layers = sum(p.numel() for layer in self.layers for p in layer.parameters())
+        self.outside = self.all - in_layers
 
     def groups(self, itemsize: int) -> list[int]:
         """Weights of each group of layers that FSDP gathers at once."""
@@ -187,6 +189,14 @@ def activation_bytes(model: Any, layers: list[Any], tokens: int, hidden: int, it
     return kept_for_backward(model, tokens)
 
 
+def pinned_bytes(sizes: list[int], itemsize: float) -> int:
+    """Bytes of pinned host memory for blocks of so many weights. Torch takes the next power of two for each."""
+    total = 0
+    for size in sizes:
+        total += 1 << (math.ceil(size * itemsize) - 1).bit_length()
+    return total
+
+
 def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[str, float]:
     """Bytes on a learner's GPU at the peak of an update, by what they are for, without CUDA's and NCCL's own and
     fragmentation; and of an engine: engine_weights, and engine_token for each token in its cache.
@@ -202,8 +212,8 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     attention has all tokens of a part of the heads), are counted by a forward on the meta device. The head makes the
     logits of logprob_chunk tokens at a time. They are freed before the last gradients, of the embeddings, are reduced.
     To engines on GPUs of their own learner 0 sends the weights in buckets, four of which are alive at once.
-    What `offload` names is in `host`, bytes of a rank in host memory; of Adam the largest weight's is on the GPU at a
-    time.
+    What `offload` names is in `host`, bytes of a rank in pinned host memory; of Adam the largest weight's is on the GPU
+    at a time.
     """
     import torch
 
@@ -220,7 +230,8 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
     itemsize = dtype.itemsize
     model = meta_model(config, dtype, repeats, setup.lora_rank)
     weights = Weights(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained_sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    trained = sum(trained_sizes)
     frozen = weights.all - trained
     shards = (setup.fsdp_shard_size or setup.learners) if setup.deepspeed_stage >= 2 else 1
 
@@ -265,10 +276,10 @@ def memory_estimate(setup: Setup, config: Any, ref_config: Any = None) -> dict[s
         "engine_token": cache_bytes(text, itemsize) / setup.vllm_tensor_parallel_size,
     }
     if "reference" in setup.offload and parts["reference"]:
-        parts["host"] = kept_itemsize * ref_weights.all / shards
-        parts["reference"] -= parts["host"]
+        parts["reference"] -= kept_itemsize * ref_weights.all / shards
+        parts["host"] = pinned_bytes(ref_weights.sizes, kept_itemsize / shards)
     if "optimizer" in setup.offload:
-        parts["host"] = parts.get("host", 0.0) + parts["Adam"]
+        parts["host"] = parts.get("host", 0.0) + 2 * pinned_bytes(trained_sizes, 4 / shards)
         parts["Adam"] = 0.0
     if not setup.shared_gpu:
         largest = itemsize * model.get_output_embeddings().weight.numel()

@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import addresses, checks
+from scripts.parts import addresses, checks, sharding
 
 
 class Enough(Exception):
@@ -338,6 +338,22 @@ def test_ranks_share_the_cores(monkeypatch, gpus, steps, threads):
     grpo_fast.launch(utils.parse_args(grpo.Args, [*line.split(), "--total_episodes", "4"]))
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
     assert "GRPO_MEETING" not in os.environ, "what this process starts next, torchrun, would look for that file"
+
+
+def test_moments_are_not_made_in_what_a_backward_has_freed(tiny_models, world, monkeypatch):
+    """Blocks in which Adam's moments lie cannot be given back, and the engine that wakes up needs them."""
+    line = f"--model_name_or_path {tiny_models()} --model_dtype float32 --max_logprob_gap 0 --total_episodes 64"
+    args = utils.parse_args(grpo.Args, line.split())
+    learner = grpo.load_learner(args, world)
+    moments = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: moments.append(len(learner.optimizer.state)))
+    sharding.free_for_moments.cache_clear()
+    for p in learner.policy.parameters():
+        p.grad = torch.zeros_like(p)
+    for _ in range(2):
+        sharding.clip_gradient(learner.policy, args, replace(world, device=torch.device("cuda")), utils.Metrics())
+        learner.optimizer.step()
+    assert moments == [0]
 
 
 def test_an_idle_batch_is_where_the_learner_computes():
