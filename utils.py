@@ -1869,7 +1869,7 @@ class Stop:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT, signal.SIGTERM):
             ignored = signal.getsignal(number) == signal.SIG_IGN  # a shell's background job, or nohup
             if not ignored:
                 signal.signal(number, lambda *_: None)  # the thread gets its number through the pipe

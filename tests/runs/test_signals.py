@@ -166,7 +166,7 @@ def test_ranks_that_start_after_the_signal_end_too(rank, status):
 def test_before_the_first_step_one_is_enough(start, how):
     run = start(how, "--total_episodes 6400000")
 
-    def listening(pid):
+    def listening(pid):  # to SIGTERM, which is listened to last
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
         return int(caught, 16) >> (signal.SIGTERM - 1) & 1
 
