@@ -36,6 +36,11 @@ class Stub(gpu_hour.Hour):
         if "--exp_name" in command:
             return self.play_run(name, command)
         broken = self.broken == name
+        if name.startswith("trl_"):
+            seconds = 0.5 if broken else 100.0
+            steps = [{"total_s": seconds, "generation_s": 0.2}] * 6
+            (self.out / "trl_steps.json").write_text(json.dumps({"steps": steps}))
+            return int(self.broken == f"{name}:crash"), "CUDA error"
         if "--compare" in command:
             line = {"kernels": "head 64: logprobs 1", "head": "head float32: off by 1", "host": "host ms: 300"}[name]
             return 0, f"{line} {'DIFFERENT' if broken else 'ok'}\n"
@@ -101,6 +106,7 @@ def hour(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_hour, "device_name", lambda: "nvidia h100")
     monkeypatch.setattr(gpu_hour, "model", lambda hour, shape, layers: tmp_path / "model")
     monkeypatch.setattr(gpu_hour, "estimated_gib", lambda flags: 10.0)
+    monkeypatch.setattr(gpu_hour, "has_trl", lambda: True)
     monkeypatch.setattr(gpu_hour.roofline, "shape_of", lambda name: None)
     monkeypatch.setattr(gpu_hour.roofline, "mfu", lambda *_: (0.34, {}))  # 0.5 of what a product reaches
     speed = {"flops_per_second": 7e14, "bytes_per_second": 2e12}
@@ -139,9 +145,10 @@ BROKEN = {
     "mfu_large": [f"mfu_large:{how}" for how in (*SYNC, "slow")],
     "compiled_large": [f"compiled_large:{how}" for how in (*SYNC, "slow")],
     "memory": ["warm_start:large"],
+    "trl": ["trl_float32", "trl_bfloat16", "trl_float32:crash"],
     "real_model": [f"real_model:{how}" for how in ("crash", "short", "learns nothing")],
 }
-NEEDS = {"mfu_small": "sleep", "memory": "warm_start", "compiled_large": "mfu_large"}
+NEEDS = {"mfu_small": "sleep", "memory": "warm_start", "compiled_large": "mfu_large", "trl": "sleep"}
 
 
 def result_of(hour, name):
@@ -207,7 +214,7 @@ def test_the_page_has_topology_and_clocks(hour):
 def test_what_needs_more_gpus_is_skipped(hour, gpus, monkeypatch):
     monkeypatch.setattr(gpu_hour, "GPUS", gpus)
     monkeypatch.setattr(gpu_hour, "device_name", lambda: "")
-    least = {"stale_fast": 1, "sleep": 1, "drain": 2, "sharded": 2, "tensor_parallel": 3}
+    least = {"stale_fast": 1, "sleep": 1, "trl": 1, "drain": 2, "sharded": 2, "tensor_parallel": 3}
     for name, number in least.items():
         assert (result_of(hour, name)["passed"] is None) == (gpus < number), name
 

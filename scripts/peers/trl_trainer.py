@@ -108,7 +108,7 @@ class StepLog:
 
 
 def patch_vllm(log: StepLog) -> None:
-    """Two changes to TRL's vLLM backend. Without the second, TRL 1.9.2 crashes on a CPU at its first update.
+    """Two changes to TRL's vLLM backend on a CPU. Without the second, TRL 1.9.2 crashes on a CPU at its first update.
 
     The engine runs eager, for which TRL has no option: compiling takes a minute at the start.
     Weights go through `reload_weights`: vLLM's CPU backend packs a layer's weights and drops the originals, so that
@@ -298,7 +298,8 @@ def make_config(args: argparse.Namespace, scratch: str, max_tokens: int | None) 
         max_completion_length=args.max_new_tokens,
         temperature=args.temperature,
         loss_type="dapo",
-        beta=args.beta or 1e-30,  # for 0 TRL measures no KL; next to any gradient, and to Adam's eps, this is nothing
+        # For 0 TRL has no reference policy and logs no KL, which align.py compares: 1e-30 changes no gradient
+        beta=args.beta or (1e-30 if args.out else 0.0),
         entropy_coef=args.entropy_coef,
         epsilon=args.clip_lower,
         epsilon_high=args.clip_higher,
@@ -318,6 +319,7 @@ def make_config(args: argparse.Namespace, scratch: str, max_tokens: int | None) 
         use_vllm=args.mode == "vllm",
         vllm_mode="colocate",
         vllm_max_model_length=max_tokens,
+        vllm_gpu_memory_utilization=0.35,
         # the correction computes one more forward per step: off, the faster setting for TRL with vLLM
         vllm_importance_sampling_correction=args.mode != "vllm",
     )
@@ -334,7 +336,7 @@ def replay(_: Any, trainer: TimedTrainer) -> dict[str, list]:
 def make_trainer(args: argparse.Namespace, scratch: str, log: StepLog) -> TimedTrainer:
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     rows, max_tokens = load_rows(args, tokenizer)
-    if args.mode == "vllm":
+    if args.mode == "vllm" and not torch.cuda.is_available():
         patch_vllm(log)
     callbacks: list[TrainerCallback] = [StepTimer(log)]
     if args.mode == "states":

@@ -13,6 +13,7 @@ learned but by --model. tests/test_hour_stubs.py has, for each check, a program 
 import argparse
 import bisect
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -56,8 +57,8 @@ CONTEXTS = 4 * memory.GIB  # of CUDA, its graphs and workspaces, believed
 FEWEST_LAYERS = 4  # with fewer the head takes most of an update
 HOST_MS = 96.0  # of a pack of 8,192 tokens at 0.5B on an H100, on paper: a host that takes longer leaves the GPU idle
 TINY = (64, 128, 2, 1, 1, True)  # as memory.SHAPES: hidden, MLP, layers, heads, key-value heads, tied head
-SHOWN = """learner_mfu time/total time/training time/weight_sync time/weight_sync_wire time/weight_sync_load
-    time/weight_sync_pause val/weight_sync_gb_per_second val/learner_idle_share val/engine_idle_share
+SHOWN = """learner_mfu time/total time/generation time/training time/weight_sync time/weight_sync_wire
+    time/weight_sync_load time/weight_sync_pause val/weight_sync_gb_per_second val/learner_idle_share val/engine_idle_share
     val/engine_tokens_per_second debug/vllm_vs_local_logprob_diff_mean debug/vllm_vs_local_logprob_diff_max
     memory/gpu_allocated_gib""".split()
 NVIDIA_SMI = {  # name of the log -> arguments; the logs are on the page
@@ -169,16 +170,20 @@ def rows(hour: Hour) -> Path:
     return path
 
 
+def sizes_of(hour: Hour, name: str) -> tuple[int, int, int, int, int]:
+    """Prompts, samples of each, and the most tokens of a prompt, a response and a pack."""
+    if hour.tiny:
+        return 4, 4, 96, 16, 128
+    if not hour.short:
+        return 32, 8, 256, 512, 8192
+    return 16, 8, 256, 512 if name in TIMED else 128, 8192
+
+
 def flags_of(hour: Hour, name: str, path: Path) -> list[str]:
     """Flags of a short run of grpo.py or grpo_fast.py. The gap ends it, after every step."""
     reward_file = hour.out / "coin.py"
     reward_file.write_text(COIN)
-    sizes = (4, 4, 96, 16, 128) if hour.tiny else (32, 8, 256, 512, 8192)
-    prompts, samples, prompt, response, pack = sizes
-    if hour.short and not hour.tiny:
-        prompts = 16
-        if name not in TIMED:
-            response = 128
+    prompts, samples, prompt, response, pack = sizes_of(hour, name)
     text = f"""--model_name_or_path {path} --dataset_mixer_list {rows(hour)} 1.0 --output_dir {hour.out / "runs"}
         --exp_name {name} --overwrite --num_unique_prompts_rollout {prompts} --num_samples_per_prompt_rollout {samples}
         --max_prompt_token_length {prompt} --response_length {response} --pack_length {pack} --temperature 1.0
@@ -679,6 +684,37 @@ def against_paper(found: Found, large: Large, **options: Any) -> Found:
     return found
 
 
+def has_trl() -> bool:
+    return importlib.util.find_spec("trl") is not None
+
+
+def check_trl(hour: Hour) -> Found:
+    """A step of TRL's GRPOTrainer with vLLM in its process (pip install trl==1.9.2), on what `sleep` had: slower."""
+    if not GPUS or not has_trl():
+        return Found(None, "TRL is not installed: pip install trl==1.9.2" if GPUS else "no GPU")
+    before = hour.result("sleep")
+    if before is None or not before["passed"]:
+        return Found(False, "sleep did not pass")
+    ours = before["figures"]["time/total"]
+    prompts, samples, _, response, _ = sizes_of(hour, "sleep")
+    path = model(hour, "Qwen2.5-0.5B", 24)
+    text = f"""scripts/peers/trl_side.py --mode vllm --model {path} --data {rows(hour)}
+        --reward_file {hour.out / "coin.py"}:coin --prompts {prompts} --samples {samples} --max_new_tokens {response}
+        --steps {STEPS} --lr 1e-3 --gradient_checkpointing --json {hour.out / "trl_steps.json"}"""
+    figures = {"ours, s a step": ours}
+    for dtype in ("float32", "bfloat16"):
+        status, output = hour.run(f"trl_{dtype}", [sys.executable, *text.split(), "--dtype", dtype])
+        if status:
+            return Found(False, f"{dtype}: exit status {status}: {last_line(output)}", figures)
+        steps = json.loads((hour.out / "trl_steps.json").read_text())["steps"][2:]
+        theirs = mean(step["total_s"] for step in steps)
+        figures[f"TRL, {dtype} weights, s a step"] = theirs
+        figures[f"TRL, {dtype} weights, s of it generation"] = mean(step["generation_s"] for step in steps)
+        figures[f"TRL, {dtype} weights, over ours"] = theirs / ours
+    slower = all(value > 1 for name, value in figures.items() if name.endswith("over ours"))
+    return Found(slower, "ours is faster" if slower else "TRL is faster", figures)
+
+
 def check_memory(hour: Hour) -> Found:
     """The most bytes of warm_start's learner, which has a process of its own: 0.8 to 1.25 of memory.py's estimate."""
     result = hour.result("warm_start")
@@ -728,6 +764,7 @@ CHECKS: dict[str, Callable[[Hour], Found]] = {
     "mfu_large": check_mfu_large,
     "compiled_large": check_compiled_large,
     "memory": check_memory,
+    "trl": check_trl,
     "real_model": check_real_model,
 }
 
