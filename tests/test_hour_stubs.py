@@ -15,6 +15,8 @@ STEP = {
     "val/num_steps_off_policy": 1.0,
     "val/num_learner_tokens": 1000.0,
     "learner_mfu": 0.5,
+    "time/training": 1.0,
+    "val/sequence_lengths": 16.0,
     "memory/gpu_allocated_gib": 10.0,
 }
 STALE = "GapError: on this step's rollouts: mean |learner - engine| logprob 0.3 (max 2)"
@@ -38,7 +40,7 @@ class Stub(gpu_hour.Hour):
         broken = self.broken == name
         if name.startswith("trl_"):
             seconds = 0.5 if broken else 100.0
-            steps = [{"total_s": seconds, "generation_s": 0.2}] * 6
+            steps = [{"total_s": seconds, "generation_s": 0.2, "completion_tokens": 256}] * 6
             (self.out / "trl_steps.json").write_text(json.dumps({"steps": steps}))
             return int(self.broken == f"{name}:crash"), "CUDA error"
         if "--compare" in command:
@@ -89,6 +91,7 @@ class Stub(gpu_hour.Hour):
             "gap is nan": {"debug/vllm_vs_local_logprob_diff_mean": float("nan")},
             "old": {"val/num_steps_off_policy": 2.0},
             "slow": {"learner_mfu": 0.1},
+            "slower": {"time/training": 2.0},
             "large": {"memory/gpu_allocated_gib": 20.0},
             "other scores": {"objective/scores": 6.0},
             "other gradient": {"optim/grad_norm": 0.6},
@@ -143,7 +146,7 @@ BROKEN = {
     ],
     "mfu_small": ["sleep:slow"],
     "mfu_large": [f"mfu_large:{how}" for how in (*SYNC, "slow")],
-    "compiled_large": [f"compiled_large:{how}" for how in (*SYNC, "slow")],
+    "compiled_large": [f"compiled_large:{how}" for how in (*SYNC, "slow", "slower")],
     "memory": ["warm_start:large"],
     "trl": ["trl_float32", "trl_bfloat16", "trl_float32:crash"],
     "real_model": [f"real_model:{how}" for how in ("crash", "short", "learns nothing")],

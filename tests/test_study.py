@@ -389,9 +389,14 @@ def test_a_seed_counts_when_both_arms_have_it(tmp_path):
 
 
 def test_studies_that_differ_in_their_tasks_are_one_record(tmp_path, monkeypatch, capsys):
-    """Of other commits too, if the code of the runs is the same. The base's area is the mean over the tasks."""
+    """Of other commits, code and processors too, if the runs of a task share theirs. The base's area is the mean over
+    the tasks."""
     first = write(tmp_path / "t", rows_of({"base": [0.5, 0.7], "x": [0.6, 0.8]}))
-    second = write(tmp_path / "u", rows_of({"base": [0.3, 0.3], "x": [0.2, 0.4]}, "u", commit="d"))
+    rows = rows_of({"base": [0.3, 0.3], "x": [0.2, 0.4]}, "u", commit="d")
+    second = write(
+        tmp_path / "u",
+        [row | {"code": "z", "processor": "q"} if row["kind"] == "run" else row for row in rows],
+    )
     both = record.read([first, second])
     assert list(both.study["tasks"]) == ["t", "u"]
     assert report.comparisons_of(both, ["x"], "base")["x"].difference.value == pytest.approx(0.05)
@@ -400,7 +405,11 @@ def test_studies_that_differ_in_their_tasks_are_one_record(tmp_path, monkeypatch
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end:
             study_program.main()
-        assert end.value.code == 0 and re.search(rf"^x +\{value} ", capsys.readouterr().out, re.MULTILINE)
+        printed = capsys.readouterr().out
+        assert end.value.code == 0 and re.search(rf"^x +\{value} ", printed, re.MULTILINE)
+        processors = re.findall("^processor: (.*)$", printed, re.MULTILINE)
+        expected = {"t": ["p"], "u": ["q"], "t u": ["p (t)", "q (u)"]}
+        assert [words.replace(", threads: 1", "") for words in processors] == expected[tasks_asked]
     assert {task for task, _, _ in both.of_tasks(["t"]).runs} == {"t"}
     with pytest.raises(record.RecordError, match="no task z: there are t, u"):
         both.of_tasks(["z"])
@@ -429,9 +438,9 @@ def other_code():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda rows: rows[-1].update(processor="q"), "another processor"),
+        (lambda rows: rows[-1].update(processor="q"), "another processor of t"),
         (lambda rows: rows[-1].update(data_hash="e"), "another data_hash of t"),
-        (lambda rows: rows[-1].update(code="z"), "another code of base"),
+        (lambda rows: rows[-1].update(code="z"), "another code of base of t"),
         (lambda rows: rows.extend(other_code()), "another code of base"),  # of an arm with the same code
         (lambda rows: rows[-1]["endpoints"].update(area=0.7), "has area 0.7, and its curve 0.6"),
         (lambda rows: rows[-1]["endpoints"].update(seconds=1.0), "has seconds 1.0, and its curve 10"),

@@ -54,6 +54,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(ROOT)
 # As utils.py sets them, before torch and vLLM are imported
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -110,7 +110,8 @@ class StepLog:
 def patch_vllm(log: StepLog) -> None:
     """Two changes to TRL's vLLM backend on a CPU. Without the second, TRL 1.9.2 crashes on a CPU at its first update.
 
-    The engine runs eager, for which TRL has no option: compiling takes a minute at the start.
+    The engine runs eager, for which TRL has no option: compiling takes a minute at the start. Its blocks have 32 tokens
+    as ours have: in vLLM's 128 a short prompt fills none, and is computed again for each sample.
     Weights go through `reload_weights`: vLLM's CPU backend packs a layer's weights and drops the originals, so that
     TRL's `model.load_weights` finds nothing to load into. A tied head keeps a packed copy of its own, which stays that
     of the old weights unless it is sent under its own name too.
@@ -127,7 +128,7 @@ def patch_vllm(log: StepLog) -> None:
         self.llm.reset_prefix_cache()
         log.now["sync_s"] = time.perf_counter() - start
 
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True)
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True, block_size=32)
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 

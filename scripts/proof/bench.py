@@ -1,4 +1,5 @@
-"""Benchmarks. Each measures its sides in one run, interleaved A B A B, and prints ratios of their median seconds.
+"""Benchmarks. Each measures its sides in one run and prints ratios of their median seconds, interleaved A B A B but
+for trl, whose sides run once, one after the other.
 
     python scripts/proof/bench.py learner    forward and backward: packs, bare loop, padding, one by one, a dense mask
     python scripts/proof/bench.py compiled   forward and backward by plain layers, and with --compile_layers

@@ -23,8 +23,9 @@ from scripts.studies.endpoints import Curve, endpoints
 from scripts.studies.tasks import AGAIN, AGAIN_SHIFT
 
 # what the runs of a study must share, beside the flags that an arm names
-SAME = ("packages", "processor", "omp_num_threads")
-SAME_IN_TASK = ("data_hash", "model_hash")
+SAME = ("packages", "omp_num_threads")
+SAME_IN_TASK = ("data_hash", "model_hash", "processor")  # differences are taken within a task
+OF_THE_MACHINE = (*SAME, "processor")  # with these equal a run made again ends with the same bits
 KINDS = ("study", "arm", "run", "failure")
 OF_TASKS = ("tasks", "targets", "measured")  # of a study's row: by task
 OF_THE_ROW = ("kind", "hash", "begun")  # of a study's row: not in its hash
@@ -76,8 +77,8 @@ class Record:
                 raise RecordError(f"run {key[0]} {key[1]} {key[2]} has two rows that differ")
 
     def join(self, other: "Record") -> None:
-        """Add a record of the same study, or of a study with other tasks and nothing else that differs; their commits
-        may, `check` compares the code of the runs. Raises RecordError."""
+        """Add a record of the same study, or of a study with other tasks. Their commits may differ too: `check`
+        compares the code of the runs of a task. Raises RecordError."""
         mine = self.study or other.study
         theirs = other.study or mine
         for name in (*mine, *theirs):
@@ -157,7 +158,10 @@ def read(paths: list[Path]) -> Record:
 
 
 def check(record: Record) -> None:
-    """Raises RecordError if runs differ in more than their arms say, or are not of the study."""
+    """Raises RecordError if runs of a task differ in more than their arms say, or are not of the study.
+
+    Differences are taken within a task. So a task may have another processor and other code than the next one has.
+    """
     shared: dict[tuple[str, ...], Any] = {}
     first_of_diff: dict[str, str] = {}
     for row in (*record.runs.values(), *record.failures.values()):
@@ -176,7 +180,7 @@ def check(record: Record) -> None:
         if "remap_verifier" in map(name_of, record.arms[arm]["flags"]):  # says that its rows name another verifier
             facts["data_hash", task, arm] = facts.pop(("data_hash", task))
         owner = first_of_diff.setdefault(record.arms[arm]["diff"], arm)
-        facts["code", owner] = row["code"]  # arms without a diff have the base's
+        facts["code", owner, task] = row["code"]  # arms without a diff have the base's
         facts["evaluated", task] = row["curve"]["evaluated"]
         for name, digest in row.get("files", {}).items():  # rows of before have none
             facts[name, task, arm] = digest

@@ -8,7 +8,7 @@ import numpy as np
 
 from scripts.studies import statistics, tasks
 from scripts.studies.endpoints import ENDPOINTS, PRIMARY
-from scripts.studies.record import SAME, Record, RecordError
+from scripts.studies.record import OF_THE_MACHINE, Record, RecordError
 from scripts.studies.statistics import Comparison, Interval
 
 CONTROLS = tasks.CONTROL_NAMES
@@ -188,11 +188,13 @@ def beat_lines(rows: Record, arms: list[str]) -> list[str]:
             seeds = paired_seeds(rows, arm, arm)
             if seeds:
                 lines.append(beat_line(rows, task, arm, seeds))
-    machines = set()
+    machines: dict[str, set[str]] = {}  # -> tasks
     for row in rows.runs.values():
-        machines.add(f"{row['processor']}, threads: {row['omp_num_threads']}")
-    named = "; ".join(sorted(machines))
-    return [*lines, f"processor: {named}"]
+        machines.setdefault(f"{row['processor']}, threads: {row['omp_num_threads']}", set()).add(row["task"])
+    for machine, its_tasks in sorted(machines.items()):
+        of_tasks = f" ({', '.join(sorted(its_tasks))})" if len(machines) > 1 else ""
+        lines.append(f"processor: {machine}{of_tasks}")
+    return lines
 
 
 def beat_line(rows: Record, task: str, arm: str, seeds: list[int]) -> str:
@@ -324,7 +326,7 @@ def replayed(rows: Record, old: dict[str, Any], new: dict[str, Any]) -> tuple[st
         return "\n".join(lines), not others
 
     lines.append(f"weights DIFFER: {old['weights'][:16]} in the record, {new['weights'][:16]} here")
-    if all(new[name] == old[name] for name in SAME):
+    if all(new[name] == old[name] for name in OF_THE_MACHINE):
         return "\n".join(lines), False
     task = old["task"]
     arm = old["arm"]

@@ -84,7 +84,7 @@ class BenchFlags:
     learners: tuple[int, ...] = (8, 64)
     """packing: counts of learners."""
     steps: int = 6
-    """pipeline, trl: measured steps of each of our runs."""
+    """pipeline: measured steps of each of our runs; trl: of each run."""
     records: int = 10_000
     """rewards: gsm8k scores. math has a fifth as many, code a twentieth."""
     calls: int = 64
@@ -98,7 +98,7 @@ class BenchFlags:
     against: str | None = None
     """startup: another checkout to measure in the same rounds."""
     sides: tuple[str, ...] = ()
-    """startup: only the sides whose name contains one of these."""
+    """startup: only the sides whose name contains one of these; trl: only these of its settings."""
     turns: int = 8
     """tools: turns of a rollout."""
     tool_seconds: float = 30.0

@@ -29,7 +29,8 @@ def generate_by_vllm(engine: Any, requests: Sequence[utils.Request]) -> list[lis
         options = dict(vars(request))  # seed, temperature, ...: vLLM's names
         del options["stop"]
         prompts.append({"prompt_token_ids": list(options.pop("prompt_ids"))})
-        sampling.append(SamplingParams(**options, logprobs=0, stop_token_ids=engine.eos_ids, detokenize=False))
+        options |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # as our engine asks for them
+        sampling.append(SamplingParams(**options, stop_token_ids=engine.eos_ids))
     outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

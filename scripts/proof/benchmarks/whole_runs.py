@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 import grpo
 import utils
 from scripts.data.make_addition import make_addition
@@ -73,67 +76,91 @@ def bench_pipeline(options: BenchFlags) -> Result:
 
 # --- trl --------------------------------------------------------------------------------------------------------------
 
-TRL_STEPS = 3  # measured steps of each of its runs, after one
 TRL_SETTINGS = {
     "stock": "--mode stock",  # float32 master weights, as its users can run it
     "vllm": "--mode vllm",  # the same with vLLM, patched by us
     "fastest": "--mode vllm --dtype bfloat16 --torch_compile",  # bare bfloat16 weights, compiled learner
 }
+TRL_IN_FLOAT32 = {"fastest": "--mode vllm --torch_compile"}
+OURS = {"us": "", "us, all groups": "--no_filter_zero_std_samples"}
 # task: response length, and how many times faster than each of TRL's settings a step should be
 TASKS = {"addition2": (64, {"stock": 5.0, "vllm": 2.5, "fastest": 2.0}), "addition": (24, {"vllm": 1.8})}
+ROLLOUTS = 64
 
 
-def run_trl(setting: str, task: str, options: BenchFlags) -> dict[str, Any]:
-    """TRL's side in its own environment, with its own preloads; seconds without the first step."""
+def trl_settings(dtype: str) -> dict[str, str]:
+    """Flags of TRL's side by the name of a setting. In float32 it has no autocast."""
+    if dtype == "bfloat16":
+        return TRL_SETTINGS
+    return {name: f"{flags} --autocast none" for name, flags in (TRL_SETTINGS | TRL_IN_FLOAT32).items()}
+
+
+def run_trl(flags: str, task: str, options: BenchFlags) -> list[dict[str, Any]]:
+    """TRL's side in its own environment, with its own preloads: its steps after the first WARMUP_STEPS.
+
+    Its engine has the dtype of the checkpoint. So in float32 it gets a copy of the model in float32.
+    """
     length, _ = TASKS[task]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trl.json"
-        line = f"source scripts/peers/setup_trl.sh && exec python scripts/peers/trl_side.py {TRL_SETTINGS[setting]}"
-        line += f" --data data/{task}/train.jsonl --max_new_tokens {length} --steps {1 + TRL_STEPS}"
-        line += f" --model {shlex.quote(options.model)} --json {path}"
+        line = f"source scripts/peers/setup_trl.sh && exec python scripts/peers/trl_side.py {flags} --json {path}"
+        line += f" --data data/{task}/train.jsonl --max_new_tokens {length} --steps {WARMUP_STEPS + options.steps}"
+        model = options.model
+        if options.dtype == "float32":
+            model = str(Path(directory) / "model")
+            AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).save_pretrained(model)
+            AutoTokenizer.from_pretrained(options.model).save_pretrained(model)
+        line += f" --model {shlex.quote(model)}"
         env = {name: value for name, value in os.environ.items() if name not in THREAD_SETTINGS}
         run_or_exit(["bash", "-c", line], env=env)
-        return json.loads(path.read_text())
+        return json.loads(path.read_text())["steps"][WARMUP_STEPS:]
 
 
 def column_of_ours(metrics: dict[str, float]) -> dict[str, float]:
     """The column of our run in the table of bench_trl."""
     column = {name: metrics[f"time/{name}"] for name in ("generation", "training")}
     column["rollouts trained on"] = metrics["other/real_batch_size_ratio"]
-    column["response tokens"] = metrics["val/sequence_lengths"] * 64
+    column["response tokens"] = metrics["val/sequence_lengths"] * ROLLOUTS
     return {"seconds": metrics["time/total"]} | column
 
 
-def column_of_trl(run: dict[str, Any]) -> dict[str, float]:
-    """The same of a run of TRL."""
-    median = run["median"]
-    column = {"seconds": median["total_s"], "generation": median["generation_s"], "training": median["learner_s"]}
-    column["rollouts trained on"] = 1.0
-    column["response tokens"] = statistics.mean(step["completion_tokens"] for step in run["steps"][1:])
-    return column
+def column_of_trl(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The same of a run of TRL, and the CPUs that other processes kept busy."""
+    names = {"seconds": "total_s", "generation": "generation_s", "training": "learner_s"}
+    names |= {"response tokens": "completion_tokens", "other CPUs": "other_cpus"}
+    column = {name: statistics.mean(step[key] for step in steps) for name, key in names.items()}
+    return column | {"rollouts trained on": 1.0}
 
 
 def bench_trl(options: BenchFlags) -> Result:
-    """Seconds per step: grpo_fast.py and TRL, 8 prompts x 8 samples, the same model, data and settings, one sitting.
+    """Seconds per step: grpo_fast.py and TRL, 8 prompts x 8 samples, the same model, data and settings.
 
-    Both without a reference policy. Two-operand addition leaves most groups without a gradient, which we skip and TRL
-    trains on; with single digits nearly all groups have one. The steps of TRL are alike, so the median is taken. Ours
-    differ with the number of groups trained, so the mean is taken.
+    Both without a reference policy, both for the steps after the first two, in means. One round: --repeat is not read.
+    Two-operand addition leaves most groups without a gradient. We skip them and TRL trains on them, and that is most of
+    the ratio; "us, all groups" trains on them too. With single digits nearly all groups have a gradient.
     """
     table: dict[str, dict[str, float]] = {}
     ratios: dict[str, Any] = {}
+    settings = trl_settings(options.dtype)
     for task, (length, targets) in TASKS.items():
         data = make_addition(ROOT / "data" / task, digits=2 if task == "addition2" else 1)
         flags = f"--async_steps 0 --no_load_ref_policy --response_length {length} --dataset_mixer_list".split()
-        ours = run_script("grpo_fast.py", [*flags, str(data / "train.jsonl"), "1.0"], options)
-        table[f"{task}: us"] = column_of_ours(ours)
+        flags += [str(data / "train.jsonl"), "1.0"]
+        for name, more in OURS.items():
+            table[f"{task}: {name}"] = column_of_ours(run_script("grpo_fast.py", [*flags, *more.split()], options))
         for setting, target in targets.items():
-            run = run_trl(setting, task, options)
-            table[f"{task}: TRL {setting}"] = column_of_trl(run)
-            theirs = [step["total_s"] for step in run["steps"][1:]]
-            ratios[f"{task}: us over TRL {setting}"] = ratio([ours["time/total"]] * len(theirs), theirs, target)
-    settings = "; ".join(f"{name}: {flags}" for name, flags in TRL_SETTINGS.items())
-    return Result({"TRL": settings}, table, ratios)
+            if options.sides and setting not in options.sides:
+                continue
+            column = column_of_trl(run_trl(settings[setting], task, options))
+            table[f"{task}: TRL {setting}"] = column
+            for name in OURS:
+                goal = target if name == "us" else None
+                seconds = table[f"{task}: {name}"]["seconds"]
+                ratios[f"{task}: {name} over TRL {setting}"] = ratio([seconds], [column["seconds"]], goal)
+    for column in table.values():
+        column["ms a response token"] = 1e3 * column["seconds"] / column["response tokens"]
+    used = {"steps": options.steps, "warmup_steps": WARMUP_STEPS}
+    return Result(used | {f"TRL {name}": flags for name, flags in settings.items()}, table, ratios)
 
 
 # --- startup ----------------------------------------------------------------------------------------------------------
@@ -143,10 +170,11 @@ STARTUP_RATIOS = (
     ("--help", "import torch, tyro", 1.5),
     ("--dry_run", "import torch, tyro", 2),
     ("--dry_run", "import llama", None),
-    ("tiny model", "import torch, tyro", 3),
-    ("sums", "from vllm import LLM", 2),
-    ("sums", "LLM()", None),
+    ("tiny model", "import torch, tyro, without exit", 3),  # of a run neither its exit nor another's is counted
+    ("sums", "from vllm import LLM, without exit", 2),
+    ("sums", "LLM(), without exit", None),
 )
+WITHOUT_EXIT = "; import os; os._exit(0)"
 
 
 def environment_with_bytecode() -> dict[str, str]:
@@ -212,8 +240,11 @@ def reference_starts(sums: Sequence[str]) -> Starts:
     return {
         "import torch, tyro": lambda root: start_python(root, "-c", "import torch, tyro"),
         "import llama": lambda root: start_python(root, "-c", llama),
-        "from vllm import LLM": lambda root: start_python(root, "-c", "from vllm import LLM"),
-        "LLM()": lambda root: start_python(root, "-c", bare_vllm(sums)),
+        "import torch, tyro, without exit": lambda root: start_python(root, "-c", "import torch, tyro" + WITHOUT_EXIT),
+        "from vllm import LLM, without exit": lambda root: start_python(
+            root, "-c", "from vllm import LLM" + WITHOUT_EXIT
+        ),
+        "LLM(), without exit": lambda root: start_python(root, "-c", bare_vllm(sums) + WITHOUT_EXIT),
     }
 
 
