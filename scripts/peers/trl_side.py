@@ -14,7 +14,8 @@ states   model.generate                     TRL on the dumps' prompts, each step
 
 The trained weights are float32 or bfloat16 (--dtype). bfloat16 weights have no float32 master copy: faster, but at
 usual learning rates most of an update is rounded away.
-vLLM's weights have the dtype of the checkpoint, whatever --dtype says: TRL has no option for it.
+TRL has no option for the dtype of vLLM's weights, which is then the checkpoint's, or bfloat16 for float32. On a CPU it
+is float32 here with --dtype float32 --autocast none.
 
 Set to be equal on both sides: dapo loss, beta 0 without a reference policy (with --out there is one, for its KL), one
 update per rollout, advantages scaled per group, temperature 1, fused AdamW without weight decay, constant learning

@@ -107,11 +107,12 @@ class StepLog:
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
-def patch_vllm(log: StepLog) -> None:
-    """Two changes to TRL's vLLM backend on a CPU. Without the second, TRL 1.9.2 crashes on a CPU at its first update.
+def patch_vllm(log: StepLog, dtype: str) -> None:
+    """Changes to TRL's vLLM backend on a CPU. Without the last, TRL 1.9.2 crashes on a CPU at its first update.
 
-    The engine runs eager, for which TRL has no option: compiling takes a minute at the start. Its blocks have 32 tokens
-    as ours have: in vLLM's 128 a short prompt fills none, and is computed again for each sample.
+    The engine runs eager, for which TRL has no option: compiling takes a minute at the start.
+    Its blocks have 32 tokens, as ours: in vLLM's 128 a short prompt fills none, and is computed for each sample.
+    TRL names no dtype, and vLLM then takes bfloat16 for float32: several times as slow on a CPU without its instructions.
     Weights go through `reload_weights`: vLLM's CPU backend packs a layer's weights and drops the originals, so that
     TRL's `model.load_weights` finds nothing to load into. A tied head keeps a packed copy of its own, which stays that
     of the old weights unless it is sent under its own name too.
@@ -128,7 +129,7 @@ def patch_vllm(log: StepLog) -> None:
         self.llm.reset_prefix_cache()
         log.now["sync_s"] = time.perf_counter() - start
 
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True, block_size=32)
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True, block_size=32, dtype=dtype)
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
@@ -338,7 +339,8 @@ def make_trainer(args: argparse.Namespace, scratch: str, log: StepLog) -> TimedT
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     rows, max_tokens = load_rows(args, tokenizer)
     if args.mode == "vllm" and not torch.cuda.is_available():
-        patch_vllm(log)
+        in_float32 = args.dtype == "float32" and args.autocast == "none"
+        patch_vllm(log, "float32" if in_float32 else "auto")
     callbacks: list[TrainerCallback] = [StepTimer(log)]
     if args.mode == "states":
         callbacks.append(StateLoader(args.states))

@@ -13,9 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import grpo
 import utils
 from scripts.data.make_addition import make_addition
@@ -96,21 +93,13 @@ def trl_settings(dtype: str) -> dict[str, str]:
 
 
 def run_trl(flags: str, task: str, options: BenchFlags) -> list[dict[str, Any]]:
-    """TRL's side in its own environment, with its own preloads: its steps after the first WARMUP_STEPS.
-
-    Its engine has the dtype of the checkpoint. So in float32 it gets a copy of the model in float32.
-    """
+    """TRL's side in its own environment, with its own preloads: its steps after the first WARMUP_STEPS."""
     length, _ = TASKS[task]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trl.json"
         line = f"source scripts/peers/setup_trl.sh && exec python scripts/peers/trl_side.py {flags} --json {path}"
         line += f" --data data/{task}/train.jsonl --max_new_tokens {length} --steps {WARMUP_STEPS + options.steps}"
-        model = options.model
-        if options.dtype == "float32":
-            model = str(Path(directory) / "model")
-            AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).save_pretrained(model)
-            AutoTokenizer.from_pretrained(options.model).save_pretrained(model)
-        line += f" --model {shlex.quote(model)}"
+        line += f" --model {shlex.quote(options.model)}"
         env = {name: value for name, value in os.environ.items() if name not in THREAD_SETTINGS}
         run_or_exit(["bash", "-c", line], env=env)
         return json.loads(path.read_text())["steps"][WARMUP_STEPS:]
