@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -662,6 +663,26 @@ def trl_is_installed():
     stamp = REPO / ".venv-trl" / "setup.stamp"
     wanted = [REPO / "scripts/peers/requirements-trl.txt", REPO / "requirements-cpu.txt"]
     return stamp.exists() and stamp.read_text().strip() == "".join(path.read_text() for path in wanted).strip()
+
+
+@pytest.fixture
+def trl_trainer(monkeypatch):
+    """scripts/peers/trl_trainer.py beside a stub of TRL, whose configuration keeps what it is given."""
+    stub = types.ModuleType("trl")
+    stub.GRPOConfig = types.SimpleNamespace
+    stub.GRPOTrainer = object
+    monkeypatch.setitem(sys.modules, "trl", stub)
+    monkeypatch.delitem(sys.modules, "scripts.peers.trl_trainer", raising=False)
+    yield importlib.import_module("scripts.peers.trl_trainer")
+    del sys.modules["scripts.peers.trl_trainer"]
+
+
+@pytest.mark.parametrize("flags, beta", [([], 0.0), (["--out", "o"], 1e-30), (["--out", "o", "--beta", "0.1"], 0.1)])
+def test_trl_has_a_reference_policy_only_where_its_kl_is_compared(trl_trainer, monkeypatch, flags, beta):
+    """With any beta but 0 it makes one more forward a step: beside a run of ours that has none it looked slow."""
+    monkeypatch.setattr(sys, "argv", ["trl_side.py", "--mode", "stock", *flags])
+    args = importlib.import_module("scripts.peers.trl_side").parse_args()
+    assert trl_trainer.make_config(args, "scratch", 100).beta == beta
 
 
 @pytest.mark.skipif(not trl_is_installed(), reason="no .venv-trl: bash scripts/peers/setup_trl.sh makes it")

@@ -112,7 +112,7 @@ def patch_vllm(log: StepLog, dtype: str) -> None:
 
     The engine runs eager, for which TRL has no option: compiling takes a minute at the start.
     Its blocks have 32 tokens, as ours: in vLLM's 128 a short prompt fills none, and is computed for each sample.
-    TRL names no dtype, and vLLM then takes bfloat16 for float32: several times as slow on a CPU without its instructions.
+    TRL names no dtype, and vLLM then takes bfloat16 for float32: slow on a CPU without its instructions.
     Weights go through `reload_weights`: vLLM's CPU backend packs a layer's weights and drops the originals, so that
     TRL's `model.load_weights` finds nothing to load into. A tied head keeps a packed copy of its own, which stays that
     of the old weights unless it is sent under its own name too.
