@@ -149,7 +149,7 @@ def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int], retry_failed: 
     that failed is missing with `retry_failed` only."""
     done = set(rows.runs)
     if not retry_failed:
-        done |= set(rows.failures)
+        done |= set(map(record.key_of, rows.failures))
     jobs = []
     for seed in seeds:
         for task in rows.study["tasks"]:

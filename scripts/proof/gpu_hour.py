@@ -868,9 +868,12 @@ class Head:
         """Logprobs, entropy and the gradients by x and weight, `chunks` of the plain head's chunks at a time."""
         chunk = chunks * grpo.LOGPROB_CHUNK
         logprobs, entropy = HeadLogprobs.apply(self.x, self.weight, self.targets, 0.9, chunk, compiled)
-        total = self.by_logprobs * logprobs + self.by_entropy * entropy
-        by_x, by_weight = torch.autograd.grad(total.sum(), (self.x, self.weight))
-        return [values.detach().float() for values in (logprobs, entropy, by_x, by_weight)]
+        by_logprobs = self.by_logprobs * logprobs
+        by_entropy = self.by_entropy * entropy
+        total = by_logprobs + by_entropy
+        gradients = torch.autograd.grad(total.sum(), (self.x, self.weight))
+        results = [logprobs, entropy, *gradients]
+        return [values.detach().float() for values in results]
 
 
 def compare_head(out: Path) -> None:

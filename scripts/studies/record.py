@@ -40,6 +40,11 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def key_of(row: dict[str, Any]) -> tuple[str, str, int]:
+    """The task, arm and seed of a run or a failure."""
+    return row["task"], row["arm"], row["seed"]
+
+
 @dataclass
 class Record:
     """The rows of a record, by kind."""
@@ -48,7 +53,7 @@ class Record:
     commits: dict[str, str] = field(default_factory=dict)  # of the studies, by their hashes
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     runs: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)  # (task, arm, seed)
-    failures: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, row: dict[str, Any]) -> None:
         """Add a row to the rows in memory. Raises RecordError for one that does not belong to this study."""
@@ -70,9 +75,10 @@ class Record:
                     "with that one"
                 )
         else:
-            key = (row["task"], row["arm"], row["seed"])
+            key = key_of(row)
             if kind == "failure":
-                self.failures[key] = row
+                if row not in self.failures:
+                    self.failures.append(row)
             elif self.runs.setdefault(key, row) != row:
                 raise RecordError(f"run {key[0]} {key[1]} {key[2]} has two rows that differ")
 
@@ -94,9 +100,8 @@ class Record:
         if mine:
             self.study = mine | joined
         self.commits |= other.commits
-        for rows in (other.arms, other.failures, other.runs):
-            for row in rows.values():
-                self.take(row)
+        for row in (*other.arms.values(), *other.failures, *other.runs.values()):
+            self.take(row)
 
     def of_tasks(self, names: Collection[str]) -> "Record":
         """The record of some of its tasks. Raises RecordError for a task that it lacks."""
@@ -106,16 +111,15 @@ class Record:
             raise RecordError(f"no task {', '.join(sorted(unknown))}: there are {there}")
         chosen = Record(self.study, self.commits, self.arms)
         chosen.study = self.study | {"tasks": {name: self.study["tasks"][name] for name in names}}
-        for rows in (self.failures, self.runs):
-            for (task, _, _), row in rows.items():
-                if task in names:
-                    chosen.take(row)
+        for row in (*self.failures, *self.runs.values()):
+            if row["task"] in names:
+                chosen.take(row)
         return chosen
 
     @property
     def failed(self) -> list[tuple[str, str, int]]:
         """The runs that failed and were not made since."""
-        return [key for key in self.failures if key not in self.runs]
+        return [key for key in dict.fromkeys(map(key_of, self.failures)) if key not in self.runs]
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
@@ -164,7 +168,7 @@ def check(record: Record) -> None:
     """
     shared: dict[tuple[str, ...], Any] = {}
     first_of_diff: dict[str, str] = {}
-    for row in (*record.runs.values(), *record.failures.values()):
+    for row in (*record.runs.values(), *record.failures):
         task = row["task"]
         arm = row["arm"]
         seed = row["seed"]
@@ -196,7 +200,7 @@ def check(record: Record) -> None:
 def check_one_more(record: Record, row: dict[str, Any]) -> None:
     """Raises RecordError if a record with this row would not pass `check`. The record is left as it is: a row that does
     not fit takes no other with it."""
-    longer = replace(record, runs=dict(record.runs), failures=dict(record.failures))
+    longer = replace(record, runs=dict(record.runs), failures=list(record.failures))
     longer.take(row)
     check(longer)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from scripts.studies import statistics, tasks
 from scripts.studies.endpoints import ENDPOINTS, PRIMARY
-from scripts.studies.record import OF_THE_MACHINE, Record, RecordError
+from scripts.studies.record import OF_THE_MACHINE, Record, RecordError, key_of
 from scripts.studies.statistics import Comparison, Interval
 
 CONTROLS = tasks.CONTROL_NAMES
@@ -280,7 +280,8 @@ def noise_lines(rows: Record, base: str) -> list[str]:
 def failure_lines(rows: Record) -> list[str]:
     """The runs that failed."""
     lines = ["failed runs, which are in no figure above:"]
-    for key, row in rows.failures.items():
+    for row in rows.failures:
+        key = key_of(row)
         task, arm, seed = key
         since = "; made again since, and that one is in the figures" if key in rows.runs else ""
         lines.append(f"{task} {arm} seed {seed}: {reason(row)}{since}")
