@@ -508,6 +508,14 @@ def test_a_record_survives_a_kill_and_has_one_writer(tmp_path):
     assert "exit status 1: memory" in report.text_of(rows)[0]
 
 
+def test_a_control_without_a_seed_leaves_the_tasks_unknown(tmp_path):
+    """It does not say that they are unfit."""
+    rows = rows_of({"base": [0.5, 0.6, 0.55], "lr0": [0.1, 0.2, 0.15], "coin": []})
+    text, fit = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    assert not fit and "coin                     no seed with all tasks yet" in text
+    assert "whether the tasks are fit is not known" in text and "unfit" not in text
+
+
 def test_a_failed_run_is_made_again_where_that_is_asked_for(tmp_path):
     """Its rows stay, and the table tells of each."""
     study_row, arm_row, first, second = rows_of({"base": [0.5, 0.6]})

@@ -232,16 +232,18 @@ def control_lines(controls: list[str], comparisons: dict[str, Comparison]) -> tu
     fit = True
     for arm in controls:
         if arm not in comparisons:
-            fit = False
             lines.append(f"{arm:24} no seed with all tasks yet")
             continue
         result = comparisons[arm]
         loses = result.difference.high < 0
         fit &= loses
         lines.append(f"{arm:24} {show(result.difference)}  {'worse' if loses else 'NOT WORSE'}")
+    known = all(arm in comparisons for arm in controls)
     if not fit:
         lines.append("A control is not worse than the base: these tasks are unfit, or the seeds too few.")
-    return lines, fit
+    elif not known:
+        lines.append("A control has no seed with all tasks: whether the tasks are fit is not known.")
+    return lines, fit and known
 
 
 def control_lines_of_tasks(rows: Record, controls: list[str], base: str) -> list[str]:
