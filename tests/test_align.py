@@ -669,8 +669,7 @@ def trl_is_installed():
 def trl_trainer(monkeypatch):
     """scripts/peers/trl_trainer.py beside a stub of TRL, whose configuration keeps what it is given."""
     stub = types.ModuleType("trl")
-    stub.GRPOConfig = types.SimpleNamespace
-    stub.GRPOTrainer = object
+    vars(stub).update(GRPOConfig=types.SimpleNamespace, GRPOTrainer=object)
     monkeypatch.setitem(sys.modules, "trl", stub)
     monkeypatch.delitem(sys.modules, "scripts.peers.trl_trainer", raising=False)
     yield importlib.import_module("scripts.peers.trl_trainer")

