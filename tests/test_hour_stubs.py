@@ -207,6 +207,15 @@ def test_a_slow_gpu_fails_the_machine(hour, monkeypatch):
     assert "TFLOP/s of 989" in result_of(hour, "machine")["said"]
 
 
+def test_a_result_of_another_kind_of_gpu_does_not_count(hour, monkeypatch):
+    """Else TRL's step on one card is divided by ours on another."""
+    result_of(hour, "sleep")
+    assert hour.result("sleep")["passed"]
+    monkeypatch.setattr(gpu_hour, "device_name", lambda: "nvidia h200")
+    assert hour.result("sleep") is None
+    assert gpu_hour.check_trl(hour).said == "sleep did not pass"
+
+
 def test_the_page_has_topology_and_clocks(hour):
     result_of(hour, "machine")
     (hour.out / "topology.log").write_text("GPU0 NV18 GPU1")

@@ -125,9 +125,13 @@ def bench_trl(options: BenchFlags) -> Result:
     """Seconds per step: grpo_fast.py and TRL, 8 prompts x 8 samples, the same model, data and settings.
 
     Both without a reference policy, both for the steps after the first two, in means. One round: --repeat is not read.
-    Two-operand addition leaves most groups without a gradient. We skip them and TRL trains on them, and that is most of
-    the ratio; "us, all groups" trains on them too. With single digits nearly all groups have a gradient.
+    Two-operand addition leaves most groups without a gradient. We skip them and TRL trains on them; "us, all groups"
+    trains on them too. With single digits nearly all groups have a gradient. Raises UserError for --sides that are no
+    settings of TRL.
     """
+    unknown = set(options.sides) - set(TRL_SETTINGS)
+    if unknown:
+        raise utils.UserError(f"--sides {' '.join(sorted(unknown))}: trl has {', '.join(TRL_SETTINGS)}")
     table: dict[str, dict[str, float]] = {}
     ratios: dict[str, Any] = {}
     settings = trl_settings(options.dtype)
