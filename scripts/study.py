@@ -7,24 +7,24 @@
     python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
     python scripts/study.py replay study.jsonl [--task last --arm base --seed 3]    default: a random run
 
-An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. An arm that the record has needs its name
-only, and is the one it was, also if its fork has changed since. The first arm is the base. `run` goes through the
-seeds, within a seed through tasks and arms, so that it can be stopped at any time and continued by the same line:
-what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a run again and compares the
-SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control did not lose or a replay differs, and 130
-after Ctrl-C.
+An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. The first arm is the base. To go on with an
+arm of the record, write its name alone: its diff and flags come from the record, and later edits of its fork change
+nothing. `run` goes through the seeds, within a seed through tasks and arms, so that it can be stopped at any time and
+continued by the same line: what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a
+run again and compares the SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control was not shown
+to lose or has no run yet, or a replay differs, and 130 after Ctrl-C.
 """
 
 import argparse
 import math
-import os
 import random
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,10 @@ from scripts.studies.record import Record, RecordError
 
 SCALE = "fly"  # where the command line names none, and there is no record yet
 THREADS = 1
+CALIBRATED = 24  # groups that a calibration samples
+MOST_SEEDS = 10_000
+PICTURES = (".png", ".pdf", ".svg")
+RESERVED = (*tasks.CONTROL_NAMES, tasks.AGAIN)  # names of arms that --controls adds
 
 
 def positive(text: str) -> int:
@@ -59,6 +63,8 @@ def parse_seeds(text: str) -> list[int]:
         last = int(words[2] or first)
         if last < first:
             raise RecordError(f"--seeds {text!r}: {first} is above {last}")
+        if last - first >= MOST_SEEDS:
+            raise RecordError(f"--seeds {text!r}: more than {MOST_SEEDS:,} seeds")
         seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
         raise RecordError(f"--seeds {text!r} names a seed twice")
@@ -91,6 +97,8 @@ def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     measured = {}
     for name in options.tasks or scale.tasks:
         task = tasks.TASKS[name]
+        if steps < 2 and not task.is_evaluated:
+            raise RecordError(f"--steps {steps}: the area of {name} needs 2 steps, as it has no value before the first")
         flags[name] = list(base_flags(scale, name, steps))
         targets[name] = task.target
         measured[name] = dict(task.measured)
@@ -111,20 +119,66 @@ def arm_of(rows: Record, text: str) -> Arm:
 
 def arms_of(options: argparse.Namespace, rows: Record) -> list[Arm]:
     """The arms of the command line, and the controls: those of the record, where it has them."""
-    arms = [arm_of(rows, text) for text in options.arms]
+    arms = []
+    for text in options.arms:
+        arm = arm_of(rows, text)
+        if arm.name in RESERVED and text not in (*rows.arms, *tasks.CONTROLS):
+            raise ArmError(f"arm {arm.name}: --controls adds the arms {', '.join(RESERVED)}; give yours another name")
+        arms.append(arm)
     if options.controls:
         for name, text in zip(tasks.CONTROL_NAMES, tasks.CONTROLS, strict=True):
             arms.append(arm_of(rows, name if name in rows.arms else text))
-        arms.append(Arm(tasks.AGAIN, arms[0].diff, arms[0].script, arms[0].flags))
+        base = arms[0] if not rows.arms else arm_of(rows, base_of(rows, arms))
+        arms.append(Arm(tasks.AGAIN, base.diff, base.script, base.flags))
     names = [arm.name for arm in arms]
     if len(set(names)) < len(names):
         raise ArmError(f"two arms have the same name: {', '.join(names)}")
     seen: dict[tuple[Any, ...], str] = {}
+    for name, facts in rows.arms.items():
+        if name != tasks.AGAIN:
+            seen[facts["diff"], facts["script"], tuple(facts["flags"])] = name
     for arm in arms:
         twin = seen.setdefault((arm.diff, arm.script, arm.flags), arm.name)
         if twin != arm.name and arm.name != tasks.AGAIN:
             raise ArmError(f"arms {twin} and {arm.name} have the same code and flags")
     return arms
+
+
+def base_of(rows: Record, arms: Sequence[Arm]) -> str:
+    """The arm that the others are compared with: the record's first one, or of a new record the command line's."""
+    return next(iter(rows.arms), arms[0].name)
+
+
+def check_games(study: dict[str, Any], arms: Sequence[Arm]) -> None:
+    """Raises ArmError for an arm that changes how a game is scored: the score is the endpoint."""
+    games = [name for name, measured in study.get("measured", {}).items() if measured]
+    if not games:
+        return
+    for arm in arms:
+        for flag, _ in arms_part.flags_of(arm.flags):
+            if flag in arms_part.OF_THE_SCORE:
+                names = ", ".join(games)
+                raise ArmError(f"arm {arm.name}: --{flag} changes the score of {names}, and arms are compared by it")
+
+
+def try_flags(study: dict[str, Any], arms: Sequence[Arm], lane: lanes.Lane) -> None:
+    """Raises ArmError for an arm that its own code refuses on a task: each of its runs would fail."""
+    for arm in arms:
+        for task in study["tasks"]:
+            problem = lane.check(job_of(study, task, arm, 1))
+            if problem:
+                raise ArmError(f"arm {arm.name} cannot run on {task}: {problem}")
+
+
+def first_of_base(rows: Record, jobs: Sequence[lanes.Job], base: str) -> list[lanes.Job]:
+    """The base's first run on each task on which it has none. These go before all others: a row is compared with the
+    rows before it, so an arm that differs in more than it says is found wrong, and not the base."""
+    done = {task for task, arm, _ in rows.runs if arm == base}
+    first: dict[str, lanes.Job] = {}
+    for job in jobs:
+        if job.arm.name == base and job.task not in done:
+            first.setdefault(job.task, job)
+    return list(first.values())
 
 
 def arm_row(arm: Arm) -> dict[str, Any]:
@@ -217,6 +271,9 @@ def tell_of_code(commit: str) -> None:
         print(f"WARNING: {', '.join(changed)}: what is not committed is in no arm")
 
 
+OF_A_FAILURE = ("study", "task", "arm", "seed", "run_seed", "wall_seconds", "cpu_seconds")
+
+
 class Running:
     """The rows of a study under way: each is written, kept and told as its run ends."""
 
@@ -231,7 +288,11 @@ class Running:
     def done(self, row: dict[str, Any]) -> None:
         """Take the row of a run that has ended."""
         row = {"kind": row["kind"], "study": self.rows.study["hash"], **row}
-        record.check_one_more(self.rows, row)  # before it is in the file, which it would make unreadable
+        try:
+            record.check_one_more(self.rows, row)  # before it is in the file, which it would make unreadable
+        except RecordError as error:
+            row = {name: value for name, value in row.items() if name in OF_A_FAILURE}
+            row |= {"kind": "failure", "code": 0, "log": f"its row does not fit the record: {error}"}
         self.rows.take(row)
         self.append(row)
         self.count += 1
@@ -250,14 +311,16 @@ class Running:
         if row["kind"] == "failure":
             reason = report.reason(row)
             return f"{words}: FAILED {reason}"
-        first, *_, last = row["curve"]["held_out"]
+        held_out = row["curve"]["held_out"]
+        first = held_out[0]
+        last = held_out[-1]
         area = row["endpoints"]["area"]
         seconds = row["wall_seconds"]
         return f"{words}: held-out {first:.2f} -> {last:.2f}, area {area:.3f}, {seconds:.0f} s"
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Do the runs that are missing. Returns whether none failed."""
+    """Do the runs that are missing. Returns whether none of those that were asked for has failed."""
     seeds = parse_seeds(options.seeds)
     with record.appending(options.out) as append:
         is_begun = options.out.stat().st_size > 0
@@ -270,45 +333,85 @@ def run(options: argparse.Namespace) -> bool:
         check_options(options, study)
         check_machine(rows)
         arms = arms_of(options, rows)
+        check_games(study, arms)
         check_files(study["scale"], study["tasks"])
         tell_of_code(study["commit"])
-        with tempfile.TemporaryDirectory(prefix="study-") as name:
+        new_arms = [arm for arm in arms if arm.name not in rows.arms]
+        base = base_of(rows, arms)
+        most = options.jobs or lanes.most_side_by_side(study["threads"], tasks.SCALES[study["scale"]].gib)
+        with tempfile.TemporaryDirectory(prefix="study-") as name, ExitStack() as stack:
             folder = Path(name)
             copies = {arm.name: arms_part.make_copy(arm, study["commit"], folder) for arm in arms}
+            work = [stack.enter_context(lanes.Lane(i, study["threads"], folder, copies)) for i in range(most)]
+            for arm in arms:
+                rows.take(arm_row(arm))  # refuses one that was another before
+            try_flags(study, new_arms, work[0])
             if not is_begun:
                 append(study)
-            for arm in arms:
-                is_new = arm.name not in rows.arms
-                rows.take(arm_row(arm))
-                if is_new:
-                    append(arm_row(arm))
+            for arm in new_arms:
+                append(arm_row(arm))
 
             jobs = missing_jobs(rows, arms, seeds, options.retry_failed)
             total = len(seeds) * len(arms) * len(study["tasks"])
             done = total - len(jobs)
-            most = options.jobs or lanes.most_side_by_side(study["threads"], tasks.SCALES[study["scale"]].gib)
             print(f"{done} of {total} runs are done; {len(jobs)} to do, {most} side by side", flush=True)
-            running = Running(rows, append, len(jobs))
-            until = running.begun + 60 * options.budget_minutes
-            work = [lanes.Lane(i, study["threads"], folder, copies) for i in range(most)]
-            left = lanes.run_all(jobs, work, running.done, until)
+            first = first_of_base(rows, jobs, base)
+            left = run_all(jobs, first, Running(rows, append, len(jobs)), work, options.budget_minutes)
     if left:
         print(f"{left} runs are left: the same line goes on")
     print(f"python scripts/study.py table {options.out}  says what they say")
-    return not rows.failed
+    names = {arm.name for arm in arms}
+    return not any(arm in names and seed in seeds for _, arm, seed in rows.failed)
+
+
+def run_all(
+    jobs: Sequence[lanes.Job],
+    first: Sequence[lanes.Job],
+    running: Running,
+    work: Sequence[lanes.Lane],
+    minutes: float,
+) -> int:
+    """Do the jobs, those of `first` before all others. Returns how many the minutes did not suffice for."""
+    others = [job for job in jobs if job not in first]
+    until = running.begun + 60 * minutes
+    left = lanes.run_all(first, work, running.done, until)
+    return left + lanes.run_all(others, work, running.done, until)
 
 
 def table(options: argparse.Namespace) -> bool:
-    """Print what the record says. Returns whether no control won."""
+    """Print what the record says. Returns whether all controls that it has lose."""
+    plot = options.plot
+    if plot and (plot.suffix not in PICTURES or not plot.parent.is_dir()):
+        raise RecordError(f"--plot {plot}: name a file ({', '.join(PICTURES)}) in a folder that is there")
     rows = record.read(options.records)
     if options.tasks:
         rows = rows.of_tasks(options.tasks)
     text, fit = report.text_of(rows, options.base)
     print(text)
-    if options.plot:
-        report.draw(rows, options.plot, options.base)
-        print(f"wrote {options.plot}")
+    for line in not_of_scale(rows.study):
+        print(line)
+    if plot:
+        report.draw(rows, plot, options.base)
+        print(f"wrote {plot}")
     return fit
+
+
+def not_of_scale(study: dict[str, Any]) -> list[str]:
+    """What a study's tasks have in another way than this version's: who takes rows of others looks at it."""
+    lines = []
+    scale = tasks.SCALES.get(study["scale"])
+    for name, flags in study["tasks"].items():
+        if scale is None or name not in tasks.TASKS:
+            lines.append(f"{name} at the scale {study['scale']} is not in scripts/studies/tasks.py")
+            continue
+        then = dict(arms_part.flags_of(flags))
+        now = dict(arms_part.flags_of(base_flags(scale, name, study["steps"])))
+        changed = [f"--{flag}" for flag in sorted(then.keys() | now.keys()) if then.get(flag) != now.get(flag)]
+        if study["targets"][name] != tasks.TASKS[name].target:
+            changed.append(f"the target, {study['targets'][name]}")
+        if changed:
+            lines.append(f"{name} has in another way than scripts/studies/tasks.py now: {', '.join(changed)}")
+    return lines
 
 
 def replay(options: argparse.Namespace) -> bool:
@@ -334,9 +437,10 @@ def replay(options: argparse.Namespace) -> bool:
         print(new["log"], file=sys.stderr)
         raise RecordError(f"the run failed with exit status {new['code']}")
 
-    for name in (*record.SAME, *record.SAME_IN_TASK, "code"):
-        if new[name] != old[name]:
-            print(f"{name} is another one: {old[name]} in the record, {new[name]} here")
+    for name in (*record.SAME, *record.SAME_IN_TASK, "code", "files"):
+        there = old.get(name)  # rows of before have no files
+        if there is not None and new[name] != there:
+            print(f"{name} is another one: {there} in the record, {new[name]} here")
     text, good = report.replayed(rows, old, new)
     print(text)
     return good
@@ -349,18 +453,18 @@ def calibrate(options: argparse.Namespace) -> bool:
     check_files(options.scale or SCALE, names)
     arm = Arm("calibrate")
     commit = arms_part.git("rev-parse", "HEAD").decode().strip()
-    print("task          sampled  greedy  informative  fit")
+    print("task          sampled  greedy  informative        fit")
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, commit, Path(folder))
         with lanes.Lane(0, options.threads or THREADS, Path(folder), {arm.name: copy}) as lane:
             for name in names:
-                own = ("--learning_rate", "0", "--num_unique_prompts_rollout", "24", "--total_episodes", "192")
-                own += ("--local_eval_every", "1")
+                own = ("--learning_rate", "0", "--num_unique_prompts_rollout", str(CALIBRATED))
+                own += ("--total_episodes", str(8 * CALIBRATED), "--local_eval_every", "1")
                 flags = arms_part.merge_flags(base_flags(scale, name, 1), own)
                 row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, 1, tasks.TASKS[name].measured))
                 if row["kind"] == "failure":
                     raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
-                print(report.calibration(name, row["curve"]), flush=True)
+                print(report.calibration(name, row["curve"], CALIBRATED), flush=True)
     return True
 
 
@@ -376,7 +480,7 @@ def parser() -> argparse.ArgumentParser:
         "--controls", action="store_true", help=f"add the arms {', '.join(tasks.CONTROL_NAMES)}, {tasks.AGAIN}"
     )
     running.add_argument("--steps", type=positive, help="of each run; default: the scale's")
-    running.add_argument("--jobs", type=positive, default=os.cpu_count(), help="runs side by side")
+    running.add_argument("--jobs", type=positive, help="runs side by side; default: as many as the machine holds")
     running.add_argument("--budget_minutes", type=float, default=math.inf, help="no run starts later")
     running.add_argument("--retry_failed", action="store_true", help="make failed runs again; their rows stay")
     showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
@@ -406,7 +510,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         good = COMMANDS[options.command](options)
-    except (ArmError, RecordError) as error:
+    except (ArmError, RecordError, lanes.LaneError) as error:
         raise SystemExit(f"study.py: {error}") from None
     except KeyboardInterrupt:
         print("study.py: stopped. The same line goes on: what `run` has done is in its file", file=sys.stderr)

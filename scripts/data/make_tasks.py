@@ -45,6 +45,24 @@ def largest(rng: random.Random) -> Question:
     return Question(text, str(answer), (smallest, middle, answer), (str(smallest), str(middle)))
 
 
+def smallest(rng: random.Random) -> Question:
+    numbers = rng.sample(range(1, 100), 3)
+    listed = ", ".join(map(str, numbers))
+    text = f"Which is the smallest of {listed}? Give only the number."
+    answer, middle, largest_number = sorted(numbers)
+    return Question(text, str(answer), (answer, middle, largest_number), (str(middle), str(largest_number)))
+
+
+def odd(rng: random.Random) -> Question:
+    answer = rng.randrange(1, 50, 2)
+    evens = rng.sample(range(2, 50, 2), 2)
+    numbers = [answer, *evens]
+    rng.shuffle(numbers)
+    listed = ", ".join(map(str, numbers))
+    text = f"Which of {listed} is odd? Give only the number."
+    return Question(text, str(answer), tuple(sorted(numbers)), tuple(map(str, evens)))
+
+
 def sums(rng: random.Random) -> Question:
     a = rng.randint(1, 30)
     b = rng.randint(1, 30)
@@ -93,6 +111,22 @@ def second(rng: random.Random) -> Question:
     return Question(text, answer, (number,), (first_digit, *others))
 
 
+def third(rng: random.Random) -> Question:
+    number = rng.randint(1000, 9999)
+    first_digit, second_digit, answer, last_digit = str(number)
+    text = f"What is the third digit of {number}? Give only the digit."
+    return Question(text, answer, (number,), (first_digit, second_digit, last_digit))
+
+
+def middle(rng: random.Random) -> Question:
+    numbers = rng.sample(range(1, 100), 3)
+    listed = ", ".join(map(str, numbers))
+    text = f"Which of {listed} is between the other two? Give only the number."
+    smallest_number, answer, largest_number = sorted(numbers)
+    others = (str(smallest_number), str(largest_number))
+    return Question(text, str(answer), (smallest_number, answer, largest_number), others)
+
+
 def repeated(rng: random.Random) -> Question:
     answer, *others = rng.sample(range(1, 21), 3)
     numbers = [answer, answer, *others]
@@ -138,6 +172,9 @@ class Task:
 
 TASKS = {
     "largest": Task(largest),
+    "smallest": Task(smallest),
+    "middle": Task(middle),
+    "odd": Task(odd),
     "sums": Task(sums),
     "differences": Task(differences),
     "products": Task(products),
@@ -146,6 +183,7 @@ TASKS = {
     "last": Task(last, shows_one=False),  # of the fruit fly
     "largest_digit": Task(largest_digit, shows_one=False),  # of the fruit fly
     "second": Task(second),
+    "third": Task(third),
     "repeated": Task(repeated),
     "reverse": Task(reverse),
     "calculator": Task(calculator, turns=EXAMPLES),  # a call of the tool calculator answers it

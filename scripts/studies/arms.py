@@ -11,22 +11,33 @@ A copy holds the files of the study's commit, not of the working tree, so that a
 import hashlib
 import io
 import os
+import shlex
 import subprocess
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("grpo.py", "grpo_fast.py")
 LINKED = ("models", "data")  # of the checkout, in each copy
-FIXED = """model_name_or_path dataset_mixer_list dataset_mixer_eval_list seed exp_name output_dir overwrite resume
-    local_eval_every eval_on_step_0 eval_pass_at_k eval_temperature eval_response_length total_episodes
-    response_length""".split()
+FIXED = """model_name_or_path model_revision dataset_mixer_list dataset_mixer_list_splits dataset_mixer_eval_list
+    dataset_mixer_eval_list_splits shuffle chat_template_name add_bos system_prompt_override_file
+    max_prompt_token_length seed exp_name output_dir overwrite resume dry_run local_eval_every eval_on_step_0
+    eval_pass_at_k eval_temperature eval_response_length total_episodes response_length""".split()
+# The score of a game is its endpoint, so the flags of which it is made are fixed there
+OF_THE_SCORE = """env_file max_steps apply_verifiable_reward verification_reward apply_r1_style_format_reward
+    r1_style_format_reward additive_format_reward non_stop_penalty non_stop_penalty_value overlong_buffer_length
+    kl_in_reward""".split()
+GIT_DIFF = """-c core.quotePath=false diff --no-ext-diff --no-textconv --no-color --binary --src-prefix=a/
+    --dst-prefix=b/""".split()  # whatever the user's settings of git are
 
 
 class ArmError(ValueError):
     """An arm cannot be run or compared; the message says why and what to do."""
+
+
+LEARNED = "learned"  # the verifier that the rows to train on name: see scripts/data/make_tasks.py
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,8 @@ class Arm:
     @property
     def diff_hash(self) -> str:
         """SHA-256 of the diff, or "" without one."""
-        return hashlib.sha256(self.diff.encode()).hexdigest() if self.diff else ""
+        text = self.diff.encode(errors="surrogateescape")  # a branch may have files of another encoding
+        return hashlib.sha256(text).hexdigest() if text else ""
 
 
 def git(*arguments: str) -> bytes:
@@ -56,7 +68,10 @@ def parse_arm(text: str, commit: str) -> Arm:
     """An arm as it is written on the command line: NAME[@DIFF or @BRANCH][: [SCRIPT] FLAGS]. Raises ArmError."""
     head, _, tail = text.partition(":")
     name, _, source = head.strip().partition("@")
-    words = tail.split()
+    try:
+        words = shlex.split(tail)
+    except ValueError as error:
+        raise ArmError(f"arm {text!r}: {error}") from None
     script = "grpo.py"
     if words and words[0] in SCRIPTS:
         script = words.pop(0)
@@ -65,11 +80,47 @@ def parse_arm(text: str, commit: str) -> Arm:
             f"arm {text!r}: write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS. A name has no /"
         )
 
-    for word in words:
-        flag = name_of(word)
-        if word.startswith("--") and flag in FIXED:
-            raise ArmError(f"arm {name}: --{flag} is the same for all arms of a study")
+    check_flags(name, words)
     return Arm(name, read_diff(name, source, commit), script, tuple(words))
+
+
+def check_flags(name: str, words: Sequence[str]) -> None:
+    """Raises ArmError for flags that an arm cannot have: those that are the same for all arms, paths of this machine,
+    and a change of the verifier that judges the held-out rows."""
+    for flag, values in flags_of(words):
+        if flag in FIXED:
+            raise ArmError(f"arm {name}: --{flag} is the same for all arms of a study")
+        for value in values:
+            if os.path.isabs(value) and os.path.isfile(value):
+                raise ArmError(
+                    f"arm {name}: --{flag} {value} is a path of this machine: others could not make its rows again. "
+                    "Commit the file on the arm's branch, or add it to its diff, and name it from the root of the code"
+                )
+        if flag == "remap_verifier":
+            for pair in ",".join(values).split(","):
+                if pair.partition("=")[0] != LEARNED:
+                    raise ArmError(
+                        f"arm {name}: --remap_verifier {pair} changes how held-out rows are judged, the same for all "
+                        f"arms: write {LEARNED}=VERIFIER, which changes the rows that are trained on"
+                    )
+
+
+def flags_of(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """The flags of some words, each with its values."""
+    merged = merge_flags((), tuple(words))
+    flag = ""
+    values: list[str] = []
+    for word in merged:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if flag:
+            yield flag, values
+        flag = name_of(word)
+        _, has_value, value = word.partition("=")
+        values = [value] if has_value else []
+    if flag:
+        yield flag, values
 
 
 def read_diff(name: str, source: str, commit: str) -> str:
@@ -77,16 +128,17 @@ def read_diff(name: str, source: str, commit: str) -> str:
     or branch that is not there, and for a branch without a change."""
     if not source:
         return ""
-    path = ROOT / source
     if source.endswith(".diff"):
-        if not path.exists():
-            raise ArmError(f"arm {name}: no file {path}")
-        return path.read_text()
+        places = [Path(source), ROOT / source]
+        for path in places:
+            if path.exists():
+                return path.read_text()
+        raise ArmError(f"arm {name}: no file {places[0].resolve()}")
     try:
         git("rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
     except ArmError:
         raise ArmError(f"arm {name}: no branch {source}; the name of a file with a diff ends in .diff") from None
-    diff = git("diff", f"{commit}...{source}").decode()
+    diff = git(*GIT_DIFF, f"{commit}...{source}").decode(errors="surrogateescape")
     if not diff:
         raise ArmError(
             f"arm {name}: {source} changes nothing of the study's commit {commit[:12]}, which was HEAD when the study "
@@ -102,15 +154,22 @@ def make_copy(arm: Arm, commit: str, folder: Path) -> Path:
     if (copy / "made").exists():
         return copy
     copy.mkdir(parents=True, exist_ok=True)
-    archive = git("archive", commit)
+    try:
+        archive = git("archive", commit)
+    except ArmError:
+        raise ArmError(
+            f"this checkout has no commit {commit}, whose code the study is of: git fetch the branch that has it"
+        ) from None
     tarfile.open(fileobj=io.BytesIO(archive)).extractall(copy, filter="data")
     if arm.diff:
         # inside of a checkout git would take the diff's paths as that checkout's
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve())}
         command = ["git", "apply", "-"]
-        done = subprocess.run(command, cwd=copy, input=arm.diff, text=True, capture_output=True, env=environment)
+        text = arm.diff.encode(errors="surrogateescape")
+        done = subprocess.run(command, cwd=copy, input=text, capture_output=True, env=environment)
         if done.returncode:
-            raise ArmError(f"arm {arm.name}: its diff does not apply to commit {commit[:12]}: {done.stderr.strip()}")
+            words = done.stderr.decode(errors="replace").strip()
+            raise ArmError(f"arm {arm.name}: its diff does not apply to commit {commit[:12]}: {words}")
     for name in LINKED:
         if (ROOT / name).exists() and not (copy / name).exists():
             (copy / name).symlink_to(ROOT / name)
@@ -133,7 +192,7 @@ def hashes_of_files(folder: Path, flags: Sequence[str]) -> dict[str, str]:
     hashes = {}
     for word in flags:
         path = folder / word.rpartition("=")[2]
-        if word.endswith(".py") and path.is_file():
+        if word.endswith(".py") and path.is_file() and path.is_relative_to(folder):
             hashes[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return hashes
 

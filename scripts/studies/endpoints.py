@@ -89,8 +89,8 @@ def area(curve: Curve) -> float:
 
 
 def first_step_at(curve: Curve, target: float) -> int | None:
-    """The first evaluated step with at least this held-out accuracy. None if there is none: censored on the right. 0
-    if it is there before its first step: censored on the left."""
+    """The first evaluated step with at least this held-out accuracy. None: it was never reached. 0: the start model
+    has reached it already."""
     for step, accuracy in zip(curve.evaluated, curve.held_out, strict=True):
         if accuracy >= target:
             return step

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -42,6 +41,7 @@ ENVIRONMENT = {
     ),
 }
 LOG_TAIL = 3000  # characters of a failed run's log that are kept
+STEPS_OF_PLAN = re.compile("^run .* = ([0-9]+) steps,", re.MULTILINE)  # in what --dry_run prints
 OF_THE_COPY = re.compile("WARNING: (this copy of .*)")  # what a run says of code that does not do what its flags say
 
 
@@ -59,9 +59,13 @@ class Job:
     measured: Mapping[str, str] = field(default_factory=dict)  # see tasks.Task
 
 
+class LaneError(RuntimeError):
+    """A worker ended in the middle of a run; the message says which run, and what to do."""
+
+
 class Lane:
-    """A thread's worker, started for its first run. It ends with the `with` that it is made for, and in the middle of a
-    run if that ends with an exception, as Ctrl-C."""
+    """One worker process, used by one thread. It starts at the first run. The end of the `with` block ends it. If an
+    exception ends the block, as Ctrl-C does, the worker is killed in the middle of its run."""
 
     def __init__(self, number: int, threads: int, folder: Path, copies: dict[str, Path]):
         self.number = number
@@ -71,7 +75,7 @@ class Lane:
         self.worker: subprocess.Popen | None = None
 
     def start(self) -> subprocess.Popen:
-        """The worker."""
+        """The worker. The kernel kills it when the thread that started it ends, so the main thread starts it."""
         if self.worker is None:
             threads = str(self.threads)
             environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": threads}
@@ -100,18 +104,16 @@ class Lane:
         worker.stdin.close()
         worker.wait()
 
-    def run(self, job: Job) -> dict[str, Any]:
-        """Do a run; returns its row, of kind run or failure, without what the study adds."""
-        copy = self.copies[job.arm.name]
-        name = f"{job.task}-{job.arm.name}-{job.seed}"
-        run_dir = self.folder / "runs" / name
-        log = self.folder / f"{name}.log"
+    def ask(self, job: Job, more: Sequence[str] = ()) -> dict[str, Any]:
+        """Have the worker do a run, with more flags; returns its answer. Raises LaneError if the worker ends."""
+        run_dir = self.run_dir(job)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
-        where = ["--output_dir", str(run_dir.parent), "--exp_name", name, "--seed", str(job.run_seed)]
-        order = {"copy": str(copy.resolve()), "script": job.arm.script, "flags": [*job.flags, *where], "log": str(log)}
+        flags = [*job.flags, "--output_dir", str(run_dir.parent), "--exp_name", run_dir.name]
+        flags += ["--seed", str(job.run_seed), *more]
+        copy = str(self.copies[job.arm.name].resolve())
+        order = {"copy": copy, "script": job.arm.script, "flags": flags, "log": str(self.log(job))}
 
-        start = time.perf_counter()
         worker = self.start()
         assert worker.stdin is not None and worker.stdout is not None
         worker.stdin.write(json.dumps(order) + "\n")
@@ -119,9 +121,43 @@ class Lane:
         line = worker.stdout.readline()
         if not line:
             self.worker = None
-            raise RuntimeError(f"the worker ended with exit status {worker.wait()}")
-        answer = json.loads(line)
+            raise LaneError(
+                f"the worker of {run_dir.name} ended with exit status {worker.wait()}, as if it had been killed. This "
+                "run has no row; the same line goes on with it"
+            )
+        return json.loads(line)
 
+    def run_dir(self, job: Job) -> Path:
+        """The directory of a run."""
+        return self.folder / "runs" / f"{job.task}-{job.arm.name}-{job.seed}"
+
+    def log(self, job: Job) -> Path:
+        """The file with what a run prints."""
+        return self.folder / f"{self.run_dir(job).name}.log"
+
+    def check(self, job: Job) -> str | None:
+        """Have a run's copy check the flags of the run without a run (--dry_run), and its number of steps. Returns what
+        is wrong, or None."""
+        answer = self.ask(job, ["--dry_run"])
+        log = self.log(job)
+        text = told(log, self.folder)
+        log.unlink(missing_ok=True)
+        if answer["code"]:
+            return text.strip()[-LOG_TAIL:] or f"exit status {answer['code']}"
+        steps = STEPS_OF_PLAN.search(text)
+        if steps and int(steps[1]) != job.steps:
+            return (
+                f"a step has another number of rollouts than the base's: that makes {steps[1]} steps, not {job.steps}"
+            )
+        return None
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Do a run; returns its row, of kind run or failure, without what the study adds."""
+        copy = self.copies[job.arm.name]
+        run_dir = self.run_dir(job)
+        log = self.log(job)
+        start = time.perf_counter()
+        answer = self.ask(job)
         row: dict[str, Any] = {"task": job.task, "arm": job.arm.name, "seed": job.seed, "run_seed": job.run_seed}
         row["wall_seconds"] = round(time.perf_counter() - start, 1)
         row["cpu_seconds"] = round(answer["cpu_seconds"], 1)
@@ -130,7 +166,7 @@ class Lane:
         else:
             row |= self.row_of_end(job, copy, run_dir, log)
         shutil.rmtree(run_dir, ignore_errors=True)  # a failed run may have none
-        log.unlink()
+        log.unlink(missing_ok=True)
         return row
 
     def row_of_end(self, job: Job, copy: Path, run_dir: Path, log: Path) -> dict[str, Any]:
@@ -141,15 +177,20 @@ class Lane:
             words = f"it made {done} steps, and a run of the study makes {job.steps}"
             return {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
         row = facts_of(run_dir, job, curve)
-        row["warnings"] = OF_THE_COPY.findall(log.read_text())
+        row["warnings"] = OF_THE_COPY.findall(text_of(log))
         row["code"] = arms_part.code_hash(copy)
         row["files"] = arms_part.hashes_of_files(copy, job.flags)
         return row
 
 
+def text_of(log: Path) -> str:
+    """What a run printed: "" if the file is gone, and a mark for each byte that is no UTF-8."""
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
 def told(log: Path, folder: Path) -> str:
     """A run's log, with paths that begin at the study's folder, the environment or the checkout: rows are published."""
-    text = log.read_text()
+    text = text_of(log)
     for place in (folder.resolve(), folder, sys.prefix, arms_part.ROOT):
         text = text.replace(f"{place}/", "")
     return text
@@ -183,8 +224,9 @@ def version_of(package: str) -> str:
 
 
 def curve_in(run_dir: Path, job: Job) -> Curve:
-    """The curve of a run's directory."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    """The curve of a run's directory: one without a step if the run has left none."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     return curve_of([json.loads(line) for line in lines], job.measured)
 
 
@@ -210,8 +252,9 @@ def short(value: float | None) -> float | None:
 
 
 def run_all(jobs: Sequence[Job], lanes: Sequence[Lane], done: Callable[[dict[str, Any]], None], until: float) -> int:
-    """Do the jobs in their order, as many side by side as there are lanes. `done` gets each row. No job starts after
-    `until`, a time of time.monotonic. Returns how many were not started. An exception of a lane is raised here."""
+    """Do the jobs in their order, as many side by side as there are lanes, which the caller ends. `done` gets each row.
+    No job starts after `until`, a time of time.monotonic. Returns how many were not started. An exception of a lane is
+    raised here."""
     waiting: queue.SimpleQueue = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
@@ -231,15 +274,14 @@ def run_all(jobs: Sequence[Job], lanes: Sequence[Lane], done: Callable[[dict[str
         except BaseException as error:
             errors.append(error)
 
-    with ExitStack() as stack:
-        threads = []
-        for lane in lanes:
-            stack.enter_context(lane)
-            threads.append(threading.Thread(target=work, args=(lane,), daemon=True))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+    busy = lanes[: len(jobs)]
+    for lane in busy:
+        lane.start()
+    threads = [threading.Thread(target=work, args=(lane,), daemon=True) for lane in busy]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
     return waiting.qsize()

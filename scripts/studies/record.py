@@ -9,6 +9,7 @@ failure  a run that ended with another exit status than 0, with the end of its l
 import fcntl
 import hashlib
 import json
+import math
 import os
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
@@ -18,15 +19,37 @@ from typing import Any
 
 import numpy as np
 
-from scripts.studies.arms import name_of
-from scripts.studies.endpoints import Curve, endpoints
+from scripts.studies.arms import SCRIPTS, ArmError, check_flags, flags_of
+from scripts.studies.endpoints import ENDPOINTS, PRIMARY, Curve, endpoints
 from scripts.studies.tasks import AGAIN, AGAIN_SHIFT
 
 # what the runs of a study must share, beside the flags that an arm names
 SAME = ("packages", "omp_num_threads")
 SAME_IN_TASK = ("data_hash", "model_hash", "processor")  # differences are taken within a task
 OF_THE_MACHINE = (*SAME, "processor")  # with these equal a run made again ends with the same bits
-KINDS = ("study", "arm", "run", "failure")
+OF_A_RUN = {"study": str, "task": str, "arm": str, "seed": int}
+FIELDS = {  # of the rows of a kind: those that are read
+    "study": {
+        "commit": str,
+        "scale": str,
+        "steps": int,
+        "evaluate_every": int,
+        "threads": int,
+        "tasks": dict,
+        "targets": dict,
+        "hash": str,
+    },
+    "arm": {"name": str, "script": str, "flags": list, "diff": str},
+    "run": OF_A_RUN
+    | {"run_seed": int, "curve": dict, "endpoints": dict, "weights": str, "code": str, "processor": str}
+    | {"data_hash": str, "model_hash": str, "packages": dict, "omp_num_threads": str},
+    "failure": OF_A_RUN | {"code": int, "log": str},
+}
+KINDS = tuple(FIELDS)
+START = b'{"kind": "study"'  # of a record
+MAY_LACK = ("kl", "entropy", "turns", "gap")  # values of a curve that a step may not have
+SHARES = ("held_out", "sampled", "informative")  # values of a curve from 0 to 1, but for a game's
+COUNTS = ("tokens", "seconds", "length")
 OF_TASKS = ("tasks", "targets", "measured")  # of a study's row: by task
 OF_THE_ROW = ("kind", "hash", "begun")  # of a study's row: not in its hash
 
@@ -56,8 +79,9 @@ class Record:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, row: dict[str, Any]) -> None:
-        """Add a row to the rows in memory. Raises RecordError for one that does not belong to this study."""
+        """Add a row to the rows in memory. Raises RecordError for one that is not whole, or not of this study."""
         kind = row["kind"]
+        check_fields(row)
         if kind == "study":
             content = {name: value for name, value in row.items() if name not in OF_THE_ROW}
             if hash_of(content) != row["hash"]:
@@ -161,12 +185,29 @@ def read(paths: list[Path]) -> Record:
     return record
 
 
-def check(record: Record) -> None:
-    """Raises RecordError if runs of a task differ in more than their arms say, or are not of the study.
+def check_fields(row: dict[str, Any]) -> None:
+    """Raises RecordError if a row lacks a field, or has one of another type."""
+    kind = row["kind"]
+    for name, type_of in FIELDS[kind].items():
+        value = row.get(name)
+        if isinstance(value, type_of):
+            continue
+        words = [str(row[word]) for word in ("name", "task", "arm", "seed") if word in row]
+        where = " ".join([kind, *words])
+        raise RecordError(f"row {where} has no {name} that is a {type_of.__name__}")
 
-    Differences are taken within a task. So a task may have another processor and other code than the next one has.
+
+def check(record: Record) -> None:
+    """Compare each run with the runs of its task before it. Raises RecordError at the first difference.
+
+    All runs of a record have the same packages and threads. All runs of a task have the same data, start model and
+    processor. Those of a task with the same diff have the same code. So a task may have another processor and other
+    code than the next one: differences are taken within a task. Only an arm that trains on rows of another verifier
+    than the base has data of its own.
     """
     shared: dict[tuple[str, ...], Any] = {}
+    for arm in record.arms.values():
+        check_arm(arm)
     first_of_diff: dict[str, str] = {}
     for row in (*record.runs.values(), *record.failures):
         task = row["task"]
@@ -181,7 +222,7 @@ def check(record: Record) -> None:
         check_run(record, row)
         facts = {(name,): row[name] for name in SAME}
         facts |= {(name, task): row[name] for name in SAME_IN_TASK}
-        if "remap_verifier" in map(name_of, record.arms[arm]["flags"]):  # says that its rows name another verifier
+        if has_other_verifier(record, task, arm):
             facts["data_hash", task, arm] = facts.pop(("data_hash", task))
         owner = first_of_diff.setdefault(record.arms[arm]["diff"], arm)
         facts["code", owner, task] = row["code"]  # arms without a diff have the base's
@@ -197,6 +238,23 @@ def check(record: Record) -> None:
                 )
 
 
+def check_arm(arm: dict[str, Any]) -> None:
+    """Raises RecordError for an arm that the command line would not take."""
+    if arm["script"] not in SCRIPTS:
+        raise RecordError(f"arm {arm['name']} has the script {arm['script']}: there are {', '.join(SCRIPTS)}")
+    try:
+        check_flags(arm["name"], arm["flags"])
+    except ArmError as error:
+        raise RecordError(str(error)) from None
+
+
+def has_other_verifier(record: Record, task: str, arm: str) -> bool:
+    """Whether an arm trains on rows that name another verifier than the base's rows of this task."""
+    base = dict(flags_of(record.study["tasks"][task])).get("remap_verifier")
+    own = dict(flags_of(record.arms[arm]["flags"])).get("remap_verifier", base)
+    return own != base
+
+
 def check_one_more(record: Record, row: dict[str, Any]) -> None:
     """Raises RecordError if a record with this row would not pass `check`. The record is left as it is: a row that does
     not fit takes no other with it."""
@@ -208,14 +266,15 @@ def check_one_more(record: Record, row: dict[str, Any]) -> None:
 def check_run(record: Record, row: dict[str, Any]) -> None:
     """Raises RecordError if a run is not whole, is of another seed, or its endpoints are not those of its curve."""
     name = f"run {row['task']} {row['arm']} {row['seed']}"
+    check_curve(record, row, name)
     curve = Curve(**row["curve"])
-    horizon = record.study["steps"]
-    if len(curve.tokens) != horizon or curve.evaluated[-1] != horizon:
-        raise RecordError(f"{name} has {len(curve.tokens)} steps, and the study {horizon}")
     shift = AGAIN_SHIFT if row["arm"] == AGAIN else 0
     if row["run_seed"] != row["seed"] + shift:
         raise RecordError(f"{name} was made with --seed {row['run_seed']}")
 
+    names = set(row["endpoints"])
+    if PRIMARY not in names or not names <= set(ENDPOINTS):
+        raise RecordError(f"{name} has the endpoints {', '.join(sorted(names))}, and a study {', '.join(ENDPOINTS)}")
     found = endpoints(curve, record.study["targets"][row["task"]])
     for endpoint, said in row["endpoints"].items():
         value = found[endpoint]
@@ -223,10 +282,51 @@ def check_run(record: Record, row: dict[str, Any]) -> None:
             raise RecordError(f"{name} has {endpoint} {said}, and its curve {value:.5g}")
 
 
+def check_curve(record: Record, row: dict[str, Any], name: str) -> None:
+    """Raises RecordError if a curve is not evaluated at the study's steps, lacks a step, or has a value that cannot
+    be."""
+    study = record.study
+    horizon = study["steps"]
+    is_game = bool(study.get("measured", {}).get(row["task"]))
+    steps = list(range(1, horizon + 1))
+    evaluated = steps if is_game else [*range(0, horizon, study["evaluate_every"]), horizon]
+    fields = Curve.__dataclass_fields__
+    if not set(row["curve"]) <= set(fields):
+        raise RecordError(f"{name} has a curve of {', '.join(row['curve'])}: there are {', '.join(fields)}")
+    if row["curve"].get("evaluated") != evaluated:
+        raise RecordError(f"{name} is evaluated at {row['curve'].get('evaluated')}, and the study at {evaluated}")
+    for field_name in fields:
+        values = row["curve"].get(field_name, [])
+        expected = evaluated if field_name in ("evaluated", "held_out") else steps
+        if len(values) != len(expected) and (values or field_name != "turns"):  # rows of before have no turns
+            raise RecordError(f"{name} has {len(values)} steps of {field_name}, and the study {len(expected)}")
+        for value in values:
+            if not can_be(field_name, value, is_game):
+                raise RecordError(f"{name} has {value} in its {field_name}")
+
+
+def can_be(field_name: str, value: Any, is_game: bool) -> bool:
+    """Whether a curve may have this value: a finite number, from 0 to 1 for a share and at least 0 for a count. Some
+    fields may lack values. A game's held-out curve is its score, which may be any number."""
+    if value is None:
+        return field_name in MAY_LACK
+    if not isinstance(value, int | float):
+        return False
+    if not math.isfinite(value):
+        return field_name in MAY_LACK
+    if field_name == "held_out" and is_game:
+        return True
+    if field_name in SHARES:
+        return 0 <= value <= 1
+    return value >= 0 or field_name not in COUNTS
+
+
 @contextmanager
 def appending(path: Path) -> Generator[Any]:
     """A function that adds a row to a file and to the disk. One process at a time; a cut last line is removed. Raises
     RecordError for a file that is no record."""
+    if path.is_dir():
+        raise RecordError(f"{path} is a folder: name a file, as {path / 'study.jsonl'}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         try:
@@ -235,7 +335,7 @@ def appending(path: Path) -> Generator[Any]:
             raise RecordError(f"{path}: another study.py is adding to it") from None
         file.seek(0)
         content = file.read()
-        if content and not content.startswith(b'{"kind": "study"'):
+        if not content.startswith(START) and not START.startswith(content):  # which a kill may have cut short
             raise RecordError(f"{path} is no record, whose first row is a study: name another --out")
         *_, last = content.rpartition(b"\n")
         if last and row_of(last):

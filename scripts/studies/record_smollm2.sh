@@ -1,15 +1,13 @@
 #!/usr/bin/env bash
-# The record of SmolLM2-135M-Instruct: the demo's task and two harder ones, all arms with the same seeds.
+# A record of SmolLM2-135M-Instruct of your own: fifteen arms and the controls on three tasks, all with the same seeds.
 #
 #   bash scripts/studies/record_smollm2.sh [--seeds 1-8] [--budget_minutes 60] [--jobs 1] [more flags of study.py run]
-#   python scripts/study.py table scripts/studies/records/smollm2{,_repeated,_second}.jsonl \
-#       --tasks largest repeated second
+#   python scripts/study.py table runs/my_smollm2.jsonl
 #
-# It can be stopped at any time and goes on with the same line: what is done is in the files, seed by seed.
-# Rows of another processor than a file's are refused: smollm2.jsonl and smollm2_second.jsonl are of a Zen 3. The rows
-# of a Zen 4 are in smollm2_avx512{,_repeated}.jsonl (RECORD=scripts/studies/records/smollm2_avx512).
-# `repeated` and `second` have files of their own: they were added when the controls and the calibration had shown that
-# `differences` and `last` are hardly learned. The two bfloat16 arms take six times as long without such instructions.
+# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed. RECORD=FILE
+# names another file. Leave out the two bfloat16 arms on a processor without such instructions: there they take six times
+# as long. The files in records/ were made in parts, with the arms and tasks that records.md says. To go on with one of
+# them on its kind of processor, name its arms: python scripts/study.py run --out FILE --seeds 1-8 --arms base mini4 ...
 # The base: 8 prompts x 8 samples, centered advantages, one update a step, no KL, token mean, float32.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -34,10 +32,5 @@ arms=(
     "dppo4@scripts/forks/dppo.diff: --loss_fn dppo --num_mini_batches 4"
     "lora: --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4"
 )
-record=${RECORD:-scripts/studies/records/smollm2}
-python scripts/study.py run --out "$record.jsonl" --tasks largest last differences \
-    --scale smollm2 --seeds 1-8 --controls --jobs 1 --arms "${arms[@]}" "$@"
-python scripts/study.py run --out "${record}_repeated.jsonl" --tasks repeated \
-    --scale smollm2 --seeds 1-8 --controls --jobs 1 --arms "${arms[@]}" "$@"
-python scripts/study.py run --out "${record}_second.jsonl" --tasks second \
-    --scale smollm2 --seeds 1-8 --jobs 1 --arms "${arms[@]}" "$@"
+python scripts/study.py run --out "${RECORD:-runs/my_smollm2.jsonl}" --tasks largest repeated second \
+    --scale smollm2 --seeds 1-8 --controls --arms "${arms[@]}" "$@"

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from scripts.reports.intervals import wilson
 from scripts.studies import statistics, tasks
 from scripts.studies.endpoints import ENDPOINTS, PRIMARY
 from scripts.studies.record import OF_THE_MACHINE, Record, RecordError, key_of
 from scripts.studies.statistics import Comparison, Interval
 
 CONTROLS = tasks.CONTROL_NAMES
+OF_THE_RUN = ("code", "data_hash", "model_hash", "files")  # what a run is of, whatever the machine
 NOISE = 2.8  # standard deviations of a run that the difference of two runs stays within, 19 times in 20
 SHOWN = ("steps", "tokens", "final", "sampled", "kl", "length", "turns", "collapsed")  # those that a record has
 WITH_INTERVAL = "sampled"  # shown with its own: a difference's is in the lines of the differences
@@ -55,12 +57,15 @@ def comparisons_of(rows: Record, arms: list[str], base: str) -> dict[str, Compar
 
 
 def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
-    """The record as text, and whether its tasks are fit: no control is better than the base or as good as it."""
-    base = base or next(iter(rows.arms))
+    """The record as text, and whether its tasks are fit: each control is worse than the record's first arm."""
+    if not rows.runs:
+        raise RecordError("the record has no run yet")
+    first = next(iter(rows.arms))
+    base = base or first
     if base not in rows.arms:
         raise RecordError(f"no arm {base}: there are {', '.join(rows.arms)}")
     others = [arm for arm in rows.arms if arm != base]
-    controls = [arm for arm in others if arm in CONTROLS]
+    controls = [arm for arm in rows.arms if arm in CONTROLS and arm != first]
     ideas = [arm for arm in others if arm not in (*CONTROLS, tasks.AGAIN)]
 
     lines = head_lines(rows)
@@ -73,8 +78,8 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     lines += ["", *beat_lines(rows, [base, *better])]
     fit = True
     if controls:
-        text, fit = control_lines(controls, comparisons_of(rows, controls, base))
-        lines += ["", *text, *control_lines_of_tasks(rows, controls, base)]
+        text, fit = control_lines(controls, comparisons_of(rows, controls, first))
+        lines += ["", *text, *control_lines_of_tasks(rows, controls, first)]
     if tasks.AGAIN in others:
         lines += ["", *noise_lines(rows, base)]
     if rows.failures:
@@ -92,9 +97,25 @@ def head_lines(rows: Record) -> list[str]:
     steps = study["steps"]
     meaning = ENDPOINTS[PRIMARY].removeprefix("primary: ")
     lines = [f"study {hashes}: tasks {names}; scale {scale}; {steps} steps"]
-    lines.append(f"commit {commits}; {len(rows.runs)} runs, {len(rows.failed)} failed")
+    seeds = ranges(sorted({seed for _, _, seed in rows.runs}))
+    lines.append(f"commit {commits}; {len(rows.runs)} runs, {len(rows.failed)} failed; seeds {seeds}")
     lines.append(f"endpoint: {PRIMARY}, {meaning}")
     return lines
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers in words: 1, 2, 3, 7 as 1-3, 7."""
+    words: list[str] = []
+    known = set(numbers)
+    first = 0
+    for number in numbers:
+        if number - 1 not in known:
+            first = number
+        if number + 1 in known:
+            continue
+        is_alone = number == first
+        words.append(str(number) if is_alone else f"{first}-{number}")
+    return ", ".join(words)
 
 
 def level_lines(rows: Record, arms: list[str]) -> list[str]:
@@ -275,7 +296,7 @@ def noise_lines(rows: Record, base: str) -> list[str]:
     reach = (interval.high - interval.low) / 2
     return [
         f"noise floor, {base} against itself with other seeds: {show(interval)}; it {words}. "
-        f"Unpaired, {result.seeds} seeds know {PRIMARY} to within {reach:.3f}"
+        f"Two arms of {result.seeds} seeds each, none in common, would have an interval of ± {reach:.3f}"
     ]
 
 
@@ -291,30 +312,38 @@ def failure_lines(rows: Record) -> list[str]:
 
 
 def reason(failure: dict[str, Any]) -> str:
-    """The exit status of a failed run and the last line of its log."""
+    """The exit status of a failed run, unless it is 0, and the last line of its log."""
     lines = failure["log"].strip().splitlines() or ["without a word"]
+    if failure["code"] == 0:
+        return lines[-1]
     return f"exit status {failure['code']}: {lines[-1]}"
 
 
-def calibration(name: str, curve: dict[str, Any]) -> str:
+def calibration(name: str, curve: dict[str, Any], groups: int) -> str:
     """The row of a task: fit if it is right sampled in 0.05 to 0.6, greedily in at most 0.6, and at least 0.4 of its
-    groups have a gradient."""
+    groups have a gradient. That share has its 95 % interval (Wilson's), as a draw of `groups` groups."""
     sampled = curve["sampled"][0]
     greedy = curve["held_out"][0]
     informative = curve["informative"][0]
     learnable = 0.05 <= sampled <= 0.6
     fit = learnable and greedy <= 0.6 and informative >= 0.4
     word = "yes" if fit else "no"
-    return f"{name:12} {sampled:8.2f} {greedy:7.2f} {informative:12.2f}  {word}"
+    low, high = wilson(informative, groups)
+    share = f"{informative:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{name:12} {sampled:8.2f} {greedy:7.2f}  {share}  {word}"
 
 
 def replayed(rows: Record, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, bool]:
     """What a run that was made again says of its row, and whether it is the same.
 
-    On the same kind of processor, with the same packages, the final weights must be the same to the bit. Elsewhere bits
-    differ, and a run with them is like one of another seed: its area must be within the noise floor, 2.8 standard
-    deviations of the row's arm over seeds on that task (a difference of two runs is as small 19 times in 20).
+    Code, data, start model and the files that flags name must be the row's. On the same kind of processor, with the
+    same packages, the final weights must be the same to the bit. Elsewhere bits differ, and a run with them is like one
+    of another seed: its area must be within the noise floor, 2.8 standard deviations of the row's arm over seeds on
+    that task (a difference of two runs is as small 19 times in 20). Where seeds differ a lot that says little.
     """
+    others = [name for name in OF_THE_RUN if name in old and new[name] != old[name]]
+    if others:
+        return f"{', '.join(others)} NOT the same: the row's run was another one", False
     before = old["endpoints"][PRIMARY]
     after = new["endpoints"][PRIMARY]
     lines = [f"{PRIMARY} {before:.4f} in the record, {after:.4f} here"]

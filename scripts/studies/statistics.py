@@ -16,7 +16,7 @@ from scripts.reports.intervals import holm
 
 LEVEL = 0.95  # of intervals; 1 - LEVEL is the error rate of verdicts
 POWER = 0.8  # of seeds_needed
-ROUNDING = 1e-9  # what equal differences of areas differ by
+ROUNDING = 2e-5  # what equal areas differ by: a record keeps the values of its curves to 5 digits
 LEAST_EQUAL = 6  # seeds of equal differences that the sign test tells from 0
 MOST_SEEDS = 1000  # seeds_needed looks no further
 LEAST_SEEDS_OF_IQM = 12  # with fewer its bootstrap interval is too short: 0.83 of 0.95 with 3 tasks and 5 seeds
@@ -42,13 +42,14 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def t_test(differences: Sequence[float]) -> float:
-    """Two-sided p of the paired t test that the mean difference is 0. Equal differences have no deviation to compare
-    with: they get the sign test's p."""
+    """Two-sided p that the mean difference is 0, by the paired t test. One seed gives p = 1. If all differences are
+    equal, the t test would divide by 0. Then p is the sign test's. A difference that is no number gives p = 1."""
     if len(differences) < 2:
         return 1.0
     if np.ptp(differences) < ROUNDING:
         return sign_test(differences).p
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+    p = float(stats.ttest_1samp(differences, 0.0).pvalue)
+    return 1.0 if math.isnan(p) else p
 
 
 class Signs(NamedTuple):
@@ -69,6 +70,11 @@ def sign_test(differences: Sequence[float]) -> Signs:
         return Signs(0, 0, 1.0, 1.0)
     p = float(stats.binomtest(above, n).pvalue)
     return Signs(above, below, p, 2.0 ** (1 - n))
+
+
+def without_rounding(differences: np.ndarray) -> np.ndarray:
+    """The differences, with 0 for those that are no larger than what rounding leaves of equal areas."""
+    return np.where(np.abs(differences) < ROUNDING, 0.0, differences)
 
 
 def improvement(differences: np.ndarray, draws: int = 2000) -> Interval:
@@ -166,8 +172,7 @@ class Comparison:
 
 def compare(differences: dict[str, np.ndarray]) -> dict[str, Comparison]:
     """Each arm against the base. differences: arm -> (tasks, seeds), arm minus base, larger is better."""
-    # rounded, so that +x and -x of two tasks are a tie
-    of_seeds = {arm: np.round(table.mean(0), 12).tolist() for arm, table in differences.items()}
+    of_seeds = {arm: without_rounding(table.mean(0)).tolist() for arm, table in differences.items()}
     p_values = [t_test(values) for values in of_seeds.values()]
     adjusted = holm(p_values)
     comparisons = {}
@@ -181,6 +186,6 @@ def compare(differences: dict[str, np.ndarray]) -> dict[str, Comparison]:
             needed = seeds_needed(interval.value, deviation)
             smallest = smallest_effect(deviation, n)
         signs = sign_test(values)
-        wins = improvement(differences[arm])
+        wins = improvement(without_rounding(differences[arm]))
         comparisons[arm] = Comparison(n, interval, p_values[i], adjusted[i], signs, wins, needed, smallest)
     return comparisons

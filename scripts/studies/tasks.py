@@ -47,6 +47,9 @@ GUESS = """--env_file scripts/train/debug/guess.py --max_steps 4 --per_turn_max_
 SCORE = {"held_out": "objective/scores", "sampled": "env/guess/found"}
 TASKS = {
     "largest": Task("tasks/largest", target=0.5, flags=LEARNED),
+    "smallest": Task("tasks/smallest", flags=LEARNED),
+    "middle": Task("tasks/middle", flags=LEARNED),
+    "odd": Task("tasks/odd", flags=LEARNED),
     "sums": Task("tasks/sums", flags=LEARNED),
     "differences": Task("tasks/differences", target=0.12, flags=LEARNED),
     "products": Task("tasks/products", flags=LEARNED),
@@ -55,6 +58,7 @@ TASKS = {
     "last": Task("tasks/last", target=0.4, flags=LEARNED),
     "largest_digit": Task("tasks/largest_digit", flags=LEARNED),
     "second": Task("tasks/second", flags=LEARNED),
+    "third": Task("tasks/third", flags=LEARNED),
     "repeated": Task("tasks/repeated", target=0.75, flags=LEARNED),
     "reverse": Task("tasks/reverse", flags=LEARNED),
     "calculator": Task("tasks/calculator", flags=(*LEARNED, *CALCULATOR)),
@@ -94,7 +98,7 @@ SCALES = {
     ),
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",
-        tasks=("largest", "last", "second", "repeated", "calculator"),  # those that are learned within 4 minutes
+        tasks=("largest", "second", "third", "repeated", "calculator"),  # fit, and learned within 4 minutes
         steps=8,
         evaluate_every=2,
         flags=(

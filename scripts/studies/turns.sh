@@ -7,7 +7,8 @@
 #   python scripts/study.py table scripts/studies/records/turns.jsonl [--base credit]
 #   bash scripts/studies/turns.sh --scale smollm2_player --tasks guess --out scripts/studies/records/turns_smollm2.jsonl
 #
-# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed.
+# It can be stopped at any time and goes on with the same line: what is done is in the file, seed by seed. The published
+# files are refused since turn_index.diff has changed: go on with them by the names of their arms (--arms base index credit).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh

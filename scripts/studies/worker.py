@@ -60,7 +60,10 @@ def run(job: dict[str, Any], worker: int) -> None:
     utils.draw_report = no_picture
     sys.argv = [job["script"], *job["flags"]]
     utils.STOP.listen()
-    grpo.main(utils.parse_args(grpo.Args))
+    try:
+        grpo.main(utils.parse_args(grpo.Args))
+    except utils.UserError as error:
+        raise SystemExit(f"{job['script']}: {error}") from None
     utils.exit_process()
 
 
@@ -80,12 +83,19 @@ def serve() -> None:
             import_all(ENGINE_LIBRARIES)
         child = os.fork()
         if child == 0:
+            code = 1
             try:
-                run(job, worker)
+                run(job, worker)  # exit_process ends one that goes well
+            except SystemExit as end:  # its words, or a number if the words have been told
+                if isinstance(end.code, int):
+                    code = end.code
+                else:
+                    print(end.code, file=sys.stderr)
             except BaseException:
                 traceback.print_exc()
-                sys.stderr.flush()
-            os._exit(1)  # exit_process has ended a run that went well
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
         _, status, usage = os.wait4(child, 0)
         answer = {"code": os.waitstatus_to_exitcode(status), "cpu_seconds": usage.ru_utime + usage.ru_stime}
