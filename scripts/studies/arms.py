@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("grpo.py", "grpo_fast.py")
 LINKED = ("models", "data")  # of the checkout, in each copy
 FIXED = """model_name_or_path model_revision dataset_mixer_list dataset_mixer_list_splits dataset_mixer_eval_list
-    dataset_mixer_eval_list_splits shuffle chat_template_name add_bos system_prompt_override_file
-    max_prompt_token_length seed exp_name output_dir overwrite resume dry_run local_eval_every eval_on_step_0
-    eval_pass_at_k eval_temperature eval_response_length total_episodes response_length""".split()
+    dataset_mixer_eval_list_splits shuffle chat_template_name add_bos system_prompt_override_file seed exp_name
+    output_dir overwrite resume dry_run local_eval_every eval_on_step_0 eval_pass_at_k eval_temperature
+    eval_response_length total_episodes response_length""".split()
 # The score of a game is its endpoint, so the flags of which it is made are fixed there
 OF_THE_SCORE = """env_file max_steps apply_verifiable_reward verification_reward apply_r1_style_format_reward
     r1_style_format_reward additive_format_reward non_stop_penalty non_stop_penalty_value overlong_buffer_length
