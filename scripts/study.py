@@ -133,32 +133,14 @@ def arms_of(options: argparse.Namespace, rows: Record) -> list[Arm]:
     names = [arm.name for arm in arms]
     if len(set(names)) < len(names):
         raise ArmError(f"two arms have the same name: {', '.join(names)}")
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, facts in rows.arms.items():
-        if name != tasks.AGAIN:
-            seen[facts["diff"], facts["script"], tuple(facts["flags"])] = name
-    for arm in arms:
-        twin = seen.setdefault((arm.diff, arm.script, arm.flags), arm.name)
-        if twin != arm.name and arm.name != tasks.AGAIN:
-            raise ArmError(f"arms {twin} and {arm.name} have the same code and flags")
+    known = [arm_of(rows, name) for name in rows.arms]
+    arms_part.check_twins([arm for arm in (*known, *arms) if arm.name != tasks.AGAIN])
     return arms
 
 
 def base_of(rows: Record, arms: Sequence[Arm]) -> str:
     """The arm that the others are compared with: the record's first one, or of a new record the command line's."""
     return next(iter(rows.arms), arms[0].name)
-
-
-def check_games(study: dict[str, Any], arms: Sequence[Arm]) -> None:
-    """Raises ArmError for an arm that changes how a game is scored: the score is the endpoint."""
-    games = [name for name, measured in study.get("measured", {}).items() if measured]
-    if not games:
-        return
-    for arm in arms:
-        for flag, _ in arms_part.flags_of(arm.flags):
-            if flag in arms_part.OF_THE_SCORE:
-                names = ", ".join(games)
-                raise ArmError(f"arm {arm.name}: --{flag} changes the score of {names}, and arms are compared by it")
 
 
 def try_flags(study: dict[str, Any], arms: Sequence[Arm], lane: lanes.Lane) -> None:
@@ -333,7 +315,9 @@ def run(options: argparse.Namespace) -> bool:
         check_options(options, study)
         check_machine(rows)
         arms = arms_of(options, rows)
-        check_games(study, arms)
+        games = [name for name, measured in study.get("measured", {}).items() if measured]
+        for arm in arms:
+            arms_part.check_games(arm, games)
         check_files(study["scale"], study["tasks"])
         tell_of_code(study["commit"])
         new_arms = [arm for arm in arms if arm.name not in rows.arms]
@@ -510,7 +494,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         good = COMMANDS[options.command](options)
-    except (ArmError, RecordError, lanes.LaneError) as error:
+    except (ArmError, RecordError, lanes.LaneError, OSError) as error:
         raise SystemExit(f"study.py: {error}") from None
     except KeyboardInterrupt:
         print("study.py: stopped. The same line goes on: what `run` has done is in its file", file=sys.stderr)

@@ -216,7 +216,12 @@ def test_arms_are_read():
         "x@no-such-branch": "no branch no-such-branch",
         "x: --remap_verifier learned=coin,gsm8k=easy": "gsm8k=easy changes how held-out rows are judged",
         "x: --chat_template_name tulu": "--chat_template_name is the same for all arms",
-        f"x: --reward_file {__file__}": "is a path of this machine",
+        f"x: --reward_file {__file__}": "is a file that others do not have",
+        "x: --reward_file ../r.py": "../r.py is a file that others do not have",
+        "x: --reward_file data/r.py": "data/r.py is a file that others do not have",
+        "x: --env_file=~/r.py": "~/r.py is a file that others do not have",
+        "x: --eval_freq 1": "--eval_freq: --local_eval_every is the same for all arms",  # open-instruct's names
+        "x: --chat_template=tulu": "--chat_template: --chat_template_name is the same for all arms",
         "x: --stop_strings 'a": "No closing quotation",
         "x@HEAD: --beta 1": "Begin it on the code without the idea",  # HEAD is the study's commit, so the base has it
     }.items():
@@ -239,25 +244,29 @@ def test_a_branch_s_diff_does_not_depend_on_the_settings_of_git(tmp_path, monkey
         return done.stdout.decode().strip()
 
     git("init", "-q", "-b", "main")
-    settings = "user.name=a user.email=a@b diff.noprefix=true diff.external=false color.ui=always"
-    for setting in settings.split():
-        git("config", *setting.split("="))
+    git("config", "user.name", "a")
+    git("config", "user.email", "a@b")
     (here / "grpo.py").write_text("one\n")
     git("add", "grpo.py")
     git("commit", "-qm", "first")
     commit = git("rev-parse", "HEAD")
     git("switch", "-qc", "mine")
-    (here / "grpo.py").write_text("two\n")
+    (here / "grpo.py").write_text("two \n")
     (here / "picture.png").write_bytes(bytes(range(256)))
     (here / "größe.txt").write_bytes("größe\n".encode("latin-1"))
     git("add", ".")
     git("commit", "-qm", "idea")
+    settings = """diff.noprefix=true diff.external=false color.ui=always diff.context=0 core.abbrev=40
+        diff.orderFile=/nonexistent apply.whitespace=error core.autocrlf=true"""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))  # a copy is in no repository
+    for setting in settings.split():
+        git("config", "--global", *setting.split("="))
     monkeypatch.setattr(arms, "ROOT", here)
     arm = arms.parse_arm("mine@mine", commit)
     (tmp_path / "copies").mkdir()
     facts = json.loads(json.dumps(study_program.arm_row(arm)))  # as a record keeps it
     copy = arms.make_copy(arms.Arm("mine", facts["diff"]), commit, tmp_path / "copies")
-    assert (copy / "grpo.py").read_text() == "two\n"
+    assert (copy / "grpo.py").read_bytes() == b"two \n"
     assert (copy / "picture.png").read_bytes() == bytes(range(256))
     assert (copy / "größe.txt").read_bytes() == "größe\n".encode("latin-1")
     with pytest.raises(arms.ArmError, match="no commit 1111.*git fetch"):
@@ -269,6 +278,14 @@ def test_a_diff_beside_the_user_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert arms.parse_arm("m@mine.diff", "HEAD").diff == "a diff\n"
     assert arms.parse_arm("r@scripts/forks/rloo.diff", "HEAD").diff  # of the repository
+    (tmp_path / "mine.diff").write_bytes("größe\n".encode("latin-1"))
+    arm = arms.parse_arm("m@mine.diff", "HEAD")
+    assert json.loads(json.dumps(arm.diff)) == arm.diff and arm.diff_hash
+    (tmp_path / "mine.diff").write_text("")
+    (tmp_path / "folder.diff").mkdir()
+    for name, words in {"mine": "is empty", "folder": "no file"}.items():
+        with pytest.raises(arms.ArmError, match=words):
+            arms.parse_arm(f"m@{name}.diff", "HEAD")
 
 
 def test_flags_of_an_arm_replace_those_of_the_base():
@@ -372,17 +389,32 @@ def record_of(*rows):
     return found
 
 
+CONTROL_FLAGS = {arm.name: arm for arm in map(record.control, tasks.CONTROLS)}
+
+
+def arm_row(name, number):
+    """The row of an arm: the base and its noise floor without flags, a control with its own, any other with a flag."""
+    row = {"kind": "arm", "name": name, "script": "grpo.py", "flags": [], "diff": ""}
+    if name in CONTROL_FLAGS:
+        return row | {"flags": list(CONTROL_FLAGS[name].flags), "diff": CONTROL_FLAGS[name].diff}
+    if number and name != tasks.AGAIN:
+        row["flags"] = ["--vf", str(number)]
+    return row
+
+
 def rows_of(areas, task="t", commit="c", **others):
     """A record of one task in which arm -> areas of seeds 1, 2, ..."""
     content = STUDY | {"commit": commit, "tasks": {task: []}, "targets": {task: 0.9}} | others
     study = {"kind": "study", **content, "hash": record.hash_of(content), "begun": 0}
     rows = [study]
-    for arm, values in areas.items():
-        rows.append({"kind": "arm", "name": arm, "script": "grpo.py", "flags": [], "diff": ""})
+    for number, (arm, values) in enumerate(areas.items()):
+        rows.append(arm_row(arm, number))
         for seed, value in enumerate(values, 1):
             row = {"kind": "run", "study": study["hash"], "task": task, "arm": arm, "seed": seed}
             row["run_seed"] = seed + tasks.AGAIN_SHIFT * (arm == tasks.AGAIN)
-            row |= measured(curve([value] * 3)) | {"code": "of no diff", "packages": {}, "processor": "p"}
+            of_run = curve([value] * 3)
+            of_run.seconds[0] += seed / 1e4 + number / 1e6 + (task == "u") / 1e8  # no two runs take the same time
+            row |= measured(of_run) | {"code": "of no diff", "packages": {}, "processor": "p"}
             row |= {"omp_num_threads": "1", "data_hash": "d", "model_hash": "m"}
             rows.append(row | {"weights": f"of area {value}"})
     return rows
@@ -433,6 +465,7 @@ def test_the_numbers_to_beat_are_the_bases_and_those_of_better_arms(tmp_path):
         if row["kind"] == "run" and row["arm"] == "good":  # at the target at step 2, with areas above the base's
             of_run = curve([0.3 + row["seed"] / 1000, 0.9, 0.4])
             of_run.tokens[:2] = [100.0, 100.0 + row["seed"]]
+            of_run.seconds = [1.0, 2.0, 3.0, 5.0 + row["seed"]]
             row |= measured(of_run)
     text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
     _, shown = text.split("to the target")
@@ -499,6 +532,23 @@ def test_controls_are_compared_with_the_base_of_the_record(tmp_path):
 def test_a_record_without_a_run_is_told(tmp_path):
     with pytest.raises(record.RecordError, match="has no run yet"):
         report.text_of(record.read([write(tmp_path / "r.jsonl", rows_of({}))]))
+
+
+def test_failures_are_told_where_there_is_nothing_else(tmp_path):
+    study_row, row, first = rows_of({"base": [0.5]})
+    failure = {name: first[name] for name in ("study", "task", "arm", "seed")}
+    failure |= {"kind": "failure", "code": 1, "log": "no memory"}
+    with pytest.raises(record.RecordError, match="no run yet\n.*\nt base seed 1: exit status 1: no memory"):
+        report.text_of(record.read([write(tmp_path / "r.jsonl", [study_row, row, failure])]))
+
+
+def test_equal_weights_with_other_curves_are_not_the_same(tmp_path):
+    """Of a game at learning rate 0 the weights are equal, whatever the arm does to the score."""
+    rows = rows_of({"base": [0.5, 0.6], "x": [0.7, 0.8]})
+    for row in rows:
+        row |= {"weights": "w"} if row["kind"] == "run" else {}
+    text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    assert "the same" not in text and re.search(r"^x +\+0.200", text, re.MULTILINE)
 
 
 def test_the_seeds_of_a_record_are_told(tmp_path):
@@ -571,7 +621,7 @@ def test_studies_that_differ_in_more_are_not(tmp_path, rows, words):
 
 def other_code():
     """The rows of another arm, without a diff, whose code is not the base's."""
-    return [row | {"code": "z"} if row["kind"] == "run" else row for row in rows_of({"x": [0.5]})[1:]]
+    return [row | {"code": "z"} if row["kind"] == "run" else row for row in rows_of({"": [], "x": [0.5]})[2:]]
 
 
 @pytest.mark.parametrize(
@@ -594,10 +644,19 @@ def other_code():
         (lambda rows: rows[-1]["curve"]["sampled"].__setitem__(2, None), "has None in its sampled"),
         (lambda rows: rows[-1]["curve"]["length"].__setitem__(2, math.nan), "has nan in its length"),
         (lambda rows: rows[-1]["curve"].update(extra=[1]), "there are evaluated, held_out"),
-        (lambda rows: rows[-1]["endpoints"].clear(), "has the endpoints , and a study area, steps"),
-        (lambda rows: rows[-1]["endpoints"].update(speed=1.0), "has the endpoints .*speed.*, and a study area"),
+        (lambda rows: rows[-1]["endpoints"].clear(), "has the endpoints ; the study area, collapsed"),
+        (lambda rows: rows[-1]["endpoints"].update(speed=1.0), "has the endpoints .*speed.*; the study area"),
         (lambda rows: rows[-1].pop("weights"), "row run t base 2 has no weights that is a str"),
         (lambda rows: rows[-1].update(seed="2"), "has no seed that is a int"),
+        (lambda rows: rows[-1]["endpoints"].pop("tokens"), "has the endpoints .*; the study area"),
+        (lambda rows: rows[-1]["endpoints"].update(area="x"), "a row has a value that it cannot have"),
+        (lambda rows: rows[-1]["curve"].update(held_out=7), "a row has a value that it cannot have"),
+        (lambda rows: rows[-1].update(seed=True, run_seed=True), "has no seed that is a int"),
+        (lambda rows: rows[-1].update(curve=rows[-2]["curve"], endpoints=rows[-2]["endpoints"]), "it is a copy"),
+        (lambda rows: rows.insert(1, rows[1] | {"name": "a/b"}), "A name has no /"),
+        (lambda rows: rows.append(rows[1] | {"name": "x"}), "base and x have the same code and flags"),
+        (lambda rows: rows.append(rows[1] | {"name": "coin"}), "arm coin is another control"),
+        (lambda rows: rows.append(rows[1] | {"name": "again", "flags": ["--beta", "1"]}), "again is another one than"),
         (lambda rows: rows[1].update(script="evil.py"), "has the script evil.py"),
         (lambda rows: rows[1].update(flags=["--eval_temperature", "1"]), "--eval_temperature is the same for all"),
         (lambda rows: rows[1].update(flags=["--remap_verifier", "gsm8k=easy"]), "changes how held-out rows are judged"),
@@ -619,18 +678,17 @@ def test_rows_that_do_not_belong_together_are_refused(tmp_path, change, words):
 
 def test_an_arm_of_the_record_is_meant_by_its_name(tmp_path):
     """With the diff and flags that it has there. Controls are the record's too."""
-    rows = rows_of({"base": [0.5], "x": [0.6], "coin": [0.4]})
-    betas = {"x": "0.1", "coin": "0.2"}
+    rows = rows_of({"base": [0.5], "x": [0.6], "majority": [0.4]})
     for row in rows:
-        if row["kind"] == "arm" and row["name"] in betas:
-            row |= {"diff": "of before", "flags": ["--beta", betas[row["name"]]]}
+        if row.get("name") == "x":
+            row |= {"diff": "of before", "flags": ["--beta", "0.1"]}
     known = record.read([write(tmp_path / "r.jsonl", rows)])
     options = study_program.parser().parse_args(
         ["run", "--out", "r", "--controls", "--arms", "base", "x", "y: --beta 1"]
     )
     arms_by_name = {arm.name: arm for arm in study_program.arms_of(options, known)}
-    for name, beta in betas.items():
-        assert arms_by_name[name].diff == "of before" and arms_by_name[name].flags == ("--beta", beta)
+    assert (arms_by_name["x"].diff, arms_by_name["x"].flags) == ("of before", ("--beta", "0.1"))
+    assert arms_by_name["majority"].diff == known.arms["majority"]["diff"]  # and not today's fork
     assert arms_by_name["y"].flags == ("--beta", "1")
     assert set(arms_by_name) == {"base", "x", "y", *tasks.CONTROL_NAMES, tasks.AGAIN}
     options = study_program.parser().parse_args(["run", "--out", "r", "--arms", "base", "x", "rloo"])
@@ -743,6 +801,7 @@ def test_a_row_that_does_not_fit_is_not_written(tmp_path):
     running = study_program.Running(rows, written.append, 2)
     running.done(first | {"wall_seconds": 1.0})
     other = running.rows.runs["t", "base", 1] | {"seed": 3, "run_seed": 3, "packages": {"torch": "3"}}
+    other |= measured(curve([0.5, 0.6, 0.5]))
     running.done(other)
     assert written[-1]["kind"] == "failure" and "another packages" in written[-1]["log"]
     assert report.reason(written[-1]).startswith("its row does not fit the record: run t base 3")
@@ -768,10 +827,11 @@ def test_a_row_passes_its_own_check(tmp_path):
 
 def test_rows_that_name_another_verifier_have_other_data(tmp_path):
     """However the flag is written."""
-    rows = rows_of({"base": [0.5], "coin": [0.4], "late": [0.4]})
+    rows = rows_of({"base": [0.5], "thrown": [0.4], "late": [0.4]})
     rows[3]["flags"] = ["--remap-verifier=learned=coin"]
     rows[4]["data_hash"] = "of other verifiers"
     rows[5]["flags"] = ["--remap_verifier", "learned=coin"]
+    rows[5]["flags"] += ["--beta", "1"]
     rows[6]["data_hash"] = "of yet others"
     assert len(record.read([write(tmp_path / "r.jsonl", rows)]).runs) == 3
 
@@ -976,12 +1036,13 @@ def test_wrong_arms_are_refused_in_a_line(tmp_path, arm):
 
 
 def test_the_score_of_a_game_is_no_arm_s_to_change():
-    study = {"tasks": {"guess": []}, "measured": {"guess": tasks.SCORE}}
-    study_program.check_games(study, [arms.Arm("x", flags=("--beta", "1"))])
-    wrong = [arms.Arm("x", flags=("--verification_reward", "10"))]
-    with pytest.raises(arms.ArmError, match="--verification_reward changes the score of guess"):
-        study_program.check_games(study, wrong)
-    study_program.check_games({"tasks": {"last": []}, "measured": {"last": {}}}, wrong)
+    """Nor how its training rollouts, whose score it is, are sampled; by open-instruct's names neither."""
+    arms.check_games(arms.Arm("x", flags=("--beta", "1")), ["guess"])
+    for flags in ("--verification_reward 10", "--temperature 0.2", "--max_tool_calls 8", "--no_non_stop_penalty"):
+        arm = arms.Arm("x", flags=tuple(flags.split()))
+        with pytest.raises(arms.ArmError, match="changes the score of guess"):
+            arms.check_games(arm, ["guess"])
+        arms.check_games(arm, [])
 
 
 def test_the_base_goes_first_on_each_task():
@@ -1025,6 +1086,35 @@ def test_a_worker_that_was_killed_is_told(tmp_path):
         lane.run(job)
 
 
+def test_a_run_without_a_held_out_value_is_a_failure(tmp_path, monkeypatch):
+    """It ended the study, and the same line could not go on."""
+    job = lanes.Job("t", arms.Arm("base"), 1, 1, (), 0.5, steps=2)
+    lane = lanes.Lane(0, 1, tmp_path, {"base": tmp_path})
+    run_dir = tmp_path / "runs" / "t-base-1"
+
+    def ask(job, more=()):
+        run_dir.mkdir(parents=True)
+        facts = {"data_hash": "d", "model_hash": "m", "packages": {}, "omp_num_threads": "1"}
+        (run_dir / "environment.json").write_text(json.dumps(facts))
+        step = {"batch/total_prompts": 4, "batch/filtered_prompts": 1}
+        steps = [json.dumps(step | {"training_step": i}) for i in (1, 2)]
+        (run_dir / "metrics.jsonl").write_text("\n".join(steps))
+        return {"code": 0, "cpu_seconds": 1.0}
+
+    monkeypatch.setattr(lane, "ask", ask)
+    row = lane.run(job)
+    assert row["kind"] == "failure" and "its metrics lack what the endpoints are read off" in row["log"]
+
+
+def test_a_worker_that_ended_between_two_runs_is_told(tmp_path):
+    job = lanes.Job("t", arms.Arm("base"), 1, 1, (), 0.5, steps=3)
+    lane = lanes.Lane(0, 1, tmp_path, {"base": tmp_path})
+    lane.worker = subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    lane.worker.wait()
+    with pytest.raises(lanes.LaneError, match="ended with exit status 0"):
+        lane.run(job)
+
+
 def test_a_run_that_leaves_nothing_is_a_failure(tmp_path, monkeypatch):
     """No metrics and no log, or a log that is no UTF-8."""
     job = lanes.Job("t", arms.Arm("base"), 1, 1, (), 0.5, steps=3)
@@ -1042,6 +1132,7 @@ def test_a_run_that_leaves_nothing_is_a_failure(tmp_path, monkeypatch):
         (2, "--beat: no such flag; the nearest is --beta\n", "--beat: no such flag; the nearest is --beta"),
         (1, "", "exit status 1"),
         (0, "run      256 episodes // 64 = 4 steps, 4 optimizer steps\n", None),
+        (0, "usage: grpo.py [-h]\n", "prints no plan: is --help among its flags?"),
         (0, "run      256 episodes // 128 = 2 steps, 2 optimizer steps\n", "that makes 2 steps, not 4"),
     ],
 )
@@ -1068,6 +1159,7 @@ def test_flags_that_an_arm_s_code_refuses_begin_no_study(tmp_path):
     for flags, words in {
         "--beat 0.05": "arm x cannot run on last: --beat: no such flag; the nearest is --beta",
         "--num_samples_per_prompt_rollout 16": "that makes 2 steps, not 4",
+        "--help": "prints no plan: is --help among its flags?",
         "--clip_lower -1": "arm x cannot run on last: grpo.py: --clip_lower -1",
     }.items():
         done = study(

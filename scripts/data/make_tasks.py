@@ -37,20 +37,25 @@ class Question:
     others: tuple[str, ...] = ()  # answers to other questions about the numbers: what may be mistaken for the answer
 
 
-def largest(rng: random.Random) -> Question:
+def one_of_three(rng: random.Random, text: str, place: int) -> Question:
+    """A question that asks for one of three numbers: the one at this place of their ascending order."""
     numbers = rng.sample(range(1, 100), 3)
     listed = ", ".join(map(str, numbers))
-    text = f"Which is the largest of {listed}? Give only the number."
-    smallest, middle, answer = sorted(numbers)
-    return Question(text, str(answer), (smallest, middle, answer), (str(smallest), str(middle)))
+    others = sorted(numbers)
+    answer = others.pop(place)
+    return Question(text.format(listed), str(answer), tuple(sorted(numbers)), tuple(map(str, others)))
+
+
+def largest(rng: random.Random) -> Question:
+    return one_of_three(rng, "Which is the largest of {}? Give only the number.", 2)
 
 
 def smallest(rng: random.Random) -> Question:
-    numbers = rng.sample(range(1, 100), 3)
-    listed = ", ".join(map(str, numbers))
-    text = f"Which is the smallest of {listed}? Give only the number."
-    answer, middle, largest_number = sorted(numbers)
-    return Question(text, str(answer), (answer, middle, largest_number), (str(middle), str(largest_number)))
+    return one_of_three(rng, "Which is the smallest of {}? Give only the number.", 0)
+
+
+def middle(rng: random.Random) -> Question:
+    return one_of_three(rng, "Which of {} is between the other two? Give only the number.", 1)
 
 
 def odd(rng: random.Random) -> Question:
@@ -116,15 +121,6 @@ def third(rng: random.Random) -> Question:
     first_digit, second_digit, answer, last_digit = str(number)
     text = f"What is the third digit of {number}? Give only the digit."
     return Question(text, answer, (number,), (first_digit, second_digit, last_digit))
-
-
-def middle(rng: random.Random) -> Question:
-    numbers = rng.sample(range(1, 100), 3)
-    listed = ", ".join(map(str, numbers))
-    text = f"Which of {listed} is between the other two? Give only the number."
-    smallest_number, answer, largest_number = sorted(numbers)
-    others = (str(smallest_number), str(largest_number))
-    return Question(text, str(answer), (smallest_number, answer, largest_number), others)
 
 
 def repeated(rng: random.Random) -> Question:

@@ -8,15 +8,19 @@
 A copy holds the files of the study's commit, not of the working tree, so that a row can be made again later.
 """
 
+import functools
 import hashlib
 import io
 import os
 import shlex
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from scripts.parts import translate
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("grpo.py", "grpo_fast.py")
@@ -25,18 +29,23 @@ FIXED = """model_name_or_path model_revision dataset_mixer_list dataset_mixer_li
     dataset_mixer_eval_list_splits shuffle chat_template_name add_bos system_prompt_override_file seed exp_name
     output_dir overwrite resume dry_run local_eval_every eval_on_step_0 eval_pass_at_k eval_temperature
     eval_response_length total_episodes response_length""".split()
-# The score of a game is its endpoint, so the flags of which it is made are fixed there
-OF_THE_SCORE = """env_file max_steps apply_verifiable_reward verification_reward apply_r1_style_format_reward
-    r1_style_format_reward additive_format_reward non_stop_penalty non_stop_penalty_value overlong_buffer_length
-    kl_in_reward""".split()
-GIT_DIFF = """-c core.quotePath=false diff --no-ext-diff --no-textconv --no-color --binary --src-prefix=a/
-    --dst-prefix=b/""".split()  # whatever the user's settings of git are
+# The endpoint of a game is the score of its training rollouts, so what the score is made of and how they are sampled is
+# fixed there
+OF_THE_SCORE = """env_file max_steps per_turn_max_tokens temperature vllm_top_p stop_strings apply_verifiable_reward
+    verification_reward apply_r1_style_format_reward r1_style_format_reward additive_format_reward non_stop_penalty
+    non_stop_penalty_value overlong_buffer_length kl_in_reward""".split()
+# A diff and a copy are the same whatever the user's settings of git are
+GIT = "git -c core.quotePath=false -c core.autocrlf=false".split()
+GIT_DIFF = """diff --no-ext-diff --no-textconv --no-color --binary --full-index --unified=3 -O/dev/null --src-prefix=a/
+    --dst-prefix=b/""".split()
+GIT_APPLY = "apply --whitespace=nowarn -".split()
 
 
 class ArmError(ValueError):
     """An arm cannot be run or compared; the message says why and what to do."""
 
 
+FORMS = "write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS. A name has no /"
 LEARNED = "learned"  # the verifier that the rows to train on name: see scripts/data/make_tasks.py
 
 
@@ -58,7 +67,7 @@ class Arm:
 
 def git(*arguments: str) -> bytes:
     """What git prints about this checkout. Raises ArmError with git's words."""
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True)
+    done = subprocess.run([*GIT, "-C", str(ROOT), *arguments], capture_output=True)
     if done.returncode:
         raise ArmError(f"git {' '.join(arguments)}: {done.stderr.decode().strip()}")
     return done.stdout
@@ -75,26 +84,26 @@ def parse_arm(text: str, commit: str) -> Arm:
     script = "grpo.py"
     if words and words[0] in SCRIPTS:
         script = words.pop(0)
-    if not name or "/" in name or words and not words[0].startswith("--"):
-        raise ArmError(
-            f"arm {text!r}: write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS. A name has no /"
-        )
-
-    check_flags(name, words)
+    if words and not words[0].startswith("--"):
+        raise ArmError(f"arm {text!r}: {FORMS}")
+    check_arm(name, words)
     return Arm(name, read_diff(name, source, commit), script, tuple(words))
 
 
-def check_flags(name: str, words: Sequence[str]) -> None:
-    """Raises ArmError for flags that an arm cannot have: those that are the same for all arms, paths of this machine,
-    and a change of the verifier that judges the held-out rows."""
+def check_arm(name: str, words: Sequence[str]) -> None:
+    """Raises ArmError for a name or flags that an arm cannot have: flags that are the same for all arms, files that
+    others do not have, and a change of the verifier that judges the held-out rows."""
+    if not name or "/" in name:
+        raise ArmError(f"arm {name!r}: {FORMS}")
     for flag, values in flags_of(words):
-        if flag in FIXED:
-            raise ArmError(f"arm {name}: --{flag} is the same for all arms of a study")
+        fixed = sorted(meanings(flag) & set(FIXED))
+        if fixed:
+            raise ArmError(f"arm {name}: --{flag}: --{fixed[0]} is the same for all arms of a study")
         for value in values:
-            if os.path.isabs(value) and os.path.isfile(value):
+            if is_elsewhere(value):
                 raise ArmError(
-                    f"arm {name}: --{flag} {value} is a path of this machine: others could not make its rows again. "
-                    "Commit the file on the arm's branch, or add it to its diff, and name it from the root of the code"
+                    f"arm {name}: --{flag} {value} is a file that others do not have, so they could not make its rows "
+                    "again. Commit it on the arm's branch, or add it to its diff, and name it from the root of the code"
                 )
         if flag == "remap_verifier":
             for pair in ",".join(values).split(","):
@@ -103,6 +112,51 @@ def check_flags(name: str, words: Sequence[str]) -> None:
                         f"arm {name}: --remap_verifier {pair} changes how held-out rows are judged, the same for all "
                         f"arms: write {LEARNED}=VERIFIER, which changes the rows that are trained on"
                     )
+
+
+def check_games(arm: Arm, games: Sequence[str]) -> None:
+    """Raises ArmError for an arm that changes how these games are scored or sampled: the score is the endpoint."""
+    for flag, _ in flags_of(arm.flags):
+        if games and meanings(flag) & set(OF_THE_SCORE):
+            names = ", ".join(games)
+            raise ArmError(f"arm {arm.name}: --{flag} changes the score of {names}, and arms are compared by it")
+
+
+def check_twins(arms: Sequence[Arm]) -> None:
+    """Raises ArmError for two arms with the same code and flags."""
+    seen: dict[tuple[Any, ...], str] = {}
+    for arm in arms:
+        twin = seen.setdefault((arm.diff, arm.script, arm.flags), arm.name)
+        if twin != arm.name:
+            raise ArmError(f"arms {twin} and {arm.name} have the same code and flags")
+
+
+@functools.cache
+def aliases() -> Mapping[str, frozenset[str]]:
+    """open-instruct's names of our flags: each with what it is here."""
+    names: dict[str, frozenset[str]] = {}
+    for flag, (kind, words) in translate.read_table().items():
+        if kind != "alias":
+            continue
+        theirs, _, _ = flag.partition("=")
+        ours = {name_of(word) for word in words.split() if word.startswith("--")}
+        names[theirs] = names.get(theirs, frozenset()) | ours
+    return names
+
+
+def meanings(flag: str) -> frozenset[str]:
+    """A flag's name, and what it is here if it is one of open-instruct's."""
+    return aliases().get(flag, frozenset()) | {flag}
+
+
+def is_elsewhere(value: str) -> bool:
+    """Whether the value of a flag is a file that is not of the code: one of this machine, or one in a folder that git
+    does not have."""
+    if os.path.isabs(value):
+        return os.path.isfile(value)
+    folders = value.split("/")
+    is_linked = folders[0] in LINKED and value.endswith(".py")
+    return is_linked or folders[0] == "~" or ".." in folders
 
 
 def flags_of(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -130,9 +184,11 @@ def read_diff(name: str, source: str, commit: str) -> str:
         return ""
     if source.endswith(".diff"):
         places = [Path(source), ROOT / source]
-        for path in places:
-            if path.exists():
-                return path.read_text()
+        for path in filter(Path.is_file, places):
+            text = path.read_text(errors="surrogateescape")
+            if not text:
+                raise ArmError(f"arm {name}: {path} is empty")
+            return text
         raise ArmError(f"arm {name}: no file {places[0].resolve()}")
     try:
         git("rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
@@ -164,7 +220,7 @@ def make_copy(arm: Arm, commit: str, folder: Path) -> Path:
     if arm.diff:
         # inside of a checkout git would take the diff's paths as that checkout's
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve())}
-        command = ["git", "apply", "-"]
+        command = [*GIT, *GIT_APPLY]
         text = arm.diff.encode(errors="surrogateescape")
         done = subprocess.run(command, cwd=copy, input=text, capture_output=True, env=environment)
         if done.returncode:

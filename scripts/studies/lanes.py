@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -116,11 +117,16 @@ class Lane:
 
         worker = self.start()
         assert worker.stdin is not None and worker.stdout is not None
-        worker.stdin.write(json.dumps(order) + "\n")
-        worker.stdin.flush()
-        line = worker.stdout.readline()
+        try:
+            worker.stdin.write(json.dumps(order) + "\n")
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+        except BrokenPipeError:  # it has ended since its last run
+            line = ""
         if not line:
             self.worker = None
+            with suppress(BrokenPipeError):
+                worker.stdin.close()
             raise LaneError(
                 f"the worker of {run_dir.name} ended with exit status {worker.wait()}, as if it had been killed. This "
                 "run has no row; the same line goes on with it"
@@ -145,7 +151,9 @@ class Lane:
         if answer["code"]:
             return text.strip()[-LOG_TAIL:] or f"exit status {answer['code']}"
         steps = STEPS_OF_PLAN.search(text)
-        if steps and int(steps[1]) != job.steps:
+        if steps is None:
+            return "its --dry_run prints no plan: is --help among its flags?"
+        if int(steps[1]) != job.steps:
             return (
                 f"a step has another number of rollouts than the base's: that makes {steps[1]} steps, not {job.steps}"
             )
@@ -176,7 +184,11 @@ class Lane:
         if done != job.steps:  # a signal ends a run as if it were done, and flags may change its number of rollouts
             words = f"it made {done} steps, and a run of the study makes {job.steps}"
             return {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
-        row = facts_of(run_dir, job, curve)
+        try:
+            row = facts_of(run_dir, job, curve)
+        except (IndexError, KeyError, TypeError) as error:  # of a list without a value, or with None
+            words = f"its metrics lack what the endpoints are read off: {error}"
+            return {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
         row["warnings"] = OF_THE_COPY.findall(text_of(log))
         row["code"] = arms_part.code_hash(copy)
         row["files"] = arms_part.hashes_of_files(copy, job.flags)

@@ -3,10 +3,11 @@
 study    task flags, steps, endpoints, commit, and a hash of all that
 arm      an arm's name, script, flags, and the text of its diff
 run      a task, arm and seed: curve, endpoints, hashes of code, data, model and final weights, packages, processor
-failure  a run that ended with another exit status than 0, with the end of its log
+failure  a run that failed, has too few steps, or whose row does not fit the others, with the end of its log
 """
 
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -19,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from scripts.studies.arms import SCRIPTS, ArmError, check_flags, flags_of
+from scripts.studies import arms as arms_part
+from scripts.studies.arms import SCRIPTS, ArmError, flags_of
 from scripts.studies.endpoints import ENDPOINTS, PRIMARY, Curve, endpoints
-from scripts.studies.tasks import AGAIN, AGAIN_SHIFT
+from scripts.studies.tasks import AGAIN, AGAIN_SHIFT, CONTROLS
 
 # what the runs of a study must share, beside the flags that an arm names
 SAME = ("packages", "omp_num_threads")
@@ -174,14 +176,20 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 def read(paths: list[Path]) -> Record:
     """The record in one file or in several: see Record.join. Raises RecordError."""
     record = Record()
-    for path in paths:
-        part = Record()
-        for row in rows_in(path):
-            part.take(row)
-        record.join(part)
-    if not record.study:
-        raise RecordError(f"{', '.join(map(str, paths))}: no row of a study")
-    check(record)
+    names = ", ".join(map(str, paths))
+    try:
+        for path in paths:
+            part = Record()
+            for row in rows_in(path):
+                part.take(row)
+            record.join(part)
+        if not record.study:
+            raise RecordError(f"{names}: no row of a study")
+        check(record)
+    except RecordError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:  # of what study.py did not write
+        raise RecordError(f"{names}: a row has a value that it cannot have: {error!r}") from error
     return record
 
 
@@ -190,7 +198,7 @@ def check_fields(row: dict[str, Any]) -> None:
     kind = row["kind"]
     for name, type_of in FIELDS[kind].items():
         value = row.get(name)
-        if isinstance(value, type_of):
+        if isinstance(value, type_of) and not isinstance(value, bool):
             continue
         words = [str(row[word]) for word in ("name", "task", "arm", "seed") if word in row]
         where = " ".join([kind, *words])
@@ -206,8 +214,8 @@ def check(record: Record) -> None:
     than the base has data of its own.
     """
     shared: dict[tuple[str, ...], Any] = {}
-    for arm in record.arms.values():
-        check_arm(arm)
+    check_arms(record)
+    of_seconds: dict[tuple[float, ...], str] = {}
     first_of_diff: dict[str, str] = {}
     for row in (*record.runs.values(), *record.failures):
         task = row["task"]
@@ -220,6 +228,10 @@ def check(record: Record) -> None:
         if row["kind"] == "failure":
             continue
         check_run(record, row)
+        clock = tuple(row["curve"]["seconds"])
+        twin = of_seconds.setdefault(clock, f"{task} {arm} {seed}")
+        if twin != f"{task} {arm} {seed}":
+            raise RecordError(f"run {task} {arm} {seed} took the seconds of {twin}, step by step: it is a copy")
         facts = {(name,): row[name] for name in SAME}
         facts |= {(name, task): row[name] for name in SAME_IN_TASK}
         if has_other_verifier(record, task, arm):
@@ -238,14 +250,38 @@ def check(record: Record) -> None:
                 )
 
 
-def check_arm(arm: dict[str, Any]) -> None:
-    """Raises RecordError for an arm that the command line would not take."""
-    if arm["script"] not in SCRIPTS:
-        raise RecordError(f"arm {arm['name']} has the script {arm['script']}: there are {', '.join(SCRIPTS)}")
+def check_arms(record: Record) -> None:
+    """Raises RecordError for arms that the command line would not take, and for controls that are other ones than
+    --controls adds."""
+    if record.study.get("primary", PRIMARY) != PRIMARY:
+        raise RecordError(f"the study's primary endpoint is {record.study['primary']}, and not {PRIMARY}")
+    found = [
+        arms_part.Arm(row["name"], row["diff"], row["script"], tuple(row["flags"])) for row in record.arms.values()
+    ]
+    games = [name for name, measured in record.study.get("measured", {}).items() if measured]
+    controls = {arm.name: arm for arm in map(control, CONTROLS)}
     try:
-        check_flags(arm["name"], arm["flags"])
+        for arm in found:
+            if arm.script not in SCRIPTS:
+                raise ArmError(f"arm {arm.name} has the script {arm.script}: there are {', '.join(SCRIPTS)}")
+            arms_part.check_arm(arm.name, arm.flags)
+            arms_part.check_games(arm, games)
+            expected = controls.get(arm.name)
+            if expected and (arm.flags, bool(arm.diff)) != (expected.flags, bool(expected.diff)):
+                raise ArmError(f"arm {arm.name} is another control than --controls adds")
+            if arm.name == AGAIN and arm != replace(found[0], name=AGAIN):
+                raise ArmError(f"arm {AGAIN} is another one than {found[0].name}, whose noise floor it is for")
+        arms_part.check_twins([arm for arm in found if arm.name != AGAIN])
     except ArmError as error:
         raise RecordError(str(error)) from None
+
+
+@functools.cache
+def control(text: str) -> arms_part.Arm:
+    """A control, but for the text of its diff: forks change."""
+    head, _, flags = text.partition(":")
+    name, _, source = head.partition("@")
+    return arms_part.Arm(name, diff=source, flags=tuple(flags.split()))
 
 
 def has_other_verifier(record: Record, task: str, arm: str) -> bool:
@@ -273,8 +309,9 @@ def check_run(record: Record, row: dict[str, Any]) -> None:
         raise RecordError(f"{name} was made with --seed {row['run_seed']}")
 
     names = set(row["endpoints"])
-    if PRIMARY not in names or not names <= set(ENDPOINTS):
-        raise RecordError(f"{name} has the endpoints {', '.join(sorted(names))}, and a study {', '.join(ENDPOINTS)}")
+    needed = {PRIMARY, *record.study.get("endpoints", ENDPOINTS)}
+    if not needed <= names or not names <= set(ENDPOINTS):  # runs of later code may have more than the study
+        raise RecordError(f"{name} has the endpoints {', '.join(sorted(names))}; the study {', '.join(sorted(needed))}")
     found = endpoints(curve, record.study["targets"][row["task"]])
     for endpoint, said in row["endpoints"].items():
         value = found[endpoint]

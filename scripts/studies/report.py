@@ -59,7 +59,7 @@ def comparisons_of(rows: Record, arms: list[str], base: str) -> dict[str, Compar
 def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     """The record as text, and whether its tasks are fit: each control is worse than the record's first arm."""
     if not rows.runs:
-        raise RecordError("the record has no run yet")
+        raise RecordError("\n".join(["the record has no run yet", *(failure_lines(rows) if rows.failures else [])]))
     first = next(iter(rows.arms))
     base = base or first
     if base not in rows.arms:
@@ -161,13 +161,14 @@ def mean_or_dash(values: np.ndarray) -> str:
 
 
 def same_weights(rows: Record, arm: str, base: str) -> int:
-    """The number of runs of an arm that the base has too, if all of them end with the base's weights. Else 0."""
+    """The number of runs of an arm that the base has too, if all of them end with the base's weights and have its
+    held-out curve. Else 0."""
     count = 0
     for (task, name, seed), row in rows.runs.items():
         twin = rows.runs.get((task, base, seed))
         if name != arm or twin is None:
             continue
-        if twin["weights"] != row["weights"]:
+        if twin["weights"] != row["weights"] or twin["curve"]["held_out"] != row["curve"]["held_out"]:
             return 0
         count += 1
     return count
