@@ -1103,7 +1103,7 @@ def test_a_run_without_a_held_out_value_is_a_failure(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lane, "ask", ask)
     row = lane.run(job)
-    assert row["kind"] == "failure" and "its metrics lack what the endpoints are read off" in row["log"]
+    assert row["kind"] == "failure" and "its metrics lack eval/objective/verifiable_correct_rate, obj" in row["log"]
 
 
 def test_a_worker_that_ended_between_two_runs_is_told(tmp_path):

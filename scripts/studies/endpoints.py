@@ -27,6 +27,7 @@ ENDPOINTS = {
 }
 HIGHER_IS_BETTER = ("area", "final", "sampled")
 PRIMARY = "area"
+MAY_LACK = ("kl", "entropy", "turns", "gap")  # values of a curve that a step may not have
 COLLAPSE = 0.2
 LAST_STEPS = 3
 
@@ -80,6 +81,17 @@ def curve_of(rows: Sequence[dict[str, Any]], measured: Mapping[str, str]) -> Cur
         groups = row["batch/total_prompts"]
         curve.informative.append(1 - row["batch/filtered_prompts"] / groups)
     return curve
+
+
+def lacking_in(curve: Curve, measured: Mapping[str, str]) -> list[str]:
+    """The metrics that a run had to have and has not, at a step or at all. `measured`: see curve_of."""
+    names = {**METRICS, **measured}
+    lacking = []
+    for name, metric in names.items():
+        values = getattr(curve, name)
+        if name not in MAY_LACK and (not values or None in values):
+            lacking.append(metric)
+    return lacking
 
 
 def area(curve: Curve) -> float:

@@ -23,7 +23,7 @@ import psutil
 
 from scripts.studies import arms as arms_part
 from scripts.studies.arms import Arm
-from scripts.studies.endpoints import Curve, curve_of, endpoints
+from scripts.studies.endpoints import Curve, curve_of, endpoints, lacking_in
 
 WORKER = Path(__file__).with_name("worker.py")
 ENVIRONMENT = {
@@ -184,11 +184,11 @@ class Lane:
         if done != job.steps:  # a signal ends a run as if it were done, and flags may change its number of rollouts
             words = f"it made {done} steps, and a run of the study makes {job.steps}"
             return {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
-        try:
-            row = facts_of(run_dir, job, curve)
-        except (IndexError, KeyError, TypeError) as error:  # of a list without a value, or with None
-            words = f"its metrics lack what the endpoints are read off: {error}"
+        lacking = lacking_in(curve, job.measured)
+        if lacking:
+            words = f"its metrics lack {', '.join(lacking)}, which the endpoints are read off"
             return {"kind": "failure", "code": 0, "log": f"{told(log, self.folder)[-LOG_TAIL:]}\n{words}"}
+        row = facts_of(run_dir, job, curve)
         row["warnings"] = OF_THE_COPY.findall(text_of(log))
         row["code"] = arms_part.code_hash(copy)
         row["files"] = arms_part.hashes_of_files(copy, job.flags)

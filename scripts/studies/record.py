@@ -22,7 +22,7 @@ import numpy as np
 
 from scripts.studies import arms as arms_part
 from scripts.studies.arms import SCRIPTS, ArmError, flags_of
-from scripts.studies.endpoints import ENDPOINTS, PRIMARY, Curve, endpoints
+from scripts.studies.endpoints import ENDPOINTS, MAY_LACK, PRIMARY, Curve, endpoints
 from scripts.studies.tasks import AGAIN, AGAIN_SHIFT, CONTROLS
 
 # what the runs of a study must share, beside the flags that an arm names
@@ -49,7 +49,6 @@ FIELDS = {  # of the rows of a kind: those that are read
 }
 KINDS = tuple(FIELDS)
 START = b'{"kind": "study"'  # of a record
-MAY_LACK = ("kl", "entropy", "turns", "gap")  # values of a curve that a step may not have
 SHARES = ("held_out", "sampled", "informative")  # values of a curve from 0 to 1, but for a game's
 COUNTS = ("tokens", "seconds", "length")
 OF_TASKS = ("tasks", "targets", "measured")  # of a study's row: by task
