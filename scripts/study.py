@@ -315,7 +315,7 @@ def run(options: argparse.Namespace) -> bool:
         check_options(options, study)
         check_machine(rows)
         arms = arms_of(options, rows)
-        games = [name for name, measured in study.get("measured", {}).items() if measured]
+        games = record.games_of(study)
         for arm in arms:
             arms_part.check_games(arm, games)
         check_files(study["scale"], study["tasks"])

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -212,67 +212,105 @@ def check(record: Record) -> None:
     code than the next one: differences are taken within a task. Only an arm that trains on rows of another verifier
     than the base has data of its own.
     """
+    check_study(record)
+    check_copies(record)
     shared: dict[tuple[str, ...], Any] = {}
-    check_arms(record)
-    of_seconds: dict[tuple[float, ...], str] = {}
-    first_of_diff: dict[str, str] = {}
     for row in (*record.runs.values(), *record.failures):
-        task = row["task"]
-        arm = row["arm"]
-        seed = row["seed"]
-        if row["study"] not in record.commits:
-            raise RecordError(f"run {task} {arm} {seed} is of another study")
-        if task not in record.study["tasks"] or arm not in record.arms:
-            raise RecordError(f"run {task} {arm} {seed} has a task or an arm that the record lacks")
+        check_place(record, row)
         if row["kind"] == "failure":
             continue
         check_run(record, row)
-        clock = tuple(row["curve"]["seconds"])
-        twin = of_seconds.setdefault(clock, f"{task} {arm} {seed}")
-        if twin != f"{task} {arm} {seed}":
-            raise RecordError(f"run {task} {arm} {seed} took the seconds of {twin}, step by step: it is a copy")
-        facts = {(name,): row[name] for name in SAME}
-        facts |= {(name, task): row[name] for name in SAME_IN_TASK}
-        if has_other_verifier(record, task, arm):
-            facts["data_hash", task, arm] = facts.pop(("data_hash", task))
-        owner = first_of_diff.setdefault(record.arms[arm]["diff"], arm)
-        facts["code", owner, task] = row["code"]  # arms without a diff have the base's
-        facts["evaluated", task] = row["curve"]["evaluated"]
-        for name, digest in row.get("files", {}).items():  # rows of before have none
-            facts[name, task, arm] = digest
-        for name, value in facts.items():
+        for name, value in shared_by(record, row).items():
             first = shared.setdefault(name, value)
             if first != value:
                 raise RecordError(
-                    f"run {task} {arm} {seed} has another {' of '.join(name)} than the runs before it, {value} and not "
+                    f"run {name_of(row)} has another {' of '.join(name)} than the runs before it, {value} and not "
                     f"{first}: differences would not be the arms'. Keep such rows in a file of their own"
                 )
 
 
-def check_arms(record: Record) -> None:
-    """Raises RecordError for arms that the command line would not take, and for controls that are other ones than
-    --controls adds."""
-    if record.study.get("primary", PRIMARY) != PRIMARY:
-        raise RecordError(f"the study's primary endpoint is {record.study['primary']}, and not {PRIMARY}")
-    found = [
-        arms_part.Arm(row["name"], row["diff"], row["script"], tuple(row["flags"])) for row in record.arms.values()
-    ]
-    games = [name for name, measured in record.study.get("measured", {}).items() if measured]
-    controls = {arm.name: arm for arm in map(control, CONTROLS)}
+def name_of(row: dict[str, Any]) -> str:
+    """The task, arm and seed of a run or a failure, for a person."""
+    return " ".join(map(str, key_of(row)))
+
+
+def shared_by(record: Record, row: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """What a run must share with others, by what it is and who shares it."""
+    task = row["task"]
+    arm = row["arm"]
+    facts = {(name,): row[name] for name in SAME}
+    facts |= {(name, task): row[name] for name in SAME_IN_TASK}
+    if has_other_verifier(record, task, arm):
+        facts["data_hash", task, arm] = facts.pop(("data_hash", task))
+    facts["code", first_with_its_diff(record, arm), task] = row["code"]  # arms without a diff have the base's
+    for name, digest in row.get("files", {}).items():  # rows of before have none
+        facts[name, task, arm] = digest
+    return facts
+
+
+def first_with_its_diff(record: Record, name: str) -> str:
+    """The first arm of the record that has this arm's diff."""
+    diff = record.arms[name]["diff"]
+    return next(other for other, arm in record.arms.items() if arm["diff"] == diff)
+
+
+def check_place(record: Record, row: dict[str, Any]) -> None:
+    """Raises RecordError if a run or a failure is of another study, or of a task or an arm that the record lacks."""
+    if row["study"] not in record.commits:
+        raise RecordError(f"run {name_of(row)} is of another study")
+    if row["task"] not in record.study["tasks"] or row["arm"] not in record.arms:
+        raise RecordError(f"run {name_of(row)} has a task or an arm that the record lacks")
+
+
+def check_copies(record: Record) -> None:
+    """Raises RecordError for two runs whose steps took the same seconds, each of them: no two runs do."""
+    seen: dict[tuple[float, ...], str] = {}
+    for row in record.runs.values():
+        twin = seen.setdefault(tuple(row["curve"].get("seconds", ())), name_of(row))
+        if twin != name_of(row):
+            raise RecordError(f"run {name_of(row)} took the seconds of {twin}, step by step: it is a copy")
+
+
+def check_study(record: Record) -> None:
+    """Raises RecordError for another primary endpoint than ours, and for arms that the command line would not make."""
+    primary = record.study.get("primary", PRIMARY)
+    if primary != PRIMARY:
+        raise RecordError(f"the study's primary endpoint is {primary}, and not {PRIMARY}")
+    games = games_of(record.study)
+    found = []
+    for row in record.arms.values():
+        arm = arms_part.Arm(row["name"], row["diff"], row["script"], tuple(row["flags"]))
+        found.append(arm)
+        try:
+            check_arm(arm, found[0], games)
+        except ArmError as error:
+            raise RecordError(str(error)) from None
     try:
-        for arm in found:
-            if arm.script not in SCRIPTS:
-                raise ArmError(f"arm {arm.name} has the script {arm.script}: there are {', '.join(SCRIPTS)}")
-            arms_part.check_arm(arm.name, arm.flags)
-            arms_part.check_games(arm, games)
-            expected = controls.get(arm.name)
-            if expected and (arm.flags, bool(arm.diff)) != (expected.flags, bool(expected.diff)):
-                raise ArmError(f"arm {arm.name} is another control than --controls adds")
-            if arm.name == AGAIN and arm != replace(found[0], name=AGAIN):
-                raise ArmError(f"arm {AGAIN} is another one than {found[0].name}, whose noise floor it is for")
         arms_part.check_twins([arm for arm in found if arm.name != AGAIN])
     except ArmError as error:
         raise RecordError(str(error)) from None
+
+
+def games_of(study: dict[str, Any]) -> list[str]:
+    """The tasks of a study that are games: they have metrics of their own. Studies of before have none."""
+    return [name for name, measured in study.get("measured", {}).items() if measured]
+
+
+def check_arm(arm: arms_part.Arm, base: arms_part.Arm, games: Sequence[str]) -> None:
+    """Raises ArmError for an arm that the command line would not take, and for a control that is another one than
+    --controls adds."""
+    if arm.script not in SCRIPTS:
+        there = ", ".join(SCRIPTS)
+        raise ArmError(f"arm {arm.name} has the script {arm.script}: there are {there}")
+    arms_part.check_arm(arm.name, arm.flags)
+    arms_part.check_games(arm, games)
+    if arm.name == AGAIN and arm != replace(base, name=AGAIN):
+        raise ArmError(f"arm {AGAIN} is another one than {base.name}, whose noise floor it is for")
+    for expected in map(control, CONTROLS):
+        has_its_code = bool(arm.diff) == bool(expected.diff)
+        is_it = has_its_code and arm.flags == expected.flags
+        if arm.name == expected.name and not is_it:
+            raise ArmError(f"arm {arm.name} is another control than --controls adds")
 
 
 @functools.cache
@@ -300,7 +338,7 @@ def check_one_more(record: Record, row: dict[str, Any]) -> None:
 
 def check_run(record: Record, row: dict[str, Any]) -> None:
     """Raises RecordError if a run is not whole, is of another seed, or its endpoints are not those of its curve."""
-    name = f"run {row['task']} {row['arm']} {row['seed']}"
+    name = f"run {name_of(row)}"
     check_curve(record, row, name)
     curve = Curve(**row["curve"])
     shift = AGAIN_SHIFT if row["arm"] == AGAIN else 0
@@ -323,7 +361,7 @@ def check_curve(record: Record, row: dict[str, Any], name: str) -> None:
     be."""
     study = record.study
     horizon = study["steps"]
-    is_game = bool(study.get("measured", {}).get(row["task"]))
+    is_game = row["task"] in games_of(study)
     steps = list(range(1, horizon + 1))
     evaluated = steps if is_game else [*range(0, horizon, study["evaluate_every"]), horizon]
     fields = Curve.__dataclass_fields__
