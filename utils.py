@@ -2031,6 +2031,9 @@ class Metrics:
         return out | dict(merged.totals) | merged.extremes  # dict: the result must not be a defaultdict
 
 
+LEAST_TOKENS = 8  # of a logprob gap: bfloat16 moves a single token's logprob by a quarter of a nat
+
+
 class GapError(RuntimeError):
     """Engine and learner disagree about the probability of tokens the engine sampled."""
 
@@ -2064,15 +2067,16 @@ class Gap:
         sums = [0.0] * 6
         largest = 0.0
         if self.rows and leads:
-            for *row, row_largest in torch.stack(self.rows).tolist():
-                sums = [a + b for a, b in zip(sums, row, strict=True)]
-                largest = max(largest, row_largest)
+            *columns, maxima = torch.stack(self.rows).T.tolist()
+            sums = [sum(column) for column in columns]
+            largest = max(maxima)
         sums = all_reduce(sums, world)
         largest = all_reduce([largest], world, dist.ReduceOp.MAX)[0]
         return sums, largest
 
     def check(self, args: Flags, world: World, when: str) -> dict[str, float]:
-        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap."""
+        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap. Fewer than
+        LEAST_TOKENS tokens are judged by the mean over LEAST_TOKENS, as if the missing ones had no gap."""
         sums, largest = self.reduce(world, leads(args, world))
         n, absolute, squared, k3, rho, rho_squared = sums
         if n == 0:
@@ -2081,7 +2085,7 @@ class Gap:
         mean = absolute / n
         mean_rho = rho / n
         limit = args.max_logprob_gap
-        if limit and not mean <= limit:  # not: NaN is beyond it
+        if limit and not absolute / max(n, LEAST_TOKENS) <= limit:  # not: NaN is beyond it
             cause = self.likely_cause(when)
             raise GapError(
                 f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {mean_rho:.3g}) "

@@ -528,6 +528,31 @@ def test_a_gap_stops_before_any_weight_changes(tiny_models, world, mini_batches)
     assert all(torch.equal(after[k], v) for k, v in start_weights(args, world).items())
 
 
+def test_a_few_tokens_of_bfloat16_are_no_gap(world):
+    """A run in bfloat16 ended before its first rollout: its probe was two tokens, whose logprobs bfloat16 had moved by
+    0.226 and 0.001. Weights that never arrived move those of two tokens by more."""
+    args = make_args("m", "--max_logprob_gap", 0.1)
+    for moved, is_gap in (([0.226, 0.001], False), ([0.5, 0.4], True), ([math.nan, 0.0], True)):
+        gap = utils.Gap()
+        gap.add(torch.tensor([moved]), torch.zeros(1, 2), torch.tensor([0, 1]))
+        if is_gap:
+            with pytest.raises(utils.GapError, match="over 2 sampled tokens"):
+                gap.check(args, world, "before the first rollout")
+        else:
+            found = gap.check(args, world, "before the first rollout")
+            assert found["debug/vllm_vs_local_logprob_diff_mean"] == pytest.approx(0.1135)
+
+
+def test_the_gap_is_over_all_batches(world):
+    gap = utils.Gap()
+    gap.add(torch.full((1, 6), 0.25), torch.zeros(1, 6), torch.arange(6))
+    gap.add(torch.full((1, 4), -0.5), torch.zeros(1, 4), torch.arange(2))
+    found = gap.check(make_args("m", "--max_logprob_gap", 0), world, "now")
+    assert found["debug/vllm_vs_local_logprob_diff_mean"] == pytest.approx(0.3125)
+    assert found["debug/vllm_vs_local_logprob_diff_max"] == pytest.approx(0.5)
+    assert found["val/rho"] == pytest.approx((6 * math.exp(0.25) + 2 * math.exp(-0.5)) / 8)
+
+
 class VocabularyTensors(TorchDispatchMode):
     """Row counts of all tensors whose last dimension is the vocabulary."""
 
