@@ -434,6 +434,20 @@ def test_an_arm_that_changes_nothing_is_told(tmp_path):
     assert re.search(r"^x +\+0.017 .* cannot tell", text, re.MULTILINE)
 
 
+def test_a_task_on_which_the_base_learns_nothing_is_told(tmp_path):
+    """The fly on a task of the 135M model: all arms are equal there, and the table only said so."""
+    rows = rows_of({"base": [0.0, 0.0], "x": [0.0, 0.0]})
+    bases = [row for row in rows if row.get("arm") == "base"]
+    for row in bases:
+        row["curve"]["informative"] = [0.0] * len(row["curve"]["informative"])
+    text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    assert "t: no group of base had a gradient in 2 runs, so it learned nothing there" in text
+
+    bases[1]["curve"]["informative"][-1] = 0.125
+    text, _ = report.text_of(record.read([write(tmp_path / "r.jsonl", rows)]))
+    assert "had a gradient" not in text
+
+
 def test_verdicts_in_words(tmp_path):
     base = [0.50, 0.52, 0.48, 0.51, 0.49, 0.50]
     areas = {

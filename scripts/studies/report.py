@@ -74,6 +74,7 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     holm = f"Holm over {len(comparisons)} arms"
     lines.append(f"difference from {base}, paired by task and seed: 95 % t interval over seeds; {holm}")
     lines += comparison_lines(rows, comparisons, base)
+    lines += idle_lines(rows, base)
     better = [arm for arm, result in comparisons.items() if result.verdict == "better"]
     lines += ["", *beat_lines(rows, [base, *better])]
     fit = True
@@ -197,6 +198,19 @@ def comparison_lines(rows: Record, comparisons: dict[str, Comparison], base: str
             parts.append(f"before Holm: {seen}; this difference needs {needed} seeds")
         lines.append("; ".join(parts))
     return lines or ["no arm but the controls has a seed in common with the base yet"]
+
+
+def idle_lines(rows: Record, base: str) -> list[str]:
+    """A line for each task on which no group of the base ever had a gradient: nothing can be learned there."""
+    lines = []
+    for task in rows.study["tasks"]:
+        curves = curves_of(rows, task, base)
+        if curves and not any(any(curve["informative"]) for curve in curves):
+            lines.append(
+                f"{task}: no group of {base} had a gradient in {len(curves)} runs, so it learned nothing there. Does "
+                "the task fit the model? study.py calibrate tells"
+            )
+    return lines
 
 
 def beat_lines(rows: Record, arms: list[str]) -> list[str]:
