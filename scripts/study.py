@@ -19,11 +19,12 @@ import argparse
 import math
 import random
 import re
+import shlex
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from scripts.studies.record import Record, RecordError
 
 SCALE = "fly"  # where the command line names none, and there is no record yet
 THREADS = 1
+DATA = arms_part.ROOT / "data"  # folders of tasks
 CALIBRATED = 24  # groups that a calibration samples
 MOST_SEEDS = 10_000
 PICTURES = (".png", ".pdf", ".svg")
@@ -71,19 +73,40 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def base_flags(scale: tasks.Scale, name: str, steps: int) -> tuple[str, ...]:
-    """The flags of the base on the task of that name, but for seed and directory."""
-    task = tasks.TASKS[name]
+def base_flags(scale: tasks.Scale, name: str, steps: int, common: Sequence[str] = ()) -> tuple[str, ...]:
+    """The flags of the base on the task of that name, but for seed and directory. `common`: those of --flags."""
+    task = tasks.task_of(name, DATA)
     data = f"data/{task.data}"
     evaluation = ["--local_eval_every", "-1"]
     if task.is_evaluated:
         evaluation = ["--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0"]
         evaluation += ["--local_eval_every", str(scale.evaluate_every), "--eval_on_step_0"]
+    own = (*scale.flags, *task.flags, *scale.of_task.get(name, ()), *common)
     flags = ["--model_name_or_path", scale.model]
     flags += ["--dataset_mixer_list", f"{data}/train.jsonl", "1.0"]
     flags += evaluation
-    flags += ["--total_episodes", str(scale.rollouts * steps)]
-    return (*flags, *scale.flags, *task.flags, *scale.of_task.get(name, ()))
+    flags += ["--total_episodes", str(rollouts_of(own) * steps)]
+    return (*flags, *own)
+
+
+def rollouts_of(flags: Sequence[str]) -> int:
+    """The rollouts of a step with these flags."""
+    values = dict(arms_part.flags_of(flags))
+    (prompts,) = values["num_unique_prompts_rollout"]
+    (samples,) = values["num_samples_per_prompt_rollout"]
+    return int(prompts) * int(samples)
+
+
+def common_flags(options: argparse.Namespace) -> list[str]:
+    """The words of --flags. Raises ArmError for flags that study.py gives itself."""
+    words = shlex.split(options.flags)
+    arms_part.check_flags("--flags", words, arms_part.OF_THE_STUDY)
+    return words
+
+
+def task_name(text: str) -> str:
+    """A task as --tasks names it: data/mine is mine."""
+    return text.removeprefix("data/").rstrip("/")
 
 
 def describe_study(options: argparse.Namespace) -> dict[str, Any]:
@@ -92,15 +115,16 @@ def describe_study(options: argparse.Namespace) -> dict[str, Any]:
     scale = tasks.SCALES[scale_name]
     steps = options.steps or scale.steps
     commit = arms_part.git("rev-parse", "HEAD")
+    common = common_flags(options)
     flags = {}
     targets = {}
     measured = {}
     for name in options.tasks or scale.tasks:
-        task = tasks.TASKS[name]
+        task = tasks.task_of(name, DATA)
         if steps < 2 and not task.is_evaluated:
             raise RecordError(f"--steps {steps}: the area of {name} needs 2 steps, as it has no value before the first")
-        flags[name] = list(base_flags(scale, name, steps))
-        targets[name] = task.target
+        flags[name] = list(base_flags(scale, name, steps, common))
+        targets[name] = options.target or task.target
         measured[name] = dict(task.measured)
 
     content: dict[str, Any] = {"commit": commit.decode().strip(), "scale": scale_name, "steps": steps}
@@ -209,6 +233,20 @@ def check_options(options: argparse.Namespace, study: dict[str, Any]) -> None:
         given = study[name]
         if asked not in (None, given):
             raise RecordError(f"{options.out} is a study with --{name} {given}: {asked} differs")
+    common = common_flags(options)
+    for name, flags in study["tasks"].items():
+        if as_given(flags) != as_given([*flags, *common]):
+            raise RecordError(f"{options.out} is a study with other flags of all arms: --flags differs on {name}")
+        if options.target not in (None, study["targets"][name]):
+            raise RecordError(f"{options.out} has the target {study['targets'][name]} on {name}: --target differs")
+
+
+def as_given(flags: Sequence[str]) -> dict[str, tuple[bool, list[str]]]:
+    """Flags by name, with whether they are --no_x and their values."""
+    given = {}
+    for flag, values in arms_part.flags_of(flags):
+        given[flag] = (f"--no_{flag}" in flags, values)
+    return given
 
 
 def check_machine(rows: Record) -> None:
@@ -231,16 +269,24 @@ def check_machine(rows: Record) -> None:
                 )
 
 
-def check_files(scale: str, names: Collection[str]) -> None:
-    """Raises RecordError if the rows of a task or the model are not there: each run would fail, and a failure is
-    final."""
-    makers = {f"{tasks.SCALES[scale].model}/config.json": "python scripts/data/get_smollm2.py"}
-    for name in names:
-        task = tasks.TASKS[name]
-        makers[f"data/{task.data}/train.jsonl"] = task.maker
-    for path, maker in makers.items():
-        if not (arms_part.ROOT / path).exists():
-            raise RecordError(f"there is no {path}: run {maker}")
+def check_files(study_tasks: Mapping[str, Sequence[str]]) -> None:
+    """Raises RecordError if the rows of a task or a scale's model are not there: each run would fail, and a failure is
+    final. A task is a name with its flags."""
+    models = {scale.model for scale in tasks.SCALES.values()}
+    for name, flags in study_tasks.items():
+        given = dict(arms_part.flags_of(flags))
+        (model,) = given["model_name_or_path"]
+        path, _ = given["dataset_mixer_list"]
+        maker = "the maker of your task"
+        if name in tasks.TASKS:
+            maker = tasks.TASKS[name].maker
+        makers = {}
+        if model in models:
+            makers[f"{model}/config.json"] = "python scripts/data/get_smollm2.py"
+        makers[path] = maker
+        for needed, its_maker in makers.items():
+            if not (arms_part.ROOT / needed).exists():
+                raise RecordError(f"there is no {needed}: run {its_maker}")
 
 
 def tell_of_code(commit: str) -> None:
@@ -251,6 +297,18 @@ def tell_of_code(commit: str) -> None:
     changed = arms_part.git("diff", "HEAD", "--name-only", "--", "*.py").decode().split()
     if changed:
         print(f"WARNING: {', '.join(changed)}: what is not committed is in no arm")
+
+
+def tell_of_diff(arm: Arm) -> None:
+    """Say what a new arm changes: more than its idea may be in a diff."""
+    if not arm.diff:
+        return
+    print(f"arm {arm.name} changes {arms_part.size_of(arm.diff)}")
+    if "rewards.py" in arms_part.code_of(arm.diff):
+        print(
+            f"arm {arm.name} has another rewards.py, which judges its held-out rows too: a new reward is a verifier of "
+            f"its own, --remap_verifier {arms_part.LEARNED}=NAME"
+        )
 
 
 OF_A_FAILURE = ("study", "task", "arm", "seed", "run_seed", "wall_seconds", "cpu_seconds")
@@ -265,7 +323,7 @@ class Running:
         self.total = total
         self.count = 0
         self.begun = time.monotonic()
-        self.warned: set[str] = set()  # arms whose warnings have been told
+        self.warned: set[str] = set()  # arms, and "task NAME", of which that has been told
 
     def done(self, row: dict[str, Any]) -> None:
         """Take the row of a run that has ended."""
@@ -279,10 +337,20 @@ class Running:
         self.append(row)
         self.count += 1
         print(self.line(row), flush=True)
-        if row["kind"] == "run" and row["arm"] not in self.warned:
+        if row["kind"] == "run":
+            self.warn(row)
+
+    def warn(self, row: dict[str, Any]) -> None:
+        """Tell what is wrong with an arm or a task, once for each."""
+        if row["arm"] not in self.warned:
             self.warned.add(row["arm"])
             for warning in row.get("warnings", ()):
                 print(f"arm {row['arm']}: WARNING: {warning}", flush=True)
+        task = row["task"]
+        if not any(row["curve"]["informative"]) and f"task {task}" not in self.warned:
+            self.warned.add(f"task {task}")
+            fits = "does the task fit the model? study.py calibrate tells"
+            print(f"{task}: WARNING: no group of {row['arm']} had a gradient: {fits}", flush=True)
 
     def line(self, row: dict[str, Any]) -> str:
         """What is told of a row."""
@@ -299,6 +367,16 @@ class Running:
         area = row["endpoints"]["area"]
         seconds = row["wall_seconds"]
         return f"{words}: held-out {first:.2f} -> {last:.2f}, area {area:.3f}, {seconds:.0f} s"
+
+
+def jobs_of(study: dict[str, Any]) -> int:
+    """How many runs go side by side where --jobs does not say it: one, if the model is not the scale's, whose memory is
+    not known."""
+    scale = tasks.SCALES[study["scale"]]
+    for flags in study["tasks"].values():
+        if dict(arms_part.flags_of(flags))["model_name_or_path"] != [scale.model]:
+            return 1
+    return lanes.most_side_by_side(study["threads"], scale.gib)
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -318,11 +396,11 @@ def run(options: argparse.Namespace) -> bool:
         games = record.games_of(study)
         for arm in arms:
             arms_part.check_games(arm, games)
-        check_files(study["scale"], study["tasks"])
+        check_files(study["tasks"])
         tell_of_code(study["commit"])
         new_arms = [arm for arm in arms if arm.name not in rows.arms]
         base = base_of(rows, arms)
-        most = options.jobs or lanes.most_side_by_side(study["threads"], tasks.SCALES[study["scale"]].gib)
+        most = options.jobs or jobs_of(study)
         with tempfile.TemporaryDirectory(prefix="study-") as name, ExitStack() as stack:
             folder = Path(name)
             copies = {arm.name: arms_part.make_copy(arm, study["commit"], folder) for arm in arms}
@@ -334,6 +412,7 @@ def run(options: argparse.Namespace) -> bool:
                 append(study)
             for arm in new_arms:
                 append(arm_row(arm))
+                tell_of_diff(arm)
 
             jobs = missing_jobs(rows, arms, seeds, options.retry_failed)
             total = len(seeds) * len(arms) * len(study["tasks"])
@@ -411,7 +490,7 @@ def replay(options: argparse.Namespace) -> bool:
     task, name, seed = random.choice(keys)
     print(f"making {task} {name} seed {seed} again", flush=True)
     old = rows.runs[task, name, seed]
-    check_files(rows.study["scale"], [task])
+    check_files({task: rows.study["tasks"][task]})
     arm = arm_of(rows, name)
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, rows.commits[old["study"]], Path(folder))
@@ -434,18 +513,22 @@ def calibrate(options: argparse.Namespace) -> bool:
     """Tell which tasks a model can learn from: one step at learning rate 0."""
     scale = tasks.SCALES[options.scale or SCALE]
     names = options.tasks or scale.tasks
-    check_files(options.scale or SCALE, names)
+    common = common_flags(options)
+    flags_of_tasks = {name: base_flags(scale, name, 1, common) for name in names}
+    check_files(flags_of_tasks)
     arm = Arm("calibrate")
     commit = arms_part.git("rev-parse", "HEAD").decode().strip()
-    print("task          sampled  greedy  informative        fit")
+    print(report.CALIBRATION)
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
         copy = arms_part.make_copy(arm, commit, Path(folder))
         with lanes.Lane(0, options.threads or THREADS, Path(folder), {arm.name: copy}) as lane:
-            for name in names:
+            for name, its_flags in flags_of_tasks.items():
                 own = ("--learning_rate", "0", "--num_unique_prompts_rollout", str(CALIBRATED))
-                own += ("--total_episodes", str(8 * CALIBRATED), "--local_eval_every", "1")
-                flags = arms_part.merge_flags(base_flags(scale, name, 1), own)
-                row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, 1, tasks.TASKS[name].measured))
+                own += ("--local_eval_every", "1")
+                own += ("--total_episodes", str(rollouts_of((*its_flags, *own))))
+                flags = arms_part.merge_flags(its_flags, own)
+                measured = tasks.task_of(name, DATA).measured
+                row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, 1, measured))
                 if row["kind"] == "failure":
                     raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
                 print(report.calibration(name, row["curve"], CALIBRATED), flush=True)
@@ -463,6 +546,7 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument(
         "--controls", action="store_true", help=f"add the arms {', '.join(tasks.CONTROL_NAMES)}, {tasks.AGAIN}"
     )
+    running.add_argument("--target", type=float, help="accuracy for steps, tokens and seconds; default: the task's")
     running.add_argument("--steps", type=positive, help="of each run; default: the scale's")
     running.add_argument("--jobs", type=positive, help="runs side by side; default: as many as the machine holds")
     running.add_argument("--budget_minutes", type=float, default=math.inf, help="no run starts later")
@@ -480,7 +564,12 @@ def parser() -> argparse.ArgumentParser:
     calibrating = commands.add_parser("calibrate", help="which tasks a model can learn")
     for command in (running, calibrating):
         command.add_argument("--scale", choices=tasks.SCALES, help="default: fly, or the record's")
-        command.add_argument("--tasks", nargs="+", choices=tasks.TASKS)
+        command.add_argument(
+            "--tasks", nargs="+", type=task_name, help="of tasks.py, or a folder of data/ with train.jsonl, eval.jsonl"
+        )
+        command.add_argument(
+            "--flags", default="", help='of all arms, as "--model_name_or_path org/model --response_length 256"'
+        )
         command.add_argument("--threads", type=positive, help="of a run; default: 1, or the record's")
     return parser
 
@@ -494,7 +583,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         good = COMMANDS[options.command](options)
-    except (ArmError, RecordError, lanes.LaneError, OSError) as error:
+    except (ArmError, RecordError, tasks.TaskError, lanes.LaneError, OSError) as error:
         raise SystemExit(f"study.py: {error}") from None
     except KeyboardInterrupt:
         print("study.py: stopped. The same line goes on: what `run` has done is in its file", file=sys.stderr)

@@ -12,10 +12,11 @@ import functools
 import hashlib
 import io
 import os
+import re
 import shlex
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from scripts.parts import translate
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("grpo.py", "grpo_fast.py")
 LINKED = ("models", "data")  # of the checkout, in each copy
-FIXED = """model_name_or_path model_revision dataset_mixer_list dataset_mixer_list_splits dataset_mixer_eval_list
-    dataset_mixer_eval_list_splits shuffle chat_template_name add_bos system_prompt_override_file seed exp_name
-    output_dir overwrite resume dry_run local_eval_every eval_on_step_0 eval_pass_at_k eval_temperature
-    eval_response_length total_episodes response_length""".split()
+# flags that study.py gives itself, and flags that are the same for all arms
+OF_THE_STUDY = """dataset_mixer_list dataset_mixer_list_splits dataset_mixer_eval_list dataset_mixer_eval_list_splits
+    seed exp_name output_dir overwrite resume dry_run local_eval_every eval_on_step_0 total_episodes""".split()
+OF_ALL_ARMS = """model_name_or_path model_revision shuffle chat_template_name add_bos system_prompt_override_file
+    eval_pass_at_k eval_temperature eval_response_length response_length""".split()
+FIXED = (*OF_THE_STUDY, *OF_ALL_ARMS)
 # The endpoint of a game is the score of its training rollouts, so what the score is made of and how they are sampled is
 # fixed there
 OF_THE_SCORE = """env_file max_steps per_turn_max_tokens temperature vllm_top_p stop_strings apply_verifiable_reward
@@ -39,13 +42,16 @@ GIT = "git -c core.quotePath=false -c core.autocrlf=false".split()
 GIT_DIFF = """diff --no-ext-diff --no-textconv --no-color --binary --full-index --unified=3 -O/dev/null --src-prefix=a/
     --dst-prefix=b/""".split()
 GIT_APPLY = "apply --whitespace=nowarn -".split()
+ONLY_FAST = "vllm_num_engines vllm_tensor_parallel_size async_steps inflight_updates num_learners_per_node".split()
+MOST_FILES_TOLD = 4
+CHANGED_FILE = re.compile(r"^\+\+\+ (?!/dev/null)(?:b/)?(\S.*?)\t?$", re.MULTILINE)  # of a diff
 
 
 class ArmError(ValueError):
     """An arm cannot be run or compared; the message says why and what to do."""
 
 
-FORMS = "write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS. A name has no /"
+FORMS = "write NAME, NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS. A name has no / and no space"
 LEARNED = "learned"  # the verifier that the rows to train on name: see scripts/data/make_tasks.py
 
 
@@ -84,10 +90,12 @@ def parse_arm(text: str, commit: str) -> Arm:
     script = "grpo.py"
     if words and words[0] in SCRIPTS:
         script = words.pop(0)
-    if words and not words[0].startswith("--"):
+    if words and not words[0].startswith("--") or " " in head.strip():
         raise ArmError(f"arm {text!r}: {FORMS}")
     check_arm(name, words)
-    return Arm(name, read_diff(name, source, commit), script, tuple(words))
+    arm = Arm(name, read_diff(name, source, commit), script, tuple(words))
+    check_script(arm)
+    return arm
 
 
 def check_arm(name: str, words: Sequence[str]) -> None:
@@ -95,23 +103,63 @@ def check_arm(name: str, words: Sequence[str]) -> None:
     others do not have, and a change of the verifier that judges the held-out rows."""
     if not name or "/" in name:
         raise ArmError(f"arm {name!r}: {FORMS}")
+    check_flags(f"arm {name}", words, FIXED)
+
+
+def check_flags(whose: str, words: Sequence[str], fixed: Collection[str]) -> None:
+    """Raises ArmError for flags that are fixed, files that others do not have, and another judge of held-out rows.
+    `whose` flags they are begins the message."""
     for flag, values in flags_of(words):
-        fixed = sorted(meanings(flag) & set(FIXED))
-        if fixed:
-            raise ArmError(f"arm {name}: --{flag}: --{fixed[0]} is the same for all arms of a study")
+        not_free = sorted(meanings(flag) & set(fixed))
+        if not_free:
+            raise ArmError(f"{whose}: --{flag}: --{not_free[0]} is the same for all arms of a study")
         for value in values:
             if is_elsewhere(value):
                 raise ArmError(
-                    f"arm {name}: --{flag} {value} is a file that others do not have, so they could not make its rows "
+                    f"{whose}: --{flag} {value} is a file that others do not have, so they could not make its rows "
                     "again. Commit it on the arm's branch, or add it to its diff, and name it from the root of the code"
                 )
         if flag == "remap_verifier":
             for pair in ",".join(values).split(","):
                 if pair.partition("=")[0] != LEARNED:
                     raise ArmError(
-                        f"arm {name}: --remap_verifier {pair} changes how held-out rows are judged, the same for all "
+                        f"{whose}: --remap_verifier {pair} changes how held-out rows are judged, the same for all "
                         f"arms: write {LEARNED}=VERIFIER, which changes the rows that are trained on"
                     )
+
+
+def check_script(arm: Arm) -> None:
+    """Raises ArmError for an arm of grpo.py whose flags or whose code only grpo_fast.py acts on: it would be the base
+    by another name."""
+    if arm.script != "grpo.py":
+        return
+    fix = f'write "{arm.name}: grpo_fast.py --FLAGS", with @ and its source after the name'
+    for flag, _ in flags_of(arm.flags):
+        if meanings(flag) & set(ONLY_FAST):
+            raise ArmError(f"arm {arm.name}: --{flag} does nothing in grpo.py: {fix}")
+    if code_of(arm.diff) == {"grpo_fast.py"}:
+        raise ArmError(f"arm {arm.name}: it changes grpo_fast.py alone, and runs grpo.py: {fix}")
+
+
+def code_of(diff: str) -> set[str]:
+    """The Python files that a diff changes or adds, without tests."""
+    paths = set()
+    for path in CHANGED_FILE.findall(diff):
+        if path.endswith(".py") and not path.startswith("tests/"):
+            paths.add(path)
+    return paths
+
+
+def size_of(diff: str) -> str:
+    """What a diff changes, in words: its files and lines."""
+    files = CHANGED_FILE.findall(diff)
+    lines = diff.splitlines()
+    added = sum(line.startswith("+") and not line.startswith("+++ ") for line in lines)
+    removed = sum(line.startswith("-") and not line.startswith("--- ") for line in lines)
+    shown = ", ".join(files[:MOST_FILES_TOLD])
+    if len(files) > MOST_FILES_TOLD:
+        shown = f"{len(files)} files"
+    return f"{shown}: {added:,} lines more, {removed:,} less"
 
 
 def check_games(arm: Arm, games: Sequence[str]) -> None:
@@ -128,7 +176,10 @@ def check_twins(arms: Sequence[Arm]) -> None:
     for arm in arms:
         twin = seen.setdefault((arm.diff, arm.script, arm.flags), arm.name)
         if twin != arm.name:
-            raise ArmError(f"arms {twin} and {arm.name} have the same code and flags")
+            raise ArmError(
+                f"arms {twin} and {arm.name} have the same code and flags. An arm's name alone means one that is in "
+                f"--out; for a new one {FORMS}"
+            )
 
 
 @functools.cache
@@ -194,6 +245,7 @@ def read_diff(name: str, source: str, commit: str) -> str:
         git("rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
     except ArmError:
         raise ArmError(f"arm {name}: no branch {source}; the name of a file with a diff ends in .diff") from None
+    check_fork(name, source, commit)
     diff = git(*GIT_DIFF, f"{commit}...{source}").decode(errors="surrogateescape")
     if not diff:
         raise ArmError(
@@ -201,6 +253,26 @@ def read_diff(name: str, source: str, commit: str) -> str:
             "began. Begin it on the code without the idea: git switch main"
         )
     return diff
+
+
+def check_fork(name: str, branch: str, commit: str) -> None:
+    """Raises ArmError for a branch that left the code that is checked out after the study's commit: the commits in
+    between would be in this arm alone."""
+    tip = git("rev-parse", f"{branch}^{{commit}}").decode().strip()
+    try:
+        fork = git("merge-base", "HEAD", branch).decode().strip()
+    except ArmError:  # they have no commit in common
+        return
+    if fork == tip:  # the branch itself is checked out
+        return
+    between = git("rev-list", "--count", f"{commit}..{fork}").decode().strip()
+    if between != "0":
+        short = commit[:12]
+        raise ArmError(
+            f"arm {name}: {branch} has {between} commits after the study's, {short}, that are not its own (HEAD has "
+            f"them too): they would be in this arm alone. git rebase --onto {short} {fork[:12]} {branch}, or begin a "
+            "study of today's code with another --out"
+        )
 
 
 def make_copy(arm: Arm, commit: str, folder: Path) -> Path:
@@ -225,7 +297,10 @@ def make_copy(arm: Arm, commit: str, folder: Path) -> Path:
         done = subprocess.run(command, cwd=copy, input=text, capture_output=True, env=environment)
         if done.returncode:
             words = done.stderr.decode(errors="replace").strip()
-            raise ArmError(f"arm {arm.name}: its diff does not apply to commit {commit[:12]}: {words}")
+            raise ArmError(
+                f"arm {arm.name}: its diff does not apply to the study's commit {commit[:12]}: {words}. Make it there "
+                f"(git switch -c NAME {commit[:12]}), or begin a study of today's code with another --out"
+            )
     for name in LINKED:
         if (ROOT / name).exists() and not (copy / name).exists():
             (copy / name).symlink_to(ROOT / name)

@@ -5,7 +5,6 @@ verifier, at the steps of `evaluated`; the other lists have a value for each tra
 its own in these places, as a game has its score and the share of games won: see tasks.Task.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,9 +108,9 @@ def first_step_at(curve: Curve, target: float) -> int | None:
     return None
 
 
-def endpoints(curve: Curve, target: float) -> dict[str, float]:
+def endpoints(curve: Curve, target: float) -> dict[str, float | None]:
     """The endpoints of a run. One that never reaches the target counts its whole horizon, one that is there before its
-    first step counts 0."""
+    first step counts 0. Without a reference policy there is no KL: None."""
     reached = first_step_at(curve, target)
     if reached is None:
         reached = curve.evaluated[-1]
@@ -119,17 +118,16 @@ def endpoints(curve: Curve, target: float) -> dict[str, float]:
     final = curve.held_out[-1]
     fall = max(curve.held_out) - final
     last_sampled = curve.sampled[-LAST_STEPS:]
-    last_kl = curve.kl[-1]
     turns = curve.turns or [None]  # rows of before have none
 
-    values: dict[str, float] = {}
+    values: dict[str, float | None] = {}
     values["area"] = area(curve)
     values["steps"] = float(steps)
     values["tokens"] = float(sum(curve.tokens[:steps]))
     values["seconds"] = float(sum(curve.seconds[:steps]))
     values["final"] = final
     values["sampled"] = float(np.mean(last_sampled))
-    values["kl"] = math.nan if last_kl is None else last_kl
+    values["kl"] = curve.kl[-1]
     values["length"] = curve.length[-1]
     values["turns"] = turns[-1] or 1.0
     values["collapsed"] = float(fall > COLLAPSE)

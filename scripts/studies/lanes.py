@@ -24,6 +24,7 @@ import psutil
 from scripts.studies import arms as arms_part
 from scripts.studies.arms import Arm
 from scripts.studies.endpoints import Curve, curve_of, endpoints, lacking_in
+from scripts.studies.record import from_json
 
 WORKER = Path(__file__).with_name("worker.py")
 ENVIRONMENT = {
@@ -155,7 +156,8 @@ class Lane:
             return "its --dry_run prints no plan: is --help among its flags?"
         if int(steps[1]) != job.steps:
             return (
-                f"a step has another number of rollouts than the base's: that makes {steps[1]} steps, not {job.steps}"
+                f"a step has another number of rollouts than the base's: that makes {steps[1]} steps, not {job.steps}. "
+                "Keep --num_unique_prompts_rollout x --num_samples_per_prompt_rollout as it is"
             )
         return None
 
@@ -239,7 +241,7 @@ def curve_in(run_dir: Path, job: Job) -> Curve:
     """The curve of a run's directory: one without a step if the run has left none."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return curve_of([json.loads(line) for line in lines], job.measured)
+    return curve_of([from_json(line) for line in lines], job.measured)
 
 
 def facts_of(run_dir: Path, job: Job, curve: Curve) -> dict[str, Any]:

@@ -31,11 +31,11 @@ def paired_seeds(rows: Record, arm: str, base: str) -> list[int]:
 
 
 def endpoint_table(rows: Record, arm: str, seeds: list[int], name: str) -> np.ndarray:
-    """An endpoint of an arm, (tasks, seeds)."""
+    """An endpoint of an arm, (tasks, seeds). NaN: a run has none."""
     lines = []
     for task in rows.study["tasks"]:
         lines.append([rows.runs[task, arm, seed]["endpoints"][name] for seed in seeds])
-    return np.array(lines)
+    return np.array(lines, dtype=float)  # NaN for None
 
 
 def show(interval: Interval, digits: int = 3) -> str:
@@ -75,14 +75,19 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     lines.append(f"difference from {base}, paired by task and seed: 95 % t interval over seeds; {holm}")
     lines += comparison_lines(rows, comparisons, base)
     lines += idle_lines(rows, base)
+    if len(ideas) <= FEW and len(rows.study["tasks"]) > 1:
+        lines += lines_of_tasks(rows, ideas, base)
     better = [arm for arm, result in comparisons.items() if result.verdict == "better"]
     lines += ["", *beat_lines(rows, [base, *better])]
     fit = True
     if controls:
         text, fit = control_lines(controls, comparisons_of(rows, controls, first))
-        lines += ["", *text, *control_lines_of_tasks(rows, controls, first)]
+        lines += ["", *text, *lines_of_tasks(rows, controls, first)]
+    else:
+        lines += ["", "no controls (--controls): whether a curve here is of learning the task is not known"]
     if tasks.AGAIN in others:
         lines += ["", *noise_lines(rows, base)]
+    lines += warning_lines(rows)
     if rows.failures:
         lines += ["", *failure_lines(rows)]
     return "\n".join(lines), fit
@@ -101,6 +106,11 @@ def head_lines(rows: Record) -> list[str]:
     seeds = ranges(sorted({seed for _, _, seed in rows.runs}))
     lines.append(f"commit {commits}; {len(rows.runs)} runs, {len(rows.failed)} failed; seeds {seeds}")
     lines.append(f"endpoint: {PRIMARY}, {meaning}")
+    starts = {task: row["curve"]["held_out"][0] for (task, _, _), row in reversed(rows.runs.items())}
+    measured = study.get("measured", {})
+    told = [f"{starts[task]:.2f} on {task}" for task in study["tasks"] if task in starts and not measured.get(task)]
+    if told:
+        lines.append(f"the start model: {', '.join(told)}")
     return lines
 
 
@@ -282,19 +292,31 @@ def control_lines(controls: list[str], comparisons: dict[str, Comparison]) -> tu
     return lines, fit and known
 
 
-def control_lines_of_tasks(rows: Record, controls: list[str], base: str) -> list[str]:
-    """The controls task by task: the mean over tasks, which decides, may hide a task on which one does not lose."""
+def lines_of_tasks(rows: Record, arms: list[str], base: str) -> list[str]:
+    """Arms task by task. The mean over tasks decides; it may hide a task on which a control does not lose, so that is
+    said of controls."""
     lines = []
-    for arm in controls:
+    for arm in arms:
         seeds = paired_seeds(rows, arm, base)
         if len(seeds) < 2:
             continue
         differences = endpoint_table(rows, arm, seeds, PRIMARY) - endpoint_table(rows, base, seeds, PRIMARY)
         for task, values in zip(rows.study["tasks"], differences, strict=True):
             interval = statistics.t_interval(values)
-            word = "worse" if interval.high < 0 else "cannot tell"
-            lines.append(f"  {arm:22} {show(interval)}  {word} on {task} alone, {len(seeds)} seeds")
+            word = ""
+            if arm in CONTROLS:
+                word = "worse " if interval.high < 0 else "cannot tell "
+            lines.append(f"  {arm:22} {show(interval)}  {word}on {task} alone, {len(seeds)} seeds")
     return lines
+
+
+def warning_lines(rows: Record) -> list[str]:
+    """What runs said of code that does not do what its flags say: each sentence once for an arm."""
+    lines: dict[str, None] = {}
+    for row in rows.runs.values():
+        for warning in row.get("warnings", ()):  # rows of before have none
+            lines.setdefault(f"arm {row['arm']}: WARNING: {warning}")
+    return ["", *lines] if lines else []
 
 
 def noise_lines(rows: Record, base: str) -> list[str]:
@@ -334,15 +356,20 @@ def reason(failure: dict[str, Any]) -> str:
     return f"exit status {failure['code']}: {lines[-1]}"
 
 
+CALIBRATION = """fit: right in 0.05 to 0.6 of the samples, greedily in at most 0.6, and at least 0.4 of the groups are
+informative, with right and wrong responses
+task          sampled  greedy  informative        fit"""
+
+
 def calibration(name: str, curve: dict[str, Any], groups: int) -> str:
-    """The row of a task: fit if it is right sampled in 0.05 to 0.6, greedily in at most 0.6, and at least 0.4 of its
-    groups have a gradient. That share has its 95 % interval (Wilson's), as a draw of `groups` groups."""
+    """The row of a task: see CALIBRATION. The share of groups has its 95 % interval (Wilson's), as a draw of `groups`
+    groups."""
     sampled = curve["sampled"][0]
     greedy = curve["held_out"][0]
     informative = curve["informative"][0]
-    learnable = 0.05 <= sampled <= 0.6
-    fit = learnable and greedy <= 0.6 and informative >= 0.4
-    word = "yes" if fit else "no"
+    tests = {"sampled": 0.05 <= sampled <= 0.6, "greedy": greedy <= 0.6, "informative": informative >= 0.4}
+    failed = [test for test, passed in tests.items() if not passed]
+    word = f"no: {', '.join(failed)}" if failed else "yes"
     low, high = wilson(informative, groups)
     share = f"{informative:.2f} [{low:.2f}, {high:.2f}]"
     return f"{name:12} {sampled:8.2f} {greedy:7.2f}  {share}  {word}"

@@ -1,8 +1,10 @@
 """The tasks of the studies and the two scales at which they are learned."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,11 @@ class Scale:
     evaluate_every: int
     flags: tuple[str, ...]
     gib: int = 2  # of memory that a run takes, of grpo_fast.py with its engine
-    rollouts: int = 64  # of a step: BASE has 8 prompts and 8 samples
     of_task: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # flags of a task at this scale
+
+
+class TaskError(ValueError):
+    """A task cannot be used; the message says why and what to do."""
 
 
 LEARNED = ("--remap_verifier", "learned=gsm8k")
@@ -94,7 +99,6 @@ SCALES = {
             *BASE,
             *"--num_unique_prompts_rollout 4 --rollout_backend transformers --learning_rate 1e-3".split(),
         ),
-        rollouts=32,
     ),
     "smollm2": Scale(
         "models/SmolLM2-135M-Instruct",
@@ -121,7 +125,6 @@ SCALES = {
             *"--num_unique_prompts_rollout 4 --learning_rate 2e-5 --no_load_ref_policy --pack_length 1024".split(),
         ),
         gib=8,
-        rollouts=32,
     ),
 }
 CONTROL_FILE = "scripts/studies/controls.py"
@@ -135,3 +138,45 @@ CONTROLS = (
 CONTROL_NAMES = tuple(re.split("[:@]", text)[0] for text in CONTROLS)
 AGAIN = "again"  # the base with other seeds: its differences are the noise floor
 AGAIN_SHIFT = 1000  # added to its seeds
+
+
+def task_of(name: str, data: Path) -> Task:
+    """The task of that name: one of TASKS, or one's own, the folder `name` of `data`. Raises TaskError.
+
+    The rows of its train.jsonl name the verifier `learned`, and those of its eval.jsonl the one that judges: an arm may
+    put another reward in the place of the first, and changes nothing of the second."""
+    if name in TASKS:
+        return TASKS[name]
+    folder = data / name
+    if "/" in name or not folder.is_dir():
+        there = ", ".join(TASKS)
+        raise TaskError(f"no task {name}: there are {there}, or a folder data/{name} of your own, with its files")
+    trained = verifiers_in(folder / "train.jsonl")
+    judges = verifiers_in(folder / "eval.jsonl")
+    if trained != {"learned"}:
+        found = ", ".join(sorted(trained))
+        raise TaskError(
+            f"{folder}/train.jsonl: its rows have the dataset {found}. Write learned in all of them, so that an arm "
+            "can change the reward without changing how the held-out rows are judged"
+        )
+    if len(judges) != 1:
+        found = ", ".join(sorted(judges)) or "none"
+        raise TaskError(f"{folder}/eval.jsonl: a task has one verifier, and its rows have the dataset {found}")
+    return Task(name, flags=("--remap_verifier", f"learned={judges.pop()}"))
+
+
+def verifiers_in(path: Path) -> set[str]:
+    """The verifiers that the rows of a file name. Raises TaskError for a file that is not there or has other rows."""
+    if not path.is_file():
+        raise TaskError(f"there is no {path}: a task has train.jsonl and eval.jsonl")
+    names = set()
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise TaskError(f"{path} row {number} is no JSON") from None
+        name = row.get("dataset") if isinstance(row, dict) else None
+        if not isinstance(name, str):
+            raise TaskError(f"{path} row {number}: its dataset must be the name of a verifier, and is {name!r}")
+        names.add(name)
+    return names
