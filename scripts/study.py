@@ -6,13 +6,14 @@
         --arms base "maxrl@scripts/forks/maxrl.diff: --advantage_normalization_type maxrl" "mini4: --num_mini_batches 4"
     python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
     python scripts/study.py replay study.jsonl [--task last --arm base --seed 3]    default: a random run
+    python scripts/study.py page [--check]                                       tables of the READMEs, from their rows
 
 An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. The first arm is the base. To go on with an
 arm of the record, write its name alone: its diff and flags come from the record, and later edits of its fork change
 nothing. `run` goes through the seeds, within a seed through tasks and arms, so that it can be stopped at any time and
 continued by the same line: what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a
 run again and compares the SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control was not shown
-to lose or has no run yet, or a replay differs, and 130 after Ctrl-C.
+to lose or has no run yet, a replay differs or a page is not what its rows say, and 130 after Ctrl-C.
 """
 
 import argparse
@@ -34,6 +35,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 from scripts.studies import arms as arms_part
 from scripts.studies import lanes, record, report, tasks
+from scripts.studies import page as page_part
 from scripts.studies.arms import Arm, ArmError
 from scripts.studies.endpoints import ENDPOINTS, PRIMARY
 from scripts.studies.record import Record, RecordError
@@ -509,6 +511,17 @@ def replay(options: argparse.Namespace) -> bool:
     return good
 
 
+def page(options: argparse.Namespace) -> bool:
+    """Draw the tables of pages from their rows. Returns whether they are what their rows say."""
+    changed = page_part.draw_pages(options.pages, options.check)
+    words = "is not what its rows say" if options.check else "drawn"
+    for line in changed:
+        print(f"{line}: {words}")
+    if not changed:
+        print("all tables and pictures are what their rows say")
+    return not (changed and options.check)
+
+
 def calibrate(options: argparse.Namespace) -> bool:
     """Tell which tasks a model can learn from: one step at learning rate 0."""
     scale = tasks.SCALES[options.scale or SCALE]
@@ -561,6 +574,10 @@ def parser() -> argparse.ArgumentParser:
     for name in ("--task", "--arm"):
         again.add_argument(name, help="default: a random one of the record's")
     again.add_argument("--seed", type=int)
+    paging = commands.add_parser("page", help="draw the tables of pages from the rows of their records")
+    defaults = [arms_part.ROOT / name for name in page_part.PAGES]
+    paging.add_argument("pages", type=Path, nargs="*", default=defaults, help="default: README.md and records.md")
+    paging.add_argument("--check", action="store_true", help="draw nothing; exit status 1 if a page is another one")
     calibrating = commands.add_parser("calibrate", help="which tasks a model can learn")
     for command in (running, calibrating):
         command.add_argument("--scale", choices=tasks.SCALES, help="default: fly, or the record's")
@@ -575,7 +592,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 STOPPED = 128 + signal.SIGINT  # as a shell has it
-COMMANDS = {"run": run, "table": table, "replay": replay, "calibrate": calibrate}
+COMMANDS = {"run": run, "table": table, "replay": replay, "page": page, "calibrate": calibrate}
 
 
 def main() -> None:

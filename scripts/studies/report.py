@@ -1,6 +1,7 @@
 """What a record says, in words, numbers and a picture. Nothing is computed that the rows do not hold."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ def comparisons_of(rows: Record, arms: list[str], base: str) -> dict[str, Compar
     return statistics.compare(differences)
 
 
+def ideas_of(rows: Record, base: str) -> list[str]:
+    """The arms that are compared with the base: neither controls nor the noise floor."""
+    return [arm for arm in rows.arms if arm not in (base, *CONTROLS, tasks.AGAIN)]
+
+
 def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
     """The record as text, and whether its tasks are fit: each control is worse than the record's first arm."""
     if not rows.runs:
@@ -66,7 +72,7 @@ def text_of(rows: Record, base: str | None = None) -> tuple[str, bool]:
         raise RecordError(f"no arm {base}: there are {', '.join(rows.arms)}")
     others = [arm for arm in rows.arms if arm != base]
     controls = [arm for arm in rows.arms if arm in CONTROLS and arm != first]
-    ideas = [arm for arm in others if arm not in (*CONTROLS, tasks.AGAIN)]
+    ideas = ideas_of(rows, base)
 
     lines = head_lines(rows)
     lines += ["", *level_lines(rows, [base, *others]), ""]
@@ -243,7 +249,17 @@ def beat_lines(rows: Record, arms: list[str]) -> list[str]:
     return lines
 
 
-def beat_line(rows: Record, task: str, arm: str, seeds: list[int]) -> str:
+@dataclass
+class Spent:
+    """What the runs of an arm took to the target of a task: how many reach it, and how many are there before their
+    first step; of each run its steps, tokens and seconds."""
+
+    reached: int
+    at_start: int
+    ends: dict[str, list[float]]
+
+
+def spent_until(rows: Record, task: str, arm: str, seeds: list[int]) -> Spent:
     """What an arm took to the target of a task."""
     target = rows.study["targets"][task]
     reached = 0
@@ -255,11 +271,20 @@ def beat_line(rows: Record, task: str, arm: str, seeds: list[int]) -> str:
         at_start += row["curve"]["held_out"][0] >= target
         for name, values in ends.items():
             values.append(row["endpoints"][name])
-    share = f"{reached}/{len(seeds)}"
-    steps = level(ends["steps"])
-    tokens = level(ends["tokens"])
-    seconds = level(ends["seconds"])
-    early = f"; {at_start} of them before the first step" if at_start else ""
+    return Spent(reached, at_start, ends)
+
+
+def beat_line(rows: Record, task: str, arm: str, seeds: list[int]) -> str:
+    """What an arm took to the target of a task, in a line."""
+    target = rows.study["targets"][task]
+    spent = spent_until(rows, task, arm, seeds)
+    share = f"{spent.reached}/{len(seeds)}"
+    steps = level(spent.ends["steps"])
+    tokens = level(spent.ends["tokens"])
+    seconds = level(spent.ends["seconds"])
+    early = ""
+    if spent.at_start:
+        early = f"; {spent.at_start} of them before the first step"
     return f"{task:14} {arm:14} {target:6.2f}  {share:>7}  {steps:20} {tokens:26} {seconds}{early}"
 
 
@@ -319,10 +344,17 @@ def warning_lines(rows: Record) -> list[str]:
     return ["", *lines] if lines else []
 
 
+def has_noise_floor(rows: Record, base: str) -> bool:
+    """Whether the record has the base with other seeds."""
+    again = rows.arms.get(tasks.AGAIN)
+    if again is None or base == tasks.AGAIN:
+        return False
+    return all(again[name] == rows.arms[base][name] for name in ("script", "flags", "diff"))
+
+
 def noise_lines(rows: Record, base: str) -> list[str]:
     """The base against itself with other seeds."""
-    again = rows.arms[tasks.AGAIN]
-    if any(again[name] != rows.arms[base][name] for name in ("script", "flags", "diff")):
+    if not has_noise_floor(rows, base):
         return [f"no noise floor: the arm {tasks.AGAIN} is another one than {base}"]
     (result,) = comparisons_of(rows, [tasks.AGAIN], base).values() or (None,)
     if result is None:
