@@ -46,6 +46,13 @@ def show(interval: Interval, digits: int = 3) -> str:
     return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
 
 
+def chance(interval: Interval) -> str:
+    """A chance as value [low, high]; with few seeds the value alone."""
+    if math.isinf(interval.low):
+        return f"{interval.value:.2f}"
+    return f"{interval.value:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
 def comparisons_of(rows: Record, arms: list[str], base: str) -> dict[str, Comparison]:
     """The arms against the base in the primary endpoint. Arms without a common seed are left out."""
     differences = {}
@@ -202,12 +209,16 @@ def comparison_lines(rows: Record, comparisons: dict[str, Comparison], base: str
         if result.seeds == 1:
             lines.append(f"{arm:24} {show(result.difference)}  cannot tell: one seed")
             continue
+        if result.are_equal:
+            why = f"the differences of its {result.seeds} seeds are equal, so they have no interval"
+            p = f"p {result.adjusted_p:.3g} by the sign test"
+            lines.append(f"{arm:24} {result.difference.value:+.3f}  {result.verdict}: {why}; {p}")
+            continue
         signs = result.signs
-        wins = result.improvement
         parts = [f"{arm:24} {show(result.difference)}  {result.verdict}", f"p {result.adjusted_p:.3g}"]
         parts.append(f"above in {signs.above} and below in {signs.below} of {result.seeds} seeds")
-        parts.append(f"sign test p {signs.p:.3g}, {signs.smallest_p:.3g} at best")
-        parts.append(f"above {base} with chance {wins.value:.2f} [{wins.low:.2f}, {wins.high:.2f}]")
+        parts.append(f"sign test p {signs.p:.2g}, {signs.smallest_p:.2g} at best")
+        parts.append(f"above {base} with chance {chance(result.improvement)}")
         if result.verdict == "cannot tell":
             needed = result.needed or "more than 1000"
             seen = f"{result.seeds} seeds would see {result.smallest:.3f}"
@@ -289,12 +300,13 @@ def beat_line(rows: Record, task: str, arm: str, seeds: list[int]) -> str:
 
 
 def level(values: list[float]) -> str:
-    """A mean and its t interval as value [low, high]."""
+    """The mean of steps, tokens or seconds and its t interval as value [low, high]. None is below 0."""
     digits = 1 if np.mean(values) < 100 else 0
     interval = statistics.t_interval(values)
     if math.isinf(interval.low):
         return f"{interval.value:.{digits}f}"
-    return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+    low = max(0.0, interval.low)
+    return f"{interval.value:.{digits}f} [{low:.{digits}f}, {interval.high:.{digits}f}]"
 
 
 def control_lines(controls: list[str], comparisons: dict[str, Comparison]) -> tuple[list[str], bool]:
@@ -360,6 +372,8 @@ def noise_lines(rows: Record, base: str) -> list[str]:
     if result is None:
         return ["noise floor: no seeds yet"]
     interval = result.difference
+    if result.are_equal:
+        return [f"noise floor: {interval.value:+.3f} without an interval, of one seed or of equal differences"]
     holds = interval.low <= 0 <= interval.high
     words = "holds 0, as it must" if holds else "does NOT hold 0: one such interval in twenty does not"
     reach = (interval.high - interval.low) / 2
