@@ -72,6 +72,10 @@ def test_every_other_line_names_a_script_and_flags_that_exist(line):
         path = REPO / next(w for w in words[1:] if not w.startswith("-"))
         assert path.exists() and words[0] == {".sh": "bash", ".py": "python"}[path.suffix], line
         flags = [w for w in words[2:] if w.startswith("--")]
+        for quoted in [flag for flag in flags if " " in flag]:  # flags of a run, as the value of another flag
+            flags.remove(quoted)
+            own = [w for w in quoted.split() if w.startswith("--")]
+            assert all(f" {flag.removeprefix('--')}:" in FLAGS for flag in own), quoted
         source = path.read_text()
         source += FLAGS if '"$@"' in source or ", grpo.Args):" in source else ""
     for flag in flags:

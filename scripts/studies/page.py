@@ -399,7 +399,7 @@ def amount(interval: Interval, name: str) -> str:
         places = 1
     if name == "tokens" and interval.value >= 10_000:
         places = -3
-    numbers = [rounded(value, places) for value in interval if math.isfinite(value)]
+    numbers = [rounded(max(0.0, value), places) for value in interval if math.isfinite(value)]  # counts
     if len(numbers) == 1:
         return numbers[0]
     return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"

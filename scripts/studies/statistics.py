@@ -107,9 +107,8 @@ def iqm_interval(values: np.ndarray, draws: int = 2000) -> Interval | None:
     """Interquartile mean over tasks and seeds with a bootstrap interval. values (tasks, seeds).
 
     The bootstrap draws seeds, the same for all tasks: each task keeps its number of runs, and a seed that is good on
-    all tasks counts once. With few seeds its percentiles are too near to the mean: it has the normal distribution's
-    quantiles for Student's, and divides squares by n for n - 1. So they are moved away by these two factors. None with
-    fewer than 12 seeds."""
+    all tasks counts once. Its percentiles are moved away from the mean: see stretch_of. None with fewer than 12
+    seeds."""
     seeds = values.shape[1]
     if seeds < LEAST_SEEDS_OF_IQM:
         return None
@@ -119,8 +118,17 @@ def iqm_interval(values: np.ndarray, draws: int = 2000) -> Interval | None:
     means = interquartile_mean(drawn.reshape(draws, -1))
     low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
     mean = float(interquartile_mean(values.ravel()))
-    stretch = float(stats.t.ppf(0.5 + LEVEL / 2, seeds - 1)) / Z * math.sqrt(seeds / (seeds - 1))
-    return Interval(mean, mean + stretch * (float(low) - mean), mean + stretch * (float(high) - mean))
+    stretch = stretch_of(seeds)
+    below = stretch * (mean - float(low))
+    above = stretch * (float(high) - mean)
+    return Interval(mean, mean - below, mean + above)
+
+
+def stretch_of(seeds: int) -> float:
+    """By how much the percentiles of a bootstrap of so many seeds are too near to the mean: it has the normal
+    distribution's quantiles for Student's, and divides squares by n for n - 1."""
+    quantile = float(stats.t.ppf(0.5 + LEVEL / 2, seeds - 1))
+    return quantile / Z * math.sqrt(seeds / (seeds - 1))
 
 
 def power_of_t_test(effect: float, n: int) -> float:
