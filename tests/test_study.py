@@ -189,7 +189,7 @@ def test_no_verdict_comes_of_a_number_that_is_none():
 
 
 def test_improvement_counts_ties_half():
-    """One task is one draw a seed: Wilson's interval of 8 draws, less what the unknown spread costs, but no fewer."""
+    """One task is one draw a seed: Wilson's interval of 8 draws. Seeds that are all equal count as one draw each."""
     wins = statistics.improvement(np.array([[1.0, -1.0, 0.0, 1.0, 1.0, -1.0, 0.0, 1.0]]))
     assert wins.value == 0.625 and wins[1:] == pytest.approx(wilson(0.625, 8))
     assert statistics.improvement(np.ones((3, 8)))[:2] == (1.0, pytest.approx(wilson(1.0, 8)[0]))  # as if of one task
@@ -201,7 +201,7 @@ def test_improvement_counts_ties_half():
 
 @pytest.mark.parametrize("n", [6, 8, 12, 24])
 def test_the_interval_of_the_improvement_covers_95_percent(n):
-    """93 to 99 % of the studies of 1, 2, 3 and 5 tasks, independent or alike, whatever the chance. A share of few draws
+    """93 to 99 % of the studies of 1, 2, 3 and 5 tasks, independent or alike, for three chances. A share of few draws
     has few values, so that its cover differs from chance to chance. Their mean shows that it is not too wide."""
     rng = np.random.default_rng(5)
     covers = []
