@@ -724,11 +724,18 @@ def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Any:
     return turns.load_environment(args, tokenizer)
 
 
+def start_commit(args: Flags) -> Any:
+    """The commit of --model_name_or_path on the hub, the same for all that this process loads; None for a directory."""
+    from scripts.parts import start_files
+
+    return start_files.commit_of(args.model_name_or_path, args.model_revision)
+
+
 def pretrained(kind: Any, args: Flags, flag: str) -> Any:
     """Load --model_name_or_path with a class of transformers: `kind`, such as AutoTokenizer. `flag` is the flag that
     named the model, for the error. Raises UserError."""
     try:
-        return kind.from_pretrained(args.model_name_or_path, revision=args.model_revision)
+        return kind.from_pretrained(args.model_name_or_path, revision=start_commit(args))
     except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
         raise UserError(
             f"--{flag} {args.model_name_or_path}: {str(error).strip().splitlines()[0]} Give a directory with a model, "
@@ -1045,14 +1052,13 @@ def distinct_outcomes(group: Group) -> set[float]:
     return {r.outcome for r in group if not math.isnan(r.outcome)}
 
 
-def eos_token_ids(args: Flags, tokenizer: "Tokenizer", commit: str | None = None) -> list[int]:
+def eos_token_ids(args: Flags, tokenizer: "Tokenizer") -> list[int]:
     """Every end-of-sequence id of the model: the tokenizer's and those of its generation config."""
     from transformers import GenerationConfig
 
     ids = {tokenizer.eos_token_id}
     with contextlib.suppress(OSError):  # a model without generation_config.json
-        revision: Any = commit or args.model_revision
-        config = GenerationConfig.from_pretrained(args.model_name_or_path, revision=revision)
+        config = GenerationConfig.from_pretrained(args.model_name_or_path, revision=start_commit(args))
         configured = config.eos_token_id
         ids |= set(configured if isinstance(configured, list) else [configured])
     return sorted(ids - {None})
@@ -1163,7 +1169,7 @@ class VLLMEngine(Engine):
         with fenced_rng():
             self.llm = LLM(
                 model=args.model_name_or_path,
-                revision=args.model_revision,
+                revision=start_commit(args),
                 dtype=args.model_dtype,
                 seed=args.seed,
                 max_model_len=max_model_len,
@@ -1651,7 +1657,7 @@ def load_causal_lm(args: Flags) -> Any:
     # Each pack has another layout, for which a compiled layer would be compiled again
     attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
     AttentionInterface.register(PACK_ATTENTION, attention)
-    source = {"revision": args.model_revision, "attn_implementation": args.attn_implementation}
+    source = {"revision": start_commit(args), "attn_implementation": args.attn_implementation}
     model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="auto", **source)
     if packing.takes_our_attention(model, args):
         model.set_attn_implementation(PACK_ATTENTION)
@@ -1799,14 +1805,13 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", args
     )
     model.save_pretrained(path, state_dict=state, max_shard_size="5GB")
     tokenizer.save_pretrained(path)
-    commit = getattr(model.config, "_commit_hash", None)
     start_files.keep_start_files(
         path,
         start=args.model_name_or_path,
-        revision=commit or args.model_revision or None,
+        revision=start_commit(args),
         dtype=args.model_dtype,
         tied=bool(model.config.tie_word_embeddings),
-        eos_ids=eos_token_ids(args, tokenizer, commit),
+        eos_ids=eos_token_ids(args, tokenizer),
     )
 
 

@@ -29,7 +29,7 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
         lora_alpha=args.lora_alpha,
         target_modules=names,
         base_model_name_or_path=args.model_name_or_path,
-        revision=args.model_revision,
+        revision=utils.start_commit(args),
         task_type="CAUSAL_LM",
     )
     try:

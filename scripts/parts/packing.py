@@ -71,7 +71,7 @@ def obstacle(config: Any, args: Any) -> str:
 
 def takes_our_attention(model: Any, args: Any) -> bool:
     """Whether a model computes utils.pack_attention in place of its own."""
-    return args.attn_implementation == "sdpa" and model._supports_attention_backend and not obstacle(model.config, args)
+    return args.attn_implementation == "sdpa" and model.is_backend_compatible() and not obstacle(model.config, args)
 
 
 def expected(config: Any, args: Any) -> str:

@@ -64,9 +64,9 @@ def hash_of(name: str, revision: str | None) -> str:
     """The hub's commit of a model; of a directory a hash of the names, sizes, first and last MiB of its files."""
     directory = Path(name)
     if not directory.is_dir():
-        from transformers import AutoConfig
+        from scripts.parts import start_files
 
-        return str(AutoConfig.from_pretrained(name, revision=revision)._commit_hash)
+        return str(start_files.commit_of(name, revision))
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.suffix not in MODEL_FILES:

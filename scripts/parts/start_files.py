@@ -1,10 +1,11 @@
-"""The files of the start model beside trained weights, in place of what transformers wrote there. Each save uses it.
+"""The start model: its commit on the hub, and its files beside trained weights, in place of what transformers wrote.
 
 Files that training does not change are the start model's own, byte for byte: what transformers would write anew has
 names that older versions of it and of vLLM misread, some of them (rope_parameters) silently.
 """
 
 import contextlib
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,17 @@ from typing import Any
 
 TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
     merges.txt vocab.txt tokenizer.model spiece.model""".split()
+
+
+@functools.cache
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit at which the hub has a model's revision (None: the default branch). It is asked once in a process, so
+    that all that loads here is of one commit. A directory, or what neither hub nor cache knows, gives `revision`."""
+    from huggingface_hub import ResolvedRevision
+    from transformers.utils.hub import resolve_revision
+
+    found = resolve_revision(name, revision)
+    return found.resolved if isinstance(found, ResolvedRevision) else revision
 
 
 def keep_start_files(path: Path, start: str, revision: str | None, dtype: str, tied: bool, eos_ids: list[int]) -> None:
@@ -61,9 +73,8 @@ def start_file(start: str, name: str, revision: str | None) -> Path | None:
     """A file of the start model, or None if it has no such file."""
     from transformers.utils import cached_file
 
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with contextlib.suppress(OSError):  # a hub that cannot be reached at the end of a run must not cost the model
-        source = cached_file(start, name, revision=revision, **quiet)
+    with contextlib.suppress(OSError):  # no such file; or a hub out of reach, which must not cost the model
+        source = cached_file(start, name, revision=revision)
         return Path(source) if source else None
     return None
 

@@ -17,9 +17,8 @@ class TransformersEngine(utils.Engine):
     def __init__(self, args: utils.Flags, tokenizer: Any, world: utils.World, num_requests: int):
         super().__init__(args, tokenizer)
         dtype = utils.DTYPES[args.model_dtype]
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            args.model_name_or_path, revision=args.model_revision, dtype=dtype
-        )
+        commit = utils.start_commit(args)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, revision=commit, dtype=dtype)
         self.model.to(world.device).eval().requires_grad_(False)
         self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults apply
         if args.model_dtype != "float32":
