@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -154,6 +155,14 @@ def fork_servers():
     subprocess.Popen = fork
 
 
+def read_hub_variables():
+    """Have huggingface_hub read the variables of this process: it has read those of the process that forks."""
+    from huggingface_hub import constants, hf_api
+
+    importlib.reload(constants)
+    hf_api.api.endpoint = constants.ENDPOINT
+
+
 def play(line, env, out, err, address, children, launcher, stdin):
     """`python *line` in this forked process."""
     import torch
@@ -190,6 +199,8 @@ def play(line, env, out, err, address, children, launcher, stdin):
         Path(env["PIDS"], str(os.getpid())).write_text("".join(f"{name}={value}\0" for name, value in env.items()))
     if "SERVERS_OF_SERVE" in env:
         fork_servers()
+    if "HF_ENDPOINT" in env:
+        read_hub_variables()
     sys.executable = env.get("PYTHON_OF_FORKS", sys.executable)  # with which it starts other programs
     hooks = Path(env.get("PYTHONPATH", "").split(os.pathsep)[0] or os.devnull, "sitecustomize.py")
     if hooks.exists():  # which a Python of its own would have imported
