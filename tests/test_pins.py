@@ -1,0 +1,190 @@
+"""What the code takes of pinned libraries beyond their public names: each has a row here, and fails when a pin moves.
+
+A private name needs a row in PRIVATE: another name, or a public way, is better. Where a missing name would raise in a
+run of the tests anyway, the row says which; where it would be passed over in silence, or only a GPU would tell, a test
+here looks for it. Names that a library's object may have or not (OPTIONAL) are looked for on one that has them.
+"""
+
+import ast
+import importlib.util
+import inspect
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from scripts.parts import packing
+from tests.conftest import REPO
+
+PRIVATE = {  # name -> what fails without it
+    "_all_group_ranks_share_shm_group_name": "test_names_that_vllm_would_pass_over",
+    "_attn_implementation": "each run: Policy.forward",
+    "_cdata": "test_memory",
+    "_disable_adapters": "test_adapters_are_off_while_the_private_name_says_so",
+    "_dynamo": "each run with vLLM: utils.prepare_compiler",
+    "_FileSystemWriter": "each checkpoint",
+    "_functional_collectives": "test_sequence_parallel",
+    "_get_sentence_tokenizer": "test_the_sentences_of_ifeval",
+    "_internal": "test_bench: torch's fake store",
+    "_no_split_modules": "test_sharding: a model would have no layers",
+    "_python_dispatch": "test_memory",
+    "_pytree": "each run with --gradient_checkpointing",
+    "_rebuild_tensor": "test_align: veRL's files",
+    "_rebuild_tensor_v2": "test_align: veRL's shards",
+    "_timeout": "test_the_timeout_of_nccl",
+    "_utils": "test_align",
+}
+OF_PYTHON = set("_asdict _exit _fields _replace _run_exitfuncs _shutdown _thread _Unpickler".split())
+OPTIONAL = {  # of a config -> a kind of model that has it
+    "attention_chunk_size": "llama4_text",
+    "attn_logit_softcapping": "gemma2",
+    "final_logit_softcapping": "gemma2",
+    "head_dim": "qwen3",
+    "layer_types": "qwen3_next",
+    "layers_block_type": "zamba",
+    "lm_head_multiplier": "falcon_h1",
+    "logit_scale": "cohere",
+    "logits_scaling": "granite",
+    "num_attention_heads": "llama",
+    "num_key_value_heads": "llama",
+    "sliding_window": "mistral",
+}
+CONFIGS = {"config", "text", "model.config"}  # what configs are called
+
+
+def shipped():
+    """(file, syntax tree) of each Python file but tests, and what scripts/peers takes of its own pins."""
+    names = subprocess.check_output(["git", "ls-files", "*.py"], cwd=REPO, text=True).split()
+    for name in names:
+        if not name.startswith(("tests/", "scripts/peers/")):
+            yield name, ast.parse((REPO / name).read_text())
+
+
+def own_names(trees):
+    """Names that our files define: functions, classes, arguments, attributes, slots and variables."""
+    own = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            own |= set(ast.literal_eval(node.value))
+    return own
+
+
+def private_names(tree):
+    """Names with one underscore in front that are looked up on something else, or imported."""
+    for node in ast.walk(tree):
+        words = []
+        if isinstance(node, ast.Attribute):
+            words = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            words = [word for alias in node.names for word in alias.name.split(".")]
+        elif isinstance(node, ast.keyword) and node.arg:
+            words = [node.arg]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            words = [str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
+        for word in words:
+            if word.startswith("_") and not word.startswith("__"):
+                yield word, getattr(node, "lineno", 0)
+
+
+def test_each_private_name_has_a_row():
+    seen = set()
+    unknown = []
+    files = dict(shipped())
+    own = own_names(files.values())
+    for file, tree in files.items():
+        for name, line in private_names(tree):
+            seen.add(name)
+            if name not in own | OF_PYTHON | PRIVATE.keys():
+                unknown.append(f"{file}:{line}: {name}")
+    assert not unknown, f"{unknown}: take a public way, or add a row to PRIVATE and what fails without the name"
+    assert seen >= PRIVATE.keys(), f"nobody takes {sorted(PRIVATE.keys() - seen)} any more: drop the rows"
+
+
+def test_each_optional_name_of_a_config_has_a_row():
+    asked = set(packing.SCALES)
+    for _, tree in shipped():
+        for node in ast.walk(tree):
+            is_get = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+            if is_get and ast.unparse(node.args[0]) in CONFIGS and isinstance(node.args[1], ast.Constant):
+                asked.add(node.args[1].value)
+    asked |= {"layer_types", "layers_block_type"}  # packing.other_layers asks for them in a loop
+    assert asked == OPTIONAL.keys()
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_optional_name_of_a_config_is_there(name):
+    """getattr(config, name, None) would go on without it."""
+    assert hasattr(CONFIG_MAPPING[OPTIONAL[name]](), name)
+
+
+def test_kinds_of_models_that_are_named_are_there():
+    named = packing.RECURRENT | packing.KEEP_THEIR_WINDOW | packing.HAVE_SINKS
+    assert named <= set(CONFIG_MAPPING)
+
+
+def test_adapters_are_off_while_the_private_name_says_so():
+    """peft's public enable_adapters would also take the adapters' gradients, which FSDP looks at only once."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = inject_adapter_in_model(LoraConfig(target_modules=["0"]), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    layer = model[0]
+    assert not layer.disable_adapters
+    layer._disable_adapters = True
+    assert layer.disable_adapters
+
+
+def test_names_that_vllm_would_pass_over():
+    """An assignment to a name that is gone changes nothing, and so does a variable that nobody reads."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None:
+        pytest.skip("vLLM is not installed")
+    folder = Path(vllm.submodule_search_locations[0])
+    communicator = (folder / "distributed/device_communicators/cpu_communicator.py").read_text()
+    assert "self._all_group_ranks_share_shm_group_name()" in communicator
+    known = (folder / "envs.py").read_text()
+    words = {word for _, tree in shipped() for word in map(string, ast.walk(tree)) if word.startswith("VLLM_")}
+    assert {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH"} <= words
+    assert [word for word in words if word.isupper() and f'"{word}"' not in known] == []
+
+
+def string(node):
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def test_what_torchrun_tells_its_ranks():
+    """grpo_fast.py would start ranks of its own inside torchrun's, and no restart would resume."""
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.elastic.multiprocessing import api
+
+    told = inspect.getsource(local_elastic_agent) + inspect.getsource(api)
+    words = {word for _, tree in shipped() for word in map(string, ast.walk(tree)) if word.startswith("TORCHELASTIC_")}
+    assert {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"} <= words
+    assert [word for word in words if f'"{word}' not in told] == []
+    assert 'prefix="torchelastic_"' in told  # the directory that utils sweeps
+
+
+def test_the_timeout_of_nccl():
+    """Only a torch with CUDA has the class; its stub is in each."""
+    stub = Path(torch.__file__).parent / "_C/_distributed_c10d.pyi"
+    options = stub.read_text().partition("class Options:")[2].partition("\nclass ")[0]
+    assert "@_timeout.setter" in options
+
+
+def test_the_sentences_of_ifeval():
+    """Without the name nltk would look for data of its own, which nobody installs."""
+    from if_verifiable.ifeval import instructions_util
+
+    assert callable(instructions_util._get_sentence_tokenizer)
+    assert "_get_sentence_tokenizer()" in inspect.getsource(instructions_util)
