@@ -134,6 +134,23 @@ def test_kinds_of_models_that_are_named_are_there():
     assert named <= set(CONFIG_MAPPING)
 
 
+def test_optional_names_of_modules_and_tensors_are_there():
+    """Without them hasattr and getattr would go on: with dropout, or with shards in place of whole tensors."""
+    from tokenizers import Tokenizer
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**sizes))
+    (layer,) = model.model.layers
+    assert hasattr(layer.self_attn, "attention_dropout") and hasattr(layer, "mlp")
+    assert hasattr(DTensor, "device_mesh") and hasattr(DTensor, "full_tensor")
+    assert hasattr(FSDPModule, "set_requires_gradient_sync")
+    assert hasattr(PreTrainedTokenizerFast, "backend_tokenizer") and hasattr(Tokenizer, "normalizer")
+
+
 def test_adapters_are_off_while_the_private_name_says_so():
     """peft's public enable_adapters would also take the adapters' gradients, which FSDP looks at only once."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -142,7 +159,7 @@ def test_adapters_are_off_while_the_private_name_says_so():
     layer = model[0]
     assert not layer.disable_adapters
     layer._disable_adapters = True
-    assert layer.disable_adapters
+    assert layer.disable_adapters and hasattr(layer, "lora_A")
 
 
 def test_names_that_vllm_would_pass_over():
