@@ -8,7 +8,9 @@ datasets and vLLM ask for is answered as the hub does. `log` has the method, pat
 import hashlib
 import http.server
 import json
+import socket
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
@@ -17,27 +19,28 @@ Files = dict[str, bytes]
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
 
 
-class Hub:
-    def __init__(self, root: Path):
-        self.root = root
-        self.log: list[str] = []
-        self.commits: dict[tuple[str, str], Files] = {}  # (repository, commit) -> its files
-        self.lock = threading.Lock()
-        hub = self
+class Server:
+    """Answers requests on loopback with `answer`, in threads of this process."""
+
+    def __init__(self):
+        server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                length = int(self.headers.get("Content-Length", 0))
-                status, headers, body = hub.answer(self.path, self.rfile.read(length), self.headers.get("Range"))
-                hub.log.append(f"{self.command} {self.path} {status}")
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                answer = server.answer(self.command, self.path, body, self.headers)
+                if answer is None:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                status, headers, content = answer
                 self.send_response(status)
-                for name, value in ({"Content-Length": str(len(body))} | headers).items():
+                for name, value in ({"Content-Length": str(len(content))} | headers).items():
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command != "HEAD":
-                    self.wfile.write(body)
+                    self.wfile.write(content)
 
             do_HEAD = do_POST = do_GET
 
@@ -47,6 +50,19 @@ class Hub:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, command: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer | None:
+        """The answer to a request; None hangs up."""
+        raise NotImplementedError
+
+
+class Hub(Server):
+    def __init__(self, root: Path):
+        super().__init__()
+        self.root = root
+        self.log: list[str] = []
+        self.commits: dict[tuple[str, str], Files] = {}  # (repository, commit) -> its files
+        self.lock = threading.Lock()
 
     def environment(self, home: Path, offline: bool = False) -> dict[str, str]:
         """What a program needs to have this hub in place of the real one, with its cache in `home`."""
@@ -67,8 +83,13 @@ class Hub:
             self.commits[repo, commit] = files
         return commit
 
-    def answer(self, path: str, body: bytes, span: str | None) -> Answer:
-        """The answer to a request; `span` is its Range."""
+    def answer(self, command: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        answer = self.find(path, body, headers.get("Range"))
+        self.log.append(f"{command} {path} {answer[0]}")
+        return answer
+
+    def find(self, path: str, body: bytes, span: str | None) -> Answer:
+        """The answer to a request, of whose file `span` is wanted."""
         url = urlparse(path)
         parts = unquote(url.path).strip("/").split("/")
         if parts[0] == "api" and len(parts) >= 4 and parts[1] in ("models", "datasets"):

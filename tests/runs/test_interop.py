@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import http.server
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from dataclasses import replace
@@ -26,6 +24,7 @@ import utils
 from scripts.parts import dumps
 from tests import programs
 from tests.conftest import REPO
+from tests.hub import Server
 
 PUSH = str(REPO / "scripts" / "push_to_hub.py")
 TURNS = [{"role": "user", "content": "Say 3, then 7."}]
@@ -56,45 +55,26 @@ def load(path):
     return model.eval(), AutoTokenizer.from_pretrained(path), GenerationConfig.from_pretrained(path)
 
 
-class Hub:
+class Hub(Server):
     """The endpoints of the Hugging Face hub that an upload calls. `faults`: part of a path -> status, 0 to hang up."""
 
     def __init__(self):
         self.calls, self.files, self.commits, self.faults = [], {}, [], {}
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if self.path != "/api/agent-harnesses":
-                    hub.calls.append((self.path, body))
-                status = next((s for part, s in hub.faults.items() if part in self.path), 200)
-                if status == 0:
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                    return
-                if self.headers.get("Authorization") != "Bearer hf_good":
-                    status = 401
-                answer = hub.answer(self.path, body) if status == 200 else {"error": "no"}
-                content = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.send_header("Content-Type", "application/json")
-                self.end_headers()
-                self.wfile.write(content)
-
-            do_GET = do_HEAD = do_POST
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        super().__init__()
         self.env = {"HF_ENDPOINT": self.url, "HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
 
-    def answer(self, path, body):
+    def answer(self, command, path, body, headers):
+        if path != "/api/agent-harnesses":
+            self.calls.append((path, body))
+        status = next((status for part, status in self.faults.items() if part in path), 200)
+        if status == 0:
+            return None
+        if headers.get("Authorization") != "Bearer hf_good":
+            status = 401
+        answer = self.take(path, body) if status == 200 else {"error": "no"}
+        return status, {"Content-Type": "application/json"}, json.dumps(answer).encode()
+
+    def take(self, path, body):
         if path == "/api/repos/create":
             wanted = json.loads(body)
             return {"url": f"{self.url}/{wanted['organization'] or 'me'}/{wanted['name']}"}
