@@ -20,12 +20,14 @@ Logprobs, KL and entropy are in nats.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import os
+import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +42,7 @@ from torch import Tensor
 
 import rewards
 from rewards import NotNegative, Positive, Share, ShareAboveZero, ShareBelowOne
-from utils import Gap, Group, Metrics, Prompt, Rollout, Sampler, Timer, World
+from utils import Group, Metrics, Prompt, Rollout, Sampler, Timer, World
 
 # --- Flags: open-instruct's names; defaults of its GRPO page where the page has one -----------------------------------
 
@@ -155,13 +157,14 @@ class Args(GRPOFlags, utils.Flags):
         from scripts.parts import checks
 
         checks.check_args(self, world_size, fast)
-        rewards.configure(self, connect=False)
 
 
 KL_ESTIMATORS = {"0": 0, "1": 1, "2": 2, "3": 3, "kl1": 0, "kl2": 1, "kl3": 2, "kl4": 3}
 MAX_SAMPLING_ROUNDS = 10  # of active_sampling: a data set without any gradient must not sample for ever
 LOGPROB_CHUNK = 1024  # tokens whose logits exist at once
+PROBE_TOKENS = 32  # of a response that only shows the logprob gap
 SHOW_ROLLOUTS_EVERY = 10  # steps
+EVALUATION_ROLLOUTS = 64  # of an evaluation that samples.jsonl keeps
 
 
 def num_training_steps(args: Args) -> int:
@@ -226,12 +229,19 @@ def sample_rollouts(engine: Sampler, groups: Sequence[Group], args: Args) -> Non
     engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args))
 
 
-def sample_probes(engine: Sampler, position: int, prompt: Prompt, samples: int, args: Args) -> list[Group]:
-    """A group to measure the logprob gap on: one turn each, without an environment's answer or a score."""
-    group = new_group(prompt, position, samples)
-    requests = [make_request(r, args) for r in group]
-    engine.generate(requests, lambda i, generation: group[i].append(generation))
-    return [group]
+def sample_probes(engine: Sampler, run: "Run", first: int, number: int, every: int) -> list[Group]:
+    """Responses to measure the logprob gap on, one to each of `number` prompts: at most PROBE_TOKENS tokens, without an
+    environment's answer or a score. Their positions are first, first + every and so on."""
+    length = min(run.args.response_length, PROBE_TOKENS)
+    args = replace(run.args, response_length=length)
+    rollouts: list[Rollout] = []
+    last = first + number * every
+    for position in range(first, last, every):
+        prompt = run.train_prompts[position % len(run.train_prompts)]
+        rollouts += new_group(prompt, position, 1)
+    requests = [make_request(r, args) for r in rollouts]
+    engine.generate(requests, lambda i, generation: rollouts[i].append(generation))
+    return [[r] for r in rollouts]
 
 
 def end_turn(
@@ -437,8 +447,29 @@ def next_group(prompts: Sequence[Prompt], position: int, sampler: dict[str, Any]
     is `over`, is not sampled.
     """
     order = args.seed if args.shuffle else None
-    prompt = utils.prompt_at(prompts, position, order, sampler["excluded"])
+    prompt = prompt_at(prompts, position, order, sampler["excluded"])
     return new_group(prompt, position, args.num_samples_per_prompt_rollout)
+
+
+def prompt_at(prompts: Sequence[Prompt], position: int, seed: int | None, excluded: Collection[int] = ()) -> Prompt:
+    """The prompt at a position of the endless stream. Epoch e is a permutation drawn from (seed, e). Without a seed it
+    is the order of the file. An `excluded` prompt (by index) is replaced by the next one of the permutation that is not
+    excluded. If all are excluded, it stays."""
+    epoch, offset = divmod(position, len(prompts))
+    order = permutation(len(prompts), seed, epoch)
+    for i in range(len(order)):
+        candidate = order[(offset + i) % len(order)]
+        if candidate not in excluded:
+            return prompts[candidate]
+    return prompts[order[offset]]
+
+
+@functools.lru_cache(maxsize=4)
+def permutation(n: int, seed: int | None, epoch: int) -> Sequence[int]:
+    """The order of n prompts in an epoch."""
+    if seed is None:
+        return range(n)
+    return random.Random(utils.derive_seed(seed, epoch)).sample(range(n), n)
 
 
 class Seen(NamedTuple):
@@ -567,14 +598,14 @@ class Batch:
 
     def part(self, group: dist.ProcessGroup) -> BatchPart:
         """This rank's columns."""
-        from scripts.parts import sequence
+        from scripts.parts import attention
 
         device = self.input_ids.device
         length = self.input_ids.shape[1]
         positions = self.position_ids
         if positions is None:
             positions = torch.arange(length, device=device).expand_as(self.input_ids)
-        input_ids = sequence.columns(self.input_ids, group)
+        input_ids = attention.columns(self.input_ids, group)
 
         # the places within these columns, counted in rows of their width
         width = input_ids.shape[1]
@@ -584,8 +615,8 @@ class Batch:
         places = places[columns // width == group.rank()]
         return BatchPart(
             input_ids,
-            position_ids=sequence.columns(positions, group),
-            targets=sequence.columns(self.targets, group),
+            position_ids=attention.columns(positions, group),
+            targets=attention.columns(self.targets, group),
             places=utils.send(places, device),
         )
 
@@ -782,6 +813,167 @@ def idle_batch() -> Batch:
 # --- Policy -----------------------------------------------------------------------------------------------------------
 
 
+class HeadLogprobs(torch.autograd.Function):
+    """(logprobs of the targets, entropies) of softmax(hidden @ weight.T / temperature), float32 (n,) each, without
+    keeping any logits.
+
+    hidden (n, H), weight (V, H), targets (n,). With u = hidden @ weight.T, (n, V), p = softmax(u / T), and the target t
+    of a token
+
+        logprob  l = log p_t                    d l / d u_v = ([v = t] - p_v) / T
+        entropy  H = -sum_v p_v log p_v         d H / d u_v = -p_v (log p_v + H) / T
+
+    so that, with g and h the gradients of the loss by l and H,
+
+        d loss / d u_v = [v = t] g / T - p_v (g / T + h / T (log p_v + H))
+
+    Forward and backward make the logits of at most `chunk` tokens at a time, in float32, and keep two numbers a token
+    between them: the normalizer logsumexp(u / T) and H. Operations on (chunk, V) tensors are in place: they decide how
+    much memory a chunk takes. With `compiled` the passes over them are fused.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature: float, chunk: int, compiled: bool = False):
+        logprobs, entropy, normalizers = torch.empty(3, len(targets), device=hidden.device)
+        forward_chunk = chunk_function(HeadLogprobs.forward_chunk, compiled)
+        for part in chunks(len(targets), chunk):
+            outputs = forward_chunk(hidden[part], weight, targets[part], temperature)
+            logprobs[part], entropy[part], normalizers[part] = outputs
+        ctx.save_for_backward(hidden, weight, targets, entropy, normalizers)
+        ctx.set_materialize_grads(False)
+        ctx.temperature = temperature
+        ctx.chunk = chunk
+        ctx.compiled = compiled
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, g, h):
+        hidden, weight, targets, entropy, normalizers = ctx.saved_tensors
+        g = torch.zeros_like(entropy) if g is None else g / ctx.temperature
+        if h is not None:
+            h = h / ctx.temperature
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[1])
+        backward_chunk = chunk_function(HeadLogprobs.backward_chunk, ctx.compiled)
+        for part in chunks(len(targets), ctx.chunk):
+            h_part = None if h is None else h[part]
+            logits_grad = backward_chunk(
+                hidden[part],
+                weight,
+                targets[part],
+                normalizers[part],
+                entropy[part],
+                g[part],
+                h_part,
+                ctx.temperature,
+            )
+            gradients.add(part, logits_grad)
+        return *gradients.total(), None, None, None, None
+
+    @staticmethod
+    def logits(hidden, weight, temperature: float):
+        """The logits of a chunk, (chunk, V), float32 or, for float64, float64."""
+        logits = hidden @ weight.T
+        logits = logits.to(wide(logits.dtype))
+        return logits if temperature == 1 else logits.div_(temperature)
+
+    @staticmethod
+    def forward_chunk(hidden, weight, targets, temperature: float):
+        """Logprobs, entropies and normalizers of a chunk, (chunk,) each."""
+        logits = HeadLogprobs.logits(hidden, weight, temperature)
+        normalizers = logits.logsumexp(1)
+        logp = logits.sub_(normalizers[:, None])
+        logprobs = logp.gather(1, targets[:, None])[:, 0]
+        entropy = -torch.linalg.vecdot(logp.exp(), logp)
+        return logprobs, entropy, normalizers
+
+    @staticmethod
+    def backward_chunk(hidden, weight, targets, normalizers, entropy, g, h, temperature: float):
+        """d loss / d u of a chunk, (chunk, V) in the weight's dtype. g and h are divided by the temperature already."""
+        logits = HeadLogprobs.logits(hidden, weight, temperature)
+        logp = logits.sub_(normalizers[:, None])
+        columns = targets[:, None]
+        target_logp = logp.gather(1, columns)  # a copy: logp is overwritten below
+        target_grad = softmax_gradient(target_logp, entropy, g, h)
+        target_grad += g[:, None]
+        logits_grad = softmax_gradient(logp, entropy, g, h)
+        logits_grad = logits_grad.to(weight.dtype)
+        return logits_grad.scatter_(1, columns, target_grad.to(weight.dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What logits and sums over chunks are computed in: float32, and float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def chunks(n: int, size: int) -> Iterator[slice]:
+    """0 .. n - 1 in parts of at most `size`."""
+    for start in range(0, n, size):
+        yield slice(start, start + size)
+
+
+class HeadGradients:
+    """The gradients of a loss by hidden states and head, from those by the logits of one chunk after the other."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, trains_weight: bool):
+        self.inputs = hidden
+        self.head = weight
+        self.hidden = torch.empty_like(hidden)
+        self.weight: Tensor | None = None
+        if trains_weight:
+            self.weight = torch.zeros_like(weight, dtype=wide(weight.dtype))  # chunks add up in it
+
+    def add(self, part: slice, logits_grad: Tensor) -> None:
+        """Add a chunk: logits_grad (chunk, V) is d loss / d u of the tokens `part`, in the head's dtype."""
+        self.hidden[part] = logits_grad @ self.head
+        if self.weight is not None:
+            self.weight += logits_grad.T @ self.inputs[part]
+
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """By hidden states and by the head, None if that does not train, after the last chunk."""
+        if self.weight is None:
+            return self.hidden, None
+        return self.hidden, self.weight.to(self.head.dtype)
+
+
+def softmax_gradient(logp, entropy, g, h):
+    """-p (g + h (log p + H)), the part of d loss / d u that every logit has. Overwrites `logp`.
+
+    logp (chunk, V) or (chunk, 1), the others (chunk,). h is None where the loss has no entropy.
+    """
+    if h is None:
+        p = logp.exp_()
+        return p.mul_(-g[:, None])
+    p = logp.exp()
+    factor = logp.add_(entropy[:, None])
+    factor.mul_(h[:, None])
+    factor.add_(g[:, None])
+    p.mul_(factor)
+    return p.neg_()
+
+
+@functools.cache
+def chunk_function(function: Callable, compiled: bool, backend: str | Callable = "inductor") -> Callable:
+    """forward_chunk or backward_chunk; if `compiled`, one that reads and writes the logits once a pass."""
+    if not compiled:
+        return function
+    return functools.partial(run_fused, torch.compile(function, backend=backend))
+
+
+def run_fused(fused: Callable, hidden: Tensor, weight: Tensor, *others: Any) -> Any:
+    """Call a compiled function so that one graph does for every number of tokens.
+
+    The first dimension of all tensors but the weight is marked as dynamic. They are copied: torch.compile would make
+    another graph for a view that starts elsewhere in its storage.
+    """
+    arguments = []
+    for x in (hidden, *others):
+        if isinstance(x, Tensor):
+            x = x.clone()
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        arguments.append(x)
+    return fused(arguments[0], weight, *arguments[1:])
+
+
 class Policy(torch.nn.Module):
     """A causal LM whose forward gives what GRPO needs: logprobs of the targets and entropies, never logits."""
 
@@ -807,8 +999,6 @@ class Policy(torch.nn.Module):
         together. On a GPU the head is compiled and takes three times as many positions in the same memory, because it
         keeps no float32 logits.
         """
-        from scripts.parts.head import HeadLogprobs
-
         part: Batch | BatchPart = batch
         options: dict[str, Any] = {}
         if self.group is not None:
@@ -846,16 +1036,14 @@ class Policy(torch.nn.Module):
         placed = zeros.index_put((rows, columns), values.float())  # no view: FSDP's hooks would miss its gradient
         if self.group is None:
             return placed
-        from scripts.parts import sequence
+        from scripts.parts import attention
 
         length = batch.targets.shape[1]
-        return sequence.all_columns(placed, length, self.group)
+        return attention.all_columns(placed, length, self.group)
 
 
 def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
     """The model of --model_name_or_path as a sharded Policy; `frozen`: in compute dtype. All ranks."""
-    from scripts.parts import sharding
-
     model = utils.load_causal_lm(args).requires_grad_(not frozen)
     if args.lora_rank:
         from scripts.parts import adapters
@@ -863,25 +1051,23 @@ def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
         adapters.add_adapters(model, args)
     policy = Policy(model, utils.sequence_group(args))
     if args.compile_layers:
-        sharding.compile_layers(model)
+        utils.compile_layers(model)
         policy.compiled = True
     if args.gradient_checkpointing:
-        sharding.checkpoint_layers(model, args.gradient_checkpointing_part)
-    return sharding.shard_model(policy, model, args, world)
+        utils.checkpoint_layers(model, args.gradient_checkpointing_part)
+    return utils.shard_model(policy, model, args, world)
 
 
 def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, Any]:
     """AdamW (weight decay on matrices only) and the learning-rate schedule, one tick per mini-batch."""
     from transformers import get_scheduler
 
-    from scripts.parts import sharding
-
     trained = [p for p in policy.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]
     decayed = {"params": matrices, "weight_decay": args.weight_decay}
     undecayed = {"params": others, "weight_decay": 0.0}
-    optimizer = sharding.adamw(args)([decayed, undecayed], lr=args.learning_rate, fused=True)
+    optimizer = utils.adamw(args)([decayed, undecayed], lr=args.learning_rate, fused=True)
 
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
     ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
@@ -1042,20 +1228,44 @@ def importance_weights(inputs: LossInputs, args: GRPOFlags) -> Tensor:
     """rho_t = exp(old_t - vllm_t): learner over engine probability of a sampled token; (B, T), no gradient.
 
     A rho above rho_clamp_upper_bound is lowered to it (truncated importance sampling, Ionides 2008; TIS). A rho below
-    rho_clamp_lower_bound is raised to it. Tokens that the rho_mask_* bounds drop have weight 0 (IcePop and others, see
-    scripts/parts/rho_masks.py); these bounds look at rho before it is clamped. A bound of 0 is off. Zero outside
-    `mask`.
+    rho_clamp_lower_bound is raised to it. Tokens that kept_by_rho leaves out have weight 0. A bound of 0 is off. Zero
+    outside `mask`.
     """
     log_rho = torch.where(inputs.mask, inputs.old_logprobs - inputs.vllm_logprobs, 0.0)
     log_rho = log_rho.detach().clamp(-20, 20)
     keep = inputs.mask
     if args.rho_mask_lower_bound or args.rho_mask_upper_bound:
-        from scripts.parts import rho_masks
-
-        kept = rho_masks.kept(log_rho, inputs, args, response_mean)
-        keep = keep & kept
+        keep = keep & kept_by_rho(log_rho, inputs, args)
     rho = clamp_rho(log_rho.exp(), args)
     return torch.where(keep, rho, 0.0)
+
+
+def kept_by_rho(log_rho: Tensor, inputs: LossInputs, args: GRPOFlags) -> Tensor:
+    """Where the rho_mask_* bounds drop no token, bool (B, T). Outside the mask the values mean nothing.
+
+    log_rho (B, T) is of rho before it is clamped, zero outside the mask. For a token t of response i the bounds test
+
+        rho_it                          the default              IcePop, arXiv:2510.18855
+        exp(mean_t log rho_it)          rho_mask_sequence_level  the geometric mean: the same for the whole response
+        mean_t |rho_it - 1|             rho_mask_tv_divergence   VACO, arXiv:2603.01365; open-instruct's definition
+
+    The last estimates twice the total variation of the two policies on the response. Where it is outside the bounds,
+    only those tokens are dropped whose update would increase it: log rho_it * A_it > 0. Means are over the tokens to
+    train on.
+    """
+    tested = log_rho.exp()
+    if args.rho_mask_sequence_level:
+        tested = response_mean(log_rho, inputs.mask, inputs.seq_ids).exp()
+    elif args.rho_mask_tv_divergence:
+        distance = (tested - 1).abs()
+        tested = response_mean(distance, inputs.mask, inputs.seq_ids)
+
+    upper = args.rho_mask_upper_bound or math.inf
+    is_inside = (tested >= args.rho_mask_lower_bound) & (tested <= upper)
+    if args.rho_mask_tv_divergence:
+        comes_closer = log_rho * inputs.advantages <= 0
+        return is_inside | comes_closer
+    return is_inside
 
 
 def kl_estimates(new_logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> list[Tensor]:
@@ -1173,6 +1383,40 @@ def note_policy(ratio: Tensor, clipped: Tensor, inputs: LossInputs, args: Args, 
     metrics.add("objective/entropy", -inputs.sum(new), inputs.responses)
 
 
+class KLReward(NamedTuple):
+    """What the ranks exchange about a rollout. It sorts by position and sample."""
+
+    position: int
+    sample: int
+    score: float
+    penalized: float  # score less beta times its KL
+    tokenless: list[float]  # scores of responses in no batch: they count in the group and train nothing
+
+
+class Change(NamedTuple):
+    """The advantage of a rollout before its group had the KL in its scores, and after."""
+
+    before: float
+    after: float
+
+
+def advantage_changes(rewarded: Iterable[KLReward], args: Args) -> dict[tuple[int, int], Change]:
+    """The Change of each rollout of all ranks, by position and sample."""
+    groups: dict[int, list[KLReward]] = {}  # by position
+    # in this order the rounding of the mean is the same for every split into packs
+    for reward in sorted(rewarded):
+        groups.setdefault(reward.position, []).append(reward)
+
+    made = {}
+    for group in groups.values():
+        tokenless = group[0].tokenless
+        before = advantages_of([reward.score for reward in group] + tokenless, args)
+        after = advantages_of([reward.penalized for reward in group] + tokenless, args)
+        for i, reward in enumerate(group):
+            made[reward.position, reward.sample] = Change(before[i], after[i])
+    return made
+
+
 def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics: Metrics) -> None:
     """Compute the advantages again, from score - beta * sum_t KL_t(old || ref). All ranks.
 
@@ -1180,19 +1424,17 @@ def put_kl_in_reward(batches: Sequence[Batch], args: Args, world: World, metrics
     all ranks exchange their scores. A response without tokens of the policy has no KL: it keeps its score, and counts
     in its group. An advantage that is an array over the tokens is shifted by the change of its rollout's number.
     """
-    from scripts.parts import kl_reward
-
     rewarded = []
     for batch in batches:
         kls = response_kls(batch, args)
         metrics.add("objective/kl_in_reward", args.beta * sum(kls), len(kls))
         for r, kl in zip(batch.rollouts, kls, strict=True):
             penalized = r.score - args.beta * kl
-            rewarded.append(kl_reward.KLReward(r.position, r.sample, r.score, penalized, r.tokenless))
+            rewarded.append(KLReward(r.position, r.sample, r.score, penalized, r.tokenless))
 
     by_rank = utils.all_gather(rewarded, world)[:: args.sequence_parallel_size]
     everything = itertools.chain(*by_rank)
-    changes = kl_reward.changes(everything, lambda scores: advantages_of(scores, args))
+    changes = advantage_changes(everything, args)
     for batch in batches:
         values = []
         for r in batch.rollouts:
@@ -1236,14 +1478,12 @@ def needs_old_logprobs(args: Args, num_mini_batches: int) -> bool:
 
 def update(
     learner: Learner, mini_batches: Sequence[Sequence[Batch]], args: Args, world: World, metrics: Metrics
-) -> tuple[dict[str, float], int]:
+) -> tuple[Any, int]:
     """num_epochs passes over this rank's mini-batches (lists of micro-batches), an optimizer step for each.
 
-    Returns the metrics of the logprob gap, and how many optimizer steps were skipped for a non-finite gradient. Raises
-    GapError before any weight changes. All ranks, with equally many mini-batches. Their numbers of micro-batches may
-    differ between ranks, and may be 0.
+    Returns the logprob gap, a guards.Gap, and how many optimizer steps were skipped for a non-finite gradient. All
+    ranks, with equally many mini-batches. Their numbers of micro-batches may differ between ranks, and may be 0.
     """
-    when = "on this step's rollouts"
     if not utils.leads(args, world):
         metrics = Metrics()  # is not reported
     sizes = list(map(len, mini_batches))
@@ -1251,7 +1491,6 @@ def update(
     forwards = list(map(int, largest_sizes))  # of each mini-batch, the same on every rank
     gap = prepare(learner, mini_batches, forwards, args, world, metrics)
     is_single = not needs_old_logprobs(args, len(mini_batches))  # the new logprobs are the old ones
-    gap_metrics = {} if is_single else gap.check(args, world, when)
 
     skipped = 0
     for _ in range(args.num_epochs):
@@ -1260,15 +1499,14 @@ def update(
             if is_single:
                 for batch in batches:
                     batch.old_logprobs = batch.new_logprobs
-                    note_gap(gap, batch)
-                gap_metrics = gap.check(args, world, when)
+                    gap.add(batch)
 
             if n and not take_step(learner, args, world, metrics):
                 skipped += 1
             metrics.add("lr", learner.scheduler.get_last_lr()[0])
             learner.scheduler.step()
             learner.optimizer.zero_grad()
-    return gap_metrics, skipped
+    return gap.reduce(args, world), skipped
 
 
 def prepare(
@@ -1278,12 +1516,14 @@ def prepare(
     args: Args,
     world: World,
     metrics: Metrics,
-) -> Gap:
+) -> Any:
     """Fill ref_logprobs and old_logprobs and put the KL in the reward, before any weight changes. All ranks.
 
     Returns the gap of the old logprobs, an empty one if they are not needed.
     """
-    gap = Gap()
+    from scripts.parts import guards
+
+    gap = guards.Gap()
     for batches, n in zip(mini_batches, forwards, strict=True):
         if learner.ref_policy is not None:
             with metrics.timer("ref_logprobs"):
@@ -1292,7 +1532,7 @@ def prepare(
             with metrics.timer("old_logprobs"):
                 fill_logprobs(learner.policy, batches, "old_logprobs", n, args)
             for batch in batches:
-                note_gap(gap, batch)
+                gap.add(batch)
         if args.kl_in_reward:
             put_kl_in_reward(batches, args, world, metrics)
     if learner.ref_policy is not None:
@@ -1300,25 +1540,13 @@ def prepare(
     return gap
 
 
-def note_gap(gap: Gap, batch: Batch) -> None:
-    """Add a batch to the gap, without tokens of version -1: no engine of this run has sampled what is replayed."""
-    places = batch.places
-    versions = np.concatenate([r.versions[r.mask] for r in batch.rollouts])
-    if (versions < 0).any():
-        sampled = torch.from_numpy(versions >= 0)
-        places = places[sampled.to(places.device)]
-    gap.add(batch.old_logprobs, batch.vllm_logprobs, places)
-
-
 def accumulate_gradient(
     policy: Policy, batches: Sequence[Batch], forwards: int, args: Args, world: World, metrics: Metrics
 ) -> None:
     """Forward and backward of each micro-batch, then of idle batches up to `forwards`. Sets new_logprobs. All ranks."""
-    from scripts.parts import sharding
-
     totals = count_totals(batches, args, world)
     for i in range(forwards):
-        sharding.gradient_sync(policy, args, last=i == forwards - 1)
+        utils.gradient_sync(policy, args, last=i == forwards - 1)
         if i < len(batches):
             batch = batches[i]
             new_logprobs, entropy = policy(batch, args.temperature)
@@ -1352,10 +1580,8 @@ def note_teacher(batch: Batch, metrics: Metrics) -> None:
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
     """Take an optimizer step with the clipped gradient. If that is not finite nothing changes, and False is returned
     unless the range of float16 is the reason. All ranks."""
-    from scripts.parts import sharding
-
     policy = learner.policy
-    norm = sharding.clip_gradient(policy, args, world, metrics)
+    norm = clip_gradient(policy, args, world, metrics)
 
     # grpo_loss has added the values of these sums; all ranks together count one step
     share = args.sequence_parallel_size / world.size
@@ -1364,7 +1590,44 @@ def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> b
 
     if math.isfinite(norm):
         learner.optimizer.step()
-    return sharding.is_sound(policy, norm)
+    return is_sound(policy, norm)
+
+
+def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: Metrics) -> float:
+    """Scale the gradient down to the norm --max_grad_norm, 0 for none. Returns the norm that it had over all ranks,
+    which may not be finite. In float16 the gradient is first freed of the loss's scale, which then adapts."""
+    scaled = args.model_dtype == "float16"
+    if scaled:
+        from scripts.parts import optimizers
+
+        optimizers.unscale(policy)
+    free_for_moments(world.device)
+    # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
+    options = {} if world.device.type == "cuda" else {"foreach": False}
+    bound = args.max_grad_norm or math.inf
+    norm: Any = torch.nn.utils.clip_grad_norm_(policy.parameters(), bound, **options)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    norm = float(norm)
+    metrics.add("optim/grad_norm", norm)
+    if scaled:
+        from scripts.parts import optimizers
+
+        optimizers.adapt(policy, norm, args.sequence_parallel_size / world.size, metrics)
+    return norm
+
+
+@functools.cache
+def free_for_moments(device: torch.device) -> None:
+    """Once, before the first optimizer step: give a GPU what the backward has freed. Adam's moments would be made in
+    it, and keep it from an engine that wakes up."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_sound(policy: Any, norm: float) -> bool:
+    """Whether a gradient of this norm is finite, or beyond float16 for the loss's scale alone, which has fallen now."""
+    return math.isfinite(norm) or float(getattr(policy, "loss_scale", 1.0)) > 1
 
 
 @torch.no_grad()
@@ -1398,6 +1661,9 @@ class Run:
     # set_up leaves these to the scripts
     engine: Sampler | None = None  # None on ranks that have none
     servers: Any = None  # see utils.start_reward_models
+    guards: Any = None  # what ends a run that is not sound: scripts/parts/guards.py
+    echo: Any = None  # whether weights reach the engines: scripts/parts/guards.py
+    done: dict[str, Any] = field(default_factory=dict)  # the state after the last step that is done, see plain_state
     logger: utils.Logger = field(init=False)  # see start_log
 
 
@@ -1410,7 +1676,7 @@ class Step:
     sampled: list[Group] = field(default_factory=list)  # these and all others
     packs: list[list[Pack]] = field(default_factory=list)  # of each mini-batch
     batches: list[list[Batch]] = field(default_factory=list)  # the same as tensors
-    gap_metrics: dict[str, float] = field(default_factory=dict)
+    gap: Any = None  # the guards.Gap of its rollouts
     metrics: Metrics = field(default_factory=Metrics)
     timer: Timer = field(default_factory=Timer)
     seconds: dict[str, float] = field(default_factory=dict)  # of other threads
@@ -1434,24 +1700,26 @@ def start_state() -> dict[str, Any]:
 def set_up(args: Args, world: World) -> Run:
     """A run before its engines start: prompts, directory and learner. With --resume the newest checkpoint is loaded.
     All learners. Raises UserError for what cannot work."""
-    from scripts.parts import fits
+    from scripts.parts import plan
 
     start_time = time.perf_counter()
     torch.manual_seed(args.seed)
     utils.make_deterministic(args)
+    utils.STOP.because = ""
 
     tokenizer = utils.load_tokenizer(args)
     environment = utils.load_environment(args, tokenizer)
     if args.load_batches:
-        train_prompts = dumped_prompts(args)
+        from scripts.parts import dumps
+
+        train_prompts = dumps.prompts_of(args, num_training_steps(args))
     else:
         train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
     eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
 
-    fits.check(args, train_prompts)
+    plan.check_models(args, train_prompts)
     data_hash = utils.data_hash(train_prompts + eval_prompts)
     run_dir = utils.prepare_run_dir(args, data_hash, world)
-    rewards.configure(args, connect=world.is_main)  # an absent judge is refused now, not after minutes of loading
     newest = None
     if args.resume:
         newest = utils.newest_checkpoint(run_dir, world)
@@ -1461,7 +1729,7 @@ def set_up(args: Args, world: World) -> Run:
     state = start_state()
     checkpoints = utils.Checkpoints(run_dir, args.keep_last_n_checkpoints, world)
     if newest is not None:
-        state |= load_state(newest, learner, args, world)
+        state |= checkpoints.resume(newest, learner, args)
     packing = choose_common_packing(learner, train_prompts[0], args, world)
     return Run(
         args=args,
@@ -1485,13 +1753,13 @@ def train(run: Run, step: Step, probe: Sequence[Group], args: Args) -> None:
     world = run.world
     for packs in step.packs:
         step.batches.append(micro_batches(packs, run.packing, args, world.device))
-    step.gap_metrics, skipped = update(learner, step.batches, args, world, step.metrics)
-    if not step.gap_metrics:
+    step.gap, skipped = update(learner, step.batches, args, world, step.metrics)
+    if not step.gap.metrics:
         rollouts = all_rollouts(probe)[: args.per_device_train_batch_size]
-        step.gap_metrics = measure_gap(learner.policy, [rollouts], "on this step's rollouts", args, world)
+        step.gap = measure_gap(learner.policy, [rollouts], args, world)
 
     step.metrics.count("optim/nonfinite_updates", skipped / world.size)  # every rank counts the same updates
-    handle_nonfinite(run, step, skipped)
+    run.guards.judge_gradients(run, step, skipped)
 
     is_due = due(args.ref_policy_update_freq or 0, step.number)
     if is_due and learner.ref_policy is not None:
@@ -1508,19 +1776,23 @@ def main(args: Args) -> Path | None:
     run = set_up(args, world)
     run.servers = utils.start_reward_models(args, run.run_dir, world)
     engine = None if args.load_batches else start_engine(run)
-    gap_metrics = {} if engine is None else send_first_weights(run, engine)
-    start_log(run, gap_metrics)
+    gap = None if engine is None else send_first_weights(run, engine)
+    start_log(run, gap, world.size)
 
     state = run.state
     policy = run.learner.policy
-    dtype = utils.DTYPES[args.model_dtype]
     first_step = state["step"] + 1
     last_step = num_training_steps(args)
     for number in utils.STOP.steps(range(first_step, last_step + 1)):
         step = Step(number)
         utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
         if engine is None:
-            step.groups = load_groups(number, state, args, world)
+            from scripts.parts import dumps
+
+            groups = dumps.read_groups(number, args)
+            state["cursor"] += len(groups)
+            offset = stream_offset(args, world)
+            step.groups = groups[offset :: world.size]
             step.sampled = step.groups
         else:
             step.groups, step.sampled = sample_groups(run, step.timer)
@@ -1532,13 +1804,15 @@ def main(args: Args) -> Path | None:
                 (packs,) = pack_rollouts(rollouts, run.packing, args.pack_length, pair_cost=policy.pair_cost)
                 step.packs.append(packs)
             train(run, step, step.sampled, args)
+            run.guards.judge_gap(step.gap, f"in step {number}")
 
         with step.timer("weight_sync"):
             if engine is not None:
-                engine.load_weights(utils.full_weights(policy, dtype), version=number)
+                load_engine(run, engine, number)
 
         # everything below reports or saves
         out = step_metrics(run, step)
+        advance(run, step, out)
         end_step(run, step, out)
         if save_state(run):
             break
@@ -1554,6 +1828,7 @@ def check_start(args: Args) -> Args:
     planned = max(1, sum(args.num_learners_per_node)) if args.dry_run else 1
     ranks = int(os.environ.get("WORLD_SIZE", planned))
     args.check(ranks)
+    configure_rewards(args)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         args = utils.after_restart(args)
     if int(os.environ.get("RANK", 0)) == 0:
@@ -1563,11 +1838,18 @@ def check_start(args: Args) -> Args:
     return args
 
 
+def configure_rewards(args: Args) -> None:
+    """Make the flags those of all verifiers. Rank 0 of a run asks the servers of judge and solver, so that an absent
+    one is refused now, not after minutes of loading."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    rewards.configure(args, connect=is_main and not args.dry_run)
+
+
 def choose_dtype(args: Args, world: World) -> Args:
     """The flags with the dtype that --model_dtype auto means on the first rank's machine. All ranks."""
-    from scripts.parts import machine
+    from scripts.parts import plan
 
-    dtype, reason = utils.all_gather(machine.choose_dtype(args), world)[0]
+    dtype, reason = utils.all_gather(plan.choose_dtype(args), world)[0]
     if world.is_main:
         print(f"dtype    {dtype}: {reason}")
     return replace(args, model_dtype=dtype)
@@ -1585,66 +1867,79 @@ def start_engine(run: Run) -> utils.Engine:
     return engine
 
 
-def send_first_weights(run: Run, engine: utils.Engine) -> dict[str, float]:
-    """Load this rank's engine with the policy's weights; returns the logprob gap of a probe. All ranks."""
-    args = run.args
+def load_engine(run: Run, engine: utils.Engine, version: int) -> None:
+    """Give this rank's engine the policy's weights, and ask it whether they arrived. All ranks."""
+    from scripts.parts import guards
+
+    dtype = utils.DTYPES[run.args.model_dtype]
+    weights = utils.full_weights(run.learner.policy, dtype)
+    watched = run.echo.watch(weights, version)
+    engine.load_weights(watched, version=version)
+    requests = guards.echo_requests(engine)
+    answers = engine.generate(requests)
+    run.echo.judge(run.world.rank, version, answers)
+
+
+def send_first_weights(run: Run, engine: utils.Engine) -> Any:
+    """Load this rank's engine with the policy's weights; returns the logprob gap of probes. All ranks."""
+    from scripts.parts import guards
+
+    run.echo = guards.Echo(run.args)
     world = run.world
     policy = run.learner.policy
-    dtype = utils.DTYPES[args.model_dtype]
-    prompt = run.train_prompts[world.rank % len(run.train_prompts)]
-    gap_metrics: dict[str, float] = {}
-    for version, when, check in starts(policy, args, run.state["step"]):
-        weights = utils.full_weights(policy, dtype)
-        engine.load_weights(weights, version=version)
-        probe = sample_probes(engine, world.rank, prompt, 1, args)
+    gap = None
+    for version, check in starts(policy, run.args, run.state["step"], world.size):
+        load_engine(run, engine, version)
+        probe = sample_probes(engine, run, world.rank, guards.GAP_PROMPTS, world.size)
         engine.sleep(1)
-        gap_metrics = check(policy, probe, when, args, world)
-    return gap_metrics
+        gap = check(policy, probe, run.args, world)
+    return gap
 
 
 class Start(NamedTuple):
     """A version of the weights to send to the engines before the first rollout, and the check that they arrived."""
 
     version: int
-    when: str  # for the message of a failed check
-    check: Callable[..., dict[str, float]]  # of what an engine samples: check_trial or measure_gap
+    check: Callable[..., Any]  # of what an engine samples: check_trial or measure_gap
 
 
-def starts(policy: Policy, args: Args, step: int) -> Iterator[Start]:
+def starts(policy: Policy, args: Args, step: int, engines: int) -> Iterator[Start]:
     """What to send to the engines before the first rollout: with --lora_rank a trial of all adapters, then the
     policy's own weights. While the caller handles a Start, the policy holds the weights of that Start."""
     if args.lora_rank:
         from scripts.parts import adapters
 
         with adapters.trial_adapters(policy, args.seed):
-            yield Start(step - 1, "on a trial of all adapters", check_trial)
-    yield Start(step, "before the first rollout", measure_gap)
+            yield Start(step - 1, functools.partial(check_trial, engines))
+    yield Start(step, measure_gap)
     utils.shard_again(policy)  # an engine that slept wakes next, beside the memory that a check leaves in use
 
 
-def check_trial(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
-    """Raise GapError unless the engine has all adapters: see scripts/parts/adapter_trial.py. All ranks, inside
+def check_trial(engines: int, policy: Policy, groups: Sequence[Group], args: Args, world: World) -> None:
+    """Raise UserError unless each engine has all adapters: see scripts/parts/adapters.py. All ranks, inside
     adapters.trial_adapters."""
-    from scripts.parts import adapter_trial
+    from scripts.parts import adapters
 
     rollouts = all_rollouts(share_groups(groups, args))
     batch = make_batch([[[r]] for r in rollouts], world.device)
     fill_logprobs(policy, [batch], "old_logprobs", 1, args)
     fill_logprobs(policy, [batch], "ref_logprobs", 1, args)  # without adapters
-    adapter_trial.check(batch, when, args, world)
-    return {}
+    adapters.check_trial(batch, engines, args, world)
 
 
-def measure_gap(policy: Policy, groups: Sequence[Group], when: str, args: Args, world: World) -> dict[str, float]:
-    """The logprob gap on fresh rollouts that are not trained on. All ranks, with equally many rollouts."""
+def measure_gap(policy: Policy, groups: Sequence[Group], args: Args, world: World) -> Any:
+    """The logprob gap, a guards.Gap, on fresh rollouts that are not trained on. All ranks, with equally many
+    rollouts."""
+    from scripts.parts import guards
+
     members = utils.share(all_rollouts(groups), args)  # the ranks that work on the same packs
     packs = [[[r]] for rollouts in members for r in rollouts]
     batches = micro_batches(packs, "rows", args, world.device)
     fill_logprobs(policy, batches, "old_logprobs", len(batches), args)
-    gap = Gap()
+    gap = guards.Gap()
     for batch in batches:
-        note_gap(gap, batch)
-    return gap.check(args, world, when)
+        gap.add(batch)
+    return gap.reduce(args, world)
 
 
 @torch.no_grad()
@@ -1674,25 +1969,6 @@ def choose_common_packing(learner: Learner, prompt: Prompt, args: Args, world: W
     if learner.ref_policy is not None and args.ref_model_name_or_path:
         packings.append(choose_packing(learner.ref_policy, prompt, args.of_reference(), world))
     return packing.slower(packings)
-
-
-def load_groups(step: int, state: dict[str, Any], args: Args, world: World) -> list[Group]:
-    """This rank's groups of a step from --load_batches; moves the state's cursor."""
-    from scripts.parts import dumps
-
-    groups = dumps.read_groups(step, args)
-    state["cursor"] += len(groups)
-    return groups[stream_offset(args, world) :: world.size]
-
-
-def dumped_prompts(args: Args) -> list[Prompt]:
-    """The prompts of the first step of --load_batches. Raises UserError at the start if the dump of the last step is
-    missing: otherwise the run would end early, without a model."""
-    from scripts.parts import dumps
-
-    groups = dumps.read_groups(1, args)
-    dumps.read_groups(num_training_steps(args), args)
-    return [group[0].prompt for group in groups]
 
 
 # --- Turns: an environment answers the policy between its turns -------------------------------------------------------
@@ -1786,10 +2062,15 @@ def evaluation_args(args: Args) -> Args:
     return replace(args, temperature=temperature, response_length=length)
 
 
+def keep_samples(run: Run, rollouts: Sequence[Rollout]) -> None:
+    """Append the first EVALUATION_ROLLOUTS of an evaluation to samples.jsonl."""
+    step = run.state["step"]
+    rows = [utils.sample_row(r, step) for r in rollouts[:EVALUATION_ROLLOUTS]]
+    run.logger.append("samples", {"training_step": step, "evaluation": True, "rollouts": rows})
+
+
 def evaluate(run: Run) -> dict[str, float]:
     """Metrics `eval/...` over all evaluation prompts. All ranks of eval_world."""
-    from scripts.parts import dumps
-
     start = time.perf_counter()
     world = run.eval_world
     args = evaluation_args(run.args)
@@ -1799,7 +2080,8 @@ def evaluate(run: Run) -> dict[str, float]:
     sample_rollouts(run.engine, groups, args)
     rollouts = all_rollouts(groups)
     score_rollouts(rollouts, args)
-    dumps.keep_evaluation(run, rollouts)
+    if world.is_main:
+        keep_samples(run, rollouts)
 
     metrics = Metrics()
     utils.note_rollouts(rollouts, args, metrics)
@@ -1816,39 +2098,46 @@ def evaluate(run: Run) -> dict[str, float]:
 # --- Metrics and the log ----------------------------------------------------------------------------------------------
 
 
-def start_log(run: Run, gap_metrics: dict[str, float], roles: str = "") -> None:
-    """Open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine samples."""
-    from scripts.parts import machine, packing
+def start_log(run: Run, gap: Any, engines: int, roles: str = "") -> None:
+    """Judge the start, open the log, print what starts, with --eval_on_step_0 evaluate. All learners, while no engine
+    samples. Raises UserError where learner and engines differ."""
+    from scripts.parts import guards, packing, plan
 
     args = run.args
     state = run.state
     done = state["step"]
-    state |= machine.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
+    run.guards = guards.Guards(args, engines)
+    run.done = plain_state(run)
+    utils.STOP.save = functools.partial(save_before_end, run)
+    gap = gap or guards.Gap()  # of --load_batches
+    run.guards.judge_gap(gap, guards.BEFORE)
+    utils.agree(False, run.world)
+    because = utils.STOP.because
+    utils.need(not because, because)
+    state |= plan.device_speed(run.world.device, utils.DTYPES[args.model_dtype])
     state["clock"] = time.perf_counter()  # see step_metrics
     logger = utils.Logger(args, run.run_dir, num_training_steps(args), done, run.world)
     run.logger = logger
 
     if done:
         logger.say(f"resumed after step {done}")
-    gap = gap_metrics.get("debug/vllm_vs_local_logprob_diff_mean", math.nan)
+    mean_gap = gap.metrics.get("debug/vllm_vs_local_logprob_diff_mean", math.nan)
     ready = time.perf_counter() - run.start_time
     way = packing.told(run.packing, run.learner, args)
     logger.say(f"data     {len(run.train_prompts)} prompts, {len(run.eval_prompts)} for evaluation")
     logger.say(f"packing  {roles}{way}")
-    logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {gap:.1e}")
+    logger.say(f"start    ready after {ready:.0f} s; logprob gap before the first rollout mean {mean_gap:.1e}")
+    plan.go_by_clock(run)
 
     if args.eval_on_step_0 and done == 0 and run.engine is not None:
-        logger.log({"training_step": 0, "episode": 0} | gap_metrics | evaluate(run))
+        row: dict[str, Any] = {"training_step": 0, "episode": 0}
+        row |= gap.metrics
+        row |= evaluate(run)
+        logger.log(row)
 
 
 def step_metrics(run: Run, step: Step) -> dict[str, float]:
-    """The step's metrics over all ranks; adds the step to the sums in the run's state. All ranks.
-
-    state["seconds"] counts from one call to the next, and from start_log to the first call. It includes evaluation and
-    saving.
-    """
-    from scripts.parts import failures
-
+    """The step's metrics over all ranks. All ranks."""
     args = run.args
     world = run.world
     state = run.state
@@ -1858,8 +2147,8 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     if utils.leads(args, world):
         note_update(run.learner, step, args)
     reduced = step.metrics.reduce(world)
-    failures.check(reduced)
-    metrics = utils.finish_metrics(reduced, args) | step.gap_metrics | seconds
+    run.guards.judge_rewards(reduced, step.number)
+    metrics = utils.finish_metrics(reduced, args) | step.gap.metrics | seconds
 
     # sums over all ranks that only enter ratios
     trained = metrics.pop("trained")
@@ -1867,20 +2156,16 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     response_tokens = metrics.pop("response_tokens")
     learner_flops = metrics.pop("learner_flops")
 
-    now = time.perf_counter()
-    state["step"] = step.number
-    state["episode"] += args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    state["seconds"] += now - state["clock"]
-    state["clock"] = now
-
     metrics["training_step"] = step.number
-    metrics["episode"] = state["episode"]
+    rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    metrics["episode"] = state["episode"] + rollouts
     metrics["epoch"] = state["cursor"] / len(run.train_prompts)
     metrics["other/real_batch_size_ratio"] = trained / sampled
     metrics["optim/skipped_steps"] = float(trained == 0)
     metrics["val/num_total_tokens"] = state["tokens"]  # before this step
     metrics["val/num_learner_tokens"] = metrics["val/learner_tokens"] * world.size
     metrics["val/num_excluded_prompts"] = float(len(state["sampler"]["excluded"]))
+    now = time.perf_counter()
     metrics["time/from_scratch"] = now - run.start_time
 
     tokens = metrics["val/num_step_tokens"]
@@ -1889,11 +2174,24 @@ def step_metrics(run: Run, step: Step) -> dict[str, float]:
     possible_flops = seconds["time/training"] * world.size * state["flops_per_second"]
     metrics["learner_mfu"] = learner_flops / possible_flops
     metrics["learner_tokens_per_second_step"] = tokens / seconds["time/total"]
-    metrics["learner_tokens_per_second_overall"] = state["tokens"] / state["seconds"]
+    seconds_of_run = state["seconds"] + now - state["clock"]
+    metrics["learner_tokens_per_second_overall"] = state["tokens"] / seconds_of_run
     metrics["val/actor_tokens_per_second"] = tokens / longest_generation
     metrics["val/response_tokens_per_second"] = response_tokens / generation
-    state["tokens"] += tokens
     return metrics
+
+
+def advance(run: Run, step: Step, metrics: dict[str, float]) -> None:
+    """Add a step with these metrics to the run's state. state["seconds"] counts from one call to the next, and from
+    start_log to the first call. It includes evaluation and saving."""
+    state = run.state
+    now = time.perf_counter()
+    state["step"] = step.number
+    state["episode"] = metrics["episode"]
+    state["tokens"] += metrics["val/num_step_tokens"]
+    state["seconds"] += now - state["clock"]
+    state["clock"] = now
+    run.done = plain_state(run)
 
 
 def note_update(learner: Learner, step: Step, args: Args) -> None:
@@ -1920,22 +2218,6 @@ def note_update(learner: Learner, step: Step, args: Args) -> None:
     metrics.add_all("val/advantages", [np.mean(r.advantage) for r in rollouts])
 
 
-def handle_nonfinite(run: Run, step: Step, skipped: int) -> None:
-    """Dump the batches of a step that skipped updates. Raises RuntimeError at the third such step in a row."""
-    if not skipped:
-        run.state["nonfinite_in_a_row"] = 0
-        return
-
-    from scripts.parts import failures
-
-    run.state["nonfinite_in_a_row"] += 1
-    path = run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt"
-    failures.dump_batches(step.batches, path)
-    run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
-    if run.state["nonfinite_in_a_row"] == 3:
-        raise RuntimeError(f"non-finite gradients in 3 steps in a row; see {run.run_dir}/nonfinite_step_*.pt")
-
-
 def due(every: int, step: int, last: int = 0) -> bool:
     """Whether something that happens every `every` steps, and after step `last`, happens after `step`. It never does if
     `every` is 0 or less."""
@@ -1947,7 +2229,7 @@ def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> Non
     args = run.args
     policy = run.learner.policy
     if run.servers is not None:
-        run.servers.check()
+        utils.STOP.ask(run.servers.problem())
 
     if due(args.save_freq, step.number):
         path = run.run_dir / f"step_{step.number}"
@@ -1956,7 +2238,8 @@ def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> Non
         out["time/saving"] = step.timer.seconds["time/saving"]
     evaluates = due(args.local_eval_every, step.number, num_training_steps(args))
     if evaluates and run.eval_prompts and run.engine is not None:
-        out |= evaluate(run)
+        with utils.STOP.on_error(alone=run.eval_world.size == 1):
+            out |= evaluate(run)
 
     run.logger.log(out)
     if line:
@@ -1970,45 +2253,43 @@ def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> Non
 
 
 def save_state(run: Run, more_state: Callable[[], dict[str, Any]] = dict) -> str:
-    """Start to write a resumable checkpoint, with what `more_state` returns, where one is due or a signal asks the run
-    to stop. Returns the signal's name, or "". All ranks."""
-    learner = run.learner
+    """Start to write a resumable checkpoint, with what `more_state` returns, where one is due or the run has to stop.
+    Returns what stops it, see utils.agree, or "". All ranks."""
     step = run.state["step"]
-    stopping = utils.stop_asked(run.world)
-    if stopping or due(run.args.checkpoint_state_freq, step):
-        extra = {name: run.state[name] for name in start_state()}
-        extra["scheduler"] = learner.scheduler.state_dict()
-        extra |= more_state()
-        run.checkpoints.save(step, learner.modules(run.args), learner.optimizer, extra)
+    is_due = due(run.args.checkpoint_state_freq, step) or run.checkpoints.is_time()
+    stopping, is_due = utils.agree(is_due, run.world)
+    if step and (stopping or is_due):
+        learner = run.learner
+        state = plain_state(run) | more_state()
+        modules = learner.modules(run.args)
+        run.checkpoints.save(step, modules, learner.optimizer, state)
     if stopping:
         run.logger.say(f"{stopping}: stopped after step {step}; --resume goes on")
     return stopping
 
 
-def load_state(path: Path, learner: Learner, args: Args, world: World) -> dict[str, Any]:
-    """Load a checkpoint into the learner; returns the run's state. All ranks.
+def plain_state(run: Run) -> dict[str, Any]:
+    """What a checkpoint keeps beside weights and optimizer."""
+    state = {name: run.state[name] for name in start_state()}
+    return state | {"scheduler": run.learner.scheduler.state_dict()}
 
-    The learning-rate schedule goes on at the checkpoint's tick, with the flags of this start.
-    """
-    from scripts.parts import checkpoints
 
-    scheduler = learner.scheduler
-    state = checkpoints.load(path, learner.modules(args), learner.optimizer, world)
-    saved = state.pop("scheduler")
-
-    tick = saved["last_epoch"]
-    base_rates = scheduler.base_lrs
-    rates = []
-    for base_rate, schedule in zip(base_rates, scheduler.lr_lambdas, strict=True):
-        rates.append(base_rate * schedule(tick))
-    scheduler.load_state_dict(saved | {"base_lrs": base_rates, "_last_lr": rates})
-    for group, rate in zip(learner.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    return state
+def save_before_end(run: Run) -> None:
+    """After an error of a single learner: write a checkpoint of the last step that is done, unless an update has begun
+    since. Several learners have their last checkpoint: the others are in the middle of a collective."""
+    learner = run.learner
+    step = run.done["step"]
+    is_whole = learner.scheduler.last_epoch == run.done["scheduler"]["last_epoch"]
+    if run.world.size == 1 and step and is_whole:
+        modules = learner.modules(run.args)
+        run.checkpoints.save(step, modules, learner.optimizer, run.done)
+        run.checkpoints.wait()
+        run.logger.say(f"an error: stopped after step {step}; --resume goes on")
 
 
 def finish(run: Run) -> Path:
-    """Save the model if all steps are done, and end what the run has started. Returns its directory. All ranks."""
+    """Save the model if all steps are done, and end what the run has started. Returns its directory. All ranks. Raises
+    UserError, on the first rank, for the guard that ended the run."""
     args = run.args
     run_dir = run.run_dir
     run.checkpoints.wait()
@@ -2032,6 +2313,8 @@ def finish(run: Run) -> Path:
         run.engine.close()
     if dist.is_initialized():  # an engine that shares the process group closes it
         dist.destroy_process_group()
+    if run.world.is_main:
+        utils.STOP.give_cause(run_dir)
     if args.push_to_hub and run.world.is_main and finished:  # the other ranks do not wait for the upload
         from scripts.parts import push_to_hub
 
@@ -2040,9 +2323,4 @@ def finish(run: Run) -> Path:
 
 
 if __name__ == "__main__":
-    utils.STOP.listen()
-    try:
-        main(utils.parse_args(Args))
-    except utils.UserError as error:
-        raise SystemExit(f"grpo.py: {error}") from None
-    utils.exit_process()
+    utils.run_script(main, Args)

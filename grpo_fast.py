@@ -31,6 +31,7 @@ engines carries the weights. Everything else goes over local sockets, whose addr
 that no flag contains a port number.
 """
 
+import contextlib
 import functools
 import gc
 import math
@@ -45,7 +46,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,12 +57,11 @@ import torch.distributed as dist
 
 import grpo
 from grpo import Args, Pack
-from utils import Generation, Group, Prompt, Request, Rollout, World
+from utils import TIMEOUT, Generation, Group, Prompt, Request, Rollout, World
 
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
 NEWS_EVERY = 8  # decoding steps between looks for a message, which cost an engine of several ranks a millisecond
-TIMEOUT = timedelta(days=1)  # for another rank: the watchdog ends stalls, and the launcher handles deaths
-SHOW_ENGINES_EVERY = 10  # steps
+SIGN_EVERY_S = 10.0  # of life, from an engine whose responses are long
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -107,15 +106,14 @@ def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> 
     one node."""
     from scripts.parts import checks
 
-    checks.check_asynchronous(args)
-    checks.check_processes(args, world_size, ranks_per_node)
+    checks.check_fast(args, world_size, ranks_per_node)
 
 
 def launch(args: Args) -> None:
     """Start all ranks on this machine. Each runs this script, with open-instruct's flags already translated. Ranks that
     compute at the same time share the threads that grpo.py would have; those that take turns have as many each."""
+    from scripts.parts import checks
     from scripts.parts import launch as launcher
-    from scripts.parts import translate
 
     ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
     threads = torch.get_num_threads()  # bits depend on it
@@ -123,7 +121,7 @@ def launch(args: Args) -> None:
         threads = max(1, threads // ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     names = [roles_of(args, rank, ranks).name for rank in range(ranks)]
-    flags = translate.translate(sys.argv[1:], translate.names_of(Args)).line
+    flags = checks.translate(sys.argv[1:], checks.names_of(Args)).line
     launcher.launch(names, [__file__, *flags])
 
 
@@ -139,7 +137,7 @@ def join(store: dist.Store, name: str, index: int, size: int) -> World:
     """Join the world of this process: that of all learners, or that of one engine's ranks."""
     local_rank = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
     os.environ |= {"RANK": str(index), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}  # vLLM reads them too
-    return utils.init_distributed(dist.PrefixStore(name, store), TIMEOUT)
+    return utils.init_distributed(dist.PrefixStore(name, store))
 
 
 def weights_group(store: dist.Store, roles: Roles, args: Args) -> tuple[Any, torch.device | None]:
@@ -175,7 +173,7 @@ def fixed_order(args: Args) -> FixedOrder:
     """The order that the flags ask for."""
     requests = args.deterministic or args.async_steps == 0
     turns = args.deterministic and args.has_turns
-    messages = turns or (requests and args.rollout_backend == "transformers")
+    messages = turns or (requests and (not args.has_turns or args.rollout_backend == "transformers"))
     return FixedOrder(requests, messages, turns)
 
 
@@ -254,7 +252,7 @@ def start_watchdog(args: Args, roles: Roles, meeting: Any) -> Any:
     """A thread that ends this process when nothing moves any more: see scripts/parts/liveness.py."""
     from scripts.parts import liveness
 
-    return liveness.Watchdog(meeting, roles.name, args.stall_timeout_s)
+    return liveness.Watchdog(meeting, roles.name, liveness.limit_s(args))
 
 
 def run_engine(args: Args, roles: Roles, meeting: Any) -> None:
@@ -277,7 +275,10 @@ def run_engine(args: Args, roles: Roles, meeting: Any) -> None:
     inbox = Inbox(connection, args.inflight_updates, fixed_order(args).messages)
     receive = functools.partial(receive_weights, group, utils.DTYPES[args.model_dtype], device or world.device)
     utils.STOP.during = "what the learners ask for"
-    EngineLoop(engine, world, inbox, receive).run()
+    try:
+        EngineLoop(engine, world, inbox, receive).run()
+    except (EOFError, OSError):  # learner 0 says why
+        raise utils.UserError("learner 0 has ended") from None
 
 
 @dataclass
@@ -289,9 +290,14 @@ class EngineLoop:
     inbox: "Inbox"
     receive: Callable[[Manifest, Clock, "Inbox"], Iterator]  # see receive_weights
     clock: Clock = field(default_factory=Clock)
+    told: float = 0.0  # when learner 0 got the last sign of life
 
     def run(self) -> None:
         """Do what learner 0 asks for, until it sends stop. Raises EOFError if learner 0 is gone."""
+        from scripts.parts import guards
+
+        self.asker = guards.Asker(self.engine, lambda kind, content: self.inbox.send(kind, content, self.clock))
+        self.engine.on_token = self.tell
         while True:
             start = time.perf_counter()
             message = self.next_message()
@@ -331,16 +337,26 @@ class EngineLoop:
         finished = self.engine.step()
         self.clock.busy += time.perf_counter() - start
         self.clock.steps += 1
+        finished = self.asker.take(finished)
         self.clock.tokens += sum(len(generation.token_ids) for _, generation in finished)
-        if finished:
+        self.tell(finished)
+
+    def tell(self, finished: Sequence[tuple[str, Generation]] = ()) -> None:
+        """Send learner 0 what has finished, and a sign of life where nothing has for a while."""
+        if finished or time.monotonic() - self.told > SIGN_EVERY_S:
             self.inbox.send("done", finished, self.clock)
+            self.told = time.monotonic()
 
     def load_weights(self, version: int, manifest: Manifest) -> None:
-        """Take part in a broadcast of weights."""
+        """Take part in a broadcast of weights, and ask the engine whether they arrived."""
         start = time.perf_counter()
         self.engine.load_weights(self.receive(manifest, self.clock, self.inbox), version)
         self.clock.pause += time.perf_counter() - start
         self.inbox.send("loaded", version, self.clock)
+        is_idle = not self.engine.busy
+        self.asker.ask()
+        while is_idle and self.engine.busy:  # before other requests come: bits depend on the batch
+            self.decode()
 
 
 class Inbox:
@@ -414,10 +430,13 @@ class Engines(utils.Sampler):
         eos_ids: list[int],
         args: Args,
     ):
+        from scripts.parts import guards
+
         self.connections = connections
         self.locks = [threading.Lock() for _ in connections]  # one thread at a time sends to an engine
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.echo = guards.Echo(args)
         self.watchdog = watchdog
         watchdog.outstanding = self.outstanding
         self.wakes_for_each = args.deterministic  # each end wakes the waiting: a checkpoint may wait for any rollout
@@ -461,6 +480,8 @@ class Engines(utils.Sampler):
                     self.ready += 1
                     if self.ready == len(self.connections):
                         self.changed.notify_all()
+                elif kind == "echo":
+                    self.echo.judge(index, *content)
                 else:
                     self.loaded[content] = self.loaded.get(content, 0) + 1
                     if self.loaded[content] == len(self.connections):
@@ -473,6 +494,7 @@ class Engines(utils.Sampler):
 
     def _ended(self, name: str, index: int, ended: Generation | Future) -> None:
         """A response of engine `index` has ended, or the future of a next request has its result."""
+        self.watchdog.beat()
         try:
             answer = ended.result() if isinstance(ended, Future) else self.on_end[name](ended)
             if isinstance(answer, Future):
@@ -520,8 +542,7 @@ class Engines(utils.Sampler):
             if self.rounds is not None:
                 self.rounds.start([named.name for named in requests])
         if ready:
-            with self.locks[index]:
-                self.connections[index].send(("generate", ready))
+            self.tell(index, ("generate", ready))
         for named in requests:
             if isinstance(named.request, Future):
                 named.request.add_done_callback(functools.partial(self._ended, named.name, index))
@@ -533,11 +554,11 @@ class Engines(utils.Sampler):
         return spent(before, self.reported)
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Block until condition() is true. Raises RuntimeError when an engine is gone."""
+        """Block until condition() is true. Raises UserError when an engine is gone."""
         with self.changed:
             while not condition():
                 if self.dead:
-                    raise RuntimeError(f"{self.dead} while waiting for {what}")
+                    raise utils.UserError(f"{self.dead} while waiting for {what}")
                 self.changed.wait(timeout=1.0)
 
     def take(self, names: Sequence[str]) -> float:
@@ -561,17 +582,23 @@ class Engines(utils.Sampler):
 
     def tell_all(self, message: tuple) -> None:
         """Send a message to every engine."""
-        for lock, connection in zip(self.locks, self.connections, strict=True):
-            with lock:
-                connection.send(message)
+        for index in range(len(self.connections)):
+            self.tell(index, message)
+
+    def tell(self, index: int, message: tuple) -> None:
+        """Send a message to an engine. If that is gone, those who wait for it get to know."""
+        with self.locks[index], contextlib.suppress(OSError):
+            self.connections[index].send(message)
 
     def wait_loaded(self, version: int) -> None:
         """Block until every engine computes with `version`."""
         self.wait_for(lambda: self.loaded.get(version) == len(self.connections), f"version {version} in the engines")
 
     def stop(self, version: int) -> None:
-        """See utils.Sampler.stop. Engines that have `version` are not busy with a broadcast."""
-        self.wait_loaded(version)
+        """See utils.Sampler.stop. Engines that have `version` are not busy with a broadcast. A dead one costs nothing
+        any more."""
+        with contextlib.suppress(utils.UserError):
+            self.wait_loaded(version)
         self.tell_all(("stop",))
 
     def close(self) -> None:
@@ -612,6 +639,7 @@ class Collector:
         self.steps = range(state["step"], grpo.num_training_steps(args))
         self.number = state["step"] + 1  # of the step that is being collected
         self.version = state["step"] - 1  # of the weights that the engines have
+        self.reported = state["step"]  # the last step that asks the engines no more
         self.first = state["cursor"]  # position of this start of the run
         self.admitted = self.first  # the next position to admit
         self.consumed = self.first  # the next position to collect
@@ -634,10 +662,19 @@ class Collector:
 
     def engines_have(self, cursor: int) -> None:
         """The engines have the weights that were made when `cursor` prompts had been consumed. Admit every prompt that
-        these weights allow, as the sampler of that time says: how far a later one is depends on timing."""
+        these weights allow, as the sampler of that time says: how far a later one is depends on timing. In a fixed
+        order an evaluation of these weights comes first, because bits depend on what vLLM keeps of earlier prompts."""
         self.version += 1
+        if self.fixed:
+            self.engines.wait_for(lambda: self.reported >= self.version, "the evaluation")
         limit = cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1)
         self.admit(limit, self.samplers.pop(cursor, self.sampler))
+
+    def asks_no_more(self, number: int) -> None:
+        """Learner 0 asks the engines no more in this step."""
+        with self.engines.changed:
+            self.reported = number
+            self.engines.changed.notify_all()
 
     def admit(self, limit: int, sampler: dict[str, Any]) -> None:
         """Start all groups at stream positions below `limit` that have not been started."""
@@ -791,8 +828,14 @@ class Collector:
 
         Turns that are still being made are left out: they will be sampled, or answered, again. With --deterministic the
         rollouts of weights older than the checkpoint's are waited for, and those of the checkpoint's own weights are
-        not kept: they are sampled again in the same batches, because the batch affects the bits.
+        not kept: they are sampled again in the same batches, because the batch affects the bits. Where an engine is
+        gone, all are sampled again.
         """
+        trained = self.counts["trained"]
+        filtered = self.counts["filtered"]
+        state = {"counts": {"trained": trained, "filtered": filtered, "started": trained + filtered}, "rollouts": {}}
+        if self.engines.dead:
+            return state
         wanted = self.args.num_unique_prompts_rollout
         last = self.first + len(self.steps) * wanted
         of_older_weights = range(cursor, min(cursor + wanted * self.args.async_steps, last))
@@ -803,19 +846,14 @@ class Collector:
 
         with self.engines.changed:
             in_flight = dict(self.in_flight)
-        rollouts = {}
         for position, group in in_flight.items():
             if position in of_older_weights or (position >= cursor and not self.fixed):
                 kept = {r.sample: r.so_far() for r in group}
-                rollouts[position] = (group[0].prompt.index, kept)
-
-        trained = self.counts["trained"]
-        filtered = self.counts["filtered"]
-        counts = {"trained": trained, "filtered": filtered, "started": trained + filtered}
-        return {"rollouts": rollouts, "counts": counts}
+                state["rollouts"][position] = (group[0].prompt.index, kept)
+        return state
 
     def account(self, data: StepData) -> dict[str, float]:
-        """Count the groups after a step. Raises RuntimeError unless started = trained + filtered + in flight."""
+        """Count the groups after a step. The run ends unless started = trained + filtered + in flight."""
         trained = {r.position for shares in data.shares for r in rollouts_of(shares)}
         for group in data.sampled:
             position = group[0].position
@@ -826,7 +864,7 @@ class Collector:
             counts = self.counts | {"in_flight": len(self.in_flight)}
         accounted = counts["trained"] + counts["filtered"] + counts["in_flight"]
         if counts["started"] != accounted:
-            raise RuntimeError(f"groups got lost: {counts}")
+            utils.STOP.ask(f"groups got lost, a defect of grpo_fast.py: {counts}")
         return {f"batch/groups_{name}": float(number) for name, number in counts.items()}
 
 
@@ -874,27 +912,25 @@ class Sender:
             try:
                 num_bytes = self._send(manifest, version)
                 self.engines.wait_loaded(version)
-            except (RuntimeError, OSError) as error:
+                sync_clocks = spent(clocks, list(self.engines.clocks))
+                wire = max(clock.wire for clock in sync_clocks)
+                self.metrics = {
+                    "time/weight_sync": time.perf_counter() - start,
+                    "time/weight_sync_wire": wire,
+                    "time/weight_sync_load": max(clock.pause - clock.wire for clock in sync_clocks),
+                    "time/weight_sync_pause": max(clock.pause for clock in sync_clocks),
+                    "val/weight_sync_bytes": float(num_bytes),
+                    "val/weight_sync_gb_per_second": num_bytes / wire / 1e9,
+                    "val/weight_sync_version": float(version),
+                }
+                if self.collector is not None:
+                    self.collector.engines_have(cursor)
+            except (RuntimeError, OSError, utils.UserError) as error:
                 with self.engines.changed:
                     self.engines.dead = self.engines.dead or f"weight broadcast failed ({error})"
                     self.engines.changed.notify_all()
                 while True:  # the learner must not wait for room in the queue
                     self.queue.get()
-
-            seconds = time.perf_counter() - start
-            sync_clocks = spent(clocks, list(self.engines.clocks))
-            wire = max(clock.wire for clock in sync_clocks)
-            self.metrics = {
-                "time/weight_sync": seconds,
-                "time/weight_sync_wire": wire,
-                "time/weight_sync_load": max(clock.pause - clock.wire for clock in sync_clocks),
-                "time/weight_sync_pause": max(clock.pause for clock in sync_clocks),
-                "val/weight_sync_bytes": float(num_bytes),
-                "val/weight_sync_gb_per_second": num_bytes / wire / 1e9,
-                "val/weight_sync_version": float(version),
-            }
-            if self.collector is not None:
-                self.collector.engines_have(cursor)
 
     def _send(self, manifest: Manifest, version: int) -> int:
         """Broadcast the buckets of a version as they come; returns their bytes."""
@@ -952,11 +988,10 @@ def send_weights(
     """Gather the weights bucket by bucket. Learner 0 hands each bucket to the sender, which broadcasts it while the
     next one is gathered. Waits only for a broadcast of earlier weights. All learners."""
     if sender is not None:
-        if sender.engines.dead:
-            raise RuntimeError(f"{sender.engines.dead} while weights were sent")
         sender.queue.put((manifest, version, cursor))
     for values in gather_weights(policy, manifest, dtype):
         if sender is not None:
+            sender.engines.echo.note(version, values)
             gathered = torch.cuda.current_stream().record_event() if values.is_cuda else None
             sender.queue.put(Bucket(values, gathered))
 
@@ -979,6 +1014,8 @@ def start_sender(run: grpo.Run, roles: Roles, meeting: Any) -> Sender:
 
 def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
     """The training loop of every learner; learner 0 also owns collector, sender and all files."""
+    from scripts.parts import engine_report
+
     world = join(meeting.store, "learners", roles.index, roles.learners)
     if not world.is_main:
         start_watchdog(args, roles, meeting)
@@ -990,56 +1027,66 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
     manifest = plan_weights(policy, dtype)
     sender = start_sender(run, roles, meeting) if world.is_main else None
 
-    gap_metrics: dict[str, float] = {}
-    for version, when, check in grpo.starts(policy, args, state["step"]):
+    gap = None
+    for version, check in grpo.starts(policy, args, state["step"], roles.engines):
         send_weights(policy, manifest, sender, dtype, version, state["cursor"])
-        gap_metrics = check_engines(run, version, when, check)
+        gap = check_engines(run, version, check)
     processes = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
-    grpo.start_log(run, gap_metrics, processes)
+    grpo.start_log(run, gap, roles.engines, processes)
+    meeting.begin()
     collector = make_collector(run, sender) if sender is not None else None
+    more_state: Callable[[], dict[str, Any]] = dict
+    if collector is not None:
+        more_state = lambda: collector.checkpoint(state["cursor"])  # noqa: E731
 
-    # The gap on rollouts of older weights says nothing about the engine: check_engines then compares fresh ones
-    update_args = replace(args, max_logprob_gap=0.0) if args.async_steps else args
     first_step = state["step"] + 1
     last_step = grpo.num_training_steps(args)
     collect_garbage_by_hand()
     for number in utils.STOP.steps(range(first_step, last_step + 1)):
         step = grpo.Step(number)
+        data = StepData()
         with step.timer("trainer_waiting_for_data"):
-            data = collector.next() if collector is not None else StepData()
+            if collector is not None:
+                with utils.STOP.on_error():
+                    data = collector.next()
             part = scatter(data, args, world)
-            step.groups = data.groups
-            step.sampled = data.sampled
-            step.seconds = data.seconds
-            step.packs = part.packs
-            state["cursor"] = part.cursor
-            state["sampler"] = part.sampler
+        if part.over:
+            grpo.save_state(run, more_state)
+            break
+        step.groups = data.groups
+        step.sampled = data.sampled
+        step.seconds = data.seconds
+        step.packs = part.packs
+        state["cursor"] = part.cursor
+        state["sampler"] = part.sampler
         if utils.leads(args, world):
             note_staleness(step.packs, number, args, step.metrics)
         with step.timer("training"):
-            grpo.train(run, step, part.probe, update_args)
+            grpo.train(run, step, part.probe, args)
+            if args.async_steps == 0:  # the gap on rollouts of older weights says nothing about the engine
+                run.guards.judge_gap(step.gap, f"in step {number}")
         with step.timer("gather"):
             send_weights(policy, manifest, sender, dtype, number, state["cursor"])
 
         # everything below reports or saves
         out = grpo.step_metrics(run, step)
+        grpo.advance(run, step, out)
         lines = ""
         if collector is not None and sender is not None:
             engines = collector.engines
             engines.watchdog.beat()
             out |= collector.account(data) | sender.metrics
-            out |= engine_metrics(engines.spent(), policy, out, state)
-            if shows_engines(out, number, args):
-                lines = engine_lines(out)
+            out |= engine_report.metrics(engines.spent(), policy, out, state)
+            lines = engine_report.lines(out, number, args)
         evaluates = grpo.due(args.local_eval_every, number, last_step)
         if args.async_steps and (evaluates or number == first_step):
-            check_engines(run, number, f"after the weights of step {number}")
+            run.guards.judge_gap(check_engines(run, number), f"after the weights of step {number}")
         elif sender is not None and evaluates:
-            sender.engines.wait_loaded(number)
+            with utils.STOP.on_error():
+                sender.engines.wait_loaded(number)
         grpo.end_step(run, step, out, lines)
-        more_state: Callable[[], dict[str, Any]] = dict
         if collector is not None:
-            more_state = functools.partial(collector.checkpoint, state["cursor"])
+            collector.asks_no_more(number)
         if grpo.save_state(run, more_state):
             break
         gc.collect()
@@ -1062,20 +1109,19 @@ def make_collector(run: grpo.Run, sender: Sender) -> Collector:
     return collector
 
 
-def check_engines(
-    run: grpo.Run, version: int, when: str, check: Callable[..., dict[str, float]] = grpo.measure_gap
-) -> dict[str, float]:
-    """The logprob gap, or another check, of a short response of each engine to the learners' present weights,
-    `version`. All learners."""
-    probe: list[Group] = []
+def check_engines(run: grpo.Run, version: int, check: Callable[..., Any] = grpo.measure_gap) -> Any:
+    """The logprob gap, or another check, of short responses of each engine to the learners' present weights, `version`.
+    All learners."""
+    from scripts.parts import guards
+
+    box: list[list[Group]] = [[]]
     if isinstance(run.engine, Engines):
-        run.engine.wait_loaded(version)
-        short = replace(run.args, response_length=min(run.args.response_length, 32))
-        prompt = run.train_prompts[0]
-        probe = grpo.sample_probes(run.engine, 0, prompt, run.args.vllm_num_engines, short)
-    box = [probe]
+        engines = run.args.vllm_num_engines
+        with utils.STOP.on_error():
+            run.engine.wait_loaded(version)
+            box = [grpo.sample_probes(run.engine, run, 0, guards.GAP_PROMPTS * engines, 1)]
     dist.broadcast_object_list(box)
-    return check(run.learner.policy, box[0], when, run.args, run.world)
+    return check(run.learner.policy, box[0], run.args, run.world)
 
 
 class Header(NamedTuple):
@@ -1085,6 +1131,7 @@ class Header(NamedTuple):
     probe: list[Group]
     cursor: int
     sampler: dict[str, Any]
+    over: bool  # there is no data: the run has to end
 
 
 class LearnerData(NamedTuple):
@@ -1094,6 +1141,7 @@ class LearnerData(NamedTuple):
     probe: list[Group]  # to measure the logprob gap on
     cursor: int
     sampler: dict[str, Any]
+    over: bool
 
 
 def scatter(data: StepData, args: Args, world: World) -> LearnerData:
@@ -1105,7 +1153,7 @@ def scatter(data: StepData, args: Args, world: World) -> LearnerData:
         probe = data.sampled[: args.per_device_train_batch_size]
         for rank, share in enumerate(share_of):
             sizes = [[len(pack) for pack in shares[share]] for shares in data.pickled]
-            headers[rank] = Header(sizes, probe, data.cursor, data.sampler)
+            headers[rank] = Header(sizes, probe, data.cursor, data.sampler, not data.sampled)
     box: list[Any] = [None]
     dist.scatter_object_list(box, headers)
     header: Header = box[0]
@@ -1123,7 +1171,7 @@ def scatter(data: StepData, args: Args, world: World) -> LearnerData:
     for transfer in transfers:
         transfer.wait()
     packs = [[pickle.loads(pack.numpy()) for pack in packs] for packs in pickled]
-    return LearnerData(packs, header.probe, header.cursor, header.sampler)
+    return LearnerData(packs, header.probe, header.cursor, header.sampler, header.over)
 
 
 def to_bytes(pack: Pack) -> torch.Tensor:
@@ -1149,8 +1197,8 @@ def collect_garbage_by_hand() -> None:
 
 
 def note_staleness(packs: Sequence[Sequence[Pack]], step: int, args: Args, metrics: utils.Metrics) -> None:
-    """Count how many updates old the weights behind the trained tokens are. Raises RuntimeError for a token that is
-    more than async_steps updates old: a defect of this script, and never a matter of timing."""
+    """Count how many updates old the weights behind the trained tokens are. The run ends for a token that is more than
+    async_steps updates old: a defect of this script, and never a matter of timing."""
     for mini_batch in packs:
         for pack in mini_batch:
             versions = np.concatenate([r.versions[r.mask] for r in rollouts_of([[pack]])])
@@ -1159,69 +1207,9 @@ def note_staleness(packs: Sequence[Sequence[Pack]], step: int, args: Args, metri
                 continue
             ages = step - 1 - versions
             if ages.max() > args.async_steps:
-                raise RuntimeError(f"step {step} has tokens {ages.max()} updates old; async_steps {args.async_steps}")
+                utils.STOP.ask(f"step {step} has tokens {ages.max()} updates old; async_steps {args.async_steps}")
             metrics.add("val/num_steps_off_policy", float(ages.sum()), len(versions))
             metrics.add_all("val/model_step", versions)
-
-
-def engine_metrics(
-    spent: Sequence[Clock], policy: grpo.Policy, out: dict[str, float], state: dict[str, Any]
-) -> dict[str, float]:
-    """What the engines did during a step, and how long each side waited for the other."""
-    mean = Clock(*np.mean([astuple(clock) for clock in spent], axis=0).tolist())
-    busy = max(mean.busy, 1e-9)
-    seconds = out["time/total"]
-    bytes_per_second = state["bytes_per_second"]
-    weights_bytes = (policy.matrices + policy.head) * state["itemsize"]
-    bytes_read = weights_bytes * mean.steps  # each decoding step reads the weights
-
-    metrics = {"time/generation": mean.busy}
-    metrics["time/generation_waiting_for_trainer"] = mean.idle
-    metrics["time/weight_sync_floor"] = out.get("val/weight_sync_bytes", 0.0) / bytes_per_second
-    metrics["val/engine_pause_seconds"] = mean.pause
-    metrics["val/engine_idle_share"] = min(mean.idle / seconds, 1.0)  # engines report when a response ends
-    metrics["val/learner_idle_share"] = out["time/trainer_waiting_for_data"] / seconds
-    metrics["val/engine_bandwidth_share"] = bytes_read / busy / bytes_per_second
-    metrics["val/engine_tokens_per_second"] = mean.tokens / busy
-    return metrics
-
-
-def shows_engines(out: dict[str, float], step: int, args: Args) -> bool:
-    """Whether a step prints engine_lines: with --show_engines each does, else every tenth, and those that waste time.
-
-    A step wastes time if the learners or the engines waited for the other side for more than half of it, or if the
-    engines stood still for more than a tenth of it while they took weights. With --async_steps 0 both sides take turns,
-    so only the weights count. A wrong account and a dead engine need no line: they end the run.
-    """
-    if args.show_engines or grpo.due(SHOW_ENGINES_EVERY, step):
-        return True
-    idle = max(out["val/learner_idle_share"], out["val/engine_idle_share"])
-    pause_share = out.get("time/weight_sync_pause", 0.0) / out["time/total"]
-    return (args.async_steps > 0 and idle > 0.5) or pause_share > 0.1
-
-
-def engine_lines(out: dict[str, float]) -> str:
-    """The step's account, bottleneck and weight sync, in lines of at most 120 columns."""
-    learner = out["val/learner_idle_share"]
-    engine = out["val/engine_idle_share"]
-    bottleneck = "none, both sides are busy"
-    if learner > max(engine, 0.05):
-        bottleneck = "generation"
-    elif engine > 0.05:
-        bottleneck = "training"
-    lines = [
-        f"groups: {out['batch/groups_started']:.0f} started = {out['batch/groups_trained']:.0f} trained + "
-        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_in_flight']:.0f} in flight",
-        f"idle: learner {learner:.0%}, engines {engine:.0%}; bottleneck: {bottleneck}",
-    ]
-    if "time/weight_sync" in out:
-        lines.append(
-            f"weights v{out['val/weight_sync_version']:.0f}: {out['val/weight_sync_bytes'] / 1e6:.0f} MB, wire "
-            f"{out['time/weight_sync_wire']:.2f} s, load {out['time/weight_sync_load']:.2f} s, pause "
-            f"{out['time/weight_sync_pause']:.2f} s, {out['val/weight_sync_gb_per_second']:.1f} GB/s (a copy: "
-            f"{out['time/weight_sync_floor']:.2f} s)"
-        )
-    return "\n".join(f"          {line}" for line in lines)
 
 
 def print_plan(args: Args) -> None:
@@ -1239,14 +1227,15 @@ def print_plan(args: Args) -> None:
 
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
+    from scripts.parts import launch as launcher
     from scripts.parts import liveness
-    from scripts.parts import meeting as rendezvous
 
     args = args.beside_engine(args.single_gpu_mode)
     world_size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args.check(1, fast=True)
     check_fast_args(args, world_size, ranks_per_node)
+    grpo.configure_rewards(args)
     if args.dry_run or world_size is None:
         print_plan(args)
     if args.dry_run:
@@ -1257,16 +1246,17 @@ def main(args: Args) -> None:
     liveness.die_with_parent()
     pin_cores(args)
     roles = roles_of(args, int(os.environ["RANK"]), ranks_per_node)
-    meeting = rendezvous.Meeting(TIMEOUT)
+    meeting = launcher.Meeting(TIMEOUT)
     if meeting.restarted:
         args = utils.after_restart(args)
     if os.environ["RANK"] == "0":
-        from scripts.parts import machine
+        from scripts.parts import plan
 
-        dtype, why = machine.choose_dtype(args)
+        dtype, why = plan.choose_dtype(args)
         print(f"dtype    {dtype}: {why}")
         meeting.store.set("dtype", dtype)
     args = replace(args, model_dtype=meeting.store.get("dtype").decode())
+    utils.STOP.tell = meeting.keep_last_words
     if roles.is_learner:
         run_learner(args, roles, meeting)
     else:
@@ -1274,9 +1264,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    utils.STOP.listen()
-    try:
-        main(utils.parse_args(Args))
-    except utils.UserError as error:
-        raise SystemExit(f"grpo_fast.py: {error}") from None
-    utils.exit_process()
+    utils.run_script(main, Args)

@@ -15,8 +15,7 @@ A verifier is two functions and a row of the table VERIFIERS:
 verify_x runs in the trainer, so its time must be linear in the length of the text. Scoring that may hang, crash or
 exhaust memory runs in a worker process: verify_x then returns Job("x.work_x", arguments), which calls the function
 work_x of scripts/parts/x.py there. Scoring that waits for a server or a sandbox returns a function, which is called in
-a thread. A verifier that few runs need is such a part as a whole, imported by the functions in its row: see
-verify_code.
+a thread. A verifier that few runs need is such a part as a whole: its row names the two functions, see part_verifier.
 
 A reward file needs no change here. Every function in a --reward_file with these two parameters is a verifier. It may
 take columns of the row as well, by their names, and TRL's and verl's functions work as they are:
@@ -37,6 +36,7 @@ import atexit
 import collections
 import contextlib
 import difflib
+import importlib
 import json
 import math
 import os
@@ -231,17 +231,19 @@ def finish(name: str, extracted: str | None, call: Callable[[], Scored]) -> Rewa
     return RewardResult(scored.score, scored.status, extracted, seconds, scored.details)
 
 
-WARNED: dict[tuple[str, str], str] = {}  # (verifier, status) -> what the first one said
+WARNED: dict[tuple[str, str], str] = {}  # (verifier, status) -> what the last one said
 
 
 def warn_once(verifier: str, status: str, problem: str) -> None:
-    from scripts.parts import hidden
-
     if (verifier, status) not in WARNED:
-        WARNED[verifier, status] = problem
-        warnings.warn(
-            hidden.printable(f"verifier {verifier}: {status} (others are not shown): {problem}"), stacklevel=3
-        )
+        warnings.warn(printable(f"verifier {verifier}: {status} (others are not shown): {problem}"), stacklevel=3)
+    WARNED[verifier, status] = problem
+
+
+def printable(text: str) -> str:
+    """A text for the terminal: files of others and replies of servers may hold what clears the screen, writes to the
+    clipboard or turns the order of letters, which is shown as in Python's source."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 
 def score(records: Sequence[RewardRecord], timeout_s: float = 10.0) -> list[RewardResult]:
@@ -917,82 +919,16 @@ def verify_passthrough(record: RewardRecord) -> Verdict:
 # --- Verifiers in scripts/parts/. Each part is imported when a row of the data names its verifier ---------------------
 
 
-def check_code(record: RewardRecord, stdio: bool) -> None:
-    from scripts.parts import run_code
-
-    run_code.check(record, stdio)
-
-
-def verify_code(record: RewardRecord, stdio: bool) -> Verdict:
-    """code and code_stdio: the share of the label's tests that the program in the response passes, in a sandbox."""
-    from scripts.parts import run_code
-
-    return run_code.verify(record, stdio)
+def in_part(record: RewardRecord, work: str, **options: Any) -> Any:
+    """Calls a function of a part, named as in Job, with the record and the options."""
+    part, name = work.split(".")
+    function = getattr(importlib.import_module(f"scripts.parts.{part}"), name)
+    return function(record, **options)
 
 
-def check_reasoning_gym(record: RewardRecord) -> None:
-    from scripts.parts import gym
-
-    gym.check(record)
-
-
-def verify_reasoning_gym(record: RewardRecord) -> Verdict:
-    """The score that the library reasoning_gym gives for one of its tasks."""
-    from scripts.parts import gym
-
-    return gym.verify(record)
-
-
-def check_ifeval(record: RewardRecord) -> None:
-    from scripts.parts import ifeval
-
-    ifeval.check(record)
-
-
-def verify_ifeval(record: RewardRecord, mean: bool) -> Verdict:
-    """Whether the response follows all constraints of the label; with mean, the share of them that it follows."""
-    from scripts.parts import ifeval
-
-    return ifeval.verify(record, mean)
-
-
-def check_by_judge(record: RewardRecord, question: str) -> None:
-    from scripts.parts import judges
-
-    judges.check(record, question)
-
-
-def verify_by_judge(record: RewardRecord, question: str) -> Verdict:
-    """The score that a language model gives the response when asked this question of scripts/prompts/judge.toml."""
-    from scripts.parts import judges
-
-    return judges.verify(record, question)
-
-
-def check_rubric(record: RewardRecord) -> None:
-    from scripts.parts import judges
-
-    judges.rubric_label(record.ground_truth)
-
-
-def verify_rubric(record: RewardRecord) -> Verdict:
-    """The weighted mean of a judge's scores for the criteria of the label."""
-    from scripts.parts import judges
-
-    return judges.verify_rubric(record)
-
-
-def check_solver(record: RewardRecord) -> None:
-    from scripts.parts import solver
-
-    solver.solver_label(record.ground_truth, record.prompt)
-
-
-def verify_solver(record: RewardRecord) -> Verdict:
-    """How often a frozen model solves the label's question with the response as a guideline."""
-    from scripts.parts import solver
-
-    return solver.verify(record)
+def part_verifier(verify: str, check: str, needs: str = "", **options: Any) -> Verifier:
+    """The row of a verifier whose two functions are in parts."""
+    return Verifier(partial(in_part, work=verify, **options), partial(in_part, work=check, **options), needs)
 
 
 # --- The verifiers by name --------------------------------------------------------------------------------------------
@@ -1010,13 +946,6 @@ QUESTIONS = (
 )
 
 
-def judged_by(question: str) -> Verifier:
-    """The row of a verifier that asks the judge this question."""
-    verify = partial(verify_by_judge, question=question)
-    check = partial(check_by_judge, question=question)
-    return Verifier(verify, check, "llm_judge_model")
-
-
 VERIFIERS: dict[str, Verifier] = {
     "gsm8k": Verifier(verify_gsm8k, check_number),
     "gsm8k_strict": Verifier(partial(verify_gsm8k, strict=True), check_number),
@@ -1032,15 +961,16 @@ VERIFIERS: dict[str, Verifier] = {
     "max_length": Verifier(partial(verify_length, shorter_is_fine=False), check_length),
     "up_to_max_length": Verifier(partial(verify_length, shorter_is_fine=True), check_length),
     "passthrough": Verifier(verify_passthrough),
-    "ifeval": Verifier(partial(verify_ifeval, mean=False), check_ifeval),
-    "ifeval_mean": Verifier(partial(verify_ifeval, mean=True), check_ifeval),
-    "reasoning_gym": Verifier(verify_reasoning_gym, check_reasoning_gym),
-    "code": Verifier(partial(verify_code, stdio=False), partial(check_code, stdio=False)),
-    "code_stdio": Verifier(partial(verify_code, stdio=True), partial(check_code, stdio=True)),
-    "solver": Verifier(verify_solver, check_solver, "solver_model_name_or_path"),
-    "rubric": Verifier(verify_rubric, check_rubric, "llm_judge_model"),
-    **{question: judged_by(question) for question in QUESTIONS},
+    "ifeval": part_verifier("ifeval.verify", "ifeval.check"),
+    "ifeval_mean": part_verifier("ifeval.verify_mean", "ifeval.check"),
+    "reasoning_gym": part_verifier("gym.verify", "gym.check"),
+    "code": part_verifier("run_code.verify", "run_code.check", stdio=False),
+    "code_stdio": part_verifier("run_code.verify", "run_code.check", stdio=True),
+    "solver": part_verifier("solver.verify", "solver.check", "solver_model_name_or_path"),
+    "rubric": part_verifier("judges.verify_rubric", "judges.check_rubric", "llm_judge_model"),
 }
+for _question in QUESTIONS:
+    VERIFIERS[_question] = part_verifier("judges.verify", "judges.check", "llm_judge_model", question_name=_question)
 BUILT_IN = frozenset(VERIFIERS)
 
 # --- Environments, which answer the policy between its turns: scripts/parts/environments.py ---------------------------

@@ -3,10 +3,10 @@
     processes   World, collectives, random state, seeds
     flags       parse_args and the classes of flags but the algorithm's
     programs    what runs beside a run in processes of its own
-    data        Prompt; load_prompts, prompt_at: the endless stream of prompts
+    data        Prompt, load_prompts
     engines     Request -> Generation, with vLLM or transformers
     packs       which sequences a forward computes together, and attention inside them
-    sharding    FSDP2, weights, saved models, checkpoints
+    sharding    how a model is spread over the learners (FSDP2), weights, saved models, checkpoints
     traces      rollouts and dumps on disk
     metrics     counts and means over ranks, and who is told of them
     servers     language models that score
@@ -36,10 +36,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -78,6 +79,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: source scripts/setup.sh, once a shell") from None
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
 import rewards  # noqa: E402
 from rewards import (  # noqa: E402
@@ -106,6 +108,7 @@ F = TypeVar("F", bound="Flags")
 REPO = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GATHER_BYTES = 5 * 2**28  # of the weights that one collective gathers: a 7B in bfloat16 takes a dozen collectives
+TIMEOUT = timedelta(days=1)  # for another rank, which may sample, score or save for hours; torch's own is 30 minutes
 
 # --- Processes --------------------------------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ class World:
         return self.rank == 0
 
 
-def init_distributed(store: dist.Store | None = None, timeout: timedelta | None = None) -> World:
+def init_distributed(store: dist.Store | None = None) -> World:
     """Join the ranks that torchrun started, or the ranks that share `store`. Without torchrun and store this process is
     a world of its own, which opens no port."""
     rank = int(os.environ.setdefault("RANK", "0"))
@@ -139,9 +142,9 @@ def init_distributed(store: dist.Store | None = None, timeout: timedelta | None 
         backend = "gloo"
         keep_freed_memory()
     if store is None and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=store or dist.HashStore(), rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=TIMEOUT, store=store or dist.HashStore(), rank=rank, world_size=size)
     return World(rank, local_rank, size, device)
 
 
@@ -183,9 +186,9 @@ def sequence_group(args: "Flags") -> dist.ProcessGroup | None:
     ranks."""
     if args.sequence_parallel_size == 1:
         return None
-    from scripts.parts import sequence
+    from scripts.parts import attention
 
-    return sequence.group_of_neighbours(args.sequence_parallel_size)
+    return attention.group_of_neighbours(args.sequence_parallel_size)
 
 
 def share(thing: T, args: "Flags") -> list[T]:
@@ -193,9 +196,9 @@ def share(thing: T, args: "Flags") -> list[T]:
     group = sequence_group(args)
     if group is None:
         return [thing]
-    from scripts.parts import sequence
+    from scripts.parts import attention
 
-    return sequence.share(thing, group)
+    return attention.share(thing, group)
 
 
 def leads(args: "Flags", world: World) -> bool:
@@ -226,9 +229,9 @@ def after_restart(args: F) -> F:
     """The flags of ranks that torchrun --max-restarts has started again: they resume from the newest checkpoint, or
     without a checkpoint begin the run anew. A directory that another torchrun began is refused as before, so its flags
     stay as they are."""
-    from scripts.parts import run_dir
+    from scripts.parts import run_files
 
-    if not run_dir.begun_by_this_torchrun(args.run_dir):
+    if not run_files.begun_by_this_torchrun(args.run_dir):
         return args
     has_checkpoint = (args.run_dir / "checkpoints" / "latest").exists()
     return replace(args, resume=has_checkpoint, overwrite=not has_checkpoint)
@@ -251,12 +254,36 @@ def pin(cores: Iterable[int]) -> set[int]:
     return before
 
 
-def exit_process() -> None:
-    """End a process that has finished its work, without the destructors of gloo's and vLLM's threads: these abort now
-    and then (in 1 of 38 two-rank runs), which would turn a finished run into a failed one."""
+def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
+    """Run a script's `main` with its flags, and end the process. Whatever ends a run in between has the last line, and
+    goes into torchrun's error file."""
+    STOP.listen()
+    status = 0
+    try:
+        record(main)(parse_args(args_class))
+    except Exception as error:
+        status = 1
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+            STOP.save()
+        words = words_of(error)
+        if not STOP.tell(words):
+            print(f"{Path(sys.argv[0]).name}: {words}", file=sys.stderr)
+    exit_process(status)
+
+
+def words_of(error: Exception) -> str:
+    """An error in one line."""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
+
+
+def exit_process(status: int = 0) -> None:
+    """End a process without the destructors of gloo's and vLLM's threads: these abort now and then (in 1 of 38 two-rank
+    runs), which would turn a finished run into a failed one."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 @contextlib.contextmanager
@@ -299,6 +326,19 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+UNHURRIED: list[bool] = []  # not empty: this process waits for a disk, whose seconds no watchdog counts
+
+
+@contextlib.contextmanager
+def unhurried():
+    """Mark a block, or a function, that waits for a disk."""
+    UNHURRIED.append(True)
+    try:
+        yield
+    finally:
+        UNHURRIED.pop()
+
+
 # --- Flags: their classes; scripts/parts/checks.py refuses what contradicts itself ------------------------------------
 
 
@@ -307,14 +347,14 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
     UserError for a flag that has no translation and that the run depends on, unless this is a --dry_run."""
     import tyro
 
-    from scripts.parts import translate
+    from scripts.parts import checks
 
     tokens = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(tokens):
         from scripts.parts import help as help_part
 
         help_part.show(cls, tokens)
-    translation = translate.translate(tokens, translate.names_of(cls))
+    translation = checks.translate(tokens, checks.names_of(cls))
     args = tyro.cli(cls, args=translation.line, use_underscores=True)
     if translation.others and os.environ.get("RANK", "0") == "0":
         print(translation.text(), flush=True)
@@ -350,7 +390,10 @@ class RunFlags(Refusing):
     """Steps between saves of the model in Hugging Face format, to step_N/. The last model always goes to model/. -1 is
     never."""
     checkpoint_state_freq: int = -1
-    """Steps between checkpoints from which resume continues. -1 is never."""
+    """Steps between checkpoints from which resume continues. -1: by the clock, see checkpoint_minutes."""
+    checkpoint_minutes: NotNegative[float] = 30.0
+    """Without checkpoint_state_freq: minutes between checkpoints, of which the last one is kept, where the disk has
+    room for two. 0 is never."""
     keep_last_n_checkpoints: int = 3
     """How many checkpoints are kept; older ones are removed. -1 keeps all."""
     dump_steps: str = ""
@@ -398,7 +441,7 @@ class ModelFlags(Refusing):
     """Hub revision of the model. None is the default branch."""
     model_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype of learner and engine. auto: bfloat16 if this machine is fast in it, else float32. Master weights,
-    Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/loss_scale.py."""
+    Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/optimizers.py."""
     lora_rank: NotNegative[int] = 0
     """Train adapters of this rank only: W + lora_alpha / lora_rank * B A (LoRA, arXiv:2106.09685). 0: train all
     weights."""
@@ -412,7 +455,7 @@ class ModelFlags(Refusing):
     """A teacher of the same vocabulary as reference policy. With --beta 1 --kl_estimator kl2 that is on-policy
     distillation (arXiv:2306.13649). Empty: the start policy."""
     dither_master_weights: bool = True
-    """With bfloat16: start each master weight at a random point of its rounding interval, see parts/dither.py."""
+    """With bfloat16: start each master weight at a random point of its rounding interval, see dither."""
     attn_implementation: str = "sdpa"
     """Attention of the learner, by transformers' names: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
@@ -431,7 +474,7 @@ class ModelFlags(Refusing):
     between nodes, once a step. 0: all share one. Must divide the learners; needs --deepspeed_stage 2 or 3."""
     offload: list[Literal["reference", "optimizer"]] = field(default_factory=list)
     """What is in host memory while the GPU does not need it: the reference policy's shards, Adam's moments. The same
-    numbers, for time on PCIe. See parts/offload.py."""
+    numbers, for time on PCIe. See parts/optimizers.py."""
     sequence_parallel_size: Positive[int] = 1
     """Learners that share the tokens of a pack and its activations (DeepSpeed-Ulysses, arXiv:2309.14509). Must divide
     the number of learners and the model's attention heads."""
@@ -501,14 +544,16 @@ class EngineFlags(Refusing):
     becomes 0.4: take 0.3 to 0.6, in grpo.py up to 0.8, where the engine sleeps during updates."""
     vllm_enforce_eager: bool = False
     """Leave out vLLM's compilation and CUDA graphs: it starts faster and samples slower."""
-    vllm_sleep: Literal["auto", "on", "off"] = "auto"
+    vllm_sleep: Literal["auto", "off"] = "auto"
     """grpo.py: the engine frees the GPU's memory during updates. auto: if it can, as vLLM does on a GPU."""
     vllm_enable_prefix_caching: bool = False
     """Requests share the cache of prompts that begin alike. New weights never read what older ones have cached."""
     vllm_tensor_parallel_size: Positive[int] = 1
     """grpo_fast.py: GPUs of an engine. In grpo.py an engine has one."""
-    max_logprob_gap: NotNegative[float] = 0.1
-    """End the run if the mean |learner - engine| logprob of sampled tokens is larger (bfloat16: ~0.04). 0 is off."""
+    max_logprob_gap: NotNegative[float | None] = None
+    """End the run, with a checkpoint, if the mean |learner - engine| logprob of the tokens of an engine's last 32
+    prompts is larger. None: 0.1 in bfloat16 (whose rounding makes 0.02 to 0.05), 0.03 in float16, 0.01 in float32. 0 is
+    off, and so is the echo of weights that did not arrive."""
 
     def beside_engine(self, shared: bool) -> Self:
         """The flags of a run in which learner and engine share a GPU (`shared`) or not. The default of
@@ -532,8 +577,8 @@ class ProcessFlags(Refusing):
     single_gpu_mode: bool = False
     """grpo_fast.py: learner and engine share a device. In grpo.py they always do."""
     stall_timeout_s: NotNegative[float] = 1800.0
-    """grpo_fast.py: end the run if nothing has moved for this many seconds, and print all stacks and outstanding
-    requests. 0 is off."""
+    """grpo_fast.py: end the run if nothing has moved for this many seconds longer than the flags let a verifier or an
+    environment take, and print all stacks and outstanding requests. 0 is off."""
     show_engines: bool = False
     """grpo_fast.py: print groups, bottleneck and weight sync after every step, not only after a tenth or slow one."""
 
@@ -579,15 +624,15 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
 
 def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
     """Make `output_dir/exp_name` with args.json and environment.json. Raises UserError for a directory that holds a
-    run, see scripts/parts/run_dir.py. All ranks must call it."""
-    from scripts.parts import run_dir
+    run, see scripts/parts/run_files.py. All ranks must call it."""
+    from scripts.parts import run_files
 
     facts = {
         "command": [sys.executable, *sys.argv],
         "data_hash": data_hash,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
-    on_main(functools.partial(run_dir.prepare, args.run_dir, asdict(args), facts), world)
+    on_main(functools.partial(run_files.prepare, args.run_dir, asdict(args), facts), world)
     return args.run_dir
 
 
@@ -651,6 +696,7 @@ def sweep(directory: str | Path, until: str = "read -r _") -> None:
 # one, those of Olmo 3 RL-Zero. simple_chat is our own: open-instruct's of that name does not open the assistant's turn.
 CHAT_TEMPLATES = {path.stem: path.read_text() for path in sorted(REPO.glob("scripts/data/templates/*.jinja"))}
 
+MOST_BAD = 0.01  # of the rows that a run takes: a larger share is no slip, but another form of data
 HELD_OUT_SEED = 1_000_000  # reasoning_gym item i uses Random(seed + i): close seeds share nearly all items
 
 
@@ -665,6 +711,7 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)  # tools and env_config, where the row has them
     has_turns: bool = True  # if an environment answers; False: other rows of the file ask for it and this one does not
     reward_columns: dict[str, Any] = field(default_factory=dict)  # those that functions of --reward_file take
+    problem: str = ""  # why it cannot be used
 
 
 @dataclass(frozen=True)
@@ -726,9 +773,9 @@ def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Any:
 
 def start_commit(args: Flags) -> Any:
     """The commit of --model_name_or_path on the hub, the same for all that this process loads; None for a directory."""
-    from scripts.parts import start_files
+    from scripts.parts import run_files
 
-    return start_files.commit_of(args.model_name_or_path, args.model_revision)
+    return run_files.commit_of(args.model_name_or_path, args.model_revision)
 
 
 def pretrained(kind: Any, args: Flags, flag: str) -> Any:
@@ -790,26 +837,27 @@ def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
 def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> Iterator[Row]:
     """The rows that NAME AMOUNT of a mixer flag takes. The program scripts/rows.py reads them, so that pyarrow,
     datasets and rows that are not drawn take no memory of this process. Raises UserError."""
-    from scripts.parts import hidden, rows
+    command = program("rows.py", name, amount, "--split", split, "--seed", args.seed)
+    if getattr(args, "reward_file", "") or getattr(args, "has_turns", False):  # scripts/minimal.py has neither flag
+        from scripts.parts import rows
 
-    command = program("rows.py", name, amount, "--split", split, "--seed", args.seed, *rows.options(args))
+        command += rows.options(args)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
             error = row.get("error")
-            need(error is None, f"--{flag} {hidden.printable(str(error))}")
+            need(error is None, f"--{flag} {rewards.printable(str(error))}")
             yield Row(**row)
     need(process.returncode == 0, f"--{flag} {name}: {shlex.join(command)} ended with {process.returncode}")
 
 
 def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: Any = None) -> list[Prompt]:
     """Read, check and tokenize all rows of a mixer flag. Prompts that are too long are dropped and counted on stdout.
+    So are a few rows that cannot be used.
 
     The `environment` answers the rows that have a column tools or env_config. In a data set without such rows it
     answers all rows. Raises UserError with file, row number and reason.
     """
-    from scripts.parts import hidden
-
     system = None
     if args.system_prompt_override_file:
         system = Path(args.system_prompt_override_file).read_text().strip()
@@ -818,20 +866,35 @@ def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: An
 
     prompts: list[Prompt] = []
     dropped = 0
+    bad: list[str] = []
     for row in mixed_rows(flag, args):
         try:
             prompt = make_prompt(row, len(prompts), tokenizer, environment, system, strftime)
         except Exception as error:  # whatever a template raises, for example for a role that it does not know
-            raise UserError(f"--{flag} {row.where}: {hidden.printable(str(error))}") from None
+            bad.append(f"{row.where}: {rewards.printable(str(error))}")
+            continue
         if len(prompt.token_ids) > longest:
             dropped += 1
         else:
             prompts.append(prompt)
 
+    tell_bad(flag, bad, len(prompts) + dropped)
     if dropped and os.environ.get("RANK", "0") == "0":
         print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
     need(prompts != [] or not dropped, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
     return prompts
+
+
+def tell_bad(flag: str, bad: list[str], good: int) -> None:
+    """Say which rows of a mixer flag cannot be used and are dropped. Raises UserError if they are more than
+    MOST_BAD."""
+    if not bad:
+        return
+    number = len(bad) + good
+    first = f"{bad[0]} ({len(bad)} of {number} rows cannot be used)" if number > len(bad) > 1 else bad[0]
+    need(len(bad) <= MOST_BAD * number, f"--{flag} {first}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"WARNING: --{flag}: {len(bad)} of {number} rows cannot be used and are dropped: {bad[0]}", flush=True)
 
 
 def make_prompt(
@@ -844,6 +907,7 @@ def make_prompt(
 ) -> Prompt:
     """Make the prompt of a row: check its labels, render its messages with the chat template, and tokenize them. A
     `system` message replaces the row's own. Raises ValueError."""
+    need(not row.problem, row.problem)
     conversation = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages)
     verifiers = checked_verifiers(row, conversation)
     messages = row.messages
@@ -898,27 +962,6 @@ def data_hash(prompts: Iterable[Prompt]) -> str:
             if more:
                 digest.update(repr(more).encode())
     return digest.hexdigest()[:16]
-
-
-def prompt_at(prompts: Sequence[Prompt], position: int, seed: int | None, excluded: Collection[int] = ()) -> Prompt:
-    """The prompt at a position of the endless stream. Epoch e is a permutation drawn from (seed, e). Without a seed it
-    is the order of the file. An `excluded` prompt (by index) is replaced by the next one of the permutation that is not
-    excluded. If all are excluded, it stays."""
-    epoch, offset = divmod(position, len(prompts))
-    order = _permutation(len(prompts), seed, epoch)
-    for i in range(len(order)):
-        candidate = order[(offset + i) % len(order)]
-        if candidate not in excluded:
-            return prompts[candidate]
-    return prompts[order[offset]]
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(n: int, seed: int | None, epoch: int) -> Sequence[int]:
-    """The order of n prompts in an epoch."""
-    if seed is None:
-        return range(n)
-    return random.Random(derive_seed(seed, epoch)).sample(range(n), n)
 
 
 # --- Engines: token ids in, token ids out -----------------------------------------------------------------------------
@@ -1094,6 +1137,7 @@ class Engine(Sampler):
         self.eos_ids = eos_token_ids(args, tokenizer)
         self.stop_strings = list(args.stop_strings)
         self.version = -1
+        self.on_token: Callable[[], None] = lambda: None  # called between two tokens of a long `step`
         # With --deterministic the next turns start together, once all have been answered: no batch depends on timing
         self.in_rounds = args.deterministic
 
@@ -1201,10 +1245,13 @@ class VLLMEngine(Engine):
         self.asleep = level
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        from scripts.parts import guards
+
         with fenced_rng():
             if self.asleep:
                 self.llm.wake_up(["weights"])
-            self.worker.reload_weights(weights_iterator=named_tensors)
+            with guards.no_weight_missing():
+                self.worker.reload_weights(weights_iterator=named_tensors)
             if self.asleep:
                 self.llm.wake_up(["kv_cache"])
         self.version = version
@@ -1326,7 +1373,7 @@ class Layout:
 
     def __init__(self, pieces: Sequence[tuple[int, Sequence[int]]], device: torch.device):
         self.device = device
-        self.windows: dict[int, Layout] = {}  # the same pack where layers attend within a window: parts/windows.py
+        self.windows: dict[int, Layout] = {}  # the same pack where layers attend within a window: parts/attention.py
         self.pieces = []
         self.length = 0  # tokens
         for shared, segments in pieces:
@@ -1473,19 +1520,19 @@ def pack_attention(
     """Attention of (1, heads, T, D) queries inside the pieces of a pack; without a layout transformers' own SDPA.
 
     Returns (1, T, heads, D). A GPU runs one flex attention over the pack. A CPU attends piece by piece: one mask for
-    the whole pack would take several times as long (`proof/bench.py learner`). `flex` overrides that choice. With a
-    `group` the T tokens are this rank's only (Ulysses): see scripts/parts/sequence.py. With a `sliding_window`, which
+    the whole pack would have work for all pairs of its tokens. `flex` overrides that choice. With a
+    `group` the T tokens are this rank's only (Ulysses): see scripts/parts/attention.py. With a `sliding_window`, which
     a model names layer by layer, a token attends to itself and the sliding_window - 1 before it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if group is not None:
-        from scripts.parts import sequence
+        from scripts.parts import attention
 
-        return sequence.attend(query, key, value, scaling, layout, flex, group, sliding_window), None
+        return attention.attend(query, key, value, scaling, layout, flex, group, sliding_window), None
     if sliding_window:
-        from scripts.parts import windows
+        from scripts.parts import attention
 
-        layout = windows.narrow(layout, sliding_window, query)
+        layout = attention.narrow(layout, sliding_window, query)
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if flex is None:
@@ -1640,6 +1687,249 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
 
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
 
+GROUP_BYTES = 2**28  # of weights in compute dtype that are gathered together, or one layer
+NARROW = 2**24  # weights of a layer that a GPU computes in less time than the host takes to tell it to
+DITHER_SLICE = 2**18  # weights dithered at a time: what they need stays in a core's cache
+
+
+def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
+    """Shard `module`, whose forward is called, and the layers of the causal LM `model` in it over all ranks.
+
+    Compute is in --model_dtype; master weights and gradient reduction are in float32; frozen weights are stored in
+    --model_dtype. --deepspeed_stage 0 replicates (a mesh of shard size 1), 2 shards gradients and optimizer state, 3
+    also frees parameters after the forward, but for those with which the backward begins: of the last of several groups
+    of layers, and those of no layer. With --fsdp_shard_size N each N neighbouring ranks have the whole model, and
+    replicas add up their gradients. Inputs are not cast: FSDP would copy all that a batch holds, and tokens need no
+    cast. --offload reference keeps the shards of a model that does not train in host memory. See needs_no_wrapper for
+    when `module` stays the plain one that it is.
+    """
+    if world.is_main:
+        warn_of_dropout(model)
+    trains = any(p.requires_grad for p in model.parameters())
+    if needs_no_wrapper(args, world.size, trains):
+        return place_model(module, model, args, world)
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    shards = args.fsdp_shard_size or world.size
+    if args.deepspeed_stage == 0:
+        shards = 1
+    replicated = shards < world.size or args.deepspeed_stage == 0
+    mesh = device_mesh(dist.group.WORLD, world.device.type, (world.size // shards, shards))
+    compute_dtype = DTYPES[args.model_dtype]
+    options: dict[str, Any] = {
+        "mesh": mesh if replicated else mesh["shard"],
+        "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
+    }
+    if "reference" in args.offload and not trains:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = layer_groups(blocks_of(model), compute_dtype.itemsize)
+    stays = groups[-1] if len(groups) > 1 else None  # FSDP keeps the buffer of its gather too: room for two of several
+    for group in groups:
+        for layer in group:  # one at a time: the host never holds the whole model in float32
+            cast_weights(layer, names, args)
+        frees = args.deepspeed_stage == 3 and group is not stays
+        fully_shard(group, **options, reshard_after_forward=frees)
+    if trains and compute_dtype is torch.float16:
+        from scripts.parts import optimizers
+
+        optimizers.add(module)
+    cast_weights(module, names, args)
+    return fully_shard(module, **options, reshard_after_forward=False)
+
+
+def warn_of_dropout(model: torch.nn.Module) -> None:
+    """Print which layers still have dropout: with it the same weights give other logprobs from call to call."""
+    names = []
+    for name, module in model.named_modules():
+        share = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if share:
+            names.append(name)
+    if names:
+        print(f"WARNING: dropout is on in {len(names)} layers, such as {names[0]}; fine if you meant it", flush=True)
+
+
+def needs_no_wrapper(args: Any, ranks: int, trains: bool) -> bool:
+    """Whether one learner without --deepspeed_stage computes with the weights that it stores: those of float32 compute,
+    and those of a model that does not train. FSDP would only keep a second copy of them and cost the host time. With
+    bfloat16 or float16 that copy is what the forward computes with: FSDP makes it once an optimizer step, and adds the
+    gradients up in float32."""
+    if ranks > 1 or args.deepspeed_stage != 0:
+        return False
+    return args.model_dtype == "float32" if trains else "reference" not in args.offload
+
+
+def place_model(module: torch.nn.Module, model: Any, args: Flags, world: World) -> Any:
+    """Cast a plain model and move it to the device, a layer at a time, as shard_model does."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for part in (*blocks_of(model), module):
+        cast_weights(part, names, args)
+        part.to(world.device)
+    return module
+
+
+def layer_groups(layers: Sequence[torch.nn.Module], itemsize: int) -> list[list[torch.nn.Module]]:
+    """Neighbouring layers of one kind in groups of at most GROUP_BYTES, a larger layer alone."""
+    groups: list[list[torch.nn.Module]] = []
+    room = 0
+    for layer in layers:
+        size = itemsize * sum(p.numel() for p in layer.parameters())
+        if size > room or type(layer) is not type(groups[-1][0]):
+            groups.append([])
+            room = GROUP_BYTES
+        groups[-1].append(layer)
+        room -= size
+    return groups
+
+
+@functools.cache
+def device_mesh(_ranks: object, device_type: str, shape: tuple[int, int]) -> Any:
+    """The mesh of all ranks (`_ranks`, their group). Policy and reference share the mesh, and so its communicators."""
+    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def cast_weights(part: Any, names: dict[int, str], args: Flags) -> None:
+    """Cast the parameters of `part` that are still in `names` (id -> name), and remove them from `names`. Parameters
+    that train become float32, dithered with --dither_master_weights; others get --model_dtype. Buffers become
+    float32."""
+    dithered = args.dither_master_weights and args.model_dtype == "bfloat16"
+    for p in part.parameters():
+        name = names.pop(id(p), None)
+        if name is None:
+            continue
+        p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[args.model_dtype])
+        if p.requires_grad and dithered:
+            dither(p.data, derive_seed(args.seed, name))
+    for buffer in part.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+
+
+def compile_layers(model: Any) -> None:
+    """Have torch.compile fuse the operations between the matrix products of each decoder layer. Call it before FSDP and
+    checkpoint_layers: both stay outside the compiled code. One graph serves any number of tokens; attention
+    over a pack is not compiled. Raises UserError if the model does not name its layers."""
+    layers = blocks_of(model)
+    need(bool(layers), f"--compile_layers: {type(model).__name__} does not name its layers: leave the flag out")
+    options = prepare_compiler()
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, **options)
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The decoder layers."""
+    names = set(model._no_split_modules or ())
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def checkpoint_layers(model: Any, part: str) -> None:
+    """Recompute each decoder layer in the backward, or only its MLP, whose wide activations take most of the memory.
+
+    Call it after compile_layers and before shard_model, whose hooks then run once a layer. Random states are not
+    kept: no layer has dropout (load_causal_lm), and packing.first_that_agrees sees that none draws numbers.
+    """
+    recomputed: list[Any] = blocks_of(model)
+    if part == "mlp":
+        recomputed = [getattr(layer, "mlp", None) for layer in recomputed]
+    found = recomputed != [] and None not in recomputed
+    fix = "take layer" if part == "mlp" else "leave the flag out"
+    need(found, f"--gradient_checkpointing_part {part}: {type(model).__name__} has none: {fix}")
+    for module in recomputed:
+        is_narrow = sum(p.numel() for p in module.parameters()) <= NARROW
+        module.forward = functools.partial(recompute, module.forward, is_narrow)
+
+
+def recompute(forward: Callable[..., Any], is_narrow: bool, *args: Any, **kwargs: Any) -> Any:
+    """forward(*args, **kwargs), computed again in the backward. The same bits in one of two ways.
+
+    As a rule torch keeps track of each tensor that the backward needs, and stops before the last product, whose output
+    it does not need. A narrow layer is computed again as a whole, by the re-entrant checkpoint, which costs the host a
+    fifth less of a micro-batch. That one gives a gradient to tensors among `args` alone.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if is_narrow and gradients_go_to_arguments(args, kwargs):
+        whole = functools.partial(forward, **kwargs)
+        return checkpoint(whole, *args, use_reentrant=True, preserve_rng_state=False)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+    return checkpoint(forward, *args, **options, **kwargs)
+
+
+def gradients_go_to_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor among `args` takes a gradient, and none within another argument."""
+    from torch.utils._pytree import tree_leaves
+
+    found = False
+    inner: list[Any] = [kwargs]
+    for x in args:
+        if isinstance(x, Tensor):
+            found |= x.requires_grad
+        else:
+            inner.append(x)
+    for x in tree_leaves(inner):
+        if getattr(x, "requires_grad", False):
+            return False
+    return found
+
+
+def gradient_sync(module: Any, args: Flags, last: bool) -> None:
+    """Tell FSDP before a backward whether it is the `last` of its optimizer step. Replicated ranks add up locally and
+    reduce once. Sharded ranks reduce in every micro-batch to save memory; replicas of their shards do it once."""
+    is_plain = not hasattr(module, "set_requires_gradient_sync")
+    if is_plain or getattr(module, "syncs", None) is last:  # FSDP would walk through all modules again
+        return
+    module.syncs = last
+    if args.deepspeed_stage == 0:
+        module.set_requires_gradient_sync(last)
+    elif args.fsdp_shard_size:
+        module.set_requires_all_reduce(last)
+    if args.deepspeed_stage != 3:
+        module.set_reshard_after_backward(last)
+
+
+def adamw(args: Flags) -> type[torch.optim.AdamW]:
+    """The optimizer's class."""
+    if "optimizer" not in args.offload:
+        return torch.optim.AdamW
+    from scripts.parts import optimizers
+
+    return optimizers.OffloadedAdamW
+
+
+def dither(weight: Tensor, seed: int) -> None:
+    """Move each float32 weight that is a bfloat16 number to a random place among those that round to it, in place.
+
+    A weight in the middle of its rounding interval takes hundreds of updates of the learning rate's size to reach an
+    end of it. Until then nothing that computes in bfloat16 changes. Dithered, the share of weights that round to
+    another number grows with the drift, from the first update on. The policy stays the same bit for bit: rounded to
+    nearest, weight + offset is the same number for offsets of -32767 to 32767 units of the 16 bits that rounding drops.
+    Zeros stay, and so do weights between two bfloat16 numbers (those of float32 checkpoints).
+
+    Slices take this rank's share of the cores, in Python's threads: torch's own wait for each other after every
+    operation, which takes minutes where an engine starts on the same cores.
+    """
+    weights = weight.view(torch.int32).view(-1).numpy()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = math.ceil(len(ALL_CORES) / ranks)
+    starts = range(0, len(weights), DITHER_SLICE)
+    with ThreadPoolExecutor(share) as pool:
+        list(pool.map(functools.partial(dither_slice, weights, seed), starts))
+
+
+def dither_slice(weights: np.ndarray, seed: int, start: int) -> None:
+    """Dither DITHER_SLICE weights from `start` on; `weights` has their bits, as int32."""
+    bits = weights[start : start + DITHER_SLICE]
+    generator = np.random.PCG64(seed)
+    generator.advance(start // 4)  # a random word is four offsets
+    random_words = generator.random_raw(math.ceil(len(bits) / 4))
+    raw_offsets = random_words.view(np.int16)[: len(bits)]
+    offsets = np.maximum(raw_offsets, -32767).astype(np.int32)  # -32768 is the tie between two numbers
+    is_bfloat16 = bits & 0xFFFF == 0
+    is_nonzero = bits << 1 != 0
+    bits += offsets * (is_bfloat16 & is_nonzero)
+
 
 def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter."""
@@ -1739,26 +2029,52 @@ def full_weights(policy: Any, dtype: torch.dtype) -> NamedTensors:
 def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
     """Yield (name, whole tensor in `dtype`) of sharded weights. One collective gathers GATHER_BYTES of them. All ranks
     must exhaust it in lock-step."""
-    from scripts.parts import sharding
-
     bucket: list = []
     size = 0
     for name, weight in named:
         bucket.append((name, weight))
         size += weight.numel() * dtype.itemsize
         if size >= GATHER_BYTES:
-            yield from sharding.gather_bucket(bucket, dtype)
+            yield from gather_bucket(bucket, dtype)
             bucket = []
             size = 0
     if bucket:
-        yield from sharding.gather_bucket(bucket, dtype)
+        yield from gather_bucket(bucket, dtype)
 
 
+def gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
+    """Gather the weights of a bucket with one collective. FSDP shards rows: each of R ranks holds ceil(rows / R) of
+    them, the last ranks fewer or none, so their shards are padded."""
+    mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
+    ranks = 1 if mesh is None else mesh.size(-1)
+    if ranks == 1:
+        for name, weight in bucket:
+            yield name, shard_of(weight).to(dtype)
+        return
+    shards = [padded_shard(weight, ranks, dtype) for _, weight in bucket]
+    sizes = [len(shard) for shard in shards]
+    own = torch.cat(shards)
+    gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
+    dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
+    shards_by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
+    for (name, weight), all_shards in zip(bucket, shards_by_weight, strict=True):
+        rows = all_shards.reshape(-1, *weight.shape[1:])
+        yield name, rows[: len(weight)]
+
+
+def padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a weight in `dtype`, flattened and padded to ceil(rows / ranks) rows."""
+    shard = shard_of(weight).to(dtype).flatten()
+    rows = math.ceil(len(weight) / ranks)
+    row_size = weight.numel() // len(weight)
+    return torch.nn.functional.pad(shard, (0, rows * row_size - len(shard)))
+
+
+@unhurried()
 def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:
     """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is, elsewhere if the
-    disk is full: see scripts/parts/saves.py. If it has adapters, only they are written, in peft's format; --lora_merge
-    also writes the merged model to PATH_merged. Files that training does not change are the start model's own, byte for
-    byte: see scripts/parts/start_files.py."""
+    disk is full. If it has adapters, only they are written, in peft's format; --lora_merge also writes the merged model
+    to PATH_merged. Files that training does not change are the start model's own, byte for byte."""
     shard_again(policy)
     if not has_adapters(policy.model):
         return _save_whole_model(policy, tokenizer, path, args, world)
@@ -1771,7 +2087,7 @@ def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, wor
 
 
 def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:
-    from scripts.parts import saves
+    from scripts.parts import run_files
 
     model = policy.model
     tied = model.config.tie_word_embeddings
@@ -1780,7 +2096,7 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        path = saves.write(path, functools.partial(_write_model, model, state, tokenizer, args))
+        path = run_files.write_directory(path, functools.partial(_write_model, model, state, tokenizer, args))
     dist.barrier()
     return path
 
@@ -1788,7 +2104,7 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
 def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", args: Flags, path: Path) -> None:
     from transformers import GenerationConfig
 
-    from scripts.parts import start_files
+    from scripts.parts import run_files
 
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
@@ -1805,7 +2121,7 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", args
     )
     model.save_pretrained(path, state_dict=state, max_shard_size="5GB")
     tokenizer.save_pretrained(path)
-    start_files.keep_start_files(
+    run_files.keep_start_files(
         path,
         start=args.model_name_or_path,
         revision=start_commit(args),
@@ -1824,7 +2140,10 @@ class Checkpoints:
         self.keep = keep
         self.world = world
         self.writer: Any = None
+        self.every_s = math.inf  # on rank 0: seconds between checkpoints by the clock, see plan.go_by_clock
+        self.saved = time.monotonic()
 
+    @unhurried()
     def save(self, step: int, modules: dict[str, Any], optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
         """Start to write everything that a resume needs. Returns once all is copied, so that training may go on. The
         optimizer is that of modules["policy"]. `extra` is this rank's plain data; its random state is added."""
@@ -1832,12 +2151,24 @@ class Checkpoints:
             from scripts.parts import checkpoints
 
             self.writer = checkpoints.Writer(self.run_dir, self.keep, self.world)
+        self.saved = time.monotonic()
         self.writer.save(step, modules, optimizer, extra)
 
+    @unhurried()
     def wait(self) -> None:
         """Wait until the checkpoint being written is on disk, or has failed."""
         if self.writer is not None:
             self.writer.wait()
+
+    def is_time(self) -> bool:
+        """Whether a checkpoint by the clock is due."""
+        return time.monotonic() - self.saved >= self.every_s
+
+    def resume(self, path: Path, learner: Any, args: Flags) -> dict[str, Any]:
+        """Load a checkpoint into a grpo.Learner; returns the run's state."""
+        from scripts.parts import checkpoints
+
+        return checkpoints.resume(path, learner, args, self.world)
 
 
 def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> Path | None:
@@ -1860,17 +2191,44 @@ def take_state(
 
 
 class Stop:
-    """Answers SIGTERM and Ctrl-C. During a step the first signal lets the step end and a second one ends the process.
-    At any other time the first one ends it. A thread reads the signals: Python runs a handler only between two
-    operations of the main thread, which may take minutes."""
+    """Ends a run early: after a step, with a checkpoint, where a guard asks for it (`because`) or a signal does.
+
+    During a step the first SIGTERM or Ctrl-C lets the step end and a second one ends the process. At any other time the
+    first one ends it. A thread reads the signals: Python runs a handler only between two operations of the main thread,
+    which may take minutes."""
 
     def __init__(self):
         self.during = ""  # what the first signal lets end, for a person; "": nothing
         self.asked = 0  # number of the first signal
+        self.because = ""  # what is wrong with the run, and what to do: the last line that it prints
+        self.save: Callable[[], None] = lambda: None  # what an error in the middle of a run does first
+        self.tell: Callable[[str], bool] = lambda _: False  # takes the last line and says whether it will be printed
+
+    def ask(self, because: str) -> None:
+        """Have the run end after this step, or before its first one. The first cause counts."""
+        self.because = self.because or because
+
+    @contextlib.contextmanager
+    def on_error(self, alone: bool = True):
+        """Have an error in the block end the run after this step. It must be one of this rank `alone`: ranks that wait
+        for it inside the block would wait for ever, and so the error is raised."""
+        try:
+            yield
+        except Exception as error:
+            if not alone:
+                raise
+            if not isinstance(error, UserError):
+                traceback.print_exc()
+            self.ask(words_of(error))
+
+    def give_cause(self, run_dir: Path) -> None:
+        """Raise UserError if the run has ended `because` of something, with the words on how it goes on."""
+        newest = run_dir / "checkpoints" / "latest"
+        resumes = f"--resume goes on after {newest.read_text()}" if newest.exists() else "There is no checkpoint"
+        need(not self.because, f"{self.because.rstrip('.')}. {resumes}")
 
     def listen(self) -> None:
         """Start to answer signals."""
-        _sweep_after_torchrun()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -1910,24 +2268,18 @@ class Stop:
             self.during = "what is left to write"
 
 
-def _sweep_after_torchrun() -> None:
-    """Have the first rank of a node remove the directory that torchrun makes without --log-dir and leaves behind. Ranks
-    are restarted in it, so it goes when torchrun has ended."""
-    if os.environ.get("LOCAL_RANK") != "0":
-        return
-    for directory in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
-        if directory.name.startswith("torchelastic_"):
-            sweep(directory, f"while kill -0 {os.getppid()} 2>/dev/null; do sleep 1; done")
-
-
 STOP = Stop()
 
 
-def stop_asked(world: World) -> str:
-    """The name of the signal by which any rank was asked to stop, else "". All ranks get the same answer."""
-    highest = all_reduce([float(STOP.asked)], world, dist.ReduceOp.MAX)
-    number = int(highest[0])
-    return signal.Signals(number).name if number else ""
+def agree(due: bool, world: World) -> tuple[str, bool]:
+    """What stops the run now, on any rank: a signal's name, or "an error", which is then STOP.because of each, or "".
+    And whether any rank finds a checkpoint `due`. All ranks, which get the same answers."""
+    asked = [float(STOP.asked), float(STOP.because != ""), float(due)]
+    number, error, is_due = all_reduce(asked, world, dist.ReduceOp.MAX)
+    if error:
+        STOP.because = next(filter(None, all_gather(STOP.because, world)))
+        return "an error", True
+    return signal.Signals(int(number)).name if number else "", bool(is_due)
 
 
 # --- Traces and dumps -------------------------------------------------------------------------------------------------
@@ -2034,91 +2386,6 @@ class Metrics:
             out[f"{name}_p50"] = float(np.percentile(values, 50))
             out[f"{name}_p99"] = float(np.percentile(values, 99))
         return out | dict(merged.totals) | merged.extremes  # dict: the result must not be a defaultdict
-
-
-LEAST_TOKENS = 8  # of a logprob gap: bfloat16 moves a single token's logprob by a quarter of a nat
-
-
-class GapError(RuntimeError):
-    """Engine and learner disagree about the probability of tokens the engine sampled."""
-
-
-class Gap:
-    """The gap between the learner's and the engine's logprobs of sampled tokens, which shows a bad weight sync.
-
-    Of a token d = learner - engine logprob, rho = exp(d), and k3 = rho - 1 - d."""
-
-    def __init__(self):
-        self.rows: list[torch.Tensor] = []  # of each batch: the sums of `add` and max |d|, read only in `check`
-
-    @torch.no_grad()
-    def add(self, logprobs: torch.Tensor | None, vllm_logprobs: torch.Tensor, places: torch.Tensor) -> None:
-        """Compare a batch's learner logprobs (B, T), under the weights that sampled it, with the engine's.
-
-        places (n,) are the sampled tokens, as indices of the flattened rows.
-        """
-        assert logprobs is not None
-        d = (logprobs - vllm_logprobs).flatten()[places].double()  # (n,)
-        if len(d) == 0:  # a tool may have made all tokens
-            return
-        rho = d.exp()
-        k3 = rho - 1 - d
-        columns = (torch.ones_like(d), d.abs(), d.square(), k3, rho, rho.square())
-        sums = [column.sum() for column in columns]
-        self.rows.append(torch.stack([*sums, d.abs().max()]))
-
-    def reduce(self, world: World, leads: bool) -> tuple[list[float], float]:
-        """The sums of `add` and max |d| over the ranks that lead. All ranks."""
-        sums = [0.0] * 6
-        largest = 0.0
-        if self.rows and leads:
-            *columns, maxima = torch.stack(self.rows).T.tolist()
-            sums = [sum(column) for column in columns]
-            largest = max(maxima)
-        sums = all_reduce(sums, world)
-        largest = all_reduce([largest], world, dist.ReduceOp.MAX)[0]
-        return sums, largest
-
-    def check(self, args: Flags, world: World, when: str) -> dict[str, float]:
-        """The gap over all ranks as metrics. All ranks. Raises GapError beyond --max_logprob_gap. Fewer than
-        LEAST_TOKENS tokens are judged by the mean over LEAST_TOKENS, as if the missing ones had no gap."""
-        sums, largest = self.reduce(world, leads(args, world))
-        n, absolute, squared, k3, rho, rho_squared = sums
-        if n == 0:
-            return {}
-
-        mean = absolute / n
-        mean_rho = rho / n
-        limit = args.max_logprob_gap
-        if limit and not absolute / max(n, LEAST_TOKENS) <= limit:  # not: NaN is beyond it
-            cause = self.likely_cause(when)
-            raise GapError(
-                f"{when}: mean |learner - engine| logprob {mean:.3g} (max {largest:.3g}, mean ratio {mean_rho:.3g}) "
-                f"over {n:.0f} sampled tokens exceeds --max_logprob_gap {limit}. Likely cause: {cause}."
-            )
-        variance = max(squared / n - mean**2, 0.0)
-        rho_variance = max(rho_squared / n - mean_rho**2, 0.0)
-        return {
-            "debug/vllm_vs_local_logprob_diff_mean": mean,
-            "debug/vllm_vs_local_logprob_diff_max": largest,
-            "debug/vllm_vs_local_logprob_diff_std": math.sqrt(variance),
-            "debug/vllm_local_reverse_kl": k3 / n,
-            "val/rho": mean_rho,
-            "val/rho_se": math.sqrt(rho_variance / n),
-        }
-
-    @staticmethod
-    def likely_cause(when: str) -> str:
-        """The usual cause of a gap that is too large."""
-        if when == "before the first rollout":
-            return (
-                "they never held the same weights: another revision or dtype, a head or embedding the engine did not "
-                "take, or a model whose logits are scaled or capped after its head"
-            )
-        return (
-            "weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and "
-            "engine diverged numerically: try --model_dtype float32; --load_batches of others: --max_logprob_gap 0"
-        )
 
 
 STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
@@ -2377,7 +2644,7 @@ class Logger:
         self.header_shown = False
         self.step_ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
         if (run_dir / "metrics.jsonl").exists():
-            from scripts.parts.run_dir import forget_after
+            from scripts.parts.run_files import forget_after
 
             forget_after(run_dir, start_step)
         if args.with_tracking or args.with_tensorboard:
@@ -2394,8 +2661,7 @@ class Logger:
             from scripts.parts import audit
 
             audit.watch(self.run_dir, metrics)
-        with (self.run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics, default=str) + "\n")
+        self.append("metrics", metrics)
         if not self.header_shown:
             headings = [heading.rjust(self.WIDTH) for heading, _, _ in self.COLUMNS]
             self.say(" ".join(["step".rjust(self.step_width), *headings, "left".rjust(8)]))
@@ -2437,8 +2703,13 @@ class Logger:
             self.say(f"  response {r.text[:600]!r}")
             self.say(f"  score {r.score:g}, {end}, label {label:.120}")
         rows = [sample_row(r, step) for r in rollouts[:TABLE_ROLLOUTS]]
-        with open(f"{self.run_dir}/samples.jsonl", "a") as file:
-            file.write(json.dumps({"training_step": step, "rollouts": rows}, default=str) + "\n")
+        self.append("samples", {"training_step": step, "rollouts": rows})
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Append a line to NAME.jsonl. A full disk ends no run: see scripts/parts/run_files.py."""
+        from scripts.parts import run_files
+
+        run_files.append_lines(self.run_dir / f"{name}.jsonl", json.dumps(row, default=str) + "\n")
 
     def say(self, text: str) -> None:
         """Print a line, in one write: other processes write to the same terminal."""
@@ -2446,7 +2717,10 @@ class Logger:
             print(f"{text}\n", end="", flush=True)
 
     def close(self) -> None:
-        """Let the trackers send what they have not sent yet."""
+        """Write what waits for the disk, and let the trackers send what they have not sent yet."""
+        from scripts.parts import run_files
+
+        run_files.append_waiting()
         for name, process in self.trackers.items():
             from scripts.parts import track
 

@@ -32,7 +32,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 import grpo
 import rewards
 import utils
-from scripts.parts import dumps, failures, machine, translate
+from scripts.parts import checks, dumps, guards, plan
 from scripts.reports import intervals
 from scripts.reports.common import cell, read_json, read_lines, table
 
@@ -69,8 +69,8 @@ def flags_of(tokens: Sequence[str], models: Sequence[str]) -> grpo.Args:
     """The flags of the command line, and of the first run among the models. Raises UserError."""
     args = utils.parse_args(grpo.Args, tokens)
     known = {flag.name for flag in fields(grpo.Args)}
-    line = translate.translate(tokens, translate.names_of(grpo.Args)).line
-    given = {name if name in known else name.removeprefix("no_") for name, _ in translate.split(line)}
+    line = checks.translate(tokens, checks.names_of(grpo.Args)).line
+    given = {name if name in known else name.removeprefix("no_") for name, _ in checks.split(line)}
     run = next((run for run in map(run_of, models) if run is not None), None)
     if run is not None:
         then = read_json(run / "args.json")
@@ -128,7 +128,8 @@ def evaluate(args: grpo.Args, path: Path) -> None:
     grpo.score_rollouts(rollouts, own)
     metrics = utils.Metrics()
     utils.note_rollouts(rollouts, own, metrics)
-    failures.check(metrics.reduce(world))  # a verifier that only crashes is no accuracy of 0
+    for who, calls in guards.silent_ones(metrics.reduce(world)).items():  # that is no accuracy of 0
+        utils.need(calls < guards.LEAST_CALLS, f"{who} gave no score: {guards.words_of(who)}")
 
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(dumps.rollout_row(r, 0), default=str) + "\n" for r in rollouts))
@@ -277,7 +278,7 @@ def main(argv: Sequence[str]) -> None:
     args = grpo.Args()
     if sampled or "--help" in tokens:
         args = flags_of(tokens, sampled)
-        dtype, reason = machine.choose_dtype(args)
+        dtype, reason = plan.choose_dtype(args)
         print(f"dtype    {dtype}: {reason}")
         args = replace(args, model_dtype=dtype)
     files = [file_of(model, args) for model in models]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+import grpo
 import rewards
 
 
@@ -99,12 +100,11 @@ def sample(engine: Any, prompts: list[utils.Prompt], step: int, args: Args) -> l
     options: Any = {"temperature": args.temperature, "max_tokens": args.response_length, "logprobs": 0}
     P = args.num_unique_prompts_rollout
     for position in range((step - 1) * P, step * P):
-        prompt = utils.prompt_at(prompts, position, args.seed)
+        prompt = grpo.prompt_at(prompts, position, args.seed)
         for j in range(args.num_samples_per_prompt_rollout):
             rollouts.append(Rollout(prompt))
             seed = utils.derive_seed(args.seed, position, j, 0)  # each response has its own
             params.append(SamplingParams(seed=seed, skip_special_tokens=False, **options))
-
     requests = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in rollouts]
     outputs = engine.generate(requests, params, use_tqdm=False)
     for r, output in zip(rollouts, outputs, strict=True):

@@ -22,7 +22,7 @@ from typing import Any
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.parts.run_dir import model_hash
+from scripts.parts.run_files import model_hash
 
 NOT_COMPARED = ("debug/", "time/")  # rounding, and the clock
 SHOWN = ("loss/total_avg", "optim/grad_norm")
@@ -34,7 +34,7 @@ def replay(options: argparse.Namespace) -> bool:
 
     import grpo
     import utils
-    from scripts.parts import dumps
+    from scripts.parts import checkpoints, dumps
 
     run_dir = options.run
     args = read_args(run_dir)
@@ -52,7 +52,7 @@ def replay(options: argparse.Namespace) -> bool:
     same = True
     checkpoint = None if options.from_start else utils.newest_checkpoint(run_dir, world, before=options.step)
     if checkpoint is not None:
-        done = grpo.load_state(checkpoint, learner, args, world)["step"]
+        done = checkpoints.resume(checkpoint, learner, args, world)["step"]
     if done and dumps.dump_path(run_dir, done).exists():
         _, dump = dumps.read_dump(run_dir, done)
         same = compare(f"before step {done + 1}", learner.policy, world, dump, {}, {}, options.tolerance)
@@ -72,13 +72,13 @@ def replay(options: argparse.Namespace) -> bool:
 
 
 def read_args(run_dir: Path) -> Any:
-    """The run's flags, for the directory where it is now; the run itself has checked its logprob gap."""
+    """The run's flags, for the directory where it is now."""
     import grpo
 
     flags = json.loads((run_dir / "args.json").read_text())
     known = {flag.name for flag in fields(grpo.Args)}  # older runs had more flags
     args = grpo.Args(**{name: value for name, value in flags.items() if name in known})
-    return replace(args, output_dir=str(run_dir.parent), exp_name=run_dir.name, max_logprob_gap=0.0)
+    return replace(args, output_dir=str(run_dir.parent), exp_name=run_dir.name)
 
 
 def make_step(step: int, learner: Any, args: Any, world: Any, run_dir: Path) -> tuple[dict[str, float], dict]:
@@ -99,10 +99,10 @@ def make_step(step: int, learner: Any, args: Any, world: Any, run_dir: Path) -> 
             packs += [[[rollouts[tuple(name)] for name in piece] for piece in pack] for pack in learner_packs]
         batches.append(grpo.micro_batches(packs, dump["how"], args, world.device))
     metrics = utils.Metrics()
-    gap_metrics, _ = grpo.update(learner, batches, args, world, metrics)
+    gap, _ = grpo.update(learner, batches, args, world, metrics)
     if learner.ref_policy is not None and grpo.due(args.ref_policy_update_freq or 0, step):
         grpo.refresh_reference(learner.ref_policy, learner.policy, args.alpha)
-    return utils.finish_metrics(metrics.reduce(world), args) | gap_metrics, dump
+    return utils.finish_metrics(metrics.reduce(world), args) | gap.metrics, dump
 
 
 def compare_start_model(run_dir: Path) -> None:

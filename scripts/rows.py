@@ -3,8 +3,9 @@
     python scripts/rows.py openai/gsm8k:main 0.5 --split test --seed 1
 
 NAME and AMOUNT are as in --dataset_mixer_list: 1.0 is a fraction, 1 a row; the seed fixes which rows. What NAME can
-be, and which shapes rows have: see scripts/parts/rows.py. If the data set or a row cannot be used, the last line is
-{"error": the reason} and the exit status is 1. A run starts this program for each of its data sets.
+be, and which shapes rows have: see scripts/parts/rows.py. A row that cannot be used has its reason as "problem". If the
+data set cannot be read, the last line is {"error": the reason} and the exit status is 1. A run starts this program for
+each of its data sets.
 """
 
 import argparse

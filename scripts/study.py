@@ -1,610 +1,598 @@
-"""Is an idea better? Runs the arms of a study with the same seeds and says so with intervals, or that it cannot tell.
+"""Is an idea better? Runs it and the code without it with the same seeds, and says how much they differ.
 
-    python scripts/data/make_tasks.py                                            rows of the tasks
-    python scripts/study.py calibrate --scale fly                                which tasks the model can learn
-    python scripts/study.py run --out study.jsonl --seeds 1-8 --controls
-        --arms base "maxrl@scripts/forks/maxrl.diff: --advantage_normalization_type maxrl" "mini4: --num_mini_batches 4"
-    python scripts/study.py table study.jsonl [--plot study.png]                 differences from the first arm
-    python scripts/study.py replay study.jsonl [--task last --arm base --seed 3]    default: a random run
-    python scripts/study.py page [--check]                                       tables of the READMEs, from their rows
+    python scripts/study.py run --out runs/study --seeds 1-8 [--jobs 2] --arms base "mini4: --num_mini_batches 4"
+        "rloo@scripts/forks/rloo.diff: --advantage_normalization_type rloo" "mine@my-branch: --my_flag 1"
+        -- --model_name_or_path MODEL --dataset_mixer_list train.jsonl 1.0 ...      flags of grpo.py, for all arms
+    python scripts/study.py run --out runs/study --fly last --arms ...              the flags of a model of 1 MB
+    python scripts/study.py table runs/study                                        the differences again
 
-An arm is NAME, NAME: FLAGS, NAME@FORK.diff: FLAGS or NAME@BRANCH: FLAGS. The first arm is the base. To go on with an
-arm of the record, write its name alone: its diff and flags come from the record, and later edits of its fork change
-nothing. `run` goes through the seeds, within a seed through tasks and arms, so that it can be stopped at any time and
-continued by the same line: what is done is in the file. Endpoints are fixed by the file's first row. `replay` makes a
-run again and compares the SHA-256 of its final weights. Exit status: 0, or 1 if a run failed, a control was not shown
-to lose or has no run yet, a replay differs or a page is not what its rows say, and 130 after Ctrl-C.
+An arm is NAME: FLAGS, NAME@FILE.diff: FLAGS or NAME@BRANCH: FLAGS, and its flags may begin with grpo_fast.py. The first
+arm is the base. Each arm runs in a copy of the commit that was checked out when --out was made, with its diff. The same
+line goes on where a study was stopped; more seeds and arms may be added. Paths in flags begin in the arm's copy, or
+where you are if the copy has no such file. Exit status: 1 if a run failed or a control is not shown to lose.
 """
 
 import argparse
+import fcntl
+import hashlib
+import io
+import json
 import math
-import random
+import os
 import re
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
-import tempfile
+import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import numpy as np
+from scipy import stats
 
-from scripts.studies import arms as arms_part
-from scripts.studies import lanes, record, report, tasks
-from scripts.studies import page as page_part
-from scripts.studies.arms import Arm, ArmError
-from scripts.studies.endpoints import ENDPOINTS, PRIMARY
-from scripts.studies.record import Record, RecordError
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ("grpo.py", "grpo_fast.py")
+METRIC = "eval/objective/verifiable_correct_rate"  # held-out accuracy
+CONTROLS = ("majority@scripts/forks/ttrl.diff",)  # its reward is for the most frequent answer and sees no label
+LEVEL = 0.05  # below which an adjusted p is a verdict
+DIGITS = 6  # of a value that is compared
+FLY = """--model_name_or_path scripts/studies/fly --rollout_backend transformers --model_dtype float32
+    --dataset_mixer_list data/tasks/{task}/train.jsonl 1.0 --dataset_mixer_eval_list data/tasks/{task}/eval.jsonl 1.0
+    --remap_verifier learned=gsm8k --local_eval_every 4 --total_episodes 2560 --num_unique_prompts_rollout 8
+    --num_samples_per_prompt_rollout 8 --response_length 14 --temperature 1.0 --learning_rate 1e-3
+    --lr_scheduler_type constant --advantage_normalization_type centered --beta 0 --pack_length 2048 --save_freq -1"""
+NEEDED = ("dataset_mixer_eval_list", "local_eval_every")
+OF_THE_STUDY = ("seed", "exp_name", "output_dir", "overwrite", "resume", "dry_run", "eval_on_step_0")
+# With these, what arms are compared by, so that no arm may change it
+SAME_FOR_ALL = """dataset_mixer_list dataset_mixer_list_splits dataset_mixer_eval_list_splits eval_pass_at_k
+    eval_temperature eval_response_length response_length model_name_or_path model_revision chat_template_name shuffle
+    total_episodes""".split()
+STEPS_OF_PLAN = re.compile(r"^run .* = ([\d,]+) steps,", re.MULTILINE)  # in what --dry_run prints
+OF_THE_CODE = re.compile(r"WARNING: this copy of .*")  # what a run says of code that does not do what its flags say
 
-SCALE = "fly"  # where the command line names none, and there is no record yet
-THREADS = 1
-DATA = arms_part.ROOT / "data"  # folders of tasks
-CALIBRATED = 24  # groups that a calibration samples
-MOST_SEEDS = 10_000
-PICTURES = (".png", ".pdf", ".svg")
-RESERVED = (*tasks.CONTROL_NAMES, tasks.AGAIN)  # names of arms that --controls adds
+
+class StudyError(ValueError):
+    """A study cannot be run or read; the message says why and what to do."""
 
 
-def positive(text: str) -> int:
-    """A number of at least 1. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"0*[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
-    return int(text)
+@dataclass(frozen=True)
+class Arm:
+    """What differs from the base: a diff against the study's commit, flags, and the script that gets them."""
+
+    name: str
+    script: str
+    flags: tuple[str, ...]
+    diff: str  # "" for the code as it is
+    is_control: bool = False
+
+
+@dataclass
+class Study:
+    """What its runs have in common, and its arms by name, the base first. It is kept as OUT/study.json."""
+
+    commit: str
+    flags: list[str]  # of all arms
+    steps: int  # of each run
+    arms: dict[str, Arm] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to do, and its directory once it has made all of its steps."""
+
+    arm: Arm
+    seed: int
+    finished: Path
+
+    @property
+    def unfinished(self) -> Path:
+        return self.finished.with_suffix(".part")
+
+    @property
+    def log(self) -> Path:
+        return self.finished.with_suffix(".log")
+
+
+def git(*arguments: str) -> bytes:
+    """What git prints about this checkout. Raises StudyError with git's words."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True)
+    if done.returncode:
+        raise StudyError(f"git {' '.join(arguments)}: {done.stderr.decode().strip()}")
+    return done.stdout
+
+
+def parse_arm(text: str, commit: str, is_control: bool = False) -> Arm:
+    """An arm as it is written on the command line: NAME[@DIFF or @BRANCH][: [SCRIPT] FLAGS]. Raises StudyError."""
+    head, _, tail = text.partition(":")
+    name, _, source = head.strip().partition("@")
+    words = shlex.split(tail)
+    script = SCRIPTS[0]
+    if words and words[0] in SCRIPTS:
+        script = words.pop(0)
+    if not re.fullmatch(r"[\w.-]+", name) or (words and not words[0].startswith("--")):
+        raise StudyError(f"arm {text!r}: write NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS")
+    check_flags(f"arm {name}", words, (*OF_THE_STUDY, *NEEDED, *SAME_FOR_ALL))
+    diff = read_diff(name, source, commit) if source else ""
+    return Arm(name, script, tuple(words), diff, is_control)
+
+
+def flag_names(words: Sequence[str]) -> set[str]:
+    """The flags among these words: --x 1, --x=1, --no_x and --no-x are all x."""
+    names = set()
+    for word in words:
+        if word.startswith("--"):
+            names.add(word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_"))
+    return names
+
+
+def check_flags(whose: str, words: Sequence[str], fixed: Sequence[str]) -> None:
+    """Raises StudyError if one of the flags is fixed."""
+    not_free = sorted(flag_names(words) & set(fixed))
+    if not_free:
+        raise StudyError(f"{whose}: --{not_free[0]} is the study's, and the same for all arms")
+
+
+def read_diff(name: str, source: str, commit: str) -> str:
+    """The text of a diff file, or of what a branch has changed since it left the study's commit. Raises StudyError for
+    a file or branch that is not there or that changes nothing."""
+    if source.endswith(".diff"):
+        if not os.path.isfile(source):
+            raise StudyError(f"arm {name}: no file {source}")
+        text = Path(source).read_text(errors="surrogateescape")
+    else:
+        changes = git("diff", "--no-ext-diff", "--no-color", "--binary", f"{commit}...{source}")
+        text = changes.decode(errors="surrogateescape")
+    if not text:
+        raise StudyError(
+            f"arm {name}: {source} changes nothing of commit {commit[:12]}, which was checked out when the study "
+            "began. Begin it on the code without the idea: git switch main"
+        )
+    return text
+
+
+def git_apply(arm: Arm, copy: Path, *options: str) -> str:
+    """What `git apply` prints of the arm's diff in its copy. Raises StudyError if it does not apply."""
+    # in a folder of a checkout git would take the diff's paths as that checkout's
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent.resolve())}
+    command = ["git", "apply", "--whitespace=nowarn", *options, "-"]
+    text = arm.diff.encode(errors="surrogateescape")
+    done = subprocess.run(command, cwd=copy, input=text, capture_output=True, env=environment)
+    if done.returncode:
+        words = done.stderr.decode(errors="replace").strip()
+        raise StudyError(f"arm {arm.name}: its diff does not apply to the commit of the study: {words}")
+    return done.stdout.decode(errors="replace")
+
+
+def make_copy(arm: Arm, commit: str, out: Path) -> Path:
+    """The code of an arm in OUT/code/, made once for each commit and diff. Raises StudyError for a diff that does not
+    apply."""
+    text = f"{commit}\n{arm.diff}".encode(errors="surrogateescape")
+    copy = out / "code" / hashlib.sha256(text).hexdigest()[:12]
+    if copy.exists():
+        return copy
+    unfinished = copy.with_suffix(".part")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a study that was killed
+    unfinished.mkdir(parents=True)
+    archive = io.BytesIO(git("archive", commit))
+    tarfile.open(fileobj=archive).extractall(unfinished, filter="data")
+    if arm.diff:
+        git_apply(arm, unfinished)
+        print(f"arm {arm.name} changes\n{git_apply(arm, unfinished, '--stat')}", end="")
+    unfinished.rename(copy)
+    return copy
+
+
+def choose_arms(study: Study, arms: Sequence[str], controls: Sequence[str]) -> list[Arm]:
+    """The arms of a command line. A name alone, or the same line again, means the arm that the study has by that name.
+    Raises StudyError for two arms with one name."""
+    chosen = []
+    for text in (*arms, *controls):
+        arm = study.arms.get(text) or parse_arm(text, study.commit, is_control=text not in arms)
+        if study.arms.get(arm.name, arm) != arm:
+            raise StudyError(f"arm {arm.name} is another one in this study: a new version needs a new name")
+        chosen.append(arm)
+    if len({arm.name for arm in chosen}) < len(chosen):
+        raise StudyError("two arms have the same name")
+    return chosen
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds as 1-8, 3 or 1,2,5. Raises RecordError for other texts, and for a seed given twice."""
+    """Seeds as 1-8, 3 or 1,2,5. Raises ArgumentTypeError for other texts."""
     seeds: list[int] = []
     for part in text.split(","):
         words = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if not words:
-            raise RecordError(f"--seeds {text!r}: write them as 1-8, 3 or 1,2,5")
+            raise argparse.ArgumentTypeError(f"{text!r}: write seeds as 1-8, 3 or 1,2,5")
         first = int(words[1])
         last = int(words[2] or first)
-        if last < first:
-            raise RecordError(f"--seeds {text!r}: {first} is above {last}")
-        if last - first >= MOST_SEEDS:
-            raise RecordError(f"--seeds {text!r}: more than {MOST_SEEDS:,} seeds")
         seeds += range(first, last + 1)
-    if len(set(seeds)) < len(seeds):
-        raise RecordError(f"--seeds {text!r} names a seed twice")
-    return seeds
+    return sorted(set(seeds))
 
 
-def base_flags(scale: tasks.Scale, name: str, steps: int, common: Sequence[str] = ()) -> tuple[str, ...]:
-    """The flags of the base on the task of that name, but for seed and directory. `common`: those of --flags."""
-    task = tasks.task_of(name, DATA)
-    data = f"data/{task.data}"
-    evaluation = ["--local_eval_every", "-1"]
-    if task.is_evaluated:
-        evaluation = ["--dataset_mixer_eval_list", f"{data}/eval.jsonl", "1.0"]
-        evaluation += ["--local_eval_every", str(scale.evaluate_every), "--eval_on_step_0"]
-    own = (*scale.flags, *task.flags, *scale.of_task.get(name, ()), *common)
-    flags = ["--model_name_or_path", scale.model]
-    flags += ["--dataset_mixer_list", f"{data}/train.jsonl", "1.0"]
-    flags += evaluation
-    flags += ["--total_episodes", str(rollouts_of(own) * steps)]
-    return (*flags, *own)
-
-
-def rollouts_of(flags: Sequence[str]) -> int:
-    """The rollouts of a step with these flags."""
-    values = dict(arms_part.flags_of(flags))
-    (prompts,) = values["num_unique_prompts_rollout"]
-    (samples,) = values["num_samples_per_prompt_rollout"]
-    return int(prompts) * int(samples)
-
-
-def common_flags(options: argparse.Namespace) -> list[str]:
-    """The words of --flags. Raises ArmError for flags that study.py gives itself."""
-    words = shlex.split(options.flags)
-    arms_part.check_flags("--flags", words, arms_part.OF_THE_STUDY)
-    return words
-
-
-def task_name(text: str) -> str:
-    """A task as --tasks names it: data/mine is mine."""
-    return text.removeprefix("data/").rstrip("/")
-
-
-def describe_study(options: argparse.Namespace) -> dict[str, Any]:
-    """The study's row: what its runs have in common, with a hash."""
-    scale_name = options.scale or SCALE
-    scale = tasks.SCALES[scale_name]
-    steps = options.steps or scale.steps
-    commit = arms_part.git("rev-parse", "HEAD")
-    common = common_flags(options)
-    flags = {}
-    targets = {}
-    measured = {}
-    for name in options.tasks or scale.tasks:
-        task = tasks.task_of(name, DATA)
-        if steps < 2 and not task.is_evaluated:
-            raise RecordError(f"--steps {steps}: the area of {name} needs 2 steps, as it has no value before the first")
-        flags[name] = list(base_flags(scale, name, steps, common))
-        targets[name] = options.target or task.target
-        measured[name] = dict(task.measured)
-
-    content: dict[str, Any] = {"commit": commit.decode().strip(), "scale": scale_name, "steps": steps}
-    content |= {"evaluate_every": scale.evaluate_every, "threads": options.threads or THREADS}
-    content |= {"tasks": flags, "targets": targets, "measured": measured, "endpoints": ENDPOINTS, "primary": PRIMARY}
-    return {"kind": "study", **content, "hash": record.hash_of(content), "begun": time.time()}
-
-
-def arm_of(rows: Record, text: str) -> Arm:
-    """The arm that a text of the command line means: one of the record's by its name alone, or a new one."""
-    if text in rows.arms:
-        facts = rows.arms[text]
-        return Arm(facts["name"], facts["diff"], facts["script"], tuple(facts["flags"]))
-    return arms_part.parse_arm(text, rows.study["commit"])
-
-
-def arms_of(options: argparse.Namespace, rows: Record) -> list[Arm]:
-    """The arms of the command line, and the controls: those of the record, where it has them."""
-    arms = []
-    for text in options.arms:
-        arm = arm_of(rows, text)
-        if arm.name in RESERVED and text not in (*rows.arms, *tasks.CONTROLS):
-            raise ArmError(f"arm {arm.name}: --controls adds the arms {', '.join(RESERVED)}; give yours another name")
-        arms.append(arm)
-    if options.controls:
-        for name, text in zip(tasks.CONTROL_NAMES, tasks.CONTROLS, strict=True):
-            arms.append(arm_of(rows, name if name in rows.arms else text))
-        base = arms[0] if not rows.arms else arm_of(rows, base_of(rows, arms))
-        arms.append(Arm(tasks.AGAIN, base.diff, base.script, base.flags))
-    names = [arm.name for arm in arms]
-    if len(set(names)) < len(names):
-        raise ArmError(f"two arms have the same name: {', '.join(names)}")
-    known = [arm_of(rows, name) for name in rows.arms]
-    arms_part.check_twins([arm for arm in (*known, *arms) if arm.name != tasks.AGAIN])
-    return arms
-
-
-def base_of(rows: Record, arms: Sequence[Arm]) -> str:
-    """The arm that the others are compared with: the record's first one, or of a new record the command line's."""
-    return next(iter(rows.arms), arms[0].name)
-
-
-def try_flags(study: dict[str, Any], arms: Sequence[Arm], lane: lanes.Lane) -> None:
-    """Raises ArmError for an arm that its own code refuses on a task: each of its runs would fail."""
-    for arm in arms:
-        for task in study["tasks"]:
-            problem = lane.check(job_of(study, task, arm, 1))
-            if problem:
-                raise ArmError(f"arm {arm.name} cannot run on {task}: {problem}")
-
-
-def first_of_base(rows: Record, jobs: Sequence[lanes.Job], base: str) -> list[lanes.Job]:
-    """The base's first run on each task on which it has none. These go before all others: a row is compared with the
-    rows before it, so an arm that differs in more than it says is found wrong, and not the base."""
-    done = {task for task, arm, _ in rows.runs if arm == base}
-    first: dict[str, lanes.Job] = {}
-    for job in jobs:
-        if job.arm.name == base and job.task not in done:
-            first.setdefault(job.task, job)
-    return list(first.values())
-
-
-def arm_row(arm: Arm) -> dict[str, Any]:
-    """The row of an arm."""
-    return {"kind": "arm", "name": arm.name, "script": arm.script, "flags": list(arm.flags), "diff": arm.diff}
-
-
-def job_of(study: dict[str, Any], task: str, arm: Arm, seed: int) -> lanes.Job:
-    """The run of an arm on a task with a seed."""
-    base = tuple(study["tasks"][task])
-    flags = arms_part.merge_flags(base, arm.flags)
-    run_seed = seed
-    if arm.name == tasks.AGAIN:
-        run_seed += tasks.AGAIN_SHIFT
-    target = study["targets"][task]
-    measured = study.get("measured", {}).get(task, {})  # records of before have none
-    return lanes.Job(task, arm, seed, run_seed, tuple(flags), target, study["steps"], measured)
-
-
-def missing_jobs(rows: Record, arms: list[Arm], seeds: list[int], retry_failed: bool = False) -> list[lanes.Job]:
-    """The runs that are not in the record, seed by seed, the arms of a seed and task in an order drawn for them. A run
-    that failed is missing with `retry_failed` only."""
-    done = set(rows.runs)
-    if not retry_failed:
-        done |= set(map(record.key_of, rows.failures))
-    jobs = []
-    for seed in seeds:
-        for task in rows.study["tasks"]:
-            order = list(arms)
-            random.Random(f"{seed} {task}").shuffle(order)
-            for arm in order:
-                if (task, arm.name, seed) not in done:
-                    jobs.append(job_of(rows.study, task, arm, seed))
-    return jobs
-
-
-def check_options(options: argparse.Namespace, study: dict[str, Any]) -> None:
-    """Raises RecordError if the command line asks for another study than the file's."""
-    known = set(study["tasks"])
-    asked_tasks = set(options.tasks or known)
-    if asked_tasks != known:
-        names = ", ".join(study["tasks"])
-        raise RecordError(f"{options.out} is a study of {names}: --tasks differs")
-    for name in ("scale", "steps", "threads"):
-        asked = getattr(options, name)
-        given = study[name]
-        if asked not in (None, given):
-            raise RecordError(f"{options.out} is a study with --{name} {given}: {asked} differs")
-    common = common_flags(options)
-    for name, flags in study["tasks"].items():
-        if as_given(flags) != as_given([*flags, *common]):
-            raise RecordError(f"{options.out} is a study with other flags of all arms: --flags differs on {name}")
-        if options.target not in (None, study["targets"][name]):
-            raise RecordError(f"{options.out} has the target {study['targets'][name]} on {name}: --target differs")
-
-
-def as_given(flags: Sequence[str]) -> dict[str, tuple[bool, list[str]]]:
-    """Flags by name, with whether they are --no_x and their values."""
-    given = {}
-    for flag, values in arms_part.flags_of(flags):
-        given[flag] = (f"--no_{flag}" in flags, values)
-    return given
-
-
-def check_machine(rows: Record) -> None:
-    """Raises RecordError if the record's runs are of another processor or of other packages than are here: no row made
-    here fits them."""
-    here = lanes.processor()
-    for row in rows.runs.values():
-        there = row["processor"]
-        packages = row["packages"]
-        if there != here:
-            raise RecordError(
-                f"the runs of --out are of {there}, and this is {here}: begin a record with another --out"
-            )
-        for name, version in packages.items():
-            installed = lanes.version_of(name)
-            if installed != version:
-                raise RecordError(
-                    f"the runs of --out are of {name} {version}, and here is {installed}: begin a record with "
-                    "another --out"
-                )
-
-
-def check_files(study_tasks: Mapping[str, Sequence[str]]) -> None:
-    """Raises RecordError if the rows of a task or a scale's model are not there: each run would fail, and a failure is
-    final. A task is a name with its flags."""
-    models = {scale.model for scale in tasks.SCALES.values()}
-    for name, flags in study_tasks.items():
-        given = dict(arms_part.flags_of(flags))
-        (model,) = given["model_name_or_path"]
-        path, _ = given["dataset_mixer_list"]
-        maker = "the maker of your task"
-        if name in tasks.TASKS:
-            maker = tasks.TASKS[name].maker
-        makers = {}
-        if model in models:
-            makers[f"{model}/config.json"] = "python scripts/data/get_smollm2.py"
-        makers[path] = maker
-        for needed, its_maker in makers.items():
-            if not (arms_part.ROOT / needed).exists():
-                raise RecordError(f"there is no {needed}: run {its_maker}")
-
-
-def tell_of_code(commit: str) -> None:
-    """Say which changes are in no arm."""
-    head = arms_part.git("rev-parse", "HEAD").decode().strip()
-    if head != commit:
-        print(f"this record's code is commit {commit[:12]}; later ones are in no arm. A new version needs a new --out")
-    changed = arms_part.git("diff", "HEAD", "--name-only", "--", "*.py").decode().split()
-    if changed:
-        print(f"WARNING: {', '.join(changed)}: what is not committed is in no arm")
-
-
-def tell_of_diff(arm: Arm) -> None:
-    """Say what a new arm changes: more than its idea may be in a diff."""
-    if not arm.diff:
-        return
-    print(f"arm {arm.name} changes {arms_part.size_of(arm.diff)}")
-    if "rewards.py" in arms_part.code_of(arm.diff):
-        print(
-            f"arm {arm.name} has another rewards.py, which judges its held-out rows too: a new reward is a verifier of "
-            f"its own, --remap_verifier {arms_part.LEARNED}=NAME"
-        )
-
-
-OF_A_FAILURE = ("study", "task", "arm", "seed", "run_seed", "wall_seconds", "cpu_seconds")
-
-
-class Running:
-    """The rows of a study under way: each is written, kept and told as its run ends."""
-
-    def __init__(self, rows: Record, append: Callable[[dict[str, Any]], None], total: int):
-        self.rows = rows
-        self.append = append
-        self.total = total
-        self.count = 0
-        self.begun = time.monotonic()
-        self.warned: set[str] = set()  # arms, and "task NAME", of which that has been told
-
-    def done(self, row: dict[str, Any]) -> None:
-        """Take the row of a run that has ended."""
-        row = {"kind": row["kind"], "study": self.rows.study["hash"], **row}
+@contextmanager
+def locked(out: Path) -> Generator[int]:
+    """Hold the lock of a study's directory, and give its number to pass it on to runs: it stays locked until the last
+    process that has it ends. Raises StudyError if another process has it."""
+    with open(out / "lock", "w") as file:
         try:
-            record.check_one_more(self.rows, row)  # before it is in the file, which it would make unreadable
-        except RecordError as error:
-            row = {name: value for name, value in row.items() if name in OF_A_FAILURE}
-            row |= {"kind": "failure", "code": 0, "log": f"its row does not fit the record: {error}"}
-        self.rows.take(row)
-        self.append(row)
-        self.count += 1
-        print(self.line(row), flush=True)
-        if row["kind"] == "run":
-            self.warn(row)
-
-    def warn(self, row: dict[str, Any]) -> None:
-        """Tell what is wrong with an arm or a task, once for each."""
-        if row["arm"] not in self.warned:
-            self.warned.add(row["arm"])
-            for warning in row.get("warnings", ()):
-                print(f"arm {row['arm']}: WARNING: {warning}", flush=True)
-        task = row["task"]
-        if not any(row["curve"]["informative"]) and f"task {task}" not in self.warned:
-            self.warned.add(f"task {task}")
-            fits = "does the task fit the model? study.py calibrate tells"
-            print(f"{task}: WARNING: no group of {row['arm']} had a gradient: {fits}", flush=True)
-
-    def line(self, row: dict[str, Any]) -> str:
-        """What is told of a row."""
-        minutes = (time.monotonic() - self.begun) / 60
-        left = minutes / self.count * (self.total - self.count)
-        run = f"{row['task']} {row['arm']} seed {row['seed']}"
-        words = f"{self.count} of {self.total}, {minutes:.0f} min, some {left:.0f} min left: {run}"
-        if row["kind"] == "failure":
-            reason = report.reason(row)
-            return f"{words}: FAILED {reason}"
-        held_out = row["curve"]["held_out"]
-        first = held_out[0]
-        last = held_out[-1]
-        area = row["endpoints"]["area"]
-        seconds = row["wall_seconds"]
-        return f"{words}: held-out {first:.2f} -> {last:.2f}, area {area:.3f}, {seconds:.0f} s"
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StudyError(f"{out} is in use: a study, or a run that one has left behind, is under way") from None
+        yield file.fileno()
 
 
-def jobs_of(study: dict[str, Any]) -> int:
-    """How many runs go side by side where --jobs does not say it: one, if the model is not the scale's, whose memory is
-    not known."""
-    scale = tasks.SCALES[study["scale"]]
-    for flags in study["tasks"].values():
-        if dict(arms_part.flags_of(flags))["model_name_or_path"] != [scale.model]:
-            return 1
-    return lanes.most_side_by_side(study["threads"], scale.gib)
+def read_study(out: Path) -> Study:
+    """The study of a directory. Raises StudyError if there is none."""
+    path = out / "study.json"
+    if not path.is_file():
+        raise StudyError(f"{out} has no study: there is no {path}")
+    facts = json.loads(path.read_text())
+    arms = {}
+    for name, arm in facts.pop("arms").items():
+        arms[name] = Arm(**arm | {"flags": tuple(arm["flags"])})
+    return Study(**facts, arms=arms)
 
 
-def run(options: argparse.Namespace) -> bool:
-    """Do the runs that are missing. Returns whether none of those that were asked for has failed."""
-    seeds = parse_seeds(options.seeds)
-    with record.appending(options.out) as append:
-        is_begun = options.out.stat().st_size > 0
-        if is_begun:
-            rows = record.read([options.out])
-        else:
-            rows = Record()
-            rows.take(describe_study(options))
-        study = rows.study
-        check_options(options, study)
-        check_machine(rows)
-        arms = arms_of(options, rows)
-        games = record.games_of(study)
-        for arm in arms:
-            arms_part.check_games(arm, games)
-        check_files(study["tasks"])
-        tell_of_code(study["commit"])
-        new_arms = [arm for arm in arms if arm.name not in rows.arms]
-        base = base_of(rows, arms)
-        most = options.jobs or jobs_of(study)
-        with tempfile.TemporaryDirectory(prefix="study-") as name, ExitStack() as stack:
-            folder = Path(name)
-            copies = {arm.name: arms_part.make_copy(arm, study["commit"], folder) for arm in arms}
-            work = [stack.enter_context(lanes.Lane(i, study["threads"], folder, copies)) for i in range(most)]
-            for arm in arms:
-                rows.take(arm_row(arm))  # refuses one that was another before
-            try_flags(study, new_arms, work[0])
-            if not is_begun:
-                append(study)
-            for arm in new_arms:
-                append(arm_row(arm))
-                tell_of_diff(arm)
-
-            jobs = missing_jobs(rows, arms, seeds, options.retry_failed)
-            total = len(seeds) * len(arms) * len(study["tasks"])
-            done = total - len(jobs)
-            print(f"{done} of {total} runs are done; {len(jobs)} to do, {most} side by side", flush=True)
-            first = first_of_base(rows, jobs, base)
-            left = run_all(jobs, first, Running(rows, append, len(jobs)), work, options.budget_minutes)
-    if left:
-        print(f"{left} runs are left: the same line goes on")
-    print(f"python scripts/study.py table {options.out}  says what they say")
-    names = {arm.name for arm in arms}
-    return not any(arm in names and seed in seeds for _, arm, seed in rows.failed)
+def write_study(study: Study, out: Path) -> None:
+    """Keep a study; a reader sees the old file or the new one."""
+    text = json.dumps(asdict(study), indent=1)
+    unfinished = out / "study.json.part"
+    unfinished.write_text(text)
+    unfinished.rename(out / "study.json")
 
 
-def run_all(
-    jobs: Sequence[lanes.Job],
-    first: Sequence[lanes.Job],
-    running: Running,
-    work: Sequence[lanes.Lane],
-    minutes: float,
-) -> int:
-    """Do the jobs, those of `first` before all others. Returns how many the minutes did not suffice for."""
-    others = [job for job in jobs if job not in first]
-    until = running.begun + 60 * minutes
-    left = lanes.run_all(first, work, running.done, until)
-    return left + lanes.run_all(others, work, running.done, until)
+def begin_study(flags: Sequence[str]) -> Study:
+    """A new study of the commit that is checked out. Raises StudyError for flags that a study cannot have."""
+    check_flags("after --", flags, OF_THE_STUDY)
+    missing = [name for name in NEEDED if name not in flag_names(flags)]
+    if missing:
+        raise StudyError(
+            f"--{missing[0]} is missing: give it after --, with the other flags of all arms, or give --fly"
+        )
+    changed = git("status", "--porcelain", "--untracked-files=no").decode()
+    if changed:
+        print(f"WARNING: what is not committed is in no arm:\n{changed}", end="")
+    commit = git("rev-parse", "HEAD").decode().strip()
+    return Study(commit, list(flags), steps=0)
 
 
-def table(options: argparse.Namespace) -> bool:
-    """Print what the record says. Returns whether all controls that it has lose."""
-    plot = options.plot
-    if plot and (plot.suffix not in PICTURES or not plot.parent.is_dir()):
-        raise RecordError(f"--plot {plot}: name a file ({', '.join(PICTURES)}) in a folder that is there")
-    rows = record.read(options.records)
-    if options.tasks:
-        rows = rows.of_tasks(options.tasks)
-    text, fit = report.text_of(rows, options.base)
-    print(text)
-    for line in not_of_scale(rows.study):
-        print(line)
-    if plot:
-        report.draw(rows, plot, options.base)
-        print(f"wrote {plot}")
-    return fit
+def located(word: str, copy: Path) -> str:
+    """A word of the flags, as an absolute path if it is a file that is here and not in the copy."""
+    is_here = os.path.exists(word) and not os.path.exists(copy / word)
+    return os.path.abspath(word) if is_here else word
 
 
-def not_of_scale(study: dict[str, Any]) -> list[str]:
-    """What a study's tasks have in another way than this version's: who takes rows of others looks at it."""
-    lines = []
-    scale = tasks.SCALES.get(study["scale"])
-    for name, flags in study["tasks"].items():
-        if scale is None or name not in tasks.TASKS:
-            lines.append(f"{name} at the scale {study['scale']} is not in scripts/studies/tasks.py")
+def command_of(study: Study, arm: Arm, out: Path) -> list[str]:
+    """The command of an arm's runs, without seed and directory; the last of two equal flags counts."""
+    copy = make_copy(arm, study.commit, out)
+    words = [located(word, copy) for word in (*study.flags, *arm.flags)]
+    return [sys.executable, arm.script, *words, "--eval_on_step_0"]
+
+
+def count_steps(study: Study, arm: Arm, out: Path) -> int:
+    """The steps of an arm's runs, as its own code plans them. Raises StudyError, with the words of the script, for
+    flags that it refuses."""
+    copy = make_copy(arm, study.commit, out)
+    line = [*command_of(study, arm, out), "--dry_run"]
+    done = subprocess.run(line, cwd=copy, capture_output=True, text=True)
+    steps = STEPS_OF_PLAN.search(done.stdout)
+    if done.returncode or not steps:
+        raise StudyError(f"arm {arm.name} cannot run: {done.stderr.strip() or done.stdout.strip()}")
+    return int(steps[1].replace(",", ""))
+
+
+def add_arms(study: Study, arms: Sequence[Arm], out: Path) -> None:
+    """Take the arms that are new to the study, once their own code has checked their flags. Raises StudyError for an
+    arm that cannot run or that would make another number of steps than the base."""
+    for arm in arms:
+        if arm.name in study.arms:
             continue
-        then = dict(arms_part.flags_of(flags))
-        now = dict(arms_part.flags_of(base_flags(scale, name, study["steps"])))
-        changed = [f"--{flag}" for flag in sorted(then.keys() | now.keys()) if then.get(flag) != now.get(flag)]
-        if study["targets"][name] != tasks.TASKS[name].target:
-            changed.append(f"the target, {study['targets'][name]}")
-        if changed:
-            lines.append(f"{name} has in another way than scripts/studies/tasks.py now: {', '.join(changed)}")
+        steps = count_steps(study, arm, out)
+        if not study.arms:
+            study.steps = steps
+        if steps != study.steps:
+            raise StudyError(
+                f"arm {arm.name} makes {steps} steps and the base {study.steps}: keep the rollouts of a step"
+            )
+        study.arms[arm.name] = arm
+    write_study(study, out)
+
+
+def start_run(study: Study, run: Run, out: Path, threads: int, lock: int) -> subprocess.Popen:
+    """Start a run, in a process group of its own: the terminal's Ctrl-C is for the study alone."""
+    shutil.rmtree(run.unfinished, ignore_errors=True)  # of a run that failed or was killed
+    run.finished.parent.mkdir(parents=True, exist_ok=True)
+    line = command_of(study, run.arm, out)
+    line += ["--output_dir", str(run.finished.parent), "--exp_name", run.unfinished.name, "--seed", str(run.seed)]
+    copy = make_copy(run.arm, study.commit, out)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    options: dict[str, Any] = {"cwd": copy, "env": environment, "process_group": 0, "pass_fds": [lock]}
+    with open(run.log, "w") as log:
+        return subprocess.Popen(line, stdout=log, stderr=log, **options)
+
+
+def end_run(study: Study, run: Run, code: int) -> str | None:
+    """Give the directory of a run that has made all of its steps its final name, without the model, which nobody
+    reads. Returns what is wrong with a run that has not."""
+    metrics = run.unfinished / "metrics.jsonl"
+    if code or not metrics.exists():
+        last_line = run.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return f"exit status {code}: {last_line} ({run.log})"
+    done = read_metrics(metrics)[-1]["training_step"]
+    if done != study.steps:  # a signal lets a run end as if it were done
+        return f"it made {done} of {study.steps} steps ({run.log})"
+    shutil.rmtree(run.unfinished / "model", ignore_errors=True)
+    run.unfinished.rename(run.finished)
+    return None
+
+
+def run_all(study: Study, runs: Sequence[Run], out: Path, jobs: int, lock: int) -> int:
+    """Do the runs in their order, as many at a time as there are jobs. Returns how many failed. If an exception ends
+    it, as Ctrl-C does, the runs that are under way are killed."""
+    threads = max(1, int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1) // jobs)
+    waiting = list(runs)
+    running: dict[subprocess.Popen, Run] = {}
+    begun = time.monotonic()
+    told: set[str] = set()  # arms of which the warnings have been told
+    failed = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                run = waiting.pop(0)
+                running[start_run(study, run, out, threads, lock)] = run
+            time.sleep(0.1)
+            for process in [process for process in running if process.poll() is not None]:
+                run = running.pop(process)
+                problem = end_run(study, run, process.returncode)
+                failed += problem is not None
+                number = len(runs) - len(waiting) - len(running)
+                minutes = (time.monotonic() - begun) / 60
+                print(f"{number} of {len(runs)}, {minutes:.1f} min: {told_of(run, problem)}", flush=True)
+                if run.arm.name not in told:
+                    told.add(run.arm.name)
+                    for warning in OF_THE_CODE.findall(run.log.read_text(errors="replace")):
+                        print(f"arm {run.arm.name}: {warning}", flush=True)
+    finally:
+        for process in [process for process in running if process.poll() is None]:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return failed
+
+
+def told_of(run: Run, problem: str | None) -> str:
+    """What is told of a run that has ended."""
+    name = f"{run.arm.name} seed {run.seed}"
+    if problem is not None:
+        return f"{name} FAILED, {problem}"
+    curve = read_curve(run.finished, METRIC)
+    return f"{name}: held-out {curve.values[0]:.3f} -> {curve.values[-1]:.3f}, area {curve.area:.3f}"
+
+
+def run(options: argparse.Namespace, flags: list[str]) -> bool:
+    """Do the runs that are missing, and print the table. Returns whether no run failed and all controls lose."""
+    if options.fly:
+        flags = [*FLY.format(task=options.fly).split(), *flags]
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out) as lock:
+        if (out / "study.json").exists():
+            study = read_study(out)
+            if flags and flags != study.flags:
+                raise StudyError(f"{options.out} is a study with other flags of all arms: begin one with another --out")
+        else:
+            study = begin_study(flags)
+        arms = choose_arms(study, options.arms, options.controls)
+        add_arms(study, arms, out)
+
+        runs = []
+        for seed in options.seeds:
+            runs += [Run(arm, seed, out / "runs" / arm.name / str(seed)) for arm in arms]
+        missing = [run for run in runs if not run.finished.exists()]
+        print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; {len(missing)} to do", flush=True)
+        failed = run_all(study, missing, out, options.jobs, lock)
+    return print_table([out], METRIC) and not failed
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The values of a metric at the steps that have it."""
+
+    steps: list[int]
+    values: list[float]
+
+    @property
+    def area(self) -> float:
+        """Mean height of the curve, by trapezoids: sum_i (s_i - s_(i-1)) (v_i + v_(i-1)) / 2 / (s_n - s_0)."""
+        return float(np.trapezoid(self.values, self.steps)) / (self.steps[-1] - self.steps[0])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences with its 95 % interval by Student's t over seeds, and the p of the t test. The
+    last three are NaN where there is no interval: of one seed, or if no seed differs."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+Values = dict[int, float]  # by seed
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an arm's runs came to, by seed: the metric before training, the area under its curve, and its last value.
+    Of several studies each is the mean over them, for the seeds that all of them have."""
+
+    starts: Values
+    areas: Values
+    lasts: Values
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_curve(run_dir: Path, metric: str) -> Curve:
+    """The curve of a metric in a run. Raises StudyError if fewer than two steps have it."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if metric in row]
+    if len(rows) < 2:
+        raise StudyError(f"{run_dir} has {metric} at {len(rows)} steps, and its area needs two")
+    return Curve([row["training_step"] for row in rows], [row[metric] for row in rows])
+
+
+def results_of(outs: Sequence[Path], arm: str, metric: str) -> Results:
+    """The results of an arm's finished runs in some studies."""
+    finished = []
+    for out in outs:
+        folders = (out / "runs" / arm).glob("*")
+        finished.append({int(folder.name): folder for folder in folders if folder.name.isdigit()})
+    results = Results({}, {}, {})
+    for seed in sorted(set.intersection(*map(set, finished))):
+        curves = [read_curve(folders[seed], metric) for folders in finished]
+        results.starts[seed] = mean_of([curve.values[0] for curve in curves])
+        results.areas[seed] = mean_of([curve.area for curve in curves])
+        results.lasts[seed] = mean_of([curve.values[-1] for curve in curves])
+    return results
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Their mean, without the digits that float64 rounds: they would be a difference of arms that are equal. NaN of no
+    values."""
+    known = list(values)
+    return round(float(np.mean(known)), DIGITS) if known else math.nan
+
+
+def compare(arm: Values, base: Values) -> Difference:
+    """The arm minus the base, paired by the seeds that both have."""
+    seeds = sorted(arm.keys() & base.keys())
+    ours = [arm[seed] for seed in seeds]
+    theirs = [base[seed] for seed in seeds]
+    mean = mean_of(arm[seed] - base[seed] for seed in seeds)
+    if len(seeds) < 2 or ours == theirs:
+        return Difference(mean, math.nan, math.nan, math.nan)
+    test: Any = stats.ttest_rel(ours, theirs)
+    interval = test.confidence_interval(0.95)
+    return Difference(mean, float(interval.low), float(interval.high), float(test.pvalue))
+
+
+def shown(difference: Difference) -> str:
+    """A difference with its interval."""
+    if math.isnan(difference.low):
+        return f"{difference.mean:+.3f}, no interval"
+    return f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
+
+
+def verdict_of(arm: Arm, area: Difference, p: float) -> str:
+    """better, worse or cannot tell; of a control whether it loses, which it does if its whole interval is below 0."""
+    if arm.is_control:
+        return "loses, as it must" if area.high < 0 else "NOT shown to lose"
+    if p >= LEVEL:
+        return f"cannot tell (p {p:.2g})"
+    word = "better" if area.mean > 0 else "worse"
+    return f"{word} (p {p:.2g})"
+
+
+def adjusted(differences: Mapping[str, Difference]) -> dict[str, float]:
+    """The p of each difference for all of them together, by Benjamini and Hochberg: of those below 0.05 one in twenty
+    is expected to be chance. One without a p has 1."""
+    p_values = np.nan_to_num([difference.p for difference in differences.values()], nan=1.0)
+    return dict(zip(differences, stats.false_discovery_control(p_values), strict=True))
+
+
+def warnings_of(results: Mapping[str, Results]) -> list[str]:
+    """What makes the comparison of an arm with the first one doubtful."""
+    base = next(iter(results))
+    all_seeds = sorted(set().union(*(of_arm.areas for of_arm in results.values())))
+    lines = []
+    for name, arm in results.items():
+        lacking = [str(seed) for seed in all_seeds if seed not in arm.areas]
+        if lacking:
+            lines.append(f"{name} has no run of seeds {', '.join(lacking)}. Seeds that only it fails on flatter it")
+        both = arm.areas.keys() & results[base].areas.keys()
+        if any(arm.starts[seed] != results[base].starts[seed] for seed in both):
+            lines.append(f"{name} begins at another value than {base}: does it judge held-out rows in another way?")
+        if name != base and both and all(arm.areas[seed] == results[base].areas[seed] for seed in both):
+            lines.append(f"{name} equals {base} on each seed: does its change act here?")
     return lines
 
 
-def replay(options: argparse.Namespace) -> bool:
-    """Make a run of a record again. Returns whether it is the record's: see report.replayed."""
-    rows = record.read(options.records)
-    asked = {"task": options.task, "arm": options.arm, "seed": options.seed}
-    keys = []
-    for key, row in rows.runs.items():
-        if all(value is None or row[field] == value for field, value in asked.items()):
-            keys.append(key)
-    if not keys:
-        raise RecordError("the record has no such run")
-    task, name, seed = random.choice(keys)
-    print(f"making {task} {name} seed {seed} again", flush=True)
-    old = rows.runs[task, name, seed]
-    check_files({task: rows.study["tasks"][task]})
-    arm = arm_of(rows, name)
-    with tempfile.TemporaryDirectory(prefix="study-") as folder:
-        copy = arms_part.make_copy(arm, rows.commits[old["study"]], Path(folder))
-        with lanes.Lane(0, rows.study["threads"], Path(folder), {arm.name: copy}) as lane:
-            new = lane.run(job_of(rows.study, task, arm, seed))
-    if new["kind"] == "failure":
-        print(new["log"], file=sys.stderr)
-        raise RecordError(f"the run failed with exit status {new['code']}")
+def print_table(outs: Sequence[Path], metric: str) -> bool:
+    """Print what the studies say. Returns whether all controls lose. Raises StudyError if the studies' arms differ."""
+    arms_of_studies = [read_study(out).arms for out in outs]
+    if any(other != arms_of_studies[0] for other in arms_of_studies):
+        raise StudyError("the studies have other arms, or arms with other code or flags: they have no common table")
+    arms = list(arms_of_studies[0].values())
+    results = {arm.name: results_of(outs, arm.name, metric) for arm in arms}
+    base = arms[0].name
+    areas = {arm.name: compare(results[arm.name].areas, results[base].areas) for arm in arms[1:]}
+    lasts = {arm.name: compare(results[arm.name].lasts, results[base].lasts) for arm in arms[1:]}
+    p_values = adjusted({arm.name: areas[arm.name] for arm in arms[1:] if not arm.is_control})
 
-    for name in (*record.SAME, *record.SAME_IN_TASK, "code", "files"):
-        there = old.get(name)  # rows of before have no files
-        if there is not None and new[name] != there:
-            print(f"{name} is another one: {there} in the record, {new[name]} here")
-    text, good = report.replayed(rows, old, new)
-    print(text)
-    return good
+    print(f"| arm | seeds | area | area - {base}, 95 % interval | last | last - {base}, 95 % interval | verdict |")
+    print("|---|---|---|---|---|---|---|")
+    verdicts = []
+    for arm in arms:
+        area = mean_of(results[arm.name].areas.values())
+        last = mean_of(results[arm.name].lasts.values())
+        if arm.name == base:
+            print(f"| {base} | {len(results[base].areas)} | {area:.3f} | | {last:.3f} | | |")
+            continue
+        verdicts.append(verdict_of(arm, areas[arm.name], p_values.get(arm.name, math.nan)))
+        name = f"control {arm.name}" if arm.is_control else arm.name
+        words = [shown(areas[arm.name]), f"{last:.3f}", shown(lasts[arm.name]), verdicts[-1]]
+        print(f"| {name} | {len(results[arm.name].areas)} | {area:.3f} | {' | '.join(words)} |")
 
-
-def page(options: argparse.Namespace) -> bool:
-    """Draw the tables of pages from their rows. Returns whether they are what their rows say."""
-    changed = page_part.draw_pages(options.pages, options.check)
-    words = "is not what its rows say" if options.check else "drawn"
-    for line in changed:
-        print(f"{line}: {words}")
-    if not changed:
-        print("all tables and pictures are what their rows say")
-    return not (changed and options.check)
-
-
-def calibrate(options: argparse.Namespace) -> bool:
-    """Tell which tasks a model can learn from: one step at learning rate 0."""
-    scale = tasks.SCALES[options.scale or SCALE]
-    names = options.tasks or scale.tasks
-    common = common_flags(options)
-    flags_of_tasks = {name: base_flags(scale, name, 1, common) for name in names}
-    check_files(flags_of_tasks)
-    arm = Arm("calibrate")
-    commit = arms_part.git("rev-parse", "HEAD").decode().strip()
-    print(report.CALIBRATION)
-    with tempfile.TemporaryDirectory(prefix="study-") as folder:
-        copy = arms_part.make_copy(arm, commit, Path(folder))
-        with lanes.Lane(0, options.threads or THREADS, Path(folder), {arm.name: copy}) as lane:
-            for name, its_flags in flags_of_tasks.items():
-                own = ("--learning_rate", "0", "--num_unique_prompts_rollout", str(CALIBRATED))
-                own += ("--local_eval_every", "1")
-                own += ("--total_episodes", str(rollouts_of((*its_flags, *own))))
-                flags = arms_part.merge_flags(its_flags, own)
-                measured = tasks.task_of(name, DATA).measured
-                row = lane.run(lanes.Job(name, arm, 1, 1, tuple(flags), math.inf, 1, measured))
-                if row["kind"] == "failure":
-                    raise RecordError(f"{name}: exit status {row['code']}: {row['log'][-500:]}")
-                print(report.calibration(name, row["curve"], CALIBRATED), flush=True)
+    for line in warnings_of(results):
+        print(f"WARNING: {line}")
+    if not any(arm.is_control for arm in arms):
+        print("WARNING: no control: nothing shows that the base learns from its labels")
+    if "NOT shown to lose" in verdicts:
+        print("A control is not shown to lose: the task is unfit or the seeds are too few. Believe no verdict here")
+        return False
     return True
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def parse_options(words: Sequence[str]) -> argparse.Namespace:
+    """The command line, without what follows --."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run", help="do the runs that are missing")
-    running.add_argument("--out", type=Path, required=True, help="the record, a .jsonl; it is added to")
+    running = commands.add_parser("run", help="do the runs that are missing, print the table")
+    running.add_argument("--out", type=Path, required=True, help="the study's directory, new or to go on with")
     running.add_argument("--arms", nargs="+", default=["base"], help="the first one is the base")
-    running.add_argument("--seeds", default="1-8", help="as 1-8 or 1,2,5")
-    running.add_argument(
-        "--controls", action="store_true", help=f"add the arms {', '.join(tasks.CONTROL_NAMES)}, {tasks.AGAIN}"
-    )
-    running.add_argument("--target", type=float, help="accuracy for steps, tokens and seconds; default: the task's")
-    running.add_argument("--steps", type=positive, help="of each run; default: the scale's")
-    running.add_argument("--jobs", type=positive, help="runs side by side; default: as many as the machine holds")
-    running.add_argument("--budget_minutes", type=float, default=math.inf, help="no run starts later")
-    running.add_argument("--retry_failed", action="store_true", help="make failed runs again; their rows stay")
-    showing = commands.add_parser("table", help="differences, intervals and verdicts of a record")
-    showing.add_argument("records", type=Path, nargs="+", help="several: of the same study, or with other tasks")
-    showing.add_argument("--tasks", nargs="+", help="default: all of the record")
-    showing.add_argument("--base", help="the arm that the others are compared with; default: the record's first")
-    showing.add_argument("--plot", type=Path, help="draw mean curves to this file")
-    again = commands.add_parser("replay", help="make a run again and compare its final weights")
-    again.add_argument("records", type=Path, nargs="+")
-    for name in ("--task", "--arm"):
-        again.add_argument(name, help="default: a random one of the record's")
-    again.add_argument("--seed", type=int)
-    paging = commands.add_parser("page", help="draw the tables of pages from the rows of their records")
-    defaults = [arms_part.ROOT / name for name in page_part.PAGES]
-    paging.add_argument("pages", type=Path, nargs="*", default=defaults, help="default: README.md and records.md")
-    paging.add_argument("--check", action="store_true", help="draw nothing; exit status 1 if a page is another one")
-    calibrating = commands.add_parser("calibrate", help="which tasks a model can learn")
-    for command in (running, calibrating):
-        command.add_argument("--scale", choices=tasks.SCALES, help="default: fly, or the record's")
-        command.add_argument(
-            "--tasks", nargs="+", type=task_name, help="of tasks.py, or a folder of data/ with train.jsonl, eval.jsonl"
-        )
-        command.add_argument(
-            "--flags", default="", help='of all arms, as "--model_name_or_path org/model --response_length 256"'
-        )
-        command.add_argument("--threads", type=positive, help="of a run; default: 1, or the record's")
-    return parser
-
-
-STOPPED = 128 + signal.SIGINT  # as a shell has it
-COMMANDS = {"run": run, "table": table, "replay": replay, "page": page, "calibrate": calibrate}
+    running.add_argument("--controls", nargs="*", default=CONTROLS, help="arms that must lose; default: %(default)s")
+    running.add_argument("--seeds", type=parse_seeds, default="1-8", help="as 1-8 or 1,2,5")
+    running.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N", help="at a time")
+    running.add_argument("--fly", choices=("last", "largest_digit"), help="the flags of the fly on this task")
+    showing = commands.add_parser("table", help="paired differences with intervals")
+    showing.add_argument("studies", type=Path, nargs="+", help="several: a seed's value is its mean over them")
+    showing.add_argument("--metric", default=METRIC, help="of metrics.jsonl; default: %(default)s")
+    return parser.parse_args(words)
 
 
 def main() -> None:
-    options = parser().parse_args()
+    words = sys.argv[1:]
+    flags: list[str] = []
+    if "--" in words:
+        place = words.index("--")
+        flags = words[place + 1 :]
+        words = words[:place]
+    options = parse_options(words)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        good = COMMANDS[options.command](options)
-    except (ArmError, RecordError, tasks.TaskError, lanes.LaneError, OSError) as error:
+        good = run(options, flags) if options.command == "run" else print_table(options.studies, options.metric)
+    except StudyError as error:
         raise SystemExit(f"study.py: {error}") from None
     except KeyboardInterrupt:
-        print("study.py: stopped. The same line goes on: what `run` has done is in its file", file=sys.stderr)
-        raise SystemExit(STOPPED) from None
+        raise SystemExit("study.py: stopped. The same line goes on") from None
     raise SystemExit(0 if good else 1)
 
 

@@ -56,7 +56,7 @@ def load_policy(checkpoint: Path, args: Any) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     import utils
-    from scripts.parts import adapters, metadata
+    from scripts.parts import adapters, checkpoints
 
     policy: Any = torch.nn.Module()
     policy.model = utils.load_causal_lm(args)
@@ -65,7 +65,7 @@ def load_policy(checkpoint: Path, args: Any) -> Any:
         adapters.add_adapters(policy.model, args)
     policy.model.float()
     state = {"policy": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
-    metadata.need_plain(checkpoint / "state")
+    checkpoints.need_plain(checkpoint / "state")
     dcp.load(state, checkpoint_id=checkpoint / "state")
     set_model_state_dict(policy, state["policy"], options=StateDictOptions(strict=not adapted))
     return policy

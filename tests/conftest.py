@@ -2,6 +2,7 @@ import compileall
 import gc
 import os
 import resource
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def pytest_configure(config):
         os.environ["TESTS_SHARE"] = share.name
         compileall.compile_dir(REPO, maxlevels=0, quiet=2)
         compileall.compile_dir(REPO / "scripts", quiet=2)
-    if config.option.markexpr == "not runs":
+    if "not runs" in config.option.markexpr:
         os.environ["TESTS_OF_UNITS"] = "1"
 
 
@@ -34,6 +35,13 @@ def address_space():
     before = resource.getrlimit(resource.RLIMIT_AS)
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_asks_for_the_end():
+    utils = sys.modules.get("utils")
+    if utils is not None:
+        utils.STOP.because = ""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,11 +55,18 @@ def pytest_collection():
         gc.enable()
 
 
+# Files whose tests are of the repository and not of the code: a right edit may make them fail
+HOUSE = {"test_style.py", "test_forks.py", "test_zoo.py", "test_readme.py", "test_recipes.py", "test_pins.py"}
+
+
 def pytest_collection_modifyitems(items):
-    """What is in tests/runs/ is marked so; elsewhere a test that starts a run says so itself."""
+    """What is in tests/runs/ is marked so, and the house's files; elsewhere a test that starts a run, or is of the
+    house, says so itself."""
     for item in items:
         if item.path.parent.name == "runs":
             item.add_marker("runs")
+        if item.path.name in HOUSE or item.path.parent.name == "gpu_contract":
+            item.add_marker("house")
 
 
 @pytest.fixture(scope="session")
@@ -87,9 +102,9 @@ def measured_once():
     """A processor's speed, of which each dry run tells, takes 0.1 s to see."""
     import torch
 
-    from scripts.parts import machine
+    from scripts.parts import plan
 
-    speeds = machine.core_speeds([torch.bfloat16, torch.float32])
+    speeds = plan.core_speeds([torch.bfloat16, torch.float32])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "core_speeds", lambda dtypes: speeds)
+        patch.setattr(plan, "core_speeds", lambda dtypes: speeds)
         yield

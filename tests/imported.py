@@ -8,8 +8,8 @@ import os
 import sys
 
 ENVIRONMENT = frozenset(os.environ)  # utils sets defaults for libraries
-MODULES = """grpo grpo_fast scripts.parts.checkpoints scripts.parts.dumps scripts.parts.failures scripts.parts.head
-    scripts.parts.machine scripts.parts.packing scripts.parts.sandbox scripts.parts.start_files
+MODULES = """grpo grpo_fast scripts.parts.checkpoints scripts.parts.dumps scripts.parts.guards 
+    scripts.parts.plan scripts.parts.packing scripts.parts.sandbox scripts.parts.run_files
     scripts.parts.transformers_engine tyro tyro._backends._argparse_formatter typeguard peft
     torch._inductor.compile_fx torch.distributed.checkpoint torch.distributed.checkpoint.state_dict
     torch.distributed.run torch.utils.tensorboard transformers.optimization

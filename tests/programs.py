@@ -76,12 +76,15 @@ def fork_ranks(address, children):
     `children`, which end with it and hear its signals."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+    from scripts.parts import launch
+
     connect(address)
     out, err = (f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2))
     how = {"address": address, "context": multiprocessing.get_context("fork")} if children else {"address": address}
     SubprocessHandler._popen = lambda self, args, env: Program(
         [word for word in args[1:] if word != "-u"], out, err, **how, **env
     )
+    launch.start = lambda line, environment: Program(line, out, err, **how, **environment)
     SubprocessHandler.close = lambda self, death_sig=None: self.proc.send_signal(death_sig or signal.SIGTERM)
 
 
@@ -94,13 +97,13 @@ def connect(address):
         server._forkserver_alive_fd = os.dup(1)  # ty: ignore[missing-attribute]
 
 
-FORKED = "grpo.py | grpo_fast.py | scripts/proof/gpu_hour.py | scripts/proof/broken.py"
-SERVERS = "*/scripts/parts/serve.py | -m"  # which starts vLLM's own: python -m
+FORKED = "grpo.py | grpo_fast.py"
+SERVERS = "-m"  # vLLM's
 
 
 def python_that_forks(path, more="none"):
     """Write a program that runs `python LINE` in a process forked from ours, for shell scripts that find it on PATH and
-    for PYTHON_OF_FORKS. Lines that begin with another program than the FORKED and `more` get a Python of their own."""
+    for PYTHON_OF_FORKS. Lines that begin with another program than FORKED and `more` get a Python of their own."""
     fork = f'"{sys.executable}" -m tests.programs "{serve()}"'
     lines = f'case "$1" in {FORKED} | {more}) cd "{REPO}" && exec {fork} "$@" ;; esac\nexec "{sys.executable}" "$@"\n'
     path.write_text(f"#!/bin/sh\n{lines}")
@@ -138,21 +141,6 @@ def fork_engines(children):
     engine.get_mp_context = lambda: multiprocessing.get_context("fork")
     if not children:
         os.register_at_fork(after_in_child=functools.partial(end_with, os.getpid()))
-
-
-def fork_servers():
-    """Have serve.py in this process fork vLLM's servers as its children, each in a session of its own, where it would
-    start Pythons: what it is started with SERVERS_OF_SERVE=children for."""
-    start, parent = subprocess.Popen, os.getpid()
-
-    def fork(command, **how):
-        if command[1:2] != ["-m"]:
-            return start(command, **how)
-        os.register_at_fork(after_in_child=lambda: os.getppid() == parent and os.setsid())
-        words, children = f"/proc/self/fd/{how['stdout'].fileno()}", multiprocessing.get_context("fork")
-        return Program(command[1:], words, None, "none", True, context=children, **how["env"])
-
-    subprocess.Popen = fork
 
 
 def read_hub_variables():
@@ -197,8 +185,6 @@ def play(line, env, out, err, address, children, launcher, stdin):
         end_with(launcher)
     if "PIDS" in env:
         Path(env["PIDS"], str(os.getpid())).write_text("".join(f"{name}={value}\0" for name, value in env.items()))
-    if "SERVERS_OF_SERVE" in env:
-        fork_servers()
     if "HF_ENDPOINT" in env:
         read_hub_variables()
     sys.executable = env.get("PYTHON_OF_FORKS", sys.executable)  # with which it starts other programs

@@ -477,7 +477,7 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
         while not rounds or (a.active_sampling and min(map(len, kept)) < share and rounds < 10):
             for i, position in enumerate(range(mine["cursor"], mine["cursor"] + size)):
                 group = judged[position]
-                prompt = utils.prompt_at(prompts, position, a.seed, frozenset(mine["excluded"]))
+                prompt = grpo.prompt_at(prompts, position, a.seed, frozenset(mine["excluded"]))
                 assert all(r.rollout.prompt == prompt for r in group), "another prompt"
                 kept[i % world.size] += [group] if varied(group) or not a.active_sampling else []
             mine["cursor"], rounds = mine["cursor"] + size, rounds + 1

@@ -117,7 +117,6 @@ def test_rows_that_name_no_verifier_are_not_trained_on_by_the_audit(configured, 
         ("--audit_verifier gsm9k", "--audit_verifier gsm9k: unknown verifier 'gsm9k': .*did you mean 'gsm8k'?"),
         ("--audit_verifier rubric", "--audit_verifier rubric: .*set --llm_judge_model"),
         ("--audit_verifier all_of_them --reward_file FILE", "judges the responses of a group together; name one"),
-        ("--audit_verifier gsm8k --no_apply_verifiable_reward --apply_r1_style_format_reward", "drop one of them"),
     ],
 )
 def test_what_cannot_audit_is_refused(configured, tmp_path, flags, words):
@@ -145,7 +144,7 @@ def steps(earned, audited):
     out = [{"training_step": 0, "eval/objective/audit_reward": 1.0}]
     for step, shares in enumerate(zip(earned, audited, strict=True), start=1):
         right, accepted = (10 * rng.binomial(64, share) / 64 for share in shares)
-        out.append({"training_step": step, checks.REWARD: right, checks.AUDIT: accepted})
+        out.append({"training_step": step, audit.REWARD: right, audit.AUDIT: accepted})
     return out
 
 
@@ -173,7 +172,7 @@ FLAT = np.full(30, 0.25)
     ],
 )
 def test_where_reward_and_audit_part(earned, audited, words):
-    found = checks.parted(steps(earned, audited), 10.0)
+    found = audit.parted(steps(earned, audited), 10.0)
     assert re.search(words, found) if words else found == "", found
     (shown,) = checks.check_audit(steps(earned, audited), {"verification_reward": 10.0})
     assert shown["fine"] == (not words)
@@ -187,7 +186,7 @@ def test_the_watch_warns_once_and_remembers_what_was_before_a_resume(configured,
     warned = capsys.readouterr().out
     assert warned.count("WARNING") == 1
     step = int(warned.split("step ")[1].split(":")[0])
-    assert checks.parted(rows_of_run[: step + 1], 10.0) and not checks.parted(rows_of_run[:step], 10.0)
+    assert audit.parted(rows_of_run[: step + 1], 10.0) and not audit.parted(rows_of_run[:step], 10.0)
 
     audit.WATCHES.clear()  # as a new process
     log = tmp_path / "metrics.jsonl"
@@ -248,6 +247,6 @@ def test_a_policy_finds_out_a_judge_that_likes_length(tmp_path):
 
     lines = (tmp_path / "hack_length" / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if row["training_step"] > 0]
-    for key, least, most in ((checks.REWARD, 1.5, 9), (checks.AUDIT, 0, 1.5), ("val/sequence_lengths", 1.5, 9)):
+    for key, least, most in ((audit.REWARD, 1.5, 9), (audit.AUDIT, 0, 1.5), ("val/sequence_lengths", 1.5, 9)):
         values = [row[key] for row in steps]
         assert least <= np.mean(values[-5:]) / np.mean(values[:5]) <= most, key

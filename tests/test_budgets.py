@@ -91,7 +91,7 @@ def test_a_judge_that_drips_is_a_timeout(serve):
     """httpx' own limit is one of a read: each byte would give the server the whole time again."""
     server = serve(drip(DRIPS["body"]))
     judge = chat.ChatModel("m", 4, 0.5)
-    judge.clients = [chat.Client(server.url, "key")]
+    judge.clients = [judge.client(server.url, "key")]
     judge.client_for = lambda beginning: judge.clients[0]
     with pytest.raises(chat.NoReply) as raised:
         judge.ask(lambda share: "Why?")
@@ -127,8 +127,7 @@ def test_what_was_packed_is_not_unpacked(serve):
     packed = zlib.compress(b" " * 2**24)
     head = HEAD + b"Content-Encoding: deflate\r\nContent-Length: %d\r\n\r\n" % len(packed)
     server = serve(lambda connection, number: connection.sendall(head + packed))
-    answer = post.post(server.url, {}, 30, 2**20)
-    assert answer.body == packed
+    assert post.post(server.url, {}, 30, 2**20).content == packed
     assert b"accept-encoding: identity" in server.requests[0].lower()
 
 
@@ -144,6 +143,7 @@ def reply(text):
         '{"choices": 5}',
         '{"choices": [{"message": {"content": 7}}]}',
         '{"choices": [{"message": {"content": "x"}}], "usage": []}',
+        '{"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": "many"}}',
         "null",
         "NaN",
     ],
@@ -153,9 +153,9 @@ def test_a_reply_of_nonsense_is_missing(serve, monkeypatch, text):
     monkeypatch.setattr(chat, "LLM_DELAY_S", 0.01)
     server = serve(lambda connection, number: connection.sendall(reply(text)))
     judge = chat.ChatModel("m", 4, 30.0)
-    judge.clients = [chat.Client(server.url, "")]
+    judge.clients = [judge.client(server.url, "key")]
     judge.client_for = lambda beginning: judge.clients[0]
-    if '"usage": []' in text:
+    if "usage" in text:
         assert judge.ask(lambda share: "Why?").tokens == 0
         return
     with pytest.raises(chat.NoReply):
@@ -163,21 +163,14 @@ def test_a_reply_of_nonsense_is_missing(serve, monkeypatch, text):
     assert len(server.requests) == 2
 
 
-def test_a_number_of_tokens_that_is_none(serve):
-    replies, tokens = chat.read_completion(
-        {"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": "many"}}
-    )
-    assert (replies, tokens) == ([chat.Reply("x", False)], 0)
-
-
 def test_a_proxy_does_not_get_what_is_for_loopback(serve, monkeypatch):
     proxy = serve(lambda connection, number: connection.sendall(reply("{}")))
     server = serve(lambda connection, number: connection.sendall(reply("{}")))
     monkeypatch.setenv("http_proxy", proxy.url)
     post.client.cache_clear()
-    assert post.post(server.url, {}, 30, 1000).status == 200
+    assert post.post(server.url, {}, 30, 1000).status_code == 200
     assert not proxy.requests
-    assert post.post("http://retriever.invalid/retrieve", {}, 30, 1000).status == 200
+    assert post.post("http://retriever.invalid/retrieve", {}, 30, 1000).status_code == 200
     assert len(proxy.requests) == 1
     post.client.cache_clear()
 
@@ -186,7 +179,7 @@ def test_a_redirect_is_not_followed(serve):
     other = serve(lambda connection, number: connection.sendall(reply("{}")))
     head = b"HTTP/1.1 307 X\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % other.url.encode()
     server = serve(lambda connection, number: connection.sendall(head))
-    assert post.post(server.url, {}, 30, 1000, "secret").status == 307
+    assert post.post(server.url, {}, 30, 1000).status_code == 307
     assert not other.requests
 
 
@@ -226,5 +219,5 @@ def test_a_limit_above_the_call_s_is_refused(tool):
 def test_a_reply_that_is_nested_is_no_failure_of_the_policy(serve):
     server = serve(lambda connection, number: connection.sendall(reply("[" * 100_000)))
     env = environment("search", tool_configs=[{"url": server.url, "retries": 0}])
-    with pytest.raises(ConnectionError, match="nested too deeply"):
+    with pytest.raises(ConnectionError, match="recursion"):
         step(env, "<search>Paris</search>")

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -14,11 +13,9 @@ import torch
 import grpo
 import utils
 from rewards import Episode
-from scripts.data import make_player
 from scripts.parts import credit, dumps
 from scripts.train.debug import guess
 from tests import test_learner
-from tests.conftest import REPO
 
 ARGS = grpo.Args(model_name_or_path="x", turn_credit=True, advantage_normalization_type="centered")
 
@@ -235,20 +232,3 @@ def test_a_game_by_hand(said, want):
     assert [(answer.text, answer.reward) for answer in answers] == want
     assert [answer.done for answer in answers] == [False] * (len(said) - 1) + [True]
     assert answers[-1].metrics == {"guesses": len(said), "found": float(want[-1][0] == "Right.")}
-
-
-def test_the_player_is_trained_on_the_tokens_of_a_run():
-    """A conversation as the chat template writes it, the labels being guesses and end tokens."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(REPO / "scripts" / "studies" / "player")
-    player = make_player.Player(tokenizer, seed=3)
-    for _ in range(20):
-        ids, labels = player.game(0.5)
-        text = tokenizer.decode(ids)
-        turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text)
-        messages = [{"role": role, "content": content} for role, content in turns]
-        assert tokenizer.apply_chat_template(messages, tokenize=False) == text + "\n"
-        guesses = [content for role, content in turns if role == "assistant"]
-        learned = [label for label in labels if label >= 0]
-        assert tokenizer.decode(learned) == "".join(f"{guess}<|im_end|>" for guess in guesses)

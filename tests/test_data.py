@@ -15,7 +15,7 @@ import torch
 import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
-from scripts.parts import fits
+from scripts.parts import plan
 from scripts.parts.rows import parse_row
 
 QUESTION, LABEL = "What is 3 + 8?", "11"
@@ -525,10 +525,10 @@ def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
 
 def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny model has 2048
     args = grpo.Args(model_name_or_path=str(model_dir), max_prompt_token_length=1024, response_length=1024)
-    fits.check(args, [])
+    plan.check_models(args, [])
     for change in (dict(response_length=1025), dict(eval_response_length=1025)):
         with pytest.raises(utils.UserError, match=r"--max_prompt_token_length 1024 .* 2049 tokens, .* 2048 positions"):
-            fits.check(replace(args, **change), [])
+            plan.check_models(replace(args, **change), [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny
 
 
 def stream(n, seed, epoch):
-    return [utils.prompt_at(range(n), epoch * n + i, seed) for i in range(n)]
+    return [grpo.prompt_at(range(n), epoch * n + i, seed) for i in range(n)]
 
 
 def test_each_epoch_is_another_permutation():
@@ -548,7 +548,7 @@ def test_each_epoch_is_another_permutation():
 
 def test_without_shuffling_prompts_come_as_they_are():
     assert stream(10, None, 0) == stream(10, None, 3) == list(range(10))
-    assert utils.prompt_at(range(10), 12, None, frozenset({2, 3})) == 4
+    assert grpo.prompt_at(range(10), 12, None, frozenset({2, 3})) == 4
 
 
 def test_order_depends_on_the_seed_and_the_size():
@@ -557,9 +557,9 @@ def test_order_depends_on_the_seed_and_the_size():
 
 
 def test_a_position_is_all_the_state_there_is():
-    forward = {p: utils.prompt_at(range(7), p, 3) for p in range(70)}
+    forward = {p: grpo.prompt_at(range(7), p, 3) for p in range(70)}
     for position in (69, 0, 33, 34, 68, 7, 6, 0):  # across more epochs than are remembered
-        assert utils.prompt_at(range(7), position, 3) == forward[position]
+        assert grpo.prompt_at(range(7), position, 3) == forward[position]
 
 
 def test_seeds_are_the_same_on_every_machine():
@@ -735,11 +735,11 @@ def test_micro_batches_hold_every_response_once(packing, size, length, shapes):
 def test_excluded_prompts_are_replaced_by_their_neighbours():
     """Every epoch stays as long; others keep their place; when all are excluded nothing is."""
     prompts = [utils.Prompt(i, (i,), "", (), ()) for i in range(7)]
-    plain = [utils.prompt_at(prompts, k, 3).index for k in range(21)]
-    some = [utils.prompt_at(prompts, k, 3, frozenset({2, 5})).index for k in range(21)]
+    plain = [grpo.prompt_at(prompts, k, 3).index for k in range(21)]
+    some = [grpo.prompt_at(prompts, k, 3, frozenset({2, 5})).index for k in range(21)]
     assert not {2, 5} & set(some) and set(some) == {0, 1, 3, 4, 6}
     assert all(a == b for a, b in zip(plain, some, strict=True) if a not in (2, 5))
-    assert [utils.prompt_at(prompts, k, 3, frozenset(range(7))).index for k in range(21)] == plain
+    assert [grpo.prompt_at(prompts, k, 3, frozenset(range(7))).index for k in range(21)] == plain
 
 
 def excluded(before, sampled, args):

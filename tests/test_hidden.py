@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from scripts.parts import hidden, push_to_hub, run_dir
+from scripts.parts import hidden, push_to_hub, run_files
 from scripts.tools import calls
 from tests import programs
 
@@ -92,10 +92,10 @@ def test_a_key_behind_a_word_comes_from_the_environment(monkeypatch):
 def test_a_directory_of_two_names_has_one_lock(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir()
     (tmp_path / "other").symlink_to("real")
-    monkeypatch.setattr(run_dir, "LOCKS", {})
-    run_dir.lock(tmp_path / "real", 0.1)
-    run_dir.lock(tmp_path / "other", 0.1)
-    assert list(run_dir.LOCKS) == [tmp_path / ".real.lock"]
+    monkeypatch.setattr(run_files, "LOCKS", {})
+    run_files.lock(tmp_path / "real", 0.1)
+    run_files.lock(tmp_path / "other", 0.1)
+    assert list(run_files.LOCKS) == [tmp_path / ".real.lock"]
 
 
 def start(directory, **flags):
@@ -105,7 +105,7 @@ def start(directory, **flags):
     url = "http://me:s3cret@judge/v1"
     args |= {"llm_judge_base_url": url}
     words = ["python", "grpo.py", "--tool_configs", config, f"--llm_judge_base_url={url}"]
-    run_dir.claim(directory / "grpo", args, {"data_hash": "0", "command": words}, 0.3)
+    run_files.claim(directory / "grpo", args, {"data_hash": "0", "command": words}, 0.3)
 
 
 def test_no_file_of_a_run_has_a_secret(tmp_path):
@@ -156,14 +156,14 @@ def test_a_key_comes_from_the_environment(tmp_path, monkeypatch):
 
 START = """
 import pathlib, sys, time
-from scripts.parts import run_dir
+from scripts.parts import run_files
 from tests.test_hidden import start
 directory = pathlib.Path(sys.argv[1])
 (directory / f"ready_{sys.argv[2]}").touch()
 while len(list(directory.glob("ready_*"))) < 3:
     time.sleep(0.01)
-claimed = run_dir.provenance
-run_dir.provenance = lambda: time.sleep(0.5) or claimed()  # all have looked before the first one writes
+claimed = run_files.provenance
+run_files.provenance = lambda: time.sleep(0.5) or claimed()  # all have looked before the first one writes
 start(directory, overwrite=sys.argv[3] == "overwrite")
 print("claimed", flush=True)
 time.sleep(3)
@@ -196,6 +196,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(run_dir.fcntl, "lockf", refuse)
+    monkeypatch.setattr(run_files.fcntl, "lockf", refuse)
     start(tmp_path)
     assert (tmp_path / "grpo" / "args.json").exists()

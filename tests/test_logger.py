@@ -18,7 +18,7 @@ import pytest
 
 import grpo
 import utils
-from scripts.parts import dumps, track
+from scripts.parts import track
 from tests.conftest import REPO
 
 
@@ -140,8 +140,8 @@ def test_wandb_gets_axes_and_a_table(tmp_path, world, monkeypatch):
     logger = make_logger(tmp_path, world, "--with_tracking")
     logger.log({"training_step": 1, "objective/scores": 0.5})
     logger.show(1, [make_rollouts(20)])
-    run = types.SimpleNamespace(eval_world=world, run_dir=tmp_path, state={"step": 1})
-    dumps.keep_evaluation(run, make_rollouts(20))
+    run = types.SimpleNamespace(eval_world=world, run_dir=tmp_path, state={"step": 1}, logger=logger)
+    grpo.keep_samples(run, make_rollouts(20))
     logger.close()
     (evaluated,) = tmp_path.glob("wandb/offline-run-*/files/media/table/eval_rollouts*.table.json")
     assert len(json.loads(evaluated.read_text())["data"]) == 20
@@ -336,7 +336,7 @@ def test_tensorboard_without_its_package_is_refused_at_start(monkeypatch):
     args.check()
     find = utils.importlib.util.find_spec
     monkeypatch.setattr(utils.importlib.util, "find_spec", lambda name: name != "tensorboard" and find(name) or None)
-    with pytest.raises(utils.UserError, match="--with_tensorboard .* pip install tensorboard"):
+    with pytest.raises(utils.UserError, match="--with_tensorboard: .* pip install tensorboard"):
         args.check()
 
 

@@ -8,7 +8,7 @@ import torch
 
 import grpo
 import utils
-from scripts.parts import checkpoints, loss_scale, sharding
+from scripts.parts import checkpoints, optimizers
 from tests.test_learner import make_args, make_rollouts
 
 HALF = "--model_dtype float16 --deepspeed_stage 3".split()
@@ -32,8 +32,8 @@ def gradient(args, policy, world, factor):
     metrics = utils.Metrics()
     mini_batch = batches(args, world, factor)
     grpo.accumulate_gradient(policy, mini_batch, len(mini_batch), args, world, metrics)
-    norm = sharding.clip_gradient(policy, args, world, metrics)
-    assert math.isfinite(norm) and sharding.is_sound(policy, norm)
+    norm = grpo.clip_gradient(policy, args, world, metrics)
+    assert math.isfinite(norm) and grpo.is_sound(policy, norm)
     grads = [utils.shard_of(p.grad).flatten() for p in policy.parameters()]
     policy.zero_grad()
     return torch.cat(grads) / factor
@@ -47,7 +47,7 @@ def update(args, learner, world, factor=1.0):
 
 
 def scale_of(learner):
-    return tuple(float(getattr(learner.policy, name)) for name in loss_scale.BUFFERS)
+    return tuple(float(getattr(learner.policy, name)) for name in optimizers.BUFFERS)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-5])
@@ -85,7 +85,7 @@ def test_at_scale_1_a_gradient_that_is_not_finite_has_another_reason(tiny_models
 
 
 def test_good_steps_in_a_row_double_the_scale(tiny_models, world, monkeypatch):
-    monkeypatch.setattr(loss_scale, "STEPS_TO_DOUBLE", 2)
+    monkeypatch.setattr(optimizers, "STEPS_TO_DOUBLE", 2)
     args, learner = load(tiny_models(), world, *HALF)
     seen = []
     for factor in (1.0, math.inf, 1.0, 1.0):
@@ -93,10 +93,10 @@ def test_good_steps_in_a_row_double_the_scale(tiny_models, world, monkeypatch):
         seen.append(scale_of(learner))
     assert seen == [(2.0**16, 1), (2.0**15, 0), (2.0**15, 1), (2.0**16, 0)]
 
-    learner.policy.loss_scale.fill_(loss_scale.LARGEST)
-    loss_scale.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
-    loss_scale.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
-    assert scale_of(learner) == (loss_scale.LARGEST, 0)
+    learner.policy.loss_scale.fill_(optimizers.LARGEST)
+    optimizers.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
+    optimizers.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
+    assert scale_of(learner) == (optimizers.LARGEST, 0)
 
 
 @pytest.mark.parametrize("adapters", [[], ["--lora_rank", 4]])

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import grpo
 import utils
-from scripts.parts.head import HeadLogprobs
+from grpo import HeadLogprobs
 
 CASES = json.loads((Path(__file__).parent / "verl_cases.json").read_text())["cases"]
 TOLERANCE = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.float64: dict(rtol=1e-9, atol=1e-9)}
@@ -216,6 +216,18 @@ def test_gspo_ratio_is_the_geometric_mean_of_the_response():
     assert_close(loss, per_token(-2.0, -2.0, -2.0))
     # mean loss is -s with s = exp(mean_t log ratio_t): d s / d logp_t = s / 3 for every token, summed over 3 tokens
     assert_close(grad, per_token(-2.0, -2.0, -2.0))
+
+
+def test_luspo_is_gspo_over_the_number_of_responses():
+    """LUSPO: 1/2 sum_i T_i L_i for responses of 3 tokens and 1, with clipped ratios of the responses. Of the first
+    it is (8 x 1 x 1)^(1/3) = 2, bound 1.2, A = 1; of the second 1 / 2, A = -1, bound 0.8."""
+    new = log(0.8, 0.3, 0.3, 0.2)
+    old = log(0.1, 0.3, 0.3, 0.4)
+    advantages = per_token(1.0, 1.0, 1.0, -1.0)
+    seq_ids = torch.tensor([[1, 1, 1, 2]])
+    loss, *_ = loss_of(new, old, advantages, "gspo", seq_ids=seq_ids)
+    got = aggregate(loss, torch.ones_like(seq_ids, dtype=torch.bool), seq_ids, "2", 4, 2)
+    assert float(got) == pytest.approx((3 * -1.2 + 1 * 0.8) / 2)
 
 
 def test_gspo_tokens_have_a_gradient_of_their_own():

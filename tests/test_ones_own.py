@@ -1,7 +1,6 @@
 """One's own: reward functions in TRL's and verl's forms, files and rows as others have them, rows without a label."""
 
 import json
-from collections import Counter
 
 import pytest
 
@@ -9,7 +8,7 @@ import grpo
 import rewards
 import utils
 from rewards import RewardFlags, RewardRecord
-from scripts.parts import failures, fits, rows, user_files
+from scripts.parts import guards, plan, rows, user_files
 
 USER = {"role": "user", "content": "What is 2 + 6?"}
 REWARDS = """
@@ -118,17 +117,17 @@ def test_a_wrong_signature_is_told_with_the_line_that_helps(configured, text, wo
 
 def test_a_function_that_never_applies(configured, monkeypatch):
     configured(REWARDS)
-    for name, value in (("WORKED", set()), ("CRASHES", Counter()), ("NONES", Counter())):
-        monkeypatch.setattr(failures, name, value)
     monkeypatch.setattr(rewards, "WARNED", {})
-    none = {"reward/silent_no_answer": 4.0}
-    failures.check(none | {"reward/math_no_answer": 0.0})
-    with pytest.raises(rewards.UserError, match=r"silent returned None.*for all of 8 responses"):
-        failures.check(none)
-    failures.WORKED.add("plain")  # something else scores
+    guard = guards.Guards(utils.parse_args(grpo.Args, "--model_name_or_path m --model_dtype bfloat16".split()), 1)
+    none = {"reward/silent_no_answer": 8.0}
     with pytest.warns(UserWarning, match="silent"):
-        failures.check(none)
-    failures.check({"reward/silent_ok": 1.0} | none)
+        guard.judge_rewards(none | {"reward/plain_ok": 8.0}, 1)
+    for step in (2, 3, 4):  # something else scores: it does not apply to these rows
+        guard.judge_rewards(none | {"reward/plain_ok": 8.0}, step)
+    assert not utils.STOP.because
+    for step in (5, 6, 7):
+        guard.judge_rewards(none, step)
+    assert "silent gave no score in 3 steps" in utils.STOP.because
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,10 +287,10 @@ def test_few_prompts_and_a_function_without_rows_are_told(configured, tokenizer,
     configured("def mine(response, ground_truth): return 1\ndef other(response, ground_truth): return 1")
     file = write(tmp_path / "a.jsonl", [{"prompt": [USER], "dataset": "mine"}] * 2)
     args = grpo.Args(reward_file=str(tmp_path / "mine.py"), num_unique_prompts_rollout=3)
-    few, unused = fits.warnings_of(args, load(tokenizer, file, reward_file=args.reward_file))
+    few, unused = plan.warnings_of(args, load(tokenizer, file, reward_file=args.reward_file))
     assert few.startswith("2 prompts for --num_unique_prompts_rollout 3") and "1.0 is all" in few
     assert "other scores none of the prompts" in unused and "--remap_verifier OLD=other" in unused
-    assert not fits.warnings_of(
+    assert not plan.warnings_of(
         grpo.Args(num_unique_prompts_rollout=2), load(tokenizer, file, reward_file=args.reward_file)
     )
 

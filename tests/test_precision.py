@@ -1,6 +1,5 @@
 """Precision: which dtype a machine computes in, and master weights off the grid of bfloat16."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ import torch
 
 import grpo
 import utils
-from scripts.parts import dither, machine, serve
+from scripts.parts import plan
 from tests.conftest import REPO
 
 
@@ -79,7 +78,7 @@ def test_only_bfloat16_computing_is_dithered(half, world):
 def test_weights_between_two_bfloat16_numbers_stay():
     weight = torch.tensor([1.0, 1.0 + 2**-20, 0.1, 3.0, 0.0, torch.finfo(torch.bfloat16).max])
     before = weight.clone()
-    dither.dither(weight, 5)
+    utils.dither(weight, 5)
     assert [bool(x) for x in weight == before] == [False, True, True, False, True, False]
     assert torch.equal(weight.bfloat16()[[0, 3, 4, 5]], before.bfloat16()[[0, 3, 4, 5]])
 
@@ -89,16 +88,16 @@ def test_auto_takes_what_the_processor_is_fast_in(monkeypatch, tmp_path, capsys)
     """And --resume keeps what the run began with, wherever it goes on."""
     args = grpo.Args(output_dir=str(tmp_path), exp_name="run")
     for half, full, want in ((3.0, 60.0, "float32"), (400.0, 90.0, "bfloat16")):
-        monkeypatch.setattr(machine, "core_speeds", lambda dtypes, found=(half, full): found)
-        dtype, why = machine.choose_dtype(args)
+        monkeypatch.setattr(plan, "core_speeds", lambda dtypes, found=(half, full): found)
+        dtype, why = plan.choose_dtype(args)
         assert dtype == want and f"{half:.0f} GFLOP/s in bfloat16, {full:.0f} in float32" in why
         (tmp_path / "run").mkdir(exist_ok=True)
         other = {"float32": "bfloat16", "bfloat16": "float32"}[want]
         (tmp_path / "run" / "args.json").write_text(json.dumps({"model_dtype": other}))
-        assert machine.choose_dtype(replace(args, resume=True))[0] == other
-        dtype, why = machine.choose_dtype(replace(args, model_dtype="bfloat16"))
+        assert plan.choose_dtype(replace(args, resume=True))[0] == other
+        dtype, why = plan.choose_dtype(replace(args, model_dtype="bfloat16"))
         assert dtype == "bfloat16" and ("WARNING" in why) == (want == "float32")
-        assert machine.choose_dtype(replace(args, model_dtype="float32")) == ("float32", "as --model_dtype says")
+        assert plan.choose_dtype(replace(args, model_dtype="float32")) == ("float32", "as --model_dtype says")
 
 
 def test_the_choice_does_not_change_while_other_processes_compute():
@@ -107,22 +106,11 @@ def test_the_choice_does_not_change_while_other_processes_compute():
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # with the four that disturb, as twice as many would on two cores
     busy = [subprocess.Popen([sys.executable, "-c", "while True: sum(range(10000))"]) for _ in range(4)]
-    ratios = [half / full for half, full in (machine.core_speeds([torch.bfloat16, torch.float32]) for _ in range(3))]
+    ratios = [half / full for half, full in (plan.core_speeds([torch.bfloat16, torch.float32]) for _ in range(3))]
     for process in busy:
         process.kill()
     os.sched_setaffinity(0, cores)
     assert max(ratios) < 0.9 or min(ratios) > 1.1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU vLLM's own choice is right")
-def test_a_server_on_a_cpu_takes_what_the_processor_is_fast_in(monkeypatch, tiny_models):
-    """vLLM's own auto is bfloat16 for a bfloat16 model, also where that is emulated."""
-    options = argparse.Namespace(model=str(tiny_models()), model_revision=None, model_dtype="auto", seed=0)
-    options = argparse.Namespace(**vars(options), max_model_len=64, max_num_seqs=4, gpu_memory_utilization=0.5)
-    for dtype in ("float32", "bfloat16"):
-        monkeypatch.setattr(machine, "choose_dtype", lambda args, dtype=dtype: (dtype, ""))
-        command = serve.server_command(options)
-        assert command[command.index("--dtype") + 1] == dtype
 
 
 CACHE = """import tempfile, utils
@@ -154,12 +142,12 @@ def test_a_home_of_machines_of_several_kinds_shares_no_kernels(tmp_path):
     assert len(caches) == 1 + ("AVX512" in torch.backends.cpu.get_cpu_capability())
 
 
-@pytest.mark.parametrize("number", [1, 5, dither.SLICE, 2 * dither.SLICE + 7])
+@pytest.mark.parametrize("number", [1, 5, utils.DITHER_SLICE, 2 * utils.DITHER_SLICE + 7])
 def test_slices_give_the_offsets_of_one_piece(number):
     """The offset of a weight is a word of the seed's stream, whatever the slices are: runs of before can go on."""
     start = torch.randn(number, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     weight = start.clone().reshape(1, -1)
-    dither.dither(weight, 7)
+    utils.dither(weight, 7)
     words = np.random.PCG64(7).random_raw(number // 4 + 1).view(np.int16)[:number]
     offsets = torch.from_numpy(words).int().clamp(min=-32767)
     assert torch.equal(weight.view(torch.int32).flatten(), start.view(torch.int32) + offsets)
@@ -172,7 +160,7 @@ def test_a_rank_of_torchrun_dithers_on_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(utils, "ALL_CORES", set(range(96)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch, "set_num_threads", told.append)
-    monkeypatch.setattr(dither, "ThreadPoolExecutor", lambda workers: told.append(workers) or ThreadPoolExecutor(1))
+    monkeypatch.setattr(utils, "ThreadPoolExecutor", lambda workers: told.append(workers) or ThreadPoolExecutor(1))
     weight = torch.ones(4)
-    dither.dither(weight, 0)
+    utils.dither(weight, 0)
     assert told == [12] and not torch.equal(weight, torch.ones(4))

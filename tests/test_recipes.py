@@ -41,19 +41,12 @@ ALL_RECIPES = [*RECIPES, "scripts/train/debug/letters.sh"]
 # GPUs, learners, engines, GPUs of each, prompts, samples, mini-batches, steps, response and pack length: the documents'
 TABLE = {
     "tulu3/grpo_fast_8b_single_node": (8, 6, 2, 1, 64, 16, 2, 1953, 2048, 4096),
-    "tulu3/grpo_fast_8b": (16, 6, 10, 1, 48, 16, 2, 2604, 2048, 4096),
-    "tulu3/grpo_8b": (16, 12, 4, 1, 48, 16, 2, 2604, 2048, 4096),
-    "qwen/grpo_7b": (16, 12, 4, 1, 48, 16, 2, 13020, 4096, 6144),
-    "qwen/grpo_fast_7b": (16, 4, 12, 1, 48, 16, 1, 6510, 4096, 6144),
     "qwen/grpo_fast_3b_single_node": (8, 4, 4, 1, 48, 16, 1, 1302, 4096, 6144),
-    "qwen/qwen3_4b_dapo_math": (8, 4, 4, 1, 8, 16, 1, 1000, 8192, 10240),
-    "qwen/qwen3_4b_dapo_math_32k": (16, 8, 8, 1, 8, 16, 1, 1000, 30720, 32768),
-    "olmo2/grpo_7b": (16, 12, 1, 4, 48, 16, 2, 2604, 2048, 4096),
+    "qwen/grpo_fast_7b": (16, 4, 12, 1, 48, 16, 1, 6510, 4096, 6144),
     "olmo2/grpo_fast_7b_zero": (16, 4, 12, 1, 48, 16, 1, 1302, 2048, 4096),
     "olmo2/grpo_fast_13b_zero": (16, 8, 8, 1, 48, 16, 1, 1302, 2048, 4096),
     "olmo3/7b_instruct_rl": (64, 8, 56, 1, 64, 8, 4, 2000, 8192, 11264),
     "olmo3/7b_think_rl": (32, 16, 16, 1, 64, 8, 1, 19531, 32768, 35840),
-    "olmo3/7b_think_rl_no_pipeline": (72, 16, 56, 1, 64, 8, 1, 19531, 32768, 35840),
     "olmo3/32b_instruct_rl": (96, 32, 16, 4, 64, 8, 1, 19531, 16384, 19456),
     "olmo3/32b_think_rl": (144, 96, 6, 8, 64, 8, 1, 19531, 32768, 35840),  # 28 nodes reserved, 18 used
     "olmo3/7b_rlzero_math": (72, 16, 56, 1, 32, 8, 1, 3000, 16384, 18432),
@@ -67,7 +60,6 @@ TABLE = {
     "gsm8k/qwen2.5_7b_verl": (8, 8, 8, 1, 1024, 5, 4, 105, 1024, 16384),  # the same 8 GPUs take turns
     "solver/planner_3b_300steps": (4, 2, 1, 1, 30, 4, 1, 300, 3072, 12288),  # and one for the solver
     "debug/tools/olmo_3_parser_multigpu": (16, 8, 8, 1, 32, 8, 1, 5, 8192, 16384),
-    "tools/search_r1_qwen2.5_3b": (8, 8, 8, 1, 512, 5, 2, 1005, 2500, 16384),  # the same 8 GPUs take turns
     "tools/retool_qwen2.5_7b": (8, 4, 4, 1, 64, 16, 4, 250, 16384, 18432),
     "distill/qwen3_8b_deepmath": (8, 8, 8, 1, 1024, 4, 1, 100, 4096, 16384),  # the same 8 GPUs take turns
     "debug/grpo_fast": (1, 1, 1, 1, 8, 4, 1, 4, 64, 1024),
@@ -78,14 +70,12 @@ TABLE = {
     "debug/hack": (1, 1, 1, 1, 8, 8, 1, 30, 14, 512),
     "debug/distill": (1, 1, 1, 1, 16, 16, 4, 20, 16, 1024),
     "debug/multi_node_grpo": (16, 8, 4, 2, 32, 16, 1, 19, 4096, 20480),
-    "debug/full_integration_test": (16, 8, 8, 1, 32, 8, 4, 39, 8192, 12384),
 }
 # chat template -> parts of the names of recipes that have it; the others have the tokenizer's own
 TEMPLATES = {
-    "tulu": "tulu3/ olmo2/grpo_7b",
-    "tulu_thinker": "large_test full_integration multi_node",
-    "r1_simple_chat_postpend_think": "grpo_fast_3b grpo_fast_7b qwen/grpo_7b olmo2/",
-    "qwen_instruct_user_boxed_math": "qwen/qwen3_",
+    "tulu": "tulu3/",
+    "tulu_thinker": "large_test multi_node",
+    "r1_simple_chat_postpend_think": "grpo_fast_3b grpo_fast_7b olmo2/",
     "olmo_thinker": "think_rl rlzero_general",
     "olmo_thinker_rlzero": "rlzero_math rlzero_mix rlzero_instruction",
     "olmo_thinker_code_rlzero": "rlzero_code",
@@ -238,7 +228,7 @@ def test_a_recipe_prints_its_plan_on_a_laptop(recipe, tmp_path, monkeypatch, cap
     plan = capsys.readouterr().out
     assert "\nrun " in plan and f"\nmodel    {args.model_name_or_path}: " in plan and "\nmemory   " in plan
     if args.llm_judge_model:
-        assert f"judge    {args.llm_judge_model}: no --llm_judge_base_url and no $OPENAI_API_KEY" in plan
+        assert f"refused  --llm_judge_model {args.llm_judge_model}: needs $OPENAI_API_KEY" in plan
     rewards.configure(rewards.RewardFlags(), connect=False)
 
 
@@ -255,12 +245,12 @@ def test_a_recipe_plans_in_a_shell_without_a_network(tmp_path):
     """As a person types it, from another directory; without --dry_run the recipe says who starts it."""
     offline = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     offline |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "http_proxy": "http://127.0.0.1:9"}
-    command = ["bash", "../scripts/train/olmo2/grpo_7b.sh"]
+    command = ["bash", "../scripts/train/olmo2/grpo_fast_7b_zero.sh"]
     done = subprocess.run([*command, "--dry_run"], cwd=REPO / "tests", env=offline, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "12 learners + 1 engines x 4 = 16 processes" in done.stdout
-    assert "missing  --dataset_mixer_list data/rlvr_tulu3/train.jsonl: no such file" in done.stdout
-    assert "memory   not estimated: no config.json of allenai/OLMo-2-1124-7B-DPO on this machine" in done.stdout
+    assert "4 learners + 12 engines x 1 = 16 processes" in done.stdout
+    assert "refused  --dataset_mixer_list data/math_zs/train.jsonl: no such file" in done.stdout
+    assert "memory   not estimated: no config.json of allenai/OLMo-2-1124-7B on this machine" in done.stdout
     done = subprocess.run(command, cwd=REPO / "tests", env=offline, capture_output=True, text=True)
     assert done.returncode == 1 and "is for 2 nodes: start it with sbatch" in done.stderr
 
@@ -352,7 +342,7 @@ SMOKED = {  # one of each folder -> verifiers whose rewards are seen
     "gsm8k/qwen2.5_7b_verl": "gsm8k_verl ifeval",  # grpo.py behind torchrun
     "solver/planner_3b_300steps": "solver",  # with a server for the solver
     "hybrid/large_test_hybrid": "code code_stdio ifeval",  # a model whose layers leak
-    "tools/search_r1_qwen2.5_3b": "puzzle ifeval",  # plain tags
+    "tools/retool_qwen2.5_7b": "math ifeval",  # programs
     "distill/qwen3_8b_deepmath": "math ifeval",  # adapters, a teacher, no reward
 }
 

@@ -11,6 +11,7 @@ from tests import reference
 ELSEWHERE = {"total_episodes", "local_eval_every", "eval_on_step_0", "eval_pass_at_k"}  # no part of an update
 
 
+@pytest.mark.house
 def test_every_flag_of_the_algorithm_is_drawn():
     drawn = [reference.draw_args(random.Random(seed), "x") for seed in range(60)]
     for field in fields(grpo.GRPOFlags):

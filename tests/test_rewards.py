@@ -856,7 +856,11 @@ def poisoned(value, text):
 def test_only_short_arithmetic_reaches_scorers_that_evaluate(task, answer, runs):
     """In the sandbox; what is none is wrong at once."""
     label = gym(task, {"question": "?", "answer": "1", "metadata": {}})
-    found = rewards.verify_reasoning_gym(RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym")).score
+    found = (
+        rewards.VERIFIERS["reasoning_gym"]
+        .verify(RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym"))
+        .score
+    )
     assert callable(found) if runs else found == 0.0
 
 
@@ -866,7 +870,11 @@ def test_only_short_arithmetic_reaches_scorers_that_evaluate(task, answer, runs)
 def test_what_is_no_number_is_wrong_for_a_label_of_numbers(own, answer, wrong):
     """At once: it is equal to everything for scorers that compare with a tolerance."""
     label = gym("chain_sum", {"question": "?", "answer": own, "metadata": {}})
-    found = rewards.verify_reasoning_gym(RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym")).score
+    found = (
+        rewards.VERIFIERS["reasoning_gym"]
+        .verify(RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym"))
+        .score
+    )
     assert found == 0.0 if wrong else isinstance(found, rewards.Job)
 
 
@@ -1023,7 +1031,7 @@ def test_reward_file(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "no such file"),
+        (None, "[Nn]o such file"),
         ("def f(response, ground_truth)\n    return 1", r"SyntaxError.*reward.py, line 1"),
         ("x = 1\nimport no_such_module", r"No module named 'no_such_module' \(reward.py, line 2\)"),
         ("import os\nos._exit(0)", "cannot be loaded"),

@@ -20,9 +20,7 @@ import utils
 from scripts.data.make_addition import make_addition
 from scripts.data.make_largest import make_largest
 from scripts.data.make_tiny_model import ARCHS, make_tiny_model
-from scripts.parts import ran, run_dir
-from scripts.proof import control
-from scripts.reports.common import CORRECT
+from scripts.parts import run_files
 from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,30 +99,6 @@ def test_the_demo_asks_for_the_largest_of_three(tmp_path, seed):
         assert row["ground_truth"] == str(max(numbers)) and len(numbers) == 3
         asked.append(frozenset(numbers))
     assert len(set(asked)) == 464 and set().union(*asked) <= set(range(1, 100))
-
-
-def test_the_control_of_the_demo_counts_what_is_right(tmp_path):
-    """A row of control.py is what metrics.jsonl says; the code it runs has the votes."""
-    rows = [{"training_step": 0, f"eval/{CORRECT}": 0.25}, {"training_step": 1, CORRECT: 0.125, "time/total": 2.0}]
-    rows.append({"training_step": 2, CORRECT: 0.5, "time/total": 3.0, f"eval/{CORRECT}": 0.75})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "args.json").write_text('{"model_dtype": "float32"}')
-    (tmp_path / "environment.json").write_text('{"git_commit": "abc"}')
-    row = control.read_run(tmp_path, "majority", 3)
-    assert row.pop("processor") and row == {
-        "arm": "majority",
-        "seed": 3,
-        "correct": {"1": 0.125, "2": 0.5},
-        "held_out": {"0": 0.25, "2": 0.75},
-        "seconds": {"1": 2.0, "2": 3.0},
-        "model_dtype": "float32",
-        "git_commit": "abc",
-    }
-    tree = control.fork(tmp_path)
-    assert "    vote(group, args)\n" in (tree / "grpo.py").read_text()
-    assert (tree / "scripts" / "demo.sh").exists() and not (tree / ".git").exists()
-    programs = re.findall(r"python (scripts/\S+)", (tree / "scripts" / "demo.sh").read_text())
-    assert "scripts/data/make_largest.py" in programs and all((tree / name).exists() for name in programs)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -236,11 +210,10 @@ for path in sys.argv[2:]:
 def test_programs_run_from_any_directory(tmp_path):
     """All that import from outside their own folder, at their top or later; smoke.py is started with -m."""
     outside = re.compile(r"^ *(import (grpo|utils|rewards)$|from (scripts|grpo|utils|rewards)[ .])", re.MULTILINE)
-    own = {"smoke.py", "chaos.py", "sandbox.py"}  # chaos.py has the import in a program that it writes
+    own = {"smoke.py", "sandbox.py"}
     own |= {"trl_side.py"}  # imports trl, which has an environment of its own
     own |= {"calculator.py", "search.py", "mcp_server.py", "python.py"}  # tools ask whether they are started
     own |= {"addresses.py"}  # "__main__" is a module that a message may name
-    own |= {"worker.py"}  # runs of a study import the code of the copy that they are told
     paths = [p for p in sorted(ROOT.glob("scripts/**/*.py")) if outside.search(p.read_text()) and p.name not in own]
     paths = [str(p) for p in paths if "__main__" in p.read_text()]
     assert len(paths) > 8
@@ -254,7 +227,7 @@ def test_demo_flags_exist():
     flags = re.findall(r"^    --(\w+)", (ROOT / "scripts" / "demo.sh").read_text(), re.MULTILINE)
     assert len(flags) > 10
     fields = re.findall(r"^    (\w+):", (ROOT / "grpo.py").read_text() + (ROOT / "utils.py").read_text(), re.MULTILINE)
-    assert set(flags) <= set(fields)
+    assert {flag.removeprefix("no_") for flag in flags} <= set(fields)
 
 
 class Checkout:
@@ -416,7 +389,7 @@ def test_sourced_setup_that_fails_stops_the_script(checkout):
 def claim(directory: Path, **flags: object) -> None:
     args = dict.fromkeys(("resume", "resume_anyway", "overwrite"), False) | flags
     args |= {"model_name_or_path": str(directory), "model_revision": None}
-    run_dir.claim(directory / "grpo", args, {"data_hash": "0"}, 0.3)
+    run_files.claim(directory / "grpo", args, {"data_hash": "0"}, 0.3)
 
 
 def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
@@ -445,7 +418,7 @@ def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
 def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkeypatch, capsys):
     """Before, a resumed run went on with another reward without a word."""
     reward, diff, code = tmp_path / "mine.py", [b"a change"], tmp_path / "grpo" / "code"
-    monkeypatch.setattr(ran, "changes", lambda: diff[0])
+    monkeypatch.setattr(run_files, "uncommitted", lambda: diff[0])
     reward.write_text("def mine(response, ground_truth): return 1  # key")
     reward.chmod(0o600)
     own = {"reward_file": str(reward), "env_file": "", "tools": ["calculator"]}
@@ -468,7 +441,7 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
     assert len(list((code / "reward_file").iterdir())) == 2
     claim(tmp_path, resume=True, **own)  # it is this run's now
 
-    diff[0] = b"x" * (ran.MOST_BYTES + 1)
+    diff[0] = b"x" * (run_files.MOST_BYTES + 1)
     claim(tmp_path, resume=True, **own)
     assert "has 1,000,001 bytes" in capsys.readouterr().out and len(list(code.glob("changes.diff*"))) == 2
     diff[0] = b""
@@ -479,14 +452,14 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
 
 def test_the_changes_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(utils, "REPO", tmp_path)
-    assert ran.changes() == b"", "no checkout"
+    assert run_files.uncommitted() == b"", "no checkout"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "a.py").write_text("1\n")
     for words in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
         subprocess.run([*git, *words], check=True)
     (tmp_path / "a.py").write_text("2\n")
     subprocess.run([*git, "add", "a.py"], check=True)  # what is staged counts, too
-    assert b"-1\n+2\n" in ran.changes()
+    assert b"-1\n+2\n" in run_files.uncommitted()
 
 
 def test_a_run_that_is_under_way_is_left_alone(tmp_path):
@@ -494,7 +467,7 @@ def test_a_run_that_is_under_way_is_left_alone(tmp_path):
     claim(tmp_path)
     facts = tmp_path / "grpo" / "environment.json"
     sleeper = subprocess.Popen(["sleep", "60"])
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"process": run_dir.process(sleeper.pid)}))
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"process": run_files.process(sleeper.pid)}))
     for flag in ("resume", "overwrite"):
         with pytest.raises(ValueError, match=f"is in use: process {sleeper.pid} trains there"):
             claim(tmp_path, **{flag: True})

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import utils
-from scripts.parts import adapters, fits
+from scripts.parts import adapters, plan
 from tests import programs
 from tests.test_learner import assert_same_update, long_rollouts, make_args, make_rollouts, run_update, start_weights
 from tests.test_lora import shake
@@ -100,7 +100,7 @@ def learn(model, world, case, *flags):
     batches = [grpo.micro_batches(part, "shared", args, world.device) for part in packs]
     with sdpa_kernel(SDPBackend.MATH):
         gap, bad = grpo.update(dataclasses.replace(learner, optimizer=sgd), batches, args, world, metrics)
-    found = utils.finish_metrics(metrics.reduce(world), args) | gap | {"bad": bad}
+    found = utils.finish_metrics(metrics.reduce(world), args) | gap.metrics | {"bad": bad}
     return before, weights_of(learner.policy, args), found
 
 
@@ -311,7 +311,7 @@ def test_ranks_that_share_packs_have_the_groups_of_one_rank(monkeypatch, size, n
             mine = grpo.split_groups(grpo.share_groups(groups, args), args)
             one = grpo.split_groups(want, plain)
             names = [[[(r.position, r.sample, r.prompt.index) for r in part] for part in x] for x in (mine, one)]
-            assert names[0] == names[1] and state == then and then["cursor"] == 72
+            assert names[0] == names[1] and state["cursor"] == then["cursor"] == 72
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit(tmp_path):
@@ -319,11 +319,11 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit(tmp_path):
     with pytest.raises(
         utils.UserError, match=r"--sequence_parallel_size 4 .* 6 attention heads: one of 1, 2, 3, 6 does"
     ):
-        fits.check(args, [])
+        plan.check_models(args, [])
     teacher = make_model(tmp_path / "teacher", 3, 1)
     flags = f"{TEACHER} --sequence_parallel_size 2".replace("TEACHER", str(teacher))
     with pytest.raises(utils.UserError, match=rf"--sequence_parallel_size 2 .* {teacher}'s 3 attention heads: .*1, 3 "):
-        fits.check(make_args(tmp_path, *flags.split()), [])
+        plan.check_models(make_args(tmp_path, *flags.split()), [])
 
 
 FLAGS = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6

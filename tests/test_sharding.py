@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import grpo
 import utils
-from scripts.parts import checkpoints, offload, packing, sharding
+from scripts.parts import checkpoints, optimizers, packing
 from tests import programs
 from tests.test_learner import make_args, make_rollouts, run_update
 
@@ -77,7 +77,7 @@ def test_one_learner_has_a_wrapper_only_where_it_needs_one(tiny_models, world, f
 def test_a_plain_model_has_the_bits_of_a_wrapped_one(tiny_models, world, monkeypatch, tied):
     """Three steps of Adam with a clipped gradient, which several micro-batches add up; a reference in bfloat16."""
     plain = three_steps(tiny_models("qwen2", tied), world)
-    monkeypatch.setattr(sharding, "needs_no_wrapper", lambda *_: False)
+    monkeypatch.setattr(utils, "needs_no_wrapper", lambda *_: False)
     wrapped = three_steps(tiny_models("qwen2", tied), world)
     assert all(map(torch.equal, plain, wrapped))
 
@@ -116,8 +116,8 @@ def test_neighbouring_layers_of_a_kind_are_gathered_together(monkeypatch):
         pass
 
     layers = [torch.nn.Linear(n, 1, bias=False) for n in (3, 3, 3, 9, 2, 2)] + [Wide(2, 1, bias=False)]
-    monkeypatch.setattr(sharding, "GROUP_BYTES", 12)
-    groups = sharding.layer_groups(layers, itemsize=2)
+    monkeypatch.setattr(utils, "GROUP_BYTES", 12)
+    groups = utils.layer_groups(layers, itemsize=2)
     assert [[layer.in_features for layer in group] for group in groups] == [[3, 3], [3], [9], [2, 2], [2]]
     assert [layer for group in groups for layer in group] == layers
 
@@ -126,7 +126,7 @@ def test_neighbouring_layers_of_a_kind_are_gathered_together(monkeypatch):
 def test_the_update_does_not_depend_on_the_groups(tiny_models, world, monkeypatch, flags):
     args = make_args(tiny_models(), *flags.split())
     together, _ = run_update(args, world, [make_rollouts()])
-    monkeypatch.setattr(sharding, "GROUP_BYTES", 1)
+    monkeypatch.setattr(utils, "GROUP_BYTES", 1)
     alone, _ = run_update(args, world, [make_rollouts()])
     assert all(torch.equal(together[name], alone[name]) for name in alone)
 
@@ -145,8 +145,8 @@ def test_narrow_and_wide_layers_are_recomputed_with_the_same_bits(tiny_models, w
         lambda *args, **how: ways.append(how["use_reentrant"]) or once(*args, **how),
     )
     args = make_args(tiny_models(arch), *flags, "--gradient_checkpointing", "--gradient_checkpointing_part", part)
-    for narrow, whole in ((sharding.NARROW, True), (0, False)):
-        monkeypatch.setattr(sharding, "NARROW", narrow)
+    for narrow, whole in ((utils.NARROW, True), (0, False)):
+        monkeypatch.setattr(utils, "NARROW", narrow)
         ways.clear()
         again, _ = run_update(args, world, [make_rollouts()])
         assert set(ways) == {whole}
@@ -163,7 +163,7 @@ def test_every_tensor_of_a_narrow_layer_gets_its_gradient(hidden, inner):
     if inner:
         for value in pair:
             value.retain_grad()
-    out = sharding.recompute(lambda x, pair: weight * x * pair[0] * pair[1], True, x, pair=pair)
+    out = utils.recompute(lambda x, pair: weight * x * pair[0] * pair[1], True, x, pair=pair)
     (out + sum(pair)).backward()
     assert weight.grad == 5 * 14 * 14
     assert x.grad == (3 * 14 * 14 if hidden else None)
@@ -235,12 +235,12 @@ def master_weights(learner):
 def test_moments_stay_in_host_memory(tiny_models, world, monkeypatch, tmp_path):
     """Before the first step, after it, and after a checkpoint was loaded: in the memory that was asked for."""
     asked = []
-    made = offload.host_memory
-    monkeypatch.setattr(offload, "host_memory", lambda like: asked.append(made(like)) or asked[-1])
+    made = optimizers.host_memory
+    monkeypatch.setattr(optimizers, "host_memory", lambda like: asked.append(made(like)) or asked[-1])
 
     def in_host_memory(optimizer):
         hosts = {tensor.data_ptr() for tensor in asked}
-        moments = [utils.shard_of(state[name]) for state in optimizer.state.values() for name in offload.MOMENTS]
+        moments = [utils.shard_of(state[name]) for state in optimizer.state.values() for name in optimizers.MOMENTS]
         return moments != [] and all(moment.data_ptr() in hosts for moment in moments)
 
     args = make_args(tiny_models(), *OFFLOAD)

@@ -9,8 +9,7 @@ import torch
 
 import grpo
 import utils
-from scripts.parts import fits, run_dir
-from scripts.proof import memory
+from scripts.parts import plan, run_files
 from tests.test_learner import make_args, make_rollouts
 
 TEACH = ("--load_ref_policy", "--beta", 1, "--kl_estimator", "kl2", "--no_filter_zero_std_samples")
@@ -112,7 +111,7 @@ def test_a_frozen_reference_lies_in_compute_dtype_and_computes_the_same(tiny_mod
 
 def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
-    fits.check(args, [])
+    plan.check_models(args, [])
     shutil.copytree(teacher, tmp_path / "other")
     assert (tmp_path / "other" / "tokenizer.json").exists()
     path = tmp_path / "other" / "tokenizer.json"
@@ -124,38 +123,21 @@ def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     path.write_text(json.dumps(text))
     other = replace(args, ref_model_name_or_path=str(tmp_path / "other"))
     with pytest.raises(utils.UserError) as error:
-        fits.check(other, [])
+        plan.check_models(other, [])
     told = f"token 299 is {words[299]!r} to the policy and {words[300]!r} to the teacher: take a teacher with"
     assert told in str(error.value) and f"--ref_model_name_or_path {tmp_path / 'other'}: " in str(error.value)
     config = json.loads((teacher / "config.json").read_text())
     shutil.copytree(teacher, tmp_path / "small")
     (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
     with pytest.raises(utils.UserError, match="token 511 is .* to the policy and .* to the teacher"):
-        fits.check(replace(args, ref_model_name_or_path=str(tmp_path / "small")), [])
+        plan.check_models(replace(args, ref_model_name_or_path=str(tmp_path / "small")), [])
     with pytest.raises(utils.UserError, match="--ref_model_name_or_path .*nowhere: .*Give a directory with a model"):
-        fits.check(replace(args, ref_model_name_or_path=str(tmp_path / "nowhere")), [])
+        plan.check_models(replace(args, ref_model_name_or_path=str(tmp_path / "nowhere")), [])
 
 
 def test_which_teacher_it_is_belongs_to_the_run(tiny_models, teacher):
     args = make_args(tiny_models())
     taught = replace(args, ref_model_name_or_path=str(teacher), model_revision="v2")
     assert args.of_reference() == args and taught.of_reference().model_revision is None  # that is of the policy
-    hashes = [run_dir.model_hash(asdict(a)) for a in (taught, args, taught.of_reference())]
+    hashes = [run_files.model_hash(asdict(a)) for a in (taught, args, taught.of_reference())]
     assert hashes[0].split() == hashes[1:]
-
-
-def test_memory_and_time_of_a_teacher():
-    """A 7B teaches a 0.5B: 2 bytes a weight, over the learners; what its forward gathers is more than the update's."""
-    small, large = (memory.qwen(*memory.SHAPES[f"Qwen2.5-{size}"]) for size in ("0.5B", "7B"))
-    setup = memory.Setup(learners=4, deepspeed_stage=3, gradient_checkpointing=True, pack_length=2048)
-    alone, taught = (memory.memory_estimate(setup, small, ref) for ref in (None, large))
-    assert alone["reference"] == 2 * 494_032_768 / 4
-    assert {k: v for k, v in taught.items() if k != "reference"} == {k: v for k, v in alone.items() if k != "reference"}
-    update = sum(taught[name] for name in ("gradients", "gathered", "activations and head"))
-    ends, logits = 2 * 152064 * 3584 + 3584, 12 * 1024 * 152064
-    gathered = ends + 2 * (7_615_616_512 - ends) / 28
-    assert taught["reference"] == pytest.approx(2 * 7_615_616_512 / 4 + 2 * gathered + logits - update)
-    little = memory.memory_estimate(setup, large, small)["reference"]
-    assert little == 2 * 494_032_768 / 4
-    text = memory.estimate_text(setup, small, large)
-    assert "teacher: 7.62 billion weights to the policy's 0.49, 79% of an update's operations" in text

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
-from scripts.parts import packing, windows
+from scripts.parts import attention, packing
 from tests import programs
 from tests.test_learner import long_rollouts, make_args, make_rollouts, run_update, start_weights
 
@@ -142,7 +142,7 @@ def test_flex_attention_has_the_same_window(share, window):
         utils.pack_attention(torch.nn.Module(), *inputs, None, flex=f, **options)[0] for f in (False, True)
     )
     torch.testing.assert_close(by_piece, flex, rtol=1e-4, atol=1e-5)
-    near = windows.narrow(layout, window, inputs[0])
+    near = attention.narrow(layout, window, inputs[0])
     assert (near is layout) == (window > longest(rollouts))
     if near is not layout:
         places = torch.arange(tokens)

@@ -6,13 +6,11 @@ a run of its own (two CPU ranks, gloo), and beside them truth.pt: weights and mo
 
 import contextlib
 import functools
-import json
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 KINDS = ("fsdp", "fsdp_orig_params", "fsdp2")
 
@@ -66,14 +64,8 @@ def save(kind, directory, out, rank, world):
     with state:
         torch.save(wrapped.state_dict(), actor / f"model_world_size_{world}_rank_{rank}.pt")
         torch.save(optimizer.state_dict(), actor / f"optim_world_size_{world}_rank_{rank}.pt")
-    extra = {"lr_scheduler": {"last_epoch": 2}, "rng": {"cpu": torch.get_rng_state(), "numpy": np.random.get_state()}}
-    torch.save(extra, actor / f"extra_state_world_size_{world}_rank_{rank}.pt")
     if rank == 0:
         model.config.save_pretrained(actor / "huggingface")
-        model.generation_config.save_pretrained(actor / "huggingface")
-        AutoTokenizer.from_pretrained(directory).save_pretrained(actor / "huggingface")
-        version = {"FSDP_version": 1 + (kind == "fsdp2"), "world_size": world}
-        (actor / "fsdp_config.json").write_text(json.dumps(version))
 
 
 def work(rank, directory, out, world, store):

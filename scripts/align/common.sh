@@ -90,8 +90,8 @@ ours() {
 trl() (
     python="${TRL_PYTHON:-}"
     if [[ -z "$python" ]]; then
-        source scripts/peers/setup_trl.sh
-        python=python
+        bash scripts/peers/setup_trl.sh
+        python=.venv-trl/bin/python
     fi
     "$python" scripts/peers/trl_side.py \
         --out "$OUT/$1" \
@@ -114,7 +114,7 @@ trl() (
 
 # independent OURS_FLAGS -- TRL_FLAGS: each side on its own with every seed, then the bands of the two
 independent() {
-    local mine=() seed a=() b=()
+    local mine=() seed a='' b=''
     while [[ "$1" != -- ]]; do
         mine+=("$1")
         shift
@@ -123,8 +123,9 @@ independent() {
     for seed in $SEEDS; do
         ours "ours_$seed" --seed "$seed" "${mine[@]}"
         trl "trl_$seed" stock --seed "$seed" "$@"
-        a+=(--a "$OUT/ours_$seed") b+=(--b "$OUT/trl_$seed")
+        a="${a:+$a,}$OUT/ours_$seed"
+        b="${b:+$b,}$OUT/trl_$seed"
     done
     # shellcheck disable=SC2086  # several names
-    python scripts/align/align.py "${a[@]}" "${b[@]}" --plot "$OUT/align.png" --metrics $SIX
+    python scripts/align/align.py "$a" "$b" --plot "$OUT/align.png" --metrics $SIX
 }

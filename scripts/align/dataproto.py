@@ -1,9 +1,9 @@
 """Read a pickled veRL batch (verl.protocol.DataProto) and write it as a dumped step, for grpo.py --load_batches.
 
-    python scripts/align/align.py import BATCH.pkl OUT
+    python scripts/align/align.py import step_7.pkl OUT
 
 A pickle is a program. This reader runs only what a batch needs, on stand-ins for the classes of veRL, tensordict and
-NumPy. It refuses everything else by name. Neither veRL nor tensordict has to be installed. Tried on batches that
+NumPy, and refuses everything else by name. Neither veRL nor tensordict has to be installed. Tried on batches that
 tensordict 0.15.3 pickled.
 """
 
@@ -12,139 +12,75 @@ import json
 import math
 import pickle
 import re
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+
+from scripts.parts import dumps
+
+NEEDED = ("prompts", "responses", "attention_mask", "advantages", "token_level_scores")
 
 
 class DataProto:
-    """Stand-in for verl.protocol.DataProto: batch (name -> tensor), non_tensor_batch (name -> array), meta_info."""
+    """Stand-in for verl.protocol.DataProto: its tensors, as torch.save wrote them, and its arrays."""
 
-    batch: Any = None
-    non_tensor_batch: Any = None
-    meta_info: Any = None
+    saved: bytes
+    arrays: dict[str, Any]
 
     def __setstate__(self, state: Any) -> None:
-        self.batch, arrays, info = state
-        self.non_tensor_batch = plain(arrays)
-        self.meta_info = plain(info)
+        self.saved, self.arrays, _ = state
 
 
-class TensorDict(dict):
-    """Stand-in for tensordict's TensorDict: its tensors, nothing else."""
+class NumpyThing:
+    """Stand-in for an array, a dtype or a number of NumPy. Nothing is made of what the pickle claims of it."""
 
-    def __setstate__(self, state: dict) -> None:
-        self.update(state["_tensordict"])
+    state: Any = None
+
+    def __init__(self, *_: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def objects(self) -> list:
+        """The elements of an array of objects; [] for anything else."""
+        content = self.state[-1] if isinstance(self.state, tuple) else None
+        return content if isinstance(content, list) else []
 
 
-def _make_td(cls: type, state: dict) -> TensorDict:
-    tensors = TensorDict()
-    tensors.__setstate__(state)
-    return tensors
-
-
-def _rebuild_consolidated(metadata: dict, storage: torch.Tensor) -> TensorDict:
+def _rebuild_consolidated(metadata: dict, storage: torch.Tensor) -> dict[str, torch.Tensor]:
     """A consolidated TensorDict: one byte tensor, and for each leaf (dtype, shape, start, stop, padding)."""
     leaves = metadata["leaves"]
     unknown = metadata.keys() - {"cls", "non_tensors", "leaves", "cls_metadata", "size"}
     nested = any(len(leaf) > 5 or "<NJT" in name for name, leaf in leaves.items())
     if unknown or nested or metadata["non_tensors"]:
         raise pickle.UnpicklingError(f"refused: nested or non-tensor entries in a TensorDict {sorted(unknown)}")
-    tensors = TensorDict()
-    for name, (dtype, shape, start, stop, _) in leaves.items():
-        values = storage[start:stop].view(_dtype(dtype.removeprefix("torch.")))
-        tensors[name] = values[: math.prod(shape)].view(*shape)
+    tensors = {}
+    for name, (dtype_name, shape, start, stop, _) in leaves.items():
+        dtype = getattr(torch, dtype_name.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"refused: {dtype_name} is no dtype")
+        tensors[name] = storage[start:stop].view(dtype)[: math.prod(shape)].view(*shape)
     return tensors
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise pickle.UnpicklingError(f"refused: {name} is no dtype")
-    return dtype
-
-
 TENSORDICT = [
-    (TensorDict, "tensordict._td.TensorDict"),
-    (TensorDict, "tensordict.tensordict.TensorDict"),
-    (_make_td, "tensordict._reductions._make_td"),
     (_rebuild_consolidated, "tensordict._reductions._rebuild_tensordict_files_consolidated"),
     (dict, "tensordict.utils._StringOnlyDict"),
 ]
 
 
-def _load_bytes(data: bytes) -> Any:
-    """torch.load of bytes inside a pickle, which torch itself would unpickle without restriction."""
-    with torch.serialization.safe_globals(TENSORDICT):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-class NumpyDtype:
-    """Stand-in for numpy.dtype: numpy's own would believe the flags and sizes that a pickle claims."""
-
-    def __init__(self, code: str, *_: Any):
-        if not re.fullmatch(r"[<>|=]?(?:[?bBhHiIlLqQefdO]|[biuf]\d+|[SUV]\d+|O8)", code) or "V" in code:
-            raise pickle.UnpicklingError(f"refused: numpy dtype {code!r}")
-        self.dtype = np.dtype(code)
-
-    def __setstate__(self, state: tuple) -> None:
-        if self.dtype != object and state[1] in "<>":
-            self.dtype = self.dtype.newbyteorder(state[1])
-
-
-class NumpyArray:
-    """Stand-in for numpy.ndarray until `plain` takes the array out."""
-
-    def __setstate__(self, state: tuple) -> None:
-        _, shape, dtype, fortran, content = state
-        if isinstance(content, list):
-            self.array = np.empty(len(content), object)
-            for i, item in enumerate(content):  # numpy would try to make more dimensions of lists
-                self.array[i] = item
-        else:
-            self.array = np.frombuffer(content, dtype.dtype)
-        self.array = self.array.reshape(shape, order="F" if fortran else "C")
-
-
-def _numpy_buffer(content: Any, dtype: NumpyDtype, shape: tuple, order: str) -> NumpyArray:
-    array = NumpyArray()
-    array.__setstate__((1, shape, dtype, order == "F", bytes(content)))
-    return array
-
-
-def _numpy_scalar(dtype: NumpyDtype, content: bytes) -> Any:
-    return np.frombuffer(content, dtype.dtype)[0]
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"refused: bytes encoded as {encoding}")
-    return text.encode("latin1")
-
-
-def _rebuild_tensor(storage: Any, offset: int, size: tuple, stride: tuple, *_: Any) -> torch.Tensor:
-    return torch._utils._rebuild_tensor(storage, offset, size, stride)
-
-
 class BatchUnpickler(pickle.Unpickler):
-    ALLOWED = {
-        "collections.OrderedDict": OrderedDict,
-        "_codecs.encode": _latin1,
-        "numpy.dtype": NumpyDtype,
-        "numpy.ndarray": NumpyArray,
-        "torch.Size": tuple,
-        "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-        "torch.storage._load_from_bytes": _load_bytes,
+    ALLOWED: dict[str, Any] = {
         "verl.protocol.DataProto": DataProto,
+        "numpy.dtype": NumpyThing,
+        "numpy.ndarray": NumpyThing,
     }
-    ALLOWED |= {name: value for value, name in TENSORDICT}
     for core in ("numpy.core", "numpy._core"):
-        ALLOWED[f"{core}.multiarray._reconstruct"] = lambda *_: NumpyArray()
-        ALLOWED[f"{core}.multiarray.scalar"] = _numpy_scalar
-        ALLOWED[f"{core}.numeric._frombuffer"] = _numpy_buffer
+        for maker in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer"):
+            ALLOWED[f"{core}.{maker}"] = NumpyThing
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in self.ALLOWED:
@@ -152,70 +88,44 @@ class BatchUnpickler(pickle.Unpickler):
         return self.ALLOWED[f"{module}.{name}"]
 
 
-def plain(thing: Any) -> Any:
-    """A copy in which arrays replace their stand-ins, in containers and in arrays of objects too."""
-    if isinstance(thing, NumpyArray):
-        array = thing.array
-        if array.dtype == object:
-            for i, item in enumerate(array.flat):
-                array.flat[i] = plain(item)
-        return array
-    if isinstance(thing, dict):
-        return {plain(key): plain(value) for key, value in thing.items()}
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(map(plain, thing))
-    return thing
-
-
-def load_dataproto(path: Path) -> DataProto:
-    """A pickled veRL batch, without veRL or tensordict, and without running anything that the pickle asks for.
-
-    Reads what DataProto.__getstate__ writes (torch.save of a TensorDict, consolidated or not;
-    VERL_DATAPROTO_SERIALIZATION_METHOD=numpy) and plain dicts of tensors. Raises ValueError with what was refused.
-    """
+def load_dataproto(path: Path) -> tuple[dict[str, torch.Tensor], list]:
+    """A pickled veRL batch's tensors by name, and the prompt's uid of each row, without veRL or tensordict, and without
+    running anything that the pickle asks for. Reads what DataProto.__getstate__ writes by default: torch.save of a
+    consolidated TensorDict. Raises ValueError with what was refused or is missing."""
     try:
         with path.open("rb") as file:
             data = BatchUnpickler(file).load()
-        if not isinstance(data, DataProto):
-            raise ValueError(f"{path}: holds a {type(data).__name__}, not a DataProto")
-        batch = data.batch
-        if isinstance(batch, bytes):
-            batch = _load_bytes(batch)
-        batch = plain(batch)
-        if isinstance(batch, tuple):
-            _size, _device, leaves = batch  # veRL's numpy form
-            batch = {name: _tensor(*leaf) for name, leaf in leaves.items()}
+        if not isinstance(data, DataProto) or not isinstance(data.saved, bytes):
+            raise ValueError(f"{path}: holds no DataProto that torch.save wrote")
+        with torch.serialization.safe_globals(TENSORDICT):
+            tensors = torch.load(io.BytesIO(data.saved), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
         raise ValueError(f"{path} is not a batch that can be read: {error}") from error
-    data.batch = dict(batch or {})
-    return data
+    missing = [name for name in NEEDED if name not in tensors]
+    if missing:
+        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(tensors))}")
+    uids = data.arrays.get("uid")
+    if not isinstance(uids, NumpyThing) or len(uids.objects) != len(tensors["responses"]):
+        raise ValueError(f"{path} has no uid for each row")
+    return tensors, uids.objects
 
 
-def _tensor(dtype: str, shape: tuple, content: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=_dtype(dtype)).view(*shape)
-
-
-def rows_of_dataproto(data: DataProto, step: int) -> tuple[list[dict[str, Any]], str]:
+def rows_of_batch(tensors: dict[str, torch.Tensor], uids: list, step: int) -> tuple[list[dict[str, Any]], str]:
     """A batch as veRL has it just before its actor update, as rows of rollouts.jsonl, and which logprobs stand for
     the engine's. A prompt's rows (equal uid) are put together: veRL balances them over ranks.
     Raises ValueError on fields that are missing or do not fit."""
-    needed = {"prompts", "responses", "attention_mask", "advantages", "token_level_scores"}
-    missing = needed - data.batch.keys() | ({"uid"} - data.non_tensor_batch.keys())
-    if missing:
-        raise ValueError(f"the batch lacks {', '.join(sorted(missing))}; it has {', '.join(sorted(data.batch))}")
-    engines = [name for name in ("rollout_log_probs", "old_log_probs") if name in data.batch]
+    engines = [name for name in ("rollout_log_probs", "old_log_probs") if name in tensors]
     if not engines:
         raise ValueError("the batch has neither rollout_log_probs nor old_log_probs")
 
     groups: dict[str, list[int]] = {}
-    for i, uid in enumerate(data.non_tensor_batch["uid"]):
+    for i, uid in enumerate(uids):
         groups.setdefault(str(uid), []).append(i)
     rows = []
     for position, members in enumerate(groups.values(), start=(step - 1) * len(groups)):
         for sample, i in enumerate(members):
-            tensors = {name: tensor[i] for name, tensor in data.batch.items()}
             try:
-                row = _row(tensors, engines[0])
+                row = _row({name: tensor[i] for name, tensor in tensors.items()}, engines[0])
             except ValueError as error:
                 raise ValueError(f"row {i}: {error}") from None
             row |= {"training_step": step, "position": position, "sample": sample}
@@ -252,21 +162,17 @@ def _row(tensors: dict[str, torch.Tensor], engine: str) -> dict[str, Any]:
     return row
 
 
-def import_batch(source: Path, out: Path, step: int | None) -> Path:
-    """Write a pickled veRL batch as a dumped step of `out`, after those that are there.
-
-    Without `step`, the step is the last number in the file's name.
-    """
-    from scripts.parts import dumps
-
+def import_batch(source: Path, out: Path) -> Path:
+    """Write a pickled veRL batch as a dumped step of `out`, after those that are there. The step is the last number in
+    the file's name. Raises ValueError where there is none, or where `out` has the step already."""
     numbers = re.findall(r"\d+", source.stem)
-    if step is None and not numbers:
-        raise ValueError(f"{source}: no number in its name; say --step")
-    step = int(numbers[-1]) if step is None else step
-    rows, engine = rows_of_dataproto(load_dataproto(source), step)
+    if not numbers:
+        raise ValueError(f"{source}: no number of a step in its name")
+    step = int(numbers[-1])
     path = out / "dumps" / f"step_{step:06d}.json"
     if path.exists():
         raise ValueError(f"{path} is there already")
+    rows, engine = rows_of_batch(*load_dataproto(source), step)
     out.mkdir(parents=True, exist_ok=True)
     positions = sorted({row["position"] for row in rows})
     dump = {"training_step": step, "how": "", "weights": "", "positions": positions, "packs": []}

@@ -48,20 +48,19 @@ stand_in() {
 }
 
 if ((EXPERIMENT >= 3)); then
-    runs=()
+    mine=''
+    others="${LOG:-}"
+    others="${others// /,}"
     for seed in $SEEDS; do
         ours "ours_$seed" --seed "$seed" "${REGULARIZATION[@]}" "$@"
-        runs+=(--a "$OUT/ours_$seed")
+        mine="${mine:+$mine,}$OUT/ours_$seed"
         if [[ "$MODE" == tiny && -z "${LOG:-}" ]]; then
             stand_in "other_$seed" $((100 + seed))
-            runs+=(--b "$OUT/other_$seed")
+            others="${others:+$others,}$OUT/other_$seed"
         fi
     done
-    for log in ${LOG:-}; do
-        runs+=(--b "$log")
-    done
     # shellcheck disable=SC2086  # several names
-    python scripts/align/align.py "${runs[@]}" --metrics $COMPARED --plot "$OUT/align.png"
+    [[ -z "$others" ]] || python scripts/align/align.py "$mine" "$others" --metrics $COMPARED --plot "$OUT/align.png"
     exit
 fi
 

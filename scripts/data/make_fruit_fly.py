@@ -1,19 +1,18 @@
-"""Make the fruit fly: a model of half a million weights that knows some of the studies' tasks a little, so that a run
-takes seconds and 50 seeds are an evening.
+"""Make the fruit fly: a model of half a million weights that knows the tasks of make_tasks.py a little, so that a run
+takes seconds.
 
     python scripts/data/make_tasks.py
-    python scripts/data/make_fruit_fly.py [--out scripts/studies/fly] [--data data/tasks] [--tasks largest ...]
+    python scripts/data/make_fruit_fly.py [--out scripts/studies/fly] [--data data/tasks] [--tasks last ...]
         [--until 0.9] [--max_steps 4000] [--seed 1]
 
 It has the tokenizer of make_tiny_model.py and three layers of 128, and starts from random weights. It is trained with
-cross-entropy on answers to fresh questions of each task, whose numbers are those of none of the task's rows. Only one
+cross-entropy on answers to fresh questions of each task, whose numbers are in none of the task's rows. Only one
 answer in four is right. The others answer another question about the same number, as the first digit where the last one
 is asked for. So the model can give the answer and does not know that it is asked for it: a reward can teach that.
 
 Every 100 steps it answers 64 more questions of each task, sampled at temperature 1. A task is known while --until of
 its answers are among those that the model was shown, and then has fewer questions. It ends when all tasks are known, or
-after --max_steps. It is saved in bfloat16. The repository holds what this command made, so that rows of a record can be
-made again to the bit.
+after --max_steps. It is saved in bfloat16. scripts/studies/fly is what this command made.
 """
 
 import argparse
@@ -40,24 +39,23 @@ LOOK_EVERY = 100  # steps
 MOST_ANSWER_TOKENS = 14
 LAYERS = 3
 HIDDEN = 128
-KNOWN = ("last", "largest_digit")  # tasks that it learns in minutes
 
 
-def numbers_of(path: Path) -> set[tuple[int, ...]]:
-    """The numbers, from small to large, of the questions of a task's rows."""
+def numbers_of(path: Path) -> set[int]:
+    """The numbers of the questions of a task's rows."""
     known = set()
     for split in ("train", "eval"):
         for line in (path / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
             text = json.loads(line)["messages"][0]["content"]
-            known.add(tuple(sorted(map(int, re.findall(r"\d+", text)))))
+            known.update(map(int, re.findall(r"\d+", text)))
     return known
 
 
-def draw(name: str, rng: random.Random, known: set[tuple[int, ...]]) -> Question:
-    """A question of a task whose numbers are those of none of its rows, in whatever order."""
-    question = TASKS[name].draw(rng)
-    while tuple(sorted(question.numbers)) in known:
-        question = TASKS[name].draw(rng)
+def draw(name: str, rng: random.Random, known: set[int]) -> Question:
+    """A question of a task whose number is in none of its rows."""
+    question = TASKS[name](rng)
+    while question.number in known:
+        question = TASKS[name](rng)
     return question
 
 
@@ -111,7 +109,7 @@ def shares(model: Any, tokenizer: Any, questions: Sequence[Question]) -> tuple[f
     return right / len(questions), known / len(questions)
 
 
-def train(model: Any, tokenizer: Any, rows: dict[str, set[tuple[int, ...]]], options: argparse.Namespace) -> None:
+def train(model: Any, tokenizer: Any, rows: dict[str, set[int]], options: argparse.Namespace) -> None:
     """Train until all tasks are known. rows: the numbers of each task's rows."""
     import torch
 
@@ -151,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "scripts" / "studies" / "fly")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "tasks")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=KNOWN)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--until", type=float, default=0.9)
     parser.add_argument("--max_steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=1)

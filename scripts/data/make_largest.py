@@ -1,8 +1,9 @@
-"""Write the data of the demo: "Which is the largest of 21, 5, 93?"
+"""Write the data of the demo: "Which is the largest of 21, 58, 93?"
 
-400 train and 64 eval questions about three different numbers from 1 to 99. No three numbers are asked about twice, in
+400 train and 64 eval questions about three different numbers of two digits. No three numbers are asked about twice, in
 whatever order, so that no eval question has its answer among the train questions. A prompt begins with an example,
-which shows the form of an answer: what is left to learn is which number it is.
+which shows the form of an answer: what is left to learn is which number it is. The largest stands first, second and
+third in turn, so that no place is a better guess, not even in a batch that is taken in the order of the file.
 
     python scripts/data/make_largest.py [--out data/largest] [--seed 1]
 """
@@ -19,7 +20,7 @@ from scripts.data.make_addition import ROOT, write_splits
 
 TRAIN_ROWS = 400
 EVAL_ROWS = 64
-EXAMPLE = [4, 71, 38]
+EXAMPLE = [71, 14, 38]
 
 
 def question(numbers: list[int]) -> str:
@@ -29,6 +30,7 @@ def question(numbers: list[int]) -> str:
 
 def make_row(numbers: list[int]) -> dict:
     messages = [
+        {"role": "system", "content": "Answer with a number."},  # shorter than the chat template's own
         {"role": "user", "content": question(EXAMPLE)},
         {"role": "assistant", "content": str(max(EXAMPLE))},
         {"role": "user", "content": question(numbers)},
@@ -41,8 +43,9 @@ def make_largest(out: Path, seed: int = 1) -> Path:
     rng = random.Random(seed)
     drawn: dict[frozenset[int], dict] = {}
     while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
-        numbers = rng.sample(range(1, 100), 3)
-        drawn.setdefault(frozenset(numbers), make_row(numbers))
+        numbers = rng.sample(range(10, 100), 3)
+        if numbers.index(max(numbers)) == len(drawn) % 3:  # each place in turn
+            drawn.setdefault(frozenset(numbers), make_row(numbers))
     rows = list(drawn.values())
     return write_splits(out, {"eval": rows[:EVAL_ROWS], "train": rows[EVAL_ROWS:]})
 

@@ -2,15 +2,15 @@
 # The curve of a fork: the debug task (train/debug/letters.sh) with a diff of this directory applied to a copy, with the
 # flags of the command in the diff's head. Prints the mean score of steps 1, 5, 10, 15 and 20; the head has what was
 # printed where it was made. `plain` is grpo.py as it is. A fork that the debug task lacks something for has it added
-# below, or is trained on a task of the studies: largest_digit, with the fruit fly (data/make_fruit_fly.py) as model, or
-# guess, a game of up to four turns (train/debug/guess.py) with the player. `plain TASK` is that task without a diff.
+# below, or is trained on largest_digit, a task with labels (data/make_tasks.py), with studies/fly as model. `plain
+# largest_digit` is that task without a diff.
 #
-#   bash scripts/forks/train.sh NAME of a diff, or its path, or plain [largest_digit|guess] [FLAGS of grpo.py]
+#   bash scripts/forks/train.sh NAME of a diff, or its path, or plain [largest_digit] [FLAGS of grpo.py]
 #
 # Hardware: 2 CPU cores and 2 GiB of memory, no network; half a minute. All metrics are in runs/fork_NAME or
 # runs/fork_NAME_TASK.
 set -euo pipefail
-name="${1:?usage: train.sh NAME of a diff, or its path, or plain [largest_digit|guess] [FLAGS of grpo.py]}"
+name="${1:?usage: train.sh NAME of a diff, or its path, or plain [largest_digit] [FLAGS of grpo.py]}"
 shift
 diff=""
 if [[ -f "$name" ]]; then # of your own
@@ -49,9 +49,6 @@ metric=objective/scores
 run="fork_$name"
 task=()
 case "$name" in
-competence) # rows in a file's order, which is none here
-    task=(--dataset_mixer_list reasoning_gym:chain_sum 100)
-    ;;
 echo) # an environment, which says what the policy can foretell
     metric=loss/echo
     flags=()
@@ -62,39 +59,24 @@ repetition) # n-grams that come twice in a short response
     sed -i 's/^REPEATED = .*/REPEATED = 3/' grpo.py
     task=(--response_length 32 --repetition_penalty 1)
     ;;
-teacher_*) # a teacher: the model that has learned the debug task
-    metric=loss/kl_avg
-    [[ -d "$root/runs/fork_plain/model" ]] || bash "$root/scripts/forks/train.sh" plain
-    task=(--ref_model_name_or_path "$root/runs/fork_plain/model")
-    ;;
 esac
 
-of_studies=""
+has_labels=""
 case "$name" in
-ttrl | luffy) of_studies=largest_digit ;;
-turn_index) of_studies=guess ;;
+ttrl | luffy) has_labels=yes ;;
 esac
-if [[ "${1:-}" == largest_digit || "${1:-}" == guess ]]; then
-    of_studies="$1"
+if [[ "${1:-}" == largest_digit ]]; then
+    has_labels=yes
     shift
 fi
-[[ -z "$of_studies" ]] || run+="_$of_studies"
-
-if [[ "$of_studies" == largest_digit ]]; then # labels, which answers are compared with
+if [[ -n "$has_labels" ]]; then # which answers are compared with
+    run+=_largest_digit
     data=data/tasks/largest_digit
     metric=eval/objective/verifiable_correct_rate
     python scripts/data/make_tasks.py --tasks largest_digit
     task=(--model_name_or_path scripts/studies/fly --total_episodes 1280 --response_length 14 --local_eval_every 5
         --dataset_mixer_list "$data/train.jsonl" 1.0 --dataset_mixer_eval_list "$data/eval.jsonl" 1.0
         --remap_verifier learned=gsm8k)
-fi
-if [[ "$of_studies" == guess ]]; then # turns, which are paid one by one
-    python scripts/data/make_guess.py --plain --out data/guess_plain
-    [[ "$name" != turn_index ]] || flags=(--turn_credit) # its command has no environment
-    task=(--model_name_or_path scripts/studies/player --total_episodes 640 --num_unique_prompts_rollout 4
-        --dataset_mixer_list data/guess_plain/train.jsonl 1.0 --max_prompt_token_length 160 --response_length 128
-        --env_file scripts/train/debug/guess.py --max_steps 4 --per_turn_max_tokens 4 --verification_reward 1
-        --advantage_normalization_type centered --no_filter_zero_std_samples --pack_length 2048)
 fi
 if [[ "$name" == luffy ]]; then # an expert, who gives the label
     sed -Ei 's/("ground_truth": ("[^"]*"))/\1, "expert": \2/' "$data/train.jsonl"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import utils
-from scripts.parts import saves, sharding
+from scripts.parts import run_files
 
 TRIAL_SIZE = 0.1  # how much a trial adapter changes a matrix, in sizes of the matrix
 
@@ -36,7 +36,7 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]}")
-    in_layers = {module for layer in sharding.blocks_of(model) for module in layer.modules()}
+    in_layers = {module for layer in utils.blocks_of(model) for module in layer.modules()}
     model.requires_grad_(False)
     for name, layer in adapted_layers(model).items():
         if layer not in in_layers or not isinstance(layer.base_layer, torch.nn.Linear):
@@ -118,13 +118,13 @@ def trial_adapters(policy: Any, seed: int) -> Generator[None]:
 
 
 def save_adapters(model: Any, tokenizer: Any, path: Path, world: utils.World) -> Path:
-    """Write the adapters in peft's format. All ranks gather, rank 0 writes. Returns where they are: see saves.py."""
+    """Write the adapters in peft's format. All ranks gather, rank 0 writes. Returns where they are."""
     state = {}
     for name, tensor in adapter_weights(model):  # all ranks
         if world.is_main:
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        path = saves.write(path, functools.partial(write_adapters, model, state, tokenizer))
+        path = run_files.write_directory(path, functools.partial(write_adapters, model, state, tokenizer))
     dist.barrier()
     return path
 
@@ -136,3 +136,39 @@ def write_adapters(model: Any, state: dict[str, torch.Tensor], tokenizer: Any, p
     save_file(state, path / "adapter_model.safetensors", {"format": "pt"})
     model.peft_config["default"].save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def check_trial(batch: Any, engines: int, args: Any, world: utils.World) -> None:
+    """Raise UserError unless each engine's logprobs are those of a learner with the adapters. All ranks.
+
+    The adapters of a first update, with B near 0, change less than rounding does: an engine that lacks them looks
+    healthy. So the engine first samples with the noise of trial_adapters, which moves a logprob by about a nat.
+
+    Each row of the grpo.Batch is a response of engine position % engines. Its old logprobs are the learner's with the
+    trial's adapters, its ref logprobs those without adapters: the difference is the adapters' effect. Over all tokens
+    of an engine the gap may be a small share of the effect. In float32 that is 0.2 %: each of SmolLM2's 210 adapters
+    has 0.7 % of the effect or more. In bfloat16 it is 30 %: rounding is 7 %. What a float32 logprob is rounded by is no
+    gap: of a small model it can be 1 % of the effect."""
+    limit = 0.3
+    rounding = 0.0
+    if args.model_dtype == "float32":
+        limit = 0.002
+        rounding = 5e-6
+
+    mask = batch.response_mask  # (B, T)
+    gaps = torch.where(mask, batch.old_logprobs - batch.vllm_logprobs, 0.0)  # (B, T)
+    effects = torch.where(mask, batch.old_logprobs - batch.ref_logprobs, 0.0)  # (B, T)
+    engine_of = torch.tensor([r.position % engines for r in batch.rollouts], device=mask.device)  # (B,)
+    columns = torch.stack([gaps.abs().sum(1), effects.abs().sum(1), mask.sum(1)], 1).double()  # (B, 3)
+    sums = columns.new_zeros(engines, 3).index_add(0, engine_of, columns)
+    flat = utils.all_reduce(sums.flatten().tolist(), world)
+
+    for engine in range(engines):
+        gap, effect, tokens = flat[3 * engine : 3 * engine + 3]
+        if effect == 0:
+            raise utils.UserError("the reference's logprobs are computed with the adapters on (fill_logprobs)")
+        if not gap <= max(limit * effect, rounding * tokens):  # not: NaN is beyond it
+            raise utils.UserError(
+                f"on a trial of all adapters learner and engine {engine} are apart by {gap / effect:.2%} of what "
+                f"adapters do to logprobs, more than {limit:.1%}: an adapter did not reach the engine"
+            )

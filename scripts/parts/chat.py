@@ -4,21 +4,20 @@
 the score missing; it never makes a 0.
 """
 
+import asyncio
 import functools
 import itertools
-import random
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rewards import UserError
-from scripts.parts import hidden, post
+from rewards import UserError, need
+from scripts.parts import hidden
 
-LLM_TRIES = 6  # of a request
-LLM_DELAY_S = 0.5  # before the second try; it doubles with every further try, up to LLM_MAX_DELAY_S
-LLM_MAX_DELAY_S = 8.0
+# Of a request. The waits between them are openai's: 0.5, 1, 2, ... 8 s, or what the server asks for.
+LLM_TRIES = 6
+LLM_DELAY_S = 0.5  # before what is no reply of the protocol is asked for again
 MAX_REPLY_BYTES = 4 * 2**20  # of each of the n replies
 MAX_PROBLEM = 1000  # characters of what a server says when it refuses
 LEAST_SHARE = 1e-3  # a message that is refused as too long is shortened down to this share
@@ -52,21 +51,9 @@ class NoReply(Exception):
     """A model gave no usable reply. status: that of the missing score, "timeout" or "infra_error"."""
 
     def __init__(self, status: str, problem: str):
-        super().__init__(status, problem)
+        super().__init__(problem)
         self.status = status
         self.problem = problem
-
-
-class Retry(Exception):
-    """A try of a request failed in a way that may pass. least_delay_s: the wait that the server asks for."""
-
-    def __init__(self, problem: str, least_delay_s: float = 0.0):
-        super().__init__(problem)
-        self.least_delay_s = least_delay_s
-
-
-class BadRequest(Exception):
-    """The server refused a message with status 400, which may mean that the message is too long."""
 
 
 class Reply(NamedTuple):
@@ -74,13 +61,6 @@ class Reply(NamedTuple):
 
     text: str
     cut: bool
-
-
-class Client(NamedTuple):
-    """A server, and the key that it asks for."""
-
-    url: str
-    key: str
 
 
 class Replies(NamedTuple):
@@ -93,118 +73,115 @@ class Replies(NamedTuple):
 
 
 class ChatModel:
-    """A model behind servers with OpenAI's chat API. Any number of threads may ask; max_concurrency requests run at a
-    time. timeout_s is the time of one request with all its tries, in seconds: a server that sends
-    single bytes has no more. sampling: parameters of every request."""
+    """A model behind servers with OpenAI's chat API. Any number of threads may ask; max_concurrency requests, of n
+    replies each, run at a time. timeout_s is the time of one request with all its tries, in seconds: a server that
+    sends single bytes has no more. sampling: parameters of every request."""
 
-    def __init__(self, model: str, max_concurrency: int, timeout_s: float, **sampling: Any):
+    def __init__(self, model: str, max_concurrency: int, timeout_s: float, n: int = 1, **sampling: Any):
         self.model = model
         self.timeout_s = timeout_s
+        self.n = n
         self.sampling = sampling
         self.slots = threading.BoundedSemaphore(max_concurrency)
-        self.clients: list[Client] = []
+        self.clients: list[Any] = []
 
     def connect(self, base_urls: Sequence[str], api_key: str) -> None:
         """Sends a test message to every server. Raises UserError if a server is out of reach, or refuses the key, the
         model or the sampling parameters."""
-        clients = [Client(url.rstrip("/"), api_key) for url in base_urls]
-        for client in clients:
-            self.greet(client)
+        has_blank = re.search("[^!-~]", api_key) is not None
+        need(not has_blank, f"the key for {self.model} has a blank, or a letter that no header can have")
+        clients = []
+        for url in base_urls:
+            try:
+                clients.append(self.client(url, api_key))
+                self.in_time(self.greet(clients[-1]))
+            except (NoReply, ValueError) as error:
+                raise UserError(f"model {self.model} at {hidden.in_url(url)} gives no reply: {error}") from None
         # Messages with the same beginning go to one server, whose prefix cache has it. New beginnings take turns.
         turns = itertools.cycle(clients)
         self.client_for = functools.lru_cache(maxsize=4096)(lambda beginning: next(turns))
         self.clients = clients
 
-    def greet(self, client: Client) -> None:
-        """Sends a test message, three times at most. Raises UserError."""
-        deadline = time.monotonic() + self.timeout_s
-        for last_try in (False, False, True):
-            try:
-                self.attempt(client, "Say OK.", deadline, 1, {})
-                return
-            except (BadRequest, Retry, NoReply) as error:
-                if last_try or not isinstance(error, Retry):
-                    raise UserError(
-                        f"model {self.model} at {hidden.in_url(client.url)} gives no reply: {error}"
-                    ) from None
-            time.sleep(LLM_DELAY_S)
+    def client(self, url: str, api_key: str) -> Any:
+        """OpenAI's client for a server. It tries again after lost connections and the statuses 408, 409, 429 and 5xx.
+        Raises ValueError for what is no URL."""
+        import openai
+        import openai.resources.chat  # else the first request would: its import is no part of the budget
 
-    def ask(self, prompt: Callable[[float], str], beginning: str = "", n: int = 1, **parameters: Any) -> Replies:
+        from scripts.parts import post
+
+        http = post.client_for(url, MAX_REPLY_BYTES * self.n)
+        return openai.AsyncOpenAI(
+            base_url=url, api_key=api_key, max_retries=LLM_TRIES - 1, timeout=None, http_client=http
+        )
+
+    async def greet(self, client: Any) -> None:
+        """Ask for one reply, with three tries at most. Raises NoReply."""
+        await self.complete(client.with_options(max_retries=2), lambda share: "Say OK.", n=1)
+
+    def ask(self, prompt: Callable[[float], str], beginning: str = "", **parameters: Any) -> Replies:
         """n replies to the message prompt(share), or raises NoReply.
 
         share is the first of 1, 1/2, 1/4, ... for which the server does not refuse the message as too long. Failures
-        that may pass are tried again: lost connections, overload, errors of the server, replies in the wrong form.
-        `beginning` is the text that the message shares with others; it chooses the server."""
+        that may pass are tried again. `beginning` is the text that the message shares with others; it chooses the
+        server."""
         if not self.clients:
             raise NoReply("infra_error", f"no server of {self.model} is connected")
         client = self.client_for(beginning)
-        share = 1.0
-        failures = 0
         with self.slots:
-            deadline = time.monotonic() + self.timeout_s
-            while True:
-                message = prompt(share)
-                try:
-                    replies, tokens = self.attempt(client, message, deadline, n, parameters)
-                    return Replies(replies, tokens, share)
-                except BadRequest as error:
-                    if share <= LEAST_SHARE or prompt(share / 2) == message:
-                        raise NoReply("infra_error", f"{self.model}: {error}") from error
-                    share /= 2
-                except Retry as error:
-                    delay = min(LLM_DELAY_S * 2**failures, LLM_MAX_DELAY_S) * random.uniform(0.75, 1.0)
-                    delay = max(delay, error.least_delay_s)
-                    failures += 1
-                    if failures == LLM_TRIES or time.monotonic() + delay >= deadline:
-                        raise NoReply("infra_error", f"{self.model}: {error}") from error
-                    time.sleep(delay)
+            return self.in_time(self.complete(client, prompt, n=self.n, **parameters))
 
-    def attempt(
-        self, client: Client, message: str, deadline: float, n: int, parameters: dict[str, Any]
-    ) -> tuple[list[Reply], int]:
-        """n replies and their number of tokens from one try. Raises BadRequest, Retry or NoReply."""
-        request = {"model": self.model, "messages": [{"role": "user", "content": message}], "n": n}
-        request |= self.sampling | parameters
-        seconds = max(deadline - time.monotonic(), 0.1)
+    def in_time(self, request: Any) -> Any:
+        """The result of a request. Raises NoReply after timeout_s."""
+        from scripts.parts import post
+
         try:
-            answer = post.post(f"{client.url}/chat/completions", request, seconds, MAX_REPLY_BYTES * n, client.key)
+            return post.within(request, self.timeout_s)
         except TimeoutError:
             raise NoReply("timeout", f"{self.model}: no reply within {self.timeout_s:.0f} s") from None
-        except ConnectionError as error:  # out of reach, or cut off
-            raise Retry(str(error)) from None
-        if answer.status != 200:
-            raise self.refusal(answer)
-        try:
-            replies, tokens = read_completion(answer.json())
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # not OpenAI's JSON
-            raise Retry(f"{type(error).__name__}: {error}") from error
-        if len(replies) != n:
-            raise Retry(f"{len(replies)} replies in place of {n}")
-        return replies, tokens
 
-    def refusal(self, answer: post.Answer) -> Exception:
-        """The exception for an answer with another status than 200: BadRequest, Retry or NoReply."""
-        text = answer.body[:MAX_PROBLEM].decode(errors="replace")
-        problem = f"status {answer.status}: {text}"
-        if answer.status == 400:
-            return BadRequest(problem)
-        if answer.status not in (408, 409, 429) and answer.status < 500:
-            return NoReply("infra_error", f"{self.model}: {problem}")
-        try:
-            least_delay_s = float(answer.headers.get("retry-after", 0))
-        except ValueError:  # it may be a date
-            least_delay_s = 0.0
-        return Retry(problem, least_delay_s)
+    async def complete(self, client: Any, prompt: Callable[[float], str], n: int, **parameters: Any) -> Replies:
+        """See ask."""
+        import openai
+
+        share = 1.0
+        failures = 0
+        while True:
+            message = prompt(share)
+            turn = {"role": "user", "content": message}
+            try:
+                completion = await client.chat.completions.create(
+                    model=self.model, messages=[turn], n=n, **self.sampling, **parameters
+                )
+                return read_completion(completion, n, share)
+            except openai.BadRequestError as error:  # the message may be too long
+                if share <= LEAST_SHARE or prompt(share / 2) == message:
+                    raise NoReply("infra_error", self.problem(error)) from None
+                share /= 2
+            except openai.OpenAIError as error:
+                raise NoReply("infra_error", self.problem(error)) from None
+            except (AttributeError, TypeError, ValueError, RecursionError) as error:  # not OpenAI's JSON
+                failures += 1
+                if failures > client.max_retries:
+                    raise NoReply("infra_error", self.problem(error)) from None
+                await asyncio.sleep(LLM_DELAY_S * failures)
+
+    def problem(self, error: Exception) -> str:
+        """What a person is told of a failed request."""
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        return f"{self.model}: {type(error).__name__}: {error}{cause}"[:MAX_PROBLEM]
 
 
-def read_completion(completion: dict[str, Any]) -> tuple[list[Reply], int]:
-    """The replies of a server's JSON and their number of tokens, 0 if it does not say. Raises what indexing raises."""
+def read_completion(completion: Any, n: int, share: float) -> Replies:
+    """The n replies of a server's answer, whose fields may have any type. Raises AttributeError, TypeError or
+    ValueError if they are not there."""
     replies = []
-    for choice in completion["choices"]:
-        text = choice["message"].get("content") or ""
+    for choice in completion.choices:
+        text = choice.message.content or ""
         if not isinstance(text, str):
             raise TypeError(f"the content of a reply is {type(text).__name__}")
-        replies.append(Reply(text, choice.get("finish_reason") == "length"))
-    usage = completion.get("usage") or {}
-    tokens = usage.get("completion_tokens")
-    return replies, tokens if isinstance(tokens, int) else 0
+        replies.append(Reply(text, choice.finish_reason == "length"))
+    if len(replies) != n:
+        raise ValueError(f"{len(replies)} replies in place of {n}")
+    tokens = getattr(completion.usage, "completion_tokens", 0)
+    return Replies(replies, tokens if isinstance(tokens, int) else 0, share)

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 import utils
-from scripts.parts import metadata
 
 Modules = dict[str, Any]  # "policy", and with --ref_policy_update_freq "ref_policy"
 
@@ -52,13 +52,14 @@ class Writer:
         import torch.distributed.checkpoint as dcp
 
         self.wait()
-        for name in sorted(extra.keys() - self.checked):
-            check_plain(name, extra[name])
-            is_empty = isinstance(extra[name], (list, tuple, set, dict)) and not extra[name]
-            if not is_empty:  # an empty list says nothing of what comes into it
-                self.checked.add(name)
         temporary = self.root / f"step_{step}.tmp"
-        problem = self._write_rank_file(temporary, extra)
+        problem = ""
+        for name in sorted(extra.keys() - self.checked):
+            problem = problem or not_plain(name, extra[name])
+            is_empty = isinstance(extra[name], (list, tuple, set, dict)) and not extra[name]
+            if not problem and not is_empty:  # an empty list says nothing of what comes into it
+                self.checked.add(name)
+        problem = problem or self._write_rank_file(temporary, extra)
         problem = max(utils.all_gather(problem, self.world))  # no rank goes on without the others
         if problem:
             self._failed(temporary, problem)
@@ -110,18 +111,19 @@ class Writer:
             print(f"WARNING: checkpoint {temporary.stem} was not written, {stands} ({where}): {problem}", flush=True)
 
 
-def check_plain(name: str, value: Any) -> None:
-    """Raise UserError for plain data that could be saved and not be loaded again. What a fork adds may be such."""
+def not_plain(name: str, value: Any) -> str:
+    """What is wrong with data that could be saved and not be loaded again, or "". What a fork adds may be such."""
     content = io.BytesIO()
     try:
         torch.save(value, content)
         content.seek(0)
         torch.load(content, weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError):  # the latter two of functions and of locks
-        raise utils.UserError(
-            f"a checkpoint cannot hold the run's {name!r}, a {type(value).__name__}: --resume loads tensors, numbers, "
-            "text, and lists and dicts of them. Save it as such, for instance an array as array.tolist()"
-        ) from None
+        return (
+            f"it cannot hold the run's {name!r}, a {type(value).__name__}: --resume loads tensors, numbers, text, and "
+            "lists and dicts of them. Save it as such, for instance an array as array.tolist()"
+        )
+    return ""
 
 
 def publish(temporary: Path, keep: int) -> None:
@@ -227,7 +229,7 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
-    metadata.need_plain(path / "state")
+    need_plain(path / "state")
     state = learner_state(modules, optimizer)
     # The optimizer keeps the learning rates and decays of today's flags, which --resume_anyway may have changed
     groups = state["optimizer"].pop("param_groups")
@@ -250,6 +252,25 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     return extra
 
 
+def resume(path: Path, learner: Any, args: Any, world: utils.World) -> dict[str, Any]:
+    """Load a checkpoint into a grpo.Learner; returns the run's state. All ranks.
+
+    The learning-rate schedule goes on at the checkpoint's tick, with the flags of this start."""
+    scheduler = learner.scheduler
+    state = load(path, learner.modules(args), learner.optimizer, world)
+    saved = state.pop("scheduler")
+
+    tick = saved["last_epoch"]
+    base_rates = scheduler.base_lrs
+    rates = []
+    for base_rate, schedule in zip(base_rates, scheduler.lr_lambdas, strict=True):
+        rates.append(base_rate * schedule(tick))
+    scheduler.load_state_dict(saved | {"base_lrs": base_rates, "_last_lr": rates})
+    for group, rate in zip(learner.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return state
+
+
 def need_moments(loaded: dict[str, Any], optimizer: Optimizer) -> None:
     """Raises RuntimeError if the checkpoint's moments, by parameter, are not 0 and the optimizer's are."""
     theirs = any(bool(value.any()) for values in loaded.values() for value in values.values() if value.ndim)
@@ -264,10 +285,10 @@ def unsaved_scale(path: Path, policy_state: dict[str, Any]) -> dict[str, Any]:
         return {}
     from torch.distributed.checkpoint import FileSystemReader
 
-    from scripts.parts import loss_scale
+    from scripts.parts import optimizers
 
     saved = FileSystemReader(path / "state").read_metadata().state_dict_metadata
-    return {name: policy_state.pop(name) for name in loss_scale.BUFFERS if f"policy.{name}" not in saved}
+    return {name: policy_state.pop(name) for name in optimizers.BUFFERS if f"policy.{name}" not in saved}
 
 
 def take_state(
@@ -303,3 +324,50 @@ def list_checkpoints(run_dir: Path) -> None:
         raise SystemExit(f"{run_dir}: no checkpoint here. Was it a run with --checkpoint_state_freq?")
     for path in paths:
         print(f"{path}: {damage(path) or 'whole'}")
+
+
+# --- Metadata of a sharded state
+
+MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+CLASSES = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
+    TensorStorageMetadata _MEM_FORMAT_ENCODING _StorageInfo""".split()
+OTHERS = (
+    "collections.OrderedDict",
+    "collections.defaultdict",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+)
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes of a checkpoint's metadata, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module in MODULES and name in CLASSES) or f"{module}.{name}" in OTHERS
+        known = known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        if not known:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def need_tensors(content: Any) -> None:
+    """Raises UnpicklingError for an entry that is no tensor: torch would unpickle its bytes. The optimizer's groups are
+    such entries, but a run never reads them."""
+    for name, entry in content.state_dict_metadata.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if not is_tensor and not name.startswith("optimizer.param_groups"):
+            raise pickle.UnpicklingError(f"its entry {name} is no tensor")
+
+
+def need_plain(state: Path) -> None:
+    """Raises UserError unless every `.metadata` in the directory of a sharded state is plain data."""
+    for path in sorted(state.glob("*.metadata")):
+        try:
+            with path.open("rb") as file:
+                need_tensors(MetadataUnpickler(file).load())
+        except (pickle.UnpicklingError, EOFError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
+            raise utils.UserError(f"{path} is refused, it may be a program: {error}") from None

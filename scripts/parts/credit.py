@@ -14,9 +14,8 @@ mean has the same G - 1 terms whatever i does, how many turns it takes included.
 
 The usual mean, over those rollouts that have reached turn k, has not this property: i itself is in it, and its terms
 are more or fewer by the turns that were taken. In a game of four turns where the policy decides when to stop it keeps
-35 % of the gradient (tests/test_credit.py), and in a guessing game a model learns less with it, by an interval
-(scripts/studies/records.md). One advantage for all turns has no bias either, and in the game of four turns twice the
-variance; in the guessing game the two cannot be told apart.
+35 % of the gradient (tests/test_credit.py). One advantage for all turns has no bias either, and in that game twice the
+variance.
 
 Missing scores (NaN) are left out of the means, and their rollouts have the advantage 0.
 """

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 import utils
+from scripts.parts import run_files
 from utils import Group, Prompt, Rollout, World
 
 SCHEMA = 2
-EVALUATION_ROLLOUTS = 64
 LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")  # a value per response token
 Name = tuple[int, int]  # of a rollout: its position in the prompt stream, its sample
 Row = dict[str, Any]
@@ -47,17 +47,6 @@ class Trace(NamedTuple):
     position: int
     sample: int
     line: str
-
-
-def keep_evaluation(run: Any, rollouts: Sequence[Rollout]) -> None:
-    """Append the first EVALUATION_ROLLOUTS that rank 0 sampled for an evaluation of a grpo.Run to samples.jsonl."""
-    if not run.eval_world.is_main:
-        return
-    step = run.state["step"]
-    rows = [utils.sample_row(r, step) for r in rollouts[:EVALUATION_ROLLOUTS]]
-    line = json.dumps({"training_step": step, "evaluation": True, "rollouts": rows}, default=str)
-    with (run.run_dir / "samples.jsonl").open("a") as file:
-        file.write(line + "\n")
 
 
 @dataclass
@@ -147,18 +136,23 @@ def rollout_row(r: Rollout, step: int) -> Row:
 
 def append_rows(run_dir: Path, lines: Sequence[str], description: Row) -> None:
     """Append lines to rollouts.jsonl and, unless `description` is empty, write it to dumps/ with the lines' place."""
-    data = "".join(lines).encode()
-    with (run_dir / "rollouts.jsonl").open("ab") as file:
-        start = file.tell()
-        file.write(data)
-    if description:
-        rows = {"start": start, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        path = dump_path(run_dir, description["training_step"])
+    text = "".join(lines)
+    data = text.encode()
+    start = run_files.append_lines(run_dir / "rollouts.jsonl", text)
+    if not description:
+        return
+    rows = {"start": start, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path = dump_path(run_dir, description["training_step"])
+    content = {"schema_version": SCHEMA} | description | {"rows": rows}
+    try:
+        if start is None:
+            raise OSError("its rows are not on disk")
         path.parent.mkdir(exist_ok=True)
-        content = {"schema_version": SCHEMA} | description | {"rows": rows}
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(content))
         os.replace(temporary, path)
+    except OSError as error:
+        print(f"WARNING: {path} was not written: {error}. The run goes on", flush=True)
 
 
 def dump_path(run_dir: Path, step: int) -> Path:
@@ -225,3 +219,11 @@ def read_groups(step: int, args: Any) -> list[Group]:
         wanted = "--num_unique_prompts_rollout of --num_samples_per_prompt_rollout"
         args.refuse(f"--load_batches step {step} has {len(groups)} groups of {sorted(sizes)} rollouts, not {wanted}")
     return list(groups.values())
+
+
+def prompts_of(args: Any, last_step: int) -> list[Prompt]:
+    """The prompts of the first step of --load_batches. Raises UserError at the start if the dump of the last step is
+    missing: otherwise the run would end early, without a model."""
+    groups = read_groups(1, args)
+    read_groups(last_step, args)
+    return [group[0].prompt for group in groups]

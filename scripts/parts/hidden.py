@@ -24,12 +24,6 @@ QUERY_OF_URL = re.compile(r"(?<=://)([^?#\s,]{0,500})\?([^#\s,]*)")
 VALUE_OF_QUERY = re.compile(r"=[^&]*")
 
 
-def printable(text: str) -> str:
-    """A text for the terminal: files of others and replies of servers may hold what clears the screen, writes to the
-    clipboard or turns the order of letters, which is shown as in Python's source."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
-
-
 def in_url(text: str) -> str:
     """A text in which the addresses have no user, no password and no values of a query."""
     text = USER_OF_URL.sub(f"{HIDDEN}@", text)

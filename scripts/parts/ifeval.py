@@ -152,7 +152,7 @@ def check(record: RewardRecord) -> None:
         build_constraint(name, arguments)
 
 
-def verify(record: RewardRecord, mean: bool) -> Verdict:
+def verify(record: RewardRecord, mean: bool = False) -> Verdict:
     """1.0 if the last <answer> block, or the whole text, follows every constraint of the label (strict), else 0.0.
 
     mean (ifeval_mean): the share of constraints followed, as open-instruct's ifeval gives it. A constraint that the
@@ -169,6 +169,11 @@ def verify(record: RewardRecord, mean: bool) -> Verdict:
         return NO_ANSWER
     job = Job("ifeval.work_ifeval", {"text": text, "constraints": constraints, "mean": mean}, {"text": HARMLESS_TEXT})
     return Verdict(text, job)
+
+
+def verify_mean(record: RewardRecord) -> Verdict:
+    """The share of the constraints that the response follows."""
+    return verify(record, mean=True)
 
 
 def work_ifeval(text: str, constraints: list[tuple[str, dict]], mean: bool) -> Callable[[], float]:

@@ -46,9 +46,18 @@ def judge_url(flags: RewardFlags) -> str:
     return flags.llm_judge_base_url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("HOSTED_VLLM_API_BASE", "")
 
 
+def missing_server(flags: RewardFlags) -> str:
+    """Why no judge can be asked, with the fix, or ""."""
+    if judge_url(flags) or os.environ.get("OPENAI_API_KEY"):
+        return ""
+    return f"--llm_judge_model {flags.llm_judge_model}: needs $OPENAI_API_KEY, or --llm_judge_base_url with your server"
+
+
 def judge_model(flags: RewardFlags, connect: bool) -> ChatModel:
     """The model of --llm_judge_model. connect: send its server a test message. Raises UserError."""
     url = judge_url(flags)
+    problem = missing_server(flags)
+    rewards.need(not problem or not connect, problem)
     # OpenAI's newer models know the second name only, most other servers the first only.
     limit = "max_tokens" if url else "max_completion_tokens"
     sampling: Any = {limit: flags.llm_judge_max_tokens, "temperature": JUDGE_TEMPERATURE}
@@ -196,6 +205,11 @@ def rubric_label(ground_truth: Any) -> tuple[str, list[Criterion]]:
 
 def total_weight(criteria: Sequence[Criterion]) -> float:
     return sum(abs(criterion.weight) for criterion in criteria)
+
+
+def check_rubric(record: RewardRecord) -> None:
+    """Raises ValueError for a label that can never be scored."""
+    rubric_label(record.ground_truth)
 
 
 def verify_rubric(record: RewardRecord) -> Verdict:

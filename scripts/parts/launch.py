@@ -1,62 +1,102 @@
-"""Start the ranks of grpo_fast.py on this machine with torch's elastic launcher, which is torchrun's.
+"""Start the ranks of grpo_fast.py on this machine, and say last why they ended.
 
-Three things are not as torchrun has them. SIGTERM and Ctrl-C are passed on to the ranks, which end their step first;
-torchrun kills them. When a rank dies the others are ended, and stderr names the one that died. The exit status is 0, or
-1 after a death, or 128 + N after signal N.
+torchrun kills all others half a minute after a rank has died. Here the learners of an engine that died have GRACE_S to
+write a checkpoint, once the first step has begun. SIGTERM and Ctrl-C are passed on to the ranks, which end their step
+first. The exit status is 0, or 1 after a death, or 128 + N after signal N.
+
+The ranks meet in a store: see Meeting.
 """
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Generator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-PASSED_ON: list[int] = []  # numbers of the signals that were passed on to the ranks
+import torch.distributed as dist
+
+GRACE_S = 600.0  # for learners that have something to save, after the death of an engine
+LAST_S = 3.0  # for all others, after the death of a learner
+POLL_S = 0.05
 
 
-def launch(names: list[str], command: list[str]) -> None:
-    """Start a rank for each name. `command` is the script and its flags, the same for all."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=len(names),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=file_of_ours("agents"),
-        rdzv_configs={"store_type": "file"},
-        max_restarts=0,
-        monitor_interval=0.2,
-        signals_to_handle="SIGHUP,SIGQUIT",
-        shutdown_timeout=3,  # seconds after a signal; when a rank has died, the others have torch's 30
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks write to our output; else torch makes a directory
-    )
-    signal.signal(signal.SIGTERM, pass_on)  # torch would kill the ranks, which want to end their step
-    signal.signal(signal.SIGINT, pass_on)
+def launch(names: list[str], line: list[str]) -> None:
+    """Start a rank for each name, learners first. `line` is the script and its flags, the same for all. Returns when
+    all have ended well, else raises SystemExit."""
+    asked: list[int] = []  # signals that ended the run
+    ranks: list[Any] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda number, _: asked.append(number))
     signal.set_wakeup_fd(-1)  # from here on the ranks answer to signals
-    script = os.path.abspath(command[0])
-    try:
-        with environment_of_ranks() as meeting:
-            elastic_launch(config, sys.executable)(script, *command[1:])
-    except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        code = failure.exitcode
-        cause = f"exit code {code}"
-        if code < 0:
-            cause = f"signal {signal.Signals(-code).name}"
-        cause += told_in(meeting)
-        print(f"{Path(script).name}: {names[rank]} (pid {failure.pid}) died with {cause}", file=sys.stderr)
-        status = 128 + PASSED_ON[-1] if PASSED_ON else 1
-        raise SystemExit(status) from None
+    last_words = file_of_ours("words")
+    begun = file_of_ours("begun")
+    common = {"GRPO_MEETING": file_of_ours("meeting"), "GRPO_LAST_WORDS": last_words, "GRPO_BEGUN": begun}
+    for rank in range(len(names)):
+        ranks.append(start(line, environment_of(rank, len(names)) | common))
+    passed_on = 0
+    deadline = float("inf")
+    died: list[int] = []  # ranks, in the order of their deaths
+    while any(process.poll() is None for process in ranks):
+        for number in asked[passed_on:]:
+            passed_on += 1
+            for process in ranks:
+                send(process, number)
+        for rank, process in enumerate(ranks):
+            if process.poll() and rank not in died:
+                died.append(rank)
+                can_save = not names[rank].startswith("learner") and Path(begun).read_text() != ""
+                patience = GRACE_S if can_save else LAST_S
+                deadline = min(deadline, time.monotonic() + patience)
+        if time.monotonic() > deadline:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+        time.sleep(POLL_S)
+    died += [rank for rank, process in enumerate(ranks) if process.poll() and rank not in died]
+    if died:
+        told = words(died[0], names, last_words)
+        print(f"{Path(line[0]).name}: {how_it_died(died[0], names, ranks)}{told}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + asked[-1] if asked else 1)
+
+
+def start(line: list[str], environment: dict[str, str]) -> Any:
+    """A rank. In a session of its own: Ctrl-C in the terminal comes from here, once."""
+    return subprocess.Popen([sys.executable, *line], env=environment, start_new_session=True)
+
+
+def environment_of(rank: int, ranks: int) -> dict[str, str]:
+    """What a rank has in its environment, by torchrun's names. The ranks meet in a file and listen on loopback only."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+    more = {"TORCHELASTIC_RUN_ID": "grpo_fast.py", "PYTHONUNBUFFERED": 1}
+    environment = dict(os.environ) | {name: str(value) for name, value in (own | more).items()}
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def how_it_died(rank: int, names: list[str], ranks: list[Any]) -> str:
+    code = ranks[rank].poll()
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{names[rank]} died with {how}"
+
+
+def words(first: int, names: list[str], last_words: str) -> str:
+    """Why: what the rank that died first has written, else what the first of all that wrote has. Not from the file
+    where they meet: torch reads it for ever where a rank was killed as it wrote."""
+    lines = Path(last_words).read_text().splitlines()
+    lines.sort(key=lambda line: not line.startswith(f"{first} "))
+    if not lines:
+        return ""
+    rank, told = lines[0].split(" ", 1)
+    who = "" if int(rank) == first else f"{names[int(rank)]}: "
+    return f": {who}{told}"
 
 
 def file_of_ours(name: str) -> str:
@@ -67,59 +107,12 @@ def file_of_ours(name: str) -> str:
     return tempfile.mkstemp(prefix=name)[1]
 
 
-def told_in(meeting: str) -> str:
-    """What the ranks' watchdog has written into the file where they meet, behind a colon, or ""."""
-    import torch.distributed as dist
-
-    store = dist.FileStore(meeting)
-    return f": {store.get('stalled').decode()}" if store.check(["stalled"]) else ""
-
-
-@contextlib.contextmanager
-def environment_of_ranks() -> Generator[str]:
-    """In which ranks are started that meet in a file, whose path it yields, and listen on loopback only. The next
-    program that this process starts must not look for that file."""
-    before = dict(os.environ)
-    meeting = file_of_ours("meeting")
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["GRPO_MEETING"] = meeting
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        yield meeting
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def pass_on(number: int, frame: object) -> None:
-    """Send a signal to all child processes, which are the ranks. If there is none yet, end this process. The children
-    of this moment may be others, as the verifiers' process is: ranks that start later get the signal too."""
-    children = child_processes()
-    if not children:
-        os._exit(128 + number)
-    is_first = not PASSED_ON
-    PASSED_ON.append(number)
-    for pid in children:
-        send(pid, number)
-    if is_first:
-        threading.Thread(target=pass_on_to_later, args=(number, set(children)), daemon=True).start()
-
-
-def pass_on_to_later(number: int, known: set[int]) -> None:
-    """In a thread: send the signal to each child that is not among the `known`, until this process ends."""
-    while True:
-        for pid in set(child_processes()) - known:
-            send(pid, number)
-            known.add(pid)
-        time.sleep(0.05)
-
-
-def send(pid: int, number: int) -> None:
-    """Send a signal to a rank. One that still imports its libraries, which may swallow a KeyboardInterrupt, gets
-    SIGTERM in place of SIGINT and ends at once."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number if listens(pid) else signal.SIGTERM)
+def send(process: Any, number: int) -> None:
+    """Send a signal to a rank that lives. One that still imports its libraries, which may swallow a KeyboardInterrupt,
+    gets SIGTERM in place of SIGINT and ends at once."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number if listens(process.pid) else signal.SIGTERM)
 
 
 def listens(pid: int) -> bool:
@@ -134,15 +127,78 @@ def listens(pid: int) -> bool:
     return False
 
 
-def child_processes() -> list[int]:
-    """The process ids of all children."""
-    if sys.platform == "linux":
-        files = Path("/proc/self/task").glob("*/children")
-        text = ""
-        for file in files:
-            with contextlib.suppress(OSError):  # of a thread that has ended
-                text += f" {file.read_text()}"
-    else:
-        command = ["pgrep", "-P", str(os.getpid())]
-        text = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
-    return [int(pid) for pid in text.split()]
+# --- Where the ranks meet
+
+
+class Meeting:
+    """The store in which all ranks meet. Where grpo_fast.py started the ranks, it is a file of this user. With torchrun
+    rank 0 hosts it, on a port that the system chooses, and on one node on the loopback device only. Its address is kept
+    in the store of torchrun's agents, which outlives restarts of the ranks."""
+
+    def __init__(self, timeout: timedelta):
+        self.timeout = timeout
+        self.rank = os.environ["RANK"]
+        self.file = os.environ.get("GRPO_MEETING", "")
+        if self.file:
+            self.store = self.connect()
+            self.restarted = False
+            return
+        self.host = os.environ["MASTER_ADDR"]
+        self.one_node = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        agents = dist.TCPStore(self.host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=self.timeout)
+        if self.one_node:
+            self.host = "127.0.0.1"
+            if sys.platform == "linux":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if os.environ["RANK"] == "0":
+            self._open(agents)
+        self.store = self._find(agents)
+        self.store.set_timeout(self.timeout)
+        self.restarted = int(self.store.get("starts")) > 1
+
+    def _open(self, agents: dist.TCPStore) -> None:
+        """Host the store, and write its address into that of the agents."""
+        key = uuid.uuid4().hex
+        # torch's own socket listens on all interfaces
+        self.listener = socket.create_server(("127.0.0.1", 0)) if self.one_node else None
+        descriptor = self.listener.fileno() if self.listener else None
+        port = self.listener.getsockname()[1] if self.listener else 0
+        self.server = dist.TCPStore(
+            self.host, port, is_master=True, wait_for_workers=False, timeout=self.timeout, master_listen_fd=descriptor
+        )
+        self.server.set("key", key)
+        self.server.set("starts", str(agents.add("grpo/starts", 1)))
+        agents.set("grpo/meeting", f"{self.server.port} {key}")
+
+    def _find(self, agents: dist.TCPStore) -> dist.TCPStore:
+        """Connect to the store. The address may still be that of a rank 0 before a restart: then look again."""
+        while True:
+            port, key = agents.get("grpo/meeting").decode().split()
+            self.port = int(port)
+            try:
+                store = self.connect(timedelta(seconds=5))
+                if store.get("key").decode() == key:
+                    return store
+            except dist.DistError:
+                time.sleep(0.5)
+
+    def begin(self) -> None:
+        """Tell the launcher that from now on learners have something to save."""
+        if self.file:
+            Path(os.environ["GRPO_BEGUN"]).write_text("yes")
+
+    def keep_last_words(self, words: str) -> bool:
+        """Keep why this rank failed for the launcher, which says so last. Returns whether there is one that does."""
+        if self.file:
+            with open(os.environ["GRPO_LAST_WORDS"], "a") as file:
+                file.write(f"{self.rank} {words}\n")
+        return bool(self.file)
+
+    def connect(self, timeout: timedelta | None = None) -> Any:
+        """Another connection, for a thread: a client that waits blocks all who use it."""
+        timeout = timeout or self.timeout
+        if not self.file:
+            return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+        store = dist.FileStore(self.file)
+        store.set_timeout(timeout)
+        return store

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import utils
+from scripts.parts import environments
+
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the launcher is gone: kill -9 of the launcher must leave no orphans."""
@@ -32,24 +35,38 @@ def waited_for(outstanding: str) -> str:
     return ", ".join(engines) or "the learners"
 
 
+def limit_s(args: Any) -> float:
+    """--stall_timeout_s, and what an environment or a judge may take by its own flags; 0 is off."""
+    longest = 0.0
+    if args.has_turns:
+        longest = environments.TRIES * args.env_timeout
+    if args.llm_judge_model:
+        from scripts.parts import judges
+
+        longest += judges.JUDGE_TRIES * args.llm_judge_timeout
+    return args.stall_timeout_s and args.stall_timeout_s + longest
+
+
 SIGNS = 3  # limits without a sign of life after which the others take learner 0 for dead
 
 
 class Watchdog:
     """Threads that end this process, with all its stacks, when nothing moves for --stall_timeout_s.
 
-    Learner 0 sees what moves: it calls `beat` whenever a message arrives or a step ends. On a stall it tells the other
+    Learner 0 sees what moves: it calls `beat` whenever a message arrives or a step ends. It counts from the first
+    message of an engine on, and not while it waits for a disk (utils.UNHURRIED). On a stall it tells the other
     ranks through the store. Its thread also counts there, as a sign of life: when the count stands still for SIGNS
     times the limit, learner 0 itself has been stopped, and the others end."""
 
     def __init__(self, meeting: Any, name: str, timeout_s: float):
+        self.meeting = meeting
         self.name = name
         self.leads = name == "learner 0"
         self.timeout_s = timeout_s
         self.poll_s = min(1.0, timeout_s / 10)
         self.outstanding: Callable[[], str] = lambda: "no request"
         self.told = False  # learner 0 has seen a stall
-        self.beat()
+        self.last = math.inf  # engines and learners are still loading
         if timeout_s > 0:
             self.store = meeting.connect()
             threading.Thread(target=self._watch, daemon=True).start()
@@ -70,7 +87,6 @@ class Watchdog:
 
     def _look_for_signs(self, every_s: float) -> None:
         """Beat when learner 0 has counted on. A store that is gone with learner 0 may let this thread wait for ever."""
-        self.last = math.inf  # learner 0 is still loading
         seen = b""
         while True:
             self.told = self.store.check(["stalled"])
@@ -84,11 +100,14 @@ class Watchdog:
     def _watch(self) -> None:
         limits = 1 if self.leads else SIGNS
         while not self.told and self.seconds() <= limits * self.timeout_s:
+            if utils.UNHURRIED:
+                self.beat()
             time.sleep(self.poll_s)
         message = f"grpo_fast.py: {self.name} (pid {os.getpid()}): stalled"
         if self.leads:
             outstanding = self.outstanding()
-            self.store.set("stalled", f"stalled, waiting for {waited_for(outstanding)}")
+            self.meeting.keep_last_words(f"stalled, waiting for {waited_for(outstanding)}")
+            self.store.set("stalled", "yes")
             message += f": nothing moved for {self.seconds():.0f} s. Outstanding: {outstanding}"
         elif not self.told:
             message += f": learner 0 has given no sign of life for {self.seconds():.0f} s"

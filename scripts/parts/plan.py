@@ -1,20 +1,33 @@
-"""What a run prints before it begins: its arithmetic, and with --dry_run the dtype, where model and data come from and
-how much memory it takes. Needs neither network nor weights."""
+"""What a run prints and refuses before it begins: its arithmetic, likely mistakes, what the disk must hold, models that
+do not fit the flags. With --dry_run also the dtype, where model and data come from, and the estimate of estimate.py.
+The plan needs neither network nor weights."""
 
+import functools
+import json
+import math
 import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import rewards
 import utils
-from scripts.parts import checks, outlook
+from scripts.parts import checks, packing, probe
 
-ESTIMATED_BY = """model_revision model_dtype deepspeed_stage gradient_checkpointing gradient_checkpointing_part
-    lora_rank load_ref_policy ref_model_name_or_path ref_policy_update_freq
-    pack_length max_prompt_token_length response_length vllm_gpu_memory_utilization vllm_tensor_parallel_size
-    vllm_sleep sequence_parallel_size attn_implementation fsdp_shard_size offload""".split()
+# Bytes of a row of rollouts.jsonl, measured: its text, and more for each token of the prompt, the response and a dump
+ROLLOUT_BYTES = 700
+PROMPT_BYTES = 12
+TOKEN_BYTES = 50
+DUMP_BYTES = 70
+
+
+# --- What is printed --------------------------------------------------------------------------------------------------
 
 
 def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_chunk: int) -> None:
@@ -24,32 +37,21 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
         print(roles(args, learners))
     else:
         print(arithmetic(args, learners))
-        ignored = checks.flags_of_fast(args)
-        if ignored:
-            print(f"WARNING: {ignored}: grpo.py samples on the learners' GPUs, strictly on-policy; start grpo_fast.py")
-    for line in outlook.lines(args):
-        print(line)
+    for mistake in checks.likely_mistakes(args):
+        print(f"WARNING: {mistake}")
+    print(disk_text(args))
     if not args.dry_run:
         return
-    from scripts.parts import machine
-    from scripts.proof import memory
+    from scripts.parts import estimate
 
     if torch.cuda.is_available() or args.model_dtype != "auto":
-        dtype, why = machine.choose_dtype(args)
+        dtype, why = choose_dtype(args)
         print(f"dtype    {dtype}: {why}")
     else:
         print("dtype    bfloat16 on a GPU; here, without one, a run measures which dtype is faster")
-    print(sources_text(args))
-    flags = {name: getattr(args, name) for name in ESTIMATED_BY}
-    setup = memory.Setup(
-        (args.model_name_or_path,),
-        **flags,
-        learners=learners,
-        shared_gpu=shared_gpu,
-        logprob_chunk=logprob_chunk,
-        gpu=os.environ.get("PLAN_GPU", ""),
-    )
-    memory.tell(setup)
+    print(sources_text(args, fast))
+    setup = estimate.Setup(args, learners, shared_gpu, logprob_chunk)
+    print(estimate.told(setup, fast and not shared_gpu))
 
 
 def arithmetic(args: Any, ranks: int | None) -> str:
@@ -89,29 +91,24 @@ def roles(args: Any, learners: int) -> str:
     )
 
 
-def sources_text(args: utils.Flags) -> str:
-    """Where model, data and judge come from, a line each, and which of them a run would refuse."""
+def sources_text(args: utils.Flags, fast: bool) -> str:
+    """Where model and data come from, a line each, and what a run would be refused for."""
     lines = [f"model    {args.model_name_or_path}: {source_of(args.model_name_or_path)}"]
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         for name, amount in utils.parse_mixer(flag, getattr(args, flag)):
             lines.append(f"data     --{flag} {name} {amount}: {source_of(name)}")
-    lines += [f"missing  {text}, a run is refused" for text in checks.missing_paths(args)]
-    judge = args.llm_judge_model
-    if judge and not has_judge(args):
-        lines.append(f"judge    {judge}: no --llm_judge_base_url and no $OPENAI_API_KEY, a run is refused")
+    lines += [f"refused  {text}" for text in checks.refused_in_a_run(args, fast)]
+    if args.llm_judge_model:
+        from scripts.parts import judges
+
+        problem = judges.missing_server(args)
+        lines += [f"refused  {problem}"] if problem else []
     for pair in (args.remap_verifier or "").split(","):
         name = pair.partition("=")[2].strip().lower()
         needs = rewards.VERIFIERS[name].needs if name in rewards.VERIFIERS else None
         if needs and not getattr(args, needs):
-            lines.append(f"judge    --remap_verifier {pair}: {name} needs --{needs}, a run is refused")
+            lines.append(f"refused  --remap_verifier {pair}: {name} needs --{needs}")
     return "\n".join(lines)
-
-
-def has_judge(args: utils.Flags) -> bool:
-    """Whether the flags or the environment name a server for the judge."""
-    from scripts.parts import judges
-
-    return bool(judges.judge_url(args) or os.environ.get("OPENAI_API_KEY"))
 
 
 def source_of(name: str) -> str:
@@ -121,3 +118,316 @@ def source_of(name: str) -> str:
     if checks.is_missing_path(name):
         return "not here"
     return "local" if Path(name).exists() else "hub"
+
+
+# --- The disk, and checkpoints by the clock ---------------------------------------------------------------------------
+
+
+def disk_text(args: Any) -> str:
+    """What the disk must hold at the end of the run and what is free, a line, with a warning where that is less."""
+    shapes = weight_shapes(args.model_name_or_path)
+    if not shapes:
+        return f"disk     not estimated: no .safetensors of {args.model_name_or_path} on this machine"
+    parts = disk_bytes(args, shapes)
+    needed = sum(parts.values())
+    directory, free = free_bytes(args)
+    _, by_the_clock = by_clock(args, shapes)
+    sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    line = f"disk     GB: {sizes}: at most {needed / 1e9:.1f}; {free / 1e9:.1f} are free in {directory}; {by_the_clock}"
+    if needed > free:
+        line += (
+            "\nWARNING: the disk may get full. What helps: another --output_dir, a smaller --keep_last_n_checkpoints, "
+            "a larger --save_freq, no --save_traces"
+        )
+    return line
+
+
+def free_bytes(args: Any) -> tuple[Path, int]:
+    """The directory that exists of the run's, and what is free there."""
+    directory = args.run_dir.absolute()
+    while not directory.exists():
+        directory = directory.parent
+    return directory, shutil.disk_usage(directory).free
+
+
+def by_clock(args: Any, shapes: list[list[int]]) -> tuple[bool, str]:
+    """Whether checkpoints are written every --checkpoint_minutes, and what to say of it. The disk must have room for
+    two, a new one and the last, beside all else that the run leaves; the host's memory for a copy of one."""
+    if args.checkpoint_state_freq > 0 or not args.checkpoint_minutes:
+        return False, "no checkpoints by the clock"
+    size = checkpoint_bytes(args, shapes)
+    needed = 2 * size + sum(disk_bytes(args, shapes).values())
+    _, free = free_bytes(args)
+    memory = psutil.virtual_memory().available
+    if needed <= free and size <= memory:
+        every = f"every {args.checkpoint_minutes:g} minutes"
+        return True, f"a checkpoint of {size / 1e9:.1f} GB {every}, of which the last is kept"
+    return False, (
+        f"no checkpoints by the clock: two of {size / 1e9:.1f} GB do not fit beside the rest ({free / 1e9:.1f} GB of "
+        f"disk and {memory / 1e9:.1f} GB of memory are free). A run that is killed is lost"
+    )
+
+
+def go_by_clock(run: Any) -> None:
+    """Have the checkpoints of a grpo.Run go by the clock, where it has no --checkpoint_state_freq and there is room.
+    Only the last one is kept."""
+    if run.args.checkpoint_state_freq > 0:
+        return
+    shapes = [list(weight.shape) for _, weight in utils.named_weights(run.learner.policy.model)]
+    fits, text = by_clock(run.args, shapes)
+    run.logger.say(f"saving   {text}")
+    run.checkpoints.keep = 1
+    if fits and run.world.is_main:
+        run.checkpoints.every_s = 60 * run.args.checkpoint_minutes
+
+
+def model_directory(name: str, revision: str | None = None) -> Path | None:
+    """Where this machine has a model's config.json: the directory, or that of the hub's cache. None: nowhere."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith(("/", ".", "~")):
+        return None
+    import huggingface_hub
+
+    config = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def weight_shapes(name: str) -> list[list[int]]:
+    """The shapes of a model's weights, from the heads of its files; [] where this machine has none."""
+    directory = model_directory(name)
+    if directory is None:
+        return []
+    shapes = []
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(length))
+        shapes += [tensor["shape"] for key, tensor in head.items() if key != "__metadata__"]
+    return shapes
+
+
+def trained_weights(args: Any, shapes: list[list[int]]) -> int:
+    """How many numbers train."""
+    if args.lora_rank:
+        return sum(args.lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def checkpoint_bytes(args: Any, shapes: list[list[int]]) -> int:
+    """Bytes of a checkpoint, see disk_bytes."""
+    size = 12 * trained_weights(args, shapes)
+    if args.ref_policy_update_freq is not None:
+        size += 4 * sum(math.prod(shape) for shape in shapes)
+    return size
+
+
+def disk_bytes(args: Any, shapes: list[list[int]]) -> dict[str, float]:
+    """Bytes of what a run leaves in its directory, at most: all responses have --response_length tokens.
+
+    A weight takes 2 bytes in a model of bfloat16, 4 of float32; in a checkpoint 12: a float32 master weight and Adam's
+    two moments. With --ref_policy_update_freq a checkpoint has the reference policy too, in float32. With --lora_rank r
+    adapters, r (m + n) numbers for a matrix m x n, take the place of the weights, in float32. A checkpoint is written
+    before the oldest is removed. A row of rollouts.jsonl has about ROLLOUT_BYTES, and more for each token.
+    """
+    weights = sum(math.prod(shape) for shape in shapes)
+    rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    steps = args.total_episodes // rollouts
+    whole_model = (4 if args.model_dtype == "float32" else 2) * weights
+    model = whole_model
+    if args.lora_rank:
+        model = 4 * trained_weights(args, shapes) + args.lora_merge * whole_model
+    checkpoint = checkpoint_bytes(args, shapes)
+
+    parts = {"model": model}
+    saved = steps // args.save_freq if args.save_freq > 0 else 0
+    if saved:
+        parts[f"{saved} of steps"] = saved * model
+    if args.checkpoint_state_freq > 0:
+        written = steps // args.checkpoint_state_freq
+        kept = written if args.keep_last_n_checkpoints < 0 else min(written, args.keep_last_n_checkpoints + 1)
+        parts[f"{kept} checkpoints"] = kept * checkpoint
+    if args.save_traces or args.dump_steps:
+        traced = steps
+        row = ROLLOUT_BYTES + PROMPT_BYTES * args.max_prompt_token_length + TOKEN_BYTES * args.response_length
+        if args.dump_steps:
+            row += DUMP_BYTES * args.response_length
+        if args.dump_steps.isdecimal() and not args.save_traces:
+            traced = steps // int(args.dump_steps)
+        parts["rollouts"] = traced * rollouts * row
+    return parts
+
+
+# --- Models that do not fit the flags ---------------------------------------------------------------------------------
+
+
+def check_models(args: Any, prompts: Sequence[utils.Prompt]) -> None:
+    """Refuse models that do not fit together or the flags; on rank 0 print what is probably a mistake, of the prompts
+    and, as probe.py finds it, of this copy's algorithm. Every run asks before a model loads. `args` are grpo.Args.
+
+    Raises UserError, with flag, value and fix, if prompt and response have more tokens together than model or teacher
+    have positions; if --sequence_parallel_size does not divide their attention heads; if policy and teacher have
+    different vocabularies, so that the KL between them means nothing; and for what packing.py cannot compute.
+    """
+    from transformers import AutoConfig
+
+    if os.environ.get("RANK", "0") == "0":
+        problems = [] if args.load_batches else warnings_of(args, prompts)
+        problems += [f"this copy of grpo.py: {found}; fine if you meant it" for found in probe.differences(args)]
+        for problem in problems:
+            print(f"WARNING: {problem}", flush=True)
+
+    config = utils.pretrained(AutoConfig, args, "model_name_or_path")
+    check_model(args, args.model_name_or_path, config)
+    if args.ref_model_name_or_path:
+        teacher = utils.pretrained(AutoConfig, args.of_reference(), "ref_model_name_or_path")
+        check_model(args, args.ref_model_name_or_path, teacher)
+        check_vocabulary(args, config.get_text_config().vocab_size, teacher.get_text_config().vocab_size)
+
+
+def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
+    """What is probably a mistake: fewer prompts than a step takes, prompts that all begin with one token twice, and a
+    reward function that scores none of them."""
+    problems = []
+    starts = {prompt.token_ids[:2] for prompt in prompts}
+    first, *others = starts or [()]
+    if not others and len(first) == 2 and first[0] == first[1]:
+        problems.append(f"every prompt begins with token {first[0]} twice: template and tokenizer may both write it")
+    if len(prompts) < args.num_unique_prompts_rollout:
+        fewer = args.with_value("num_unique_prompts_rollout")
+        reason = "an amount without a dot is a number of rows, and 1.0 is all of them"
+        problems.append(f"{len(prompts)} prompts for {fewer}: a step takes some of them several times; {reason}")
+    if args.reward_file:
+        from scripts.parts import user_files
+
+        scored = Counter(verifier for prompt in prompts for verifier in prompt.verifiers)
+        for name in user_files.FUNCTIONS:
+            fix = f"name it in their column dataset, or with --remap_verifier OLD={name}"
+            if not scored[name]:
+                problems.append(f"--reward_file {args.reward_file}: {name} scores none of the prompts: {fix}")
+    return problems
+
+
+def check_model(args: utils.Flags, name: str, config: Any) -> None:
+    """Raises UserError unless a model has the heads and the positions that the flags ask for, and layers and a head
+    that the learner can compute."""
+    packing.check(args, name, config)
+    text_config = config.get_text_config()  # of a model whose config has parts
+    heads = getattr(text_config, "num_attention_heads", 1)
+    if heads % args.sequence_parallel_size:
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        fix = f"one of {', '.join(divisors)} does"
+        args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: {fix}")
+
+    longest_response = max(args.response_length, args.eval_response_length or 0)
+    length = args.max_prompt_token_length + longest_response
+    positions = getattr(text_config, "max_position_embeddings", length)  # a recurrent model has no limit
+    if length > positions:
+        sizes = f"= {length} tokens, but {name} has {positions} positions"
+        args.refuse(f"--max_prompt_token_length + --response_length {sizes}")
+
+
+def check_vocabulary(args: utils.Flags, rows: int, teacher_rows: int) -> None:
+    """Raises UserError with the first token that differs. `rows` and `teacher_rows` are the sizes of the two heads."""
+    from transformers import AutoTokenizer
+
+    tokenizer = utils.pretrained(AutoTokenizer, args, "model_name_or_path")
+    teacher_tokenizer = utils.pretrained(AutoTokenizer, args.of_reference(), "ref_model_name_or_path")
+    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+    teacher_tokens = {i: token for token, i in teacher_tokenizer.get_vocab().items()}
+    if rows > teacher_rows:  # rows without a token can be sampled too
+        tokens[teacher_rows] = "a row of the head"
+    for i in sorted(tokens.keys() | teacher_tokens.keys()):
+        token = tokens.get(i)
+        teacher_token = teacher_tokens.get(i)
+        if token != teacher_token:
+            difference = f"token {i} is {token!r} to the policy and {teacher_token!r} to the teacher"
+            args.refuse(f"--ref_model_name_or_path: {difference}: take a teacher with the policy's vocabulary")
+
+
+# --- How fast this machine is, and the compute dtype that follows from it
+
+MATRIX = 256  # rows and columns of the products that measure a core
+
+
+def choose_dtype(args: utils.Flags) -> tuple[str, str]:
+    """The compute dtype that --model_dtype means on this machine, and why, for a person.
+
+    auto is bfloat16 on a GPU that has it, and on a CPU whose matrix products are faster in it than in float32; else
+    float32. A resumed run keeps the dtype that it began with. A CPU without bfloat16 instructions is 6 to 70 times
+    slower in it, a CPU with them 1.5 to 8 times faster: the measurement cannot take one for the other.
+    """
+    asked = args.model_dtype
+    why = "as --model_dtype says"
+    flags_before = args.run_dir / "args.json"
+    if asked == "auto" and args.resume and flags_before.exists():
+        asked = json.loads(flags_before.read_text())["model_dtype"]
+        why = "as before --resume"
+    if asked in ("float16", "float32"):
+        return asked, why
+    is_fast, reason = bfloat16_is_fast()
+    if asked == "auto":
+        return ("bfloat16" if is_fast else "float32"), reason
+    if not is_fast:
+        why += f"; WARNING: slow, {reason}: --model_dtype auto would take float32"
+    return asked, why
+
+
+def bfloat16_is_fast() -> tuple[bool, str]:
+    """Whether this machine is fast in bfloat16, and the reason, for a person."""
+    if torch.cuda.is_available():
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        has = "has" if is_fast else "has no"
+        return is_fast, f"{torch.cuda.get_device_name()} {has} bfloat16"
+    bfloat16, float32 = core_speeds([torch.bfloat16, torch.float32])
+    return bfloat16 > float32, f"a core reaches {bfloat16:.0f} GFLOP/s in bfloat16, {float32:.0f} in float32 here"
+
+
+def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
+    """GFLOP/s of a product of two 256 x 256 matrices in each dtype, on one core.
+
+    The dtypes take turns for a tenth of a second. Time is the thread's processor time, which other processes do not
+    lengthen; with one thread none waits for another that the system has put aside.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    matrices = [torch.randn(MATRIX, MATRIX, generator=torch.Generator()).to(dtype) for dtype in dtypes]
+    best = [math.inf] * len(dtypes)  # seconds
+    end = time.thread_time() + 0.1
+    while time.thread_time() < end or math.inf in best:
+        for i, x in enumerate(matrices):
+            start = time.thread_time()
+            torch.matmul(x, x)
+            best[i] = min(best[i], time.thread_time() - start)
+    torch.set_num_threads(threads)
+    return [2 * MATRIX**3 / seconds / 1e9 for seconds in best]
+
+
+def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measured ceilings of a device: operations a second of a square matrix product, bytes a second of a copy."""
+    n = 512
+    num_bytes = 2**26
+    if device.type == "cuda":
+        n = 8192
+        num_bytes = 2**28
+
+    x = torch.randn(n, n, device=device, generator=torch.Generator(device))
+    x = x.to(dtype)
+    product_seconds = best_seconds(functools.partial(torch.matmul, x, x))
+    block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    copy_seconds = best_seconds(block.clone)
+    flops_per_second = 2 * n**3 / product_seconds
+    bytes_per_second = num_bytes / copy_seconds
+    return {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second, "itemsize": dtype.itemsize}
+
+
+def best_seconds(work: Callable[[], object]) -> float:
+    """Wall seconds of the fastest of four calls."""
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,4 +1,4 @@
-"""One HTTP request with one budget: of seconds, from the look-up of the name to the last byte, and of bytes.
+"""HTTP requests with one budget: of seconds, from the look-up of the name to the last byte, and of bytes.
 
 The time limits of HTTP libraries hold for a single read. A server that sends a byte now and then, of the headers or of
 the body, meets each of them for ever; it does not meet this one.
@@ -6,45 +6,21 @@ the body, meets each of them for ever; it does not meet this one.
 
 import asyncio
 import functools
-import json
 import threading
 import urllib.parse
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import httpx2
 
 START = threading.Lock()
 
 
-class Answer(NamedTuple):
-    """What a server answered, of any status."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    def json(self) -> Any:
-        """The body as JSON. Raises ValueError, also for what is nested too deeply."""
-        try:
-            return json.loads(self.body)
-        except RecursionError:
-            raise ValueError("the reply is nested too deeply") from None
-
-
-def post(url: str, content: dict[str, Any], seconds: float, max_bytes: int, key: str = "") -> Answer:
-    """Send JSON and return the whole answer. `key` goes into the header Authorization.
-
-    Raises TimeoutError after `seconds`, and ConnectionError for a server that cannot be reached, breaks off, or sends
-    more than max_bytes. A redirect is not followed: it is an answer of its own."""
-    import httpx  # noqa: F401  (its import is no part of the budget)
-
-    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    body = json.dumps(content).encode()
+def within(request: Coroutine[Any, Any, Any], seconds: float) -> Any:
+    """The result of a request, which is ended after `seconds`: TimeoutError."""
     with START:
         loop = loop_of_requests()
-    request = asyncio.wait_for(exchange(url, body, headers, max_bytes), seconds)
-    future = asyncio.run_coroutine_threadsafe(request, loop)
+    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(request, seconds), loop)
     try:
         return future.result()
     except BaseException:  # also a caller's own deadline, by a signal
@@ -60,33 +36,54 @@ def loop_of_requests() -> asyncio.AbstractEventLoop:
     return loop
 
 
+class Bounded(httpx2.AsyncByteStream):
+    """The bytes of a response. Raises httpx2.ReadError where there are more than max_bytes."""
+
+    def __init__(self, stream: Any, max_bytes: int):
+        self.stream = stream
+        self.max_bytes = max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        received = 0
+        async for chunk in self.stream:
+            received += len(chunk)
+            if received > self.max_bytes:
+                raise httpx2.ReadError(f"the reply has more than {self.max_bytes} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
+
+
 @functools.cache
-def client(through_proxy: bool) -> Any:
-    """A client, which keeps connections. All requests are on the thread of the loop."""
-    import httpx
+def client(through_proxy: bool, max_bytes: int) -> httpx2.AsyncClient:
+    """A client, which keeps connections and follows no redirect. A response has at most max_bytes, and is not unpacked:
+    a gigabyte of blanks is a megabyte when packed."""
 
-    many = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    return httpx.AsyncClient(timeout=None, limits=many, trust_env=through_proxy)
+    async def bound(response: httpx2.Response) -> None:
+        response.headers.pop("content-encoding", None)
+        response.stream = Bounded(response.stream, max_bytes)
+
+    return httpx2.AsyncClient(
+        timeout=None,
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
+        headers={"Accept-Encoding": "identity"},
+        event_hooks={"response": [bound]},
+        trust_env=through_proxy,
+    )
 
 
-def is_local(url: str) -> bool:
-    """Whether a URL is on the loopback device, which a proxy from the environment does not know."""
+def client_for(url: str, max_bytes: int) -> httpx2.AsyncClient:
+    """The client for a URL. A proxy from the environment does not know the loopback device. Raises ValueError."""
     host = urllib.parse.urlsplit(url).hostname or ""
-    return host == "localhost" or host == "::1" or host.startswith("127.")
+    is_local = host == "localhost" or host == "::1" or host.startswith("127.")
+    return client(not is_local, max_bytes)
 
 
-async def exchange(url: str, body: bytes, headers: dict[str, str], max_bytes: int) -> Answer:
-    """See post."""
-    import httpx
-
-    received = bytearray()
+def post(url: str, content: dict[str, Any], seconds: float, max_bytes: int) -> httpx2.Response:
+    """Send JSON and return the whole answer, of any status. Raises TimeoutError after `seconds`, and ConnectionError
+    for a server that cannot be reached, breaks off, or sends more than max_bytes."""
     try:
-        client_of_url = client(not is_local(url))
-        async with client_of_url.stream("POST", url, content=body, headers=headers) as response:
-            async for chunk in response.aiter_raw():
-                received += chunk
-                if len(received) > max_bytes:
-                    raise ConnectionError(f"the reply has more than {max_bytes} bytes")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        return within(client_for(url, max_bytes).post(url, json=content), seconds)
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
         raise ConnectionError(f"{type(error).__name__}: {error}") from None
-    return Answer(response.status_code, response.headers, bytes(received))

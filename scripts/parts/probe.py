@@ -361,7 +361,7 @@ def about_rho(subject: Subject) -> Iterator[str]:
     batch.vllm_logprobs = batch.old_logprobs - log_rho
     inputs = batch.loss_inputs(toy.new[0], toy.entropy[0])
     if not subject.module.importance_weights(inputs, args).any():
-        yield "--rho_mask_sequence_level drops a response whose mean rho is within the bounds (rho_masks.py)"
+        yield "--rho_mask_sequence_level drops a response whose mean rho is within the bounds (kept_by_rho)"
 
 
 def about_sampling(subject: Subject) -> Iterator[str]:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.parts.checks import ENDINGS
+
 VERL_SOURCES = {"openai/gsm8k": "gsm8k_verl", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
 PROMPTS = ("messages", "prompt", "question", "problem")  # columns
 ANSWERS = ("answer", "solution", "final_answer")
 WITH_MARK = (None, "gsm8k", "gsm8k_strict", "gsm8k_verl")  # verifiers whose label is what follows "####"
-ENDINGS = (".jsonl", ".parquet", ".csv", ".json")  # of files that are read
 ALL_COLUMNS = "*"
 CONVERTERS = {  # of other files: what reads one into a table of pandas
     ".tsv": "pandas.read_csv({!r}, sep='\\t')",
@@ -295,14 +296,17 @@ def columns_for_rewards(row: dict[str, Any], messages: Any, scoring: Scoring) ->
 def drawn_rows(
     name: str, amount: float | int, split: str, seed: int, scoring: Scoring = NOTHING_OF_ONES_OWN
 ) -> Iterator[dict[str, Any]]:
-    """The fields of utils.Row of each row that NAME AMOUNT takes. Raises ValueError."""
+    """The fields of utils.Row of each row that NAME AMOUNT takes. One that cannot be used has a `problem`. Raises
+    ValueError for a data set that cannot be read."""
     rows = list(read_rows(name, split))
     some_ask_for_turns = any(environment_of(row) for _, row in rows)
     for where, row in draw(name, rows, amount, seed):
         try:
             fields = fields_of(row, scoring)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            nothing: Any = {"messages": [], "ground_truths": [], "verifiers": []}
+            yield nothing | {"where": where, "problem": str(error)}
+            continue
         has_turns = fields["columns"] != {} or not some_ask_for_turns
         yield fields | {"where": where, "has_turns": has_turns}
 
@@ -322,7 +326,7 @@ def fields_of(row: Any, scoring: Scoring) -> dict[str, Any]:
 def options(args: Any) -> list[str]:
     """What a run tells the program scripts/rows.py of its flags, so that it knows the run's Scoring."""
     words = []
-    if getattr(args, "reward_file", ""):  # scripts/minimal.py has neither flag
+    if args.reward_file:
         import rewards
         from scripts.parts import user_files
 
@@ -332,6 +336,6 @@ def options(args: Any) -> list[str]:
         aliases = [old for old, new in rewards.REMAP.items() if new in functions]
         columns = sorted({column for function in functions.values() for column in function.columns})
         words = ["--functions", *scorers, "--aliases", *aliases, "--columns", *columns]
-    if getattr(args, "has_turns", False):
+    if args.has_turns:
         words.append("--environment")
     return words

@@ -143,9 +143,10 @@ def check_stdio_test(test: Any, where: str) -> None:
 
 
 def pass_rate(runs: Sequence[sandbox.Run]) -> Scored:
-    """The share of tests that passed; see code_pass_rate_reward_threshold."""
+    """The share of tests that passed; see code_pass_rate_reward_threshold. Missing if no program can pass one of them.
+    unsupported: how many tests failed because a result was no plain data."""
     for run in runs:
-        if run.unsupported:
+        if run.is_tests_fault:
             return Scored(math.nan, "infra_error", {"problem": run.problem})
 
     passed = [int(run.problem is None) for run in runs]
@@ -156,6 +157,7 @@ def pass_rate(runs: Sequence[sandbox.Run]) -> Scored:
     details: dict[str, Any] = {}
     details["passed"] = passed
     details["seconds"] = [run.seconds for run in runs]
+    details["unsupported"] = sum(run.not_plain for run in runs)
     problems = [run.problem for run in runs if run.problem]
     if problems:
         details["problem"] = problems[0]
@@ -172,10 +174,10 @@ def verify(record: RewardRecord, stdio: bool) -> Verdict:
     """The pass rate of program_text in the sandbox; see pass_rate, tests_of_label.
 
     stdio: the program reads the input of a test, and sandbox.same_output compares its output; its exit status does not
-    matter. Otherwise the tests call the program's functions from a process of their own: see sandbox.Ref. A test that
-    takes too long or too much memory, crashes or exits has failed. After sandbox.MAX_TIME_LIMITS tests that exceed the
-    time limit, the other tests count as failed without being run. open-instruct refuses programs with `import os` and
-    the like.
+    matter. Otherwise the tests call the program's functions from a process of their own, and compare there what comes
+    back as plain data: see sandbox.Program. A test that takes too long or too much memory, crashes or exits has failed.
+    After sandbox.MAX_TIME_LIMITS tests that exceed the time limit, the other tests count as failed without being run.
+    open-instruct refuses programs with `import os` and the like.
     """
     tests = tests_of_label(record.ground_truth, stdio)
     program = program_text(record.response)

@@ -2,12 +2,14 @@
 
     python scripts/parts/sandbox.py  # prints what this machine allows, layer by layer
 
-`Sandbox` starts this file as a fork server, a small Python process of its own. Every run is a fork of the server. The
-fork locks itself down (rlimits, Landlock, seccomp, no_new_privs) before it reads the program. The server itself is in
-namespaces of its own where the machine allows them. The server never reads the content of a run: programs, inputs,
-tests and results travel in memory files (memfd) that the server passes on unopened, so no later run finds them in its
-memory. The trainer gets the files back with an exit status and a time, and judges them itself. Expected outputs are
-never sent to the server.
+`Sandbox` starts this file as a fork server, a small Python process of its own. Every run is a fork of the server, which
+locks itself down (rlimits, Landlock, seccomp, no_new_privs) before it reads the program. The server itself is in
+namespaces of its own where the machine allows them. It never reads the content of a run: programs, inputs, tests and
+results travel in memory files (memfd) that it passes on unopened, so no later run finds them in its memory. The trainer
+gets the files back with an exit status and a time, and judges outputs itself. Expected outputs are never sent.
+
+Tests that call a program's functions run in a second such process. Only plain data passes between the two, so the
+program has no part in a comparison: see Program.
 
 Three layers protect the trainer. Each alone stops most attacks:
 
@@ -22,42 +24,34 @@ aarch64. Sources: kernel.org, userspace-api/landlock and seccomp_filter; man7.or
 """
 
 import _thread
-import array
 import ast
 import atexit
 import builtins
-import copy
 import ctypes
-import dataclasses
-import dis
 import errno
 import functools
 import gc
 import io
+import itertools
 import json
 import math
-import operator
 import os
-import pickle
 import platform
-import re
 import resource
 import select
 import signal
 import socket
 import struct
-import symtable
 import sys
 import time
 import traceback
 import types
-from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from datetime import date, datetime, timedelta, timezone
-from datetime import time as clock
+from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 MEMORY_BYTES = 2**30  # address space of a run, beyond the server's own
 OUTPUT_BYTES = 4 * 2**20  # each, for standard output and standard error
@@ -72,13 +66,10 @@ PATIENCE = 20  # A run may take this many times its limit while others have the 
 NOBODY = 65534
 FIRST_USER = 2_000_000_000  # If we are root, each server's runs have a user of their own, numbered from here
 MAKERS_OF_ROWS = ("reasoning_gym",)  # packages: see hidden_paths
-# The server imports these modules once. It does not import random and threading, or modules that import them: they hook
-# into every fork, and most programs do not need them. The trainer's side imports subprocess and others where it needs
-# them.
-PRELOAD = (
-    "array bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions functools heapq io "
-    "itertools json math numbers operator re string time typing"
-).split()
+# The server imports these modules once, besides those above. It does not import random and threading, or modules that
+# import them: they hook into every fork, and most programs do not need them. Neither does this file: the trainer's side
+# imports subprocess and others where it needs them.
+PRELOAD = "array bisect cmath contextlib copy dataclasses enum heapq numbers operator re string typing".split()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Layers. Each function changes the calling process for good, or raises OSError.
@@ -88,7 +79,6 @@ PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NAME = 15
 PR_SET_SECCOMP = 22
-PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
 
@@ -157,7 +147,6 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column
 # Instructions of classic BPF: (code, how many to skip if true, how many if false, constant)
 LOAD = 0x20
 EQUAL = 0x15
-AT_LEAST = 0x35
 AND = 0x54
 ANSWER = 0x06
 # What a filter may answer
@@ -173,61 +162,37 @@ def number(call: str) -> int | None:
     return None if text == "-" else int(text)
 
 
-def load(offset: int) -> tuple:
-    return LOAD, 0, 0, offset
-
-
 def answer(action: int) -> tuple:
     return ANSWER, 0, 0, action
-
-
-def refuse(code: int) -> tuple:
-    return answer(ERROR | code)
 
 
 def check_argument(rule: Rule) -> list[tuple]:
     """The part of the filter that answers a system call that has a rule."""
     low_half = 16 + 8 * rule.argument
-    block = [load(low_half)]
+    refused = answer(ERROR | rule.error)
+    block = [(LOAD, 0, 0, low_half)]
     if rule.bits:
         block.append((AND, 0, 0, rule.bits))
     for index, value in enumerate(rule.values):
         block.append((EQUAL, len(rule.values) - index, 0, value))
-    block.append(refuse(rule.error))
+    block.append(refused)
     if rule.pointer:
-        block += [load(low_half + 4), (EQUAL, 1, 0, 0), refuse(rule.error)]
-    block.append(answer(ALLOW))
-    return block
-
-
-def check_number() -> list[tuple]:
-    """The part of the filter that answers all other system calls, by ranges of their numbers.
-
-    To install a filter the kernel runs it for every number. One comparison for each number took 0.2 ms more.
-    """
-    allowed = {number(call) for call in ALLOWED.split(",")} - {None}
-    ranges = []
-    for nr in range(max(allowed) + 1):
-        is_allowed = nr in allowed
-        if is_allowed != (nr + 1 in allowed):
-            ranges.append((AT_LEAST, 1, 0, nr + 1))
-            ranges.append(answer(ALLOW) if is_allowed else refuse(errno.EPERM))
-    return ranges
+        block += [(LOAD, 0, 0, low_half + 4), (EQUAL, 1, 0, 0), refused]
+    return [*block, answer(ALLOW)]
 
 
 def seccomp_program() -> bytes:
     """The filter as classic BPF over struct seccomp_data (nr at 0, arch at 4, arguments at 16, low half first)."""
     _, audit_arch = MACHINES[platform.machine()]
-    program = [load(4), (EQUAL, 1, 0, audit_arch), answer(KILL), load(0)]
-    for call in UNKNOWN.split(","):
-        program += [(EQUAL, 0, 1, number(call)), refuse(errno.ENOSYS)]
-    for call, rule in RULES.items():
+    blocks = {call: [answer(ERROR | errno.ENOSYS)] for call in UNKNOWN.split(",")}
+    blocks |= {call: check_argument(rule) for call, rule in RULES.items()}
+    blocks |= {call: [answer(ALLOW)] for call in ALLOWED.split(",")}
+    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit_arch), answer(KILL), (LOAD, 0, 0, 0)]
+    for call, block in blocks.items():
         nr = number(call)
         if nr is not None:
-            block = check_argument(rule)
             program += [(EQUAL, 0, len(block), nr), *block]
-    program += check_number()
-    program.append(refuse(errno.EPERM))
+    program.append(answer(ERROR | errno.EPERM))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
@@ -275,18 +240,14 @@ CLONE_NEWIPC = 0x8000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-MS_RDONLY = 1
-MS_NOSUID = 2
-MS_NODEV = 4
-MS_NOEXEC = 8
 MS_REMOUNT = 32
 MS_BIND = 4096
 MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MS_RELATIME = 1 << 21
-ST_RELATIME = 4096
-KEPT_FLAGS = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048
-READ_ONLY = MS_REMOUNT | MS_BIND | MS_RDONLY
+NO_DEVICES = os.ST_NOSUID | os.ST_NODEV  # The flags of statvfs are those of mount, except for relatime
+KEPT_FLAGS = NO_DEVICES | os.ST_RDONLY | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
+READ_ONLY = MS_REMOUNT | MS_BIND | os.ST_RDONLY
 MNT_DETACH = 2
 
 
@@ -332,7 +293,7 @@ def own_proc() -> int:
     try:
         context = libc("syscall", FSOPEN, b"proc", 1)
         libc("syscall", FSCONFIG, context, 6, None, None, 0)  # creates the file system
-        proc = libc("syscall", FSMOUNT, context, 1, MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        proc = libc("syscall", FSMOUNT, context, 1, os.ST_RDONLY | NO_DEVICES | os.ST_NOEXEC)
         os.close(context)
         return proc
     except OSError:
@@ -348,7 +309,7 @@ def mount_read_only(fd: int, target: str) -> None:
     libc("mount", source.encode(), target.encode(), None, MS_BIND | MS_REC, None)
     source_flags = os.statvfs(target).f_flag
     flags = source_flags & KEPT_FLAGS  # A user namespace may not drop them
-    if source_flags & ST_RELATIME:
+    if source_flags & os.ST_RELATIME:
         flags |= MS_RELATIME
     libc("mount", None, target.encode(), None, READ_ONLY | flags, None)
     os.close(fd)
@@ -360,18 +321,18 @@ def build_root(readable: list[str], hidden: list[str]) -> None:
     sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in readable]  # A path may be beneath `root`
     links = {path: os.readlink(path) for path in ("/lib", "/lib32", "/lib64") if os.path.islink(path)}
     libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-    libc("mount", b"tmpfs", root.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"size=1m,mode=755")
+    libc("mount", b"tmpfs", root.encode(), b"tmpfs", NO_DEVICES, b"size=1m,mode=755")
     for path, fd in sources:
         mount_read_only(fd, root + path)
     for path in hidden:
-        libc("mount", b"tmpfs", (root + path).encode(), b"tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, b"size=4k,mode=755")
+        libc("mount", b"tmpfs", (root + path).encode(), b"tmpfs", os.ST_RDONLY | NO_DEVICES, b"size=4k,mode=755")
     for path, link in links.items():
         os.symlink(link, root + path)
     os.chdir(root)
     libc("pivot_root", b".", b".")
     libc("umount2", b".", MNT_DETACH)
     os.chdir("/")
-    libc("mount", None, b"/", None, READ_ONLY | MS_NOSUID | MS_NODEV, None)
+    libc("mount", None, b"/", None, READ_ONLY | NO_DEVICES, None)
 
 
 def drop_privileges(readable: list[str], own_user: int) -> str:
@@ -444,7 +405,6 @@ class Server:
         readable = readable_paths()
         in_user_namespace = False
         os.chdir("/")
-        libc("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if "namespaces" in without:
             self.proc = os.open("/proc", os.O_PATH)
         else:
@@ -475,7 +435,9 @@ class Server:
             self.instructions = ctypes.create_string_buffer(program)
             self.filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self.instructions))
             self.layers.append("seccomp")
-        self.limits_threads = self.counts_threads(in_user_namespace)
+        # Whether the kernel counts the runs' threads apart from the user's other threads
+        version = tuple(map(int, platform.release().split("-")[0].split(".")[:2]))
+        self.limits_threads = os.getuid() in (self.own_user, NOBODY) or in_user_namespace and version >= (5, 14)
         limit(resource.RLIMIT_AS, memory + MEMORY_BYTES)
         limit(resource.RLIMIT_FSIZE, OUTPUT_BYTES)
         limit(resource.RLIMIT_STACK, STACK_BYTES)
@@ -485,14 +447,6 @@ class Server:
         self.pid = os.getpid()
         gc.collect()
         gc.freeze()
-
-    def counts_threads(self, in_user_namespace: bool) -> bool:
-        """Whether the kernel counts the runs' threads apart from the user's other threads."""
-        user = os.getuid()
-        release, *_ = platform.release().split("-")
-        version = tuple(int(part) for part in release.split(".")[:2])
-        counts_by_namespace = in_user_namespace and version >= (5, 14)
-        return user != 0 and (counts_by_namespace or user in (self.own_user, NOBODY))
 
     def fork(self, role: str, fds: list[int], seconds: float) -> int:
         """Starts a locked-down child that has `fds` as descriptors 0, 1, ... and does ROLES[role]. Returns its pid."""
@@ -533,24 +487,28 @@ class Server:
         except OSError:
             return [NULL, NULL]
 
-    def run(self, role: str, fds: list[int], seconds: float, patience: float) -> dict:
-        """Does one run of at most `seconds` of its own time, and at most `patience` times as much wall time.
+    def run(self, role: str, fds: list[int], seconds: float, steps: int, patience: float) -> dict:
+        """Does one run, each of whose steps has `seconds` of own time, and `patience` times as much wall time.
 
-        Returns {"exit": status or -signal, or None if the run was killed at the deadline; "seconds": its own time;
-        "waited": how long it waited for a processor; "starved": whether it was killed because it waited too long}.
+        The loading and each test is a step, after which the tests write the value of own_clock to a pipe; other roles
+        have one step. Returns {"exit": status or -signal, or None if the run was killed at the deadline; "seconds": own
+        time of the last step; "waited": how long it waited for a processor; "starved": whether it was killed because it
+        waited too long}.
         """
         start = time.monotonic()
+        step_start = start
         children = []
         clocks = []
+        steps_end, tests_steps = os.pipe()
         if role == "tests":
             program, tests, results = fds
             calls_end, tests_end = socket.socketpair()
             with calls_end, tests_end:
-                calls = self.fork("calls", [NULL, NULL, NULL, program, calls_end.fileno()], seconds)
+                calls = self.fork("calls", [NULL, NULL, NULL, program, calls_end.fileno()], seconds * steps)
                 children.append(calls)
                 clocks += self.clock(calls)
-                test_fds = [NULL, NULL, NULL, tests, tests_end.fileno(), results, *clocks]
-                main_child = self.fork("tests", test_fds, seconds)
+                test_fds = [NULL, NULL, NULL, tests, tests_end.fileno(), results, tests_steps, *clocks]
+                main_child = self.fork("tests", test_fds, seconds * steps)
         else:
             main_child = self.fork(role, fds, seconds)
         children.append(main_child)
@@ -560,51 +518,38 @@ class Server:
         ready = []
         own = 0.0
         elapsed = 0.0
-        while not ready and own < seconds and elapsed < patience * seconds:
-            ready, _, _ = select.select([main_end, self.trainer, self.control], [], [], seconds - own)
+        while main_end not in ready and own < seconds and elapsed < patience * seconds:
+            ready, _, _ = select.select([main_end, steps_end, self.trainer, self.control], [], [], seconds - own)
+            if self.trainer in ready or self.control in ready:
+                os._exit(0)  # The trainer has ended or closed the socket: PDEATHSIG ends the runs
+            if steps_end in ready:
+                (start,) = struct.unpack("d", os.read(steps_end, 1 << 16)[-8:])
+                step_start = time.monotonic()
             own = own_clock(clocks, start + seconds) - start
-            elapsed = time.monotonic() - start
-        if self.trainer in ready or self.control in ready:
-            os._exit(0)  # The trainer has ended or closed the socket: PDEATHSIG ends the runs
+            elapsed = time.monotonic() - step_start
 
-        for fd in {main_end, *fds, *clocks} - {NULL}:
+        for fd in {main_end, steps_end, tests_steps, *fds, *clocks} - {NULL}:
             os.close(fd)
-        for child in children:
+        for child in reversed(children):  # The tests first: they must not see the program end
             os.kill(child, signal.SIGKILL)
         exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if -signal.SIGUSR2 in exits:
             raise OSError("a run could not be locked down")
-        self.sweep()
         in_time = own < seconds
-        exit_ = exits[-1] if ready and in_time else None
+        has_ended = main_end in ready
+        exit_ = exits[-1] if has_ended and in_time else None
         own = round(max(own, 0.0), 5)
-        return {"exit": exit_, "seconds": own, "starved": in_time and not ready, "waited": round(elapsed - own, 5)}
-
-    def sweep(self) -> None:
-        """Kills all processes that a run has left. With seccomp there are none: it could not fork."""
-        while True:
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0]:
-                    continue
-            except ChildProcessError:
-                return
-            if self.pid == 1:
-                os.kill(-1, signal.SIGKILL)
-            else:  # We are the subreaper: orphans become our children
-                with open(f"/proc/self/task/{self.pid}/children") as file:
-                    for child in file.read().split():
-                        os.kill(int(child), signal.SIGKILL)
-            time.sleep(0.001)
+        return {"exit": exit_, "seconds": own, "starved": in_time and not has_ended, "waited": round(elapsed - own, 5)}
 
     def serve(self) -> None:
-        """Answers requests, [number, role, seconds, patience] with descriptors, until the trainer closes the socket or
-        ends. A reply has the number of its request."""
+        """Answers requests, [number, role, seconds, steps, patience] with descriptors, until the trainer closes the
+        socket or ends. A reply has the number of its request."""
         while self.trainer not in select.select([self.control, self.trainer], [], [])[0]:
             packet, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
             if not packet:
                 return
-            number, role, seconds, patience = json.loads(packet)
-            reply = self.run(role, fds, seconds, patience)
+            number, *request = json.loads(packet)
+            reply = self.run(request[0], fds, *request[1:])
             reply["number"] = number
             self.control.send(json.dumps(reply).encode())
 
@@ -624,11 +569,10 @@ def ran_and_waited(clocks: list[int]) -> list[list[int]]:
 def own_clock(clocks: list[int], until: float = math.inf) -> float:
     """time.monotonic() without the seconds in which these processes waited for a processor that others had.
 
-    A process waits while its main thread is ready to run and does not run. The kernel counts these waits as the second
-    number of /proc/PID/schedstat, but adds each wait only when it ends. So if the result would exceed `until`, a second
-    look finds how long a current wait may be: the time between the two looks in which the process did not run. This is
-    subtracted. A process that neither ran nor ended a wait between the looks may have waited for much longer: then the
-    result is less than `until`.
+    The kernel adds a wait to the second number of /proc/PID/schedstat when the wait ends. So if the result would exceed
+    `until`, a second look finds how long a current wait may be: as long as the process did not run between the looks.
+    A process that neither ran nor ended a wait in between may have waited for much longer: then the result is less than
+    `until`.
     """
     first = time.monotonic()
     before = ran_and_waited(clocks)
@@ -695,36 +639,12 @@ def open_device(original: Any, null: int, path: Any, *args: Any, **keywords: Any
     return original(descriptor, *args, **keywords)
 
 
-class ThreadSemaphore:
-    """Replaces multiprocessing's semaphore, which is a file. It is for threads only: no run can start processes."""
-
-    SEM_VALUE_MAX = 2**31 - 1
-
-    def __init__(self, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> None:
-        self.kind = kind
-        self.maxvalue = maxvalue
-        self.name = None
-        self.handle = 0
-        self.lock: Any = _thread.RLock() if kind == 0 else __import__("threading").Semaphore(value)
-        self.acquire = self.lock.acquire
-        self.release = self.lock.release
-
-    def __enter__(self) -> Any:
-        return self.acquire()
-
-    def __exit__(self, *_: Any) -> None:
-        self.release()
-
-
 def execute(source: bytes, name: str, null: int) -> types.ModuleType:
     """Runs the program as module `name`. null: a descriptor of /dev/null."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     module.__file__ = "program.py"
     sys.argv = ["program.py"]
-    semaphores = types.ModuleType("_multiprocessing")
-    vars(semaphores).update(SemLock=ThreadSemaphore, sem_unlink=lambda name: None)
-    sys.modules["_multiprocessing"] = semaphores
     refused = resource.setrlimit  # Programs ask for a larger stack: for them that succeeds and does nothing
     resource.setrlimit = lambda kind, limits: None if kind == resource.RLIMIT_STACK else refused(kind, limits)
     builtins.open = io.open = functools.partial(open_device, io.open, null)
@@ -758,762 +678,279 @@ def do_program(server: Server) -> int:
     return status & 0xFF
 
 
-def is_builtin(value: Any) -> bool:
-    return isinstance(value, type) and getattr(builtins, value.__name__, None) is value
+# ----------------------------------------------------------------------------------------------------------------------
+# Plain data, the only thing that passes between the tests and the program
 
 
-def encode_defaultdict(value: defaultdict) -> list:
-    factory = value.default_factory
-    return [factory if is_builtin(factory) else None, dict(value)]
-
-
-def named_zone(offset: timedelta, name: str) -> timezone:
-    zone = timezone(offset)
-    return zone if zone.tzname(None) == name else timezone(offset, name)
-
-
-def text_file(text: str, position: int) -> io.StringIO:
-    file = io.StringIO(text)
-    file.seek(position)
-    return file
-
-
-def in_list(function: Callable) -> Callable:
-    """`function`, but with its result in a list."""
-    return lambda value: [function(value)]
-
-
-def spread(make: Callable) -> Callable:
-    """`make`, but with all its arguments as one list."""
-    return lambda items: make(*items)
-
-
-RANGE = operator.attrgetter("start", "stop", "step")
-# Plain data that JSON lacks: name -> (type, value to items, items to value). A subclass is sent as its base.
-PLAIN = {
-    "Counter": (Counter, dict.items, lambda items: Counter(dict(items))),
-    "OrderedDict": (OrderedDict, OrderedDict.items, OrderedDict),
-    "defaultdict": (defaultdict, encode_defaultdict, spread(defaultdict)),
-    "dict": (dict, dict.items, dict),
-    "tuple": (tuple, tuple.__iter__, tuple),
-    "set": (set, set.__iter__, set),
-    "frozenset": (frozenset, frozenset.__iter__, frozenset),
-    "deque": (deque, lambda value: [list(deque.__iter__(value)), value.maxlen], spread(deque)),
-    "bytes": (bytes, in_list(bytes.hex), spread(bytes.fromhex)),
-    "bytearray": (bytearray, in_list(bytearray.hex), spread(bytearray.fromhex)),
-    "int": (int, in_list(hex), lambda items: int(*items, 16)),  # a long one: JSON's digits are limited
-    "complex": (complex, operator.attrgetter("real", "imag"), spread(complex)),
-    "range": (range, RANGE, spread(range)),
-    "Decimal": (Decimal, in_list(str), spread(Decimal)),
-    "Fraction": (Fraction, operator.attrgetter("numerator", "denominator"), spread(Fraction)),
-    "datetime": (datetime, in_list(datetime.isoformat), spread(datetime.fromisoformat)),
-    "date": (date, in_list(date.isoformat), spread(date.fromisoformat)),
-    "clock": (clock, in_list(clock.isoformat), spread(clock.fromisoformat)),
-    "timedelta": (timedelta, operator.attrgetter("days", "seconds", "microseconds"), spread(timedelta)),
-    "timezone": (timezone, lambda value: [value.utcoffset(None), value.tzname(None)], spread(named_zone)),
-    "slice": (slice, RANGE, spread(slice)),
-    "array": (
-        array.array,
-        lambda value: [value.typecode, value.tolist()],
-        lambda items: array.array(str(items[0]), items[1]),
-    ),
-    "memoryview": (memoryview, lambda value: [bytes(value).hex()], lambda items: memoryview(bytes.fromhex(*items))),
-    "mappingproxy": (types.MappingProxyType, lambda v: dict(v).items(), lambda v: types.MappingProxyType(dict(v))),
-    "dict_keys": (type({}.keys()), list, lambda items: dict.fromkeys(items).keys()),
-    "dict_values": (type({}.values()), list, lambda items: dict(enumerate(items)).values()),
-    "dict_items": (type({}.items()), list, lambda items: dict(items).items()),
-    "StringIO": (io.StringIO, lambda value: [io.StringIO.getvalue(value), value.tell()], spread(text_file)),
-    "Pattern": (re.Pattern, operator.attrgetter("pattern", "flags"), spread(re.compile)),
-    "ChainMap": (ChainMap, lambda value: value.maps, spread(ChainMap)),
-    "namespace": (
-        types.SimpleNamespace,
-        lambda value: vars(value).items(),
-        lambda items: types.SimpleNamespace(**dict(items)),
-    ),
+# Types that JSON lacks: name -> (type, its values as lists of plain data, and back). A value of a subclass is sent as
+# one of its base, so a defaultdict is a dict.
+KINDS = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "dict": (dict, lambda value: list(value.items()), dict),
+    "Counter": (Counter, lambda value: list(value.items()), lambda items: Counter(dict(items))),
+    "OrderedDict": (OrderedDict, lambda value: list(value.items()), OrderedDict),
+    "deque": (deque, list, deque),
+    "bytes": (bytes, list, bytes),
+    "bytearray": (bytearray, list, bytearray),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda items: range(*items)),
+    "Decimal": (Decimal, lambda value: [str(value)], lambda items: Decimal(*items)),
+    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda items: Fraction(*items)),
+    "date": (date, lambda value: [value.isoformat()], lambda items: date.fromisoformat(*items)),
+    "datetime": (datetime, lambda value: [value.isoformat()], lambda items: datetime.fromisoformat(*items)),
 }
-# Subclasses of these are no plain data. Neither is a value that contains itself, such as a tree with links to its root.
-EXACTLY = (ChainMap, types.SimpleNamespace)
-# Values that are sent as their text. Their modules are imported when such a value arrives.
-TEXTUAL = set(
-    "pathlib.PosixPath pathlib.PurePosixPath pathlib.WindowsPath pathlib.PureWindowsPath uuid.UUID "
-    "ipaddress.IPv4Address ipaddress.IPv4Network ipaddress.IPv4Interface "
-    "ipaddress.IPv6Address ipaddress.IPv6Network ipaddress.IPv6Interface".split()
-)
-NOT_GIVEN = object()
-SINGLETONS = {"Ellipsis": ..., "NotImplemented": NotImplemented}
-MUTABLE = (list, dict, set, deque, bytearray, array.array, io.StringIO)
-SCALARS = {str, float, bool, types.NoneType}
-# A container that both sides have stays shared if it is among the last ones and they are small: every message compares
-# all shared containers with what the other side knows.
-NUM_SHARED = 16
-SHARED_ITEMS = 2000
-DATACLASSES = "asdict astuple fields is_dataclass replace".split()
-SEEDS = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "set_state")}
+NAME_OF_KIND = {kind: name for name, (kind, _, _) in KINDS.items()}
+SCALARS = {str, int, float, bool, types.NoneType}  # in JSON as they are
+MUTABLE = (list, dict, set)  # A function's changes of such an argument are the test's as well
+VIEWS = (types.GeneratorType, map, zip, filter, enumerate, *map(type, (iter([]), {}.keys(), {}.values(), {}.items())))
+MAX_ITEMS = 100_000  # of a generator or view, which is sent as an iterator over what it yields
 
 
-def is_mutable(value: Any) -> bool:
-    return isinstance(value, MUTABLE) or type(value) in EXACTLY or type(value).__name__ == "ndarray"
+def encode(value: Any, refer: Callable[[Any], dict]) -> Any:
+    """The value as JSON data. refer: gives that of a value that is not plain data."""
+    if isinstance(value, (str, int, float, types.NoneType)):
+        return value
+    if isinstance(value, list):
+        return value if SCALARS.issuperset(map(type, value)) else [encode(item, refer) for item in value]
+    for base in type(value).__mro__:
+        if base in NAME_OF_KIND:
+            name = NAME_OF_KIND[base]
+            _, to_items, _ = KINDS[name]
+            return {name: encode(to_items(value), refer)}
+    if isinstance(value, VIEWS):
+        return {"iterator": encode(list(itertools.islice(value, MAX_ITEMS)), refer)}
+    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        return {"type": value.__name__}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        items = encode(value.tolist(), refer)
+        return {"ndarray": [items, value.dtype.str, *value.shape]} if type(value).__name__ == "ndarray" else items
+    return refer(value)
+
+
+def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
+    """The value of what `encode` gave. resolve: gives that of what `refer` gave. Raises an Exception for other data."""
+    if isinstance(data, list):
+        return data if SCALARS.issuperset(map(type, data)) else [decode(item, resolve) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, body),) = data.items()
+    if name in KINDS:
+        _, _, from_items = KINDS[name]
+        return from_items(decode(body, resolve))
+    if name == "iterator":
+        return iter(decode(body, resolve))
+    if name == "ndarray":
+        items, dtype, *shape = decode(body, resolve)
+        return __import__("numpy").array(items, dtype).reshape(shape)
+    if name == "type" and isinstance(vars(builtins).get(body), type):
+        return vars(builtins)[body]
+    return resolve(name, body)
+
+
+def send(stream: Any, message: dict) -> None:
+    stream.write(json.dumps(message).encode() + b"\n")
+    stream.flush()
+
+
+def receive(stream: Any) -> dict:
+    """Raises ConnectionError if the other side has ended."""
+    line = stream.readline(FRAME_BYTES)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("too long a reply" if line else "the program ended")
+    return json.loads(line)
+
+
+class Calls:
+    """The program's end: does what the tests ask. The tests know a value that is not plain data by a number."""
+
+    def __init__(self, null: int) -> None:
+        self.null = null
+        self.names: dict[str, Any] = {}
+        self.kept: dict[int, Any] = {}
+
+    def refer(self, value: Any) -> dict:
+        self.kept[id(value)] = value
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"exception": [base.__name__ for base in value.__mro__]}
+        return {"object": id(value)}
+
+    def resolve(self, _: str, body: Any) -> Any:
+        return self.kept[body]
+
+    def answer(self, request: dict) -> dict:
+        """{"ok": result, "args": arguments after the call}, or {"error": [class and bases, arguments]}."""
+        try:
+            args = decode(request["args"], self.resolve)
+            keywords = decode(request["keywords"], self.resolve)
+            result = getattr(self, request["do"])(*args, **keywords)
+            is_made = request["do"] == "make" and type(result).__module__ == "program"
+            data = self.refer(result) if is_made else encode(result, self.refer)
+            return {"ok": data, "args": encode(args, self.refer)}
+        except BaseException as error:
+            bases = [base.__name__ for base in type(error).__mro__]
+            return {"error": [bases, encode(list(error.args), self.refer)]}
+
+    def load(self) -> None:
+        self.names = vars(execute(open(3, "rb").read(), "program", self.null))
+
+    def values(self, *names: str) -> dict[str, Any]:
+        return {name: self.names[name] for name in names if name in self.names}
+
+    def call(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
+        return function(*args, **keywords)
+
+    make = call
+    getattr = staticmethod(getattr)
+    setattr = staticmethod(setattr)
+
+
+def do_calls(server: Server) -> int:
+    """Does what the tests ask, first of all to load the program. Descriptors: 3 program, 4 stream."""
+    stream = socket.socket(fileno=4).makefile("rwb")
+    calls = Calls(server.null)
+    sys.set_int_max_str_digits(0)
+    while True:
+        send(stream, calls.answer(receive(stream)))
 
 
 class Unsupported(BaseException):
-    """A test needs something that the link cannot do: the fault of neither the program nor the test."""
+    """A test has come upon what is no plain data."""
 
 
-class Link:
-    """One end of the socket between the tests and the program: requests and replies, as lines of JSON.
+class Program:
+    """The tests' end: they call the program's functions with plain data and get plain data, which they compare.
 
-    Plain data (numbers, text, bytes, dates, and containers of these) is copied. If a container is an argument, a result
-    or a global of the program, changes that one side makes to it are made on the other side later. Every other value
-    stays where it is, and the other side gets a Ref. So == in a test is that of the test's own process, and the program
-    cannot replace it.
-
-    Values are encoded and decoded recursively. More Python frames for each level would lower the depth that succeeds.
+    What is no plain data is unsupported and fails the test. It is the test's fault, and no program can pass, if the
+    test sends it, or needs more than methods and attributes of an object that it has made by a capitalized name.
     """
 
-    def __init__(self, fd: int, names: dict[str, Any] | None = None, null: int = NULL) -> None:
-        self.socket = socket.socket(fileno=fd)
-        self.null = null
-        self.lines = self.socket.makefile("rb")
-        self.names = names  # the program's; None at the tests' end, which answers few requests: see allowed
-        self.kept: dict[int, Any] = {}  # by id, the values to which the other side has references
-        self.refs: dict[int, Ref] = {}
-        self.made = {}  # exceptions and named tuples
-        # Number -> a container, and its content as the other side knows it. The numbers of the tests are negative, and
-        # the container that was used last is the last one.
-        self.shared: dict[int, tuple[Any, Any]] = {}
-        self.num_shared = 0
-        self.depth = 0
-        self.forgotten = []
-        # The program's globals that the tests know. At the program's end, the values that they had. At the tests' end,
-        # the test's own names as well.
-        self.given: dict[str, Any] = {}
-        self.scope: dict[str, Any] = {}
-        self.seeded = {}  # module whose generator the test has seeded -> the state that was last sent
-        self.path = []  # the values of EXACTLY's types that are being encoded, outermost first
-        self.broken = False  # The other side has ended or broken the protocol: all later tests fail
-        self.unsupported = ""  # what could not be passed to the program
-        self.recursion = sys.getrecursionlimit()
-        self.input = builtins.input
-        self.printed = io.StringIO()
+    def __init__(self, fd: int) -> None:
+        self.stream = socket.socket(fileno=fd).makefile("rwb")
         self.lock = _thread.RLock()
+        self.exceptions: dict[str, type] = {}  # classes of the program
+        self.broken = False  # The program has ended or broken the protocol: it fails all later tests
+        self.unsupported = ""
+        self.is_tests_fault = False
 
-    def send(self, message: dict) -> None:
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
+    def refuse(self, what: str, is_tests_fault: bool) -> NoReturn:
+        """Ends a test, even one that catches every exception: see do_tests."""
+        if not self.unsupported:
+            self.unsupported = f"unsupported: {what} is no plain data"
+            self.is_tests_fault = is_tests_fault
+        raise Unsupported(self.unsupported)
 
-    def receive(self) -> dict:
-        line = self.lines.readline(FRAME_BYTES)
-        if not line.endswith(b"\n"):
-            raise ConnectionError("too long a reply" if line else "the program ended")
-        return json.loads(line)
+    def refer(self, value: Any) -> dict:
+        if type(value) is Remote:
+            return {"object": vars(value)["_number"]}
+        self.refuse(f"a {type(value).__name__} of the test", is_tests_fault=True)
 
-    def encode(self, value: Any) -> Any:
-        """The value as JSON data."""
-        if value is None or isinstance(value, (bool, str, float)):
-            return value
-        if isinstance(value, int) and abs(value) < 2**63:
-            return value
-        kind = type(value)
-        if isinstance(value, list):
-            items = list(list.__iter__(value))
-            return items if is_flat(items) else [self.encode(item) for item in items]
-        if isinstance(value, tuple):
-            fields = getattr(kind, "_fields", None)
-            if isinstance(fields, tuple):
-                return {"namedtuple": [kind.__name__, fields, [self.encode(item) for item in tuple.__iter__(value)]]}
-        full_name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
-        if full_name in TEXTUAL:
-            return {"text": [full_name, str(value)]}
-        for name, (plain, to_items, _) in PLAIN.items():
-            if isinstance(value, plain):
-                if plain not in EXACTLY:
-                    return {name: [self.encode(item) for item in to_items(value)]}
-                if kind is plain:
-                    items = self.held(value, to_items)
-                    if items is not None:
-                        return {name: items}
-                break
-        if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufcU":
-            data = self.encode(value.tolist())
-            return {"ndarray": [data, value.dtype.str, value.shape]} if kind.__name__ == "ndarray" else data
-        if isinstance(value, Ref):
-            return {"back": vars(value)["_number"]}
-        if is_builtin(value):
-            return {"type": value.__name__}
-        if value is ... or value is NotImplemented:
-            return {"singleton": repr(value)}
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return {"exception": [base.__name__ for base in value.__mro__]}
-        if isinstance(value, BaseException):
-            attributes = {name: self.encode(item) for name, item in vars(value).items() if not name.startswith("_")}
-            return {"raised": [[base.__name__ for base in kind.__mro__], self.encode(list(value.args)), attributes]}
-        if self.names is None:
-            return self.refer_to_test(value)
-        return self.refer(value, "coroutine" if isinstance(value, types.CoroutineType) else "ref")
-
-    def held(self, value: Any, to_items: Any) -> list | None:
-        """The encoded items of a value of EXACTLY's types; None if the value contains itself."""
-        if any(value is above for above in self.path):
-            raise RecursionError
-        encode = self.share if type(value) is ChainMap else self.encode  # Both sides have the dicts of a ChainMap
-        self.path.append(value)
-        try:
-            return [encode(item) for item in to_items(value)]
-        except RecursionError:
-            if self.path[1:]:
-                raise
-            return None
-        finally:
-            self.path.pop()
-
-    def refer(self, value: Any, kind: str = "ref") -> dict:
-        """Encodes a value as a reference, and keeps the value."""
-        self.kept[id(value)] = value
-        return {kind: id(value)}
-
-    def refer_to_test(self, value: Any) -> dict:
-        """At the tests' end: encodes a value that is not plain data."""
-        kind = type(value)
-        if kind.__module__ == "test":
-            return self.refer(value, "object")
-        if callable(value):
-            if isinstance(value, types.FunctionType):  # with the attributes that functools.wraps copies
-                self.kept[id(value)] = value
-                return {"function": [id(value), value.__name__, value.__doc__]}
-            return self.refer(value)
-        if hasattr(value, "__next__"):
-            return self.refer(value, "iterator")
-        try:  # Of the standard library. Only the program's end unpickles
-            return {"pickle": pickle.dumps(value).hex()}
-        except Exception:
-            self.unsupported = f"a {kind.__name__} of the test cannot be passed to the program"
-            raise Unsupported(self.unsupported) from None
-
-    def decode(self, data: Any) -> Any:
-        """The value of what `encode` or `share` of the other side gave."""
-        if isinstance(data, list):
-            is_nested = not {list, dict}.isdisjoint(map(type, data))
-            return [self.decode(item) for item in data] if is_nested else list(data)
-        if not isinstance(data, dict):
-            return data
-        ((name, body),) = data.items()
-        if name in PLAIN:
-            _, _, from_items = PLAIN[name]
-            return from_items(self.decode(list(body)))
-        if name == "shared":
-            return self.common(*body)
-        if name == "text" and body[0] in TEXTUAL:
-            module, kind = body[0].split(".")
-            return getattr(__import__(module), kind)(str(body[1]))
-        if name == "singleton":
-            return SINGLETONS[body]
-        if name == "namedtuple":
-            return self.named_tuple(str(body[0]), tuple(map(str, body[1])))(*self.decode(body[2]))
-        if name == "ndarray":
-            return __import__("numpy").array(self.decode(body[0]), body[1]).reshape(body[2])
-        if name == "back":
-            return self.kept[body]
-        if name == "function" and self.names is not None:
-            function = self.decode({"ref": body[0]})
-            function.__name__ = function.__qualname__ = body[1]
-            function.__doc__ = body[2]
-            return function
-        if name in ("ref", "object", "iterator", "coroutine") and isinstance(body, int):
-            ref = self.refs.setdefault(body, Ref(self, body))
-            if name == "coroutine":
-                return wait_for(ref)
-            if name == "iterator":
-                return go_through(ref)
-            if name == "ref" and self.names is not None:  # A function: it has to be true and hashable
-                return lambda *args, **keywords: ref(*args, **keywords)
-            return ref
-        if name == "type":
-            kind = getattr(builtins, body, None)
-            if is_builtin(kind):
-                return kind
+    def resolve(self, keeps_objects: bool, name: str, body: Any) -> Any:
         if name == "exception":
             return self.exception_class(body)
-        if name == "raised":
-            return self.exception(*body)
-        if name == "pickle" and self.names is not None:
-            return pickle.loads(bytes.fromhex(body))
-        raise ConnectionError("not a value")
+        if name != "object":
+            raise ValueError(f"{name} is not a value")
+        if not keeps_objects:
+            self.refuse("a result", is_tests_fault=False)
+        return Remote(self, body)
 
-    def share(self, value: Any) -> Any:
-        """Encodes an argument, a result or a global."""
-        if not is_mutable(value):
-            return self.encode(value)
-        for number, (known, _) in self.shared.items():
-            if known is value:
-                return {"shared": [number]}  # see changes
-        self.num_shared += 1
-        number = self.num_shared if self.names is not None else -self.num_shared
-        data = self.encode(value)
-        self.shared[number] = (value, data)
-        return {"shared": [number, data]}
-
-    def common(self, number: int, *data: Any) -> Any:
-        """Decodes what `share` has encoded. The container becomes the last one."""
-        value, known = self.shared.pop(number, (None, None))
-        if data and value is None:
-            value = self.decode(*data)
-        elif data:
-            replace_content(value, self.decode(*data))
-        elif value is None:
-            raise ConnectionError("not a value")
-        if data:
-            known = self.encode(value)
-        self.shared[number] = (value, known)
-        return value
-
-    def changes(self) -> list:
-        """[number, content] of each shared container whose content the other side does not know."""
-        changed = []
-        for number, (value, known) in list(self.shared.items()):
-            unsupported = self.unsupported
-            try:
-                data = self.encode(value)
-            except (RecursionError, Unsupported):  # Now it contains itself or a value that cannot be passed
-                self.unsupported = unsupported
-                self.stop_sharing(number)
-                continue
-            if data != known:
-                self.shared[number] = (value, data)
-                changed.append([number, data])
-        return changed
-
-    def stop_sharing(self, number: int) -> None:
-        del self.shared[number]
-        self.forgotten.append(number)
-
-    def follow(self, changed: list) -> None:
-        """Makes the changes that the other side's `changes` returned."""
-        for number, data in changed:
-            if number in self.shared:
-                self.common(number, data)
-
-    def forget(self) -> None:
-        """Between two requests of a test: stops sharing large containers, and all but the last few."""
-        num_left = NUM_SHARED
-        room = SHARED_ITEMS
-        for number in reversed(list(self.shared)):
-            _, data = self.shared[number]
-            num_left -= 1
-            room_after = room_left(data, room)
-            if num_left >= 0 and room_after >= 0:
-                room = room_after
-            else:
-                self.stop_sharing(number)
-
-    def named_tuple(self, name: str, fields: tuple[str, ...]) -> type:
-        """The program's class of this name if it has these fields, otherwise a class that is made here."""
-        own = (self.names or {}).get(name)
-        if isinstance(own, type) and getattr(own, "_fields", None) == fields:
-            return own
-        if (name, fields) not in self.made:
-            self.made[name, fields] = namedtuple(name, fields)
-        return self.made[name, fields]
-
-    def exception_class(self, names: list[str]) -> type:
-        """The builtin exception of this name, otherwise one that is made here. names: of the class and its bases."""
-        kind = getattr(builtins, names[0], None)
-        if isinstance(kind, type) and issubclass(kind, BaseException):
-            return kind
-        if names[0] not in self.made:
-            self.made[names[0]] = type(names[0], (self.exception_class(names[1:]),), {})
-        return self.made[names[0]]
-
-    def exception(self, names: list[str], args: list, attributes: dict) -> BaseException:
-        """Decodes an exception."""
-        kind = self.exception_class(names)
-        args = self.decode(args)
-        try:
-            error = kind(*args)
-        except Exception:
-            error = kind.__new__(kind)
-        for name, value in attributes.items():
-            if not name.startswith("_"):
-                setattr(error, name, self.decode(value))
-        return error
-
-    def do(self, name: str, *args: Any, **keywords: Any) -> Any:
-        """`ask`, for one thread at a time."""
+    def ask(self, action: str, args: list, keywords: dict[str, Any], keeps_objects: bool = False) -> Any:
+        """Asks the program. Makes its changes of the arguments here too, and raises its exceptions here."""
+        message = {"do": action, "args": encode(args, self.refer), "keywords": encode(keywords, self.refer)}
         with self.lock:
-            return self.ask(name, *args, **keywords)
-
-    def ask(self, name: str, *args: Any, **keywords: Any) -> Any:
-        """Asks the other side. Makes its changes of the arguments here too, and raises its exceptions here."""
-        self.depth += 1
-        try:
-            changed = self.changes()
-            values = [self.share(value) for value in [*args, *keywords.values()]]
-            request = {"do": name, "args": values, "names": list(keywords), "shared": changed}
-            if self.names is None:
-                request |= self.state()
-            return self.exchange(name, request)
-        finally:
-            self.depth -= 1
-            if self.names is None and not self.depth:
-                self.forget()
-
-    def exchange(self, name: str, request: dict) -> Any:
-        """Sends a request, answers the other side's requests until it replies, and returns the result."""
-        try:
-            self.send(request)
-            reply = self.receive()
-            while "do" in reply:
-                self.send(self.answer(reply))
-                reply = self.receive()
-            self.follow(reply["shared"])
-            if self.names is None:
-                self.take_globals(reply["globals"])
-                if isinstance(reply.get("printed"), str):
-                    sys.stdout.write(reply["printed"])
-            if "error" not in reply:
-                return self.decode(reply["ok"])
-            error = self.decode(reply["error"])
-        except BaseException as error:
-            self.broken = True
-            raise error if isinstance(error, ConnectionError) else ConnectionError(describe(error)) from None
-        if isinstance(error, StopIteration) and name != "__next__":
-            error = RuntimeError("StopIteration")  # as in a generator: StopIteration would silently end all(map(..))
+            try:
+                send(self.stream, message)
+                reply = receive(self.stream)
+                if "error" not in reply:
+                    for old, new in zip(args, reply["args"], strict=True):
+                        if isinstance(old, MUTABLE):
+                            replace_content(old, decode(new, functools.partial(self.resolve, True)))
+                    return decode(reply["ok"], functools.partial(self.resolve, keeps_objects))
+                bases, details = reply["error"]
+                error = self.exception_class(bases)(*decode(details, functools.partial(self.resolve, True)))
+            except Unsupported:
+                raise
+            except BaseException as failure:
+                self.broken = True
+                raise ConnectionError(describe(failure)) from None
         raise error
 
-    def state(self) -> dict:
-        """The settings of a test that apply to both sides, as far as the program does not know them."""
-        state: dict[str, Any] = {"forget": self.forgotten}
-        self.forgotten = []
-        if builtins.input is not self.input:  # The test has replaced it
-            state["input"] = self.encode(builtins.input)
-        if isinstance(sys.stdin, io.StringIO):
-            state["stdin"] = self.encode(sys.stdin)
-        recursion = sys.getrecursionlimit()
-        if recursion != self.recursion:
-            self.recursion = recursion
-            state["recursion"] = recursion
-        for module, known in self.seeded.items():
-            get_state, _ = SEEDS[module]
-            data = self.encode(getattr(sys.modules[module], get_state)())
-            if data != known:
-                self.seeded[module] = data
-                state.setdefault("seeds", {})[module] = data
-        return state
+    def exception_class(self, names: list[str]) -> type:
+        """The exception of this name, builtin or of the program. names: of the class and its bases."""
+        name, *bases = names
+        kind = vars(builtins).get(name, self.exceptions.get(name))
+        if kind is None:
+            kind = self.exceptions[name] = type(name, (self.exception_class(bases),), {})
+        # StopIteration would silently end all(map(..)), and what is no Exception could end this process
+        if not issubclass(kind, Exception) or issubclass(kind, StopIteration):
+            return RuntimeError
+        return kind
 
-    def set_state(self, state: dict) -> None:
-        """Takes over what the other side's `state` returned."""
-        for number in state["forget"]:
-            self.shared.pop(number, None)
-        builtins.input = self.decode(state["input"]) if "input" in state else self.input
-        sys.stdin = self.decode(state["stdin"]) if "stdin" in state else sys.__stdin__
-        if "recursion" in state:
-            sys.setrecursionlimit(state["recursion"])
-        for module, data in state.get("seeds", {}).items():
-            _, set_state = SEEDS[module]
-            __import__(module)
-            getattr(sys.modules[module], set_state)(self.decode(data))
-
-    def follow_seeds(self, module: str) -> None:
-        """At the tests' end: after the first seed, the program's generator has the state of the test's generator.
-
-        What the program draws does not change the test's generator: otherwise the program would choose its draws.
-        """
-
-        def seed(*args: Any, **keywords: Any) -> None:
-            original(*args, **keywords)
-            self.seeded[module] = None
-
-        __import__(module)
-        generator: Any = sys.modules[module]
-        original = generator.seed
-        generator.seed = seed
-
-    def take_globals(self, changed: dict[str, Any]) -> None:
-        """Gives changed globals of the program to the test, except names to which the test has bound another value."""
-        for name, data in changed.items():
-            if name in self.given and self.scope.get(name) is self.given[name]:
-                value = self.decode(data)
-                if name[0].isupper() and type(value) is Ref:
-                    value = Class(**vars(value))
-                self.scope[name] = value
-                self.given[name] = value
-
-    def answer(self, request: dict) -> dict:
-        """The reply to a request of the other side."""
-        reply = {}
-        of_tests = self.names is None
-        try:
-            name = request["do"]
-            if of_tests and not self.allowed(name, request["args"]):
-                raise PermissionError("the program may not ask that")
-            self.follow(request["shared"])
-            values = self.decode(request["args"])
-            num_positional = len(values) - len(request["names"])
-            keywords = dict(zip(request["names"], values[num_positional:], strict=True))
-            if not of_tests:
-                self.set_state(request)
-            result = self.perform(name, *values[:num_positional], **keywords)
-            stays = name == "make" and not of_tests and has_own_methods(type(result))
-            reply["ok"] = self.refer(result) if stays else self.share(result)
-        except BaseException as error:
-            reply = {"error": self.encode(error)}
-        if self.names is not None:
-            names = self.names
-            changed = {name: names[name] for name, old in self.given.items() if names.get(name, old) is not old}
-            self.given |= changed
-            reply["globals"] = {name: self.share(value) for name, value in changed.items()}
-        reply["shared"] = self.changes()
-        if not of_tests:
-            printed = self.printed.getvalue()
-            if printed:
-                reply["printed"] = printed
-                self.printed.seek(0)
-                self.printed.truncate()
-        return reply
-
-    def allowed(self, name: str, args: list) -> bool:
-        """Whether the program may ask this of the tests.
-
-        The program may call what it was given, and use the objects of classes that the test itself defines, but not
-        their private attributes: through those it could reach everything in this process.
-        """
-        target = args[0]
-        if not isinstance(target, dict) or "back" not in target:
-            return False
-        value = self.kept[target["back"]]
-        if name in ("call", "__next__"):
-            return True
-        if type(value).__module__ != "test":
-            return False
-        if name in ("getattr", "setattr"):
-            attribute = args[1]
-            return isinstance(attribute, str) and not attribute.startswith("_")
-        return name in OPERATORS
-
-    def perform(self, name: str, *args: Any, **keywords: Any) -> Any:
-        """Does what the other side asks."""
-        if name == "load":
-            sys.stdout = self.printed
-            self.names = vars(execute(open(3, "rb").read(), "program", self.null))
-            return None
-        if name == "names":  # The reply contains those that the program has, as globals that have changed
-            self.given = dict.fromkeys(args, NOT_GIVEN)
-            return None
-        if name in ("call", "make"):
-            return args[0](*args[1:], **keywords)
-        if name == "await":
-            return __import__("asyncio").run(*args)
-        if name in ("__copy__", "__deepcopy__"):
-            return getattr(copy, name.strip("_"))(*args)
-        if name in ("__enter__", "__exit__"):
-            return getattr(type(args[0]), name)(*args)
-        if name in DATACLASSES:
-            return getattr(dataclasses, name)(*args, **keywords)
-        # operator has __getitem__; __len__ and getattr are builtins
-        function = vars(operator).get(name) or getattr(builtins, name.strip("_"))
-        return function(*args)
+    def values(self, names: set[str]) -> dict[str, Any]:
+        """The program's values of those of these global names that it has."""
+        found = self.ask("values", sorted(names), {}, keeps_objects=True)
+        for name, value in found.items():
+            if name not in names:
+                raise ConnectionError("the program sent names that nobody asked for")
+            if type(value) is Remote:
+                vars(value)["_is_class"] = name[:1].isupper()
+        return found
 
 
-def room_left(data: Any, room: int) -> int:
-    """`room` minus the number of items in this data. Stops counting when the result is negative."""
-    if isinstance(data, dict):
-        data = list(data.values())
-    for item in data if isinstance(data, list) else ():
-        room = room_left(item, room - 1)
-        if room < 0:
-            break
-    return room
+class Remote:
+    """A function of the program, an object that a test has made by a capitalized name, or an attribute of one."""
+
+    _program: Program
+    _number: int
+    _is_class: bool
+    _is_made: bool
+
+    def __init__(self, program: Program, number: int) -> None:
+        vars(self).update(_program=program, _number=number, _is_class=False, _is_made=False)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        action = "make" if self._is_class else "call"  # What a class makes stays an object, also if it is a dict
+        result = self._program.ask(action, [self, *args], keywords, keeps_objects=self._is_class)
+        if type(result) is Remote:
+            vars(result)["_is_made"] = True
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._program.ask("getattr", [self, name], {}, keeps_objects=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.ask("setattr", [self, name, value], {})
+
+    def _refuse(self, operator: str, *_: Any) -> None:
+        self._program.refuse(f"what the test needs {operator} of", self._is_made or self._is_class)
 
 
-def is_flat(items: list) -> bool:
-    """Whether JSON can represent these items unchanged. Fast, also for many items."""
-    kinds = set(map(type, items))
-    if int in kinds:
-        integers = items if len(kinds) == 1 else [item for item in items if type(item) is int]
-        try:
-            array.array("q", integers)
-        except OverflowError:
-            return False
-    return kinds <= SCALARS | {int}
-
-
-def has_own_methods(kind: type) -> bool:
-    """Whether the program has added methods to the class, for instance to a subclass of dict.
-
-    The methods that namedtuple generates do not count.
-    """
-    if issubclass(kind, BaseException):
-        return False
-    generated = []
-    if hasattr(kind, "_fields"):
-        generated = "__new__ __repr__ __getnewargs__ __replace__ _replace _asdict _make".split()
-    for base in kind.__mro__:
-        if base.__module__ == "program":
-            for name, value in vars(base).items():
-                is_method = isinstance(value, (types.FunctionType, property, classmethod, staticmethod))
-                if is_method and name not in generated:
-                    return True
-    return False
-
-
-def of_either_side(name: str, here: Any, value: Any, *args: Any, **keywords: Any) -> Any:
-    """dataclasses.`name`. For objects of the program, the program computes it."""
-    if isinstance(value, Ref):
-        return vars(value)["_link"].do(name, value, *args, **keywords)
-    return here(value, *args, **keywords)
-
-
-async def wait_for(ref: Any) -> Any:
-    return vars(ref)["_link"].do("await", ref)
-
-
-def go_through(ref: Any) -> Any:
-    while True:
-        try:
-            item = vars(ref)["_link"].do("__next__", ref)
-        except StopIteration:
-            return
-        yield item
-
-
-def is_callable(value: Any) -> bool:
-    """callable(value), which for an object of the program only the program knows."""
-    return vars(value)["_link"].do("callable", value) if type(value) is Ref else callable(value)
+OPERATORS = (
+    "eq ne lt le gt ge bool hash str repr format int float complex index round abs neg pos invert len iter next "
+    "reversed contains getitem setitem delitem delattr enter exit await copy deepcopy instancecheck subclasscheck "
+    "mro_entries add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul and rand or "
+    "ror xor rxor"
+).split()
+for _operator in OPERATORS:
+    setattr(Remote, f"__{_operator}__", functools.partialmethod(Remote._refuse, _operator))
 
 
 def replace_content(old: Any, new: Any) -> None:
-    """Gives a container the content of another one."""
-    if isinstance(old, io.StringIO):
-        old.seek(0)
-        old.truncate()
-        old.write(new.getvalue())
-        old.seek(new.tell())
-    elif isinstance(old, (list, bytearray, array.array)):
+    """Gives an argument of a type in MUTABLE the content that it has after a call."""
+    if isinstance(old, list):
         old[:] = new
-    elif isinstance(old, deque):
-        old.clear()
-        old.extend(new)
-    elif isinstance(old, (dict, set)):
+    else:
         old.clear()
         old.update(new)
-    elif isinstance(old, ChainMap) and isinstance(new, ChainMap):
-        old.maps[:] = new.maps
-    elif type(old) is type(new) is types.SimpleNamespace:
-        vars(old).clear()
-        vars(old).update(vars(new))
-    elif type(old).__name__ == "ndarray":
-        old[...] = new
 
 
 def describe(error: BaseException) -> str:
     name = type(error).__name__
     text = f"{name}: {error}" if str(error) else name
     return text[:200]
-
-
-class Ref:
-    """An object of the other side, most often an object of the program in the process of the tests.
-
-    The program answers what a test asks of it: attributes, calls, its truth, its length, == with another Ref. A Ref is
-    never equal to plain data, and it cannot be ordered or computed with plain data. So a function fails every test that
-    compares with a value if it returns an object that claims to equal everything, or whose difference to everything is
-    0. Instance is the exception. The program has Refs of the test's own objects: see Link.allowed.
-    """
-
-    def __init__(self, _link: Link, _number: int) -> None:
-        vars(self).update(_link=_link, _number=_number)
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        return self._link.do(name, self, *args)
-
-    def _ask_about_two(self, name: str, other: Any) -> Any:
-        return self._link.do(name, self, other) if isinstance(other, Ref) else NotImplemented
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__array"):  # numpy would follow pointers that the program gives it
-            raise AttributeError(name)
-        return self._link.do("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._link.do("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._link.do("delattr", self, name)
-
-    def __format__(self, spec: str) -> str:
-        return self._ask("__format__", spec)
-
-    def __subclasscheck__(self, kind: type) -> bool:
-        return self._link.do("issubclass", kind, self) is True
-
-    def __mro_entries__(self, bases: tuple) -> tuple:
-        self._link.unsupported = "a base class of the test cannot be passed to the program and back"
-        raise Unsupported(self._link.unsupported)
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        makes = type(self) is Class
-        result = self._link.do("make" if makes else "call", self, *args, **keywords)
-        return as_instance(result) if makes else result
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return self._ask("__exit__", kind, error, None)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        return self._ask("__deepcopy__")
-
-    def __instancecheck__(self, value: object) -> bool:
-        return self._link.do("isinstance", value, self) is True
-
-
-class Class(Ref):
-    """What a test calls by a capitalized name."""
-
-
-class Instance(Ref):
-    """The result of calling a Class. A test is about its operators, so they work with plain data too."""
-
-    def _compute(self, name: str, other: Any) -> Any:
-        return as_instance(self._link.do(name, self, other))
-
-    def _compute_reflected(self, name: str, other: Any) -> Any:
-        return as_instance(self._link.do(name, other, self))
-
-    def __contains__(self, value: object) -> bool:
-        return self._link.do("__contains__", self, value) is True
-
-
-def as_instance(result: Any) -> Any:
-    """A Ref as an Instance; any other result unchanged."""
-    return Instance(**vars(result)) if type(result) is Ref else result
-
-
-UNARY = "getitem setitem delitem len iter reversed next str repr bool int float index round hash neg pos abs enter copy"
-UNARY = UNARY.split()
-COMPARED = "eq ne lt le gt ge".split()
-COMPUTED = "add sub mul truediv floordiv mod pow matmul and or xor divmod".split()  # all but the last one in place too
-OPERATORS = {f"__{name}__" for name in [*UNARY, *COMPARED, *COMPUTED, "contains"]}
-
-
-def delegate(kind: type, method: Any, names: list[str], prefix: str = "", asked_prefix: str = "") -> None:
-    """Defines the operators of these names on the class by a method that asks the other side."""
-    for name in names:
-        setattr(kind, f"__{prefix}{name}__", functools.partialmethod(method, f"__{asked_prefix}{name}__"))
-
-
-delegate(Ref, Ref._ask, UNARY)  # `in` uses __iter__
-delegate(Ref, Ref._ask_about_two, COMPARED + COMPUTED)
-delegate(Instance, Instance._compute, COMPARED + COMPUTED)
-delegate(Instance, Instance._compute, COMPUTED[:-1], "i", "i")
-delegate(Instance, Instance._compute_reflected, COMPUTED, "r")
-Instance.__hash__ = Ref.__hash__
-for _kind in (Ref, Class, Instance):  # Otherwise a function of the program would have the docstring of the class
-    _kind.__doc__ = property(lambda self: self._link.do("getattr", self, "__doc__"))
-
-
-def do_calls(server: Server) -> int:
-    """Does what the tests ask. They first ask to load the program. Descriptors: 3 program, 4 link."""
-    link = Link(4, {}, server.null)
-    while True:
-        request = link.receive()
-        link.send(link.answer(request))
 
 
 # What tests use without importing it, relying on the program's imports
@@ -1527,282 +964,117 @@ from math import inf, isclose, pi, sqrt
 from typing import Any, Dict, List, Optional, Set, Tuple, Union
 """
 SLOW_STANDARD = {"np": "numpy", "numpy": "numpy", "random": "random", "statistics": "statistics"}
-JUDGES = set(
-    "abs all any bool callable dict enumerate filter float int isclose isinstance iter len list map next print range "
-    "repr round set sorted str tuple type zip".split()
+JUDGES = set("abs all any callable isclose isinstance iter len next print repr round sorted".split())
+# Names of what a test has in its own process alone: the program's streams, seeds, tasks and settings are others
+APART = set(
+    "asyncio environ gc getcontext inspect localcontext logging mock patch redirect_stdout seed setcontext "
+    "setrecursionlimit stderr stdin stdout tempfile unittest unittest.mock warnings weakref".split()
 )
 
 
-def used_below(table: symtable.SymbolTable) -> set[str]:
-    """The global names that a function or class uses, and those that its inner ones use."""
-    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
-    for child in table.get_children():
-        names |= used_below(child)
-    return names
-
-
-def bound_below(table: symtable.SymbolTable) -> set[str]:
-    """The global names that a function binds by `global`, and those that its inner ones bind."""
-    names = {
-        symbol.get_name() for symbol in table.get_symbols() if symbol.is_declared_global() and symbol.is_assigned()
-    }
-    for child in table.get_children():
-        names |= bound_below(child)
-    return names
-
-
-def bound_in_globals(node: ast.AST) -> list[str]:
-    """["x"] for globals()["x"] = ...; otherwise nothing."""
-    is_store = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
-    if is_store and isinstance(node.slice, ast.Constant) and ast.unparse(node.value) == "globals()":
-        return [str(node.slice.value)]
-    return []
-
-
-def used_first(test: str) -> set[str]:
-    """The names that a test uses before it binds them, as in `f = f(1)`: they are the program's."""
-    first: dict[str, str] = {}
-    for instruction in dis.get_instructions(compile(test, "test", "exec")):
-        if instruction.opname in ("LOAD_NAME", "STORE_NAME"):
-            first.setdefault(instruction.argval, instruction.opname)
-    return {name for name, opname in first.items() if opname == "LOAD_NAME"}
-
-
-def names_in(test: str) -> set[str]:
-    """The names that a test uses and does not bind itself.
-
-    What it binds is its own, or else the program could replace a value that the test compares with."""
-    top = symtable.symtable(test, "test", "exec")
-    symbols = top.get_symbols()
-    used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
-    bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    bound -= used_first(test)
-    for child in top.get_children():
-        used |= used_below(child)
-        bound |= bound_below(child)
-    for node in ast.walk(ast.parse(test)):
-        bound.update(bound_in_globals(node))
-    return used - bound
-
-
-# What a test can find out only in the program's own process: modules of which each side has its own state, and the
-# type, the identity and the content of objects of the program's classes
-OWN_STATE = set("inspect unittest.mock gc weakref logging tempfile".split())
-OWN_NAMES = "environ getcontext setcontext localcontext".split()
-
-
-def imported_modules(node: ast.AST) -> set[str | None]:
-    if isinstance(node, ast.Import):
-        return {alias.name for alias in node.names}
-    return {node.module} if isinstance(node, ast.ImportFrom) else set()
-
-
-def asked_name(node: Any) -> str:
-    """The name of an attribute, a variable or a definition, or of a function that is called with `record`."""
-    if isinstance(node, ast.Call) and any(keyword.arg == "record" for keyword in node.keywords):
-        return ast.unparse(node.func).removeprefix("warnings.")
-    return getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
-
-
-def asks_identity(node: ast.AST) -> bool:
-    """Whether this is a comparison by `is` without a constant, or asks for the type or the content of an object."""
-    if isinstance(node, ast.Compare):
-        values = [node.left, *node.comparators]
-        by_identity = any(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops)
-        return by_identity and not any(isinstance(value, ast.Constant) for value in values)
-    if isinstance(node, ast.Name):
-        return node.id in ("type", "vars")
-    return isinstance(node, ast.Attribute) and node.attr in ("__dict__", "__class__")
-
-
-def beyond(tree: ast.Module, classes: set[str]) -> str:
-    """What a test asks that the link cannot answer correctly, if anything. classes: names of the program's classes."""
-    nodes = list(ast.walk(tree))
-    own_state = OWN_STATE
-    if any(isinstance(node, ast.Constant) and node.value == "builtins.input" for node in nodes):
-        own_state = OWN_STATE - {"unittest.mock"}  # The link passes the test's input() on
-    for node in nodes:
-        modules = own_state & imported_modules(node)
-        if modules:
-            return f"{min(modules)} of the test cannot be passed to the program"
-        name = asked_name(node)
-        if name in OWN_NAMES or name == "catch_warnings" and isinstance(node, ast.Call):  # what the warnings record
-            return f"{name} of the test cannot be passed to the program"
-        if classes and asks_identity(node):
-            return "the identity or content of an object of the test cannot be passed to the program"
-    return ""
-
-
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+HELPERS = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 
 
-class TimeLimit:
-    """Ends this process if a test takes too long. Its signal handler is for the whole process.
-
-    SIGALRM ends a test after `seconds` of own time: see own_clock. SIGPROF ends it after as many seconds of processor
-    time, also when Python cannot run a handler.
-    """
-
-    def __init__(self, clocks: list[int], seconds: float) -> None:
-        self.clocks = clocks
-        self.seconds = seconds
-        self.start = 0.0
-        signal.signal(signal.SIGALRM, self.at_alarm)
-
-    def restart(self) -> None:
-        self.start = own_clock(self.clocks)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        signal.setitimer(signal.ITIMER_PROF, self.seconds)
-
-    def elapsed(self) -> float:
-        return round(max(own_clock(self.clocks) - self.start, 0.0), 5)
-
-    def at_alarm(self, *_: Any) -> None:
-        """Sets the alarm again for the own time that is left; without any, the next alarm ends the process."""
-        end = self.start + self.seconds
-        left = end - own_clock(self.clocks, end)
-        if left <= 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
-        if left <= 0:
-            signal.pause()
+def words(test: str) -> set[str]:
+    """The names that a test mentions: variables, attributes, modules."""
+    found = set()
+    for node in ast.walk(ast.parse(test)):
+        found |= {getattr(node, field, None) for field in ("id", "attr", "module", "name")}
+    return found - {None}
 
 
-def standard_names(used: set[str]) -> dict[str, Any]:
-    """The builtins and what tests use of the standard library. used: the names that the tests use."""
-    standard = dict(vars(builtins))
-    exec(STANDARD, standard)
-    for name, module in SLOW_STANDARD.items():
-        if name in used:
-            standard[name] = __import__(module)
-    return standard
-
-
-def name_of_program(uses: list[set[str]], standard: dict[str, Any]) -> str | None:
-    """The one name that the program had to define, where tests use standard names alone; None if that is not known.
-
-    It is in all tests that use any, and the only such name that is not there to judge results; or it is the only one.
-    """
-    names_of_users = [names for names in uses if names]
-    shared = set.intersection(*names_of_users) & standard.keys()
-    candidates = {name for name in shared if not is_judge(name, standard[name])} or shared
-    return candidates.pop() if len(candidates) == 1 else None
-
-
-def is_judge(name: str, value: Any) -> bool:
-    """Whether a name of the standard library is one with which tests judge results: no program is asked for it."""
-    is_exception = isinstance(value, type) and issubclass(value, BaseException)
-    return name in JUDGES or isinstance(value, types.ModuleType) or is_exception
-
-
-def replace_modules(link: Link, used: set[str], text: str) -> None:
-    """Lets the dataclasses module work for the program's objects too, and the program follow the tests' seeds."""
-    if "seed" in text:
-        if "random" in text:
-            link.follow_seeds("random")
-        if "numpy" in text or "np" in used:
-            link.follow_seeds("numpy.random")
-    for name in DATACLASSES:
-        setattr(dataclasses, name, functools.partial(of_either_side, name, getattr(dataclasses, name)))
+def builtin_of_program(names: list[set[str]], standard: dict[str, Any]) -> list[str]:
+    """The builtin that the program had to define, where the tests mention no other name that it defines: the one
+    function that is in all tests and not there to judge results. Empty if there is not one such name."""
+    functions = [
+        name for name in set.intersection(*names) - JUDGES if isinstance(standard.get(name), types.BuiltinFunctionType)
+    ]
+    return functions if len(functions) == 1 else []
 
 
 def do_tests(server: Server) -> int:
-    """Runs the tests. Descriptors: 3 {"tests", "skip", "seconds"}, 4 link, 5 results, 6 to 9 clocks.
+    """Runs the tests. Descriptors: 3 {"tests", "skip"}, 4 stream, 5 results, 6 steps, 7 to 10 clocks.
 
-    Writes a line of results, [problem or null, seconds, whether the link is to blame], for the loading of the program
-    and for each test, except the first `skip` tests. Of these it only runs the definitions and imports, because later
-    tests may use them. See TimeLimit for a test that takes too long.
+    Writes a line of results, [problem or null, seconds, whether a result is no plain data, whether no program can
+    pass], for the loading of the program and for each test, except the first `skip` tests. Of these it only runs the
+    definitions and imports, which later tests may use. It tells the server its clock after each: see Server.run.
 
     The tests get the program's names. Names of builtins and of the standard library are those of this process, because
-    a program's own `sum` or `isclose` must not judge its results. If the tests use no other names, the program had to
-    define a builtin, for instance `sum`: then that name is the program's. If it could be one of several, the tests can
-    score no program: with all of them its own, a program could pass any test.
+    a program's own `sum` or `isclose` must not judge its results: see builtin_of_program for the exception.
     """
     job = json.loads(open(3, "rb").read())
-    tests = ["", *job["tests"]]  # The first one loads the program
-    uses = [names_in(test) for test in tests]
-    used = set().union(*uses)
-    standard = standard_names(used)
-    trees = [ast.parse(test) for test in tests]
-    standard["callable"] = is_callable
-    own = set(standard)
-    defined = {node.name for tree in trees for node in tree.body if isinstance(node, DEFINITION[:3])}
-    unknown = ""
-    if used and not used - own - defined:
-        asked_for = name_of_program(uses, standard)
-        own.discard(asked_for)
-        unknown = "" if asked_for else "which builtin the program defines cannot be told from the tests"
-    asked_of_program = [names - own - defined for names in uses]
-    helpers = {}  # what the tests so far have defined or imported
-    link = Link(4)
-    replace_modules(link, used, "\n".join(tests))
-    time_limit = TimeLimit([6, 7, 8, 9], job["seconds"])
-    for number, tree in enumerate(trees):
-        loads = number == 0
-        definitions = [node for node in tree.body if isinstance(node, DEFINITION)]
+    names = [words(test) for test in job["tests"]]
+    mentioned = set().union(*names)
+    standard = dict(vars(builtins))
+    exec(STANDARD, standard)
+    for name, module in SLOW_STANDARD.items():
+        if name in mentioned:
+            standard[name] = __import__(module)
+    of_program: dict[str, Any] = {}
+    helpers: dict[str, Any] = {"__name__": "test"}  # and what the tests so far have defined or imported
+    sys.set_int_max_str_digits(0)
+    program = Program(4)
+    clocks = [7, 8, 9, 10]
+    start = own_clock(clocks)
+    for number, test in enumerate(["", *job["tests"]]):
         is_skipped = 0 < number <= job["skip"]
-        if is_skipped:
-            tree.body = definitions
+        program.unsupported = ""
+        program.is_tests_fault = False
         problem = None
-        time_limit.restart()
         try:
-            if loads:
-                link.do("load")
-            else:
-                names = uses[number] - helpers.keys()
-                asked = sorted(asked_of_program[number] - helpers.keys())
-                scope = {"__name__": "test"} | {name: standard[name] for name in names & set(standard)} | helpers
-                link.scope = scope
-                link.given = {name: scope.get(name) for name in asked}
-                link.do("names", *asked)
-                exec(compile(tree, "test", "exec"), scope)
-                bound = {name for node in definitions for name in binds(node)}
-                helpers |= {name: scope[name] for name in bound & scope.keys()}
+            if number == 0:
+                program.ask("load", [], {})
+            of_program = program.values(mentioned - standard.keys())
+            if not of_program:
+                of_program = program.values(set(builtin_of_program(names, standard)))
+            tree = ast.parse(test)
+            if is_skipped:
+                tree.body = [node for node in tree.body if isinstance(node, DEFINITION)]
+            scope = standard | of_program | helpers
+            before = dict(scope)
+            exec(compile(tree, "test", "exec"), scope)
+            for name, value in scope.items():
+                if value is not before.get(name) and isinstance(value, HELPERS):
+                    helpers[name] = value
         except BaseException as error:
             problem = "the assertion failed" if isinstance(error, AssertionError) else describe(error)
-            if not loads and not link.unsupported:
-                classes = {name for name in asked_of_program[number] if name[0].isupper()}
-                link.unsupported = beyond(tree, classes)
-        if link.broken and problem is None:
+        if program.broken and problem is None:
             problem = "the program broke the protocol"
-        unsupported = link.unsupported or ("" if loads else unknown)
-        link.unsupported = ""
-        problem = unsupported or problem
+        problem = program.unsupported or problem
+        if number > 0 and not is_skipped:
+            apart = sorted(names[number - 1] & APART)
+            if problem and apart:
+                problem = f"unsupported: {apart[0]} of the test is not the program's"
+                program.is_tests_fault = True
+            if problem is None and not of_program:
+                problem = "unsupported: the tests use no name that the program defines"
+                program.is_tests_fault = mentioned <= standard.keys()
+        end = own_clock(clocks)
         if not is_skipped:
-            line = json.dumps([problem, time_limit.elapsed(), bool(unsupported)])
-            os.write(5, line.encode() + b"\n")
-        if link.broken or loads and problem:
+            line = [problem, round(max(end - start, 0.0), 5), bool(program.unsupported), program.is_tests_fault]
+            os.write(5, json.dumps(line).encode() + b"\n")
+        os.write(6, struct.pack("d", end))
+        start = end
+        if program.broken or problem and number == 0:
             break
     return 0
 
 
-def binds(node: Any) -> list[str]:
-    """The names that a definition or an import binds."""
-    if hasattr(node, "name"):
-        return [node.name]
-    return [(alias.asname or alias.name).split(".")[0] for alias in node.names]
-
-
-def try_to_connect() -> None:
-    socket.socket(type=socket.SOCK_DGRAM).connect(("127.0.0.1", 9))
-
-
-def try_to_fork() -> None:
+def fork_and_end() -> None:
     if os.fork() == 0:
         os._exit(0)
 
 
-def try_to_write(directory: str) -> None:
-    path = os.path.join(directory, f"sandbox-probe-{os.getpid()}")
+def write_and_remove(path: str) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
     os.unlink(path)
 
 
-def try_to_exec(leaks: list[str]) -> None:
+def run_other_program(leaks: list[str]) -> None:
     """Writes the result first, because the other program takes the place of this one."""
     os.pwrite(1, json.dumps([*leaks, "running other programs"]).encode(), 0)
-    program = "/proc/self/exe" if os.path.exists("/proc/self/exe") else sys.executable
-    os.execv(program, [sys.executable, "-c", ""])
+    os.execv("/proc/self/exe" if os.path.exists("/proc/self/exe") else sys.executable, [sys.executable, "-c", ""])
 
 
 def do_probe(server: Server) -> int:
@@ -1810,18 +1082,22 @@ def do_probe(server: Server) -> int:
     leaks = []
     script = os.path.abspath(__file__)
     trainer = server.trainer_pid
-    directories = ("/", "/tmp", "/dev/shm", os.path.dirname(script))
+    file = f"sandbox-probe-{os.getpid()}"
+    udp = functools.partial(socket.socket, type=socket.SOCK_DGRAM)
     attempts = [
-        ("the network", try_to_connect),
-        ("new processes", try_to_fork),
-        *[("changing files", try_to_write, directory) for directory in directories],
+        ("the network", lambda: udp().connect(("127.0.0.1", 9))),
+        ("new processes", fork_and_end),
+        ("changing files", write_and_remove, f"/{file}"),
+        ("changing files", write_and_remove, f"/tmp/{file}"),
+        ("changing files", write_and_remove, f"/dev/shm/{file}"),
+        ("changing files", write_and_remove, os.path.join(os.path.dirname(script), file)),
         ("signals to other processes", os.kill, os.getppid(), 0),
         ("signals to other processes", os.kill, trainer, 0),
         ("reading files", open, script),
         ("reading files", open, "/etc/passwd"),
         ("reading the trainer's environment", open, f"/proc/{trainer}/environ"),
         ("tracing other processes", libc, "ptrace", 0x4206, trainer, 0, 0),  # PTRACE_SEIZE
-        ("running other programs", try_to_exec, leaks),
+        ("running other programs", run_other_program, leaks),
     ]
     for leak, attempt, *args in attempts:
         try:
@@ -1847,8 +1123,8 @@ class SandboxError(RuntimeError):
 class Run(NamedTuple):
     """How a program or a test ended. problem: None if it ran to its end or passed. late: it reached its time limit.
 
-    exit: status, or -signal. output, error: what it wrote to its first and second memory file. unsupported: the test
-    needs what the link cannot do, whatever the program is.
+    exit: status, or -signal. output, error: what it wrote to its first and second memory file. not_plain: the test got
+    what is no plain data. is_tests_fault: no program can pass this test.
     """
 
     problem: str | None
@@ -1857,7 +1133,8 @@ class Run(NamedTuple):
     exit: int | None = None
     output: str = ""
     error: str = ""
-    unsupported: bool = False
+    not_plain: bool = False
+    is_tests_fault: bool = False
 
 
 class Sandbox:
@@ -1888,7 +1165,7 @@ class Sandbox:
             if "failed" in hello:
                 raise SandboxError(hello["failed"])
             self.layers = hello["layers"]
-            probe = self.exchange("probe", ["", None, None], 10.0)
+            probe = self.exchange("probe", ["", None, None], 10.0, 1)
             self.leaks = sorted(set(json.loads(probe.output)))
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the code sandbox cannot start: {error} {self.stop()}".strip()) from None
@@ -1927,7 +1204,7 @@ class Sandbox:
             raise SandboxError("the fork server ended")
         return json.loads(packet)
 
-    def exchange(self, role: str, files: list[str | None], seconds: float) -> Run:
+    def exchange(self, role: str, files: list[str | None], seconds: float, steps: int) -> Run:
         """One run in a server that has started: see run."""
         fds = []
         try:
@@ -1936,9 +1213,9 @@ class Sandbox:
                 fds.append(fd)
                 os.pwrite(fd, (text or "").encode(errors="replace"), 0)
             self.number += 1
-            request = json.dumps([self.number, role, seconds, PATIENCE])
+            request = json.dumps([self.number, role, seconds, steps, PATIENCE])
             socket.send_fds(self.socket, [request.encode()], fds)
-            reply = self.receive(PATIENCE * seconds + GRACE_S)
+            reply = self.receive(PATIENCE * seconds * steps + GRACE_S)
             if reply["number"] != self.number:
                 raise SandboxError(f"reply {reply['number']} came for request {self.number}")
             written = [os.pread(fd, OUTPUT_BYTES, 0) for fd, text in zip(fds, files, strict=True) if text is None]
@@ -1957,19 +1234,19 @@ class Sandbox:
         texts = [data.decode(errors="replace") for data in written]
         return Run(problem, reply["seconds"], status is None, status, *texts)
 
-    def run(self, role: str, files: list[str | None], seconds: float) -> Run:
+    def run(self, role: str, files: list[str | None], seconds: float, steps: int = 1) -> Run:
         """Does ROLES[role] in a process that has memory files as its descriptors 0, 1, ...
 
-        files: their contents, None for a file that the process writes. seconds: limit of the wall time without the time
-        in which the process waited for a processor that others had, if the kernel counts it. Raises SandboxError. The
-        next run then starts the server again. So it does if a caller's own deadline interrupts this run: the late reply
-        to this program must not become the answer to the next one.
+        files: their contents, None for a file that the process writes. seconds: limit of a step's wall time without the
+        time in which the process waited for a processor that others had, if the kernel counts it. Raises SandboxError.
+        The next run then starts the server again. So it does if a caller's own deadline interrupts this run: the late
+        reply to this program must not become the answer to the next one.
         """
         if self.process is None or self.process.poll() is not None:
             self.stop()
             self.start()
         try:
-            return self.exchange(role, files, seconds)
+            return self.exchange(role, files, seconds, steps)
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the code sandbox failed: {error} {self.stop()}".strip()) from None
         except BaseException:
@@ -2030,54 +1307,46 @@ def num_late(runs: list[Run]) -> int:
     return sum(run.late for run in runs)
 
 
-def not_run(runs: list[Run], num_tests: int) -> list[Run]:
-    """The results of the tests after those that have run."""
+def with_not_run(runs: list[Run], num_tests: int) -> list[Run]:
+    """The results of all tests: those after the last time limit have failed."""
     missing = Run(f"not run: {num_late(runs)} tests exceeded the time limit", 0.0)
-    return [missing] * (num_tests - len(runs))
+    return runs + [missing] * (num_tests - len(runs))
 
 
 def run_tests(sandbox: Sandbox, program: str, tests: list[str], seconds: float) -> list[Run]:
     """Runs each test (Python statements that use the program's names) for at most `seconds`; see Sandbox.run.
 
-    The program runs in a process of its own and only answers calls: see Link and Ref. If a test does not run to its
-    end, both processes end, and the next test gets new ones. Raises SandboxError.
+    The program runs in a process of its own and only answers calls: see Program. If a test does not run to its end,
+    both processes end, and the next test gets new ones. Raises SandboxError.
     """
     runs = []
     while len(runs) < len(tests) and num_late(runs) < MAX_TIME_LIMITS:
         num_left = len(tests) - len(runs)
-        job = json.dumps({"tests": tests, "skip": len(runs), "seconds": seconds})
-        run = sandbox.run("tests", [program, job, None], seconds * (num_left + 1) + 1)
-        late = run.exit in (None, -signal.SIGALRM, -signal.SIGPROF)
-        reason = run.problem or "the tests' process ended"
-        if late:
-            reason = f"time limit ({seconds:g} s)"
+        job = json.dumps({"tests": tests, "skip": len(runs)})
+        run = sandbox.run("tests", [program, job, None], seconds, steps=len(tests) + 1)
+        reason = f"time limit ({seconds:g} s)" if run.late else run.problem or "the tests' process ended"
         lines = [json.loads(line) for line in run.output.splitlines()]
         loading = lines[0][0] if lines else reason
         if loading is not None:
             return runs + [Run(f"loading the program: {loading}", 0.0)] * num_left
         done = lines[1:]
-        for problem, elapsed, unsupported in done:
-            runs.append(Run(problem, elapsed, unsupported=unsupported))
-        # A last test that broke the link has a result of its own
-        broke_link = run.exit == 0 and done
-        if len(done) < num_left and not broke_link:
-            runs.append(Run(reason, seconds if late else 0.0, late))
-    return runs + not_run(runs, len(tests))
+        for problem, elapsed, not_plain, is_tests_fault in done:
+            runs.append(Run(problem, elapsed, not_plain=not_plain, is_tests_fault=is_tests_fault))
+        # A last test that broke the channel has a result of its own
+        has_result = run.exit == 0 and done
+        if len(done) < num_left and not has_result:
+            runs.append(Run(reason, run.seconds if run.late else 0.0, run.late))
+    return with_not_run(runs, len(tests))
 
 
 def same_line(line: str, expected: str) -> bool:
     """Whether two lines are equal as text, or word by word as numbers."""
     if line.rstrip() == expected.rstrip():
         return True
-    words = line.split()
-    expected_words = expected.split()
-    try:  # Words that differ first: most often one of them settles it
-        pairs = zip(words, expected_words, strict=True)
-        if not all(Decimal(word) == Decimal(wanted) for word, wanted in pairs if word != wanted):
-            return False
-        return all(Decimal(word) == Decimal(word) for word in words)
-    except (ArithmeticError, ValueError):
-        return False  # not numbers, or not as many
+    try:
+        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
+    except ArithmeticError:
+        return False  # not numbers
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -2098,7 +1367,7 @@ def run_stdio(sandbox: Sandbox, program: str, tests: list[tuple[str, str]], seco
             error_lines = run.error.strip().splitlines() or ["wrong output"]
             run = run._replace(problem=error_lines[-1][:200])
         runs.append(run._replace(output="", error=""))
-    return runs + not_run(runs, len(tests))
+    return with_not_run(runs, len(tests))
 
 
 def main() -> None:

@@ -35,11 +35,9 @@ PLACEHOLDER = re.compile(r"\{(?:question|guideline)\}")
 
 @dataclass(frozen=True)
 class Solver:
-    """The model that solves, the number of solutions per guideline, and the futures of the replies by
-    (question, guideline)."""
+    """The model that solves, and the futures of the replies by (question, guideline)."""
 
     model: ChatModel
-    num_samples: int
     replies: collections.OrderedDict[tuple[str, str | None], Future] = field(default_factory=collections.OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -51,6 +49,7 @@ def solver_model(flags: RewardFlags, connect: bool) -> Solver:
         flags.solver_model_name_or_path,
         MAX_CONCURRENCY,
         SOLVER_TIMEOUT_S,
+        n=flags.solver_num_samples,
         max_tokens=flags.solver_response_length,
         temperature=SOLVER_TEMPERATURE if flags.solver_num_samples > 1 else 0.0,
     )
@@ -58,7 +57,7 @@ def solver_model(flags: RewardFlags, connect: bool) -> Solver:
         urls = [url.strip() for url in flags.solver_base_url.split(",")]
         api_key = os.environ.get("SOLVER_API_KEY") or "EMPTY"
         chat.connect(urls, api_key)
-    return Solver(chat, flags.solver_num_samples)
+    return Solver(chat)
 
 
 def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
@@ -115,13 +114,13 @@ def has_failed(future: Future) -> bool:
 
 
 def ask_solver(solver: Solver, question: str, guideline: str | None) -> Replies:
-    """The solver's solutions, num_samples of them. Raises NoReply."""
+    """The solver's solutions. Raises NoReply."""
     prompt = partial(solver_prompt, question, guideline)
-    if solver.num_samples == 1:
+    if solver.model.n == 1:
         return solver.model.ask(prompt, beginning=question)
     key = repr((question, guideline)).encode()
     seed = zlib.crc32(key) >> 1  # below 2^31
-    return solver.model.ask(prompt, beginning=question, n=solver.num_samples, seed=seed)
+    return solver.model.ask(prompt, beginning=question, seed=seed)
 
 
 def grade(replies: Sequence[Reply], answer: str) -> list[RewardResult]:
@@ -142,6 +141,11 @@ def baseline_score(baseline: Future[Replies], answer: str) -> float | None:
     if baseline.exception() is not None:
         return None
     return mean_score(grade(baseline.result().replies, answer))
+
+
+def check(record: RewardRecord) -> None:
+    """Raises ValueError for a label that can never be scored."""
+    solver_label(record.ground_truth, record.prompt)
 
 
 def verify(record: RewardRecord) -> Verdict:

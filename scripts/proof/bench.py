@@ -1,149 +1,391 @@
-"""Benchmarks. Each measures its sides in one run and prints ratios of their median seconds, interleaved A B A B but
-for trl, whose sides run once, one after the other.
+"""Benchmarks. Each measures its sides by turns, A B A B, and prints the ratios of their median seconds, with the
+smallest and the largest of a round. Above 1 we are faster. `source scripts/setup.sh` first.
 
-    python scripts/proof/bench.py learner    forward and backward: packs, bare loop, padding, one by one, a dense mask
-    python scripts/proof/bench.py compiled   forward and backward by plain layers, and with --compile_layers
-    python scripts/proof/bench.py host       the host's milliseconds for a micro-batch, and plain transformers'
-    python scripts/proof/bench.py rollout    our engine loop and LLM.generate on the same engine
-    python scripts/proof/bench.py sync       learner's weights into the engine: us, a memory copy, vLLM's own reload
-    python scripts/proof/bench.py pipeline   grpo.py and grpo_fast.py on sums, and the ideal of their phases
-    python scripts/proof/bench.py packing    pack_rollouts on 100k sequences, and next-fit in arrival order
-    python scripts/proof/bench.py rewards    scores per second; a solver model asked all at once and one by one
-    python scripts/proof/bench.py precision  steps to learn sums of two digits, by the rounding of the weights; an hour
-    python scripts/proof/bench.py startup    seconds to --help, --dry_run and first steps, and of the imports they need
-    python scripts/proof/bench.py loop       an engine's Python per token outside vLLM's scheduler and model, no weights
-    python scripts/proof/bench.py tokens     the path of a token at learner 0: CPU time and longest pause, stub devices
-    python scripts/proof/bench.py tools      an engine's tokens per second with fast tools, and with a slow one
-    python scripts/proof/bench.py trl        whole steps of TRL's GRPOTrainer (scripts/peers) and of grpo_fast.py
-
-    --model DIR    scripts/data/make_tiny_model.py makes one in a second    --json    one line of JSON, no tables
-    --repeat N     rounds of A B A B                                        --help    everything else
-
-A ratio above 1 is good for us. It comes with the smallest and largest value of a round and, where there is one, the
-target it should reach. On a CPU, `source scripts/setup.sh` first. Lengths of random prompts and responses are those of
-GSM8K (scripts/proof/benchmarks/common.py).
+    python scripts/proof/bench.py learner    forward and backward of packs: ours, and a bare loop
+    python scripts/proof/bench.py host       the host's CPU time of a micro-batch, and plain transformers'
+    python scripts/proof/bench.py rollout    our engine loop, and LLM.generate on the same engine
+    python scripts/proof/bench.py sync       weights into the engine: ours, a memory copy, vLLM's own reload
+    python scripts/proof/bench.py packing    pack_rollouts without weights, and open-instruct's next-fit
+    python scripts/proof/bench.py trl        whole steps of grpo_fast.py and TRL (bash scripts/peers/setup_trl.sh first)
 """
 
 import dataclasses
+import functools
 import json
+import math
 import os
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.proof.benchmarks import common  # isort: skip  # noqa: E402 (reads and pins thread counts, before torch)
+import utils  # isort: skip  # noqa: E402 (pins thread counts, so it comes before torch)
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.utils.benchmark import Timer  # noqa: E402
 
 import grpo  # noqa: E402
-import utils  # noqa: E402
-from scripts.parts.machine import choose_dtype  # noqa: E402
-from scripts.proof.benchmarks import (  # noqa: E402
-    engine,
-    host,
-    learner,
-    packing,
-    precision,
-    processes,
-    scores,
-    whole_runs,
-)
+from scripts.data.make_addition import make_addition  # noqa: E402
+from scripts.parts.plan import choose_dtype  # noqa: E402
 
-BENCHES = {
-    "compiled": learner.bench_compiled,
-    "host": host.bench_host,
-    "learner": learner.bench_learner,
-    "loop": processes.bench_loop,
-    "rollout": engine.bench_rollout,
-    "sync": engine.bench_sync,
-    "pipeline": whole_runs.bench_pipeline,
-    "packing": packing.bench_packing,
-    "precision": precision.bench_precision,
-    "rewards": scores.bench_rewards,
-    "startup": whole_runs.bench_startup,
-    "tokens": processes.bench_tokens,
-    "tools": processes.bench_tools,
-    "trl": whole_runs.bench_trl,
-}
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = 8  # of a prompt
+PACK_LENGTH = 2048
 
 
-def parse_options() -> common.BenchFlags:
-    """The flags, with the model's path and the dtype resolved. Raises utils.UserError."""
-    options, others = tyro.cli(common.BenchFlags, description=__doc__, return_unknown_args=True, use_underscores=True)
-    if others and options.bench in ("packing", "rewards", "tokens", "loop"):
-        raise utils.UserError(f"unknown: {' '.join(others)}; {options.bench} gives no flags to grpo.py")
-    if options.bench == "host":  # makes its own
-        return dataclasses.replace(options, dtype="bfloat16", grpo_flags=tuple(others))
-    model = Path(options.model).resolve()
-    if not (model / "config.json").exists():
-        makers = "python scripts/data/get_smollm2.py (make_tiny_model.py)"
-        raise utils.UserError(f"no model in {options.model}: {makers} makes it")
-    dtype, why = choose_dtype(grpo.Args(model_dtype=options.dtype))
-    print(f"dtype {dtype}: {why}", file=sys.stderr)
-    return dataclasses.replace(options, model=str(model), dtype=dtype, grpo_flags=tuple(others))
+@dataclass(frozen=True)
+class BenchFlags:
+    bench: tyro.conf.Positional[Literal["learner", "host", "rollout", "sync", "packing", "trl"]]
+    """The benchmark. A flag that is not listed here goes to grpo.py and grpo_fast.py."""
+    model: str = str(ROOT / "models" / "SmolLM2-135M-Instruct")
+    """Directory of the model: python scripts/data/get_smollm2.py, or make_tiny_model.py, makes one."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute dtype. auto: the faster one on this machine."""
+    repeat: int = 3
+    """Rounds of A B A B; trl has one."""
+    json: bool = False
+    """Print one line of JSON."""
+    sequences: int = 100_000
+    """packing: responses."""
+    steps: int = 3
+    """trl: measured steps of each run, after two that do not count."""
+    grpo_flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """All flags that are not listed here."""
 
 
-def machine(dtype: torch.dtype) -> dict[str, Any]:
-    """What the numbers were measured on. Trust no ratio where the load is well above 0: other jobs are running."""
-    device = "cpu"
-    name = "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
-        name = torch.cuda.get_device_name()
-    facts: dict[str, Any] = {"device": name}
-    facts |= {"cores": len(utils.ALL_CORES), "load": os.getloadavg()[0], "torch": torch.__version__}
-    product, operations = common.matrix_product(dtype, device)
-    fastest = min(common.stopwatch(product)[0] for _ in range(6))
-    facts |= {"threads": torch.get_num_threads(), "peak_gflops": operations / fastest / 1e9}
-    return facts | common.THREAD_SETTINGS
+class Result(NamedTuple):
+    seconds: dict[str, list[float]]  # of each side in each round
+    compared: list[tuple[str, str]]  # a side of ours, another
+    facts: dict[str, Any]
 
 
-def show_number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+def by_turns(sides: dict[str, Callable[[], Any]], rounds: int, **timer: Any) -> dict[str, list[float]]:
+    """Median seconds of a call of each side in each round. timer: what Timer is given beside."""
+    options = {"num_threads": torch.get_num_threads()} | timer
+    timers = {name: Timer("work()", globals={"work": work}, **options) for name, work in sides.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, clock in timers.items():
+            seconds[name].append(clock.blocked_autorange().median)
+    return seconds
 
 
-def show(facts: dict[str, Any], result: common.Result) -> None:
-    """The machine, a table with a column for each side, a table of ratios."""
-    from rich.console import Console
-    from rich.table import Table
+def ratio(ours: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """How many times faster (or smaller) `ours` is: ratio of the medians, and the range of the rounds' own ratios."""
+    rounds = [b / a for a, b in zip(ours, other, strict=True)]
+    return {"value": statistics.median(other) / statistics.median(ours), "min": min(rounds), "max": max(rounds)}
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    for line_facts in (facts, result.settings):
-        line = ", ".join(f"{name} {value}" for name, value in line_facts.items())
-        console.print(line, highlight=False, soft_wrap=True)
-    measured = Table("", *result.sides)
-    columns = list(result.sides.values())
-    for figure in dict.fromkeys(name for column in columns for name in column):
-        measured.add_row(figure, *(show_number(column.get(figure)) for column in columns))
-    ratios = Table("ratio", "value", "min", "max", "target", "")
-    for name, found in result.ratios.items():
-        values = [f"{found[key]:.3f}" for key in ("value", "min", "max")]
-        target = "" if found["target"] is None else f"{found['target']:.2f}"
-        met = {None: "", True: "met", False: "MISSED"}[found["met"]]
-        ratios.add_row(name, *values, target, met)
-    console.print(measured, ratios)
+
+def random_rollouts(prompts: int, vocab: int) -> list[list[grpo.Rollout]]:
+    """Groups of random tokens with the lengths of GSM8K in SmolLM2's tokens.
+
+    Their logs are normal, fitted to the 7473 questions (mean 4.04, standard deviation 0.345), to which the chat
+    template adds 30 tokens, and to the answers that people wrote (4.45, 0.434). The engine's logprobs are -30, so rho,
+    which is cut at 1, is 1: the gradient is that of a bare policy gradient.
+    """
+    rng = np.random.default_rng(1)
+    longest = PACK_LENGTH // 2 - 30
+    questions = np.exp(rng.normal(4.04, 0.345, prompts)).clip(1, longest).astype(int).tolist()
+    answers = np.exp(rng.normal(4.45, 0.434, (prompts, SAMPLES))).clip(1, longest).astype(int).tolist()
+    groups = []
+    for i, question in enumerate(questions):
+        prompt_ids = tuple(rng.integers(0, vocab, 30 + question).tolist())
+        prompt = utils.Prompt(i, prompt_ids, "", ("1",), ("gsm8k",))
+        group = []
+        for j, length in enumerate(answers[i]):
+            ids = rng.integers(0, vocab, length).tolist()
+            rollout = grpo.Rollout(prompt, i, j, ids, [-30.0] * length, [True] * length, [0] * length, "stop")
+            rollout.advantage = 1.0 if j % 2 else -0.5
+            group.append(rollout)
+        groups.append(group)
+    return groups
+
+
+def bare_pass(model: Any, batches: Sequence[grpo.Batch], tokens: int) -> float:
+    """Policy gradient of `tokens` response tokens with a Hugging Face model and nothing of ours but the attention over
+    packs: the gradient's norm. Weights and gradients have the compute dtype alone, and all logits are kept."""
+    model.set_attn_implementation(utils.PACK_ATTENTION)
+    for batch in batches:
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "layout": batch.layout}
+        where = batch.response_mask
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state[where]  # (n, H)
+        logits = model.get_output_embeddings()(hidden).float()  # (n, V)
+        nll = cross_entropy(logits, batch.targets[where], reduction="none")
+        (nll * batch.advantages[where] / tokens).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    return float(norm)
+
+
+def bench_learner(options: BenchFlags) -> Result:
+    """Forward and backward of training. Ours makes the packs, keeps float32 weights and computes the logits twice; the
+    bare loop gets packs. grad_norm: both compute the same."""
+    flags = f"--model_name_or_path {options.model} --model_dtype {options.dtype} --pack_length {PACK_LENGTH}"
+    flags += " --per_device_train_batch_size 1 --beta 0 --no_load_ref_policy --max_logprob_gap 0"
+    flags += " --rho_clamp_upper_bound 1 --temperature 1"
+    args = utils.parse_args(grpo.Args, [*flags.split(), *options.grpo_flags])
+    world = utils.init_distributed()
+    policy = grpo.load_policy(args, world)
+    model = utils.load_causal_lm(args).to(world.device, utils.DTYPES[options.dtype])
+    no_step: Any = SimpleNamespace(step=lambda: None, zero_grad=policy.zero_grad, get_last_lr=lambda: [0.0])
+    learner = grpo.Learner(policy, None, no_step, no_step)
+    groups = random_rollouts(4, model.config.vocab_size)
+    rollouts = [rollout for group in groups for rollout in group]
+
+    def pack() -> list[grpo.Batch]:
+        packs = grpo.pack_rollouts(rollouts, "shared", PACK_LENGTH, 1, policy.pair_cost)[0]
+        return grpo.micro_batches(packs, "shared", args, world.device)
+
+    def update() -> float:
+        metrics = utils.Metrics()
+        grpo.update(learner, [pack()], args, world, metrics)
+        return metrics.reduce(world)["optim/grad_norm"]
+
+    tokens = sum(len(r.token_ids) for r in rollouts)
+    packs = pack()
+    sides = {"ours": update, "bare loop": functools.partial(bare_pass, model, packs, tokens)}
+    norms = {name: work() for name, work in sides.items()}
+    return Result(by_turns(sides, options.repeat), [("ours", "bare loop")], {"packs": len(packs), "grad_norms": norms})
+
+
+def narrow_model(directory: str) -> Any:
+    """A random Qwen2 of 24 narrow layers, as Qwen2.5-0.5B has: as many operations as one of any width, and no work in
+    them. Eight layers are sharded together, as in utils.GROUP_BYTES."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model("qwen2", num_hidden_layers=24, vocab_size=256, tie_word_embeddings=True, **shape)
+    model: Any = AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(directory)
+    utils.GROUP_BYTES = 2 * 8 * sum(p.numel() for p in model.base_model.layers[0].parameters())
+    return model.train()
+
+
+def short_batch(device: torch.device) -> grpo.Batch:
+    """A pack of three tokens. It is said to be of 64 rollouts with the prompts of GSM8K, which only the host sees."""
+    prompt = utils.Prompt(0, (5, 6), "", ("1",), ("gsm8k",))
+    piece = [grpo.Rollout(prompt, 0, j, [7 + j], [-5.0], [True], [0], "stop", advantage=1.0 - j) for j in (0, 1)]
+    batch = grpo.make_batch([[piece]], device)
+    long = dataclasses.replace(prompt, token_ids=tuple(range(105)))
+    batch.rollouts = np.array([dataclasses.replace(r, prompt=long) for r in piece * 32], object)
+    return batch
+
+
+def bench_host(options: BenchFlags) -> Result:
+    """The host's CPU time for forward and backward of a micro-batch of three tokens, on one thread: no GPU is faster.
+    bfloat16, --deepspeed_stage 3, rank 0 of 8, whose other ranks are not there: collectives return at once.
+    recomputed: with --gradient_checkpointing, and with transformers' own. Flags of grpo.py change ours."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    world = utils.World(0, 0, 8, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    ids = torch.tensor([[5, 6, 7]], device=world.device)
+
+    def update(policy: grpo.Policy, batch: grpo.Batch, args: grpo.Args) -> None:
+        grpo.accumulate_gradient(policy, [batch], 1, args, world, utils.Metrics())
+
+    def plain(model: Any) -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    sides = {}
+    for name, flag in (("plain", "--no_gradient_checkpointing"), ("recomputed", "--gradient_checkpointing")):
+        with tempfile.TemporaryDirectory() as directory:
+            model = narrow_model(directory).to(world.device)
+            flags = f"--model_name_or_path {directory} --model_dtype bfloat16 --no_load_ref_policy --beta 0 {flag}"
+            args = utils.parse_args(grpo.Args, [*flags.split(), "--deepspeed_stage", "3", *options.grpo_flags])
+            policy = grpo.load_policy(args, world)
+        if name == "recomputed":
+            model.gradient_checkpointing_enable()
+        sides[f"ours, {name}"] = functools.partial(update, policy, short_batch(world.device), args)
+        sides[f"transformers, {name}"] = functools.partial(plain, model)
+    seconds = by_turns(sides, options.repeat, num_threads=1, timer=time.process_time)
+    return Result(seconds, [(f"ours, {how}", f"transformers, {how}") for how in ("plain", "recomputed")], {})
+
+
+def sums_flags(options: BenchFlags) -> list[str]:
+    """The flags of a run on "What is 18 + 2? Give only the number.", then those of grpo.py that were given."""
+    data = make_addition(ROOT / "data" / "addition2", digits=2)
+    flags = f"""--dataset_mixer_list {data}/train.jsonl 1.0 --model_name_or_path {options.model}
+        --model_dtype {options.dtype} --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8
+        --max_prompt_token_length 64 --response_length 64 --pack_length 2048 --temperature 1.0 --learning_rate 1e-5
+        --lr_scheduler_type constant --beta 0.0 --no_load_ref_policy --save_freq -1 --local_eval_every -1
+        --vllm_enforce_eager --vllm_enable_prefix_caching --vllm_gpu_memory_utilization 0.4 --async_steps 0"""
+    return [*flags.split(), *options.grpo_flags]
+
+
+def generate_by_vllm(engine: Any, requests: Sequence[utils.Request]) -> list[list[int]]:
+    """Responses to requests by LLM.generate of our engine's own LLM, which makes as much of them as we have it make."""
+    from vllm import SamplingParams
+
+    prompts = []
+    sampling = []
+    for request in requests:
+        options = dict(vars(request))  # seed, temperature, ...: vLLM's names
+        del options["stop"]
+        prompts.append({"prompt_token_ids": list(options.pop("prompt_ids"))})
+        options |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
+        sampling.append(SamplingParams(**options, stop_token_ids=engine.eos_ids))
+    engine.llm.reset_prefix_cache()
+    outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def bench_rollout(options: BenchFlags) -> Result:
+    """A step's generation: engine.generate and plain LLM.generate on the same engine with the same requests."""
+    args = utils.parse_args(grpo.Args, sums_flags(options))
+    tokenizer = utils.load_tokenizer(args)
+    engine = utils.VLLMEngine(args, tokenizer, utils.init_distributed(), 64)
+    prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)
+    requests = []
+    for i in range(args.num_unique_prompts_rollout):
+        prompt = grpo.prompt_at(prompts, i, args.seed)
+        for j in range(args.num_samples_per_prompt_rollout):
+            requests.append(grpo.make_request(utils.Rollout(prompt, i, j), args))
+
+    def generate() -> list[list[int]]:
+        engine.llm.reset_prefix_cache()
+        return [made.token_ids.tolist() for made in engine.generate(requests)]
+
+    sides = {"ours": generate, "LLM.generate": functools.partial(generate_by_vllm, engine, requests)}
+    ours, theirs = [work() for work in sides.values()]
+    same = [a == b for a, b in zip(ours, theirs, strict=True)]
+    facts = {"requests": len(requests), "tokens": sum(map(len, ours)), "share_of_same_responses": statistics.mean(same)}
+    return Result(by_turns(sides, options.repeat), [("ours", "LLM.generate")], facts)
+
+
+def bench_sync(options: BenchFlags) -> Result:
+    """The learner's weights into the engine of the same process, against three memory copies and vLLM's own reload."""
+    args = utils.parse_args(grpo.Args, sums_flags(options))
+    world = utils.init_distributed()
+    policy = grpo.load_policy(args, world)
+    engine = utils.VLLMEngine(args, utils.load_tokenizer(args), world, 64)
+    full_weights = functools.partial(utils.full_weights, policy, utils.DTYPES[args.model_dtype])
+    weights = [(name, tensor.clone()) for name, tensor in full_weights()]
+    buffers = [torch.empty_like(tensor) for _, tensor in weights]
+    sides = {
+        "ours": lambda: engine.load_weights(full_weights(), version=1),
+        "memory copy": lambda: [buffer.copy_(tensor) for buffer, (_, tensor) in zip(buffers, weights, strict=True)],
+        "vLLM's reload": lambda: engine.worker.reload_weights(weights_iterator=iter(weights)),
+    }
+    seconds = by_turns(sides, options.repeat)
+    rounds = zip(seconds["memory copy"], seconds["vLLM's reload"], strict=True)
+    seconds["3 copies + vLLM's reload"] = [3 * copy + reload for copy, reload in rounds]
+    return Result(seconds, [("ours", "3 copies + vLLM's reload")], {"bytes": sum(buffer.nbytes for buffer in buffers)})
+
+
+def next_fit(lengths: Sequence[int], pack_length: int, learners: int) -> list[list[list[int]]]:
+    """open-instruct's packs (indices) of each learner. A pack is filled until the next sequence does not fit. Every
+    learner gets the same number of packs, in order. The others are dropped."""
+    limit = min(pack_length, sum(lengths) // learners)
+    room = -1
+    packs: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        if length > room:
+            packs.append([])
+            room = limit
+        packs[-1].append(i)
+        room -= length
+    count = len(packs) // learners
+    return [packs[k * count : (k + 1) * count] for k in range(learners)]
+
+
+def bench_packing(options: BenchFlags) -> Result:
+    """Packs for 8 learners: ours with and without shared prompts, and next-fit. A group arrives when its longest
+    response is done. fewest_packs: no packing of each learner's tokens has fewer. imbalance: the tokens of the learner
+    that has most, over the mean."""
+    groups = random_rollouts(options.sequences // SAMPLES, 2)
+    groups.sort(key=lambda group: max(len(r.token_ids) for r in group))
+    rollouts = [rollout for group in groups for rollout in group]
+    lengths = [grpo.piece_length([rollout]) for rollout in rollouts]
+
+    def fit() -> list[list[grpo.Pack]]:
+        return [[[[rollouts[i]] for i in pack] for pack in share] for share in next_fit(lengths, PACK_LENGTH, 8)]
+
+    sides: dict[str, Callable[[], list[list[grpo.Pack]]]] = {
+        "shared": lambda: grpo.pack_rollouts(rollouts, "shared", PACK_LENGTH, 8, 1e-4),
+        "plain": lambda: grpo.pack_rollouts(rollouts, "plain", PACK_LENGTH, 8, 1e-4),
+        "next-fit": fit,
+    }
+    facts = {}
+    for name, work in sides.items():
+        shares = work()
+        tokens = [sum(grpo.piece_length(piece) for pack in packs for piece in pack) for packs in shares]
+        kept = sum(len(piece) for packs in shares for pack in packs for piece in pack)
+        fewest = sum(math.ceil(count / PACK_LENGTH) for count in tokens)
+        facts[name] = {"packs": sum(map(len, shares)), "fewest_packs": fewest, "responses_lost": len(rollouts) - kept}
+        facts[name]["imbalance"] = max(tokens) / statistics.mean(tokens)
+    return Result(by_turns(sides, options.repeat), [], facts)
+
+
+def run_ours(options: BenchFlags, more: Sequence[str]) -> dict[str, float]:
+    """Means over the measured steps of a run of grpo_fast.py."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = f"--exp_name bench --output_dir {directory} --total_episodes {64 * (2 + options.steps)}".split()
+        subprocess.run([sys.executable, "grpo_fast.py", *sums_flags(options), *run, *more], cwd=ROOT, check=True)
+        lines = Path(directory, "bench", "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines][2:]
+    names = {"seconds": "time/total", "generation": "time/generation", "tokens": "val/sequence_lengths"}
+    column = {name: statistics.mean(step.get(metric) or 0.0 for step in steps) for name, metric in names.items()}
+    return column | {"tokens": 64 * column["tokens"]}
+
+
+def run_trl(options: BenchFlags, mode: str) -> dict[str, float]:
+    """The same of TRL's GRPOTrainer in its own environment."""
+    python = ROOT / ".venv-trl" / "bin" / "python"
+    utils.need(python.exists(), "TRL is not installed: bash scripts/peers/setup_trl.sh")
+    autocast = "bfloat16" if options.dtype == "bfloat16" else "none"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "steps.json"
+        flags = f"scripts/peers/trl_side.py --mode {mode} --model {options.model} --autocast {autocast} --json {path}"
+        flags += f" --data data/addition2/train.jsonl --steps {2 + options.steps}"
+        subprocess.run([python, *flags.split()], cwd=ROOT, check=True)
+        steps = json.loads(path.read_text())[2:]
+    return {name: statistics.mean(step[name] for step in steps) for name in ("seconds", "generation", "tokens")}
+
+
+def bench_trl(options: BenchFlags) -> Result:
+    """Mean seconds of a step: grpo_fast.py and TRL, 8 prompts x 8 samples, the same model, data and settings, one run
+    each. Most groups have no gradient. We skip them and TRL trains on them; "all groups" trains on them too."""
+    ours = {"ours": [], "ours, all groups": ["--no_filter_zero_std_samples"]}
+    runs = {name: run_ours(options, flags) for name, flags in ours.items()}
+    runs |= {f"TRL {mode}": run_trl(options, mode) for mode in ("stock", "vllm")}
+    compared = [(name, other) for other in runs if other not in ours for name in ours]
+    return Result({name: [run["seconds"]] for name, run in runs.items()}, compared, runs)
 
 
 def main() -> None:
-    options = parse_options()
-    unset = [name for name, value in common.THREAD_SETTINGS.items() if not value]
-    if unset and not torch.cuda.is_available():
-        hint = "a CPU is slower without: `source scripts/setup.sh` first"
-        print(f"bench.py: WARNING: {', '.join(unset)} not set, {hint}", file=sys.stderr)
-    facts = machine(utils.DTYPES[options.dtype])
-    result = BENCHES[options.bench](options)
+    options, others = tyro.cli(BenchFlags, description=__doc__, return_unknown_args=True, use_underscores=True)
+    dtype, why = choose_dtype(grpo.Args(model_dtype=options.dtype))
+    model = str(Path(options.model).resolve())
+    options = dataclasses.replace(options, model=model, dtype=dtype, grpo_flags=tuple(others))
+    machine = {"cores": len(utils.ALL_CORES), "load": os.getloadavg()[0], "torch": torch.__version__, "dtype": dtype}
+    machine |= {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "LD_PRELOAD")}
+    result = globals()[f"bench_{options.bench}"](options)
+    table = {}
+    for name, seconds in result.seconds.items():
+        table[name] = {"seconds": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+    for ours, other in result.compared:
+        table[f"{ours} over {other}"] = ratio(result.seconds[ours], result.seconds[other])
     if options.json:
-        run = {"bench": options.bench, "model": options.model, "dtype": options.dtype, "repeat": options.repeat}
-        print(json.dumps(run | {"machine": facts} | result._asdict()))
-    else:
-        show(facts, result)
+        print(json.dumps({"bench": options.bench, "machine": machine, "facts": result.facts, "table": table}))
+        return
+    print(machine, why, *(f"{name}: {value}" for name, value in result.facts.items()), sep="\n")
+    for name, figures in table.items():
+        print(f"{name:45}", *(f"{figure} {value:.4g}" for figure, value in figures.items()))
 
 
 if __name__ == "__main__":

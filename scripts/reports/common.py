@@ -54,8 +54,7 @@ class Run:
         self.after = after
         self.args = read_json(path / "args.json")
         self.environment = read_json(path / "environment.json")
-        self.all_rows = read_metrics(path)
-        steps = {row["training_step"]: row for row in self.all_rows if row["training_step"] > 0}
+        steps = {row["training_step"]: row for row in read_metrics(path) if row["training_step"] > 0}
         self.rows = dict(sorted(steps.items()))
         for row in self.rows.values():
             if row.get("time/training") is not None:
@@ -77,11 +76,6 @@ class Run:
         values = self.values(metric, 0)
         return values[-1] if values else None
 
-    def phases(self) -> dict[str, float]:
-        """Mean seconds of each part of a step, without evaluation and saving."""
-        means = {phase: self.mean(f"time/{phase}") for phase in phases(self.all_rows)}
-        return {phase: mean for phase, mean in means.items() if mean is not None and phase not in ("eval", "saving")}
-
     def minutes(self) -> float | None:
         """From the start of the program to the end of its last compared step, summed over all --resume."""
         clock = self.values("time/from_scratch", 0)
@@ -90,10 +84,10 @@ class Run:
         ends = [now for now, following in zip(clock, clock[1:], strict=False) if following < now]
         return (sum(ends) + clock[-1]) / 60
 
-    def commit(self, changed: str) -> str:
-        """The git commit in 12 characters, followed by `changed` where there were uncommitted changes."""
+    def commit(self) -> str:
+        """The git commit in 12 characters, and whether there were uncommitted changes."""
         name = str(self.environment.get("git_commit", "?"))[:12]
-        return name + changed if self.environment.get("git_dirty") else name
+        return f"{name} and changes" if self.environment.get("git_dirty") else name
 
 
 def cell(value: float | None, digits: int) -> str:

@@ -5,7 +5,8 @@ Where a score is the full reward or nothing, its curve is that of the right answ
     python scripts/reports/curves.py RUN [--out PICTURE.png] [--control RESULTS.jsonl]
 
 A run starts it at its end. A run under way, or one that was killed, is drawn with the steps it has. The ending of --out
-is the format (png, pdf, svg). --control draws runs without labels beside it: rows of scripts/proof/control.py.
+is the format (png, pdf, svg). --control draws runs without labels beside it: the rows of
+scripts/reports/demo.jsonl, which has a field "held_out", from the step to the share of right answers.
 """
 
 import math
@@ -81,17 +82,12 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]], labels: dict[str, str]) -
 
 def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
     """The 95 % interval of each evaluation's share of correct responses, over its prompts."""
-    steps = []
-    low = []
-    high = []
-    for row in rows:
-        found = intervals.held_out(row, samples)
-        if found is not None:
-            steps.append(row["training_step"])
-            low.append(found.low)
-            high.append(found.high)
-    if steps:
-        axis.fill_between(steps, low, high, alpha=0.2, color="C1", linewidth=0)
+    found = {row["training_step"]: intervals.held_out(row, samples) for row in rows}
+    known = {step: accuracy for step, accuracy in found.items() if accuracy is not None}
+    low = [accuracy.low for accuracy in known.values()]
+    high = [accuracy.high for accuracy in known.values()]
+    if known:
+        axis.fill_between(list(known), low, high, alpha=0.2, color="C1", linewidth=0)
 
 
 def means(runs: list[dict[str, float]]) -> dict[int, float]:
@@ -132,7 +128,7 @@ def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def draw(run_dir: Path, path: Path, control: Path | None = None) -> None:
-    """Write the picture. control: rows of scripts/proof/control.py, drawn beside the run."""
+    """Write the picture. control: a file of runs without labels, drawn beside the run."""
     rows = list(read_lines(run_dir / "metrics.jsonl"))
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     # margins by hand: to have them found takes half of the time
@@ -143,15 +139,13 @@ def draw(run_dir: Path, path: Path, control: Path | None = None) -> None:
     figure.suptitle(title)
 
     args = read_json(run_dir / "args.json")
-    greedy = args.get("eval_temperature") == 0 and args.get("eval_pass_at_k") == 1
     *panels, seconds = axes.flat
     drawn = list(PANELS.items())
     if all_or_nothing(rows, args.get("verification_reward", math.nan)):
         drawn[1] = ENTROPY
     for axis, (name, (unit, labels)) in zip(panels, drawn, strict=True):
         axis.set(title=name, ylabel=unit, xlabel="training step")
-        named = {HELD_OUT: "held-out prompts, greedy, 95 % interval"} if greedy and HELD_OUT in labels else {}
-        draw_curves(axis, rows, labels | named)
+        draw_curves(axis, rows, labels)
     shade_held_out(panels[0], rows, args.get("eval_pass_at_k", 1))
     panels[0].set_ylim(-0.02, 1.02)
     if control:
@@ -171,7 +165,7 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("run", type=Path, metavar="RUN", help="directory with metrics.jsonl: output_dir/exp_name")
     flags.add_argument("--out", type=Path, help="file to write; default RUN/report.png")
-    flags.add_argument("--control", type=Path, help="rows of scripts/proof/control.py to draw beside the run")
+    flags.add_argument("--control", type=Path, help="file of runs without labels to draw beside the run")
     options = flags.parse_args()
     if not (options.run / "metrics.jsonl").exists():
         flags.error(f"{options.run} is no run: it has no metrics.jsonl. Give output_dir/exp_name of one that has begun")

@@ -4,13 +4,13 @@ Several responses to one prompt are alike: they are one draw of a prompt, and no
 over responses has its interval over prompts here, its clusters. All intervals are of 95 %.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import special
 
 Z = 1.96  # 0.975 quantile of the normal distribution
 MOST_WAYS = 20_000  # of a test: more are drawn at random
@@ -28,22 +28,8 @@ class Estimate(NamedTuple):
 
 
 def t_quantile(freedom: int) -> float:
-    """0.975 quantile of Student's t, by its series in 1 / freedom around the normal one (1e-3 from 8 up)."""
-    exact = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
-    if freedom <= len(exact):
-        return exact[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    square = z * z
-    first = (square + 1) / 4
-    second = (5 * square**2 + 16 * square + 3) / 96
-    third = (3 * square**3 + 19 * square**2 + 17 * square - 15) / 384
-    series = 1 + first / freedom + second / freedom**2 + third / freedom**3
-    return z * series
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Means
-# ---------------------------------------------------------------------------------------------------------------------
+    """0.975 quantile of Student's t."""
+    return float(special.stdtrit(freedom, 0.975))
 
 
 def mean_of_clusters(values: Sequence[float], clusters: Sequence[Hashable]) -> Estimate:
@@ -71,11 +57,6 @@ def mean_difference(first: Sequence[float], other: Sequence[float]) -> Estimate:
     fewer than 2 pairs."""
     differences = [b - a for a, b in zip(first, other, strict=True)]
     return mean_of_clusters(differences, range(len(differences)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shares
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def wilson(share: float, n: float, z: float = Z) -> tuple[float, float]:
@@ -116,59 +97,31 @@ def error_of_prompts(one: float, two: float, samples: int, prompts: int) -> floa
     return math.sqrt(variance / max(prompts - 1, 1))
 
 
-def held_out(row: dict[str, Any], samples: int, responses: int | None = None) -> Estimate | None:
+def held_out(row: dict[str, Any], samples: int) -> Estimate | None:
     """The share of right responses of the evaluation in a row of metrics.jsonl, with --eval_pass_at_k `samples`. None
-    without one. `responses` is how many had a verdict, None: all.
-
-    Where a part of a score counts as right too, pass@k says nothing of that share: its error is unknown then.
+    without one. Where a part of a score counts as right too, pass@k says nothing of that share: its error is unknown.
     """
     share = row.get("eval/objective/verifiable_correct_rate")
-    if share is None:
-        return None
     prompts = int(row.get("eval/num_prompts") or 0)
-    if responses is None:
-        responses = prompts * samples
-    prompts = prompts or math.ceil(responses / samples)
-    prompts = min(prompts, responses)
-    if not prompts:
+    if share is None or not prompts:
         return None
     one = row.get("eval/pass_at_1")
     two = row.get("eval/pass_at_2_unbiased")
     error = None
     if one is not None and two is not None and abs(one - share) < 1e-9:
         error = error_of_prompts(one, two, samples, prompts)
-    return share_of_clusters(share, error, prompts, responses)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tests
-# ---------------------------------------------------------------------------------------------------------------------
+    return share_of_clusters(share, error, prompts, prompts * samples)
 
 
 def sign_test(differences: np.ndarray, most: int = MOST_WAYS) -> tuple[float, float]:
     """p-value of |mean difference| when every sign is random, and the smallest p that many differences can have."""
+    from scipy import stats  # takes a second, which no picture of a run should
+
     n = len(differences)
-    all_ways = 2**n <= most
-    if all_ways:
-        signs = np.array(list(itertools.product((1, -1), repeat=n)))
-    else:
-        signs = np.random.default_rng(0).choice((1, -1), (most, n))
-        signs[0] = 1  # the observed way
-    sums = np.abs(signs @ differences)
-    slack = 1e-12 * np.abs(differences).sum()
-    p = (sums >= abs(differences.sum()) - slack).mean()
-    return float(p), (2 if all_ways else 1) / len(signs)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number, in the same order (Holm 1979): at most a share alpha of such families has a
-    true null hypothesis with an adjusted p <= alpha.
-
-    The i-th smallest of m, counted from 0, is multiplied by m - i; none is below a smaller one's, or above 1.
-    """
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
-    for i, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        highest = max(highest, (len(p_values) - i) * p_values[index])
-        adjusted[index] = min(highest, 1.0)
-    return adjusted
+    if n < 2:
+        return 1.0, 1.0
+    ways = 2**n if 2**n <= most else most + 1  # drawn ones and the observed one
+    found = stats.permutation_test(
+        (differences,), np.mean, permutation_type="samples", n_resamples=most, batch=1000, rng=0
+    )
+    return float(found.pvalue), 2 / ways

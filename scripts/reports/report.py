@@ -2,19 +2,15 @@
 
     python scripts/reports/report.py RUN [--out PAGE.html] [--max_rollouts 2000]
 
-The page needs no network and no other file: it contains the data, the drawing code (page.js) and the style (page.html).
-Its content security policy lets no other script run, so the text of a hostile response stays text. It has
+The page has data, code (page.js) and style (page.html) in it, and needs no network. Its content security policy lets no
+other script run, so the text of a hostile response stays text. It has
 
 checks      what a practitioner would look at first, each with its numbers and its threshold
-curves      of metrics.jsonl, with the definition of the metric in scripts/reports/README.md under the pointer
-histograms  response length and score over time (rollouts.jsonl, else means and extremes) and, of single tokens
-            (--dump_steps), the policy ratio new/old with the clip bounds, and the learner/engine probability ratio
-time        seconds per phase, and throughput against the floors that were measured
+curves      of metrics.jsonl, with the definition of a metric (scripts/reports/metrics.py) under the pointer
 rollouts    (--save_traces or --dump_steps) by step, score and text. Tokens are coloured by |learner - engine| logprob
             where a row has the learner's logprobs, else by the engine's logprob. Of evaluations the first and the last
 
-Size is bounded: --max_rollouts, 2,000 tokens of a response, 8,000 characters of a text, 2,000 steps and 24 MB of
-rollouts. The page says what was left out. Groups are left out whole and evenly over the run.
+Its size is bounded by the constants below. The page says what was left out: groups are whole and evenly over the run.
 """
 
 import base64
@@ -32,148 +28,18 @@ import numpy as np
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.reports.checks import check_run, floors
+from scripts.reports.checks import check_run
 from scripts.reports.common import parser, phases, read_json, read_lines, read_metrics
-from scripts.reports.definitions import define
+from scripts.reports.metrics import define
 
 MAX_ROLLOUTS = 2000
-MAX_DRAWN = 1e15  # of scores: the distance between larger ones may be infinite
 MAX_ROLLOUT_BYTES = 24_000_000
 MAX_STEPS = 2000
 MAX_TOKENS = 2000
 MAX_CHARACTERS = 8000
-MAX_COLUMNS = 80  # of a histogram over time
-ROWS = 24  # of a histogram with even rows
-RATIO_EDGES = {0.25, 0.5, 2.0, 4.0}
-RATIO_DISTANCES = (1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3)  # of further edges from 1: small and large ones matter
-RHO_BOUNDS = ("rho_clamp_upper_bound", "rho_mask_lower_bound", "rho_mask_upper_bound")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Histograms over time
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def heat(title: str, unit: str, edges: Any, counts: dict[int, np.ndarray], **more: Any) -> dict[str, Any] | None:
-    """Histograms of consecutive steps: counts[column][row], where row j is between edges[j] and edges[j + 1].
-
-    counts: step -> counts of its rows. None if all are 0.
-    """
-    steps = sorted(counts)
-    width = max(1, math.ceil(len(steps) / MAX_COLUMNS))
-    columns = [steps[i : i + width] for i in range(0, len(steps), width)]
-    sums = []
-    for column in columns:
-        sums.append(np.sum([counts[step] for step in column], 0).tolist())
-    if not any(map(any, sums)):
-        return None
-    drawn = {"title": title, "unit": unit, "counts": sums, **more}
-    drawn["steps"] = [column[0] for column in columns]
-    drawn["last"] = steps[-1]
-    drawn["edges"] = [rounded(edge) for edge in edges]
-    return drawn
-
-
-def rounded(value: float) -> float:
-    """Six digits, which keep the page small."""
-    return float(f"{value:.6g}")
-
-
-def histogram(values: Any, edges: Any) -> np.ndarray:
-    """Counts between `edges`. Values beyond them count in the first and last row; NaN and infinity are left out."""
-    values = np.asarray(values, float)
-    finite = values[np.isfinite(values)]
-    return np.histogram(np.clip(finite, edges[0], edges[-1]), edges)[0]
-
-
-def even_heat(title: str, unit: str, points: dict[int, list[float]]) -> dict[str, Any] | None:
-    """`heat` with even rows from the 0.1th to the 99.9th percentile. points: step -> values."""
-    values = np.concatenate([np.array(values, float) for values in points.values()] or [[]])  # None is NaN
-    values = values[np.isfinite(values)]
-    values = values.clip(-MAX_DRAWN, MAX_DRAWN)
-    if not len(values):
-        return None
-    low, high = np.percentile(values, (0.1, 99.9))
-    if (values == values.round()).all():  # each row holds as many whole numbers as any other: no stripes
-        height = math.ceil((high - low + 1) / ROWS)
-        edges = np.arange(low - 0.5, high + height, height)
-    else:
-        top = high if high > low else low + 1
-        edges = np.linspace(low, top, ROWS + 1)
-    counts = {step: histogram(values, edges) for step, values in points.items()}
-    return heat(title, unit, edges, counts)
-
-
-def ratio_heat(title: str, unit: str, logs: dict[int, list[float]], bounds: dict[str, float]) -> dict[str, Any] | None:
-    """`heat` of exp(logs), whose rows grow with the distance from 1. bounds, name -> ratio, are edges too."""
-    edges = RATIO_EDGES.union(bounds.values())
-    for distance in RATIO_DISTANCES:
-        edges |= {1 - distance, 1 + distance}
-    ordered = sorted(edges)
-    counts = {}
-    for step, values in logs.items():
-        counts[step] = histogram(np.exp(np.clip(values, -20, 20)), ordered)
-    return heat(title, unit, ordered, counts, bounds=bounds)
-
-
-def clip_bounds(args: dict[str, Any]) -> dict[str, float]:
-    """The bounds of the policy ratio new/old."""
-    bounds = {}
-    lower = args.get("clip_lower")
-    if lower is not None and args.get("loss_fn") != "cispo":
-        bounds["1 - clip_lower"] = 1 - lower
-    higher = args.get("clip_higher")
-    if higher is not None:
-        bounds["1 + clip_higher"] = 1 + higher
-    return bounds
-
-
-def rho_bounds(args: dict[str, Any]) -> dict[str, float]:
-    """The bounds of the ratio learner/engine that are on."""
-    if not args.get("use_rho_correction"):
-        return {}
-    return {name: args[name] for name in RHO_BOUNDS if args.get(name)}
-
-
-def histograms_of(run: Path, args: dict[str, Any], notes: list[str]) -> list[dict[str, Any]]:
-    """Histograms of all rollouts: length, score and, where there are the learner's logprobs, the two ratios."""
-    lengths: dict[int, list[float]] = {}
-    scores: dict[int, list[float]] = {}
-    policy_logs: dict[int, list[float]] = {}  # step -> new - old logprobs of the tokens trained on
-    engine_logs: dict[int, list[float]] = {}  # step -> old logprobs - the engine's
-    for row in read_lines(run / "rollouts.jsonl"):
-        step = row["training_step"]
-        lengths.setdefault(step, []).append(len(row["token_ids"]))
-        scores.setdefault(step, []).append(row["score"])
-        if "new_logprobs" in row:
-            policy_logs.setdefault(step, []).extend(masked_difference(row, "new_logprobs", "old_logprobs"))
-        if "old_logprobs" in row:
-            engine_logs.setdefault(step, []).extend(masked_difference(row, "old_logprobs", "logprobs"))
-
-    engine_ratio = ratio_heat("Engine ratio", "learner/engine of a token", engine_logs, rho_bounds(args))
-    if lengths and not engine_ratio:
-        notes.append(
-            "No row has the learner's logprobs (add --dump_steps all): no histograms of ratios, and tokens are "
-            "coloured by the engine's."
-        )
-    found = [
-        even_heat("Response length", "tokens", lengths),
-        even_heat("Score", "", scores),
-        ratio_heat("Policy ratio", "new/old of a token, last pass", policy_logs, clip_bounds(args)),
-        engine_ratio,
-    ]
-    return [heat for heat in found if heat]
-
-
-def masked_difference(row: dict[str, Any], name: str, other: str) -> list[float]:
-    """Differences of two logprobs of the policy's tokens."""
-    difference = np.array(row[name]) - row[other]
-    return difference[np.array(row["mask"], bool)].tolist()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollouts
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Rollouts ---------------------------------------------------------------------------------------------------------
 
 
 class Pieces:
@@ -209,10 +75,8 @@ class Pieces:
 
 
 def load_pieces(run: Path, args: dict[str, Any], notes: list[str]) -> Pieces | None:
-    """The tokenizer of RUN/model, of the last step or of a start model on this disk; else None and a note."""
-    steps = sorted(run.glob("step_*/tokenizer.json"), key=lambda path: int(path.parent.name.split("_")[1]))
-    directories = [run / "model", *(path.parent for path in steps[-1:]), Path(args.get("model_name_or_path") or "")]
-    for directory in directories:
+    """The tokenizer of RUN/model, or of a start model on this disk; else None and a note."""
+    for directory in (run / "model", Path(args.get("model_name_or_path") or "")):
         if (directory / "tokenizer.json").exists() or (directory / "tokenizer_config.json").exists():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
             from transformers import AutoTokenizer
@@ -224,25 +88,18 @@ def load_pieces(run: Path, args: dict[str, Any], notes: list[str]) -> Pieces | N
 
 def spans_of(row: dict[str, Any], pieces: Pieces) -> list[list[Any]]:
     """[text, engine's logprob, learner's logprob or None, who wrote it: 0 the policy, 1 its environment] of each piece.
-
-    The logprobs are those of the piece's worst token: the largest gap, else the least engine's logprob. No piece has
-    tokens of both writers.
-    """
+    The logprobs are those of the piece's least likely token. No piece has tokens of both writers."""
     ids = row["token_ids"][:MAX_TOKENS]
     engine = row["logprobs"]
     learner = row.get("old_logprobs", [math.nan] * len(ids))
     by_policy = row.get("mask") or [True] * len(ids)
-
-    def badness(i: int) -> tuple[float, float]:
-        gap = -1 if math.isnan(learner[i]) else abs(learner[i] - engine[i])
-        return gap, -engine[i]
 
     spans = []
     start = 0
     for policy_wrote, tokens in itertools.groupby(by_policy[: len(ids)]):
         end = start + len(list(tokens))
         for text, first, past in pieces.split(ids[start:end]):
-            worst = max(range(start + first, start + past), key=badness)
+            worst = min(range(start + first, start + past), key=engine.__getitem__)
             has_learner = policy_wrote and not math.isnan(learner[worst])
             learned = round(learner[worst], 5) if has_learner else None
             spans.append([text, round(engine[worst], 5), learned, int(not policy_wrote)])
@@ -265,10 +122,8 @@ def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
 
     versions = sorted({int(version) for version in row["versions"] if version >= 0})  # -1 is the environment's
     shown["versions"] = versions if len(versions) < 9 else [versions[0], versions[-1]]
-    shown["turns"] = []
-    for turn in row.get("turns") or ():
-        end = turn.get("status") or turn.get("finish_reason")
-        shown["turns"].append([turn["role"], end, turn["tokens"]])
+    turns = row.get("turns") or []
+    shown["turns"] = [[turn["role"], turn.get("status") or turn.get("finish_reason"), turn["tokens"]] for turn in turns]
 
     results = row.get("results")
     shown["verifiers"] = row.get("verifiers")
@@ -318,18 +173,13 @@ def show_evaluations(run: Path) -> list[dict[str, Any]]:
     for evaluation in evaluations[:1] + evaluations[1:][-1:]:
         for position, row in enumerate(evaluation["rollouts"]):
             one = {"step": f"eval {row['training_step']}", "position": position, "sample": 0, "spans": []}
-            one["score"] = row["score"]
-            one["finish"] = row["finish_reason"]
-            one["prompt"] = row["prompt"][-MAX_CHARACTERS:]
-            one["text"] = row["text"][:MAX_CHARACTERS]
-            one["label"] = str(row["ground_truths"])[:MAX_CHARACTERS]
+            one |= {"score": row["score"], "finish": row["finish_reason"], "prompt": row["prompt"][-MAX_CHARACTERS:]}
+            one |= {"text": row["text"][:MAX_CHARACTERS], "label": str(row["ground_truths"])[:MAX_CHARACTERS]}
             shown.append(one)
     return shown
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The page
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The page ---------------------------------------------------------------------------------------------------------
 
 
 def collect(run: Path, most: int = MAX_ROLLOUTS) -> dict[str, Any]:
@@ -340,9 +190,7 @@ def collect(run: Path, most: int = MAX_ROLLOUTS) -> dict[str, Any]:
     page: dict[str, Any] = {"name": run.resolve().name, "args": args, "notes": notes}
     page["environment"] = read_json(run / "environment.json")
     page["checks"] = check_run(rows, args)
-    page["floors"] = floors(rows)
     page["rollouts"] = choose_rollouts(run, args, most, notes) + show_evaluations(run)
-    page["histograms"] = histograms_of(run, args, notes)
 
     drawn = rows
     if len(rows) > MAX_STEPS:
@@ -360,13 +208,11 @@ def collect(run: Path, most: int = MAX_ROLLOUTS) -> dict[str, Any]:
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     """Metric -> its value at each step, None without one."""
-    names = set()
-    for row in rows:
-        names.update(name for name, value in row.items() if isinstance(value, (int, float)))
+    names = {name for row in rows for name, value in row.items() if isinstance(value, (int, float))}
     columns = {}
     for name in sorted(names - {"training_step"}):
         values = [row.get(name) for row in rows]
-        columns[name] = [None if value is None else rounded(value) for value in values]
+        columns[name] = [None if value is None else float(f"{value:.6g}") for value in values]  # keeps the page small
     return columns
 
 

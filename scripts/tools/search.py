@@ -91,12 +91,12 @@ def search_url(config: dict, query: str, top_k: int) -> list[dict]:
         seconds = min(float(config.get("timeout", TIMEOUT_S)), end - time.monotonic())
         try:
             answer = post.post(url, content, seconds, MAX_REPLY)
-            if answer.status == 200:
+            if answer.status_code == 200:
                 return [document_of(row) for row in answer.json()["result"][0]]
-            problem = f"status {answer.status}"
-            if answer.status < 500 and answer.status != 429:
+            problem = f"status {answer.status_code}"
+            if answer.status_code < 500 and answer.status_code != 429:
                 break  # a refusal, which no second try changes
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {seconds:.3g} s"
         if time.monotonic() + delay >= end:
             break

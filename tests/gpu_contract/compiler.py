@@ -31,7 +31,6 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import grpo
-from scripts.parts import head
 
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have, by architecture
 CUDA = torch.device("cuda", 0)
@@ -231,17 +230,17 @@ def fitting_options(arch: int, head_dim: int, dtype: torch.dtype, window: int = 
 
 
 def compile_head(arch: int, vocabulary: int, hidden: int, dtype: torch.dtype, entropy: bool) -> list[Compiled]:
-    """Forward and backward of a chunk of the head."""
+    """Forward and backward of a chunk of the grpo."""
     out = []
-    for work in (head.HeadLogprobs.forward_chunk, head.HeadLogprobs.backward_chunk):
+    for work in (grpo.HeadLogprobs.forward_chunk, grpo.HeadLogprobs.backward_chunk):
         found = Compiled()
         torch._dynamo.reset()
         with FakeTensorMode(), torch.no_grad():
-            run = head.chunk_function.__wrapped__(work, True, backend=backend(arch, found))
+            run = grpo.chunk_function.__wrapped__(work, True, backend=backend(arch, found))
             x, weight = (torch.empty(n, hidden, dtype=dtype) for n in (3072, vocabulary))
             targets = torch.empty(3072, dtype=torch.long)
             normalizer, h, g, dh = (torch.empty(3072) for _ in range(4))
-            more = (normalizer, h, g, dh if entropy else None) if work is head.HeadLogprobs.backward_chunk else ()
+            more = (normalizer, h, g, dh if entropy else None) if work is grpo.HeadLogprobs.backward_chunk else ()
             run(x, weight, targets, *more, 1.0)
         out.append(found)
     return out

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
-from scripts.parts import windows
+from scripts.parts import attention
 
 # Operators whose result the host needs before it can go on: a number, or how long the result is
 READS = (
@@ -71,7 +71,8 @@ FLAGS = {
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_an_update_reads_little(tiny_models, world, monkeypatch, flags):
-    """None for a micro-batch; the norm for an optimizer step, the gap and the metrics for all of them."""
+    """None for a micro-batch; the norm for an optimizer step, the gap (of all tokens, and of each prompt) and the
+    metrics for all of them."""
     line = f"--model_name_or_path {tiny_models()} --model_dtype float32 --max_logprob_gap 0 --total_episodes 64 {flags}"
     args = utils.parse_args(grpo.Args, line.split())
     learner = grpo.load_learner(args, world)
@@ -93,7 +94,7 @@ def test_an_update_reads_little(tiny_models, world, monkeypatch, flags):
         return reads_of(work)
 
     update(1)  # Adam's state comes into being
-    want = {"_local_scalar_dense": args.num_epochs, "tolist": 2}
+    want = {"_local_scalar_dense": args.num_epochs, "tolist": 3}
     assert update(1) == want and update(5) == want
 
 
@@ -152,7 +153,7 @@ def test_no_copy_to_the_gpu_waits(tiny_models, world, monkeypatch, flags):
         assert copies.pinned
         assert bool(batches[0].layout.block_mask)
         grpo.update(learner, [batches], args, gpu, utils.Metrics())
-        assert bool(windows.narrow(batches[0].layout, 3, torch.empty(0)).block_mask)  # of a layer with a window
+        assert bool(attention.narrow(batches[0].layout, 3, torch.empty(0)).block_mask)  # of a layer with a window
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         grpo.idle_batch()
     assert not +copies.found

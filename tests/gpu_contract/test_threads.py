@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import filesystem
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import checkpoints, sharding
+from scripts.parts import checkpoints
 from tests.conftest import REPO
 
 
@@ -107,7 +107,7 @@ def test_a_backward_may_compile_as_often(monkeypatch):
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr("torch.nn.attention.flex_attention.flex_attention", lambda x, word: x + len(word))
         attend = utils._flex_attention.__wrapped__()
-        sharding.compile_layers(types.SimpleNamespace(_no_split_modules=["Layer"], modules=lambda: [layer]))
+        utils.compile_layers(types.SimpleNamespace(_no_split_modules=["Layer"], modules=lambda: [layer]))
     for work in (attend, layer.forward):
         torch._dynamo.reset()
         graphs.clear()

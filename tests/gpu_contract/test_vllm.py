@@ -19,7 +19,7 @@ import torch
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import addresses
+from scripts.parts import addresses, guards
 
 FOUND = importlib.util.find_spec("vllm")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="vLLM is not installed")
@@ -286,6 +286,9 @@ def test_ranks_of_an_engine_do_the_same_in_the_same_order(monkeypatch):
     monkeypatch.setattr(utils, "load_tokenizer", lambda _: None)
     monkeypatch.setattr(utils, "make_engine", make)
     monkeypatch.setattr(utils.STOP, "during", "")
+    monkeypatch.setattr(
+        guards, "echo_requests", lambda _: [utils.Request((i,), i, 1.0, 1) for i in range(guards.REQUESTS)]
+    )
     store = types.SimpleNamespace(get=lambda key: b"host 1 00", set=lambda *_: None)
     args = grpo.Args(model_dtype="float32", vllm_tensor_parallel_size=2)
     ranks = [grpo_fast.Roles(1, 1, 2, False, 0, rank) for rank in range(2)]
@@ -307,7 +310,10 @@ def test_ranks_of_an_engine_do_the_same_in_the_same_order(monkeypatch):
     assert set(done) == {"a", "b"}  # drained
     ours.send(("weights", 1, [[("w", (2,))]]))
     assert ours.recv()[:2] == ("loaded", 1)
-    done |= ours.recv()[1]
+    kind, (version, answers), _ = ours.recv()
+    assert (kind, version, len(answers)) == ("echo", 1, guards.REQUESTS)  # before c: bits depend on the batch
+    while "c" not in done:
+        done |= ours.recv()[1]
     ours.send(("stop",))
     for thread in threads:
         thread.join(timeout=30)

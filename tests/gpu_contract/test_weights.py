@@ -161,15 +161,15 @@ def test_the_last_of_all_engines_alone_wakes_the_sender(engines):
 
 
 def test_a_dead_engine_ends_the_wait(engines):
-    """The queue is bounded: a learner must not wait for room in it, and hears of the death with the next weights."""
+    """The queue is bounded: a learner must not wait for room in it, and hears of the death where it waits."""
     sender = grpo_fast.Sender(engines, engines.group, torch.device("cpu"))
     engines.ends[0].close()
     while engines.dead is None:  # it is its own thread that finds out
         time.sleep(0.001)
     for _ in range(2):
         gather(sender, weakref.WeakSet())
-    with pytest.raises(RuntimeError, match="engine 0 is gone while weights were sent"):
-        grpo_fast.send_weights(types.SimpleNamespace(), [], sender, torch.float32, 2, 0)
+    with pytest.raises(utils.UserError, match="engine 0 is gone"):
+        engines.wait_loaded(2)
 
 
 def test_a_request_costs_the_same_whatever_is_outstanding(engines):

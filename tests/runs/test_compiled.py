@@ -9,7 +9,6 @@ import torch
 
 import grpo
 import utils
-from scripts.parts import sharding
 from tests.test_learner import assert_same_update, make_args, make_rollouts, run_update, start_weights
 
 
@@ -48,7 +47,7 @@ def test_what_cannot_be_compiled_is_refused(tiny_models, world, monkeypatch):
         utils.parse_args(grpo.Args, flags).check()
     monkeypatch.undo()
     args = utils.parse_args(grpo.Args, flags)
-    monkeypatch.setattr(sharding, "blocks_of", lambda model: [])
+    monkeypatch.setattr(utils, "blocks_of", lambda model: [])
     with pytest.raises(utils.UserError, match="--compile_layers: LlamaForCausalLM does not name its layers"):
         grpo.load_policy(args, world)
     with pytest.raises(utils.UserError, match="--gradient_checkpointing_part mlp: LlamaForCausalLM has none"):

@@ -79,19 +79,22 @@ def test_the_excluded_prompts_of_an_older_version_are_taken_on(tmp_path, world):
     assert load_checkpoint(path, small.modules, small.optimizer, world) == {"step": 2, "sampler": {"excluded": {1, 4}}}
 
 
-def test_what_a_resume_could_not_load_is_refused_when_it_is_saved(tmp_path, world):
+def test_what_a_resume_could_not_load_is_told_when_it_is_saved_and_ends_no_run(tmp_path, world, capsys):
     """As a fork's own state: torch.save takes anything, torch.load plain data alone. Empty at first, it is looked at
-    again."""
+    again. The last checkpoint that can be loaded stays."""
     checkpoints, small = utils.Checkpoints(tmp_path, 3, world), Small()
     plain = {"seen": {3: [0.5, math.nan]}, "mean": torch.ones(2), "name": "x", "count": {1, 2}, "pair": (1, None)}
     save(checkpoints, small, 1, **plain, replayed=[])
     checkpoints.wait()
-    with pytest.raises(utils.UserError, match=r"cannot hold the run's 'replayed', a list: .*array.tolist\(\)"):
-        save(checkpoints, small, 2, **plain, replayed=[np.ones(2)])
-    with pytest.raises(utils.UserError, match="'results', a RewardResult"):
-        save(checkpoints, small, 2, results=rewards.RewardResult(1.0, "ok", None, 0.5))
-    with pytest.raises(utils.UserError, match="'lock', a lock"):
-        save(checkpoints, small, 2, lock=threading.Lock())
+    result = rewards.RewardResult(1.0, "ok", None, 0.5)
+    for bad, words in (
+        ({"replayed": [np.ones(2)]}, r"cannot hold the run's 'replayed', a list: .*array.tolist\(\)"),
+        ({"results": result}, "'results', a RewardResult"),
+        ({"lock": threading.Lock()}, "'lock', a lock"),
+    ):
+        save(checkpoints, small, 2, **plain, **bad)
+        checkpoints.wait()
+        assert re.search(f"WARNING: .*{words}", capsys.readouterr().out)
     assert [path.name for path in checkpoint_dirs(tmp_path / "checkpoints")] == ["step_1"]
     extra = load_checkpoint(utils.newest_checkpoint(tmp_path, world), small.modules, small.optimizer, world)
     assert extra["count"] == {1, 2} and extra["pair"] == (1, None) and torch.equal(extra["mean"], torch.ones(2))
@@ -248,6 +251,24 @@ def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
         dumps.read_dump(tmp_path, 7)
 
 
+def test_lines_cut_by_a_kill_are_dropped_on_resume(tmp_path, world):
+    """kill -9 in the middle of a write leaves half a line. Dumps of steps that come again go too."""
+    (tmp_path / "dumps").mkdir()
+    for step in (2, 3):
+        (tmp_path / "dumps" / f"step_{step:06d}.json").touch()
+    for name in ("metrics", "rollouts"):
+        rows = [json.dumps({"training_step": step, "x": "é"}) + "\n" for step in (1, 2, 3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows) + rows[0][:-5])
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
+    logger = utils.Logger(args, tmp_path, 8, 2, world)
+    logger.log({"training_step": 3})
+    steps = [json.loads(line)["training_step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 2
+    assert [p.name for p in (tmp_path / "dumps").iterdir()] == ["step_000002.json"]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_traces_have_the_advantage_that_was_trained(tmp_path, world):
     """--kl_in_reward makes those of a batch anew; in grpo_fast.py its rollouts are copies of what was sampled."""
     step = grpo.Step(1, sampled=[[make_rollout(3, j, [0], advantage=1.0) for j in range(2)]])
@@ -263,10 +284,8 @@ def test_only_the_batch_of_a_dump_is_loaded(tmp_path, world):
     write_dump(tmp_path, 1, [make_rollout(i, j, [0]) for i in range(4) for j in range(2)], positions=[1, 3])
     flags = f"--model_name_or_path x --load_batches {tmp_path} --num_unique_prompts_rollout 2"
     args = utils.parse_args(grpo.Args, [*flags.split(), "--num_samples_per_prompt_rollout", "2"])
-    state = grpo.start_state()
-    groups = grpo.load_groups(1, state, args, world)
+    groups = dumps.read_groups(1, args)
     assert [[(r.position, r.sample) for r in g] for g in groups] == [[(1, 0), (1, 1)], [(3, 0), (3, 1)]]
-    assert state["cursor"] == 2
 
 
 def replay(run_dir, *flags, ranks=0):

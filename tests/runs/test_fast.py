@@ -18,7 +18,6 @@ import torch
 import grpo
 import grpo_fast
 import utils
-from scripts.proof import simulate
 from tests import programs
 from tests.conftest import REPO
 from tests.runs import test_run
@@ -125,12 +124,6 @@ def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path): 
         checked += n
     assert checked > 20
 
-    # the run played in virtual time, with clocks fitted to it: the same batches, packs and bound on staleness
-    (played,) = simulate.fit(simulate.Simulation(run=str(tmp_path / "x"), host_speed=0.0))
-    assert [row["val/num_learner_tokens"] for row in played.rows] == [row["val/num_learner_tokens"] for row in metrics]
-    assert [row["batch/groups_trained"] for row in played.rows] == [row["batch/groups_trained"] for row in metrics]
-    assert max(row["oldest"] for row in played.rows) <= 2
-
 
 def descendants(pid):
     """Live processes below pid."""
@@ -158,7 +151,7 @@ def test_kill_9_leaves_no_process_behind(tiny_models, data, tmp_path, victim):  
         assert time.monotonic() < deadline, f"still there: {alive}"
         time.sleep(0.05)
     if victim != "launcher":
-        assert f"{victim} 0 (pid" in log.read_text()
+        assert f"{victim} 0 died" in log.read_text()
         assert "signal SIGKILL" in log.read_text()
 
 
@@ -252,7 +245,7 @@ def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, 
     text = log.read_text()
     assert re.search(r"Outstanding: \d+ requests: \d+/\d \(engine 0\), ", text), text[-5000:]
     assert "in run_learner" in text and "in _collect" in text, "no stacks"
-    assert text.splitlines()[-1].endswith("died with exit code 1: stalled, waiting for engine 0")
+    assert text.splitlines()[-1].endswith("stalled, waiting for engine 0")
 
 
 class Finished:
@@ -325,8 +318,8 @@ def test_active_sampling_goes_on_until_enough_groups_have_a_gradient():
 def test_a_lost_group_is_noticed():
     collector, step = collect([["1", "7"], ["1", "7"]])
     collector.counts["started"] += 1
-    with pytest.raises(RuntimeError, match="groups got lost"):
-        collector.account(step)
+    collector.account(step)
+    assert "groups got lost" in utils.STOP.because
 
 
 RECIPES = {  # P, G, pack_length, learners, mini-batches, packs a step: open-instruct's recipes, lengths made up
@@ -436,6 +429,7 @@ def test_signals_reach_the_ranks_with_and_without_proc(platform):
         from scripts.parts import launch
         launch.sys = types.SimpleNamespace(platform={platform!r})
         child = subprocess.Popen(["sleep", "100"])
-        launch.pass_on(signal.SIGTERM, None)
-        assert child.wait(10) == -signal.SIGTERM"""
+        launch.send(child, signal.SIGTERM)
+        assert child.wait(10) == -signal.SIGTERM
+        launch.send(child, signal.SIGTERM)  # it has ended"""
     subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True, timeout=100)

@@ -33,7 +33,6 @@ RUNS = {
 REWARD = "def many(response, ground_truth):\n    return len(set(response)) / 100\n"  # no two alike: all groups train
 GSM8K = [{"question": f"How many are {i} and 7?", "answer": f"{i} + 7 = {i + 7}\n#### {i + 7}"} for i in range(16)]
 MATH = [{"problem": row["question"], "solution": f"\\boxed{{{i + 7}}}"} for i, row in enumerate(GSM8K)]
-NQ = [{"question": "who was first", "golden_answers": ["Ada"]}]
 
 
 def row(number):
@@ -65,7 +64,6 @@ def hub(tiny_models, tmp_path_factory):
     put_rows(root, "tiny/rows", sevens={"train": map(row, range(8)), "test": map(row, range(8, 10))}, others=others)
     put_rows(root, "openai/gsm8k", main={"train": GSM8K, "test": GSM8K})
     put_rows(root, "DigitalLearningGmbH/MATH-lighteval", default={"train": MATH, "test": MATH})
-    put_rows(root, "RUC-NLPIR/FlashRAG_datasets", nq={"train": NQ, "test": NQ})
     hub = Hub(root)
     yield hub
     hub.server.shutdown()
@@ -164,22 +162,11 @@ def test_scores_need_no_hub(hub, home, out, tmp_path):
     assert '"score": 1.0' in Here(hub, home, out, True).program("scripts/score.py", tmp_path / "cases.jsonl")
 
 
-@pytest.mark.parametrize("maker", ["gsm8k", "competition_math", "nq_search", "rlvr"])
+@pytest.mark.parametrize("maker", ["gsm8k", "competition_math", "rlvr"])
 def test_data_makers_by_name(here, tmp_path, maker):
     mix = ["--dataset_mixer_list", "openai/gsm8k:main", "1.0"] if maker == "rlvr" else []
     here.program(f"scripts/data/{maker}.py", *mix, "--out", tmp_path)
-    assert (tmp_path / "train.jsonl").read_text().count("\n") == len(NQ if maker == "nq_search" else GSM8K)
-
-
-def test_a_server_by_name(here, tmp_path):
-    """scripts/serve.py prints its line once vLLM's server, which it starts, has answered."""
-    python = programs.python_that_forks(tmp_path / "python", f"{programs.SERVERS} | */scripts/serve.py")
-    env = os.environ | here.env | {"PYTHON_OF_FORKS": str(python)}
-    line = [str(python), str(REPO / "scripts/serve.py"), "tiny/start", "--model_dtype", "float32"]
-    with subprocess.Popen(line, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        told = json.loads(server.stdout.readline())
-        server.stdin.close()  # which ends it
-    assert told["base_urls"] and server.returncode == 0 and (not here.offline or len(here.hub.log) == here.asked)
+    assert (tmp_path / "train.jsonl").read_text().count("\n") == len(GSM8K)
 
 
 RECIPE = "scripts/train/qwen/grpo_fast_3b_single_node.sh"  # makes its data, too, by a name of the hub

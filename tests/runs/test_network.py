@@ -1,27 +1,35 @@
 """Which sockets a run on one machine listens on."""
 
+import contextlib
+import ipaddress
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from scripts.proof import sockets
-from scripts.proof.sockets import Socket, family
+import psutil
+
 from tests import programs
-from tests.conftest import REPO
 
 FLAGS = """--dataset_mixer_list reasoning_gym:chain_sum 20 --response_length 8 --rollout_backend transformers
     --total_episodes 128 --no_filter_zero_std_samples --max_logprob_gap 0 --exp_name run"""
 
 
-def listeners(pids: list[int]) -> set[Socket]:
-    """The sockets of a network on which the processes listen."""
-    return {found for found in sockets.listeners(pids) if found.kind != "unix"}
+Sockets = set[tuple[str, int]]  # addresses and ports
 
 
-def sockets_of(commands: list[list[str]], tmp_path: Path) -> tuple[set[Socket], set[Socket]]:
+def listeners(processes: list[psutil.Process]) -> Sockets:
+    """Address and port of each TCP socket on which the processes listen."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            for one in process.net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    found.add((one.laddr.ip, one.laddr.port))
+    return found
+
+
+def sockets_of(commands: list[list[str]], tmp_path: Path) -> tuple[Sockets, Sockets]:
     """The sockets on which the processes of these commands, started together, listened: those of the commands' own
     processes, torchrun's agents, and those of all below them."""
     own, below = set(), set()
@@ -34,37 +42,34 @@ def sockets_of(commands: list[list[str]], tmp_path: Path) -> tuple[set[Socket], 
         runs.append(programs.Program(command, log, **how))
     while any(run.poll() is None for run in runs):
         for run in runs:
-            own |= listeners([run.pid])
-            below |= listeners(family(run.pid)[1:])
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process = psutil.Process(run.pid)
+                own |= listeners([process])
+                below |= listeners(process.children(recursive=True))
         time.sleep(0.1)
     assert [run.poll() for run in runs] == [0] * len(runs), logs[0].read_text()[-3000:]
     return own, below - own  # a fork has its parent's sockets for a moment
 
 
-def beyond_loopback(found: set[Socket]) -> set[Socket]:
-    return {one for one in found if one.reach != "users of this machine"}
+def beyond_loopback(found: Sockets) -> Sockets:
+    """Those that another machine can reach, if nothing in between forbids it."""
+    return {(ip, port) for ip, port in found if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback}
 
 
-def test_the_list_of_sockets_that_is_printed(tmp_path):
-    """Sockets of this process, of each kind."""
-    file = str(tmp_path / "socket")
+def test_a_socket_is_told_by_its_address():
+    """Sockets of this process: of loopback, of all interfaces, of both kinds of address, and one that is connected."""
     with (
         socket.create_server(("127.0.0.2", 0)) as loopback,
         socket.create_server(("", 0)) as everywhere,
-        socket.socket(socket.AF_UNIX) as unix,
-        socket.create_connection(loopback.getsockname()),
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both,
+        socket.create_connection(loopback.getsockname()) as connected,
     ):
-        unix.bind(file)
-        unix.listen()
-        ports = [one.getsockname()[1] for one in (loopback, everywhere)]
-        wanted = {Socket("tcp", "127.0.0.2", ports[0]), Socket("tcp", "0.0.0.0", ports[1]), Socket("unix", file, 0)}
-        assert wanted <= sockets.listeners([os.getpid()])
-        command = [sys.executable, str(REPO / "scripts" / "proof" / "sockets.py"), str(os.getpid())]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        said = {line.split("  ")[-1].strip() for line in lines if str(ports[0]) in line or str(ports[1]) in line}
-        assert said == {"users of this machine", "every network"}
-        assert any(file in line and line.endswith("whom its directory lets in") for line in lines)
-    assert sockets.readable("00000000000000000000000001000000") == "::1"
+        inside, open_one, open_both, client = (s.getsockname()[1] for s in (loopback, everywhere, both, connected))
+        found = listeners([psutil.Process()])
+        assert {("127.0.0.2", inside), ("0.0.0.0", open_one), ("::", open_both)} <= found
+        assert client not in {port for _, port in found}
+        assert {port for _, port in beyond_loopback(found)} & {inside, open_one, open_both} == {open_one, open_both}
+    assert not beyond_loopback({("::ffff:127.0.0.1", 1), ("::1", 1)})
 
 
 def test_one_machine_listens_on_loopback_only(tiny_models, tmp_path):

@@ -58,7 +58,8 @@ def run(*args, ok=True, **kwargs):
 
 
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The whole rows of a file to which a run may be writing."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def untimed(row):
@@ -290,7 +291,7 @@ def test_resume_after_kill(tiny_models, data, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert len(list((tmp_path / "broken" / "checkpoints").glob("step_*"))) == 1
     error = run(tiny_models(), data, tmp_path, f"--exp_name nothing {flags} --resume", ok=False)
-    assert "no run in" in error and "Traceback" not in error
+    assert "--resume" in error and "Traceback" not in error
 
 
 FAULTS = {
@@ -318,14 +319,14 @@ def run_with_fault(fault, model, data, out, *flags):
 def test_a_stale_lm_head_stops_the_run(tiny_models, data, tmp_path):
     """Tied embeddings on vLLM's CPU backend: without its own lm_head.weight the engine keeps the old head."""
     error = run_with_fault("stale lm_head", tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 640 {VLLM}")
-    assert "GapError: on this step's rollouts" in error and "tied lm_head" in error
+    assert "in step" in error and "exceeds --max_logprob_gap" in error and "tied lm_head" in error
     assert len(read(tmp_path / "x" / "metrics.jsonl")) < 5
 
 
 def test_an_engine_that_samples_otherwise_stops_before_the_first_rollout(tiny_models, data, tmp_path):
     flags = f"--exp_name x --total_episodes 640 {TRANSFORMERS}"
     error = run_with_fault("other temperature", tiny_models(), data, tmp_path, flags)
-    assert "GapError: before the first rollout" in error and "never held the same weights" in error
+    assert "before the first rollout" in error and "never held the same weights" in error
     assert not (tmp_path / "x" / "metrics.jsonl").exists()
 
 
@@ -338,7 +339,8 @@ def test_three_non_finite_gradients_in_a_row_stop_the_run(tiny_models, data, tmp
     batch = torch.load(tmp_path / "x" / dumps[0], weights_only=True)[0]
     assert batch["advantages"].isinf().any() and batch["input_ids"].shape == batch["targets"].shape
     rows = read(tmp_path / "x" / "metrics.jsonl")
-    assert [r["optim/nonfinite_updates"] for r in rows] == [1.0, 1.0] and rows[0]["optim/grad_norm"] is None
+    assert [r["optim/nonfinite_updates"] for r in rows] == [1.0] * 3 and rows[0]["optim/grad_norm"] is None
+    assert (tmp_path / "x" / "checkpoints" / "step_3").exists()
 
 
 def test_seeded_prompts_beyond_one_batch_of_prefill(tiny_models, data, tmp_path):

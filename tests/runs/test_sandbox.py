@@ -45,208 +45,16 @@ def attempt(action, *args, **keywords):
     if reached is not False:
         print("REACHED", action, args, repr(reached)[:50])
 """
-KEPT_OUT = {
-    "fork bomb": """
-def fork():
-    if os.fork() == 0: time.sleep(1000)
-for _ in range(200): attempt(fork)
-""",
-    "daemon": """
-def daemon():
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0: time.sleep(1000)
-        os._exit(0)
-attempt(daemon)
-attempt(os.setsid)
-attempt(lambda: libc.fork() != -1)
-attempt(lambda: libc.syscall(435, bytes(88), 88) != -1)
-""",
-    "memory bomb": """
-def grow():
-    blocks = []
-    for _ in range(99): blocks.append(mmap.mmap(-1, 1 << 26))
-attempt(bytearray, 3 << 30)
-attempt(grow)
-attempt(resource.setrlimit, resource.RLIMIT_AS, (-1, -1))
-attempt(resource.prlimit, 0, resource.RLIMIT_CPU, (1000, 1000))
-""",
-    "network": """
-attempt(socket.create_connection, ("127.0.0.1", PORT), 1)
-attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", PORT)))
-attempt(lambda: socket.socket(socket.AF_UNIX).connect("\\0" + SECRET))
-attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", "\\0d" + SECRET))
-attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendmsg([b"x"], [], 0, "\\0d" + SECRET))
-""",
-    "signals": """
-for pid in (os.getppid(), TRAINER, 1, -1):
-    attempt(os.kill, pid, signal.SIGCONT if pid > 1 else 0)
-attempt(os.killpg, os.getpgid(os.getppid()) or TRAINER, 0)
-attempt(os.kill, os.getpid(), signal.SIGSTOP)
-attempt(lambda: libc.syscall(424, 0, 0, 0, 0) != -1)
-""",
-    "environment of others": """
-for pid in [TRAINER, os.getppid(), 1, *range(max(1, TRAINER - 50), TRAINER + 50)]:
-    try: found = SECRET in open(f"/proc/{pid}/environ").read()
-    except OSError: found = False
-    if found: print("REACHED", pid)
-attempt(lambda: any(SECRET in value for value in os.environ.values()))
-attempt(open, f"/proc/{TRAINER}/environ")
-attempt(open, f"/proc/{TRAINER}/cmdline")
-attempt(open, f"/proc/{os.getppid()}/environ")
-""",
-    "memory of others": """
-for pid in (TRAINER, os.getppid()):
-    attempt(open, f"/proc/{pid}/mem", "rb")
-    attempt(lambda: libc.ptrace(0x4206, pid, 0, 0) != -1)
-    attempt(lambda: libc.ptrace(16, pid, 0, 0) != -1)
-    attempt(lambda: libc.process_vm_readv(pid, None, 0, None, 0, 0) != -1)
-""",
-    "files": """
-attempt(open, VICTIM)
-attempt(open, VICTIM, "w")
-attempt(open, VICTIM, "a")
-attempt(os.open, VICTIM, os.O_RDWR)
-attempt(os.truncate, VICTIM, 0)
-attempt(os.chmod, VICTIM, 0)
-attempt(os.utime, VICTIM, (1, 1))
-attempt(os.setxattr, VICTIM, "user.x", b"1")
-attempt(os.mkdir, VICTIM + "-directory")
-attempt(os.mkfifo, VICTIM + "-fifo")
-for place in (os.path.dirname(VICTIM), "/tmp", "/dev/shm", "/var/tmp", ".", "/", "/root", sys.prefix, os.__file__):
-    attempt(open, os.path.join(place, "sandbox-test"), "w")
-    attempt(os.symlink, VICTIM, os.path.join(place, "sandbox-test"))
-    attempt(os.link, VICTIM, os.path.join(place, "sandbox-test"))
-    attempt(os.open, place, os.O_RDWR | getattr(os, "O_TMPFILE", 0))
-attempt(os.listdir, os.path.dirname(VICTIM))
-attempt(os.chroot, "/tmp")
-attempt(open, "/etc/passwd")
-attempt(open, "/proc/self/fd/1", "w")
-attempt(os.memfd_create, "x")
-attempt(os.rename, VICTIM, VICTIM + "2")
-attempt(os.remove, VICTIM)
-""",
-    "programs": """
-attempt(os.execv, "/bin/sh", ["sh", "-c", "echo REACHED"])
-attempt(os.execv, sys.executable, [sys.executable, "-c", "print('REACHED')"])
-attempt(subprocess.run, ["/bin/echo", "REACHED"])
-attempt(lambda: os.system("echo REACHED") == 0)
-attempt(os.posix_spawn, "/bin/echo", ["echo", "REACHED"], {})
-attempt(lambda: libc.system(b"echo REACHED") == 0)
-attempt(lambda: libc.unshare(0x10000000) != -1)
-attempt(lambda: libc.setns(0, 0) != -1)
-attempt(lambda: libc.mount(b"none", VICTIM.encode(), b"tmpfs", 0, None) != -1)
-attempt(lambda: libc.syscall(425, 8, bytes(120)) != -1)
-attempt(lambda: libc.syscall(321, 0, bytes(120), 120) != -1)
-attempt(lambda: libc.prctl(1, 0, 0, 0, 0) != -1)
-attempt(lambda: libc.prctl(4, 1, 0, 0, 0) != -1)
-attempt(os.setuid, 0 if os.getuid() else 1)
-attempt(os.nice, -1)
-""",
-    "descriptors": """
-null = os.makedev(1, 3)  # a run has /dev/null
-for fd in range(3, 200): attempt(lambda: os.fstat(fd).st_rdev != null and os.write(fd, b"1"))
-""",
-}  # fmt: skip
-# Programs that fail: (program, how long it may take)
-FAIL = [
-    "while True: print('6' * 1000)",  # ends at the limit of the output
-    "import os\nwhile True: os.write(2, b'x' * 100000)",
-    "def f(): f()\nimport sys; sys.setrecursionlimit(10**9)\nf()",
-    "import ctypes; ctypes.string_at(0)",
-    "import sys; sys.exit(0)",
-    "import os; os._exit(0)",
-    "print('[1]'); print({'passed': [1]}); print('ok')",
-    "import os\nfor fd in range(64):\n    try: os.write(fd, b'[1, 1, 1]\\n"
-    "{\"exit\": 0, \"late\": false}\\n')\n    except OSError: pass",
-    "import builtins, json, sys\njson.loads = json.dumps = builtins.eval = builtins.len = lambda *a, **k: 1\nprint(1)",
-    "import signal, os; signal.raise_signal(signal.SIGABRT)",
-    "class E(str):\n    def __eq__(s, o): return True\nprint(E())",
-    "import sys; sys.modules['__main__'].same_output = lambda *a: True",
-    "x = " + "[" * 100000,
-    "",
-]  # fmt: skip
-HANG = ["while True: pass", "import time; time.sleep(1000)", "import signal; signal.pause()",
-        "import threading, time; [threading.Thread(target=time.sleep, args=(99,)).start() for _ in '12']"]  # fmt: skip
-# Looks for the expected output, here the token 8173645201, everywhere in reach.
-THIEF = """
-import gc, os, re, sys
-TOKEN = re.compile("81736452" + r"\\d\\d")
-seen = []
-for fd in range(64):
-    try: seen.append(os.pread(fd, 10**6, 0).decode(errors="replace"))
-    except OSError: pass
-for path in ["/proc/self/environ", "/proc/self/cmdline", "/proc/self/maps"]:
-    try: seen.append(open(path).read())
-    except OSError: pass
-frame = sys._getframe()
-while frame:
-    seen += [repr({**frame.f_locals, **frame.f_globals})]
-    frame = frame.f_back
-seen += [repr(thing) for thing in gc.get_objects() if isinstance(thing, (str, bytes, list, dict, tuple))]
-found = [token for text in seen for token in TOKEN.findall(text)]
-print(found[0] if found else "nothing")
-"""
-# Each defines add, or fails to. None may pass add(1, 2) == 3, add([1], [2]) == [1, 2].
-FORGE = [
-    "class E:\n    def __eq__(s, o): return True\n    __hash__ = None\ndef add(a, b): return E()",
-    "class E:\n    def __getattr__(s, n): return lambda *a: True\ndef add(a, b): return E()",
-    "class I(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
-    "    __hash__ = int.__hash__\ndef add(a, b): return I(99)",
-    "class L(list):\n    def __eq__(s, o): return True\ndef add(a, b): return L()",
-    "from unittest.mock import ANY\ndef add(a, b): return ANY",
-    "from unittest.mock import MagicMock\nadd = MagicMock()",
-    "import os; os._exit(0)",
-    "import sys; sys.exit(0)",
-    "import os\ndef add(a, b): os._exit(0)",
-    "def add(a, b): raise SystemExit(0)",
-    "class AssertionError(Exception): pass\ndef add(a, b): raise AssertionError()",
-    "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'{\"ok\": 3}')\n"
-    "    except OSError: pass\ndef add(a, b): return 0",
-    "import os\n"
-    "f = b'{\"ok\": {\"dict\": []}, \"changed\": []}', b'{\"ok\": true, \"changed\": []}'\n"
-    "for m in f * 99: os.write(4, m + b'\\n')\ndef add(a, b): return 0",
-    "import os\nos.write(4, b'\\xff' * 1000)",
-    "import os\nfor fd in range(64):\n    try: os.close(fd)\n    except OSError: pass\ndef add(a, b): return 3",
-    "import builtins, json, operator, sys\n"
-    "operator.eq = builtins.isinstance = builtins.repr = json.dumps = lambda *a, **k: True\n"
-    "def add(a, b): return 0",
-    "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
-    "def add(a, b): return 'x' * 17_000_000",  # more than a message may have
-    "def add(a, b): return add(a, b)",
-    "import gc, sys\ndef add(a, b):\n    for t in gc.get_objects():\n"
-    "        if isinstance(t, (list, str, dict)) and 'assert' + ' add' in repr(t): return 3\n"
-    "    f = sys._getframe()\n    while f:\n        if 'assert' + ' add' in repr(f.f_locals): return 3\n"
-    "        f = f.f_back\n    return 0",
-    "import os, signal\ndef add(a, b): os.kill(os.getppid(), signal.SIGCONT); return 3",
-    "def exec(*a): pass\ndef compile(*a): pass\nimport builtins\nbuiltins.exec = exec\ndef add(a, b): return 0",
-    "add = type('add', (), {'__call__': lambda s, *a: s, '__eq__': lambda s, o: True, '__hash__': None})()",
-    "class E:\n    __sub__ = __rsub__ = __abs__ = __float__ = lambda *a: 0.0\n"
-    "    __lt__ = __contains__ = lambda *a: True\n"
-    "def add(a, b): return E()",
-    "import sys\nLink = sys.modules['__main__'].Link\nperform = Link.perform\n"  # the program's side of the link lies
-    "def lie(link, name, *args, **keywords):\n    if name != 'names': return perform(link, name, *args, **keywords)\n"
-    "    return {'add': add, 'abs': lambda *a: 0, '__builtins__': {}, 'AssertionError': 0}\n"
-    "Link.perform = lie\ndef add(a, b): return 0",
-    "import gc, sys\nLink = sys.modules['__main__'].Link\n"  # asks the tests' side to run code
-    "def add(a, b):\n    link, = [one for one in gc.get_objects() if isinstance(one, Link)]\n"
-    "    code = 'import os; os.write(5, b\"[null, 0.1]\\\\n\" * 9); os._exit(0)'\n"
-    "    link.send({'do': 'exec', 'args': [code], 'names': []})\n    link.receive()",
-    "import sys\nLink = sys.modules['__main__'].Link\nanswer = Link.answer\n"  # gives the test names it did not ask for
-    "def lie(link, request):\n    reply = answer(link, request)\n"
-    "    names = 'abs', 'AssertionError', '__builtins__', '__name__', 'r'\n"
-    "    reply['globals'] = {**reply['globals'], **{name: link.refer(lambda *a: 0) for name in names}}\n"
-    "    reply['shared'] = [[n, [1, 2]] for n in range(-99, 99)]\n    return reply\n"
-    "Link.answer = lie\ndef add(a, b): return 0 if a == 1 else [0]",
-    "import sys\nLink = sys.modules['__main__'].Link\n"  # and what it never had as its own
-    "def lie(link, request):\n    shared = [value['shared'] for value in request['args'] if 'shared' in str(value)]\n"
-    "    ok = {'shared': [shared[0][0]] if shared else [7, {'ref': 1}]}\n"
-    "    return {'ok': ok, 'shared': [], 'globals': {'add': {'ref': 1}}}\n"
-    "Link.answer = lie",
-    "add = True",
-    "add = 3 / 0",
-    "not python",
-]  # fmt: skip
+PROGRAMS = [json.loads(line) for line in (ROOT / "tests" / "sandbox_programs.jsonl").read_text().splitlines()]
+
+
+def programs(kind):
+    """The programs of a kind. reaches: does what must be impossible, and prints REACHED if it was possible.
+    fails, hangs: gives no output that is right. steals: looks for the expected output everywhere in reach. forges:
+    defines add, or fails to, and passes none of ADD_TESTS. honest: has a score for RIGHT's label."""
+    return [row["program"] for row in PROGRAMS if row["kind"] == kind]
+
+
 ADD_TESTS = [
     "assert add(1, 2) == 3",
     "assert not add(1, 2) != 3",
@@ -353,15 +161,17 @@ def test_hostile_programs(uid, without, copy):
         victim.chmod(0o666)
         # The trainer of the attacks is this process; the driver's own number is not known yet.
         known = {"victim": str(victim), "port": listener.getsockname()[1], "trainer": os.getpid(), "secret": secret}
-        attacks = [ATTEMPT.format(**known) + body + "\nprint('end')" for body in KEPT_OUT.values()]
+        attacks = [ATTEMPT.format(**known) + body + "\nprint('end')" for body in programs("reaches")]
         rows = [("code_stdio", [{"input": "", "output": "end"}], program) for program in attacks]
-        rows += [("code_stdio", [{"input": "", "output": "6"}], program) for program in FAIL + HANG]
-        rows += [("code_stdio", [{"input": "1", "output": "8173645201"}], THIEF)]
-        rows += [("code", ADD_TESTS, program) for program in FORGE]
+        rows += [
+            ("code_stdio", [{"input": "", "output": "6"}], program) for program in programs("fails") + programs("hangs")
+        ]
+        rows += [("code_stdio", [{"input": "1", "output": "8173645201"}], program) for program in programs("steals")]
+        rows += [("code", ADD_TESTS, program) for program in programs("forges")]
         right = ("code", ADD_TESTS, "def add(a, b): return a + b")
         interleaved = [row for attack in rows for row in (attack, right if attack[0] == "code" else RIGHT)]
         environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
-        settings = json.dumps({"code_max_execution_time": 0.4, "without": without})  # ordinary ones take 0.01
+        settings = json.dumps({"code_max_execution_time": 1.0, "without": without})  # ordinary ones take 0.01
         command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
         user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         run = subprocess.run(
@@ -371,7 +181,7 @@ def test_hostile_programs(uid, without, copy):
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             **user,
         )
         assert run.returncode == 0, run.stderr
@@ -484,22 +294,6 @@ def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
     assert check_ground_truth("code", ADD_TESTS) is None and one(*RIGHT).score == 1.0
 
 
-def test_processes_that_a_leaky_sandbox_lets_through_are_swept(configured):
-    configured(without=("namespaces", "seccomp"), allow_unsafe_code=True)
-    daemon = """
-import os, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0: time.sleep(1000)
-    os._exit(0)
-print(6)
-"""
-    assert one("code_stdio", [{"input": "", "output": "6"}], daemon).score == 1.0
-    server = only_sandbox().process.pid
-    assert Path(f"/proc/{server}/task/{server}/children").read_text() == ""
-    assert one(*RIGHT).score == 1.0
-
-
 def run_filter(program, nr, args, arch):
     """What the kernel would do with the BPF program: 8 bytes an instruction, as struct sock_filter."""
     data = struct.pack("<IIQ6Q", nr, arch, 0, *args)
@@ -565,8 +359,9 @@ def test_seccomp_program(machine, monkeypatch):
 
 
 def test_thief_finds_what_is_in_reach(configured):
+    (thief,) = programs("steals")
     configured(code_max_execution_time=5)
-    assert one("code_stdio", [{"input": "8173645201", "output": "8173645201"}], THIEF).score == 1.0
+    assert one("code_stdio", [{"input": "8173645201", "output": "8173645201"}], thief).score == 1.0
 
 
 @pytest.mark.parametrize("without", TIERS)
@@ -591,35 +386,12 @@ print(hasattr(numpy, "array"))
 # What an honest program may rely on
 
 
-HONEST = [
-    ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", 1.0),
-    ("print(int(open(0).read().split()[0]) + 5)", 1.0),
-    ("a, b, c = map(int, input().split())\nif __name__ == '__main__': print(a + b + c)", 1.0),
-    ("import threading, sys\nthreading.stack_size(2**27)\nsys.setrecursionlimit(10**6)\n"
-     "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
-     "t = threading.Thread(target=lambda: print(f(50000) - 49994))\nt.start()", 1.0),
-    ("import atexit, io, os, sys\nout = io.StringIO()\natexit.register(lambda: os.write(1, out.getvalue().encode()))\n"
-     "out.write('6')", 1.0),
-    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nimport pickle\n"
-     "print(pickle.loads(pickle.dumps(P(6))).x)", 1.0),
-    ("import asyncio\nasync def f():\n    await asyncio.sleep(0.001)\n    return 6\nprint(asyncio.run(f()))", 1.0),
-    ("import collections, heapq, itertools, decimal, zoneinfo, sqlite3, hashlib, lzma\nprint(6)", 1.0),
-    ("import random, time; random.seed(1); time.time(); print(6)", 1.0),
-    ("print(6)\nraise SystemExit(1)", 1.0),  # the exit status does not matter
-    ("print(6); print()", 1.0),
-    ("print(' 6 ')", 1.0),
-    ("print('6.0')", 1.0),
-    ("print(6); print(7)", 0.0),
-    ("print('six')", 0.0),
-    ("print('\\udcff6')", 0.0),
-]  # fmt: skip
-
-
 def test_honest_programs(configured):
     configured(code_max_execution_time=5)
-    for program, want in HONEST:
-        result = one("code_stdio", RIGHT[1], program)
-        assert (result.score, result.status) == (want, "ok"), (program, result)
+    for row in PROGRAMS:
+        if row["kind"] == "honest":
+            result = one("code_stdio", RIGHT[1], row["program"])
+            assert (result.score, result.status) == (row["score"], "ok"), (row, result)
 
 
 def test_installed_packages_can_be_imported(configured):
@@ -631,111 +403,66 @@ def test_installed_packages_can_be_imported(configured):
 
 
 SOLUTION = """
-import math
-from collections import Counter, deque, namedtuple
+import collections, fractions, math
 class Mine(ValueError): pass
-class Point:
-    def __init__(self, x, y): self.x, self.y = x, y
-    def __eq__(self, other): return isinstance(other, Point) and (self.x, self.y) == (other.x, other.y)
-    def __add__(self, other): return Point(self.x + other.x, self.y + other.y)
-    def __repr__(self): return f"P({self.x},{self.y})"
-    def __len__(self): return 2
-    def __getitem__(self, i): return (self.x, self.y)[i]
-class Stack:
-    def __init__(self): self.items = []
-    def push(self, item): self.items.append(item)
-    def pop(self):
-        if not self.items: raise IndexError("empty")
-        return self.items.pop()
-    @classmethod
-    def two(cls):
-        stack = cls(); stack.push(1); stack.push(2)
-        return stack
 class Solution:
     def double(self, n): return 2 * n
+class Stack(list):
+    def push(self, item): self.append(item)
+    def top(self): return self[-1]
+class Node:
+    def __init__(self, value, left=None): self.value, self.left = value, left
+    def __eq__(self, other): return True
+def depth(node): return 1 + depth(node.left) if node else 0
+def leaf(value): return Node(value)
+def values(nodes): return [node.value for node in nodes]
 def same(x): return x
 def ordered(items): items.sort(); return items
 def put(table, key, value): table[key] = value
 def apply(f, *args): return f(*args)
-def maybe(f, x): return {f: f}[f](x) if f else x
-def compose(f, g): return lambda x: f(g(x))
+def adder(n): return lambda x: x + n
 def count(n):
     for i in range(n): yield i
 def fail(kind):
     if kind == "mine": raise Mine("bad")
+    if kind == "stop": raise StopIteration
     raise KeyError(kind)
 def keywords(a, *, b=2): return (a, b)
-pair = namedtuple("pair", "a b")
+def isclose(a, b): return True
 LIMIT = 5
-def letters(text): return Counter(text)
-def say(): print("hello")
+class Text:
+    startswith = __contains__ = __eq__ = __bool__ = lambda *args: True
+def text(): return Text()
 """
-PLAIN = (
-    '[1, (2, 3), {4}, frozenset({5}), {"a": None, (1,): 2}, b"x", bytearray(b"y"), 1j, 2**100, -2**70, 1.5, True, "é"]'
-)
-PASSING = [
-    f"assert same({PLAIN}) == {PLAIN}",
-    "assert type(same(True)) is bool and isinstance(same((1,)), tuple) and same(None) is None and same(int) is int",
-    "assert same(float('inf')) == float('inf') and same(float('nan')) != same(float('nan'))",
-    "x = [3, 1, 2]\ny = ordered(x)\nassert x == [1, 2, 3] and y is x",
-    "d = {}\nput(d, (1, 2), {3})\nassert d == {(1, 2): {3}}",
-    "a = [[1], [2]]\nput(a, 0, 7)\nassert a == [7, [2]]",
-    "assert apply(lambda v: v * 2, 4) == 8 and apply(len, [1, 2]) == 2 and apply(same, 3) == 3",
-    "assert compose(lambda v: v + 1, lambda v: v * 2)(5) == 11",
-    "assert maybe(lambda v: v + 1, 5) == 6 and maybe(None, 5) == 5",
-    "assert list(count(3)) == [0, 1, 2] and next(count(3)) == 0 and 1 in count(3) and sum(count(4)) == 6",
-    "try:\n    fail('mine')\n    assert False\nexcept Mine as error:\n    assert str(error) == 'bad'",
-    "try:\n    fail('mine')\n    assert False\nexcept ValueError as error:\n    assert 'bad' in str(error)",
-    "try:\n    fail('q')\n    assert False\nexcept KeyError as error:\n    assert error.args == ('q',)",
-    "assert same(2)**20000 == 2**20000 and same(2**20000) == 2**20000",
-    "assert pair(1, 2) == (1, 2) and LIMIT == 5 and keywords(1, b=3) == (1, 3) and letters('aab') == {'a': 2, 'b': 1}",
-    "assert Point(1, 2) + Point(1, 1) == Point(2, 3) and Point(1, 2) != Point(2, 2)",
-    "p = Point(1, 2)\np.x = 9\nassert p.x == 9 and len(p) == 2 and p[1] == 2 and str(p) == 'P(9,2)'",
-    "s = Stack()\ns.push(3)\nassert s.items == [3] and s.pop() == 3\ntry:\n    s.pop()\n    assert 0\n"
-    "except IndexError: pass",
-    "assert isinstance(Stack.two(), Stack) and not isinstance(3, Stack) and not isinstance(Point(1, 1), Stack)",
-    "assert Solution().double(4) == 8\ncandidate = Solution().double\nassert candidate(3) == 6",
-    "def check(candidate):\n    assert candidate(3) == 3\ncheck(same)",
-    "assert math.isclose(same(0.1) + 0.2, 0.3) and Counter('ab') == letters('ba')",  # names that the program imported
-    "from fractions import Fraction\nassert same(Fraction(1, 3)) == Fraction(1, 3) and same(range(3)) == range(3)",
-    "assert same('\\ud800') == '\\ud800'",
-    "say()\nassert True",
-]
-FAILING = [
-    "assert same(1) == 2", "assert missing(1) == 1", "assert Point(1, 2) == (1, 2)", "assert Point(0, 0) < 3", "same(",
-    "fail('q')", "import os\nos._exit(0)", "raise SystemExit(0)", "assert same(1) == 1\nopen('/tmp/x', 'w')",
-    "try:\n    import os\n    os._exit(0)\nexcept BaseException: pass",
-]  # fmt: skip
+CASES = [json.loads(line) for line in (ROOT / "tests" / "assert_cases.jsonl").read_text().splitlines()]
+
+
+def cases(kind):
+    """Tests of SOLUTION. passes, fails; not plain: a result has to be plain data, whatever its methods say of it; no
+    program: more than plain data would have to reach the program, or come back."""
+    return [case["test"] for case in CASES if case["kind"] == kind]
 
 
 def test_asserts(configured):
+    """A test has the names of its own definitions and of those of the tests before it."""
     configured(code_max_execution_time=10)
-    result = one("code", PASSING, SOLUTION)
-    failed = [(test, ok) for test, ok in zip(PASSING, result.details["passed"], strict=True) if not ok]
-    assert not failed, result
-    tests = [test for test in FAILING if test != "same("]  # a label with this one is refused
-    result = one("code", tests + PASSING[:1], SOLUTION)
-    assert result.details["passed"] == [0] * len(tests) + [1], result
-    assert len(result.details["seconds"]) == len(tests) + 1
+    result = one("code", cases("passes"), SOLUTION)
+    tests = zip(cases("passes"), result.details["passed"], strict=True)
+    assert [test for test, ok in tests if not ok] == [], result
+    wrong = cases("fails") + cases("not plain")
+    result = one("code", wrong + cases("passes")[:1], SOLUTION)
+    tests = zip(wrong, result.details["passed"], strict=False)
+    assert [test for test, ok in tests if ok] == [] and result.details["passed"][-1] == 1, result
+    assert result.details["unsupported"] == len(cases("not plain"))
 
 
-# Programs, tests, and the score of the one by the other: what the link between the two has to carry
-CARRIED = [json.loads(line) for line in (ROOT / "tests" / "link_cases.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("case", CARRIED, ids=lambda case: case["name"])
-def test_what_a_test_may_ask(case, configured):
-    """No score: no program could pass, which is missing and not wrong."""
-    program, tests, want = case["program"], case["tests"], case["score"]
+@pytest.mark.parametrize("test", cases("no program"))
+def test_what_no_program_can_pass_is_missing(test, configured):
     configured(code_max_execution_time=10)
     rewards.WARNED.clear()
-    if want is None:
-        with pytest.warns(UserWarning, match="of the test cannot be passed to the program|which builtin"):
-            result = one("code", tests, program)
-        assert result.status == "infra_error" and math.isnan(result.score)
-    else:
-        result = one("code", tests, program)
-        assert (result.score, result.status) == (want, "ok"), result
+    with pytest.warns(UserWarning, match="unsupported"):
+        result = one("code", ["assert same(1) == 1", test], SOLUTION)
+    assert result.status == "infra_error" and math.isnan(result.score)
 
 
 def test_a_bomb_of_threads_costs_no_other_sandbox():
@@ -768,23 +495,6 @@ for t in threads: t.join()
     assert [(run.problem, run.exit, run.output.split()) for run in runs] == [(None, 0, ["x"] * 8)] * 3, runs
 
 
-LENIENT = """
-import os, resource, sys, threading
-assert __file__ == "program.py"
-resource.setrlimit(resource.RLIMIT_STACK, (2**29, 2**29))
-with open("/dev/null", "w") as nothing: print("gone", file=nothing)
-os.close(os.open(os.devnull, os.O_RDWR))
-from multiprocessing.pool import ThreadPool
-with ThreadPool(4) as pool: words = pool.map(str.upper, open("/dev/stdin").read().split())
-print(*words)
-"""
-
-
-def test_what_contest_programs_do_to_files_and_limits(configured):
-    configured(code_max_execution_time=10)
-    assert one("code_stdio", [{"input": "a bc d", "output": "A BC D"}], LENIENT).score == 1.0
-
-
 def test_flags_of_a_run_s_streams_do_not_reach_the_next(configured):
     configured(code_max_execution_time=10)
     setter = (
@@ -793,28 +503,6 @@ def test_flags_of_a_run_s_streams_do_not_reach_the_next(configured):
     change = "for n in range(3): fcntl.fcntl(n, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND)"
     assert one("code", ["assert f() == [2048] * 3"], setter + change).score == 1.0
     assert one("code", ["assert f() == [0] * 3"], setter).score == 1.0
-
-
-def test_sockets_take_no_options(configured):
-    program = """
-import socket
-a, b = socket.socketpair()
-for call in (lambda: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 28), lambda: a.getsockopt(1, 77, 4)):
-    try:
-        call()
-        print("done")
-    except PermissionError:
-        print("refused")
-"""
-    assert one("code_stdio", [{"input": "", "output": "refused\nrefused"}], program).score == 1.0
-
-
-def test_large_outputs_are_compared_fast():
-    words = " ".join(map(str, range(400_000)))
-    start = time.process_time()
-    assert sandbox.same_output(words, words) and not sandbox.same_output(words, "x" + words)
-    assert not sandbox.same_output(words + " 1", words + " 2")
-    assert time.process_time() - start < 2.0  # 0.1 s
 
 
 def test_numpy_follows_no_pointer_of_the_program(configured):
@@ -889,73 +577,6 @@ def test_a_limit_is_of_the_program_s_own_time(without, one_busy_processor):
     (run,) = sandbox.run_tests(box, "", ["10 ** 10 ** 10"], 0.2)  # no Python code of it could answer a signal
     assert run.late
     box.stop()
-
-
-HOG = """
-import os, sys, time
-time.sleep(0.05)
-os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-end = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < end:
-    pass
-"""
-
-
-@pytest.mark.parametrize("what, hog_s", [("program", 0.9), ("tests", 2.5)])
-def test_a_wait_counts_before_it_has_ended(what, hog_s):
-    """Something that nobody interrupts has the program's processor beyond the limit. When it lets go, whoever asks for
-    the time may be first, and the kernel has not yet counted what the program waits for."""
-    before, seconds = os.sched_getaffinity(0), 0.7
-    os.sched_setaffinity(0, {min(before)})
-    box = sandbox.Sandbox()
-    sandbox.run_tests(box, BUSY, ["assert f(0.01)"], 5.0)  # has started
-    hog = subprocess.Popen([sys.executable, "-c", HOG, str(hog_s)], stderr=subprocess.PIPE, text=True)
-    if what == "program":
-        runs = sandbox.run_stdio(box, BUSY + "print(f(0.25))", [("", "0.25")], seconds)
-    else:
-        runs = sandbox.run_tests(box, BUSY, ["assert f(0.03)", "assert f(0.25)"], seconds)
-    os.sched_setaffinity(0, before)
-    box.stop()
-    if "PermissionError" in hog.communicate()[1]:
-        pytest.skip("this user may not have a processor for itself")
-    assert all(run.problem is None and run.seconds < seconds for run in runs), runs
-
-
-@pytest.mark.parametrize(
-    "before, after, passed, late",
-    [
-        ("0.1 0.2 R", "0.1 0.2 R", 1.0, False),  # it waits still, for nobody knows how long
-        ("0.1 0.2 R", "0.15 0.2 R", 0.05, True),  # it runs
-        ("0.1 0.2 R", "0.13 1.2 R", 1.0, False),  # that wait has ended and another one begun
-        ("0.1 0.2 R", "0.13 1.6 S", 1.0, False),  # it has ended, and all is counted
-        ("0.1 0.2 S", "0.1 0.2 S", 0.05, True),  # it sleeps
-        ("0 0 R", "0 0 R", 0.05, True),  # a kernel that does not count
-        ("", "", 0.05, True),
-    ],
-)
-def test_two_looks_at_who_seems_late(before, after, passed, late, monkeypatch, tmp_path):
-    clocks, now = [], 100.0
-    for name in ("schedstat", "stat"):
-        clocks.append(os.open(tmp_path / name, os.O_RDWR | os.O_CREAT))
-
-    def say(text):
-        *numbers, state = text.split() or [""]
-        lines = " ".join(str(round(float(number) * 1e9)) for number in numbers), f"1 (a) S b) {state} 0"
-        for clock, line in zip(clocks, lines, strict=True):
-            os.ftruncate(clock, 0)
-            os.pwrite(clock, line.encode() if text else b"", 0)
-
-    def sleep(seconds):
-        nonlocal now
-        now += passed
-        say(after)
-
-    monkeypatch.setattr(sandbox.time, "monotonic", lambda: now)
-    monkeypatch.setattr(sandbox.time, "sleep", sleep)
-    say(before)
-    assert (sandbox.own_clock(clocks, 99.5) >= 99.5) == late
-    for clock in clocks:
-        os.close(clock)
 
 
 def test_what_the_machine_never_runs_is_missing(one_busy_processor, monkeypatch):
@@ -1087,13 +708,6 @@ def test_scorers_that_run_expressions(gym, monkeypatch):
         assert not wrong
 
 
-def test_literal_of_a_list_still_gets_the_scorers_tenth(gym):
-    entry = gym("spiral_matrix")
-    answer = str([int(number) for number in entry["answer"].split()])
-    (result,) = score([RewardRecord(answer, {"task": "spiral_matrix", "entry": entry}, "reasoning_gym")])
-    assert result.score == 0.1
-
-
 def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
     monkeypatch.setattr(gym_part, "REASONING_GYM_TIMEOUT_S", 1.5)
     label = {"task": "countdown", "entry": gym("countdown")}
@@ -1102,11 +716,3 @@ def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
     )
     assert [(result.score, result.status) for result in results] == [(0.0, "ok"), (1.0, "ok")]
     assert "time limit" in results[0].details["problem"] or "memory" in results[0].details["problem"]
-
-
-def test_broken_entry_is_a_crash(gym):
-    label = {"task": "n_queens", "entry": gym("n_queens") | {"metadata": {}}}
-    rewards.WARNED.clear()
-    with pytest.warns(UserWarning, match="crash"):
-        (result,) = score([RewardRecord("Q", label, "reasoning_gym")])
-    assert math.isnan(result.score) and result.status == "crash"

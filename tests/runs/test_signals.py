@@ -136,15 +136,21 @@ def test_a_second_one_stops_at_once(start, how, tmp_path):
 
 
 LAUNCHER = """
-import os, signal, subprocess, sys, time
+import os, signal
 from scripts.parts import launch
 
-signal.signal(signal.SIGINT, launch.pass_on)
-other = subprocess.Popen(["sleep", "120"])  # a verifiers' process, which is no rank
-os.kill(os.getpid(), signal.SIGINT)
-assert other.wait(60) < 0
-rank = subprocess.Popen([sys.executable, "-c", {rank!r}])
-print(rank.wait(20))
+start, ranks = launch.start, []
+
+def start_and_interrupt(line, environment):
+    ranks.append(start(line, environment))
+    os.kill(os.getpid(), signal.SIGINT)
+    return ranks[-1]
+
+launch.start = start_and_interrupt
+try:
+    launch.launch(["learner 0"], ["-c", {rank!r}])
+except SystemExit as error:
+    print(ranks[0].poll(), error.code)
 """
 
 
@@ -156,10 +162,43 @@ print(rank.wait(20))
     ],
 )
 def test_ranks_that_start_after_the_signal_end_too(rank, status):
-    """Once in 53 runs Ctrl-C was lost: the launcher passed it on to the only child that it had, which was no rank."""
+    """Once in 53 runs Ctrl-C was lost: the launcher passed it on before it had a rank that listened."""
     code = LAUNCHER.format(rank=rank)
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == str(int(status)), done.stdout + done.stderr
+    assert done.stdout.strip() == f"{int(status)} {128 + signal.SIGINT}", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("begun, waits", [("", False), ("open(os.environ['GRPO_BEGUN'], 'w').write('yes')", True)])
+def test_an_engine_that_dies_before_the_first_step_is_not_waited_for(begun, waits):
+    """A learner that waits for its engines has nothing to save: the run stood still for ten minutes."""
+    rank = f"import os, time\nif os.environ['RANK'] == '1':\n    {begun or 'pass'}\n    os._exit(3)\ntime.sleep(60)"
+    code = f"""
+import time
+from scripts.parts import launch
+launch.GRACE_S, launch.LAST_S, start = 15.0, 1.0, time.monotonic()
+try:
+    launch.launch(["learner 0", "engine 0"], ["-c", {rank!r}])
+finally:
+    print(time.monotonic() - start > 14.0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == str(waits) and "engine 0 died with exit code 3" in done.stderr, done.stderr
+
+
+TORN = """
+import os
+os.write(os.open(os.environ["GRPO_MEETING"], os.O_WRONLY), b"\\t\\0")  # the beginning of a length
+with open(os.environ["GRPO_LAST_WORDS"], "a") as file:
+    file.write("0 no more\\n")
+os._exit(3)
+"""
+
+
+def test_a_rank_that_was_killed_as_it_wrote_into_the_meeting_does_not_hold_the_launcher():
+    """torch reads such a file for ever."""
+    code = f"from scripts.parts import launch; launch.launch(['learner 0'], ['-c', {TORN!r}])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "learner 0 died with exit code 3: no more" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("how", ["python grpo.py", "grpo_fast.py"])
@@ -192,14 +231,3 @@ def test_a_killed_process_leaves_no_temporary_directory(tmp_path):
         script = f"import os, utils; os.mkdir('{tmp_path}/swept_1'); utils.sweep('{tmp_path}/swept_1'); {end}"
         programs.run(["-c", script], timeout=60)
         gone(tmp_path, "swept_*")
-
-
-def test_nothing_of_torchrun_is_left(tiny_models, data, tmp_path, temporary):  # noqa: F811
-    """Without --log-dir torchrun makes a directory and leaves it; a user's own stays."""
-    line = command(tiny_models(), data, tmp_path, "--exp_name x --dry_run")
-    for more, there in (([], False), (["--log-dir", str(tmp_path / "mine")], True)):
-        agent = ["-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone", *more]
-        process = programs.Program([*agent, *line], tmp_path / "log", address=programs.serve(), children=True)
-        assert process.wait(120) == 0 and (tmp_path / "log").read_text().count("\nrun ") == 1 + there
-        gone(temporary, "torchelastic_*")
-        assert (tmp_path / "mine").exists() == there

@@ -1,18 +1,11 @@
 #!/usr/bin/env bash
 # Credit for each turn: SmolLM2-135M-Instruct guesses a number from 1 to 12 with the help of hints. A guess that the
 # hints allow earns 0.1 at once, and the right guess earns 1. A rollout ends when the number is found, with a guess that
-# contradicts a hint or is no number, or after 4 guesses. To compare it with one advantage for a whole rollout and with
-# the usual credit for each turn, in 8 paired seeds of 12 steps of half as many prompts:
-#
-#   bash scripts/studies/turns.sh --scale smollm2_player --tasks guess --seeds 1-8 --out turns_135m.jsonl
-#   python scripts/study.py table turns_135m.jsonl
+# contradicts a hint or is no number, or after 4 guesses.
 #
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: the start model's score is 0.25, and it finds 0.15 of the numbers. In the study above (learning rate 2e-5)
-# the score is 0.78 in step 12, and half of the numbers are found; 8 seeds cannot tell the two credits and
-# one advantage for a rollout apart. A step of that size takes 25 s on one thread of an AMD EPYC without bfloat16
-# instructions. This recipe's own 30 steps have not been run. With a model of half a million weights the usual credit
-# learns less. Figures: scripts/studies/records.md. Look at env/guess/found, val/turns and the score.
+# Expected: the start model's score is 0.25, and it finds 0.15 of the numbers. The 30 steps have not been run. Look at
+# env/guess/found, val/turns and the score.
 # Source: our own. scripts/parts/credit.py has the estimator and says why it has no bias.
 #
 # Where this differs from the source:

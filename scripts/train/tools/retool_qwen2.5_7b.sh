@@ -31,7 +31,7 @@ python grpo_fast.py \
     --dataset_mixer_eval_list_splits train \
     --tools python \
     --tool_call_names code_interpreter \
-    --tool_configs "{\"timeout\": 30}" \
+    --tool_configs "{\"timeout\": 30, \"deadline\": 40}" \
     --tool_parser_type hermes \
     --max_steps 8 \
     --num_learners_per_node 4 \

