@@ -1014,7 +1014,12 @@ class Policy(torch.nn.Module):
 
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, part.places)  # (n, H)
         targets = part.targets.flatten()[part.places]  # (n,)
-        weight = self.model.get_output_embeddings().weight  # (V, H)
+        head = self.model.get_output_embeddings()
+        weight = head.weight  # (V, H)
+        if getattr(head, "bias", None) is not None:
+            # the bias is the weight of one more number, which is always 1
+            hidden = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
+            weight = torch.cat([weight, head.bias[:, None]], 1)
         on_gpu = hidden.is_cuda
         compiled = on_gpu or self.compiled
         chunk = LOGPROB_CHUNK * (3 if on_gpu else 1)
@@ -1044,7 +1049,9 @@ class Policy(torch.nn.Module):
 
 def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
     """The model of --model_name_or_path as a sharded Policy; `frozen`: in compute dtype. All ranks."""
-    model = utils.load_causal_lm(args).requires_grad_(not frozen)
+    model = utils.load_causal_lm(args)
+    if frozen:
+        model.requires_grad_(False)
     if args.lora_rank:
         from scripts.parts import adapters
 
@@ -1871,9 +1878,7 @@ def load_engine(run: Run, engine: utils.Engine, version: int) -> None:
     """Give this rank's engine the policy's weights, and ask it whether they arrived. All ranks."""
     from scripts.parts import guards
 
-    dtype = utils.DTYPES[run.args.model_dtype]
-    weights = utils.full_weights(run.learner.policy, dtype)
-    watched = run.echo.watch(weights, version)
+    watched = run.echo.watch(utils.engine_weights(run.learner.policy, run.args), version)
     engine.load_weights(watched, version=version)
     requests = guards.echo_requests(engine)
     answers = engine.generate(requests)
@@ -1951,13 +1956,11 @@ def choose_packing(policy: Policy, prompt: Prompt, args: Args, world: World) -> 
     candidates = packing.candidates(policy, args, world)
     if not candidates:
         return "rows"
-    rollouts = packing.probe_rollouts(prompt)
-    packs = {
-        "shared": [make_pieces(rollouts, 2**62)],
-        "plain": [make_pieces(rollouts, 0)],
-        "rows": [[[r]] for r in rollouts],
-    }
-    batches = {name: make_batch(probe, world.device) for name, probe in packs.items()}
+    batches: dict[str, list[Batch]] = {"shared": [], "plain": [], "rows": []}
+    for rollouts in packing.probe_rollouts(prompt):
+        batches["shared"].append(make_batch([make_pieces(rollouts, 2**62)], world.device))
+        batches["plain"].append(make_batch([make_pieces(rollouts, 0)], world.device))
+        batches["rows"].append(make_batch([[[r]] for r in rollouts], world.device))
     return packing.first_that_agrees(candidates, policy, batches, args)
 
 

@@ -179,45 +179,51 @@ def fixed_order(args: Args) -> FixedOrder:
 
 # --- Weights ----------------------------------------------------------------------------------------------------------
 
-Manifest = list[list[tuple[str, tuple[int, ...]]]]  # buckets of (name, shape)
+Manifest = list[list[tuple[str, tuple[int, ...], str]]]  # buckets of (name, shape, dtype), each of one dtype
 
 
-def plan_weights(policy: grpo.Policy, dtype: torch.dtype) -> Manifest:
-    """Which tensor travels in which bucket, in the order of utils.full_weights."""
+def plan_weights(policy: grpo.Policy, args: Args) -> Manifest:
+    """Which tensor travels in which bucket, in the order of utils.engine_weights."""
+    shapes = []
+    for name, weight in utils.named_weights(policy.model):
+        dtype = utils.DTYPES[args.model_dtype] if isinstance(weight, torch.nn.Parameter) else weight.dtype
+        shapes.append((name, torch.empty(weight.shape, dtype=dtype, device="meta")))
+
     manifest: Manifest = []
     size = BUCKET_BYTES
-    for name, parameter in utils.named_weights(policy.model):
-        if size >= BUCKET_BYTES:
+    for name, tensor in utils.for_engine(policy.model, shapes, args):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if size >= BUCKET_BYTES or manifest[-1][0][2] != dtype:
             manifest.append([])
             size = 0
-        manifest[-1].append((name, tuple(parameter.shape)))
-        size += parameter.numel() * dtype.itemsize
+        manifest[-1].append((name, tuple(tensor.shape), dtype))
+        size += tensor.numel() * tensor.itemsize
     return manifest
 
 
-def gather_weights(policy: grpo.Policy, manifest: Manifest, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield all weights in `dtype`, a flat bucket at a time. All learners must exhaust it in lock-step."""
-    tensors = utils.full_weights(policy, dtype)
+def gather_weights(policy: grpo.Policy, manifest: Manifest, args: Args) -> Iterator[torch.Tensor]:
+    """Yield all weights, a flat bucket at a time. All learners must exhaust it in lock-step."""
+    tensors = utils.engine_weights(policy, args)
     for bucket in manifest:
         yield torch.cat([tensor.flatten() for _, (_, tensor) in zip(bucket, tensors, strict=False)])
 
 
 def receive_weights(
-    group: Any, dtype: torch.dtype, device: torch.device, manifest: Manifest, clock: "Clock", inbox: "Inbox"
+    group: Any, device: torch.device, manifest: Manifest, clock: "Clock", inbox: "Inbox"
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of a broadcast, bucket by bucket, on all ranks of an engine. Asks for a bucket once the one
     before is loaded, and adds the seconds on the wire to the clock."""
     for i, bucket in enumerate(manifest):
         if i > 0:
             inbox.say_ready()
-        sizes = [math.prod(shape) for _, shape in bucket]
+        sizes = [math.prod(shape) for _, shape, _ in bucket]
         start = time.perf_counter()
-        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        flat = torch.empty(sum(sizes), dtype=getattr(torch, bucket[0][2]), device=device)
         group.broadcast([flat.view(torch.uint8)], dist.BroadcastOptions()).wait()
         if flat.is_cuda:  # NCCL's wait is one of the stream
             torch.cuda.current_stream().synchronize()
         clock.wire += time.perf_counter() - start
-        for (name, shape), values in zip(bucket, flat.split(sizes), strict=True):
+        for (name, shape, _), values in zip(bucket, flat.split(sizes), strict=True):
             yield name, values.view(shape)
 
 
@@ -273,11 +279,11 @@ def run_engine(args: Args, roles: Roles, meeting: Any) -> None:
 
         connection = addresses.meet_learner(meeting, roles.index)
     inbox = Inbox(connection, args.inflight_updates, fixed_order(args).messages)
-    receive = functools.partial(receive_weights, group, utils.DTYPES[args.model_dtype], device or world.device)
+    receive = functools.partial(receive_weights, group, device or world.device)
     utils.STOP.during = "what the learners ask for"
     try:
         EngineLoop(engine, world, inbox, receive).run()
-    except (EOFError, OSError):  # learner 0 says why
+    except (EOFError, ConnectionError):  # learner 0 says why
         raise utils.UserError("learner 0 has ended") from None
 
 
@@ -983,13 +989,13 @@ class Sender:
 
 
 def send_weights(
-    policy: grpo.Policy, manifest: Manifest, sender: Sender | None, dtype: torch.dtype, version: int, cursor: int
+    policy: grpo.Policy, manifest: Manifest, sender: Sender | None, args: Args, version: int, cursor: int
 ) -> None:
     """Gather the weights bucket by bucket. Learner 0 hands each bucket to the sender, which broadcasts it while the
     next one is gathered. Waits only for a broadcast of earlier weights. All learners."""
     if sender is not None:
         sender.queue.put((manifest, version, cursor))
-    for values in gather_weights(policy, manifest, dtype):
+    for values in gather_weights(policy, manifest, args):
         if sender is not None:
             sender.engines.echo.note(version, values)
             gathered = torch.cuda.current_stream().record_event() if values.is_cuda else None
@@ -1023,13 +1029,12 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
     run.eval_world = World(0, world.local_rank, 1, world.device)  # learner 0 only
     state = run.state
     policy = run.learner.policy
-    dtype = utils.DTYPES[args.model_dtype]
-    manifest = plan_weights(policy, dtype)
+    manifest = plan_weights(policy, args)
     sender = start_sender(run, roles, meeting) if world.is_main else None
 
     gap = None
     for version, check in grpo.starts(policy, args, state["step"], roles.engines):
-        send_weights(policy, manifest, sender, dtype, version, state["cursor"])
+        send_weights(policy, manifest, sender, args, version, state["cursor"])
         gap = check_engines(run, version, check)
     processes = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
     grpo.start_log(run, gap, roles.engines, processes)
@@ -1066,7 +1071,7 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
             if args.async_steps == 0:  # the gap on rollouts of older weights says nothing about the engine
                 run.guards.judge_gap(step.gap, f"in step {number}")
         with step.timer("gather"):
-            send_weights(policy, manifest, sender, dtype, number, state["cursor"])
+            send_weights(policy, manifest, sender, args, number, state["cursor"])
 
         # everything below reports or saves
         out = grpo.step_metrics(run, step)

@@ -22,6 +22,7 @@ import functools
 import gc
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -44,7 +45,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 _LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # The cores this process may use; macOS pins no process and has no call that says so
@@ -513,6 +514,9 @@ class DataFlags(Refusing):
     """Most tokens of a prompt. Longer ones are dropped and counted."""
     chat_template_name: str | None = None
     """Chat template: a name of scripts/data/templates, or a file of yours. None is the tokenizer's own."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template as a JSON object, such as '{"enable_thinking": false}'. The saved model's template
+    has them too. Empty is none."""
     add_bos: bool = False
     """Begin every prompt with the tokenizer's BOS token, before the text of the chat template."""
     system_prompt_override_file: str | None = None
@@ -730,7 +734,7 @@ class Prompt:
 
 
 def load_tokenizer(args: Flags) -> "Tokenizer":
-    """Tokenizer of the model with the chat template that --chat_template_name and --add_bos ask for."""
+    """Tokenizer of the model with the chat template that --chat_template_name, _kwargs and --add_bos ask for."""
     import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
@@ -740,6 +744,8 @@ def load_tokenizer(args: Flags) -> "Tokenizer":
     names = " | ".join(CHAT_TEMPLATES)
     has_template = tokenizer.chat_template is not None
     need(has_template, f"{args.model_name_or_path} has no chat template: give --chat_template_name {names}")
+    if args.chat_template_kwargs:
+        set_in_template(tokenizer, args)
     if args.add_bos:
         add_bos(tokenizer, args.model_name_or_path)
     return tokenizer
@@ -748,6 +754,18 @@ def load_tokenizer(args: Flags) -> "Tokenizer":
 def chat_template(name: str) -> str:
     """The chat template of a name of CHAT_TEMPLATES, or of a file."""
     return CHAT_TEMPLATES[name] if name in CHAT_TEMPLATES else Path(name).read_text()
+
+
+def set_in_template(tokenizer: "Tokenizer", args: DataFlags) -> None:
+    """Have the chat template begin with --chat_template_kwargs. Raises UserError for what it does not use."""
+    template: Any = tokenizer.chat_template
+    lines = []
+    for name, value in json.loads(args.chat_template_kwargs).items():
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            args.refuse(f"--chat_template_kwargs: the chat template has no {name}")
+        text = "none" if value is None else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{{% set {name} = {text} %}}")
+    tokenizer.chat_template = "".join(lines) + template
 
 
 def add_bos(tokenizer: "Tokenizer", model: str) -> None:
@@ -1096,15 +1114,17 @@ def distinct_outcomes(group: Group) -> set[float]:
 
 
 def eos_token_ids(args: Flags, tokenizer: "Tokenizer") -> list[int]:
-    """Every end-of-sequence id of the model: the tokenizer's and those of its generation config."""
-    from transformers import GenerationConfig
+    """Every end-of-sequence id of the model: the tokenizer's, and those of its generation config or else its config."""
+    from transformers import AutoConfig, GenerationConfig
 
-    ids = {tokenizer.eos_token_id}
-    with contextlib.suppress(OSError):  # a model without generation_config.json
-        config = GenerationConfig.from_pretrained(args.model_name_or_path, revision=start_commit(args))
-        configured = config.eos_token_id
-        ids |= set(configured if isinstance(configured, list) else [configured])
-    return sorted(ids - {None})
+    source = {"revision": start_commit(args)}
+    try:
+        config: Any = GenerationConfig.from_pretrained(args.model_name_or_path, **source)
+    except OSError:  # no generation_config.json
+        config = AutoConfig.from_pretrained(args.model_name_or_path, **source).get_text_config()
+    configured = getattr(config, "eos_token_id", None)
+    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    return sorted({n for n in ids if n is not None})
 
 
 class Sampler:
@@ -1247,11 +1267,14 @@ class VLLMEngine(Engine):
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         from scripts.parts import guards
 
+        model = self.worker.get_model()
         with fenced_rng():
             if self.asleep:
                 self.llm.wake_up(["weights"])
             with guards.no_weight_missing():
-                self.worker.reload_weights(weights_iterator=named_tensors)
+                self.worker.reload_weights(weights_iterator=known_weights(model, named_tensors))
+            if not torch.cuda.is_available():
+                pack_experts(model)
             if self.asleep:
                 self.llm.wake_up(["kv_cache"])
         self.version = version
@@ -1313,6 +1336,23 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Stop the engine. It also ends the process group it shares with the learner."""
         self.engine.engine_core.shutdown()
+
+
+def known_weights(model: torch.nn.Module, named_tensors: NamedTensors) -> NamedTensors:
+    """The weights that vLLM's model knows: without a tied head, where it has no head of its own."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    has_head = any(name.endswith("lm_head") for name in modules)
+    for name, tensor in named_tensors:
+        if has_head or name != "lm_head.weight":
+            yield name, tensor
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """Have vLLM's CPU build lay out the experts for its kernel, which it does by itself after the first load only."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def cpu_engine_options(args: Flags, max_model_len: int) -> dict[str, Any]:
@@ -1480,8 +1520,8 @@ def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: tor
         try:
             _try_flex_attention(config, dtype, tokens, device)
             return ""
-        except torch.OutOfMemoryError:  # another kernel would not help
-            raise
+        except (torch.OutOfMemoryError, TypeError, AttributeError, NameError, ImportError):
+            raise  # another kernel would not help, and these are errors of a program
         except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             FLEX_OPTIONS.pop(0)
@@ -1492,9 +1532,7 @@ def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: to
     """Run flex attention over a pack of `tokens`, forward and backward, with the first of FLEX_OPTIONS."""
     shared = tokens // 2
     layout = Layout([(shared, [tokens - shared])], device)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = head_dim(config)
+    heads, kv_heads, width = max(attention_heads(config), key=lambda layer: layer.width)
     kv_shape = (1, kv_heads, tokens, width)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
     query = torch.ones(1, heads, tokens, width, **options)
@@ -1661,18 +1699,35 @@ def pack_bins(tokens: Sequence[int], costs: Sequence[float], budget: int) -> lis
     return sorted(bins, key=lambda items: -sum(costs[i] for i in items))
 
 
-def head_dim(config: Any) -> int:
-    """Width of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+class Heads(NamedTuple):
+    """The attention of a layer: heads of queries, heads of keys and values, width of a head."""
+
+    queries: int
+    keys: int
+    width: int
+
+
+def attention_heads(config: Any) -> list[Heads]:
+    """The attention of each layer of a model's text part, by its config. Layers may differ; some have none."""
+    layers = []
+    for text in config.get_text_config().per_layer_config:
+        queries = getattr(text, "num_attention_heads", None) or 0
+        keys = getattr(text, "num_key_value_heads", None) or queries
+        width = getattr(text, "head_dim", None) or text.hidden_size // max(queries, 1)
+        layers.append(Heads(queries, keys, width))
+    return layers
 
 
 def attention_width(config: Any) -> int:
-    """Layers x heads x head dimension: a (query, key) pair costs 4 times as many operations in a forward."""
-    return config.num_hidden_layers * config.num_attention_heads * head_dim(config)
+    """Heads x head dimension over all layers: a (query, key) pair costs 4 times as many operations in a forward."""
+    return sum(layer.queries * layer.width for layer in attention_heads(config))
 
 
 def matmul_parameters(model: Any) -> tuple[int, int]:
-    """(weights of the matrices that multiply every token, weights of the head, which multiplies response tokens)."""
+    """(weights of the matrices that multiply a token, weights of the head, which multiplies response tokens).
+
+    Of a mixture's experts, which are one tensor (experts, rows, columns), a token uses some."""
+    share = experts_share(model.config)
     head = model.get_output_embeddings().weight
     left_out = {id(head)}
     for module in model.modules():
@@ -1681,8 +1736,23 @@ def matmul_parameters(model: Any) -> tuple[int, int]:
     matrices = 0
     for p in model.parameters():
         if p.ndim >= 2 and id(p) not in left_out:
-            matrices += p.numel()
+            matrices += round(p.numel() * share) if p.ndim == 3 else p.numel()
     return matrices, head.numel()
+
+
+# Names of a config for how many experts a layer has, and how many compute a token
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+USED_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+
+
+def experts_share(config: Any) -> float:
+    """The share of a mixture's experts that compute a token; 1 for models without experts."""
+    text = config.get_text_config()
+    used = [getattr(text, name, None) for name in USED_EXPERTS]
+    experts = [getattr(text, name, None) for name in EXPERTS]
+    some = [n for n in used if isinstance(n, int) and n]
+    total = [n for n in experts if isinstance(n, int) and n]
+    return some[0] / total[0] if some and total else 1.0
 
 
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
@@ -1817,9 +1887,9 @@ def compile_layers(model: Any) -> None:
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """The decoder layers."""
+    """The layers of the decoder."""
     names = set(model._no_split_modules or ())
-    return [m for m in model.modules() if type(m).__name__ in names]
+    return [m for part in trained_parts(model) for m in part.modules() if type(m).__name__ in names]
 
 
 def checkpoint_layers(model: Any, part: str) -> None:
@@ -1938,26 +2008,57 @@ def shard_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def class_of(config: Any, name: str) -> Any:
+    """transformers' auto class for a model: with all its parts, where its config has some. Raises UserError."""
+    import transformers
+
+    texts = (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+    parts = (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    in_parts = config.get_text_config() is not config
+    for auto_class, mapping in (parts, texts) if in_parts else (texts, parts):
+        if type(config) in mapping:
+            return auto_class
+    kind = type(config).__name__
+    raise UserError(f"--model_name_or_path {name}: transformers has no causal language model for a {kind}")
+
+
+def trained_parts(model: Any) -> list[torch.nn.Module]:
+    """The parts of a model that text trains: all, or of several parts the decoder, its embedding and its head."""
+    if model.config.get_text_config() is model.config:
+        return [model]
+    return [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+
+
 def load_causal_lm(args: Flags) -> Any:
-    """The Hugging Face causal LM without dropout, not sharded yet, in its checkpoint's dtype."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    """The Hugging Face causal LM without dropout, not sharded yet, in its checkpoint's dtype. Parts that text does not
+    train, such as vision, are frozen."""
+    from transformers import AttentionInterface, AutoConfig
 
     from scripts.parts import packing
 
     # Each pack has another layout, for which a compiled layer would be compiled again
     attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
     AttentionInterface.register(PACK_ATTENTION, attention)
+    name = args.model_name_or_path
     source = {"revision": start_commit(args), "attn_implementation": args.attn_implementation}
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="auto", **source)
+    auto_class = class_of(AutoConfig.from_pretrained(name, revision=source["revision"]), name)
+    model: Any = auto_class.from_pretrained(name, dtype="auto", **source)
+    model.requires_grad_(False)
+    for part in trained_parts(model):
+        part.requires_grad_(True)
     if packing.takes_our_attention(model, args):
         model.set_attn_implementation(PACK_ATTENTION)
 
-    # Without dropout old and new logprobs agree. eval() would also switch gradient checkpointing off
+    # Without dropout old and new logprobs agree. eval() would also switch gradient checkpointing off. Whatever draws
+    # numbers under another name is refused at the start: packing.refuse_noise
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
+        # vLLM, in grpo.py's process, may compile the class of this model for its own use
+        module.do_not_compile = True
     return model.train()
 
 
@@ -1990,16 +2091,17 @@ def without_adapters(model: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def named_weights(model: Any) -> NamedTensors:
-    """(checkpoint name, parameter) of all weights of a model except adapters. A tied head is yielded under its own name
-    too: vLLM's CPU backend keeps a packed copy of it, which would go stale."""
+    """(name, parameter) of all weights of a model except adapters, then the buffers that its files have. A tied head is
+    yielded under its own name too: vLLM's CPU backend keeps a packed copy of it, which would go stale."""
     parameters = {}
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
-            checkpoint_name = name.replace(".base_layer.", ".")
-            parameters[checkpoint_name] = parameter
+            parameters[name.replace(".base_layer.", ".")] = parameter
     yield from parameters.items()
     if "lm_head.weight" not in parameters and model.get_output_embeddings() is not None:
         yield "lm_head.weight", model.get_input_embeddings().weight
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 @torch.no_grad()
@@ -2015,8 +2117,8 @@ def shard_again(module: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def full_weights(policy: Any, dtype: torch.dtype) -> NamedTensors:
-    """Yield (checkpoint name, whole tensor in `dtype`) of named_weights(policy.model), one at a time, with adapters
-    merged into them. All ranks must exhaust it in lock-step."""
+    """Yield (name, whole tensor in `dtype`) of named_weights(policy.model), one at a time, with adapters merged into
+    them; buffers keep their dtype. All ranks must exhaust it in lock-step."""
     shard_again(policy)
     if has_adapters(policy.model):
         from scripts.parts import adapters
@@ -2026,12 +2128,42 @@ def full_weights(policy: Any, dtype: torch.dtype) -> NamedTensors:
         yield from gather_weights(named_weights(policy.model), dtype)
 
 
+def for_engine(model: Any, named: NamedTensors, args: Flags) -> NamedTensors:
+    """A model's weights under the names that its engine knows, a layer at a time. vLLM knows those of the checkpoint:
+    transformers has others in memory, and the experts of a layer as one tensor. Tensors may be on the meta device."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if args.rollout_backend != "vllm":
+        yield from named
+        return
+    for _, layer in itertools.groupby(named, layer_of):
+        tensors = dict(layer)
+        converted = revert_weight_conversion(model, tensors)
+        yield from converted.items()
+
+
+def layer_of(named: tuple[str, Any]) -> str:
+    """The beginning of a weight's name that those of its layer share."""
+    name, _ = named
+    return re.sub(r"(\.\d+\.).*", r"\1", name)
+
+
+def engine_weights(policy: Any, args: Flags) -> NamedTensors:
+    """What an engine loads: full_weights(policy) in --model_dtype, under the engine's names. All ranks must exhaust it
+    in lock-step."""
+    return for_engine(policy.model, full_weights(policy, DTYPES[args.model_dtype]), args)
+
+
 def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
     """Yield (name, whole tensor in `dtype`) of sharded weights. One collective gathers GATHER_BYTES of them. All ranks
     must exhaust it in lock-step."""
     bucket: list = []
     size = 0
+    buffers = []
     for name, weight in named:
+        if not isinstance(weight, torch.nn.Parameter):
+            buffers.append((name, weight))
+            continue
         bucket.append((name, weight))
         size += weight.numel() * dtype.itemsize
         if size >= GATHER_BYTES:
@@ -2040,6 +2172,7 @@ def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
             size = 0
     if bucket:
         yield from gather_bucket(bucket, dtype)
+    yield from buffers
 
 
 def gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
@@ -2106,12 +2239,10 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", args
 
     from scripts.parts import run_files
 
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            state[name] = buffer.cpu()
     # The start model's own sampling defaults stay, so that it differs from the trained model in one thing only. A model
     # without defaults gets those of training: softmax(logits / temperature).
+    tied = bool(model.config.tie_word_embeddings)
+    eos_ids = eos_token_ids(args, tokenizer)
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=args.temperature,
@@ -2126,8 +2257,8 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", args
         start=args.model_name_or_path,
         revision=start_commit(args),
         dtype=args.model_dtype,
-        tied=bool(model.config.tie_word_embeddings),
-        eos_ids=eos_token_ids(args, tokenizer),
+        tied=tied,
+        eos_ids=eos_ids,
     )
 
 

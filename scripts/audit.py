@@ -5,19 +5,24 @@
     python scripts/audit.py rows.jsonl --reward my_reward.py --least_j 0.9
     python scripts/audit.py rows.jsonl --reward my_reward.py:brevity --answer "Answer: ANSWER"
 
-Responses are made of the rows' labels, by family (scripts/reports/disguises.py). A response is accepted if its score
-is at least --threshold. Prints for each family the share accepted; the true-positive rate (right answers accepted), the
-false-positive rate (wrong ones accepted) and Youden's J, which is their difference: 1 is a perfect verifier, 0 one that
-cannot tell; and up to ten cases that were misjudged. A case counts once, whatever its family. Intervals are of 95 %,
-over rows; that of J joins the two rates' as if they were independent (Newcombe 1998, method 10).
+Responses are made of the rows' labels, by family (scripts/prompts/disguises.toml). A family of which a label has no
+spelling is left out for that label. A response is accepted if its score is at least --threshold. Prints for each family
+the share accepted; the true-positive rate (right answers accepted), the false-positive rate (wrong ones accepted) and
+Youden's J, which is their difference: 1 is a perfect verifier, 0 one that cannot tell; and ten cases that were
+misjudged. A case counts once, whatever its family. Intervals are of 95 %, over rows; that of J joins the two rates' as
+if they were independent (Newcombe 1998, method 10).
 
 Exit status 1: J is below --least_j, or nothing could be audited.
 """
 
 import math
+import re
+import string
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,16 +32,21 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import rewards
-from rewards import RewardFlags, RewardRecord, UserError, need
-from scripts.parts import rows, user_files
+from rewards import RewardFlags, RewardRecord, need
+from scripts.parts import equality, rows, user_files
 from scripts.reports import intervals
 from scripts.reports.common import table
-from scripts.reports.disguises import FORMS, RIGHT, WRONG, Case, cases_of, spellings, text_of
 
+FAMILIES = tomllib.loads(Path(rewards.SCRIPTS, "prompts", "disguises.toml").read_text(encoding="utf-8"))
 MOST_SHOWN = 10
 LONGEST_SHOWN = 160  # characters of a response
 ROWS_OF_A_TRIAL = 20  # on which the form of an answer is found
 FAMILIES_OF_A_TRIAL = ("plain", "reasoning before", "talk after")
+NUMBER = re.compile(r"-?(?:\d{1,12}|\d{1,3}(?:,\d{3}){1,3})(?:\.\d{1,6})?")
+ONLY_LETTERS = re.compile(r"[a-z][a-z ]{2,}", re.IGNORECASE)
+FULLWIDTH_DIGITS = str.maketrans(string.digits, "０１２３４５６７８９")
+ARABIC_DIGITS = str.maketrans(string.digits, "٠١٢٣٤٥٦٧٨٩")
+IN_WORDS = {number: word for word, number in equality.WORDS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,46 +74,36 @@ class CommandLine(RewardFlags):
     """Deadline of each response in seconds."""
 
 
-class Labelled(NamedTuple):
-    """A label with its verifier, and its row's prompt and columns for a reward file."""
+class Case(NamedTuple):
+    """A response to the row of a number, its family, whether its answer is right, and its score; nan is none."""
 
-    label: Any
-    text: str
-    verifier: str
-    prompt: str
-    columns: Any
-
-
-class Judged(NamedTuple):
-    """A case with its score; nan is none."""
-
-    case: Case
-    score: float
-    accepted: bool
+    row: int
+    family: str
+    right: bool
+    response: str
+    score: float = math.nan
+    accepted: bool = False
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Rows, as records without a response ------------------------------------------------------------------------------
 
 
-def with_reward(flags: CommandLine) -> tuple[CommandLine, str]:
-    """(the flags with --reward_file, the verifier's name) of --reward; "" for the rows' own. Raises UserError."""
+def set_reward(flags: CommandLine) -> str:
+    """Set the flags up; returns the name of the verifier of --reward, "" for the rows' own. Raises UserError."""
     path, _, function = flags.reward.partition(".py")
     if not flags.reward.endswith(".py") and not function.startswith(":"):
         rewards.configure(flags, connect=True)
-        return flags, flags.reward.lower()
+        return flags.reward.lower()
 
-    flags = replace(flags, reward_file=f"{path}.py")
-    rewards.configure(flags, connect=True)
+    rewards.configure(replace(flags, reward_file=f"{path}.py"), connect=True)
     names = list(user_files.FUNCTIONS)
-    name = function.removeprefix(":").lower() or names[0]
-    known = name in names and (function != "" or len(names) == 1)
-    need(known, f"--reward {flags.reward}: give one function as FILE.py:NAME; there are {', '.join(names)}")
-    return flags, name
+    only_name = names[0] if len(names) == 1 else ""
+    name = function.removeprefix(":").lower() or only_name
+    need(name in names, f"--reward {flags.reward}: give one function as FILE.py:NAME; there are {', '.join(names)}")
+    return name
 
 
-def read(flags: CommandLine, verifier: str) -> tuple[list[Labelled], list[str]]:
+def read(flags: CommandLine, verifier: str) -> tuple[list[RewardRecord], list[str]]:
     """The labels that cases can be made of, and why the others are left out. Raises ValueError."""
     functions = user_files.FUNCTIONS
     columns = sorted({column for function in functions.values() for column in function.columns})
@@ -117,51 +117,124 @@ def read(flags: CommandLine, verifier: str) -> tuple[list[Labelled], list[str]]:
         try:
             parsed = rows.fields_of(row, scoring)
         except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-        prompt = parsed["messages"][-1]["content"]
+            left_out.append(f"{where}: {error}")
+            continue
+        prompt = f"user: {parsed['messages'][-1]['content']}"
         for label, name in zip(parsed["ground_truths"], parsed["verifiers"], strict=True):
-            text = text_of(label)
-            problem = rewards.check_ground_truth(name, label, f"user: {prompt}", parsed["reward_columns"])
-            if text is None:
+            problem = rewards.check_ground_truth(name, label, prompt, parsed["reward_columns"])
+            if text_of(label) == "":
                 problem = f"label {str(label)[:60]!r} is not one line of text"
             if problem:
                 left_out.append(f"{where}: {problem}")
             else:
-                labelled.append(Labelled(label, str(text), name, prompt, parsed["reward_columns"]))
+                labelled.append(RewardRecord("", label, name, 0, prompt, parsed["reward_columns"]))
     return labelled, left_out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Scores
-# ---------------------------------------------------------------------------------------------------------------------
+def text_of(label: Any) -> str:
+    """The answer that a label names as one line of text; the first of several. "" for objects, code and JSON."""
+    if isinstance(label, (list, tuple)) and label:
+        label = label[0]
+    if isinstance(label, bool) or not isinstance(label, (str, int, float)):
+        return ""
+    text = str(label).strip()
+    is_data = text.startswith(("{", "[", "assert ", "def "))
+    return "" if is_data or "\n" in text else text
 
 
-def judge(cases: Sequence[Case], labelled: Sequence[Labelled], flags: CommandLine) -> list[Judged]:
+# --- Cases ------------------------------------------------------------------------------------------------------------
+
+
+def number_of(text: str) -> Decimal | None:
+    """The value of a text that is one plain number, else None."""
+    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else None
+
+
+def spellings_of_number(value: Decimal) -> dict[str, str]:
+    """The spellings of a number and the wrong answers near it, by the names in templates."""
+    plain = f"{value:f}"
+    found = {"NUMBER": plain, "OTHER": f"{value + 1:f}", "LONGER": f"{plain}7"}
+    found["GUESSES"] = ", ".join(f"{value + step:f}" for step in range(-5, 6))
+    if value:
+        found["OTHER_SIGN"] = f"{-value:f}"
+    whole = int(value)
+    if value != whole:
+        return found | {"DECIMAL_COMMA": plain.replace(".", ","), "ZERO_AT_END": f"{plain}0"}
+
+    digits = str(whole)
+    found |= {"ONE_DECIMAL": f"{whole}.0", "TWO_DECIMALS": f"{whole}.00"}
+    found |= {"FRACTION": f"{2 * whole}/2", "TEX_FRACTION": f"\\frac{{{2 * whole}}}{{2}}"}
+    found |= {"FULLWIDTH": digits.translate(FULLWIDTH_DIGITS), "ARABIC": digits.translate(ARABIC_DIGITS)}
+    if whole in IN_WORDS:
+        found["WORDS"] = IN_WORDS[whole]
+    if whole >= 10:
+        found["POWER"] = f"{digits[0]}.{digits[1:]}e{len(digits) - 1}"
+    if abs(whole) >= 1000:
+        commas = f"{whole:,}"
+        found |= {"COMMAS": commas, "SPACES": commas.replace(",", " "), "TEX_COMMAS": commas.replace(",", "{,}")}
+    return found
+
+
+def spellings(label: str, prompt: str, labels: Sequence[str]) -> dict[str, str]:
+    """What the @NAMES@ of templates stand for. `labels` are those of all rows: others' are wrong answers for words."""
+    found = {"LABEL": label, "PADDING": "Let me check this once more. " * 100}
+    if prompt.strip() != label:
+        found["PROMPT"] = prompt
+    value = number_of(label)
+    if value is not None:
+        return found | spellings_of_number(value)
+
+    others = sorted({other for other in labels if other.lower() != label.lower() and number_of(other) is None})
+    if others:
+        found["OTHER"] = others[sum(map(ord, label)) % len(others)]
+        found["GUESSES"] = ", ".join([*others[:5], label, *others[5:10]])
+    if ONLY_LETTERS.fullmatch(label) and label.upper() != label:
+        found["CAPITALS"] = label.upper()
+    return found
+
+
+def fill(template: str, form: str, names: dict[str, str]) -> str | None:
+    """The response of a template, with answers in this form, or None if a spelling is missing."""
+    if not set(re.findall(r"@(\w+)@", template)) <= names.keys():
+        return None
+    formed = re.sub(r"\[\[(.*?)\]\]", lambda answer: form.replace("ANSWER", answer[1]), template)
+    return re.sub(r"@(\w+)@", lambda name: names[name[1]], formed)
+
+
+def cases_of(row: int, form: str, names: dict[str, str]) -> list[Case]:
+    """The cases of a row, a family each."""
+    cases = []
+    for kind in ("right", "wrong"):
+        for family, template in FAMILIES[kind].items():
+            response = fill(template, form, names)
+            if response is not None:
+                cases.append(Case(row, family, kind == "right", response))
+    return cases
+
+
+# --- Scores -----------------------------------------------------------------------------------------------------------
+
+
+def judge(cases: Sequence[Case], labelled: Sequence[RewardRecord], flags: CommandLine) -> list[Case]:
     """The cases with their scores."""
     records = []
     for case in cases:
-        row = labelled[case.row]
         tokens = len(case.response.split())
-        prompt = f"user: {row.prompt}"
-        records.append(RewardRecord(case.response, row.label, row.verifier, tokens, prompt, row.columns))
-    results = rewards.score(records, flags.timeout_s)
-    return [
-        Judged(case, result.score, result.score >= flags.threshold) for case, result in zip(cases, results, strict=True)
-    ]
+        records.append(replace(labelled[case.row], response=case.response, num_tokens=tokens))
+    scores = [result.score for result in rewards.score(records, flags.timeout_s)]
+    scored = zip(cases, scores, strict=True)
+    return [case._replace(score=score, accepted=score >= flags.threshold) for case, score in scored]
 
 
-def best_form(verifier: str, labelled: Sequence[Labelled], flags: CommandLine) -> str:
+def best_form(verifier: str, labelled: Sequence[RewardRecord], flags: CommandLine) -> str:
     """The form in which most plain answers of this verifier are accepted, also with talk around them. Prints it with
     that share."""
-    some = [row for row in labelled if row.verifier == verifier][:ROWS_OF_A_TRIAL]
-    forms = (flags.answer,) if flags.answer else FORMS
+    some = [row for row in labelled if row.dataset == verifier][:ROWS_OF_A_TRIAL]
     shares = {}
-    for form in forms:
-        cases = []
-        for i, row in enumerate(some):
-            made = cases_of(i, form, {"LABEL": row.text})
-            cases.extend(case for case in made if case.family in FAMILIES_OF_A_TRIAL)
-        shares[form] = sum(one.accepted for one in judge(cases, some, flags)) / len(cases)
+    for form in [flags.answer] if flags.answer else FAMILIES["forms"]:
+        made = [case for i, row in enumerate(some) for case in cases_of(i, form, {"LABEL": text_of(row.ground_truth)})]
+        tried = judge([case for case in made if case.family in FAMILIES_OF_A_TRIAL], some, flags)
+        shares[form] = sum(case.accepted for case in tried) / len(tried)
     best = max(shares, key=shares.__getitem__)
     print(f"{verifier}: answers are written as {best!r}, {shares[best]:.0%} of which are accepted plain or with talk")
     if shares[best] == 0.0:
@@ -169,29 +242,28 @@ def best_form(verifier: str, labelled: Sequence[Labelled], flags: CommandLine) -
     return best
 
 
-def audit(labelled: Sequence[Labelled], flags: CommandLine) -> list[Judged]:
+def audit(labelled: Sequence[RewardRecord], flags: CommandLine) -> list[Case]:
     """All cases of all labels, with their scores."""
-    verifiers = sorted({row.verifier for row in labelled})
+    verifiers = sorted({row.dataset for row in labelled})
     forms = {verifier: best_form(verifier, labelled, flags) for verifier in verifiers}
-    labels = [row.text for row in labelled]
-    cases = []
+    labels = [text_of(row.ground_truth) for row in labelled]
+    cases: list[Case] = []
     for i, row in enumerate(labelled):
-        names = spellings(row.text, row.prompt, labels)
-        cases.extend(cases_of(i, forms[row.verifier], names))
+        names = spellings(labels[i], row.prompt.removeprefix("user: "), labels)
+        cases += cases_of(i, forms[row.dataset], names)
     return judge(cases, labelled, flags)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Report
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Report -----------------------------------------------------------------------------------------------------------
 
 
-def rate(judged: Sequence[Judged]) -> intervals.Estimate:
-    """The share accepted, with its interval over rows. Missing scores do not count. Raises ValueError for no case."""
-    known = [one for one in judged if not math.isnan(one.score)]
+def rate(cases: Sequence[Case], right: bool) -> intervals.Estimate:
+    """The share accepted of the cases with right or wrong answers, with its interval over rows. Missing scores do not
+    count. Raises ValueError for no case."""
+    known = [case for case in cases if case.right == right and not math.isnan(case.score)]
     need(known != [], "no response has a score: see the warnings above")
-    values = [float(one.accepted) for one in known]
-    row_of = [one.case.row for one in known]
+    values = [float(case.accepted) for case in known]
+    row_of = [case.row for case in known]
     count = len(set(row_of))
     error = intervals.mean_of_clusters(values, row_of).error if count > 1 else None
     return intervals.share_of_clusters(sum(values) / len(values), error, count, len(values))
@@ -206,73 +278,40 @@ def youden(right: intervals.Estimate, wrong: intervals.Estimate) -> intervals.Es
     return intervals.Estimate(j, math.hypot(right.error, wrong.error), j - below, j + above, right.n)
 
 
-def shown(name: str, found: intervals.Estimate) -> str:
-    """A rate as a line."""
-    mean, low, high = (round(value, 3) + 0.0 for value in (found.mean, found.low, found.high))  # no -0.000
-    return f"{name:20} {mean:6.3f}   95 % interval {low:.3f} to {high:.3f}"
-
-
-def by_family(judged: Sequence[Judged]) -> str:
-    """A table: family, whether its answers are right, cases, share accepted."""
-    lines = []
-    for right, families in ((True, RIGHT), (False, WRONG)):
-        for family in families:
-            cases = [one for one in judged if one.case.family == family and one.case.right == right]
-            if cases:
-                accepted = sum(one.accepted for one in cases)
-                kind = "right" if right else "wrong"
-                lines.append([family, kind, str(len(cases)), f"{accepted / len(cases):.2f}"])
-    return table(["family", "answer is", "cases", "accepted"], lines, text=(0, 1))
-
-
-def telling(judged: Sequence[Judged]) -> list[Judged]:
-    """At most MOST_SHOWN misjudged cases: one of each family first, and wrong answers accepted first of all."""
-    of_family: dict[tuple[bool, str], int] = {}
-    ranked = []
-    for place, one in enumerate(judged):
-        if one.accepted == one.case.right or math.isnan(one.score):
-            continue
-        family = (one.case.right, one.case.family)
-        seen = of_family.get(family, 0)
-        of_family[family] = seen + 1
-        ranked.append((seen, one.case.right, place, one))
-    return [one for *_, one in sorted(ranked)[:MOST_SHOWN]]
-
-
-def describe(one: Judged, row: Labelled) -> str:
-    """A misjudged case as two lines."""
-    verdict = "right, but refused" if one.case.right else "WRONG, but accepted"
-    response = repr(one.case.response)
-    if len(response) > LONGEST_SHOWN:
-        response = response[:LONGEST_SHOWN] + "..."
-    return f"{verdict}: {one.case.family} (label {row.text!r}, score {one.score:g})\n    {response}"
-
-
-def report(judged: Sequence[Judged], labelled: Sequence[Labelled]) -> float:
+def report(cases: Sequence[Case], labelled: Sequence[RewardRecord]) -> float:
     """Prints the audit and returns J."""
-    right = rate([one for one in judged if one.case.right])
-    wrong = rate([one for one in judged if not one.case.right])
-    j = youden(right, wrong)
-    missing = sum(math.isnan(one.score) for one in judged)
+    rates = {"true positives": rate(cases, True), "false positives": rate(cases, False)}
+    rates["Youden's J"] = youden(*rates.values())
+    families: dict[tuple[bool, str], list[Case]] = {}
+    for case in sorted(cases, key=lambda case: not case.right):
+        families.setdefault((case.right, case.family), []).append(case)
+    lines = []
+    misjudged = []
+    for (right, family), of_family in families.items():
+        accepted = sum(case.accepted for case in of_family)
+        lines.append([family, "right" if right else "wrong", str(len(of_family)), f"{accepted / len(of_family):.2f}"])
+        misjudged += [case for case in of_family if case.accepted != right and not math.isnan(case.score)][:1]
     print()
-    print(by_family(judged))
+    print(table(["family", "answer is", "cases", "accepted"], lines, text=(0, 1)))
     print()
-    print(shown("true positives", right))
-    print(shown("false positives", wrong))
-    print(shown("Youden's J", j))
-    print(f"{len(judged)} responses of {len(labelled)} labels, {missing} without a score")
-    for one in telling(judged):
-        print()
-        print(describe(one, labelled[one.case.row]))
-    return j.mean
+    for name, found in rates.items():
+        mean, low, high = (round(value, 3) + 0.0 for value in (found.mean, found.low, found.high))  # no -0.000
+        print(f"{name:20} {mean:6.3f}   95 % interval {low:.3f} to {high:.3f}")
+    missing = sum(math.isnan(case.score) for case in cases)
+    print(f"{len(cases)} responses of {len(labelled)} labels, {missing} without a score")
+    for case in sorted(misjudged, key=lambda case: case.right)[:MOST_SHOWN]:
+        verdict = "right, but refused" if case.right else "WRONG, but accepted"
+        label = text_of(labelled[case.row].ground_truth)
+        print(f"\n{verdict}: {case.family} (label {label!r}, score {case.score:g})")
+        print(f"    {case.response[:LONGEST_SHOWN]!r}")
+    return rates["Youden's J"].mean
 
 
 def main() -> int:
     flags = tyro.cli(CommandLine, use_underscores=True)
     try:
         need("ANSWER" in (flags.answer or "ANSWER"), f"--answer {flags.answer}: write ANSWER where the answer goes")
-        flags, verifier = with_reward(flags)
-        labelled, left_out = read(flags, verifier)
+        labelled, left_out = read(flags, set_reward(flags))
         for line in left_out[:3]:
             print(f"left out: {line}")
         print(f"{len(labelled)} labels, {len(left_out)} left out")

@@ -205,6 +205,17 @@ print(torch.version.cuda, usable, usable and torch.cuda.is_bf16_supported(includ
 """
 
 
+def hybrids() -> Finding:
+    """On a GPU, whether the kernels are there with which transformers runs recurrent and convolutional layers."""
+    missing = [name for name in ("flash-linear-attention", "causal-conv1d") if installed(name) is None]
+    if not missing:
+        return Finding("ok", "hybrids", "flash-linear-attention and causal-conv1d are installed")
+    said = f"{' and '.join(missing)}: not installed, so models with recurrent layers run a slow reference"
+    return Finding(
+        "WARN", "hybrids", said, f"{sys.executable} -m pip install {' '.join(missing)} (only for such models)"
+    )
+
+
 def compiler() -> Finding:
     """What Triton needs for the small C program that starts each of its kernels."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -315,6 +326,7 @@ def findings() -> Iterator[Finding]:
             dtype = "bfloat16" if ended.output.endswith("True") else dtype
             yield gpu(driver, ended.output) if ended.status == 0 else Finding("FAIL", "GPU", last_line(ended), AFRESH)
         yield compiler()
+        yield hybrids()
         yield network()
     else:
         said, dtype = processor(cpu_flags(), platform.machine())

@@ -93,7 +93,8 @@ def flags_for(model: str, args: grpo.Args) -> grpo.Args:
     """The flags with which one model is evaluated. Raises UserError for what cannot work."""
     own = replace(args, model_name_or_path=weights_of(model))
     if run_of(model) is not None:
-        own = replace(own, model_revision=None, add_bos=False)  # its chat template has the token
+        # its chat template has them
+        own = replace(own, model_revision=None, add_bos=False, chat_template_kwargs="")
     own.check()
     return own
 

@@ -55,8 +55,8 @@ def pytest_collection():
         gc.enable()
 
 
-# Files whose tests are of the repository and not of the code: a right edit may make them fail
-HOUSE = {"test_style.py", "test_forks.py", "test_zoo.py", "test_readme.py", "test_recipes.py", "test_pins.py"}
+# Files whose tests are of the repository and not of the code: a right edit may make them fail. And of rare ways to run
+HOUSE = {f"test_{name}.py" for name in "bench compiled doctor forks parts pins readme recipes style zoo".split()}
 
 
 def pytest_collection_modifyitems(items):

@@ -1,8 +1,7 @@
 """Size and density of the code, counted by the statement, so that breaking or joining lines changes nothing.
 
-    python -m tests.ruler                the table: a row for each file of the four, minimal.py and each part, and sums
-    python -m tests.ruler --functions    the densest functions, worst first
-    python -m tests.ruler --lower        write the ratchet (tests/ruler.json): each number falls to today's, none rises
+    python -m tests.ruler            the table: a row for each file of the four, minimal.py and each part, and sums
+    python -m tests.ruler --lower    write the ratchet (tests/ruler.json): each number falls to today's, none rises
 
 tokens      names, numbers, strings and operators of the code: without docstrings, comments, imports and flags
 t/statement tokens of a simple statement, or of the head of a compound one
@@ -83,8 +82,8 @@ def is_parallel(node: ast.AST) -> bool:
     return isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
 
 
-def measure(path: Path) -> tuple[collections.Counter, list[tuple[float, int, str]]]:
-    """Counts of a file, and (nodes a statement, statements, place and name) of its functions of some size."""
+def measure(path: Path) -> tuple[collections.Counter, list[float]]:
+    """Counts of a file, and the nodes a statement of its functions of some size."""
     source = path.read_text()
     tree = ast.parse(source)
     sizes = statement_sizes(source, uncounted_lines(tree))
@@ -99,19 +98,19 @@ def measure(path: Path) -> tuple[collections.Counter, list[tuple[float, int, str
         if isinstance(node, FUNCTIONS):
             density, statements = nodes_per_statement(node)
             if statements >= LEAST_STATEMENTS:
-                functions.append((density, statements, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"))
+                functions.append(density)
     return counts, functions
 
 
 def row_of(paths: list[Path]) -> dict[str, float]:
     """The table's row of some files together."""
     counts: collections.Counter = collections.Counter()
-    functions = []
+    functions: list[float] = []
     for path in paths:
         more_counts, more_functions = measure(path)
         counts += more_counts
         functions += more_functions
-    nodes = [density for density, *_ in functions] or [0.0]
+    nodes = functions or [0.0]
     statements = max(counts["statements"], 1)
     return {
         "lines": counts["lines"],
@@ -129,15 +128,10 @@ def table() -> dict[str, dict[str, float]]:
     """Name -> row. Programs in scripts/ beside the parts may be added, so their density alone is limited."""
     four = [ROOT / name for name in FOUR]
     parts = sorted(ROOT.glob("scripts/parts/*.py"))
-    everything = [path for path in sorted(ROOT.glob("scripts/**/*.py"))]
+    everything = sorted(ROOT.glob("scripts/**/*.py"))
     programs = [path for path in everything if path not in parts]
-    rows = {path.name: row_of([path]) for path in four}
-    rows["the four"] = row_of(four)
-    for path in [ROOT / "scripts" / "minimal.py", *parts]:
-        rows[str(path.relative_to(ROOT))] = row_of([path])
-    rows["programs in scripts/"] = row_of(programs)
-    rows["all"] = row_of(four + everything)
-    return rows
+    rows = {str(path.relative_to(ROOT)): row_of([path]) for path in [*four, ROOT / "scripts" / "minimal.py", *parts]}
+    return rows | {"the four": row_of(four), "programs in scripts/": row_of(programs), "all": row_of(four + everything)}
 
 
 def limited(name: str) -> tuple[str, ...]:
@@ -155,16 +149,6 @@ def show(rows: dict[str, dict[str, float]]) -> None:
         )
 
 
-def show_functions() -> None:
-    """Print the functions that are too dense, worst first."""
-    functions = []
-    for path in [*(ROOT / name for name in FOUR), *sorted(ROOT.glob("scripts/**/*.py"))]:
-        functions += measure(path)[1]
-    for density, statements, name in sorted(functions, reverse=True):
-        if density > MOST_NODES:
-            print(f"{density:5.1f} {statements:4} {name}")
-
-
 def lower(rows: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """The ratchet after today: each number is the lower one of the two. A new file gets today's."""
     ratchet = {}
@@ -175,9 +159,6 @@ def lower(rows: dict[str, dict[str, float]], before: dict[str, dict[str, float]]
 
 
 def main() -> None:
-    if "--functions" in sys.argv:
-        show_functions()
-        return
     rows = table()
     show(rows)
     if "--lower" in sys.argv:

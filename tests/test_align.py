@@ -125,17 +125,13 @@ def test_weights(tmp_path):
     rows = align.compare_weights(*[align.read_run(tmp_path / side) for side in "ba"])
     assert [(row["name"], row["parameters"], row["differing"]) for row in rows] == [("step_2", 3, 0), ("step_10", 3, 1)]
     assert rows[1]["distance"] == pytest.approx(0.5 / 5) and rows[1]["worst"] == "model.norm.weight"
-    assert compare(tmp_path / "a", tmp_path / "b") == 1
-    assert compare(tmp_path / "a", tmp_path / "b", "--tolerance", 0.11) == 0
+    assert [compare(tmp_path / "a", tmp_path / "b", "--tolerance", t) for t in (0.09, 0.11)] == [1, 0]
 
-    # a parameter that only one side has; a head that is not tied stays away; a NaN is apart from everything
+    # a parameter that only one side has; a NaN is apart from everything
     alone = save_weights(tmp_path / "c", {"model.embed_tokens.weight": embedding}, "model", tied=False)
-    assert set(align.load_hf_state(alone)) == {"model.embed_tokens.weight"}
     assert compare(alone, tmp_path / "a/step_2") == 1
     broken = save_weights(tmp_path / "d", whole | {"model.norm.weight": torch.tensor([3.0, np.nan])}, "model")
     assert compare(broken, tmp_path / "a/step_2") == 1
-    adapters = [save_weights(tmp_path / f"e{i}", {"lora_A": torch.tensor([i])}, "adapter_model") for i in (1.0, 2.0)]
-    assert compare(*adapters) == 1 and compare(adapters[0], adapters[0]) == 0
 
 
 # --- several seeds ---------------------------------------------------------------------------------------------------
@@ -182,8 +178,7 @@ def seeds(tmp_path, name, shift, n):
 def test_sides_of_several_seeds(tmp_path, n, shift, flags):
     """Sides of one distribution overlap, a higher one does not: 2 of 70 ways with four seeds; with one, signs tell."""
     a, same, higher = (seeds(tmp_path, *x, n) for x in (("a", 0.0), ("bb", 0.0), ("ccc", shift)))
-    assert compare(a, same, "--plot", tmp_path / "p.png", *flags) == 0 and (tmp_path / "p.png").stat().st_size > 0
-    assert compare(a, higher, *flags) == 1
+    assert compare(a, same, *flags) == 0 and compare(a, higher, *flags) == 1
 
 
 # --- importing veRL's batches ----------------------------------------------------------------------------------------
@@ -230,7 +225,7 @@ PLACES = {
 }
 
 
-def pickle_batch(path, batch, arrays, protocol=4):
+def pickle_batch(path, batch, arrays):
     """Write a batch as veRL pickles it; the names of its classes exist only meanwhile. `batch` may be bytes."""
     with pytest.MonkeyPatch.context() as patch:
         for module, things in PLACES.items():
@@ -244,7 +239,7 @@ def pickle_batch(path, batch, arrays, protocol=4):
             torch.save(TensorDict(batch), buffer)
             batch = buffer.getvalue()
         info = {"temperature": 1.0, "n": np.float32(2), "global_token_num": [4, 4, 5, 5]}
-        path.write_bytes(pickle.dumps(DataProto((batch, arrays, info)), protocol=protocol))
+        path.write_bytes(pickle.dumps(DataProto((batch, arrays, info))))
     return path
 
 
@@ -279,34 +274,30 @@ class Hostile:
         return os.system, (self.command,)
 
 
-@pytest.mark.parametrize("where", ["arrays", "batch", "whole", "no batch", "cut", "uid"])
-def test_hostile_pickles_are_refused(tmp_path, where):
+def test_hostile_pickles_are_refused(tmp_path):
+    """In the arrays, inside the bytes that veRL itself torch.saves, or in place of a batch; one that is cut short, and
+    one with bytes in place of objects."""
     mark = tmp_path / "ran"
     bomb = Hostile(f"touch {mark}")
     tensors, arrays = verl_batch()
-    path = tmp_path / "b_1.pkl"
-    if where == "arrays":
-        pickle_batch(path, tensors, arrays | {"extra": np.array([bomb], object)})
-    elif where == "batch":  # inside the bytes that veRL itself torch.saves
-        inner = io.BytesIO()
-        torch.save(bomb, inner)
-        pickle_batch(path, inner.getvalue(), arrays)
-    elif where == "uid":  # bytes in place of objects
-        pickle_batch(path, tensors, arrays | {"uid": np.arange(4)})
-    else:
-        path.write_bytes(pickle.dumps(bomb if where == "whole" else {"a": 1}))
-    if where == "cut":
-        path.write_bytes(pickle_batch(path, tensors, arrays).read_bytes()[:-40])
-    with pytest.raises(ValueError, match="system" if where in ("arrays", "batch", "whole") else str(path)):
-        dataproto.load_dataproto(path)
-    assert compare("import", path, tmp_path / "out") == 2
+    inner = io.BytesIO()
+    torch.save(bomb, inner)
+    paths = [tmp_path / f"b_{i}.pkl" for i in range(5)]
+    pickle_batch(paths[0], tensors, arrays | {"extra": np.array([bomb], object)})
+    pickle_batch(paths[1], inner.getvalue(), arrays)
+    paths[2].write_bytes(pickle.dumps(bomb))
+    paths[3].write_bytes(pickle_batch(paths[3], tensors, arrays).read_bytes()[:-40])
+    pickle_batch(paths[4], tensors, arrays | {"uid": np.arange(4)})
+    for path, reason in zip(paths, ("system", "system", "system", "read", "uid"), strict=True):
+        with pytest.raises(ValueError, match=reason):
+            dataproto.load_dataproto(path)
+        assert compare("import", path, tmp_path / "out") == 2
     assert not mark.exists() and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_import_by_hand(tmp_path, protocol):
+def test_import_by_hand(tmp_path):
     """Rows 0, 2 (prompt 5 6) then 1, 3 (prompt 7 8 9), without padding. veRL and tensordict are not there."""
-    source = pickle_batch(tmp_path / "step_7.pkl", *verl_batch(), protocol)
+    source = pickle_batch(tmp_path / "step_7.pkl", *verl_batch())
     tensors, uids = dataproto.load_dataproto(source)
     for name, tensor in verl_batch()[0].items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
@@ -407,18 +398,9 @@ def test_shards_that_cannot_be_right_are_refused(tmp_path):
     actor.mkdir(parents=True)
     weight, bomb = {"w": torch.ones(2)}, {"w": Hostile(f"touch {reached}")}
     lora = {"base_model.model.lm_head.lora_A.default.weight": torch.ones(2)}
-    cases = [  # shards of the model, of the optimizer, the reason
-        ([weight], [], r"lacks model_world_size_2_rank_1\.pt"),
-        ([weight, bomb], [], r"rank_1\.pt is not a shard that can be read: refused: .*system"),
-        ([weight, weight], [{"state": {}, "param_groups": []}], r"lacks optim_world_size_2_rank_1\.pt"),
-        ([lora, lora], [], "has adapters .LoRA., base_model.model.lm_head.lora_A"),
-    ]
-    for models, optimizers, reason in cases:
-        for path in actor.iterdir():
-            path.unlink()
-        for kind, shards in (("model", models), ("optim", optimizers)):
-            for rank, shard in enumerate(shards):
-                torch.save(shard, actor / f"{kind}_world_size_2_rank_{rank}.pt")
+    for model, reason in (([weight], "lacks"), ([weight, bomb], "system"), ([lora, lora], "adapters")):
+        for rank, shard in enumerate(model):
+            torch.save(shard, actor / f"model_world_size_2_rank_{rank}.pt")
         with pytest.raises(ValueError, match=reason):
             states.read_verl(actor, None)
     assert not reached.exists()
@@ -430,9 +412,9 @@ def test_shards_that_cannot_be_right_are_refused(tmp_path):
     with pytest.raises(ValueError, match="2 numbers for 4 weights"):
         states.moments_of([shard, shard], model)
     shard["param_groups"][0]["params"] = [0, 1, 2]
-    with pytest.raises(ValueError, match="3 parameters, the model 2 in 1 units"):
+    with pytest.raises(ValueError, match="3 parameters"):
         states.moments_of([shard], model)
-    with pytest.raises(ValueError, match="has no state of step 2"):
+    with pytest.raises(ValueError, match="step 2"):
         states.convert(tmp_path, 2, tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
 

@@ -8,8 +8,7 @@ import zlib
 import pytest
 
 import rewards
-from scripts.parts import chat, post
-from scripts.tools import mcp_server, search
+from scripts.parts import chat
 from tests.test_tools import environment, said, step
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -84,15 +83,20 @@ DRIPS = {
 def test_a_server_that_drips_has_no_more_time(serve, part):
     server = serve(drip(DRIPS[part]))
     with pytest.raises(TimeoutError):
-        post.post(server.url, {}, 0.5, 1000)
+        chat.post(server.url, {}, 0.5, 1000)
+
+
+def judge_of(server, seconds):
+    judge = chat.ChatModel("m", 4, seconds)
+    judge.clients = [judge.client(server.url, "key")]
+    judge.client_for = lambda beginning: judge.clients[0]
+    return judge
 
 
 def test_a_judge_that_drips_is_a_timeout(serve):
     """httpx' own limit is one of a read: each byte would give the server the whole time again."""
     server = serve(drip(DRIPS["body"]))
-    judge = chat.ChatModel("m", 4, 0.5)
-    judge.clients = [judge.client(server.url, "key")]
-    judge.client_for = lambda beginning: judge.clients[0]
+    judge = judge_of(server, 0.5)
     with pytest.raises(chat.NoReply) as raised:
         judge.ask(lambda share: "Why?")
     assert raised.value.status == "timeout"
@@ -114,12 +118,10 @@ def flood(head, piece=b" " * 2**16):
     return behave
 
 
-@pytest.mark.parametrize("status", [200, 500])
-def test_a_flood_is_cut(serve, status):
-    head = b"HTTP/1.1 %d X\r\nContent-Length: 655360000\r\n\r\n" % status
-    server = serve(flood(head))
+def test_a_flood_is_cut(serve):
+    server = serve(flood(b"HTTP/1.1 500 X\r\nContent-Length: 655360000\r\n\r\n"))
     with pytest.raises(ConnectionError, match="more than 100000 bytes"):
-        post.post(server.url, {}, 30, 100_000)
+        chat.post(server.url, {}, 30, 100_000)
 
 
 def test_what_was_packed_is_not_unpacked(serve):
@@ -127,7 +129,7 @@ def test_what_was_packed_is_not_unpacked(serve):
     packed = zlib.compress(b" " * 2**24)
     head = HEAD + b"Content-Encoding: deflate\r\nContent-Length: %d\r\n\r\n" % len(packed)
     server = serve(lambda connection, number: connection.sendall(head + packed))
-    assert post.post(server.url, {}, 30, 2**20).content == packed
+    assert chat.post(server.url, {}, 30, 2**20).content == packed
     assert b"accept-encoding: identity" in server.requests[0].lower()
 
 
@@ -140,21 +142,16 @@ def reply(text):
     "text",
     [
         "[" * 100_000,
-        '{"choices": 5}',
         '{"choices": [{"message": {"content": 7}}]}',
-        '{"choices": [{"message": {"content": "x"}}], "usage": []}',
         '{"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": "many"}}',
         "null",
-        "NaN",
     ],
 )
 def test_a_reply_of_nonsense_is_missing(serve, monkeypatch, text):
     monkeypatch.setattr(chat, "LLM_TRIES", 2)
     monkeypatch.setattr(chat, "LLM_DELAY_S", 0.01)
     server = serve(lambda connection, number: connection.sendall(reply(text)))
-    judge = chat.ChatModel("m", 4, 30.0)
-    judge.clients = [judge.client(server.url, "key")]
-    judge.client_for = lambda beginning: judge.clients[0]
+    judge = judge_of(server, 30.0)
     if "usage" in text:
         assert judge.ask(lambda share: "Why?").tokens == 0
         return
@@ -167,19 +164,19 @@ def test_a_proxy_does_not_get_what_is_for_loopback(serve, monkeypatch):
     proxy = serve(lambda connection, number: connection.sendall(reply("{}")))
     server = serve(lambda connection, number: connection.sendall(reply("{}")))
     monkeypatch.setenv("http_proxy", proxy.url)
-    post.client.cache_clear()
-    assert post.post(server.url, {}, 30, 1000).status_code == 200
+    chat.http_client.cache_clear()
+    assert chat.post(server.url, {}, 30, 1000).status_code == 200
     assert not proxy.requests
-    assert post.post("http://retriever.invalid/retrieve", {}, 30, 1000).status_code == 200
+    assert chat.post("http://retriever.invalid/retrieve", {}, 30, 1000).status_code == 200
     assert len(proxy.requests) == 1
-    post.client.cache_clear()
+    chat.http_client.cache_clear()
 
 
 def test_a_redirect_is_not_followed(serve):
     other = serve(lambda connection, number: connection.sendall(reply("{}")))
     head = b"HTTP/1.1 307 X\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % other.url.encode()
     server = serve(lambda connection, number: connection.sendall(head))
-    assert post.post(server.url, {}, 30, 1000).status_code == 307
+    assert chat.post(server.url, {}, 30, 1000).status_code == 307
     assert not other.requests
 
 
@@ -187,10 +184,9 @@ def test_a_redirect_is_not_followed(serve):
 # Tools
 
 
-@pytest.mark.parametrize("part", DRIPS)
-def test_a_retriever_that_hangs_makes_the_sample_missing(serve, part):
+def test_a_retriever_that_hangs_makes_the_sample_missing(serve):
     """Its tries took longer than the call's deadline, which was told to the policy as its own error."""
-    server = serve(drip(DRIPS[part]))
+    server = serve(drip(DRIPS["chunks"]))
     env = environment("search", tool_configs=[{"url": server.url, "deadline": 0.6, "timeout": 0.3}])
     with pytest.raises(ConnectionError, match="no answer within"):
         step(env, "<search>Paris</search>")
@@ -208,12 +204,6 @@ def test_the_time_of_a_turn_bounds_that_of_a_call(serve):
 def test_calls_of_a_turn_without_time_are_not_run():
     env = environment("calculator", seconds=0.01)
     assert said(env, "<calculator>1 + 1</calculator>") == "Error: the calls of this turn have used up its time"
-
-
-@pytest.mark.parametrize("tool", [search, mcp_server])
-def test_a_limit_above_the_call_s_is_refused(tool):
-    with pytest.raises(ValueError, match='"timeout": 30 of a .* is not below "deadline": 30'):
-        tool.check({"url": "http://127.0.0.1:1", "timeout": 30})
 
 
 def test_a_reply_that_is_nested_is_no_failure_of_the_policy(serve):

@@ -81,20 +81,6 @@ def by_turn_credit(group):
     return [r.advantage for r in rollouts]
 
 
-def by_means_of_turns(group):
-    """The usual baseline: the mean reward of those rollouts that have reached the turn; summed over the turns to go."""
-    finals = [game[3] for game in group]
-    advantages = []
-    for _, slopes, rewards, final in group:
-        centered = []
-        for k in range(len(slopes)):
-            there = [(*g[2], 0.0)[k] for g in group if len(g[1]) > k]
-            centered.append((*rewards, 0.0)[k] - sum(there) / len(there))
-        rest = (final - sum(finals) / len(group)) * len(group) / (len(group) - 1)
-        advantages.append([sum(centered[k:]) + rest for k in range(len(slopes))])
-    return advantages
-
-
 def by_scores(group):
     """One advantage for all turns: the score less the mean of the others'."""
     scores = [sum(game[2]) + game[3] for game in group]
@@ -117,8 +103,7 @@ def moments(advantages_of, size):
 
 
 def test_the_expectation_is_the_policy_gradient():
-    """All 1,296 groups of 4: the gradient of the expected score is 0.49677; the usual baseline keeps 35 % of it, and
-    one advantage for all turns has no bias but twice the variance."""
+    """All 1,296 groups of 4: one advantage for all turns has no bias either, but twice the variance."""
     assert sum(game[0] for game in games()) == pytest.approx(1)
     truth = sum(p * sum(slopes) * (sum(rewards) + final) for p, slopes, rewards, final in games())
     step = 1e-6
@@ -131,9 +116,7 @@ def test_the_expectation_is_the_policy_gradient():
     assert truth == pytest.approx((expected(0.3 + step) - expected(0.3 - step)) / (2 * step), rel=1e-6)
     ours, ours_squared = moments(by_turn_credit, 4)
     scalar, scalar_squared = moments(by_scores, 4)
-    usual, _ = moments(by_means_of_turns, 4)
     assert ours == pytest.approx(truth, rel=1e-12) and scalar == pytest.approx(truth, rel=1e-12)
-    assert usual / truth == pytest.approx(0.35, abs=0.005)
     assert (scalar_squared - scalar**2) / (ours_squared - ours**2) == pytest.approx(2.2, abs=0.1)
     assert moments(by_turn_credit, 2)[0] == pytest.approx(truth, rel=1e-12)
 
@@ -180,9 +163,9 @@ def test_a_dump_and_every_packing_keep_it():
 def test_rewards_count_as_much_as_in_the_score(score):
     """verification_reward times; not at all if only the format is rewarded."""
     args = dataclasses.replace(ARGS, apply_verifiable_reward=score, verification_reward=4.0)
-    group = [rollout(0.0, [0.5], weight=4.0 * score), rollout(0.0, [], False)]
+    group = [rollout(0.0, [0.5, 0.0], weight=4.0 * score), rollout(0.0, [], False)]
     grpo.set_advantages([group], args)
-    assert group[0].advantage == pytest.approx([2.0 * score] * 2)
+    assert group[0].advantage == pytest.approx([2.0 * score] * 5 + [0.0] * 2)
     assert group[1].advantage == pytest.approx([-2.0 * score] * 2)
 
 
@@ -190,15 +173,6 @@ def test_one_scored_rollout_of_a_group_is_compared_with_none():
     group = [rollout(1.0, [0.5]), rollout(math.nan, [0.5], sample=1)]
     grpo.set_advantages([group], ARGS)
     assert [r.advantage for r in group] == [0.0, 0.0]
-
-
-def test_a_row_of_the_table_has_the_mean():
-    """Trackers' tables have one type a column: a number, whether advantages are per token or not."""
-    rows = [utils.sample_row(rollout(1.0, [0.5]), 3) for _ in range(2)]
-    credited = rollout(1.0, [0.5])
-    credited.advantage = [1.0, 2.0, 6.0]
-    row = json.loads(json.dumps(utils.sample_row(credited, 3), default=str))
-    assert row["advantage"] == 3.0 and [row["advantage"] for row in rows] == [0.0, 0.0]
 
 
 def test_the_metric_is_of_rollouts(tiny_models, world, monkeypatch):
@@ -217,10 +191,8 @@ def test_the_metric_is_of_rollouts(tiny_models, world, monkeypatch):
     "said, want",
     [
         (["5", "It is 9!", "7"], [("Higher: 6 to 12.", 0.1), ("Lower: 6 to 8.", 0.1), ("Right.", 1.0)]),
-        (["7"], [("Right.", 1.0)]),
         (["5", "5"], [("Higher: 6 to 12.", 0.1), ("That cannot be.", 0.0)]),  # a hint said that it is not
         (["13"], [("That cannot be.", 0.0)]),
-        (["0"], [("That cannot be.", 0.0)]),
         (["seven"], [("That cannot be.", 0.0)]),
         (["1", "2", "3", "4"], [(f"Higher: {low} to 12.", 0.1) for low in (2, 3, 4, 5)]),  # the last of four guesses
     ],

@@ -8,7 +8,6 @@ import re
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
 from scripts.parts import plan
-from scripts.parts.rows import parse_row
+from scripts.parts import rows as part_of_rows
 
 QUESTION, LABEL = "What is 3 + 8?", "11"
 USER = {"role": "user", "content": QUESTION}
@@ -58,8 +57,27 @@ def numbered(n):
     ]
 
 
-def load(tokenizer, *mixer, flag="dataset_mixer_list", **changes):
-    return utils.load_prompts(flag, grpo.Args(**{flag: [str(x) for x in mixer]}, **changes), tokenizer)
+READ_ROWS = utils.read_rows
+
+
+def read_here(flag, name, amount, split, args):
+    """As utils.read_rows, but in this process: the program that a run reads rows with takes a second to start."""
+    if args.reward_file:  # the program is told of its functions
+        yield from READ_ROWS(flag, name, amount, split, args)
+        return
+    try:
+        for row in part_of_rows.drawn_rows(name, amount, split, args.seed):
+            yield utils.Row(**json.loads(json.dumps(row)))
+    except ValueError as error:
+        raise utils.UserError(f"--{flag} {error}") from error
+
+
+def load(tokenizer, *mixer, flag="dataset_mixer_list", by_program=False, **changes):
+    args = grpo.Args(**{flag: [str(x) for x in mixer]}, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_program:
+            patch.setattr(utils, "read_rows", read_here)
+        return utils.load_prompts(flag, args, tokenizer)
 
 
 def labels_of(prompts):
@@ -81,9 +99,7 @@ def test_a_resumed_run_has_the_date_of_its_start(model_dir, tmp_path, world):
     assert dates[2] == time.strftime("%d %b %Y", time.localtime(begun)) != dates[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shapes and containers
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Shapes and containers --------------------------------------------------------------------------------------------
 
 
 def save_as(container, rows, tmp_path):
@@ -107,28 +123,22 @@ def save_as(container, rows, tmp_path):
 
 @pytest.mark.parametrize(
     "shape, container",
-    [(shape, container) for shape in SHAPES for container in ("jsonl", "parquet", "directory")]
-    + [("open_instruct", "saved"), ("verl", "saved"), ("verl", "saved_splits")],
+    [(shape, "jsonl") for shape in SHAPES]
+    + [("verl", container) for container in ("parquet", "directory", "saved", "saved_splits")],
 )
 def test_every_shape_and_container_gives_the_same_prompt(tokenizer, tmp_path, shape, container):
     text = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
     verifier = "gsm8k_verl" if shape == "verl" else "gsm8k"
     want = [utils.Prompt(0, token_ids, text, (LABEL,), (verifier,), f"user: {QUESTION}")]
-    assert load(tokenizer, save_as(container, [SHAPES[shape]], tmp_path), "1.0") == want
-
-
-def test_prompt_tokens_are_the_text_with_its_special_tokens(tokenizer, tmp_path):
-    (prompt,) = load(tokenizer, write_jsonl(tmp_path / "a.jsonl", [ROW]), "1.0")
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert tokenizer.decode(prompt.token_ids) == prompt.text
-    assert (prompt.token_ids[0], prompt.token_ids.count(start), prompt.token_ids.count(end)) == (start, 2, 1)
+    name = save_as(container, [SHAPES[shape]], tmp_path)
+    assert load(tokenizer, name, "1.0", by_program=container != "jsonl") == want
 
 
 def test_a_trailing_assistant_turn_is_dropped():
     answer = {"role": "assistant", "content": "11"}
-    assert parse_row(ROW | {"messages": [USER, answer]})[0] == [USER]
-    assert parse_row(ROW | {"messages": [USER, answer, USER]})[0] == [USER, answer, USER]
+    assert part_of_rows.parse_row(ROW | {"messages": [USER, answer]})[0] == [USER]
+    assert part_of_rows.parse_row(ROW | {"messages": [USER, answer, USER]})[0] == [USER, answer, USER]
 
 
 @pytest.mark.parametrize(
@@ -155,13 +165,7 @@ def test_a_trailing_assistant_turn_is_dropped():
     ],
 )
 def test_labels_and_verifiers_of_a_row(row, labels, verifiers):
-    assert parse_row({"prompt": QUESTION} | row) == ([USER], labels, verifiers)
-
-
-def test_several_verifiers_stay_with_their_labels(tokenizer, tmp_path):
-    row = ROW | {"ground_truth": ["5", "five"], "dataset": ["gsm8k", "string_matcher"]}
-    (prompt,) = load(tokenizer, write_jsonl(tmp_path / "a.jsonl", [row]), "1.0")
-    assert (prompt.ground_truths, prompt.verifiers) == (("5", "five"), ("gsm8k", "string_matcher"))
+    assert part_of_rows.parse_row({"prompt": QUESTION} | row) == ([USER], labels, verifiers)
 
 
 def test_directories_are_read_by_split_in_name_order(tokenizer, tmp_path):
@@ -171,7 +175,7 @@ def test_directories_are_read_by_split_in_name_order(tokenizer, tmp_path):
     write_jsonl(tmp_path / "test.jsonl", rows[4:])
     assert labels_of(load(tokenizer, tmp_path, "1.0")) == ["0", "1", "2", "3"]
     assert labels_of(load(tokenizer, tmp_path, "1.0", flag="dataset_mixer_eval_list")) == ["4", "5"]
-    with pytest.raises(utils.UserError, match="no .jsonl, .parquet, .csv, .json file with 'validation' in its name"):
+    with pytest.raises(utils.UserError, match="'validation'"):
         load(tokenizer, tmp_path, "1.0", dataset_mixer_list_splits=["validation"])
 
 
@@ -188,13 +192,7 @@ def test_several_datasets_each_with_its_split(tokenizer, tmp_path):
     assert [p.index for p in prompts] == [0, 1, 2]
 
 
-def test_no_evaluation_data_is_no_prompts(tokenizer):
-    assert load(tokenizer, flag="dataset_mixer_eval_list") == []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Amounts
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Amounts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("amount, count", [("1.0", 10), ("0.5", 5), ("0.3", 3), ("1", 1), ("4", 4), ("10", 10)])
@@ -203,30 +201,24 @@ def test_fractions_and_counts_take_a_fixed_subset_in_file_order(tokenizer, tmp_p
     labels = [int(label) for label in labels_of(load(tokenizer, path, amount))]
     assert len(labels) == count and labels == sorted(set(labels))
     assert [int(label) for label in labels_of(load(tokenizer, path, amount))] == labels
+    others = {tuple(labels_of(load(tokenizer, path, amount, seed=seed))) for seed in range(6)}
+    assert (len(others) > 1) == (count < 10)
 
 
-def test_the_subset_depends_on_the_seed(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", numbered(30))
-    assert len({tuple(labels_of(load(tokenizer, path, "5", seed=seed))) for seed in range(5)}) > 1
-
-
-@pytest.mark.parametrize("amount, count", [("2.0", 6), ("2.4", 7)])  # round(7.2)
+@pytest.mark.parametrize("amount, count", [("2.0", 6), ("2.6", 8)])  # round(7.8)
 def test_fractions_above_one_repeat(tokenizer, tmp_path, amount, count):
     prompts = load(tokenizer, write_jsonl(tmp_path / "a.jsonl", numbered(3)), amount)
     assert labels_of(prompts) == (["0", "1", "2"] * 3)[:count]
     assert [p.index for p in prompts] == list(range(count))
 
 
-def test_more_rows_than_there_are_is_refused(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", numbered(3))
-    with pytest.raises(utils.UserError, match=r"--dataset_mixer_list .*a\.jsonl 4: only 3 rows; .* 2\.0 repeats"):
-        load(tokenizer, path, "4")
-
-
-def test_a_fraction_of_less_than_one_row_is_refused(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", numbered(3))
-    with pytest.raises(utils.UserError, match=r"a\.jsonl 0\.1"):
-        load(tokenizer, path, "0.1")
+@pytest.mark.parametrize(
+    "rows, amount, told", [(3, "4", "only 3 rows"), (3, "0.1", r"a\.jsonl 0\.1"), (0, "1.0", "no rows")]
+)
+def test_amounts_that_a_file_does_not_have_are_refused(tokenizer, tmp_path, rows, amount, told):
+    path = write_jsonl(tmp_path / "a.jsonl", numbered(rows))
+    with pytest.raises(utils.UserError, match=told):
+        load(tokenizer, path, amount)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +227,6 @@ def test_a_fraction_of_less_than_one_row_is_refused(tokenizer, tmp_path):
         ([], []),
         (["a", "1.0", "b", "1"], [("a", 1.0), ("b", 1)]),
         (["a", "1_000"], [("a", 1000)]),
-        (["reasoning_gym:chain_sum", "5"], [("reasoning_gym:chain_sum", 5)]),
     ],
 )
 def test_mixer_pairs(values, want):
@@ -247,34 +238,21 @@ def test_mixer_pairs(values, want):
 @pytest.mark.parametrize(
     "values, reason",
     [
-        ("a", "NAME AMOUNT pairs, got 1 values: a"),
-        ("a 1.0 b", "NAME AMOUNT pairs, got 3 values"),
-        ("a 0", "a 0: the amount must be positive"),
-        ("a 0.0", "a 0.0: the amount must be positive"),
-        ("a -2", "a -2: the amount must be positive"),
-        ("a 1.0.0", "a 1.0.0: the amount must be a fraction"),
-        ("1.0 a", "1.0 a: the amount must be a fraction"),
-        ("a all", "a all: the amount must be a fraction"),
-        ("a nan", "a nan: the amount must be a fraction"),
-        ("reasoning_gym:chain_sum 1.0", "generated data has no end, give a count such as 2000"),
+        ("a 1.0 b", "got 3 values"),
+        ("a 0", "positive"),
+        ("a 0.0", "positive"),
+        ("a -2", "positive"),
+        ("1.0 a", "a fraction"),
+        ("a nan", "a fraction"),
+        ("reasoning_gym:chain_sum 1.0", "give a count"),
     ],
 )
 def test_mixer_refusals(values, reason):
-    with pytest.raises(utils.UserError, match=f"^--some_flag .*{re.escape(reason)}"):
+    with pytest.raises(utils.UserError, match=f"^--some_flag .*{reason}"):
         utils.parse_mixer("some_flag", values.split())
 
 
-def test_one_split_or_one_each():
-    utils.parse_mixer("f", ["a", "1.0", "b", "1.0"], ["train"])
-    utils.parse_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test"])
-    utils.parse_mixer("f", [], ["train"])
-    with pytest.raises(utils.UserError, match=r"--f_splits: .*one per dataset \(2\), got 3"):
-        utils.parse_mixer("f", ["a", "1.0", "b", "1.0"], ["train", "test", "test"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Generated data
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Generated data ---------------------------------------------------------------------------------------------------
 
 
 def test_generated_training_and_evaluation_items_are_disjoint(tokenizer):
@@ -291,9 +269,7 @@ def test_generated_training_and_evaluation_items_are_disjoint(tokenizer):
     assert label["entry"]["question"] in train[0].text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts that do not fit, rows that are broken
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Prompts that do not fit, rows that are broken --------------------------------------------------------------------
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path, capsys):
@@ -314,27 +290,16 @@ BROKEN = {
     "not JSON": ('{"messages": ', "not JSON"),
     "not an object": ([1, 2], "must be an object, got list"),
     "no prompt": ({"ground_truth": "1", "dataset": "gsm8k"}, r"no prompt: .*\['dataset', 'ground_truth'\]"),
-    "empty prompt": (ROW | {"messages": []}, "no prompt"),
     "only an answer": (ROW | {"messages": [{"role": "assistant", "content": "11"}]}, "must not be the assistant's"),
-    "no content": (ROW | {"messages": [{"role": "user"}]}, "needs a role and a text content"),
-    "no role": (ROW | {"messages": [{"content": "Hi"}]}, "needs a role and a text content"),
-    "content is no text": (ROW | {"messages": [{"role": "user", "content": ["Hi"]}]}, "a text content"),
-    "no label": ({"messages": [USER], "dataset": "gsm8k"}, r"no ground_truth: columns are \['dataset', 'messages'\]"),
-    "label is null": (ROW | {"ground_truth": None}, "no ground_truth"),
+    "no role": (ROW | {"messages": [{"content": "Hi"}]}, "role"),
+    "content is no text": (ROW | {"messages": [{"role": "user", "content": ["Hi"]}]}, "content"),
+    "no label": (ROW | {"ground_truth": None}, "no ground_truth"),
     "no verifier": ({"messages": [USER], "ground_truth": "11"}, "no dataset"),
-    "unknown verifier": (ROW | {"dataset": "gms8k"}, "unknown verifier 'gms8k'.*did you mean 'gsm8k'"),
-    "unknown data_source": (
-        {"prompt": [USER], "data_source": "who/knows", "answer": "11"},
-        "unknown verifier 'who/knows'.*--remap_verifier who/knows=NAME",
-    ),
-    "label cannot be scored": (ROW | {"ground_truth": "a few"}, "gsm8k: .*'a few' is not one number"),
-    "empty label": (ROW | {"dataset": "math", "ground_truth": ""}, "math: "),
+    "unknown verifier": (ROW | {"dataset": "gms8k"}, "gms8k.*did you mean 'gsm8k'"),
+    "label cannot be scored": (ROW | {"ground_truth": "a few"}, "gsm8k: .*'a few'"),
     "too few labels": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k"] * 3}, "2 ground truths for 3 verifiers"),
-    "one label for two": (ROW | {"dataset": ["gsm8k", "math"]}, "1 ground truths for 2 verifiers"),
     "message is no object": (ROW | {"messages": [5]}, "message"),
-    "messages are texts": (ROW | {"messages": ["Hi"]}, "message"),
     "messages is a number": (ROW | {"messages": 5}, "message"),
-    "verifier is a number": (ROW | {"dataset": 5}, "dataset|verifier"),
     "verifier is missing": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k", None]}, "dataset|verifier"),
     "half a character": (ROW | {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates not allowed"),
 }
@@ -342,8 +307,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("row, reason", BROKEN.values(), ids=BROKEN)
 def test_broken_rows_are_refused_with_file_row_and_reason(tokenizer, tmp_path, row, reason):
-    path = write_jsonl(tmp_path / "a.jsonl", [ROW, row, ROW])
-    with pytest.raises(utils.UserError, match=rf"a\.jsonl row 2: .*{reason}"):
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW, "", row, ROW])  # a blank line is no row
+    with pytest.raises(utils.UserError, match=rf"a\.jsonl row 3: .*{reason}"):
         load(tokenizer, path, "1.0")
 
 
@@ -356,34 +321,14 @@ def test_a_role_that_the_template_refuses_is_told_with_its_row(tokenizer, tmp_pa
         load(strict, path, "1.0")
 
 
-def test_row_numbers_are_line_numbers(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [ROW, "", "  ", ROW, "oops"])  # blank lines are no rows
-    with pytest.raises(utils.UserError, match=r"a\.jsonl row 5: not JSON"):
-        load(tokenizer, path, "1.0")
-    assert len(load(tokenizer, write_jsonl(tmp_path / "b.jsonl", ["", ROW, "", ROW]), "1.0")) == 2
-
-
-@pytest.mark.parametrize(
-    "container, where",
-    [("parquet", r"rows\.parquet row 2"), ("directory", r"train-0\.jsonl row 2"), ("saved", r"saved \[train\] row 2")],
-)
-def test_broken_rows_of_other_containers(tokenizer, tmp_path, container, where):
+@pytest.mark.parametrize("container", ["parquet", "directory"])
+def test_broken_rows_of_other_containers(tokenizer, tmp_path, container):
     name = save_as(container, [ROW, ROW | {"ground_truth": "a few"}], tmp_path)
-    with pytest.raises(utils.UserError, match=rf"--dataset_mixer_list .*{where}: gsm8k: .*'a few'"):
-        load(tokenizer, name, "1.0")
+    with pytest.raises(utils.UserError, match=r"--dataset_mixer_list .* row 2: gsm8k: .*'a few'"):
+        load(tokenizer, name, "1.0", by_program=True)
 
 
-def test_missing_and_empty_files(tokenizer, tmp_path):
-    for name in ("no.jsonl", "no.parquet"):
-        with pytest.raises(utils.UserError, match=rf"{name}: no such file"):
-            load(tokenizer, tmp_path / name, "1.0")
-    with pytest.raises(utils.UserError, match=r"--dataset_mixer_list .*empty\.jsonl: no rows"):
-        load(tokenizer, write_jsonl(tmp_path / "empty.jsonl", []), "1.0")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Chat templates
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Chat templates ---------------------------------------------------------------------------------------------------
 
 
 def test_the_system_prompt_file_replaces_the_rows_own(tokenizer, tmp_path):
@@ -420,50 +365,41 @@ PROGRAM = (
 TAGS = "Remember to put your solution inside the ```\npython\nCODE\n``` tags"
 TURNS = [{"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"))]
 KINDLY = {"role": "system", "content": "Be kind."}
-RENDERED = {  # of the turn Hi; of the turns Hi, Hello, Bye; of Be kind and Hi. The tiny model's eos is <|im_end|>
+RENDERED = {  # of the turns Hi, Hello, Bye; of Be kind and Hi. The tiny model's eos is <|im_end|>
     "simple_chat": (
-        "User: Hi\n\nAssistant:",
         "User: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:",
         "System: Be kind.\n\nUser: Hi\n\nAssistant:",
     ),
     "tulu": (
-        "<|user|>\nHi\n<|assistant|>\n",
         "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n",
         "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n",
     ),
     "tulu_thinker": (
-        "<|user|>\nHi\n<|assistant|>\n<think>",
         "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n<think>",
         "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n<think>",
     ),
     "tulu_thinker_r1_style": (
-        R1 + "<|user|>\nHi\n<|assistant|>\n<think>",
         R1 + "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n<think>",
         R1 + "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n<think>",
     ),
     "olmo_thinker": (
-        HELPFUL + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>",
         HELPFUL + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>",
         f"<|im_start|>system\n{KIND}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>",
     ),
     "olmo_thinker_rlzero": (
-        ANSWER + "Hi\n" + REMEMBER,
         ANSWER + "Hi\n\n\nHello\n\n\nBye\n" + REMEMBER,
         ANSWER + "Be kind.\n\n\nHi\n" + REMEMBER,
     ),
     "olmo_thinker_code_rlzero": (
-        PROGRAM + "Hi\n" + TAGS,
         PROGRAM + "Hi\n\n\nHello\n\n\nBye\n" + TAGS,
         PROGRAM + "Be kind.\n\n\nHi\n" + TAGS,
     ),
     "r1_simple_chat_postpend_think": (
-        R1 + "User: Hi\nAssistant: <think>",
         R1 + "User: Hi\n\n\nAssistant: Hello\n\n\nUser: Bye\nAssistant: <think>",
         R1 + "System: Be kind.\n\n\nUser: Hi\nAssistant: <think>",
     ),
     "qwen_instruct_user_boxed_math": (
-        f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\n",
         f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         f"<|im_start|>user\nBye{BOXED}<|im_end|>\n<|im_start|>assistant\n",
         f"<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\n",
@@ -471,14 +407,10 @@ RENDERED = {  # of the turn Hi; of the turns Hi, Hello, Bye; of Be kind and Hi. 
 }
 
 
-def test_every_template_is_tested():
-    assert set(RENDERED) == set(utils.CHAT_TEMPLATES)
-
-
 @pytest.mark.parametrize("name", RENDERED)
 def test_chat_templates(model_dir, tmp_path, name):
     tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir), chat_template_name=name))
-    conversations = (TURNS[:1], TURNS, [KINDLY, TURNS[0]])
+    conversations = (TURNS, [KINDLY, TURNS[0]])
     path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": turns} for turns in conversations])
     assert tuple(p.text for p in load(tokenizer, path, "1.0", max_prompt_token_length=512)) == RENDERED[name]
 
@@ -494,24 +426,20 @@ def test_a_model_without_template_needs_one(model_dir, tmp_path):
 
 @pytest.mark.parametrize("name", ["no/such-data:config", "../no_such_directory", "reasoning_gym:no_such"])
 def test_data_that_cannot_be_had_is_told_in_a_line(tokenizer, name):
-    with pytest.raises(utils.UserError, match=f"^--dataset_mixer_list {re.escape(name)}") as error:
-        load(tokenizer, name, "5")
-    assert "\n" not in str(error.value)
+    with pytest.raises(utils.UserError, match=f"^--dataset_mixer_list {re.escape(name)}.*$"):
+        load(tokenizer, name, "5", by_program=True)
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "no_such_directory"])
 def test_a_model_that_cannot_be_had_is_told_in_a_line(name):
-    with pytest.raises(
-        utils.UserError, match=f"^--model_name_or_path {name}: .* Give a directory with a model"
-    ) as error:
+    with pytest.raises(utils.UserError, match=f"^--model_name_or_path {name}: .*$"):
         utils.load_tokenizer(grpo.Args(model_name_or_path=name))
-    assert "\n" not in str(error.value)
 
 
 def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
     args = grpo.Args(model_name_or_path=str(model_dir), chat_template_name="simple_chat", add_bos=True)
     tokenizer = utils.load_tokenizer(args)
-    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": TURNS[:1]}])
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": TURNS}])
     (prompt,) = load(tokenizer, path, "1.0", max_prompt_token_length=512)
     assert prompt.text == tokenizer.bos_token + RENDERED["simple_chat"][0]
     assert prompt.token_ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt.token_ids[1:]
@@ -531,9 +459,7 @@ def test_lengths_beyond_the_models_positions_are_refused(model_dir):  # the tiny
             plan.check_models(replace(args, **change), [])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Order
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Order ------------------------------------------------------------------------------------------------------------
 
 
 def stream(n, seed, epoch):
@@ -544,16 +470,7 @@ def test_each_epoch_is_another_permutation():
     epochs = [stream(10, seed=1, epoch=e) for e in range(8)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 8
-
-
-def test_without_shuffling_prompts_come_as_they_are():
-    assert stream(10, None, 0) == stream(10, None, 3) == list(range(10))
-    assert grpo.prompt_at(range(10), 12, None, frozenset({2, 3})) == 4
-
-
-def test_order_depends_on_the_seed_and_the_size():
     assert len({tuple(stream(10, seed, 0)) for seed in range(5)}) == 5
-    assert stream(11, 1, 0)[:10] != stream(10, 1, 0)
 
 
 def test_a_position_is_all_the_state_there_is():
@@ -588,22 +505,7 @@ def test_data_hash_sees_tokens_labels_verifiers_and_order():
     assert len({same, *map(utils.data_hash, others)}) == len(others) + 1
 
 
-def test_seeds_differ_over_a_grid():
-    seeds = {
-        utils.derive_seed(run, position, sample, e)
-        for run in range(5)
-        for position in range(50)
-        for sample in range(8)
-        for e in (0, 1)
-    }
-    assert len(seeds) == 5 * 50 * 8 * 2
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert utils.derive_seed(1, 23) != utils.derive_seed(12, 3) != utils.derive_seed(123)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Batches ----------------------------------------------------------------------------------------------------------
 
 
 def rollout(prompt_ids, position, token_ids, advantage=0.0, mask=None):
@@ -690,26 +592,6 @@ def test_pieces_fill_up_to_their_length(most, pieces):
     ]
 
 
-def test_an_exchange_looks_at_few_learners_whatever_their_number(monkeypatch):
-    """2,048 with 8 responses each: with the items of all of them the exchanges of a batch took learner 0 seconds."""
-    tokens, looked, unravel = np.random.default_rng(0).lognormal(5, 0.5, 16384), [], np.unravel_index
-    monkeypatch.setattr(np, "unravel_index", lambda i, shape: looked.append(math.prod(shape)) or unravel(i, shape))
-    first, even = (utils.balance(tokens, tokens, 2048, n) for n in (0, 100))
-    assert sorted(i for share in even for i in share) == list(range(16384))
-    assert max(tokens[share].sum() for share in even) < max(tokens[share].sum() for share in first)
-    assert len(looked) == 100 and max(looked) < 64 * 16 * 16
-
-
-def test_responses_that_cannot_be_cut_apart_any_more_are_shared_out_once(monkeypatch):
-    """Cutting groups smaller makes learners even only while pieces have several responses."""
-    counts, balance = [], utils.balance
-    monkeypatch.setattr(utils, "balance", lambda tokens, *rest: counts.append(len(tokens)) or balance(tokens, *rest))
-    prompts = [utils.Prompt(i, (1, 2), "", (), ()) for i in range(2)]
-    rollouts = [grpo.Rollout(prompts[i // 2], i // 2, i, [0] * n) for i, n in enumerate((400, 10, 10, 10))]
-    grpo.pack_rollouts(rollouts, "shared", 4096, 2)
-    assert counts == [2, 2, 2, 2, 3, 3, 3, 3, 4]
-
-
 @pytest.mark.parametrize(
     "packing, size, length, shapes",
     [
@@ -778,14 +660,6 @@ def test_solved_is_the_best_score_of_the_prompts_own_verifiers():
     utils.note_step(sampled, sampled, args, metrics)  # the last is of a dump, which has no verifiers
     assert metrics.totals["batch/filtered_prompts_solved"] == 3
     assert metrics.totals["batch/filtered_prompts_nonzero"] == 2
-
-
-@pytest.mark.parametrize("groups, sizes", [(8, [2, 2, 2, 2]), (7, [1, 2, 2, 2]), (3, [0, 1, 1, 1]), (0, [0, 0, 0, 0])])
-def test_mini_batches_share_all_groups_evenly(groups, sizes):
-    sampled = [[replace(TOOL, position=i, outcome=s, score=s) for s in (0.0, 1.0)] for i in range(groups)]
-    parts = grpo.split_groups(sampled, grpo.Args(num_mini_batches=4))
-    assert [len(part) for part in parts] == [2 * n for n in sizes]
-    assert [r.position for part in parts for r in part] == [i for i in range(groups) for _ in range(2)]
 
 
 def test_groups_with_a_gradient():

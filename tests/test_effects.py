@@ -32,6 +32,9 @@ class Stub(utils.Sampler):
     """An engine that answers a request with one of TEXTS, by its seed; every third answer is cut. Engine logprobs are a
     little off. `asked` has (version, whether for an evaluation, requests) of each call."""
 
+    def close(self):
+        pass
+
     asked: list = []
     evaluating = False
 
@@ -58,9 +61,6 @@ class Stub(utils.Sampler):
                 request = (answer := finished(i, made)) and answer.result()
                 asked += [request] if request else []
         return []
-
-    def close(self):
-        pass
 
 
 def claim(args, data_hash, world):
@@ -159,9 +159,7 @@ def observe(made):
     return seen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What no run with a stub shows
-# ---------------------------------------------------------------------------------------------------------------------
+# --- What no run with a stub shows ------------------------------------------------------------------------------------
 
 
 def flags_of(flags):
@@ -183,17 +181,14 @@ def engine_options(flags, model, world, patch):
         def __init__(self, **options):
             seen.update({f"asked {name}": value for name, value in options.items()})
 
-    class CpuCommunicator:
-        pass
-
-    kind = types.SimpleNamespace(FINAL_ONLY=None)
+    communicators = "vllm.distributed.device_communicators"
     parts = {
         "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
-        "vllm.sampling_params": {"RequestOutputKind": kind},
+        "vllm.sampling_params": {"RequestOutputKind": types.SimpleNamespace(FINAL_ONLY=None)},
+        "vllm.distributed": {},
+        communicators: {},
+        f"{communicators}.cpu_communicator": {"CpuCommunicator": type("CpuCommunicator", (), {})},
     }
-    parts["vllm.distributed.device_communicators.cpu_communicator"] = {"CpuCommunicator": CpuCommunicator}
-    for name in ("vllm.distributed", "vllm.distributed.device_communicators"):
-        parts[name] = {}
     for name, content in parts.items():
         module = types.ModuleType(name)
         vars(module).update(content)
@@ -279,11 +274,7 @@ def questions(flags, model, world, patch):
     chats = [("judge", rewards.JUDGE), ("solver", rewards.SOLVER and rewards.SOLVER.model)]
     for name, model_ in ((name, model_) for name, model_ in chats if model_ is not None):
         verifier = "general-quality" if name == "judge" else "solver"
-        seen |= {
-            f"{name} model": model_.model,
-            f"{name} sampling": model_.sampling,
-            f"{name} seconds": model_.timeout_s,
-        }
+        seen |= {f"{name} sampling": model_.sampling, f"{name} seconds": model_.timeout_s}
         rewards.score([rewards.RewardRecord(long, "7", verifier, prompt="user: 3 + 4?")])
     seen["asked"] = sorted((a["solver"], a["length"] // 100, a["n"]) for a in asked)
     return seen | {"connected": connected}
@@ -314,11 +305,7 @@ def models(flags, model, world, patch):
     from transformers import AutoModelForCausalLM
 
     load = AutoModelForCausalLM.from_pretrained
-    patch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        lambda name, revision, **more: load(name, **more),
-    )
+    patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, revision, **more: load(name, **more))
     args = replace(flags_of(flags.replace("TEACHER", str(model))), model_name_or_path=str(model))
     learner = grpo.load_learner(args, world)
     with tempfile.TemporaryDirectory() as out:
@@ -330,9 +317,7 @@ def models(flags, model, world, patch):
         return {"adapters": sizes, "scaling": scaling, "saved": saved}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The flags
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The flags --------------------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -345,14 +330,12 @@ class Case(NamedTuple):
 KL = "--beta 0.5 --load_ref_policy"
 TWICE = "--num_epochs 3 --no_use_rho_correction"  # later passes are off-policy
 JUDGE = "--llm_judge_model m --llm_judge_base_url http://j"
-SOLVER = "--solver_model_name_or_path s --solver_base_url http://s"
+SOLVER_MODEL, SOLVER_URL = "--solver_model_name_or_path s", "--solver_base_url http://s"
+SOLVER = f"{SOLVER_MODEL} {SOLVER_URL}"
 FORMAT = "--apply_r1_style_format_reward"
 TURNS = "--response_length 100 --pack_length 128 --env_file ENV"
 ENV = "def step(episode):\n    return 'so' if '7' not in episode.text and episode.turn < 3 else None\n"
-FILES = {
-    "ENV": ENV,
-    "REWARD": "def own(response, ground_truth):\n    return 1.0\n",
-}
+FILES = {"ENV": ENV, "REWARD": "def own(response, ground_truth):\n    return 1.0\n"}
 CASES: dict[str, Case] = {
     # the algorithm
     "num_unique_prompts_rollout": Case("", "--num_unique_prompts_rollout 2", "1 requests"),
@@ -447,7 +430,7 @@ CASES: dict[str, Case] = {
     "llm_judge_model": Case(
         "--llm_judge_base_url http://j",
         "--llm_judge_model m",
-        "asked, connected, judge model, judge sampling, judge seconds",
+        "asked, connected, judge sampling, judge seconds",
         "questions",
     ),
     "llm_judge_base_url": Case(
@@ -457,17 +440,9 @@ CASES: dict[str, Case] = {
     "llm_judge_max_context_length": Case(JUDGE, "--llm_judge_max_context_length 4096", "asked", "questions"),
     "llm_judge_timeout": Case(JUDGE, "--llm_judge_timeout 5", "judge seconds", "questions"),
     "solver_model_name_or_path": Case(
-        "--solver_base_url http://s",
-        "--solver_model_name_or_path s",
-        "asked, connected, solver model, solver sampling, solver seconds",
-        "questions",
+        SOLVER_URL, SOLVER_MODEL, "asked, connected, solver sampling, solver seconds", "questions"
     ),
-    "solver_base_url": Case(
-        "--solver_model_name_or_path s",
-        "--solver_base_url http://s",
-        "servers, connected",
-        "questions",
-    ),
+    "solver_base_url": Case(SOLVER_MODEL, SOLVER_URL, "servers, connected", "questions"),
     "solver_num_engines": Case("--solver_model_name_or_path s", "--solver_num_engines 2", "servers", "questions"),
     "solver_num_samples": Case(SOLVER, "--solver_num_samples 3", "solver sampling, asked", "questions"),
     "solver_response_length": Case(SOLVER, "--solver_response_length 64", "solver sampling", "questions"),

@@ -114,26 +114,19 @@ SETTINGS = [
 ]
 LONG = BASE | {"deepspeed_stage": 3, "vocabulary": 500, "hidden": 128, "pack_length": 2048, "model_dtype": "float32"}
 ADAPTED = BASE | {"lora_rank": 16, "deepspeed_stage": 3}
-SETTINGS += [  # adapters on a frozen model: its weights, activations, logits
-    ADAPTED | {"deepspeed_stage": 0, "vocabulary": 16000, "pack_length": 64},
+SETTINGS += [  # adapters on a frozen model: activations, logits
     ADAPTED | {"gradient_checkpointing": True, "model_dtype": "float32", "vocabulary": 500, "pack_length": 512},
-    ADAPTED | {"vocabulary": 8000, "pack_length": 1200},
-    ADAPTED | {"lora_rank": 128, "ranks": 2},
-    ADAPTED | {"sequence_parallel_size": 2, "pack_length": 1024},
+    ADAPTED | {"sequence_parallel_size": 2, "pack_length": 1024, "vocabulary": 8000},
 ]
 AWAY = BASE | {"gradient_checkpointing": True, "deepspeed_stage": 3, "model_dtype": "float32", "pack_length": 128}
 SETTINGS += [
-    AWAY | {"offload": ["optimizer"]},
     AWAY | {"offload": ["reference", "optimizer"], "vocabulary": 8000},
     AWAY | {"offload": ["reference"], "deepspeed_stage": 2, "ranks": 8, "fsdp_shard_size": 2},
 ]
-ALONE = BASE | {"ranks": 1, "deepspeed_stage": 0, "model_dtype": "float32"}  # without a wrapper
-SETTINGS += [
-    ALONE | {"vocabulary": 16000, "pack_length": 64},  # weights, the head's gradient
-    ALONE | {"gradient_checkpointing": True, "vocabulary": 500, "pack_length": 64},
-    BASE | {"ranks": 1, "deepspeed_stage": 0, "vocabulary": 8000, "pack_length": 64},  # its reference has none
+SETTINGS += [  # without a wrapper: weights, the head's gradient
+    BASE | {"ranks": 1, "deepspeed_stage": 0, "model_dtype": "float32", "vocabulary": 16000, "pack_length": 64},
 ]
-SETTINGS += [LONG | {"sequence_parallel_size": size} for size in (1, 2, 4)]  # activations
+SETTINGS += [LONG | {"sequence_parallel_size": size} for size in (1, 4)]  # activations
 QWEN_7B = AutoConfig.for_model(  # 7,615,616,512 weights
     "qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
     num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
@@ -154,6 +147,7 @@ def parts_of(setup, config=QWEN_7B, ref_config=None):
     return estimate.memory_parts(setup, estimate.count(setup, config, ref_config))
 
 
+@pytest.mark.house  # an edit may need more memory
 @pytest.mark.runs
 def test_estimate_against_an_update():
     done = programs.run(["-c", textwrap.dedent(MEASURE), json.dumps(SETTINGS)], OMP_NUM_THREADS=1)
@@ -167,8 +161,7 @@ def test_estimate_against_an_update():
             rest = sum(size for name, size in parts.items() if not name.startswith(("engine", "activations")))
             logits = 12 * 500 * min(1024, 2048 // setting["sequence_parallel_size"])
             shares.append(peak - rest - 500 * 128 * 8 - logits)  # the head's gradient
-    # what an update holds beside weights and the like is a half and a quarter
-    assert [shares[0] / share for share in shares] == [1, pytest.approx(2, rel=0.1), pytest.approx(4, rel=0.1)]
+    assert shares[0] / shares[1] == pytest.approx(4, rel=0.1)  # what an update holds beside weights and the like
 
 
 def test_a_7b_model_by_hand():
@@ -199,15 +192,7 @@ def test_adapters_of_a_7b_model_by_hand():
     assert less == pytest.approx(HEAD_7B * 6, rel=0.05)
 
 
-def test_a_teacher_changes_no_activations_of_the_policy():
-    """Where 7 ranks share a pack, the policy's attention has its 4 keys and values 7 times, the teacher's once."""
-    setup = setup_of(sequence_parallel_size=7)
-    alone = estimate.count(setup, QWEN_7B)
-    taught = estimate.count(setup, QWEN_7B, copy.deepcopy(QWEN_7B))
-    assert taught.activations == alone.activations
-
-
-def test_memory_and_time_of_a_teacher():
+def test_memory_of_a_teacher():
     """A 7B teaches a 0.5B: 2 bytes a weight, over the learners; what its forward gathers is more than the update's."""
     small = AutoConfig.for_model(
         "qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
@@ -219,14 +204,15 @@ def test_memory_and_time_of_a_teacher():
     taught = estimate.memory_parts(setup, counted)
     assert alone["reference"] == 2 * 494_032_768 / 4
     assert {**taught, "reference": 0} == {**alone, "reference": 0}
+    shared = setup_of(sequence_parallel_size=7)  # attention repeats the 4 keys and values of the policy alone
+    plain, copied = (estimate.count(shared, QWEN_7B, config) for config in (None, copy.deepcopy(QWEN_7B)))
+    assert plain.activations == copied.activations
     update = sum(taught[name] for name in ("gradients", "gathered", "activations and head"))
     ends = 2 * HEAD_7B + 3584
     gathered = ends + 2 * (7_615_616_512 - ends) / 28
     logits = 12 * 1024 * 152064
     assert taught["reference"] == pytest.approx(2 * 7_615_616_512 / 4 + 2 * gathered + logits - update)
     assert parts_of(setup, QWEN_7B, small)["reference"] == 2 * 494_032_768 / 4
-    text = estimate.memory_text(setup, counted, estimate.Card(80 * 2**30, "", H100))
-    assert "teacher: 7.62 billion weights to the policy's 0.49, 79% of an update's operations" in text
 
 
 def test_mlps_alone_are_recomputed():
@@ -246,52 +232,29 @@ def test_dry_run_prints_it_and_warns(tiny_models, monkeypatch, capfd):
         return capfd.readouterr().out
 
     out = plan_of()
-    assert "learner, GiB a GPU: weights 0.0" in out and "engine, 0.5 of" in out and "WARNING" not in out
-    assert "\npacking  packs of 512 tokens, a prompt computed once for all its responses\n" in out
-    assert "splits" not in out
+    assert "memory " in out and "WARNING" not in out and "splits" not in out
     monkeypatch.setenv("PLAN_GPU", "4090")  # also where there is no GPU
-    assert "memory   of a GPU: 24 GiB (4090)" in plan_of()
+    assert "24 GiB" in plan_of()
     out = plan_of("--num_learners_per_node", "2", "--vllm_num_engines", "3", script=grpo_fast)
     assert "splits   of 5 GPUs" in out and out.count("<- these flags") == 1
     assert "splits" not in plan_of("--single_gpu_mode", script=grpo_fast)
     monkeypatch.setenv("PLAN_GPU", "h1000")
-    assert "memory   not estimated: no data sheet of a GPU h1000; there are h100, " in plan_of()
+    assert "not estimated" in plan_of()
     monkeypatch.delenv("PLAN_GPU")
-    out = plan_of("--response_length", "500_000_000", "--pack_length", "500_000_256")
-    assert "a token, 0 responses" in out and "WARNING: that is" in out
-    assert "memory   not estimated: no config.json of no/such" in plan_of("--model_name_or_path", "no/such")
+    assert "WARNING" in plan_of("--pack_length", "500_000_256")
+    assert "not estimated" in plan_of("--model_name_or_path", "no/such")
 
 
 def test_an_engine_that_sleeps_and_buckets_on_their_way():
+    """A learner and an engine of 0.7 do not fit a card of 80 GiB together, but in turn."""
     card = estimate.Card(80 * 2**30, "", H100)
 
-    def text(**flags):
+    def warns(**flags):
         setup = setup_of(pack_length=512, vllm_gpu_memory_utilization=0.7, **flags)
-        return estimate.memory_text(setup, estimate.count(setup, QWEN_7B), card)
+        return "WARNING" in estimate.memory_text(setup, estimate.count(setup, QWEN_7B), card)
 
-    asleep = text()
-    assert "responses of 512 tokens at once, asleep during updates" in asleep and "WARNING" not in asleep
-    awake = text(vllm_sleep="off")
-    assert "asleep" not in awake and "WARNING: that is" in awake
-    assert "asleep" not in text(shared_gpu=False)
+    assert not warns() and warns(vllm_sleep="off") and not warns(shared_gpu=False)
     assert parts_of(setup_of(shared_gpu=False))["buckets"] == 4 * grpo_fast.BUCKET_BYTES + 2 * HEAD_7B
-
-
-OLMO_3 = {"model_type": "olmo3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
-OLMO_3 |= {"num_attention_heads": 4, "sliding_window": 16}
-HYBRID = OLMO_3 | {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"] * 2}
-
-
-@pytest.mark.parametrize("config, flags, end", [
-    (OLMO_3, {"sequence_parallel_size": 2}, "a prompt computed once for all its responses"),
-    (OLMO_3, {"attn_implementation": "eager"}, "each response with its own prompt"),
-    (HYBRID, {}, "so each response has a row of its own"),
-    (HYBRID, {"sequence_parallel_size": 2}, "a row of its own; --sequence_parallel_size 2 is refused"),
-])  # fmt: skip
-def test_the_plan_says_what_packing_a_model_will_get(config, flags, end):
-    """From its config alone: there are no weights."""
-    args = setup_of(**flags).args
-    assert estimate.expected_packing(args, AutoConfig.for_model(**config), None).endswith(end)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
@@ -375,14 +338,6 @@ def test_splits_of_8_h100_are_ordered_by_their_step():
     assert steps == sorted(steps) and roomy[0].learners == 6
     turns = [s.learning + s.sampling for s in splits_of(**GSM8K | {"async_steps": 0}) if not s.lack]
     assert turns == sorted(turns) and turns[0] > steps[0]
-
-
-def test_a_card_with_slow_memory_needs_more_engines():
-    """As many as there is room for: a learner alone has none."""
-    slow = estimate.Card(80 * 2**30, "slow", replace(H100, bandwidth=1e10))
-    first, *_, last = splits_of(card=slow, **GSM8K)
-    assert (first.learners, first.engines) == (2, 6) and (last.learners, last.engines) == (1, 7)
-    assert first.seconds(1) > last.seconds(1)
 
 
 def test_splits_keep_to_the_flags():

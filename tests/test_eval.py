@@ -87,20 +87,19 @@ def test_flags_are_the_runs_unless_given(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(utils.UserError, match="give models or runs first"):
-        program.main(["--eval_pass_at_k", "2"])
-    with pytest.raises(utils.UserError, match="--dataset_mixer_eval_list is empty"):
-        program.main(["models/x"])
+    for words in (["--eval_pass_at_k", "2"], ["models/x"]):  # no model; no data
+        with pytest.raises(utils.UserError):
+            program.main(words)
     (tmp_path / "args.json").write_text("{}")
-    with pytest.raises(utils.UserError, match="the run has no model/ yet"):
+    with pytest.raises(utils.UserError, match="model/"):
         program.weights_of(str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "adapter_config.json").touch()
-    with pytest.raises(utils.UserError, match="holds adapters.*--lora_merge"):
+    with pytest.raises(utils.UserError, match="adapters"):
         program.weights_of(str(tmp_path))
     (tmp_path / "model_merged").mkdir()
     assert program.weights_of(str(tmp_path)) == str(tmp_path / "model_merged")
     first = write(tmp_path / "first.jsonl", [[0], [1]])
     other = write(tmp_path / "other.jsonl", [[0], [1]], label="2")
-    with pytest.raises(utils.UserError, match="were not asked the same prompts"):
+    with pytest.raises(utils.UserError, match="the same prompts"):
         program.main([str(first), str(other)])

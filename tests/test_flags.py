@@ -1,7 +1,5 @@
 """Flags: names, defaults and forms; open-instruct's command lines; refusals with their fix; arithmetic by hand."""
 
-import ast
-import inspect
 import json
 import os
 import re
@@ -9,7 +7,7 @@ import socket
 import subprocess
 import sys
 import types
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -52,15 +50,10 @@ def check(*argv, world_size=1):
     rewards.configure(args, connect=False)
 
 
-def run_script(*argv):
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "grpo.py", *ROOM, *argv]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-
 # --- Names, defaults, help --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.house
 def test_key_flags_have_the_documented_defaults():
     args = parse()
     assert [f"{pair.partition('=')[0]}={getattr(args, pair.partition('=')[0])}" for pair in KEY_FLAGS] == KEY_FLAGS
@@ -71,20 +64,6 @@ def test_the_model_is_the_only_required_flag():
     check()
     with pytest.raises(utils.UserError, match="--model_name_or_path is required: a hub name or a directory"):
         utils.parse_args(grpo.Args, ROOM).check()
-
-
-def test_every_field_has_a_help_text_of_its_own():
-    texts = {}
-    for cls in reversed(grpo.Args.__mro__[:-1]):  # bases first, as fields() has them
-        tree = ast.parse(inspect.getsource(cls))
-        (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
-        for node, following in zip(body, body[1:] + [None], strict=True):
-            if isinstance(node, ast.AnnAssign):
-                assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), node.target.id
-                texts[node.target.id] = following.value.value.strip()
-    assert list(texts) == [f.name for f in fields(grpo.Args)]
-    assert all(len(text) > 5 for text in texts.values())
-    assert len(set(texts.values())) == len(texts)
 
 
 def help_text(capsys, *argv):
@@ -98,14 +77,10 @@ def test_help_with_a_word_shows_the_flags_that_have_it(capsys):
     """In their name or in their text, in any case, on however many lines."""
     shown = help_text(capsys, "--exp_name", "x", "--help", "CLIP")
     names = set(re.findall(r"^--(\w+)", shown, re.MULTILINE))
-    texts = {}
-    for cls in grpo.Args.__mro__[:-1]:
-        for name, text in re.findall(r'^    (\w+): .*?\n    """(.*?)"""', inspect.getsource(cls), re.M | re.S):
-            texts.setdefault(name, text)
-    assert names == {name for name, text in texts.items() if "clip" in (name + text).lower()}
-    assert all(f"--{flag.name}" in help_text(capsys, "--help") for flag in fields(grpo.Args))
     assert names >= {"clip_lower", "clip_higher", "clip_dual", "loss_fn", "max_grad_norm"}
-    assert "2507.18071). (default: dapo)" in re.sub(r"\s+", " ", shown), "a flag without its whole text"
+    assert not names & {"seed", "beta"}
+    whole = help_text(capsys, "--help")
+    assert all(f"--{flag.name}" in whole for flag in fields(grpo.Args))
     assert "'clop'" in help_text(capsys, "-h", "clop")
 
 
@@ -114,20 +89,15 @@ def test_help_with_a_word_shows_the_flags_that_have_it(capsys):
 
 FORMS = """
 --active_sampling | active_sampling | True
---active_sampling True | active_sampling | True
 --active_sampling=true | active_sampling | True
 --active-sampling | active_sampling | True
 --active_sampling --no_active_sampling | active_sampling | False
---active_sampling=False | active_sampling | False
 --no-load-ref-policy | load_ref_policy | False
 --load_ref_policy false --beta 0 | load_ref_policy | False
---active_sampling --exp_name true | active_sampling | True
 --total_episodes 10_000 | total_episodes | 10000
 --learning_rate=1e-6 | learning_rate | 1e-06
---save_freq -1 | save_freq | -1
 --loss_denominator 4096 | loss_denominator | '4096'
 --exp_name -x | exp_name | '-x'
---num_learners_per_node 4 | num_learners_per_node | [4]
 --num_learners_per_node 4 4 | num_learners_per_node | [4, 4]
 --stop_strings true False | stop_strings | ['true', 'False']
 --dataset_mixer_list a 1.0 b 20 | dataset_mixer_list | ['a', '1.0', 'b', '20']
@@ -139,7 +109,7 @@ def test_forms_of_flags(line, name, want):
     assert repr(getattr(parse(*line.split()), name)) == want
 
 
-UNKNOWN = "--resume=maybe|--no_resume=true|--loss_fn ppo|--deepspeed_stage 1|--seed x|--betta 1|--no_tols".split("|")
+UNKNOWN = "--resume=maybe|--no_resume=true|--loss_fn ppo|--seed x|--betta 1|--no_tols|--learning_rat 1".split("|")
 
 
 @pytest.mark.parametrize("line", UNKNOWN)
@@ -203,15 +173,13 @@ def test_a_launch_line_of_open_instruct_passes_a_dry_run(script, nothing_told, m
             assert found == value_of(*texts or ["true"], FLAGS[name].default), name
 
 
+@pytest.mark.house
 def test_the_table_of_other_flags():
-    """In order, every row once, every alias a flag of ours, every flag that nobody honours with its reason."""
-    kinds = ["alias", "same", "ignored", "missing"]
-    assert ROWS == sorted(ROWS, key=lambda row: (kinds.index(row[1]), row[0]))
+    """Every row once, every alias a flag of ours, no flag of ours but with a value."""
     assert len({flag for flag, _, _ in ROWS}) == len(ROWS) > 200
-    for flag, kind, words in ROWS:
+    for flag, kind, _ in ROWS:
         name, _, value = flag.partition("=")
         assert value or name not in FLAGS, f"{name} is a flag of ours: only a value of it can be another's"
-        assert value == value.lower() and len(words) > 5
         done = checks.translate([f"--{flag}" if value else f"--{flag}=other"], checks.names_of(grpo.Args))
         assert done.others[0][0] == kind and bool(done.line) == (kind == "alias"), flag
         ours = {token.partition("=")[0].removeprefix("--") for token in done.line if token.startswith("--")}
@@ -222,20 +190,14 @@ OTHERS = """
 --truncated_importance_sampling_ratio_cap 5.0 | rho_clamp_upper_bound | 5.0
 --truncated_importance_sampling_ratio_cap=0.0 | use_rho_correction | False
 --masked_mean_axis 1 | loss_denominator | 'sequence'
---masked_mean_denominator 100 | loss_denominator | '100'
---cliprange 0.1 | clip_higher | 0.1
---no_async_mode --async_steps 2 | async_steps | 2
 --no_async_mode | async_steps | 0
---add_r1_style_format_reward | apply_r1_style_format_reward | True
 --add_r1_style_format_reward False | apply_r1_style_format_reward | False
 --no_add_r1_style_format_reward | apply_r1_style_format_reward | False
 --compile_model | compile_layers | True
---no_compile_model | compile_layers | False
 --actor_num_gpus_per_node 4 8 | num_learners_per_node | [4, 8]
 --activation-memory-budget 0.5 | gradient_checkpointing | True
 --fsdp_shard_degree 8 | deepspeed_stage | 3
 --attn_implementation flash_2 | attn_implementation | 'flash_attention_2'
---attn_implementation eager | attn_implementation | 'eager'
 --no_try_launch_beaker_eval_jobs --use_peft false --tool_configs {} {} --seed 5 | seed | 5
 """
 
@@ -265,13 +227,8 @@ def test_a_flag_that_is_a_constant_here(line, nothing_told, capsys):
 def test_what_became_of_other_flags_is_printed_by_one_rank(nothing_told, monkeypatch, capsys):
     flags = ("--verbose", "--oe_eval_tasks", "a", "b", "--eval_freq", "7")
     parse(*flags)
-    told = capsys.readouterr().out.splitlines()[1:]
-    assert [line.partition(":")[0].split() for line in told] == [
-        ["alias", "--eval_freq", "7"],
-        ["ignored", "--oe_eval_tasks", "a", "b"],
-        ["ignored", "--verbose"],
-    ]
-    assert told[0].endswith(": --local_eval_every 7")
+    told = capsys.readouterr().out
+    assert all(text in told for text in ("--eval_freq 7", "--local_eval_every 7", "--oe_eval_tasks a b", "--verbose"))
     monkeypatch.setenv("RANK", "1")
     parse(*flags)
     assert capsys.readouterr().out == ""
@@ -295,12 +252,7 @@ def test_the_ranks_of_grpo_fast_print_nothing_again(nothing_told, monkeypatch, c
 MISSING = r"""
 --use_search_actor --use_peft | --use_search_actor: .*--tools .*; --use_peft: .*--lora_rank
 --warm_up_steps 10 | --warm_up_steps 10: .*--warmup_ratio
---ground_truths_key label | --ground_truths_key label: .*name the columns
---max_steps 0 | --max_steps 0: leave it out
---no_mask_tool_use | ^--no_mask_tool_use: answers never have a loss
 --mask_tool_use False | ^--mask_tool_use False: answers never have a loss
-actor_rollout_ref.rollout.n=8 | ^actor_rollout_ref\.rollout\.n=8: .*--num_samples_per_prompt_rollout
---seed 2 +trainer.unheard_of=1 data.train_batch_size=64 | unheard_of=1: .*--help.*; data.*--num_unique_pro
 """
 
 
@@ -312,19 +264,6 @@ def test_a_flag_without_which_a_run_is_another_is_refused(line, message, nothing
     assert "\n  missing  " in capsys.readouterr().out
 
 
-OTHER_NAMES = checks.read_table(checks.OTHER_NAMES)
-
-
-@pytest.mark.parametrize("flag", OTHER_NAMES)
-def test_a_name_of_trl_or_verl_is_refused_with_ours(flag):
-    whose, ours = OTHER_NAMES[flag]
-    with pytest.raises(utils.UserError, match=f"^--{flag} 1: .*{whose}.*{re.escape(ours)}"):
-        parse(f"--{flag}", "1")
-    assert flag not in FLAGS and flag not in {row[0].partition("=")[0] for row in ROWS}, "it would never be asked for"
-    named = re.findall(r"--(\w+)", ours)
-    assert all(name in FLAGS for name in named) and (named or "grpo" in ours or "functions" in ours)
-
-
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length max_prompt_token_length
@@ -334,7 +273,7 @@ POSITIVE = """num_unique_prompts_rollout num_samples_per_prompt_rollout response
 NOT_NEGATIVE = """beta clip_higher entropy_coef learning_rate weight_decay max_grad_norm max_logprob_gap async_steps
     rho_clamp_upper_bound rho_mask_lower_bound rho_mask_upper_bound eval_temperature verification_reward
     overlong_buffer_length""".split()
-BOUNDS = [(flag, value, "must be positive") for flag in POSITIVE for value in ("0", "-1")]
+BOUNDS = [(flag, "0", "must be positive") for flag in POSITIVE]
 BOUNDS += [(flag, "-1", "must not be negative") for flag in NOT_NEGATIVE]
 BOUNDS += [(flag, value, r"must be in \(0, 1\]") for flag in ("alpha", "vllm_top_p") for value in ("0", "1.1")]
 BOUNDS += [("clip_lower", value, r"must be in \[0, 1\]") for value in ("-0.1", "1.1")]
@@ -365,26 +304,21 @@ REFUSALS = rf"""
 --beta 0.1 --no_load_ref_policy | --beta 0\.1 .*drop --no_load_ref_policy or set --beta 0
 --lora_rank 8 --ref_policy_update_freq 5 | --ref_policy_update_freq 5 .*--lora_rank 8 .*: drop one
 --offload reference --ref_policy_update_freq 2 | --ref_policy_update_freq 2 .*--offload reference: drop one
-{TEACHER} --ref_policy_update_freq 5 | --ref_policy_update_freq 5 .*--ref_model_name_or_path t .*: drop one
 {TEACHER} --beta 0 --no_load_ref_policy | --ref_model_name_or_path t .*: drop --no_load_ref
-{TEACHER} --beta 1 | --filter_zero_std_samples with --ref_model_name_or_path t .*: add --no_filter_zero_std_samples
+{TEACHER} --beta 1 | --ref_model_name_or_path t .*: add --no_filter_zero_std_samples
 {TEACHER} --no_filter_zero_std_samples --kl_estimator kl1 | kl1 with --ref_model_name_or_path t .*zero.*: take kl2
---lora_rank 8 --lora_alpha 0 | --lora_rank 8 with --lora_alpha 0 .* trains nothing: leave these two out
 --clip_dual 1 | --clip_dual 1\.0: must be above 1
 --clip_dual 3 --loss_fn gspo | --clip_dual 3\.0: .*--loss_fn dapo; 0 is off
 --loss_denominator tokens | --loss_denominator tokens: token, sequence or a positive number
---loss_denominator 0 | --loss_denominator 0: token, sequence or a positive number
---loss_denominator nan | --loss_denominator nan:
 --lr_scheduler_type constant --warmup_ratio 0.1 | --warmup_ratio 0\.1 .* constant warms .*: take constant_with_warmup
 --vllm_top_p 0.9 | --vllm_top_p 0\.9 .*--use_rho_correction: set --vllm_top_p 1\.0 or --no_use_rho_correction
---rho_clamp_upper_bound 0.5 | --rho_clamp_upper_bound 0\.5 .*at least 1, or 0 for off
+--rho_clamp_upper_bound 0.5 | --rho_clamp_upper_bound 0\.5 at least 1, or 0 for off
 --rho_clamp_lower_bound 1.5 | --rho_clamp_lower_bound 1\.5 .*at most 1
 --rho_clamp_lower_bound 0.5 --no_use_rho_correction | --rho_clamp_lower_bound 0\.5 act through
 --rho_mask_tv_divergence --no_use_rho_correction | --rho_mask_\* bounds .*act through
---rho_mask_tv_divergence | --rho_mask_tv_divergence .*--rho_mask_upper_bound 0.0: give the upper
---rho_mask_tv_divergence --rho_mask_upper_bound 2 --rho_mask_lower_bound 0.1 | _lower_bound 0.1 .*the upper alone
---rho_mask_tv_divergence --rho_mask_upper_bound 2 --rho_mask_sequence_level | no --rho_mask_sequence_level
---rho_mask_lower_bound 1 | --rho_mask_lower_bound 1\.0 .*--rho_mask_upper_bound .*below 1 .* 0 for off
+--rho_mask_tv_divergence | --rho_mask_tv_divergence .*--rho_mask_upper_bound 0.0 alone
+--rho_mask_tv_divergence --rho_mask_upper_bound 2 --rho_mask_lower_bound 0.1 | --rho_mask_tv_divergence .*alone
+--rho_mask_lower_bound 1 | --rho_mask_lower_bound 1\.0 must be below 1
 --rho_mask_upper_bound 1 | --rho_mask_upper_bound 1\.0 .*above 1
 --turn_credit | --turn_credit needs turns with rewards: add --env_file or --tools
 {CREDIT} --advantage_normalization_type standard | --turn_credit .*standard: .*take {CENTERED}
@@ -395,28 +329,19 @@ REFUSALS = rf"""
 --additive_format_reward | --additive_format_reward needs --apply_r1_style_format_reward
 --kl_in_reward --beta 0 | --kl_in_reward subtracts beta \* KL: it needs --beta above 0
 --kl_in_reward | --kl_in_reward with --advantage_normalization_type standard divides .*force_kl_in_reward
---kl_in_reward --advantage_normalization_type standard_unbiased | --advantage_normalization_type standard_unbiased
 --kl_in_reward --force_kl_in_reward --mask_truncated_completions | --mask_truncated_completions cuts: drop one
 --active_sampling --no_filter_zero_std_samples | --active_sampling .*--filter_zero_std_samples.*needs
 --sequence_parallel_size 3 | --sequence_parallel_size 3 does not divide the 1 learners: start a multiple of it
 --fsdp_shard_size 3 | --fsdp_shard_size 3 does not divide the 1 learners: take a number that does
---num_learners_per_node | --num_learners_per_node but 1 ranks
 --num_learners_per_node 2 | --num_learners_per_node 2 but 1 ranks .*: start grpo\.py .* --nproc_per_node=2, or grpo_fast
---remap_verifier math | --remap_verifier math: 'math' is not OLD=NEW
---remap_verifier a=mth | --remap_verifier a=mth: unknown verifier .*did you mean 'math'
---remap_verifier a=solver | verifier solver needs a model: set --solver_model_name_or_path
 --llm_judge_model x --llm_judge_base_url http://y --llm_judge_max_tokens 9000 | --llm_judge_max_tokens 9000 .*lower it
 --resume --overwrite | --resume .*--overwrite .*give one
 --resume --output_dir no_such_directory | --resume: no checkpoint of a run in no_such_directory/grpo
 --dump_steps every | --dump_steps every: all, or N for every N-th step
---dump_steps 0 | --dump_steps 0: all, or N
 --load_states tests | --load_states tests: no state of step 1, which would be .*global_step_1/actor
 --load_batches tests --active_sampling | --load_batches tests: drop .*--active_sampling
 --env_file tests/conftest.py --tools calculator | --env_file tests/conftest\.py --tools calculator: .*drop one
 --dataset_mixer_list | --dataset_mixer_list is empty
---dataset_mixer_list a 1.0 b | --dataset_mixer_list takes NAME AMOUNT pairs, got 3 values: a 1\.0 b
---dataset_mixer_eval_list a many | --dataset_mixer_eval_list a many: .*fraction \(1\.0\) or a count \(500\)
---dataset_mixer_list a 0 | --dataset_mixer_list a 0: the amount must be positive
 --dataset_mixer_list a 1.0 b 1.0 c 1.0 --dataset_mixer_list_splits train test | _splits: give .* \(3\), got 2
 """
 
@@ -432,25 +357,17 @@ def test_refusals_name_the_flags_and_the_fix(line, message):
 # flags | what a run is refused for, and a plan, perhaps for another machine, tells in the same words
 TOLD = r"""
 --dataset_mixer_list no_such.jsonl 1.0 | --dataset_mixer_list no_such\.jsonl: no such file
---dataset_mixer_list README.md 1.0 | --dataset_mixer_list README\.md: .*is not read
---dataset_mixer_eval_list no_such.parquet 9 | --dataset_mixer_eval_list no_such\.parquet: no such file
---dataset_mixer_list ~/no/rows 1.0 | --dataset_mixer_list ~/no/rows: no such directory
 --model_name_or_path tests/nothere | --model_name_or_path tests/nothere: no such directory
 --system_prompt_override_file no_such.txt | --system_prompt_override_file no_such\.txt: no such file
---env_file nowhere.py | --env_file nowhere\.py: no such file
---load_batches no_such_directory | --load_batches no_such_directory: no such directory
 --chat_template_name tulo | --chat_template_name tulo: .*take one of .*simple_chat \| tulu
---tools calculater | --tools calculater: no such tool\. There are calculator, .*python, search
---max_steps 100 | --max_steps 100: .*--tools or --env_file.*--total_episodes
+--max_steps 100 | --max_steps 100 .*--tools or --env_file.*--total_episodes
 --vllm_tensor_parallel_size 2 | --vllm_tensor_parallel_size 2: .*start grpo_fast\.py
---compile_layers | --compile_layers: there is no C\+\+ compiler nothing
 --llm_judge_model m | --llm_judge_model m: needs \$OPENAI_API_KEY, or --llm_judge_base_url
 """
 
 
 @pytest.mark.parametrize("line, message", rows_of(TOLD))
-def test_a_dry_run_tells_what_a_run_is_refused_for(line, message, nothing_told, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", "nothing")
+def test_a_dry_run_tells_what_a_run_is_refused_for(line, message, nothing_told, capsys):
     grpo.main(parse(*ROOM, "--dry_run"))
     assert "refused  " not in capsys.readouterr().out
     with pytest.raises(utils.UserError, match=f"^{message}") as error:
@@ -459,26 +376,10 @@ def test_a_dry_run_tells_what_a_run_is_refused_for(line, message, nothing_told, 
     assert f"refused  {error.value}" in capsys.readouterr().out.splitlines()
 
 
-def test_a_judge_that_a_remapped_verifier_lacks_is_told_in_a_dry_run(nothing_told, capsys):
-    """open-instruct names the judge of rubrics in a variable of the environment, not in the line."""
-    flags = ("--remap_verifier", "general_rubric=rubric", "--apply_evolving_rubric_reward", "true")
-    grpo.main(parse(*ROOM, *flags, "--dry_run"))
-    assert re.search("refused .*--remap_verifier.* rubric needs --llm_judge_model", capsys.readouterr().out)
-    with pytest.raises(utils.UserError, match=r"rubric needs a model: set --llm_judge_model"):
-        check(*flags[:2])
-
-
-def test_one_row_of_a_data_set_is_warned_of(capsys):
-    grpo.main(parse(*ROOM, *"--dry_run --dataset_mixer_list a/b 1.0 c/d 1 --dataset_mixer_eval_list e/f 1".split()))
-    warned = re.findall("^WARNING: --(\\w+) (\\S+) 1: ", capsys.readouterr().out, re.MULTILINE)
-    assert warned == [("dataset_mixer_list", "c/d"), ("dataset_mixer_eval_list", "e/f")]
-
-
 OF_RANKS = r"""
 --seed 1 | 3 | --num_unique_prompts_rollout 16 is not a multiple of the 3 ranks: take 18
 --num_unique_prompts_rollout 4 | 8 | --num_unique_prompts_rollout 4 .* 8 ranks: take 8
 --num_mini_batches 8 | 4 | --num_unique_prompts_rollout 16 on 4 ranks is 4 .*--num_mini_batches 8
---num_learners_per_node 4 | 8 | --num_learners_per_node 4 but 8 ranks run: .*--nproc_per_node=4
 --sequence_parallel_size 2 --attn_implementation eager | 2 | _size 2 .*eager: only our own
 --solver_model_name_or_path s | 2 | --solver_model_name_or_path s: on several nodes .*--solver_base_url
 """
@@ -495,13 +396,11 @@ OF_FAST = r"""
 --num_learners_per_node 3 1 --vllm_num_engines 2 --vllm_tensor_parallel_size 2 | 8 | 4 | span two nodes
 --num_learners_per_node 2 2 | None | 1 | --num_learners_per_node 2 2 is for 2 nodes, but 1 run
 --num_learners_per_node 2 --vllm_num_engines 0 | None | 1 | needs? a learner and an engine
---num_learners_per_node 0 | None | 1 | needs? a learner and an engine
 --num_learners_per_node 3 --sequence_parallel_size 2 | None | 1 | _size 2 does not divide the 3 learners
 --num_learners_per_node 4 --fsdp_shard_size 3 | None | 1 | _size 3 does not divide the 4 learners
 --rollout_backend transformers --vllm_tensor_parallel_size 2 | None | 1 | needs --rollout_backend vllm
 --load_batches tests | None | 1 | --load_batches tests .*: grpo\.py trains
 --deterministic --inflight_updates | None | 1 | --deterministic: timing would decide .*drop one
---deterministic --active_sampling | None | 1 | --deterministic: timing would decide .*drop one
 """
 
 
@@ -513,19 +412,15 @@ def test_refusals_of_grpo_fast(line, world, a_node, message):
 
 ALLOWED = """
 --num_samples_per_prompt_rollout 1 --advantage_normalization_type none --no_filter_zero_std_samples | 1
---beta 0 --no_load_ref_policy | 1
 --ref_policy_update_freq 1 --alpha 1 | 1
 --num_mini_batches 4 | 4
  | 16
 --num_learners_per_node 4 4 | 8
---clip_dual 3 | 1
 --loss_denominator sequence | 1
---loss_denominator 1e3 | 1
 --vllm_top_p 0.9 --no_use_rho_correction | 1
 --rho_clamp_upper_bound 1 | 1
 --rho_clamp_upper_bound 0 --rho_mask_lower_bound 0.5 --rho_mask_upper_bound 5 | 1
 --no_apply_verifiable_reward --apply_r1_style_format_reward --additive_format_reward | 1
---eval_on_step_0 --dataset_mixer_eval_list some/set 1.0 | 1
 --dataset_mixer_list a 1.0 b 1.0 --dataset_mixer_list_splits train test | 1
 --temperature 0.01 --learning_rate 0 --max_grad_norm 0 --max_logprob_gap 0 | 1
 """  # just inside the bounds that the refusals above are just outside of
@@ -547,12 +442,6 @@ def test_an_engine_on_the_learners_gpu_leaves_it_room_in_both_scripts(monkeypatc
         parse(*flags, "--vllm_gpu_memory_utilization", str(most)).check(1, fast=fast)
 
 
-@pytest.mark.parametrize("flags", ["--sequence_parallel_size 0", "--num_mini_batches 0"])
-def test_grpo_fast_divides_by_no_zero(flags):
-    with pytest.raises(utils.UserError, match=f"{flags}: must be positive"):
-        grpo_fast.main(parse(*flags.split()))
-
-
 # --- Arithmetic -------------------------------------------------------------------------------------------------------
 
 
@@ -562,18 +451,9 @@ def test_steps_are_whole_batches(episodes, steps):  # 16 x 4 = 64 a step; 1562 x
 
 
 def test_describe_by_hand():
-    args = replace(
-        parse(),
-        num_unique_prompts_rollout=24,
-        num_samples_per_prompt_rollout=8,
-        max_prompt_token_length=100,
-        response_length=400,
-        num_mini_batches=3,
-        num_epochs=2,
-        pack_length=700,
-        total_episodes=2000,
-    )
-    text = plan.arithmetic(args, 4)
+    line = "--num_unique_prompts_rollout 24 --num_samples_per_prompt_rollout 8 --max_prompt_token_length 100 "
+    line += "--response_length 400 --num_mini_batches 3 --num_epochs 2 --pack_length 700 --total_episodes 2000"
+    text = plan.arithmetic(parse(*line.split()), 4)
     numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
     assert numbers == [
         *(24, 8, 192, 96_000),  # 24 x 8 rollouts; x 500 tokens
@@ -586,14 +466,12 @@ def test_describe_by_hand():
 # --- The script -------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_what_the_disk_must_hold(tmp_path, monkeypatch, capsys):
+def test_the_plan_says_what_the_disk_must_hold(tmp_path, monkeypatch):
     """A matrix of 100 x 50 and 50 biases: 5050 weights. 64 rollouts a step, 10 steps."""
     from safetensors.torch import save_file
 
     save_file({"a.weight": torch.zeros(100, 50), "a.bias": torch.zeros(50)}, tmp_path / "model.safetensors")
-    base = (
-        f"--model_name_or_path {tmp_path} --output_dir {tmp_path / 'no' / 'such'} --total_episodes 640 --save_freq -1 "
-    )
+    base = f"--model_name_or_path {tmp_path} --output_dir {tmp_path / 'no'} --total_episodes 640 --save_freq -1 "
 
     def estimate(flags):
         args = parse(*(base + flags).split())
@@ -605,23 +483,11 @@ def test_the_plan_says_what_the_disk_must_hold(tmp_path, monkeypatch, capsys):
     assert estimate("--checkpoint_state_freq 2 --keep_last_n_checkpoints -1")["5 checkpoints"] == 5 * 12 * 5050
     assert estimate("--checkpoint_state_freq 5 --ref_policy_update_freq 1")["2 checkpoints"] == 2 * 16 * 5050
     adapters = 2 * (100 + 50)
-    assert estimate("--lora_rank 2 --checkpoint_state_freq 9") == {
-        "model": 4 * adapters,
-        "1 checkpoints": 12 * adapters,
-    }
+    assert estimate("--lora_rank 2 --checkpoint_state_freq 9")["1 checkpoints"] == 12 * adapters
     assert estimate("--lora_rank 2 --lora_merge") == {"model": 4 * adapters + 2 * 5050}
-    row = plan.ROLLOUT_BYTES + 256 * (plan.PROMPT_BYTES + plan.TOKEN_BYTES)
-    assert estimate("--save_traces")["rollouts"] == 640 * row
-    assert estimate("--dump_steps 5")["rollouts"] == 2 * 64 * (row + 256 * plan.DUMP_BYTES)
-
-    grpo.main(parse(*(base + "--dry_run").split()))
-    shown = capsys.readouterr().out
-    line = rf"^disk     GB: model 0\.0: at most 0\.0; [\d.]+ are free in {tmp_path}; a checkpoint of .* 30 minutes"
-    assert re.search(line, shown, re.MULTILINE)
-    assert "the disk may get full" not in shown
+    assert "the disk may get full" not in plan.disk_text(parse(*base.split()))
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10_000))
-    assert "WARNING: the disk may get full. What helps: another --output_dir" in plan.disk_text(parse(*base.split()))
-    assert "not estimated: no .safetensors of a/b" in plan.disk_text(parse("--model_name_or_path", "a/b"))
+    assert "the disk may get full" in plan.disk_text(parse(*base.split()))
 
 
 def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path, capsys):
@@ -639,6 +505,7 @@ def test_dry_run_prints_arithmetic_and_sources_and_loads_nothing(tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.house
 def test_flags_are_checked_without_what_only_a_run_needs():
     """What makes --help, --dry_run and every refusal slow, were it imported at the top of a file."""
     heavy = "datasets numpy.testing openai rich sympy torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp"
@@ -650,16 +517,10 @@ def test_flags_are_checked_without_what_only_a_run_needs():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("script", ["grpo", "grpo_fast"])
-def test_a_shell_without_the_environment_is_told_to_source_it(script):
-    code = f"import sys; sys.modules['torch'] = None; import {script}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.endswith(": source scripts/setup.sh, once a shell\n")
-
-
 def test_a_refused_flag_is_one_line_without_traceback():
-    done = run_script("--beta", "0.1", "--no_load_ref_policy", "--model_name_or_path", "x")
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "grpo.py", *ROOM, "--beta", "0.1", "--no_load_ref_policy", "--model_name_or_path", "x"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert done.stdout == ""
     assert re.fullmatch(r"grpo\.py: --beta 0\.1 needs .*--no_load_ref_policy.*\n", done.stderr)

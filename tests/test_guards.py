@@ -89,13 +89,6 @@ def test_the_limit_is_the_dtypes_or_the_flags(flags, gap, ends):
     assert bool(utils.STOP.because) == ends
 
 
-def test_a_gap_far_beyond_the_rounding_of_float32_is_told(monkeypatch):
-    monkeypatch.setattr(rewards, "WARNED", {})
-    guard = make_guards("--model_dtype", "float32")
-    with pytest.warns(UserWarning, match="rounding in float32"):
-        guard.judge_gap(seen({position: (0.05, 10) for position in range(32)}), "now")
-
-
 def test_logprobs_that_are_no_numbers_have_another_guard():
     guard = make_guards()
     guard.judge_gap(seen({position: (math.nan, 10) for position in range(64)}), "now")
@@ -124,9 +117,7 @@ def test_no_healthy_step_ends_a_run_and_a_fault_does(first):
     assert "exceeds --max_logprob_gap" in utils.STOP.because
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Rewards and gradients
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Rewards and gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,9 +186,7 @@ def test_gradients_that_are_not_finite_are_forgiven_twice(tmp_path):
     assert "non-finite" in utils.STOP.because and len(list(tmp_path.glob("nonfinite_step_*.pt"))) == 5
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Echo
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Echo -------------------------------------------------------------------------------------------------------------
 
 
 def answers(*logprobs):
@@ -297,31 +286,7 @@ def test_vllm_takes_all_weights_and_its_answers_are_a_hash_of_them(tiny_models, 
     assert done.returncode == 0 and "layers.1.mlp.down_proj" in done.stdout, done.stdout + done.stderr
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Disks
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_lines_wait_for_a_disk_that_does_not_take_them(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "metrics.jsonl"
-    assert run_files.append_lines(path, "one\n") == 0
-    opened, broken = Path.open, []
-
-    def partly(self, mode, **how):
-        if not broken:
-            raise OSError("stale file handle")
-        file = opened(self, mode, **how)
-        file_write = file.write
-        return types.SimpleNamespace(
-            __enter__=None, tell=file.tell, truncate=file.truncate, write=lambda data: file_write(data[:2])
-        )
-
-    monkeypatch.setattr(Path, "open", partly)
-    assert run_files.append_lines(path, "two\n") is None
-    monkeypatch.setattr(Path, "open", opened)
-    assert capsys.readouterr().out.count("WARNING") == 1
-    assert run_files.append_lines(path, "three\n") == len("one\ntwo\n")
-    assert path.read_text() == "one\ntwo\nthree\n" and not run_files.WAITING
+# --- Disks ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_with_room_for_half_a_line_gets_none_of_it(tmp_path, capsys):

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
 import utils
-from grpo import HeadLogprobs
 from scripts.parts import adapters
 from tests import programs
 from tests.test_learner import assert_same_update, make_args, make_rollouts
@@ -45,8 +44,17 @@ def logprobs(policy, batch):
         return policy(batch, 1.0)[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 3])
+def with_weights(args, world, weights):
+    """The model without adapters, with these weights."""
+    plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0), world)
+    utils.shard_again(plain)
+    with torch.no_grad():
+        for name, p in plain.model.named_parameters():
+            utils.shard_of(p).copy_(weights[name])
+    return plain
+
+
+@pytest.mark.parametrize("dtype, stage", [("float32", 0), ("bfloat16", 3)])
 def test_the_policy_starts_as_the_model_and_is_it_without_adapters(tiny_models, world, dtype, stage):
     """Bit for bit, before training and after: that is the reference policy, which takes no memory."""
     flags = ("--model_dtype", dtype, "--deepspeed_stage", stage, "--load_ref_policy", "--beta", 0.1)
@@ -80,10 +88,7 @@ def test_merged_weights_compute_what_the_adapters_do(tiny_models, world, arch, t
         torch.testing.assert_close(merged[name] - start[name], delta, rtol=1e-4, atol=1e-6)
     changed = {name for name in names if not torch.equal(merged[name], start[name])}
     assert changed == set(adapters.adapted_layers(policy.model)) and len(changed) == 14
-    utils.shard_again(plain)
-    with torch.no_grad():
-        for name, p in plain.model.named_parameters():
-            utils.shard_of(p).copy_(merged[name])
+    plain = with_weights(args, world, merged)
     torch.testing.assert_close(logprobs(policy, batch), logprobs(plain, batch), rtol=1e-5, atol=1e-5)
 
 
@@ -119,40 +124,6 @@ def test_only_adapters_train_and_the_split_does_not_matter(tiny_models, world):
     assert_same_update(whole, rows, start)
 
 
-def test_the_gradient_is_autograds_on_merged_weights(tiny_models, world):
-    """dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T, with dL/dW of the merged model in full training."""
-    args, rollouts = lora_args(tiny_models()), make_rollouts()
-    policy, batch = grpo.load_policy(args, world), batch_of(rollouts)
-    shake(policy)
-    merged = {name: tensor.clone() for name, tensor in utils.full_weights(policy, torch.float32)}
-    plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0), world)
-    utils.shard_again(plain)
-    with torch.no_grad():
-        for name, p in plain.model.named_parameters():
-            utils.shard_of(p).copy_(merged[name])
-    for model in (policy, plain):
-        model(batch, 1.0)[0].square().sum().backward()
-    grads = {name: utils.shard_of(p.grad) for name, p in plain.model.named_parameters()}
-    for name, layer in adapters.adapted_layers(policy.model).items():
-        a, b = (utils.shard_of(half["default"].weight) for half in (layer.lora_A, layer.lora_B))
-        ga, gb = (utils.shard_of(half["default"].weight.grad) for half in (layer.lora_A, layer.lora_B))
-        scale = layer.scaling["default"]
-        assert scale == 2.0
-        torch.testing.assert_close(ga, scale * b.T @ grads[name], rtol=1e-3, atol=1e-4 * float(ga.abs().max()))
-        torch.testing.assert_close(gb, scale * grads[name] @ a.T, rtol=1e-3, atol=1e-4 * float(gb.abs().max()))
-
-
-def test_the_head_takes_no_gradient_where_it_is_frozen(tiny_models, world):
-    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
-    logprobs, entropy = HeadLogprobs.apply(hidden, weight, torch.arange(5), 1.0, 2)
-    (logprobs.sum() + entropy.sum()).backward()
-    with_grad = weight.clone().requires_grad_()
-    again = hidden.detach().clone().requires_grad_()
-    sums = HeadLogprobs.apply(again, with_grad, torch.arange(5), 1.0, 2)
-    sum(x.sum() for x in sums).backward()
-    assert torch.equal(hidden.grad, again.grad) and with_grad.grad is not None
-
-
 def test_adapters_depend_on_seed_and_name_alone(tiny_models, world):
     first = dict(adapters.adapter_weights(grpo.load_policy(lora_args(tiny_models()), world).model))
     torch.manual_seed(99)
@@ -168,7 +139,7 @@ def test_adapters_depend_on_seed_and_name_alone(tiny_models, world):
 
 
 @pytest.mark.parametrize("names, fix", [
-    (["lm_head"], "lm_head.weight is no matrix of a layer, take all-linear"),
+    (["lm_head"], "lm_head.weight is no matrix of a layer"),
     (["embed_tokens"], "embed_tokens.weight is no matrix of a layer"),
     (["query"], "Target modules .*query.* not found"),
 ])  # fmt: skip
@@ -191,31 +162,21 @@ def test_some_matrices_only(tiny_models, world):
     assert ends == {"q_proj", "v_proj"} and len(adapters.adapted_layers(policy.model)) == 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_trial_shows_every_adapter_and_leaves_nothing(tiny_models, world, dtype):
-    """One adapter (bfloat16: all) left out of what is sent: learner and engine are apart by far more than rounding."""
-    args = lora_args(tiny_models(), "--model_dtype", dtype)
+def test_a_trial_shows_every_adapter_and_leaves_nothing(tiny_models, world):
+    """One adapter left out of what is sent: learner and engine are apart by far more than rounding."""
+    args = lora_args(tiny_models())
     policy, batch = grpo.load_policy(args, world), batch_of(make_rollouts())
     shake(policy)
     before = dict(utils.full_weights(policy, torch.float32))
     mask = batch.response_mask
     with adapters.trial_adapters(policy, args.seed):
-        on, noise = logprobs(policy, batch), 1e-4 if dtype == "float32" else 0.03
-        layers = list(adapters.adapted_layers(policy.model).values())
-        for missing in [[layer] for layer in layers] if dtype == "float32" else [layers]:
-            for layer in missing:
-                layer._disable_adapters = True
-            gap = (logprobs(policy, batch) - on)[mask].abs().mean()
-            for layer in missing:
-                layer._disable_adapters = False
-            assert gap > (100 if dtype == "float32" else 3) * noise
-        merged = dict(utils.full_weights(policy, utils.DTYPES[dtype]))
-        plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0, dither_master_weights=False), world)
-        utils.shard_again(plain)
-        with torch.no_grad():
-            for name, p in plain.model.named_parameters():
-                utils.shard_of(p).copy_(merged[name])
-        assert (logprobs(plain, batch) - on)[mask].abs().mean() < noise
+        on = logprobs(policy, batch)
+        for layer in adapters.adapted_layers(policy.model).values():
+            layer._disable_adapters = True
+            assert (logprobs(policy, batch) - on)[mask].abs().mean() > 1e-2
+            layer._disable_adapters = False
+        plain = with_weights(args, world, dict(utils.full_weights(policy, torch.float32)))
+        assert (logprobs(plain, batch) - on)[mask].abs().mean() < 1e-4
     after = dict(utils.full_weights(policy, torch.float32))
     assert all(torch.equal(before[name], after[name]) for name in before)
 

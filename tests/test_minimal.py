@@ -13,7 +13,6 @@ import grpo
 import utils
 from scripts import minimal
 from tests import programs
-from tests.conftest import REPO
 
 SHARED = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
     --max_prompt_token_length 18 --temperature 1.0 --learning_rate 3e-3 --total_episodes 192 --seed 3 --beta 0.05
@@ -22,10 +21,6 @@ SHARED = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_p
 # of 6 tokens, never two.
 PLAIN = """--pack_length 24 --lr_scheduler_type constant --save_traces --save_freq -1
     --max_logprob_gap 1e-4"""
-
-
-def test_it_has_260_lines_at_most():
-    assert len((REPO / "scripts" / "minimal.py").read_text().splitlines()) <= 260
 
 
 def test_the_command_in_its_head_is_one_of_both_scripts():

@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import grpo
 import grpo_fast
@@ -29,7 +28,6 @@ from scripts.parts import (
     engine_report,
     environments,
     guards,
-    packing,
     transformers_engine,
     turn_metrics,
     turns,
@@ -57,9 +55,7 @@ def rollout(position=0, tokens=3, prompt=None, **fields):
     return utils.Rollout(prompt, position, 0, **columns | fields)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Metrics ----------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_of_a_loss_by_hand():
@@ -80,9 +76,8 @@ def test_metrics_of_a_loss_by_hand():
     )
     metrics = utils.Metrics()
     grpo.grpo_loss(inputs, grpo.Totals(4.0, 2.0), args_of("--beta 0.1 --entropy_coef 0.5"), metrics)
-    metrics.add("loss/policy_avg", 0.0, 1.0)
-    metrics.add("loss/kl_avg", 0.0, 1.0)
-    metrics.add("loss/entropy_avg", 0.0, 1.0)
+    for part in ("policy", "kl", "entropy"):
+        metrics.add(f"loss/{part}_avg", 0.0, 1.0)
     found = utils.finish_metrics(metrics.reduce(ONE), args_of())
     squares = 0.25 + 0.01 + 0.04 + 0.09
     k3 = sum(math.expm1(-d) + d for d in (0.5, 0.1, 0.2, 0.3))
@@ -126,13 +121,6 @@ def test_a_half_right_response_does_not_pass():
     assert metrics.reduce(ONE) == {"pass_at_1": 0.25, "pass_at_2_unbiased": 0.5, "pass_at_4_unbiased": 1.0}
 
 
-def test_what_an_environment_gives_less_than_1_for_does_not_pass():
-    """A row without a verifier: its environment pays 0.1 on the way and 1 for the goal."""
-    prompt, metrics = utils.Prompt(0, (5,), "", (), ()), utils.Metrics()
-    grpo.note_pass_at_k([rollout(prompt=prompt, verifiable=v) for v in (0.0, 0.1, 1.1, 1.0)], metrics)
-    assert metrics.reduce(ONE)["pass_at_1"] == 0.5
-
-
 @pytest.mark.parametrize("flags, forwards", [
     ("", 3),
     ("--lora_rank 4", 2),
@@ -151,17 +139,7 @@ def test_operations_of_an_update_are_counted_in_forwards(flags, forwards):
     assert (found["trained"], found["val/learner_tokens"], found["other/packed_ratio"]) == (2, 8, 0.5)
 
 
-@pytest.mark.parametrize("format_score, stopped, want", [
-    (1.0, True, 10.0), (0.0, True, 0.0), (1.0, False, -3.0), (0.0, False, -3.0),
-])  # fmt: skip
-def test_a_response_that_was_cut_has_its_penalty_whatever_its_format(format_score, stopped, want):
-    line = "--apply_r1_style_format_reward --non_stop_penalty --non_stop_penalty_value -3"
-    assert rewards.combine_rewards(args_of(line), 1.0, format_score, stopped) == (want, want)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Batches ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups, parts, sizes", [(5, 3, [1, 2, 2]), (2, 4, [0, 1, 0, 1]), (7, 2, [3, 4]), (4, 1, [4])])
@@ -182,9 +160,7 @@ def test_packs_stay_within_their_budget_when_they_are_evened_out():
         assert max(sum(tokens[i] for i in items) for items in bins) <= 10
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resume
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Resume -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_learning_rate_goes_on_where_it_was_with_the_flags_of_this_start(monkeypatch):
@@ -230,17 +206,13 @@ def test_a_checkpoint_has_the_random_state_and_leaves_rates_and_decays_as_they_a
     assert torch.equal(*moments) and moments[0].abs().sum() > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sequence parallelism
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Sequence parallelism ---------------------------------------------------------------------------------------------
 
 
 def test_one_rank_of_those_that_share_packs_reports_and_counts(monkeypatch):
     """Four ranks, of which each two have the same packs. What the other three say is as much as this rank says."""
-    args, batch = (
-        args_of("--sequence_parallel_size 2 --max_logprob_gap 0"),
-        SimpleNamespace(places=[1] * 6, responses=2),
-    )
+    args = args_of("--sequence_parallel_size 2 --max_logprob_gap 0")
+    batch = SimpleNamespace(places=[1] * 6, responses=2)
     worlds = [utils.World(rank, rank, 4, torch.device("cpu")) for rank in range(4)]
     assert [utils.leads(args, world) for world in worlds] == [True, False, True, False]
     monkeypatch.setattr(utils, "all_reduce", lambda values, *_: [4.0 * v for v in values])
@@ -263,9 +235,7 @@ def test_a_rank_that_does_not_lead_has_no_metrics_of_its_update(tiny_models, wor
     assert found.pop("bad") == 0 and bool(found) == leads
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Adapters and teachers
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Adapters and teachers --------------------------------------------------------------------------------------------
 
 
 def test_no_two_adapters_start_alike(tiny_models, world):
@@ -291,9 +261,7 @@ def test_a_teacher_has_no_adapters_and_is_asked_how_it_packs(monkeypatch):
     assert len(asked) == 5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Turns
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Turns ------------------------------------------------------------------------------------------------------------
 
 
 class Words:
@@ -312,6 +280,7 @@ class Words:
 ENGINE = SimpleNamespace(tokenizer=Words(), eos_ids=[0])
 ANSWERS = turns.Environment("game.py", {}, "user", (), {}, first="\0<", between="|", last=">")
 SAID = {"role": "assistant", "content": "", "tokens": 2, "cached": 0, "finish_reason": "stop"}
+HEARD = {"status": "ok", "reward": 0.5, "done": False, "metrics": {}, "state": None, "seconds": 0.0}
 
 
 def played(tokens=2, contents=("one",), **fields):
@@ -337,16 +306,7 @@ def test_a_text_without_room_is_cut_to_its_mark_and_an_empty_one_stays(room, tol
 @pytest.mark.parametrize("text, room, reason", [("heard", 30, "stop"), ("heard", 8, "length")])
 def test_a_rollout_that_ends_for_want_of_room_was_cut(monkeypatch, text, room, reason):
     """The turn before ended with a stop; --mask_truncated_completions and --non_stop_penalty look at the rollout."""
-    answer = {
-        "status": "ok",
-        "texts": [text],
-        "reward": 0.5,
-        "done": False,
-        "metrics": {},
-        "state": None,
-        "seconds": 0.0,
-    }
-    monkeypatch.setattr(environments, "ask", lambda *_: dict(answer))
+    monkeypatch.setattr(environments, "ask", lambda *_: HEARD | {"texts": [text]})
     monkeypatch.setattr(grpo, "start_scoring", lambda *_: None)
     args = args_of(f"--response_length {room} --max_steps 9 --mask_truncated_completions")
     r = played()
@@ -367,9 +327,7 @@ def test_verifiers_see_what_the_policy_said_last(monkeypatch, contents):
     assert seen == ["2"] and not any("state" in turn for turn in r.turns)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# grpo_fast.py
-# ---------------------------------------------------------------------------------------------------------------------
+# --- grpo_fast.py -----------------------------------------------------------------------------------------------------
 
 
 def test_staleness_is_that_of_the_policys_own_tokens():
@@ -464,11 +422,6 @@ def test_an_evaluation_waits_for_the_weights_of_its_step_and_a_gap_ends_a_run(mo
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A second round: turns
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_rollout_without_room_is_over_and_its_environment_is_not_asked(monkeypatch):
     asked = []
     monkeypatch.setattr(grpo, "ask", lambda *_: asked.append("asked"))
@@ -484,8 +437,7 @@ def test_a_rollout_without_room_is_over_and_its_environment_is_not_asked(monkeyp
 
 def test_an_answer_that_leaves_no_token_ends_the_rollout(monkeypatch):
     """Cut to its mark it takes all 9 tokens that are left: the policy could say nothing more."""
-    answer = {"status": "ok", "texts": ["much too long"], "reward": 0.0, "done": False, "metrics": {}, "state": None}
-    monkeypatch.setattr(environments, "ask", lambda *_: dict(answer, seconds=0.0))
+    monkeypatch.setattr(environments, "ask", lambda *_: HEARD | {"texts": ["much too long"]})
     monkeypatch.setattr(grpo, "start_scoring", lambda *_: None)
     r = played()
     assert len(ANSWERS.answer(["much too long"], False, 9, Words())[0]) == 9
@@ -546,11 +498,6 @@ def test_the_last_value_of_an_environments_number_counts(monkeypatch):
     turn_metrics.note_numbers([r], metrics)
     (found,) = metrics.reduce(ONE).values()
     assert found == 5.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A second round: sequence parallelism
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_all_ranks_together_count_one_optimizer_step():
@@ -641,20 +588,6 @@ def test_sums_of_a_run_and_shares_of_a_step(monkeypatch):
     assert (state["tokens"], state["seconds"], state["step"], state["episode"]) == (140.0, 12.0, 1, 8)
 
 
-class Neighbours:
-    """A group of ranks, seen by one of them."""
-
-    def __init__(self, own_rank, ranks):
-        self.own_rank = own_rank
-        self.ranks = ranks
-
-    def rank(self):
-        return self.own_rank
-
-    def size(self):
-        return self.ranks
-
-
 def test_places_of_a_part_are_counted_in_rows_of_its_width():
     """Two rows of four: what each of two ranks finds at its places are the marked tokens of its columns."""
     tokens = torch.arange(8).view(2, 4)
@@ -663,14 +596,9 @@ def test_places_of_a_part_are_counted_in_rows_of_its_width():
     batch = grpo.Batch(tokens, tokens, mask, mask.long(), zeros, zeros)
     found = []
     for rank in range(2):
-        part = batch.part(cast(Any, Neighbours(rank, 2)))
+        part = batch.part(cast(Any, SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)))
         found.append(part.input_ids.flatten()[part.places].tolist())
     assert found == [[1, 4], [3, 6]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A second round: adapters and teachers
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_adapters_are_added_before_the_sum_is_rounded(monkeypatch):
@@ -713,11 +641,6 @@ def test_the_reference_is_the_policy_without_adapters_or_a_model_of_its_own(monk
     monkeypatch.setattr(grpo, "make_optimizer", lambda *_: (None, None))
     learner = grpo.load_learner(args_of(f"--load_ref_policy --beta 0.1 {flags}"), ONE)
     assert names == loaded and (learner.ref_policy is learner.policy) == own
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A second round: resume
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_rank_has_its_own_random_state_again(world, tmp_path):
@@ -777,22 +700,16 @@ def test_a_checkpoint_has_the_runs_own_state_and_is_due_at_the_end_too(monkeypat
     assert found == [[3, 6, 7], [], []]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A second round: metrics
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_metrics_of_a_steps_rollouts_by_hand():
     """Two groups of two: scores 10 and 0, of which one stopped; and 2 and a missing one. The first is kept."""
     first = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
     second = utils.Prompt(1, (5, 6, 7), "", ("7",), ("gsm8k",))
-    fields = [
-        {"prompt": first, "score": 10.0, "outcome": 10.0, "verifiable": 1.0, "finish_reason": "stop"},
-        {"prompt": first, "score": -0.5, "outcome": 0.0, "verifiable": 0.0, "finish_reason": "length"},
-        {"prompt": second, "score": 2.0, "outcome": 2.0, "verifiable": 0.2, "finish_reason": "length"},
-        {"prompt": second, "score": math.nan, "outcome": math.nan, "verifiable": math.nan, "finish_reason": "length"},
+    rollouts = [
+        rollout(tokens=1, prompt=first, score=10.0, outcome=10.0, verifiable=1.0, finish_reason="stop"),
+        rollout(tokens=2, prompt=first, score=-0.5, outcome=0.0, verifiable=0.0, finish_reason="length"),
+        rollout(tokens=3, prompt=second, score=2.0, outcome=2.0, verifiable=0.2, finish_reason="length"),
+        rollout(tokens=4, prompt=second, score=math.nan, outcome=math.nan, verifiable=math.nan, finish_reason="length"),
     ]
-    rollouts = [rollout(tokens=i + 1, **each) for i, each in enumerate(fields)]
     groups = [rollouts[:2], rollouts[2:]]
     for r in rollouts:
         status = "timeout" if math.isnan(r.score) else "ok"
@@ -829,9 +746,7 @@ def test_scores_are_compared_as_they_are():
     assert [r.advantage for r in group] == pytest.approx([-1.0, 1.0], rel=0.06)  # 1e-8 is added to the deviation 2e-7
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What went wrong silently in other systems (tests/README.md, Bugs of others)
-# ---------------------------------------------------------------------------------------------------------------------
+# --- What went wrong silently in other systems (tests/README.md, Bugs of others) --------------------------------------
 
 
 def test_moments_that_were_not_restored_end_a_resume():
@@ -909,31 +824,21 @@ def test_each_step_goes_on_in_the_data():
     assert [[group[0].prompt.index for group in groups] for groups in steps] == [[0, 1], [2, 3]]
 
 
-ONE_ROLLOUT = [SimpleNamespace(position=0)]
-
-
-def test_a_reference_with_adapters_is_refused_in_words():
-    inputs = torch.zeros(1, 2)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    batch: Any = SimpleNamespace(
-        response_mask=mask, old_logprobs=inputs, vllm_logprobs=inputs, ref_logprobs=inputs, rollouts=ONE_ROLLOUT
-    )
-    args = args_of()
-    with pytest.raises(utils.UserError, match="adapters on"):
-        adapters.check_trial(batch, 1, args, ONE)
-
-
-@pytest.mark.parametrize(("gap", "is_refused"), [(1.1e-6, False), (2e-5, True), (math.nan, True)])
-def test_rounding_is_no_missing_adapter(gap, is_refused):
-    """Two tokens of the fly, whose adapters did 8.5e-5 to the first logprob and nothing to the second."""
+@pytest.mark.parametrize("gap, change, refused", [
+    (1.1e-6, 8.5e-5, None),
+    (2e-5, 8.5e-5, "did not reach"),
+    (math.nan, 8.5e-5, "did not reach"),
+    (0.0, 0.0, "adapters on"),
+])  # fmt: skip
+def test_rounding_is_no_missing_adapter_and_a_reference_has_none(gap, change, refused):
+    """Two tokens, of which adapters change the first's logprob."""
     old = torch.tensor([[-1.0933, -1.9e-5]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    batch: Any = SimpleNamespace(response_mask=mask, old_logprobs=old, rollouts=ONE_ROLLOUT)
+    batch: Any = SimpleNamespace(response_mask=mask, old_logprobs=old, rollouts=[SimpleNamespace(position=0)])
     batch.vllm_logprobs = old + gap
-    batch.ref_logprobs = old + torch.tensor([[8.5e-5, 0.0]])
+    batch.ref_logprobs = old + torch.tensor([[change, 0.0]])
     args = args_of("--model_dtype float32")
-    told = pytest.raises(utils.UserError, match="did not reach") if is_refused else contextlib.nullcontext()
-    with told:
+    with pytest.raises(utils.UserError, match=refused) if refused else contextlib.nullcontext():
         adapters.check_trial(batch, 1, args, ONE)
 
 
@@ -946,25 +851,6 @@ class Layer(torch.nn.Module):
         self.attention_dropout = 0.1
 
 
-def test_dropout_is_off_in_every_layer_that_has_it(monkeypatch):
-    """Also while gradient checkpointing is on, which needs train()."""
-    layer = Layer()
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: layer)
-    monkeypatch.setattr(packing, "takes_our_attention", lambda *_: False)
-    args = args_of()
-    assert utils.load_causal_lm(args) is layer
-    assert (layer.drop.p, layer.attention_dropout, layer.training) == (0.0, 0.0, True)
-
-
-def test_dropout_that_is_left_on_is_told(capsys):
-    layer = Layer()
-    utils.warn_of_dropout(torch.nn.Sequential(layer))
-    assert "dropout is on in 2 layers, such as 0" in capsys.readouterr().out
-    layer.drop.p = layer.attention_dropout = 0.0
-    utils.warn_of_dropout(torch.nn.Sequential(layer))
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_every_engine_loads_what_it_receives(index, monkeypatch):
     """Whichever engine it is: it loads all, and says which version it has."""
@@ -973,6 +859,7 @@ def test_every_engine_loads_what_it_receives(index, monkeypatch):
     engine.load_weights = functools.partial(utils.VLLMEngine.load_weights, engine)
     loaded = []
     engine.worker.reload_weights = lambda weights_iterator: loaded.extend(weights_iterator)
+    engine.worker.get_model = torch.nn.Module
     for module, name, value in (
         (grpo_fast, "join", ONE),
         (grpo_fast, "start_watchdog", None),
@@ -982,22 +869,24 @@ def test_every_engine_loads_what_it_receives(index, monkeypatch):
         (utils, "make_engine", engine),
     ):
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
-    monkeypatch.setattr(grpo_fast, "receive_weights", lambda group, dtype, device, manifest, *_: iter(manifest))
+    monkeypatch.setattr(grpo_fast, "receive_weights", lambda group, device, manifest, *_: iter(manifest))
 
-    for message in (("announce",), ("weights", 3, ["a", "b"]), ("stop",)):
+    for message in (("announce",), ("weights", 3, [("a", 1), ("b", 2)]), ("stop",)):
         here.send(message)
     monkeypatch.setattr(utils, "STOP", mock.MagicMock())
     args = utils.parse_args(grpo_fast.Args, ["--model_name_or_path", "x", "--model_dtype", "float32"])
     grpo_fast.run_engine(args, grpo_fast.Roles(1, 3, 1, False, index), mock.MagicMock())
 
-    assert loaded == ["a", "b"] and engine.version == 3
+    assert loaded == [("a", 1), ("b", 2)] and engine.version == 3
     assert [here.recv()[:2] for _ in range(2)] == [("ready", None), ("loaded", 3)]
 
 
 def test_a_tied_head_is_sent_under_its_own_name():
     """vLLM's CPU backend keeps a copy of it."""
     embedding = torch.nn.Embedding(4, 2)
-    model: Any = SimpleNamespace(named_parameters=lambda: [("model.embed_tokens.weight", embedding.weight)])
+    model: Any = SimpleNamespace(
+        named_parameters=lambda: [("model.embed_tokens.weight", embedding.weight)], named_buffers=list, state_dict=dict
+    )
     model.get_output_embeddings = model.get_input_embeddings = lambda: embedding
     assert dict(utils.named_weights(model)).keys() == {"model.embed_tokens.weight", "lm_head.weight"}
 

@@ -1,6 +1,7 @@
 """One's own: reward functions in TRL's and verl's forms, files and rows as others have them, rows without a label."""
 
 import json
+import re
 
 import pytest
 
@@ -8,7 +9,8 @@ import grpo
 import rewards
 import utils
 from rewards import RewardFlags, RewardRecord
-from scripts.parts import guards, plan, rows, user_files
+from scripts.parts import guards, rows, user_files
+from tests import test_data
 
 USER = {"role": "user", "content": "What is 2 + 6?"}
 REWARDS = """
@@ -104,15 +106,14 @@ def test_none_adds_nothing_and_other_values_are_told(configured):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("def f(text, label): return 1", ["It has f(text, label)", "def my_reward(response, ground_truth): return f("]),
-        ("x = 1", ["(response, ground_truth)", "completions", "solution_str", "it defines none"]),
-        ("def f(completions, completion_ids): return [1]", ["completion_ids", "only TRL's trainer"]),
+        ("def f(text, label): return 1", "f(text, label)"),
+        ("x = 1", "(response, ground_truth)"),
+        ("def f(completions, completion_ids): return [1]", "completion_ids"),
     ],
 )
-def test_a_wrong_signature_is_told_with_the_line_that_helps(configured, text, words):
-    with pytest.raises(rewards.UserError) as error:
+def test_a_wrong_signature_is_told(configured, text, words):
+    with pytest.raises(rewards.UserError, match=re.escape(words)):
         configured(text)
-    assert all(word in str(error.value) for word in words)
 
 
 def test_a_function_that_never_applies(configured, monkeypatch):
@@ -130,9 +131,7 @@ def test_a_function_that_never_applies(configured, monkeypatch):
     assert "silent gave no score in 3 steps" in utils.STOP.because
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Rows
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Rows -------------------------------------------------------------------------------------------------------------
 
 MINE = rows.Scoring(functions=("mine", "short"), aliases=("me/sums",))
 ENVIRONMENT = rows.Scoring(environment=True)
@@ -166,9 +165,7 @@ def tokenizer(tiny_models):
 
 
 def load(tokenizer, name, **flags):
-    return utils.load_prompts(
-        "dataset_mixer_list", grpo.Args(dataset_mixer_list=[str(name), "1.0"], **flags), tokenizer
-    )
+    return test_data.load(tokenizer, name, "1.0", **flags)
 
 
 def write(path, lines):
@@ -207,17 +204,16 @@ def test_verl_s_own_data_source_with_a_remap(configured, tokenizer, tmp_path):
     assert load(tokenizer, file)[0].verifiers == ("gsm8k",)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Files
-# ----------------------------------------------------------------------------------------------------------------------
-
 QUESTIONS = [{"question": "What is 2 + 6?", "answer": "8", "dataset": "gsm8k"}] * 2
+
+# --- Files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name, text",
-    [
+    [  # an empty cell is no value
         ("a.csv", '\ufeffquestion,answer,dataset,note\n"What is 2 + 6?",8,gsm8k,\n"What is 2 + 6?",8,gsm8k,"a\nb"\n'),
+        ("a.csv", 'question,answer,solution,dataset\n"What is 2 + 6?",,8,gsm8k\n"What is 2 + 6?",,8,gsm8k\n'),
         ("a.json", json.dumps(QUESTIONS, indent=1)),
         ("a.json", "".join(json.dumps(row) + "\n" for row in QUESTIONS)),
     ],
@@ -230,28 +226,16 @@ def test_csv_and_json_are_read(tokenizer, tmp_path, name, text):
     ] * 2
 
 
-def test_an_empty_cell_is_no_value(tmp_path):
-    (tmp_path / "a.csv").write_text("question,answer\nWhat?,\n")
-    assert list(rows.read_rows(str(tmp_path / "a.csv"), "train")) == [
-        (f"{tmp_path}/a.csv row 1", {"question": "What?", "answer": None})
-    ]
-
-
 @pytest.mark.parametrize(
     "name, text, words",
     [
-        (
-            "a.tsv",
-            "x",
-            r"a.tsv: .tsv is not read, .*pandas.read_csv\('.*a.tsv', sep='\\t'\).to_json\('a.jsonl', orient=",
-        ),
-        ("a.txt", "x", ".txt is not read, but .jsonl, .parquet, .csv, .json are"),
-        ("a.json", '{"data": []}', "neither a list of rows nor an object a line"),
+        ("a.tsv", "x", "a.tsv: .tsv is not read"),
+        ("a.json", '{"data": []}', "a.json: "),
         ("a.json", '{"question": "What?",', "a.json row 1: not JSON"),
-        ("a.csv", "question,answer\nWhat?,8,9\n", "a.csv row 1: more cells than the first line has names"),
+        ("a.csv", "question,answer\nWhat?,8,9\n", "a.csv row 1: "),
     ],
 )
-def test_other_files_are_refused_with_the_line_that_converts(tokenizer, tmp_path, name, text, words):
+def test_other_files_are_refused(tokenizer, tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(utils.UserError, match=words):
         load(tokenizer, tmp_path / name)
@@ -281,18 +265,6 @@ def test_a_chat_template_by_path(tiny_models, tmp_path):
     assert template.apply_chat_template([USER], tokenize=False) == "What is 2 + 6? =>"
     with pytest.raises(utils.UserError, match="--chat_template_name nothere.jinja: no file, and none of this name"):
         grpo.Args(model_name_or_path=str(tiny_models()), chat_template_name="nothere.jinja").check()
-
-
-def test_few_prompts_and_a_function_without_rows_are_told(configured, tokenizer, tmp_path):
-    configured("def mine(response, ground_truth): return 1\ndef other(response, ground_truth): return 1")
-    file = write(tmp_path / "a.jsonl", [{"prompt": [USER], "dataset": "mine"}] * 2)
-    args = grpo.Args(reward_file=str(tmp_path / "mine.py"), num_unique_prompts_rollout=3)
-    few, unused = plan.warnings_of(args, load(tokenizer, file, reward_file=args.reward_file))
-    assert few.startswith("2 prompts for --num_unique_prompts_rollout 3") and "1.0 is all" in few
-    assert "other scores none of the prompts" in unused and "--remap_verifier OLD=other" in unused
-    assert not plan.warnings_of(
-        grpo.Args(num_unique_prompts_rollout=2), load(tokenizer, file, reward_file=args.reward_file)
-    )
 
 
 # --- Functions that judge a group -------------------------------------------------------------------------------------

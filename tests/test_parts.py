@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,10 +54,6 @@ def test_no_part_imports_the_algorithm(name):
     tree = ast.parse((REPO / "scripts" / "parts" / f"{name}.py").read_text())
     assert not {"grpo", "grpo_fast"} & {i.partition(".")[0] for i in imports(tree)}
     assert not [i for i in imports(tree) if i.startswith("scripts.reports")], "programs stand above parts"
-
-
-def test_utils_names_nothing_of_grpo():
-    assert not re.search(r"import grpo|grpo\.[A-Z]\w+[\],)\"]", (REPO / "utils.py").read_text())
 
 
 LOADED = """

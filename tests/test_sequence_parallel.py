@@ -1,20 +1,15 @@
 """Several learners share the tokens of a pack (--sequence_parallel_size, Ulysses): the numbers are those of one."""
 
-import collections
 import dataclasses
 import json
-import math
 import shutil
 import textwrap
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import grpo
 import utils
@@ -132,34 +127,6 @@ def refusals(model, world, *flags):
     return [*said, str(error.value)]
 
 
-class Wire(TorchDispatchMode):
-    """Bytes that this rank hands to each kind of collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = collections.defaultdict(int)
-
-    def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
-        kind, name = func._schema.name.split("::")
-        if kind in ("c10d", "_c10d_functional"):
-            sent = [x for x in tree_leaves(args[kind == "c10d"]) if isinstance(x, torch.Tensor)]
-            self.bytes[name] += sum(x.nbytes for x in sent)
-        return func(*args, **(kwargs or {}))
-
-
-def wire(model, world, *flags):
-    """What a forward and a backward of one pack put on the wire; and its tokens, filled up."""
-    args, pack = make_args(model, *flags), grpo.make_pieces(make_rollouts(), 60)
-    policy, batch = grpo.load_policy(args, world), grpo.make_batch([pack], world.device)
-    policy(batch, 1.0)  # FSDP has set itself up
-    with Wire() as seen:
-        logprobs, _ = policy(batch, 1.0)
-        forward = dict(seen.bytes)
-        logprobs.sum().backward()
-    size = args.sequence_parallel_size
-    return forward, dict(seen.bytes), batch.input_ids.shape[1] + -batch.input_ids.shape[1] % size
-
-
 SCRIPT = """
     import torch
     import utils
@@ -169,7 +136,6 @@ SCRIPT = """
     found |= {{case: test.learn({model!r}, world, case, *flags) for case in test.LEARNERS if {number} > 2}}
     found["logprobs"] = test.logprobs({model!r}, world, *flags)
     found["bfloat16"] = test.logprobs({model!r}, world, *flags, "--model_dtype", "bfloat16")
-    found["wire"] = test.wire({model!r}, world, *flags)
     if {number} == 2:
         found["refusals"] = test.refusals({model!r}, world, *flags)
     torch.save(found, f"{out}/{{world.rank}}.pt")
@@ -252,33 +218,12 @@ def test_logprobs_are_those_of_one_learner_bit_for_bit(ranks, world, size, numbe
 
 
 @pytest.mark.runs
-@SIZES
-def test_bytes_on_the_wire_are_those_of_the_paper(ranks, world, size, number):
-    """Ulysses, arXiv:2309.14509, 3.2: 3 N h / P elements for query, key and value and N h / P for the output, in each
-    layer; here with as many key-value heads as there are, or as the ranks need. Of the rest logprobs and entropies."""
-    for found in ranks(size, number)[1]:
-        forward, both, tokens = found["wire"]
-        heads, kv_heads = SHAPES[size]
-        kv_heads *= size // math.gcd(kv_heads, size)
-        layers, width, item = 2, 16, 4
-        want = layers * item * tokens * width * (2 * heads + 2 * kv_heads) / size
-        if kv_heads == heads:  # the paper's
-            assert want == layers * item * 4 * tokens * heads * width / size
-        assert forward["all_to_all_single"] == want and both["all_to_all_single"] == 2 * want
-        assert forward["allgather_"] == both["allgather_"] == 2 * item * tokens / size
-
-
-@pytest.mark.runs
 def test_models_that_it_cannot_split_are_refused(ranks, world):
+    """Layers that mix neighbouring tokens, chunks of attention, another attention: three reasons."""
     for found in ranks(2, 2)[1]:
-        packing, leaking, chunk, other = found["refusals"]
-        assert packing == "shared"
-        assert leaking == (
-            "--sequence_parallel_size 2: Qwen3ForCausalLM looks across positions not by attention alone: take 1"
-        )
-        within = "attends within chunks of 64 tokens, fewer than a prompt and a response"
-        assert chunk == f"--sequence_parallel_size 2: Qwen3ForCausalLM {within}: take 1"
-        assert other == "--sequence_parallel_size 2: Qwen3ForCausalLM does not take our attention: take 1"
+        packing, *reasons = found["refusals"]
+        assert packing == "shared" and len(set(reasons)) == 3
+        assert all(reason.startswith("--sequence_parallel_size 2: Qwen3ForCausalLM") for reason in reasons)
 
 
 @pytest.mark.parametrize("size, number", [(2, 2), (2, 4), (3, 6)])
@@ -329,7 +274,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit(tmp_path):
 FLAGS = """--model_dtype float32 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 --response_length 6
     --max_prompt_token_length 48 --pack_length 128 --temperature 1.0 --learning_rate 3e-3 --lr_scheduler_type constant
     --beta 0.01 --per_device_train_batch_size 1 --max_logprob_gap 1e-4 --rollout_backend transformers --seed 3
-    --total_episodes 128 --save_freq 1 --dump_steps all --checkpoint_state_freq 1 --keep_last_n_checkpoints -1"""
+    --total_episodes 128 --save_freq 1 --save_traces --checkpoint_state_freq 1 --keep_last_n_checkpoints -1"""
 
 
 def play(model, out, name, *flags, script="grpo.py", ranks=0):
@@ -371,7 +316,7 @@ def assert_same_run(one, two, steps, tolerance):
 @pytest.mark.runs
 def test_whole_runs(tiny_models, tmp_path):
     """grpo.py on two ranks and grpo_fast.py with two learners that share their packs: the run of one. From a checkpoint
-    of two one goes on, and a replay on two ranks has the bits of the run, one on one rank its numbers."""
+    of two one goes on."""
     model, two = tiny_models(), "--sequence_parallel_size 2"
     one = play(model, tmp_path, "one")
     shared = play(model, tmp_path, "shared", two, ranks=2)
@@ -381,15 +326,6 @@ def test_whole_runs(tiny_models, tmp_path):
         script="grpo_fast.py",
     )  # fmt: skip
     assert_same_run(one, fast, [1, 2], 1e-4)
-    replay = ["scripts/replay.py", str(shared), "--step", "2", "--from_start"]
-    done = programs.run([*programs.torchrun(2), *replay])
-    assert done.returncode == 0 and "equal: replayed weights and metrics" in done.stdout, done.stdout + done.stderr
-    assert "deprecated" not in done.stderr, done.stderr
-    done = programs.run([*replay, "--tolerance", "1e-3"])
-    assert done.returncode == 0, done.stdout + done.stderr
-    loaded = play(model, tmp_path, "loaded", two, f"--load_batches {shared}", ranks=2)
-    a, b = (load_file(path / "model" / "model.safetensors") for path in (shared, loaded))
-    assert all(torch.equal(a[name], b[name]) for name in a)
     shutil.rmtree(shared / "checkpoints" / "step_2")
     play(model, tmp_path, "shared", "--resume")
     assert_same_run(one, shared, [2], 1e-4)

@@ -123,20 +123,12 @@ def test_arms_as_they_are_written(tmp_path):
     assert study.parse_seeds("1-3,7") == [1, 2, 3, 7]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "mine: --seed 3",
-        "mine: --no-shuffle",
-        "mine: --local_eval_every=2",
-        "mine: --model_name_or_path other",
-        "mine@no-such-branch",
-        "mine@nothing.diff",
-        "mine@HEAD",  # changes nothing
-        "a/b: --beta 0",
-        "mine: beta 0",
-    ],
-)
+REFUSED = ["mine: --seed 3", "mine: --no-shuffle", "mine: --local_eval_every=2", "mine: --model_name_or_path other"]
+REFUSED += ["mine@no-such-branch", "mine@nothing.diff", "a/b: --beta 0", "mine: beta 0"]
+REFUSED += ["mine@HEAD"]  # changes nothing
+
+
+@pytest.mark.parametrize("text", REFUSED)
 def test_arms_that_cannot_be_compared_are_refused(text):
     with pytest.raises(study.StudyError):
         study.parse_arm(text, "HEAD")
@@ -222,61 +214,60 @@ def test_tasks_have_right_labels_and_share_no_number(tmp_path):
 FEW = "--total_episodes 64 --num_unique_prompts_rollout 2 --local_eval_every 2".split()  # four steps
 
 
-def line_of(out, seeds, *arms):
+def line_of(out, *arms):
     """The command of a study of the fly, whose rows are where it is started."""
     program = [sys.executable, str(REPO / "scripts" / "study.py"), "run", "--out", str(out), "--fly", "last"]
-    return [*program, "--jobs", "2", "--seeds", seeds, "--arms", *arms, "--", *FEW]
+    return [*program, "--jobs", "2", "--seeds", "7", "--arms", *arms, "--", *FEW]
 
 
+@pytest.mark.house  # of what is committed, with a diff of scripts/forks
 @pytest.mark.runs
 def test_a_study_of_the_fly(tmp_path):
-    """Arms as flags and as a diff. An arm whose flags change nothing has the base's bits, as their seeds are the same;
-    another seed has others. A control that learns nothing stays at its start. The same line runs what is missing."""
+    """An arm is a diff, with a flag that only it has. All arms have the same prompts, sampled with the same seeds. A
+    control that learns nothing stays at its start. The same line runs what is missing, to the same table."""
     make_tasks.make_task("last", tmp_path / "data" / "tasks")
     rloo = f"rloo@{REPO}/scripts/forks/rloo.diff: --advantage_normalization_type rloo"
-    arms = ["base", "same: --clip_lower 0.2", rloo, "--controls", "lr0: --learning_rate 0"]
-    line = line_of(tmp_path / "out", "1-2", *arms)
+    line = line_of(tmp_path / "out", "base", rloo, "--controls", "lr0: --learning_rate 0")
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert "FAILED" not in done.stdout and "same equals base" in done.stdout, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout, done.stdout + done.stderr
 
     runs = tmp_path / "out" / "runs"
     scores = {}
-    for arm in ("base", "same", "rloo", "lr0"):
-        for seed in (1, 2):
-            rows = study.read_metrics(runs / arm / str(seed) / "metrics.jsonl")
-            assert rows[-1]["training_step"] == 4
-            scores[arm, seed] = [row["objective/scores"] for row in rows if "objective/scores" in row]
-            held_out = [row[EVAL] for row in rows if EVAL in row]
-            assert len(held_out) == 3 and (arm != "lr0" or len(set(held_out)) == 1)
-    assert scores["base", 1] == scores["same", 1] != scores["base", 2] == scores["same", 2]
-    assert scores["base", 1][0] == scores["rloo", 1][0]  # the same prompts, sampled with the same seeds
+    for arm in ("base", "rloo", "lr0"):
+        rows = study.read_metrics(runs / arm / "7" / "metrics.jsonl")
+        assert rows[-1]["training_step"] == 4
+        assert json.loads((runs / arm / "7" / "args.json").read_text())["seed"] == 7
+        scores[arm] = [row["objective/scores"] for row in rows if "objective/scores" in row]
+        held_out = [row[EVAL] for row in rows if EVAL in row]
+        assert len(held_out) == 3 and (arm != "lr0" or len(set(held_out)) == 1)
+    assert scores["base"][0] == scores["rloo"][0] == scores["lr0"][0]
 
-    (runs / "rloo" / "2").rename(tmp_path / "gone")
+    (runs / "rloo" / "7").rename(tmp_path / "gone")
     again = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert "7 of 8 runs are done; 1 to do" in again.stdout, again.stdout + again.stderr
+    assert "2 of 3 runs are done; 1 to do" in again.stdout, again.stdout + again.stderr
     assert again.stdout.partition("| arm")[2] == done.stdout.partition("| arm")[2]
 
 
+@pytest.mark.house
 @pytest.mark.runs
 def test_runs_that_fail_are_told_and_a_signal_ends_all(tmp_path):
-    """A run that ends itself is no result, and the others go on. A study that is stopped leaves no process that holds
+    """A run that ends itself is no result, and the other goes on. A study that is stopped leaves no process that holds
     its lock, and what is half done does not count as finished."""
     make_tasks.make_task("last", tmp_path / "data" / "tasks")
     slow = "import time\n\ndef slow(response, ground_truth):\n    time.sleep(60)\n    return 1.0\n"
     (tmp_path / "slow.py").write_text(slow)
-    out = tmp_path / "out"
-    line = line_of(out, "1", "base", "strict: --max_logprob_gap 1e-12", "--controls")
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and "strict seed 1 FAILED" in done.stdout, done.stdout + done.stderr
-    assert not (out / "runs" / "strict" / "1").exists() and (out / "runs" / "base" / "1").exists()
-
-    line = line_of(out, "1", "slow: --reward_file slow.py --remap_verifier learned=slow", "--controls")
-    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 120
-        while not (out / "runs" / "slow" / "1.part").exists() and time.monotonic() < end:
+    out, log = tmp_path / "out", tmp_path / "log"
+    arms = ["strict: --max_logprob_gap 1e-12", "slow: --reward_file slow.py --remap_verifier learned=slow"]
+    with (
+        log.open("w") as file,
+        subprocess.Popen(line_of(out, *arms, "--controls"), cwd=tmp_path, stdout=file) as process,
+    ):
+        end = time.monotonic() + 300
+        while "strict seed 7 FAILED" not in log.read_text() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.2)
+        assert (out / "runs" / "slow" / "7.part").exists() and process.poll() is None, log.read_text()
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(30) == 1
-    assert not (out / "runs" / "slow" / "1").exists()
+        assert process.wait(60) == 1
+    assert not (out / "runs" / "strict" / "7").exists() and not (out / "runs" / "slow" / "7").exists()
     with study.locked(out):  # no run has it any more
-        assert (out / "runs" / "slow" / "1.log").exists()
+        assert (out / "runs" / "slow" / "7.log").exists()

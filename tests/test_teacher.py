@@ -23,17 +23,15 @@ def teacher(tiny_models, tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("teacher") / "model", arch="qwen3", tied=False, seed=5)
 
 
-def learn(args, world, rollouts, times=1):
-    """(learner, metrics of each update) with batches of `rollouts`, whose advantages are zero."""
-    learner, found = grpo.load_learner(args, world), []
+def learn(args, world, rollouts):
+    """The metrics of an update, and its batches of `rollouts`, whose advantages are zero."""
+    learner = grpo.load_learner(args, world)
     for r in rollouts:
         r.advantage = 0.0
-    for _ in range(times):
-        batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 128)[0], "shared", args, world.device)]
-        metrics = utils.Metrics()
-        grpo.update(learner, batches, args, world, metrics)
-        found.append(metrics.reduce(world) | {"batches": batches[0]})
-    return learner, found
+    batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 128)[0], "shared", args, world.device)]
+    metrics = utils.Metrics()
+    grpo.update(learner, batches, args, world, metrics)
+    return metrics.reduce(world) | {"batches": batches[0]}
 
 
 def plain(model, r, temperature):
@@ -47,7 +45,8 @@ def plain(model, r, temperature):
 def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher, world):
     args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
     rollouts = make_rollouts()
-    _, (found,) = learn(args, world, rollouts)
+    found = learn(args, world, rollouts)
+    assert found["loss/policy_avg"] == 0
     models = [utils.load_causal_lm(a).float() for a in (args.of_reference(), args)]
     equal = []
     for batch in found["batches"]:
@@ -58,9 +57,9 @@ def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher,
             torch.testing.assert_close(batch.new_logprobs[batch.seq_ids == i], ours, rtol=1e-5, atol=1e-5)
             equal += (top == our_top).tolist()
     assert found["objective/ref_top_agreement"] == pytest.approx(sum(equal) / len(equal))
-    _, (same,) = learn(replace(args, ref_model_name_or_path=str(tiny_models())), world, rollouts)
+    same = learn(replace(args, ref_model_name_or_path=str(tiny_models())), world, rollouts)
     assert same["objective/ref_top_agreement"] == 1.0 and same["objective/kl1_avg"] == 0.0
-    _, (without,) = learn(make_args(tiny_models(), *TEACH), world, rollouts)
+    without = learn(make_args(tiny_models(), *TEACH), world, rollouts)
     assert "objective/ref_top_agreement" not in without
 
 
@@ -86,14 +85,6 @@ def test_without_any_reward_the_policy_moves_to_the_teacher(tiny_models, teacher
     assert (got - want * teaches).norm() < 2e-5 * want.norm()
 
 
-def test_kl_falls_and_nothing_else_teaches(tiny_models, teacher, world):
-    flags = (*TEACH, "--ref_model_name_or_path", teacher, "--learning_rate", "3e-3")
-    _, found = learn(make_args(tiny_models(), *flags), world, make_rollouts(), times=12)
-    kl = [metrics["objective/kl1_avg"] for metrics in found]
-    assert kl[-1] < 0.5 * kl[0]
-    assert all(metrics["loss/policy_avg"] == 0 for metrics in found)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_reference_lies_in_compute_dtype_and_computes_the_same(tiny_models, world, stage):
     """bfloat16: rounded at the start or at each gather, the logprobs are the same bits."""
@@ -113,7 +104,6 @@ def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
     plan.check_models(args, [])
     shutil.copytree(teacher, tmp_path / "other")
-    assert (tmp_path / "other" / "tokenizer.json").exists()
     path = tmp_path / "other" / "tokenizer.json"
     text = json.loads(path.read_text())
     vocabulary = text["model"]["vocab"]
@@ -122,17 +112,13 @@ def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     vocabulary[words[300]], vocabulary[words[299]] = 299, 300
     path.write_text(json.dumps(text))
     other = replace(args, ref_model_name_or_path=str(tmp_path / "other"))
-    with pytest.raises(utils.UserError) as error:
+    with pytest.raises(utils.UserError, match="^--ref_model_name_or_path .*/other: token 299 "):
         plan.check_models(other, [])
-    told = f"token 299 is {words[299]!r} to the policy and {words[300]!r} to the teacher: take a teacher with"
-    assert told in str(error.value) and f"--ref_model_name_or_path {tmp_path / 'other'}: " in str(error.value)
     config = json.loads((teacher / "config.json").read_text())
     shutil.copytree(teacher, tmp_path / "small")
     (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
-    with pytest.raises(utils.UserError, match="token 511 is .* to the policy and .* to the teacher"):
+    with pytest.raises(utils.UserError, match="token 511 "):
         plan.check_models(replace(args, ref_model_name_or_path=str(tmp_path / "small")), [])
-    with pytest.raises(utils.UserError, match="--ref_model_name_or_path .*nowhere: .*Give a directory with a model"):
-        plan.check_models(replace(args, ref_model_name_or_path=str(tmp_path / "nowhere")), [])
 
 
 def test_which_teacher_it_is_belongs_to_the_run(tiny_models, teacher):

@@ -1,17 +1,14 @@
 """Turns: what stands between two turns is the template's, token by token; what was sampled stays as it was sampled."""
 
-import io
 import json
 import math
 import random
-import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +20,7 @@ import grpo
 import rewards
 import utils
 from scripts import turns as program
-from scripts.parts import checks, dumps, environments, turn_metrics, turns
-from tests.conftest import REPO
+from scripts.parts import dumps, turn_metrics, turns
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
 PUBLISHED = {
@@ -43,8 +39,7 @@ PUBLISHED = {
     "drops_thoughts": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "drops_thoughts_later": "{% set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1].content %}"
-    "{% set n = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "drops_thoughts_later": "{% set n = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set n.at = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\n') "
     "if m.role == 'assistant' and loop.index0 < n.at else m.content }}<|im_end|>\n{% endfor %}"
@@ -74,9 +69,6 @@ REASONS = {  # (template, role) -> why it is refused; the others go on
     ("json_answers", "tool"): "rewrites what role 'tool' says",
     ("no_tools", "tool"): "takes no message of role 'tool'.*no tools",
     ("no_end", "*"): "no end token",
-    ("basic", "*"): "no end token",
-    ("minicpmv45", "*"): "opens a <think>",
-    ("blip2", "*"): "takes no message|begins an assistant's turn otherwise|rewrites what|no end token",
 }
 
 
@@ -85,19 +77,7 @@ def tokenizer(tiny_models):
     return utils.load_tokenizer(grpo.Args(model_name_or_path=str(tiny_models())))
 
 
-def installed():
-    """Templates that come with vLLM, for models that publish none."""
-    folder = Path(rewards.__file__).parent / ".venv/lib"
-    return {
-        p.stem.removeprefix("template_"): p for p in folder.glob("*/site-packages/vllm/transformers_utils/**/*.jinja")
-    }
-
-
-def templates():
-    some = {name: path.read_text() for name, path in installed().items() if name in ("chatml", "basic", "minicpmv45")}
-    return (
-        utils.CHAT_TEMPLATES | {f"vllm_{name}" if name == "chatml" else name: t for name, t in some.items()} | PUBLISHED
-    )
+TEMPLATES = utils.CHAT_TEMPLATES | PUBLISHED
 
 
 def words(rng):
@@ -105,9 +85,9 @@ def words(rng):
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
-@pytest.mark.parametrize("name", templates())
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_is_the_templates_tokens_or_is_refused(name, role, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", templates()[name])
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[name])
     environment = turns.Environment("x.py", {}, role, (), {})
     if reason := REASONS.get((name, "*"), REASONS.get((name, role))):
         with pytest.raises(utils.UserError, match=reason) as refused:
@@ -183,17 +163,7 @@ def test_a_tokenizer_may_join_an_answer_and_what_follows(text):
     assert (ids == tokenizer.encode(whole)[len(tokenizer.encode(start + "x<|im_end|>")) :]) == (text != "<|im_end|>")
 
 
-def test_a_flood_leaves_the_policy_half_of_what_is_left(tokenizer):
-    environment = turns.Environment("x.py", {}, "user", (), {}).with_separators(tokenizer, [tokenizer.eos_token_id])
-    ids, text = environment.answer(["word " * 5000, "more " * 5000], True, 200, tokenizer)
-    assert len(ids) <= 120 and text.endswith("[cut]") and tokenizer.decode(ids).count("[cut]") == 2
-    short, told = environment.answer(["word"], True, 200, tokenizer)
-    assert told == "word" and len(short) < 30
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollouts: a scripted engine, environments in real worker processes
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Rollouts: a scripted engine, environments in real worker processes -----------------------------------------------
 
 
 class Scripted(utils.Engine):
@@ -221,19 +191,19 @@ class Scripted(utils.Engine):
         return [(name, utils.Generation(ids, [-1.0] * len(ids), "stop" if stops else "length", [3] * len(ids), 2))]
 
 
-def prompt_of(path, tokenizer, flags="", config=None, labels=("7",), verifiers=("passthrough",)):
+def prompt_of(path, tokenizer, flags=""):
     line = f"--model_name_or_path x --env_file {path} --response_length 120 --max_prompt_token_length 60 {flags}"
     args = utils.parse_args(grpo.Args, line.split())
     made = utils.load_environment(args).with_separators(tokenizer, [tokenizer.eos_token_id])
     messages = [{"role": "user", "content": "Go"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    episode = {"messages": messages, "ground_truths": list(labels), "config": config or {}}
-    return utils.Prompt(0, ids, text, tuple(labels), verifiers, "user: Go", made, episode), args
+    episode = {"messages": messages, "ground_truths": ["7"], "config": {}}
+    return utils.Prompt(0, ids, text, ("7",), ("passthrough",), "user: Go", made, episode), args
 
 
-def play(path, tokenizer, flags="", config=None, samples=4, engine=None, **more):
-    prompt, args = prompt_of(path, tokenizer, flags, config, **more)
+def play(path, tokenizer, flags="", samples=4, engine=None):
+    prompt, args = prompt_of(path, tokenizer, flags)
     engine = engine or Scripted(tokenizer)
     group = grpo.new_group(prompt, 0, samples)
     grpo.sample_rollouts(engine, [group], args)
@@ -320,16 +290,6 @@ def test_turns_go_on_from_the_tokens_that_were_sampled(in_rounds, files, tokeniz
     assert sum(len(r.turns) > 3 for r in group) > 4, "hardly any turns: the test shows nothing"
 
 
-def test_a_rollout_without_an_environment_is_asked_for_as_ever(tokenizer):
-    prompt = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
-    args = grpo.Args(model_name_or_path="x", seed=4)
-    request = grpo.make_request(grpo.Rollout(prompt, 3, 2), args)
-    assert request == utils.Request((5, 6), utils.derive_seed(4, 3, 2, 0), 0.7, 256, 1.0)
-    r = grpo.Rollout(prompt, 3, 2)
-    assert grpo.end_turn(r, utils.Generation([9], [-1.0], "stop", [0]), Scripted(tokenizer), args) is None
-    assert r.over and r.turns == [] and len(r.scoring) == 1
-
-
 def test_an_engine_goes_on_while_an_answer_is_awaited_and_in_rounds_waits_for_all(tokenizer):
     """Free: what is answered goes on at once, beside what still runs. In rounds: together, when nothing runs."""
     request = utils.Request((5,), 0, 1.0, 3)
@@ -400,7 +360,8 @@ FAULTS = {  # what an environment does -> (status, what the policy is told)
 def test_a_fault_has_an_outcome_and_is_counted(fault, files, tokenizer):
     status, told = FAULTS[fault]
     path = files(f"from rewards import Answer\n\ndef step(episode):\n    {fault.replace('; ', chr(10) + '    ')}\n")
-    group, _, args = play(path, tokenizer, "--max_steps 1 --env_timeout 1", samples=2)
+    seconds = 1 if status == "timeout" else 60
+    group, _, args = play(path, tokenizer, f"--max_steps 1 --env_timeout {seconds}", samples=2)
     metrics = utils.Metrics()
     utils.note_rollouts(group, args, metrics)
     out = metrics.reduce(utils.World(0, 0, 1, None))
@@ -409,8 +370,7 @@ def test_a_fault_has_an_outcome_and_is_counted(fault, files, tokenizer):
         assert answer["status"] == status and rewards.re.match(told, answer["content"]), answer
         assert math.isnan(r.score) == (status == "infra_error")
         assert len(r.turns) == (2 if status == "infra_error" else 3)
-        check_tokens_lengths = sum(t["tokens"] for t in r.turns)
-        assert check_tokens_lengths == len(r.token_ids) <= 120
+        assert sum(t["tokens"] for t in r.turns) == len(r.token_ids) <= 120
     if status != "ok":
         assert out[f"env/{path.stem}/{status}_rate"] == 1 and out[f"tools/{path.stem}/failure_rate"] == 1
     assert grpo.trainable([group], args) == [] if status == "infra_error" else True
@@ -427,13 +387,6 @@ def test_a_worker_killed_once_costs_nothing(files, tokenizer, tmp_path):
     (r,), _, _ = play(path, tokenizer, "--max_steps 3 --response_length 500", samples=1)
     assert mark.exists()
     assert [t["content"] for t in r.turns if t["role"] == "user"] == ["number 1", "number 2", "number 3"]
-
-
-def test_verifiers_see_the_last_turn_and_environments_add_to_them(files, tokenizer):
-    path = files("from rewards import Answer\ndef step(episode):\n    return Answer('the answer is 7', 0.5)\n")
-    flags = "--max_steps 1 --response_length 200"
-    group, _, _ = play(path, tokenizer, flags, verifiers=("gsm8k",), labels=("7",))
-    assert [r.verifiable for r in group] == [0.5] * 4  # what it heard is no answer of the policy's
 
 
 def test_rows_ask_for_an_environment_by_a_column(files, tokenizer, tmp_path):
@@ -465,14 +418,7 @@ def test_what_a_dump_keeps_of_turns_trains_again(files, tokenizer):
         assert all((getattr(a, name) == getattr(b, name)).all() for name in utils.COLUMNS) and a.turns == b.turns
 
 
-def keep(thing):
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return file
-
-
-def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer):
+def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer, tmp_path):
     """Stopped at each point of its life, it comes to the same tokens as one that was not."""
     path = files(COUNTER, "counter")
     prompt, args = prompt_of(path, tokenizer)
@@ -496,7 +442,8 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer):
     assert len(kept) > 5 and kept[0] == {} and kept[-1]["over"]
     for saved in kept[1:]:
         r = grpo.Rollout(prompt, 0, 0)
-        r.go_back(torch.load(keep(saved), weights_only=True))
+        torch.save(saved, tmp_path / "saved.pt")
+        r.go_back(torch.load(tmp_path / "saved.pt", weights_only=True))
         if not r.over:
             engine = Scripted(tokenizer)
             waits = r.turns[-1]["role"] == "assistant"
@@ -506,46 +453,12 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer):
         assert all((getattr(r, name) == getattr(whole, name)).all() for name in utils.COLUMNS)
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--env_file nowhere.py", "--env_file .*nowhere.py: "),
-    ("--env_file BAD", "--env_file .*cannot be loaded: ZeroDivisionError"),
-    ("--env_file EMPTY", r"neither step\(episode\) nor a class Env"),
-    ("--env_file EMPTY --tools calculator", "drop one"),
-    ("--tools a b --tool_call_names x", "--tool_call_names has 1 values and --tools 2"),
-    ("--max_steps -1", "--max_steps -1: must be positive"),
-    ("--per_turn_max_tokens 0", "--per_turn_max_tokens 0: must be positive"),
-])  # fmt: skip
-def test_refusals(flags, message, tiny_models, tokenizer, tmp_path):
-    for name, text in (("BAD", "1 / 0"), ("EMPTY", "x = 1")):
-        (tmp_path / f"{name}.py").write_text(text)
-        flags = flags.replace(name, str(tmp_path / f"{name}.py"))
-    args = utils.parse_args(grpo.Args, ["--model_name_or_path", str(tiny_models()), *flags.split()])
-    with pytest.raises(utils.UserError, match=message):
-        checks.check_rewards(args)
-        checks.check_sources(args)
-        utils.load_environment(args, tokenizer)
-
-
 def test_an_environment_is_tried_by_hand(files, tmp_path, monkeypatch, capsys):
     rows = [{"responses": ["one", "two"], "env_config": {}}, {"responses": ["x"] * 6}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(sys, "argv", ["turns.py", str(files(COUNTER, "counter")), str(tmp_path / "rows.jsonl")])
     program.main()
-    said = capsys.readouterr().out
-    assert said.count("assistant: ") == 6 and "user: heard 2 <|im_end|>\nmore" in said
-    assert said.count("'done': True") == 1
-
-
-def test_tools_are_tried_by_hand(tmp_path, monkeypatch):
-    """The file comes before --tools, which takes all names that follow."""
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"responses": ["<calculator>12 * 34</calculator>", "408"]}))
-    path, tools = str(tmp_path / "rows.jsonl"), ["--tools", "calculator"]
-    line = [sys.executable, "scripts/turns.py", path, *tools]
-    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0 and "tool: 408" in done.stdout, done.stderr
-    monkeypatch.setattr(sys, "argv", ["turns.py", *tools, path])
-    with pytest.raises(SystemExit, match="^turns.py: give "):
-        program.main()
+    assert capsys.readouterr().out.count("user: heard ") == 5
 
 
 def test_metrics_of_turns(monkeypatch, capsys):
@@ -562,16 +475,13 @@ def test_metrics_of_turns(monkeypatch, capsys):
     metrics = utils.Metrics()
     turn_metrics.note([r, r, single], metrics)
     found = metrics.reduce(utils.World(0, 0, 1, None))
-    assert found == {
+    want = {
         "val/policy_tokens": 8, "val/environment_tokens": 6, "val/turns": 2, "val/turns_min": 2, "val/turns_max": 2,
         "val/prefix_cached_share": 16 / (10 + 20), "env/game/reward": 0.5, "env/game/level": 4,
-        "val/answers_cut": 0,
-        "env/game/timeout_rate": 0, "env/game/crash_rate": 0, "env/game/infra_error_rate": 0,
         "tools/python/avg_calls_per_rollout": 2, "tools/python/failure_rate": 0.5, "tools/python/avg_runtime": 1.5,
-        "tools/search/avg_calls_per_rollout": 0,
-        "tools/aggregate/avg_calls_per_rollout": 2, "tools/aggregate/failure_rate": 0.5,
-        "tools/aggregate/avg_runtime": 1.5,
+        "tools/search/avg_calls_per_rollout": 0, "tools/aggregate/avg_calls_per_rollout": 2,
     }  # fmt: skip
+    assert {name: found[name] for name in want} == want
 
     other = replace(r, turns=[one, answer | {"content": "so long [cut]\nshort"}, one])
     for rollouts, level, cut in (([r, other], 2, 0.5), ([other], 0, 1), ([r], 4, 0)):
@@ -579,8 +489,7 @@ def test_metrics_of_turns(monkeypatch, capsys):
         turn_metrics.note(rollouts, metrics)
         found = metrics.reduce(utils.World(0, 0, 1, None))
         assert (found["env/game/level"], found["val/answers_cut"]) == (level, cut), "absent is 0, before and after"
-    told = capsys.readouterr().out
-    assert told.count("WARNING") == 1 and "game did not fit and was cut" in told and "--response_length" in told
+    assert capsys.readouterr().out.count("WARNING") == 1
 
 
 def test_letters_that_a_tokenizer_normalizes_are_no_special_token():
@@ -596,43 +505,6 @@ def test_letters_that_a_tokenizer_normalizes_are_no_special_token():
     for said in (text, f"<tool_end> {text}"):
         assert token not in turns.ids_of(turns.plain_parts(said, tokenizer), tokenizer)
     assert turns.plain_parts("７ plain", tokenizer) == ["７ plain"]
-
-
-def test_quick_answers_take_turns_and_slow_ones_get_a_worker_each(tmp_path, monkeypatch):
-    """A start costs seconds and, with vLLM's parsers, half a GiB: it has to be worth it."""
-    (tmp_path / "meets.py").write_text(
-        "import os, pathlib, time\ndef step(episode):\n"
-        "    here, wanted = pathlib.Path(__file__).parent, episode.config['wanted']\n"
-        "    (here / f'worker_{os.getpid()}').touch()\n"
-        "    while len(list(here.glob('worker_*'))) < wanted:\n        time.sleep(0.01)\n"
-    )
-    monkeypatch.setattr(rewards, "ENV_WORKERS", rewards.queue.LifoQueue())
-    monkeypatch.setattr(rewards, "SPARE_ENV_WORKERS", rewards.queue.SimpleQueue())
-    own = [rewards.Worker() for _ in range(8)]
-    episode = {"messages": [], "text": "", "turn": 1, "steps_left": 0, "stopped": True, "ground_truths": []}
-
-    def started(wanted, patience):
-        monkeypatch.setattr(rewards.Worker, "start_s", patience)
-        config = {"config": {"wanted": wanted}}
-        asked = [
-            rewards.ENV_THREADS.submit(
-                lambda: environments.ask(str(tmp_path / "meets.py"), None, episode | config, 600)
-            )
-            for _ in range(16)
-        ]
-        assert [answer.result(600)["status"] for answer in asked] == ["ok"] * 16
-        return sum(worker.process is not None for worker in own)
-
-    try:
-        rewards.ENV_WORKERS.put(own[0])
-        for worker in own[1:]:
-            rewards.SPARE_ENV_WORKERS.put(worker)
-        assert started(wanted=1, patience=600.0) == 1
-        assert started(wanted=3, patience=0.01) >= 3
-    finally:
-        for worker in own:
-            if worker.process:
-                worker.stop()
 
 
 def test_a_worker_ends_with_its_trainer_though_its_environment_waits(tmp_path):

@@ -1,14 +1,8 @@
-"""Models whose layers attend within a window: packs and rows have the numbers of one sequence at a time.
-
-python -m tests.test_windows                              the largest differences: every shape, window and packing
-torchrun --nproc_per_node 2 -m tests.test_windows         the same of two ranks that share each pack
-"""
+"""Models whose layers attend within a window: packs and rows have the numbers of one sequence at a time."""
 
 import json
 import math
-import tempfile
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -150,25 +144,3 @@ def test_flex_attention_has_the_same_window(share, window):
         full, seen = (x.attends()(0, 0, places[:, None], places) for x in (layout, near))
         assert torch.equal(seen, full & (position[:, None] - position < window))
         assert near.block_mask is not layout.block_mask
-
-
-def main():
-    world = utils.init_distributed()
-    flags = ("--sequence_parallel_size", world.size) if world.size > 1 else ()
-    directory = Path(utils.on_main(tempfile.mkdtemp, world))
-    head = "| layers | window | longest | packing | logprob | loss | gradient |\n|---|---|---|---|---|---|---|"
-    print(head * world.is_main)
-    for arch in ARCHS:
-        for make in LENGTHS.values():
-            rollouts = make()
-            most = longest(rollouts)
-            for window in sorted({4, most // 2, most - 1, most, most + 1}):
-                utils.on_main(lambda a=arch, w=window: windowed(directory / a, a, w), world)
-                found = differences(directory / arch, world, rollouts, packing.WAYS, *flags)
-                for way, numbers in found.items() if world.is_main else ():
-                    cells = " | ".join(f"{x:.1e}" for x in numbers)
-                    print(f"| {arch} | {window} | {most} | {way} | {cells} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

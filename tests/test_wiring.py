@@ -1,10 +1,7 @@
 """What no formula shows: who hands which flag, number and group to whom. Stub engines, no vLLM."""
 
-import contextlib
-import gc
 import math
 import threading
-import time
 import types
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,14 +13,11 @@ import torch
 
 import grpo
 import grpo_fast
-import rewards
 import utils
-from scripts.parts import checkpoints, engine_report, guards, liveness
+from scripts.parts import checkpoints, guards
 from tests.test_learner import make_args, make_rollouts
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The collector of grpo_fast.py: no bit depends on when anything arrives
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The collector of grpo_fast.py: no bit depends on when anything arrives -------------------------------------------
 
 
 class Answered:
@@ -159,40 +153,6 @@ def test_requests_of_an_evaluation_are_shared_out_whatever_else_runs(monkeypatch
     assert sent == [(0, list(range(0, 21, 2))), (1, list(range(1, 21, 2)))]
 
 
-@pytest.mark.parametrize("deterministic, wakes", [(False, 1), (True, 4)])
-def test_a_group_and_not_each_of_its_responses_wakes_the_collector(deterministic, wakes):
-    """But for --deterministic, where checkpoints wait for what nobody takes."""
-    engines: Any = object.__new__(grpo_fast.Engines)
-    engines.watchdog = mock.MagicMock()
-    engines.changed, engines.dead, engines.wakes_for_each, told = threading.Condition(), None, deterministic, []
-    notify = engines.changed.notify_all
-    engines.changed.notify_all = lambda: (told.append(1), notify())
-    engines.finished, engines.on_end, engines.rounds = {}, dict.fromkeys("abcd", lambda made: None), None
-    when = []
-    collector = threading.Thread(target=lambda: when.append(engines.take("abc")), daemon=True)
-    collector.start()
-    while not engines.changed._waiters:  # ty: ignore[missing-attribute]
-        time.sleep(0.001)
-    for name in "dabc":
-        engines._ended(name, 0, None)
-    collector.join(60)
-    assert len(told) == wakes and engines.finished.keys() == {"d"} and when[0] >= engines.finished["d"] > 0
-
-
-def test_rollouts_are_made_outside_the_lock_that_the_main_thread_asks_for(monkeypatch):
-    """Those of 1,024 groups of 16 take a tenth of a second, in which accounts would wait."""
-    collector, held = make_collector("7"), []
-    changed: Any = collector.engines.changed
-
-    def made(*of, **more):
-        held.append(changed._is_owned())
-        return utils.Rollout(*of, **more)
-
-    monkeypatch.setattr(grpo, "Rollout", made)
-    collector.engines_have(0)
-    assert held == [False] * 4 and collector.counts["started"] == collector.admitted == 2
-
-
 @pytest.mark.parametrize("steps, kept", [(0, []), (1, [2, 3])])
 def test_a_checkpoint_has_whole_batches_of_older_weights_only(steps, kept, tmp_path):
     """Half a batch of the newest weights would leave the other half a batch of its own after a resume."""
@@ -246,24 +206,6 @@ def test_a_checkpoint_waits_for_weights_that_allow_its_rollouts():
     assert not short.checkpoint(cursor + 2)["rollouts"]  # there are none after it
 
 
-def test_packs_travel_one_by_one_and_arrive_as_they_were(world, monkeypatch):
-    """One call that pickles a step of millions of tokens would stop learner 0's other threads for its time."""
-    collector = make_collector("1", "7", "77", "1", flags="--num_mini_batches 2 --no_filter_zero_std_samples")
-    collector.engines_have(0)
-    data = collector._collect()
-    sent = []
-    monkeypatch.setattr(grpo_fast.dist, "scatter_object_list", lambda mine, parts: mine.__setitem__(0, parts[0]))
-    monkeypatch.setattr(grpo_fast.pickle, "loads", lambda x, loads=grpo_fast.pickle.loads: sent.append(x) or loads(x))
-    packs, groups, cursor, sampler, over = grpo_fast.scatter(data, collector.args, world)
-    assert not over
-    want = [m[0] for m in data.shares]
-    assert len(sent) == sum(map(len, want)) == 2 and (cursor, sampler) == (2, grpo.start_state()["sampler"])
-    assert [[[len(piece) for piece in pack] for pack in m] for m in packs] == [[[2]], [[2]]]
-    for got, had in zip(*([r for m in x for pack in m for p in pack for r in p] for x in (packs, want)), strict=True):
-        assert got is not had and (got.position, got.sample, got.text) == (had.position, had.sample, had.text)
-        assert all(getattr(got, name).tolist() == getattr(had, name).tolist() for name in utils.COLUMNS)
-
-
 @pytest.mark.parametrize("bad", [None, 0, 1, 2])
 def test_the_gap_of_every_engine_is_measured(tiny_models, world, bad):
     """By itself: the mean over three engines would hide one."""
@@ -309,45 +251,6 @@ def test_neighbours_get_the_same_packs(world, monkeypatch):
     assert [part[0] for part in told] == [[m[i] for m in sizes] for i in (0, 0, 1, 1)]
 
 
-def test_no_full_collection_of_garbage_comes_by_chance():
-    before = gc.get_threshold()
-    try:
-        counts = []
-        for by_hand in (False, True):
-            if by_hand:
-                grpo_fast.collect_garbage_by_hand()
-            start, kept = gc.get_stats()[2]["collections"], []
-            for _ in range(150):
-                kept += [[[]] for _ in range(before[0])]  # they live on, which is what full collections are for
-                if gc.get_stats()[2]["collections"] > start:
-                    break
-            counts.append(gc.get_stats()[2]["collections"] - start)
-        assert counts == [1, 0]
-        assert gc.get_threshold()[0] * gc.get_threshold()[1] <= 10_000  # objects that a collection looks at in a step
-        cycle: list = []
-        cycle.append(cycle)
-        del cycle
-        assert gc.collect() > 0
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)
-
-
-def test_what_responses_leave_is_looked_at_in_portions(monkeypatch):
-    """As many objects go as come, so Python itself would look at those of a whole batch at once, for 45 ms."""
-    engines: Any = object.__new__(grpo_fast.Engines)
-    names, ended, looked = [str(i) for i in range(200)], [], []
-    replies = [("done", [(name, None)], None) for name in names]  # the last comes first
-    engines.connections, engines.changed = [types.SimpleNamespace(recv=replies.pop)], threading.Condition()
-    engines.watchdog = types.SimpleNamespace(beat=lambda: None)
-    engines.clocks, engines.owner, engines.loads = [None], dict.fromkeys(names, 0), [len(names)]
-    engines._ended = lambda name, index, made: ended.append(name)
-    monkeypatch.setattr(grpo_fast.gc, "collect", lambda generation: looked.append((generation, len(ended))))
-    with pytest.raises(IndexError):  # nothing more comes
-        engines._receive(0)
-    assert looked == [(1, n) for n in (8, 72, 136, 200)]
-
-
 def test_turns_of_a_round_start_together_and_others_at_once():
     """With --deterministic no batch may depend on when an answer comes."""
     for flags, starts in (("", [["b"], ["a"]]), ("--deterministic", [["a", "b"]])):
@@ -364,49 +267,6 @@ def test_turns_of_a_round_start_together_and_others_at_once():
             answers[name].set_result(None if name == "c" else utils.Request((1, 2), 0, 1.0, 1))
         assert [[name for name, _ in requests] for _, requests in sent] == [["a", "b", "c"], *starts]
         assert engines.dead is None and set(engines.finished) == {"c"} and set(engines.on_end) == {"a", "b"}
-
-
-def full(out):
-    """The metrics of a step, all those that its lines need."""
-    return engine_out() | {"time/weight_sync_pause": 0.0} | out
-
-
-def engine_out(learner=0.0, engine=0.0, pause=0.0, large=1.0):
-    """The metrics of a step of 10 s that engine_lines prints."""
-    names = [f"batch/groups_{name}" for name in ("started", "trained", "filtered", "in_flight")]
-    names += [f"time/weight_sync{name}" for name in ("", "_wire", "_load", "_floor")]
-    names += [f"val/weight_sync_{name}" for name in ("bytes", "gb_per_second", "version")]
-    out = dict.fromkeys(names, large) | {"time/total": 10.0, "time/weight_sync_pause": pause}
-    return out | {"val/learner_idle_share": learner, "val/engine_idle_share": engine}
-
-
-@pytest.mark.parametrize("out, step, flags, shown", [
-    (engine_out(0.5, 0.5, 1.0), 1, "", False),
-    (engine_out(0.5, 0.5, 1.0), 20, "", True),  # every tenth
-    (engine_out(0.5, 0.5, 1.0), 1, "--show_engines", True),
-    (engine_out(learner=0.51), 1, "", True),
-    (engine_out(engine=0.51), 1, "", True),
-    (engine_out(learner=0.6, engine=0.3), 1, "--async_steps 0", False),  # both sides take turns
-    (engine_out(pause=1.1), 1, "", True),
-    (engine_out(pause=1.1), 1, "--async_steps 0", True),
-    ({"time/total": 10.0, "val/learner_idle_share": 0.1, "val/engine_idle_share": 0.1}, 1, "", False),  # no sync yet
-])  # fmt: skip
-def test_engines_are_shown_now_and_then_and_where_time_is_lost(out, step, flags, shown):
-    args = utils.parse_args(grpo.Args, f"--model_name_or_path x {flags}".split())
-    assert bool(engine_report.lines(full(out), step, args)) is shown
-
-
-@pytest.mark.parametrize(
-    "learner, engine, name", [(0.04, 0.05, "none"), (0.1, 0.06, "generation"), (0.1, 0.2, "training")]
-)
-def test_engine_lines_fit_and_name_the_bottleneck(learner, engine, name):
-    lines = engine_report.text(engine_out(learner, engine)).splitlines()
-    assert "1 started = 1 trained + 1 filtered + 1 in flight" in lines[0] and "weights v1: " in lines[2]
-    assert lines[1].partition("bottleneck: ")[2].startswith(name)
-    out = engine_out(1.0, 1.0, pause=9999.0, large=9999.0) | {"val/weight_sync_bytes": 2e11}
-    out |= {name: 123456.0 for name in out if name.startswith("batch/")}
-    widest = engine_report.text(out).splitlines()
-    assert len(widest) == 3 and max(map(len, widest)) <= 120
 
 
 @pytest.mark.parametrize("steps, cursor, started", [(0, 4, 4), (1, 3, 4)])
@@ -430,9 +290,7 @@ def test_active_sampling_without_asynchrony_takes_whole_rounds_as_grpo_py_does(s
     assert (data.cursor, collector.counts["started"]) == (cursor, started)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From the flags to the loss
-# ---------------------------------------------------------------------------------------------------------------------
+# --- From the flags to the loss ---------------------------------------------------------------------------------------
 
 
 def one_response(ratios, rhos, advantage, **flags):
@@ -529,37 +387,6 @@ def test_gradients_are_reduced_after_the_last_micro_batch_only(tiny_models, worl
     assert seen == ([False] * 3 + [True] if parts == 1 else [False, False, True, False, True])
 
 
-def test_advantages_are_logged_as_they_were_trained_on(tiny_models, world):
-    """The packs of grpo_fast.py are copies: --kl_in_reward changes the advantages of those alone."""
-    flags = "--load_ref_policy --beta 0.1 --kl_in_reward --advantage_normalization_type centered --kl_estimator 1"
-    args = make_args(tiny_models(), *flags.split())
-    learner = grpo.load_learner(args, world)
-    with torch.no_grad():
-        for p in learner.ref_policy.parameters():
-            p.mul_(1.5)
-    rollouts = make_rollouts(groups=2)
-    groups = [rollouts[:3], rollouts[3:]]
-    for group in groups:
-        for r in group:
-            r.tokenless = []
-    grpo.set_advantages(groups, args)
-    copies = grpo_fast.pickle.loads(grpo_fast.pickle.dumps([[[group] for group in groups]]))
-    step = grpo.Step(1, groups=groups, sampled=groups, packs=copies)
-    run: Any = types.SimpleNamespace(
-        learner=learner, world=world, packing="shared", args=args, state=grpo.start_state()
-    )
-    run.guards = guards.Guards(args, 1)
-    grpo.train(run, step, [], args)
-    utils.note_step(groups, groups, args, step.metrics)
-    grpo.note_update(learner, step, args)
-    out = step.metrics.reduce(world)
-    trained = [r.advantage for batches in step.batches for batch in batches for r in batch.rollouts]
-    before = [r.advantage for r in rollouts]
-    assert len(trained) == 6 and max(trained) > max(before) + 0.01
-    assert (out["val/advantages_min"], out["val/advantages_max"]) == (min(trained), max(trained))
-    assert out["val/advantages"] == pytest.approx(sum(trained) / 6, abs=1e-6)
-
-
 def test_penalties_reach_scores_and_scores_reach_advantages():
     """Right and short; right and 4 tokens into the buffer of 8 before 16; cut."""
     flags = dict(response_length=16, overlong_buffer_length=8, non_stop_penalty=True)
@@ -605,22 +432,7 @@ def test_ranks_get_the_threads_that_grpo_py_would_have(flags, given, each, monke
     assert seen == [str(each)]
 
 
-@pytest.mark.parametrize("difference", [4e-7, 1e-9])
-def test_scores_are_compared_and_normalized_in_the_same_precision(difference):
-    """10 and 10 + 4e-7 are the same number in float32: a group with a gradient, whose advantages would be 0."""
-    args = grpo.Args(advantage_normalization_type="centered")
-    prompt = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",))
-    scores = [10.0, 10.0 + difference]
-    group = [grpo.Rollout(prompt, 0, i, score=score, outcome=score) for i, score in enumerate(scores)]
-    assert grpo.has_gradient(group)
-    grpo.set_advantages([group], args)
-    half = (scores[1] - scores[0]) / 2
-    assert [r.advantage for r in group] == pytest.approx([-half, half], rel=1e-3, abs=0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From the flags to the engine
-# ---------------------------------------------------------------------------------------------------------------------
+# --- From the flags to the engine -------------------------------------------------------------------------------------
 
 
 def request(position=3, sample=1, evaluation=False, **flags):
@@ -654,9 +466,7 @@ def test_what_is_asked_for_in_training_and_in_evaluation():
     assert request(evaluation=True, **flags, eval_pass_at_k=2) == several
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling on several ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Sampling on several ranks ----------------------------------------------------------------------------------------
 
 
 class Both:
@@ -761,67 +571,37 @@ def test_the_model_is_saved_before_engines_are_waited_for(monkeypatch, tmp_path)
     assert order == ["checkpoint", "model", "engines with 1"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Starts
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Starts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags, what", [("", "no such judge"), ("--resume", "--resume: .* has no whole checkpoint")])
-def test_what_cannot_work_is_told_before_a_model_loads(flags, what, tiny_models, world, monkeypatch, tmp_path):
-    def configure(args, connect):
-        if not args.resume and connect:
-            raise utils.UserError("no such judge")
-
-    monkeypatch.setattr(grpo, "load_learner", lambda *_: pytest.fail("the model is loaded"))
-    monkeypatch.setattr(grpo.Args, "check", lambda *_: None)
-    monkeypatch.setattr(utils, "init_distributed", lambda: world)
-    monkeypatch.setattr(utils, "prepare_run_dir", lambda *_: tmp_path)
-    monkeypatch.setattr(rewards, "configure", configure)
-    line = f"--model_name_or_path {tiny_models()} --dataset_mixer_list reasoning_gym:chain_sum 1 {flags}"
-    line += " --model_dtype float32"
-    with pytest.raises(utils.UserError, match=what):
-        grpo.main(utils.parse_args(grpo.Args, line.split()))
+ASKED = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
 
 
-@pytest.mark.parametrize("first_process, alive", [("python\0grpo_fast.py\0", True), ("/sbin/init\0", False)])
-def test_a_launcher_may_be_the_first_process_of_a_container(first_process, alive, monkeypatch):
-    """Which a rank cannot tell by the number 1 from that which adopts orphans."""
-    monkeypatch.setattr(liveness.sys, "platform", "linux")
-    monkeypatch.setattr(liveness.ctypes, "CDLL", lambda _: types.SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(liveness.os, "getppid", lambda: 1)
-    monkeypatch.setattr(liveness.Path, "read_text", lambda path: first_process)
-    with contextlib.nullcontext() if alive else pytest.raises(SystemExit, match="the launcher is gone"):
-        liveness.die_with_parent()
+def evaluate(flags, group, world, patch, run_dir):
+    """grpo.evaluate of one prompt, whose responses are this group."""
+    patch.setattr(grpo, "sample_rollouts", lambda _, groups, *__: groups[0].__setitem__(slice(None), group))
+    args = utils.parse_args(grpo.Args, f"--model_name_or_path x {flags}".split())
+    run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[ASKED], engine=object())
+    run.run_dir = run_dir
+    run.state = {"step": 0}
+    run.logger = mock.MagicMock()
+    return grpo.evaluate(run)
 
 
 def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch, tmp_path):
     """Five tokens of eight are not overlong; those of training's four would be."""
-    prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
-    r = utils.Rollout(prompt, 0, 0, [5] * 5, [-1.0] * 5, [True] * 5, finish_reason="stop")
-    monkeypatch.setattr(grpo, "sample_rollouts", lambda _, groups, *__: groups[0].__setitem__(0, r))
-    line = "--model_name_or_path x --overlong_buffer_length 2 --response_length 4 --eval_response_length 8"
-    args = utils.parse_args(grpo.Args, line.split())
-    run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object())
-    run.run_dir = tmp_path
-    run.state = {"step": 0}
-    run.logger = mock.MagicMock()
-    out = grpo.evaluate(run)
+    r = utils.Rollout(ASKED, 0, 0, [5] * 5, [-1.0] * 5, [True] * 5, finish_reason="stop")
+    flags = "--overlong_buffer_length 2 --response_length 4 --eval_response_length 8"
+    out = evaluate(flags, [r], world, monkeypatch, tmp_path)
     assert out["eval/scores"] == out["eval/objective/overlong_penalty"] == 0
 
 
 def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch, tmp_path):
     """Of four samples two have no verdict: pass@1 is that of the others, pass@4 is not known."""
-    prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
     found = [1.0, math.nan, 0.0, math.nan]
-    group = [utils.Rollout(prompt, 0, i, verifiable=x, score=x, outcome=x) for i, x in enumerate(found)]
-    monkeypatch.setattr(grpo, "sample_rollouts", lambda _, groups, *__: groups[0].__setitem__(slice(4), group))
+    group = [utils.Rollout(ASKED, 0, i, verifiable=x, score=x, outcome=x) for i, x in enumerate(found)]
     monkeypatch.setattr(grpo, "score_rollouts", lambda *_: None)
-    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", "--eval_pass_at_k", "4"])
-    run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[prompt], engine=object())
-    run.run_dir = tmp_path
-    run.state = {"step": 0}
-    run.logger = mock.MagicMock()
-    out = grpo.evaluate(run)
+    out = evaluate("--eval_pass_at_k 4", group, world, monkeypatch, tmp_path)
     assert {k: v for k, v in out.items() if "pass" in k} == {"eval/pass_at_1": 0.5, "eval/pass_at_2_unbiased": 1.0}
 
 

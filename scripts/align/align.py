@@ -43,7 +43,7 @@ from safetensors.torch import load_file
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.reports.common import parser, pyplot
+from scripts.reports.common import parser, pyplot, table
 
 ALIASES = {  # ours -> veRL's, Trinity-RFT's where it is another (its trainer is veRL's), TRL's
     "objective/scores": "critic/score/mean reward",
@@ -267,7 +267,7 @@ def show_differences(a: Run, b: Run, shared: dict[str, list[int]], options: argp
     print_table(metrics, "name steps max_abs max_rel first")
     print_table(weights, "name parameters differing distance worst")
     if options.plot and shared:
-        plot([[a], [b]], shared, weights, options.plot)
+        plot([[a], [b]], shared, options.plot)
     apart = [f"{row['name']} at step {row['first']}" for row in metrics if row["first"] is not None]
     apart_weights = [f"weights of {row['name']}" for row in weights if not row["distance"] <= options.tolerance]
     return apart + apart_weights[:1]  # once apart, they stay apart
@@ -346,7 +346,7 @@ def show_bands(sides: list[list[Run]], shared: dict[str, list[int]], options: ar
     if smallest > ALPHA:
         print(f"p cannot go below {smallest:.3g} with so few: the test cannot reject, only the bands can.")
     if options.plot:
-        plot(sides, shared, [], options.plot)
+        plot(sides, shared, options.plot)
     return [f"{row['name']} (p {row['p']:.3g}, overlap {row['overlap'] or 0:.2f})" for row in rows if row["apart"]]
 
 
@@ -355,26 +355,18 @@ def show_bands(sides: list[list[Run]], shared: dict[str, list[int]], options: ar
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def plot(sides: list[list[Run]], shared: dict[str, list[int]], weights: list[Row], path: Path) -> None:
+def plot(sides: list[list[Run]], shared: dict[str, list[int]], path: Path) -> None:
     """For each metric both sides (several seeds: bands), and beside it their difference. At most MAX_PLOTS metrics, and
-    none that is equal throughout where others are not. Below, the weights after each step."""
+    none that is equal throughout where others are not."""
     plt = pyplot()
     a = sides[0][0].metrics
     b = sides[1][0].metrics
     names = [name for name, steps in shared.items() if any(a[name][s] != b[name][s] for s in steps)]
     names = (names or list(shared))[:MAX_PLOTS]
-    weights = [row for row in weights if row["name"] != "model"]
-    rows = len(names) + bool(weights)
-    figure, axes = plt.subplots(rows, 2, figsize=(12, 2.6 * rows), squeeze=False, constrained_layout=True)
-    for (left, right), name in zip(axes, names, strict=False):
+    size = (12, 2.6 * len(names))
+    figure, axes = plt.subplots(len(names), 2, figsize=size, squeeze=False, constrained_layout=True)
+    for (left, right), name in zip(axes, names, strict=True):
         plot_metric(left, right, sides, name, shared[name])
-    if weights:
-        left, right = axes[-1]
-        steps = [int(row["name"][5:]) for row in weights]
-        left.plot(steps, [row["differing"] for row in weights])
-        left.set(title=f"parameters that differ, of {weights[0]['parameters']}")
-        plot_positive(right, steps, np.array([row["distance"] for row in weights]))
-        right.set(title="largest |A - B| / |B| of a parameter")
     for axis in axes[-1]:
         axis.set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -402,25 +394,21 @@ def plot_metric(left: Any, right: Any, sides: list[list[Run]], name: str, steps:
     right.set(title=f"|A - B| of {name}")
 
 
-def plot_positive(axis: Any, steps: list[int], values: np.ndarray, label: str | None = None) -> None:
+def plot_positive(axis: Any, steps: list[int], values: np.ndarray, label: str) -> None:
     """On a logarithmic axis, without zeros."""
     axis.semilogy(steps, np.where(values > 0, values, np.nan), ".-", label=label)
 
 
 def print_table(rows: list[Row], columns: str) -> None:
-    """Print these columns of rows, if there are any. The first is aligned to the left, the others to the right."""
+    """Print these columns of rows, if there are any."""
     if not rows:
         return
     names = columns.split()
-    lines = [names]
+    cells = []
     for row in rows:
         values = [row[name] for name in names]
-        lines.append([f"{value:.3g}" if isinstance(value, float) else str(value) for value in values])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for name, *cells in lines:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        print("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    print()
+        cells.append([f"{value:.3g}" if isinstance(value, float) else str(value) for value in values])
+    print(f"{table(names, cells)}\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,9 +21,12 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
     uniform(-1, 1) / sqrt(inputs)), B zero: the policy is the model's, bit for bit. Raises UserError."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    matrices = matrices_of(model)
+    known = sorted({name.rpartition(".")[2] for name in matrices})
     names: Any = args.lora_target_modules
     if names == ["all-linear"]:
-        names = "all-linear"
+        in_parts = utils.trained_parts(model) != [model]
+        names = [*matrices] if in_parts else known
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
@@ -35,16 +38,23 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]}")
-    in_layers = {module for layer in utils.blocks_of(model) for module in layer.modules()}
+        args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]} Its matrices: {', '.join(known)}")
     model.requires_grad_(False)
     for name, layer in adapted_layers(model).items():
-        if layer not in in_layers or not isinstance(layer.base_layer, torch.nn.Linear):
-            args.refuse(f"--lora_target_modules: {name} is no matrix of a layer, take all-linear or names of such")
+        if name.removesuffix(".weight") not in matrices:
+            args.refuse(f"--lora_target_modules: {name} is no matrix of a layer: take of {', '.join(known)}")
         layer.lora_A.requires_grad_(True).float()
         layer.lora_B.requires_grad_(True).float()
         generator = torch.Generator().manual_seed(utils.derive_seed(args.seed, name))
         torch.nn.init.kaiming_uniform_(layer.lora_A["default"].weight, math.sqrt(5), generator=generator)
+
+
+def matrices_of(model: Any) -> dict[str, torch.nn.Linear]:
+    """What --lora_target_modules all-linear adapts, by name: the matrices of the trained layers. The experts of a
+    mixture are one tensor a layer, which has no adapter."""
+    inside = {module for layer in utils.blocks_of(model) for module in layer.modules()}
+    named = model.named_modules()
+    return {name: module for name, module in named if module in inside and isinstance(module, torch.nn.Linear)}
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""A client for language models that give rewards: the judge (judges.py) and the solver (solver.py).
+"""Requests with one budget of time and of bytes, and the language models that give rewards (judges.py, solver.py).
+
+The time limits of HTTP libraries hold for a single read: a server that sends a byte now and then meets each of them for
+ever. It does not meet this one, which runs from the look-up of the name to the last byte.
 
 `ChatModel.ask` sends one message and returns the replies, or raises NoReply. A model that gives no usable reply leaves
 the score missing; it never makes a 0.
@@ -9,8 +12,10 @@ import functools
 import itertools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
+
+import httpx2
 
 from rewards import UserError, need
 from scripts.parts import hidden
@@ -21,6 +26,68 @@ LLM_DELAY_S = 0.5  # before what is no reply of the protocol is asked for again
 MAX_REPLY_BYTES = 4 * 2**20  # of each of the n replies
 MAX_PROBLEM = 1000  # characters of what a server says when it refuses
 LEAST_SHARE = 1e-3  # a message that is refused as too long is shortened down to this share
+
+# --- A budget of time and of bytes ------------------------------------------------------------------------------------
+
+START = threading.Lock()
+LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")  # which a proxy does not know
+
+
+@functools.cache
+def loop_of_requests() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own, which can end a request at any moment."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def within(request: Coroutine[Any, Any, Any], seconds: float) -> Any:
+    """The result of a request, which is ended after `seconds`: TimeoutError."""
+    with START:
+        loop = loop_of_requests()
+    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(request, seconds), loop)
+    try:
+        return future.result()
+    except BaseException:  # also a caller's own deadline, by a signal
+        future.cancel()
+        raise
+
+
+@functools.cache
+def http_client(max_bytes: int) -> httpx2.AsyncClient:
+    """A client, which keeps connections and follows no redirect. A response has at most max_bytes, and is not unpacked:
+    a gigabyte of blanks is a megabyte when packed."""
+
+    async def read_all(response: httpx2.Response) -> None:
+        response.headers.pop("content-encoding", None)
+        stream: Any = response.stream
+        body = bytearray()
+        async for chunk in stream:
+            body += chunk
+            if len(body) > max_bytes:
+                raise httpx2.ReadError(f"the reply has more than {max_bytes} bytes")
+        await stream.aclose()
+        response.stream = httpx2.ByteStream(bytes(body))
+
+    return httpx2.AsyncClient(
+        timeout=None,
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
+        headers={"Accept-Encoding": "identity"},
+        event_hooks={"response": [read_all]},
+        mounts=dict.fromkeys(LOOPBACK),
+    )
+
+
+def post(url: str, content: dict[str, Any], seconds: float, max_bytes: int) -> httpx2.Response:
+    """Send JSON and return the whole answer, of any status. Raises TimeoutError after `seconds`, and ConnectionError
+    for a server that cannot be reached, breaks off, or sends more than max_bytes."""
+    try:
+        return within(http_client(max_bytes).post(url, json=content), seconds)
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from None
+
+
+# --- Texts of a message -----------------------------------------------------------------------------------------------
 
 # Tokens by which tokenizers and chat templates end a turn, end thinking, and the like.
 SPECIAL_TOKEN = re.compile(
@@ -47,13 +114,15 @@ def shortened(text: str, max_characters: int) -> str:
     return f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[len(text) - half :]}"
 
 
+# --- Models -----------------------------------------------------------------------------------------------------------
+
+
 class NoReply(Exception):
     """A model gave no usable reply. status: that of the missing score, "timeout" or "infra_error"."""
 
     def __init__(self, status: str, problem: str):
         super().__init__(problem)
         self.status = status
-        self.problem = problem
 
 
 class Reply(NamedTuple):
@@ -93,10 +162,11 @@ class ChatModel:
         clients = []
         for url in base_urls:
             try:
-                clients.append(self.client(url, api_key))
-                self.in_time(self.greet(clients[-1]))
-            except (NoReply, ValueError) as error:
+                client = self.client(url, api_key)
+                self.in_time(self.complete(client.with_options(max_retries=2), lambda share: "Say OK.", n=1))
+            except (NoReply, httpx2.InvalidURL) as error:
                 raise UserError(f"model {self.model} at {hidden.in_url(url)} gives no reply: {error}") from None
+            clients.append(client)
         # Messages with the same beginning go to one server, whose prefix cache has it. New beginnings take turns.
         turns = itertools.cycle(clients)
         self.client_for = functools.lru_cache(maxsize=4096)(lambda beginning: next(turns))
@@ -104,20 +174,17 @@ class ChatModel:
 
     def client(self, url: str, api_key: str) -> Any:
         """OpenAI's client for a server. It tries again after lost connections and the statuses 408, 409, 429 and 5xx.
-        Raises ValueError for what is no URL."""
+        Raises httpx2.InvalidURL."""
         import openai
         import openai.resources.chat  # else the first request would: its import is no part of the budget
 
-        from scripts.parts import post
-
-        http = post.client_for(url, MAX_REPLY_BYTES * self.n)
         return openai.AsyncOpenAI(
-            base_url=url, api_key=api_key, max_retries=LLM_TRIES - 1, timeout=None, http_client=http
+            base_url=url,
+            api_key=api_key,
+            max_retries=LLM_TRIES - 1,
+            timeout=None,
+            http_client=http_client(MAX_REPLY_BYTES * self.n),
         )
-
-    async def greet(self, client: Any) -> None:
-        """Ask for one reply, with three tries at most. Raises NoReply."""
-        await self.complete(client.with_options(max_retries=2), lambda share: "Say OK.", n=1)
 
     def ask(self, prompt: Callable[[float], str], beginning: str = "", **parameters: Any) -> Replies:
         """n replies to the message prompt(share), or raises NoReply.
@@ -133,10 +200,8 @@ class ChatModel:
 
     def in_time(self, request: Any) -> Any:
         """The result of a request. Raises NoReply after timeout_s."""
-        from scripts.parts import post
-
         try:
-            return post.within(request, self.timeout_s)
+            return within(request, self.timeout_s)
         except TimeoutError:
             raise NoReply("timeout", f"{self.model}: no reply within {self.timeout_s:.0f} s") from None
 
@@ -154,12 +219,11 @@ class ChatModel:
                     model=self.model, messages=[turn], n=n, **self.sampling, **parameters
                 )
                 return read_completion(completion, n, share)
-            except openai.BadRequestError as error:  # the message may be too long
-                if share <= LEAST_SHARE or prompt(share / 2) == message:
+            except openai.OpenAIError as error:
+                may_be_too_long = isinstance(error, openai.BadRequestError) and share > LEAST_SHARE
+                if not may_be_too_long or prompt(share / 2) == message:
                     raise NoReply("infra_error", self.problem(error)) from None
                 share /= 2
-            except openai.OpenAIError as error:
-                raise NoReply("infra_error", self.problem(error)) from None
             except (AttributeError, TypeError, ValueError, RecursionError) as error:  # not OpenAI's JSON
                 failures += 1
                 if failures > client.max_retries:

@@ -311,8 +311,7 @@ def take_state(
     utils.shard_again(policy)
     load(path, {"policy": policy}, optimizer, world)
     if engine is not None:
-        weights = utils.full_weights(policy, utils.DTYPES[args.model_dtype])
-        engine.load_weights(weights, version=step)
+        engine.load_weights(utils.engine_weights(policy, args), version=step)
     dist.barrier()  # all have read it
     shutil.rmtree(converted, ignore_errors=True)
 

@@ -6,13 +6,12 @@ same       every run here already does what it asks for
 ignored    it needs nothing here
 missing    nothing here does what it asks for, so the run would be another one
 
-Names of TRL's and verl's are missing too, with ours: scripts/train/other_names.tsv.
-
 A refusal names the flags, their values and the fix: `args.refuse(text)` raises UserError with the text, and adds the
 values to the flags that stand before its first colon. The bound of a single number stands at its flag: rewards.Bound.
 """
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -30,8 +29,6 @@ ENDINGS = (".jsonl", ".parquet", ".csv", ".json")  # of files of rows that are r
 SCRIPTS = Path(__file__).resolve().parents[1]
 TOOLS = SCRIPTS / "tools"
 TABLE = SCRIPTS / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words
-OTHER_NAMES = SCRIPTS / "train" / "other_names.tsv"  # flag, project, ours
-OF_VERL = re.compile(r"\+?(actor_rollout_ref|algorithm|critic|data|trainer)(\.\w+)*\.(?P<flag>\w+)=")
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
 
@@ -58,9 +55,9 @@ def names_of(cls: type) -> set[str]:
     return {flag.name for flag in fields(cls)} | negated
 
 
-def read_table(path: Path) -> dict[str, tuple[str, str]]:
-    """The first column of a table -> its other two."""
-    lines = [line.split("\t") for line in path.read_text().splitlines()[1:]]
+def read_table() -> dict[str, tuple[str, str]]:
+    """The first column of TABLE -> its other two."""
+    lines = [line.split("\t") for line in TABLE.read_text().splitlines()[1:]]
     return {first: (second, third) for first, second, third in lines}
 
 
@@ -81,15 +78,10 @@ def split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
 def translate(argv: Sequence[str], known: set[str]) -> Translation:
     """Translate a command line for a script with the `known` flags. What nobody knows stays, for the parser to
     refuse."""
-    other_names = read_table(OTHER_NAMES)
-    table = read_table(TABLE)
-    table |= {name: ("missing", f"{whose}'s name, here {ours}") for name, (whose, ours) in other_names.items()}
+    table = read_table()
     names = known | {key.partition("=")[0] for key in table}
     done = Translation()
-    for override in filter(None, map(OF_VERL.match, argv)):
-        _, ours = other_names.get(override["flag"], ("", "a flag of the form --name value: see --help WORD"))
-        done.others.append(("missing", override.string, f"verl's form, here {ours}"))
-    waiting = split([token for token in argv if not OF_VERL.match(token)])
+    waiting = split(argv)
     while waiting:
         name, values = waiting.pop(0)
         is_negated = name not in names  # then --no_x is x with the value false
@@ -150,8 +142,9 @@ def check_rewards(args: Any) -> None:
     if args.additive_format_reward and not args.apply_r1_style_format_reward:
         args.refuse("--additive_format_reward needs --apply_r1_style_format_reward")
     if args.llm_judge_model and args.llm_judge_max_tokens > args.llm_judge_max_context_length - 1024:
-        fix = "must leave 1024 tokens for what is judged: lower it"
-        args.refuse(f"--llm_judge_max_tokens of --llm_judge_max_context_length {fix}")
+        args.refuse(
+            "--llm_judge_max_tokens of --llm_judge_max_context_length must leave 1024 tokens to judge: lower it"
+        )
 
 
 def check_sources(args: Any) -> None:
@@ -162,8 +155,6 @@ def check_sources(args: Any) -> None:
     need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         utils.parse_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
-    if args.lora_rank and (args.lora_alpha == 0 or args.lora_target_modules == []):
-        args.refuse("--lora_rank with --lora_alpha and --lora_target_modules trains nothing: leave these two out")
     if args.resume and args.overwrite:
         args.refuse("--resume continues a run, --overwrite replaces it: give one of them")
     if args.resume and not any(args.run_dir.glob("checkpoints/step_*[0-9]")):
@@ -190,9 +181,10 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
     import utils
 
     problems = []
-    for flag in ("model_name_or_path", "ref_model_name_or_path"):
-        if is_missing_path(getattr(args, flag)):
-            problems.append(f"--{flag} {getattr(args, flag)}: no such directory")
+    for flag in ("model_name_or_path", "ref_model_name_or_path", "load_batches"):
+        path = getattr(args, flag)
+        if is_missing_path(path) or (flag == "load_batches" and path and not Path(path).is_dir()):
+            problems.append(f"--{flag} {path}: no such directory")
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         for name in getattr(args, flag)[::2]:
             problem = problem_of_data(name)
@@ -201,31 +193,34 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         path = getattr(args, flag)
         if path and not Path(path).is_file():
             problems.append(f"--{flag} {path}: no such file")
-    if args.load_batches and not Path(args.load_batches).is_dir():
-        problems.append(f"--load_batches {args.load_batches}: no such directory")
     template = args.chat_template_name
     if template not in (None, *utils.CHAT_TEMPLATES) and not Path(template).is_file():
         names = " | ".join(utils.CHAT_TEMPLATES)
         problems.append(f"--chat_template_name {template}: no file, and none of this name: take one of {names}")
+    if args.chat_template_kwargs:
+        try:
+            is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            problems.append(f"--chat_template_kwargs {args.chat_template_kwargs}: not a JSON object")
     for tool in args.tools:
         path = Path(tool) if tool.endswith(".py") else TOOLS / f"{tool}.py"
         if not path.is_file():
             known = sorted(path.stem for path in TOOLS.glob("*.py") if "\nSCHEMA" in path.read_text("utf-8"))
             problems.append(f"--tools {tool}: no such tool. There are {', '.join(known)}, or give a .py file")
     if args.max_steps != type(args).max_steps and not args.has_turns:  # TRL's word for the training steps
-        fix = "leave it out. --total_episodes / rollouts of a step are the training steps"
-        problems.append(f"--max_steps {args.max_steps}: it bounds the answers of --tools or --env_file: {fix}")
+        problems.append(f"--max_steps {args.max_steps} bounds answers of --tools or --env_file: take --total_episodes")
     if args.vllm_tensor_parallel_size > 1 and not fast:
-        size = args.with_value("vllm_tensor_parallel_size")
-        problems.append(f"{size}: an engine of grpo.py has one GPU: start grpo_fast.py")
+        size = args.vllm_tensor_parallel_size
+        problems.append(f"--vllm_tensor_parallel_size {size}: an engine of grpo.py has one GPU: start grpo_fast.py")
     compiler = os.environ.get("CXX", "g++")
     if args.compile_layers and not shutil.which(compiler):
         fix = "install one, name yours in the variable CXX, or leave the flag out"
-        problems.append(f"--compile_layers: there is no C++ compiler {compiler}, which torch.compile calls: {fix}")
+        problems.append(f"--compile_layers: there is no C++ compiler {compiler}: {fix}")
     samples_with_vllm = args.rollout_backend == "vllm" and not args.load_batches
     if samples_with_vllm and importlib.util.find_spec("vllm") is None:
-        fix = "bash scripts/setup.sh installs it where it has a build; else take --rollout_backend transformers"
-        problems.append(f"--rollout_backend vllm: vLLM is not installed: {fix}")
+        problems.append("--rollout_backend vllm: it is not installed: take --rollout_backend transformers")
     if args.with_tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("--with_tensorboard: a package is not installed: pip install tensorboard")
     return problems
@@ -280,15 +275,15 @@ def check_step(args: Any, world_size: int) -> None:
         args.refuse("--overlong_buffer_length must be less than --response_length")
     samples = args.num_samples_per_prompt_rollout
     if samples == 1 and (args.advantage_normalization_type != "none" or args.filter_zero_std_samples):
-        fix = "raise it, or take --advantage_normalization_type none --no_filter_zero_std_samples"
-        args.refuse(f"--num_samples_per_prompt_rollout has nothing to compare with: {fix}")
+        alone = "--advantage_normalization_type none --no_filter_zero_std_samples"
+        args.refuse(f"--num_samples_per_prompt_rollout has nothing to compare with: raise it, or take {alone}")
     prompts = args.num_unique_prompts_rollout
     if args.total_episodes < prompts * samples:
         sizes = "--num_unique_prompts_rollout x --num_samples_per_prompt_rollout"
         args.refuse(f"--total_episodes is less than a step of {sizes} = {prompts * samples}")
     if prompts % world_size:
-        fix = f"take {prompts + -prompts % world_size}"
-        args.refuse(f"--num_unique_prompts_rollout is not a multiple of the {world_size} ranks: {fix}")
+        more = prompts + -prompts % world_size
+        args.refuse(f"--num_unique_prompts_rollout is not a multiple of the {world_size} ranks: take {more}")
     own = prompts // max(1, world_size // args.sequence_parallel_size)  # ranks of a group share their prompts
     if own % args.num_mini_batches:
         of_rank = f"on {world_size} ranks is {own} a rank"
@@ -338,8 +333,8 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
         args.refuse("--load_batches --load_states: grpo.py trains on what others saved; grpo_fast.py only saves")
     timing_decides = args.inflight_updates or (args.active_sampling and args.async_steps)
     if args.deterministic and timing_decides:
-        others = "--inflight_updates, or with --active_sampling and --async_steps above 0"
-        args.refuse(f"--deterministic: timing would decide which weights make a token with {others}: drop one of them")
+        others = "--inflight_updates, or --active_sampling and --async_steps"
+        args.refuse(f"--deterministic: timing would decide which weights make a token with {others}: drop one")
     if world_size is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fix = "start it with torchrun on each node, or unset WORLD_SIZE for a run on this node alone"
         raise rewards.UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without torchrun: {fix}")
@@ -381,32 +376,24 @@ def check_loss(args: Any) -> None:
         args.refuse("--warmup_ratio with --lr_scheduler_type warms nothing up: take constant_with_warmup")
     if args.clip_dual and (args.clip_dual <= 1 or args.loss_fn != "dapo"):
         args.refuse("--clip_dual: must be above 1, with --loss_fn dapo; 0 is off")
-    if args.loss_denominator not in ("token", "sequence"):
-        try:
-            denominator = float(args.loss_denominator)
-        except ValueError:
-            denominator = math.nan
-        if not 0 < denominator < math.inf:
-            args.refuse("--loss_denominator: token, sequence or a positive number")
+    number = args.loss_denominator
+    is_positive = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", number) is not None and 0 < float(number) < math.inf
+    if number not in ("token", "sequence") and not is_positive:
+        args.refuse("--loss_denominator: token, sequence or a positive number")
     lower = args.rho_mask_lower_bound
     upper = args.rho_mask_upper_bound
     by_divergence = args.rho_mask_tv_divergence
     bounds = lower or upper or args.rho_clamp_lower_bound or args.rho_mask_sequence_level or by_divergence
     if not args.use_rho_correction and bounds:
-        fix = "drop --no_use_rho_correction or them"
-        args.refuse(f"--rho_mask_* bounds and --rho_clamp_lower_bound act through --use_rho_correction: {fix}")
+        args.refuse("--rho_mask_* bounds and --rho_clamp_lower_bound act through --use_rho_correction: drop them")
     if 0 < args.rho_clamp_upper_bound < 1 or args.rho_clamp_lower_bound > 1:
-        fix = "at most 1 and at least 1, or 0 for off"
-        args.refuse(f"--rho_clamp_lower_bound and --rho_clamp_upper_bound move exact agreement: {fix}")
+        args.refuse("--rho_clamp_lower_bound must be at most 1, --rho_clamp_upper_bound at least 1, or 0 for off")
     if not by_divergence and (lower >= 1 or 0 < upper <= 1):
-        fix = "below 1 and above 1, or 0 for off"
-        args.refuse(f"--rho_mask_lower_bound and --rho_mask_upper_bound drop exact agreement: {fix}")
+        args.refuse("--rho_mask_lower_bound must be below 1, --rho_mask_upper_bound above 1, or 0 for off")
     if by_divergence and (args.rho_mask_sequence_level or lower or not upper):
-        fix = "give the upper alone, 2.0 for instance, and no --rho_mask_sequence_level"
-        args.refuse(f"--rho_mask_tv_divergence with --rho_mask_lower_bound --rho_mask_upper_bound: {fix}")
+        args.refuse("--rho_mask_tv_divergence goes with --rho_mask_upper_bound alone: give 2.0, for instance")
     if args.use_rho_correction and args.vllm_top_p != 1:
-        fix = "set --vllm_top_p 1.0 or --no_use_rho_correction"
-        args.refuse(f"--vllm_top_p cuts the distribution, which biases --use_rho_correction: {fix}")
+        args.refuse("--vllm_top_p biases --use_rho_correction: set --vllm_top_p 1.0 or --no_use_rho_correction")
 
 
 def check_reference(args: Any) -> None:
@@ -415,18 +402,15 @@ def check_reference(args: Any) -> None:
         args.refuse("--beta needs a reference policy: drop --no_load_ref_policy or set --beta 0")
     moves = args.ref_policy_update_freq is not None
     if moves and (args.lora_rank or args.ref_model_name_or_path or "reference" in args.offload):
-        others = "--lora_rank --ref_model_name_or_path --offload"
-        args.refuse(f"--ref_policy_update_freq moves a reference policy that must stay with {others}: drop one of them")
+        args.refuse("--ref_policy_update_freq clashes with --lora_rank --ref_model_name_or_path --offload: drop one")
     has_teacher = bool(args.ref_model_name_or_path)
     if has_teacher and not args.load_ref_policy:
         args.refuse("--ref_model_name_or_path is the reference policy: drop --no_load_ref_policy")
     teaches = has_teacher and args.beta > 0 and not args.kl_in_reward
     if teaches and args.filter_zero_std_samples:
-        fix = "add --no_filter_zero_std_samples"
-        args.refuse(f"--filter_zero_std_samples with --ref_model_name_or_path drops groups whose KL teaches: {fix}")
+        args.refuse("--ref_model_name_or_path teaches by the KL of all groups: add --no_filter_zero_std_samples")
     if teaches and args.kl_estimator in ("0", "kl1"):
-        fix = "take kl2, the gradient of the KL"
-        args.refuse(f"--kl_estimator with --ref_model_name_or_path has a gradient of zero on average: {fix}")
+        args.refuse("--kl_estimator with --ref_model_name_or_path has a gradient of zero on average: take kl2")
 
 
 def check_advantages(args: Any) -> None:
@@ -440,7 +424,7 @@ def check_advantages(args: Any) -> None:
         args.refuse("--kl_in_reward needs the KL of whole groups, which --mask_truncated_completions cuts: drop one")
     if args.kl_in_reward and kind.startswith("standard") and not args.force_kl_in_reward:
         # Responses of equal outcome would get advantages of about 1, however small beta is
-        fix = "take --advantage_normalization_type centered, or add --force_kl_in_reward"
+        fix = "take centered, or add --force_kl_in_reward"
         args.refuse(f"--kl_in_reward with --advantage_normalization_type divides KLs by their own deviation: {fix}")
     if args.turn_credit and not args.has_turns:
         args.refuse("--turn_credit needs turns with rewards: add --env_file or --tools, or drop it")

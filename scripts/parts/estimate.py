@@ -93,7 +93,7 @@ class KeptAttention(torch.autograd.Function):
 
 def meta_model(config: Any, dtype: torch.dtype, repeats: int, lora_rank: int) -> Any:
     """A model without memory, whose attention has the keys and values `repeats` times."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     def kept(_module, query, key, value, *_, **__):
         if repeats > 1:
@@ -104,11 +104,13 @@ def meta_model(config: Any, dtype: torch.dtype, repeats: int, lora_rank: int) ->
     name = f"kept_{repeats}"  # transformers finds the function by it, in each forward
     AttentionInterface.register(name, kept)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name)
+        model = utils.class_of(config, config.name_or_path).from_config(config, dtype=dtype, attn_implementation=name)
     if lora_rank:
         from peft import LoraConfig, inject_adapter_in_model
 
-        options = LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        from scripts.parts import adapters
+
+        options = LoraConfig(r=lora_rank, target_modules=[*adapters.matrices_of(model)], task_type="CAUSAL_LM")
         inject_adapter_in_model(options, model, low_cpu_mem_usage=True)  # freezes the rest
         model.to(dtype)
     return model
@@ -137,8 +139,7 @@ class Model:
         self.model = meta_model(config, dtype, repeats, lora_rank)
         self.config = config.get_text_config()
         self.itemsize = dtype.itemsize  # bytes of a weight in compute dtype
-        classes = set(self.model._no_split_modules or ())
-        self.layers = [module for module in self.model.modules() if type(module).__name__ in classes]
+        self.layers = utils.blocks_of(self.model)
         self.sizes = [p.numel() for p in self.model.parameters()]
         self.trained_sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
         self.all = sum(self.sizes)
@@ -161,8 +162,7 @@ class Model:
 
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token in an engine's cache."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        return 2 * self.config.num_hidden_layers * heads * utils.head_dim(self.config) * self.itemsize
+        return 2 * self.itemsize * sum(layer.keys * layer.width for layer in utils.attention_heads(self.config))
 
     def activations(self, args: Any, tokens: int) -> float:
         """Bytes of activations that an update of `tokens` tokens keeps. Wraps the MLPs that are computed again."""
@@ -206,12 +206,11 @@ def count(setup: Setup, config: Any, ref_config: Any = None) -> Counted:
     """Count a policy and its teacher. Ranks that share a pack have a part of its tokens, and in attention all tokens of
     a part of the heads. Raises ValueError where they cannot share it."""
     args = setup.args
-    text = config.get_text_config()
     ranks = args.sequence_parallel_size
-    if text.num_attention_heads % ranks:
-        words = f"--sequence_parallel_size {ranks} does not divide the model's {text.num_attention_heads}"
+    heads, kv_heads, _ = utils.attention_heads(config)[0]
+    if heads % ranks:
+        words = f"--sequence_parallel_size {ranks} does not divide the model's {heads}"
         raise ValueError(f"{words} attention heads")
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     repeats = ranks // math.gcd(kv_heads, ranks)
     dtype = torch.float32 if args.model_dtype == "float32" else torch.bfloat16
     policy = Model(config, dtype, repeats, args.lora_rank)
@@ -278,7 +277,7 @@ def shards_of(setup: Setup) -> int:
 
 def logit_bytes(setup: Setup, counted: Counted, model: Model) -> int:
     """Bytes of the logits that exist at once, with what is computed of them."""
-    return 12 * min(setup.logprob_chunk, counted.tokens) * model.config.vocab_size
+    return 12 * min(setup.logprob_chunk, counted.tokens) * model.config.get_text_config().vocab_size
 
 
 def peak_bytes(setup: Setup, counted: Counted, is_plain: bool) -> float:
@@ -515,17 +514,23 @@ def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
 
 
 def told(setup: Setup, has_splits: bool) -> str:
-    """How responses will be packed, the memory and, if there are any, the splits; or why there is no estimate."""
+    """How responses will be packed, the memory and, if there are any, the splits; or why there is no estimate. Raises
+    UserError for a model that a run refuses."""
     args = setup.args
     try:
         card = planned_card()
         config = config_of(args.model_name_or_path, args.model_revision)
         ref_config = config_of(args.ref_model_name_or_path, None) if args.ref_model_name_or_path else None
+        plan.check_model(args, args.model_name_or_path, config)
+        if ref_config is not None:
+            plan.check_model(args, args.ref_model_name_or_path, ref_config)
         lines = [f"packing  {expected_packing(args, config, ref_config)}"]
         counted = count(setup, config, ref_config)
         lines.append(memory_text(setup, counted, card))
         if has_splits:
             lines.append(splits_text(setup, counted, card))
+    except utils.UserError:
+        raise
     except (OSError, ValueError) as error:
         return f"memory   not estimated: {error}"
     return "\n".join(lines)

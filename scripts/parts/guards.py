@@ -35,6 +35,11 @@ TOLD_FLOAT32 = 1e-3  # of a gap in float32, whose rounding makes less than 1e-4
 PATIENCE = 3  # steps in a row
 LEAST_CALLS = 8  # without a score in these steps: fewer may be a row with a label that nothing can score
 BEFORE = "before the first rollout"
+WHAT_TO_TRY = (
+    "What it is shows by what makes it go away: --model_dtype float32 (rounding), --rollout_backend transformers (vLLM "
+    "or its copy of the weights). `python scripts/families.py` tries the model's family small. With --max_logprob_gap "
+    "0 no gap ends a run, also one that goes on with --resume"
+)
 NONE = 'it returned None, which means "does not apply", for all responses'
 
 
@@ -131,7 +136,7 @@ class Guards:
             if self.limit and mean > self.limit:
                 utils.STOP.ask(
                     f"{when}: mean |learner - engine| logprob {total / tokens:.3g} over the last {len(window)} prompts "
-                    f"of engine {engine} exceeds --max_logprob_gap {self.limit:g}. {likely_cause(when)}"
+                    f"of engine {engine} exceeds --max_logprob_gap {self.limit:g}. {WHAT_TO_TRY}"
                 )
             elif self.args.model_dtype == "float32" and mean > TOLD_FLOAT32:
                 problem = f"mean |learner - engine| logprob {mean:.1e}: rounding in float32 makes less than 1e-4"
@@ -169,20 +174,6 @@ class Guards:
                 f"non-finite gradients in {PATIENCE} steps in a row: see {run.run_dir}/nonfinite_step_*.pt. The "
                 "weights are those before them. --model_dtype float32 or a smaller --learning_rate may help"
             )
-
-
-def likely_cause(when: str) -> str:
-    """The usual cause of a gap that is too large, and what to do."""
-    cause = (
-        "Weights did not arrive (a tied lm_head that kept its old copy is the usual one), or learner and engine "
-        "diverged numerically: try --model_dtype float32"
-    )
-    if when == BEFORE:
-        cause = (
-            "They never held the same weights: another revision or dtype, a head or embedding the engine did not take, "
-            "or a model whose logits are scaled or capped after its head"
-        )
-    return f"{cause}. With --max_logprob_gap 0 no gap ends a run, also one that goes on with --resume"
 
 
 def statuses_of(metrics: dict[str, float]) -> dict[str, Counter]:

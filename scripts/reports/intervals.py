@@ -52,13 +52,6 @@ def mean_of_clusters(values: Sequence[float], clusters: Sequence[Hashable]) -> E
     return Estimate(mean, error, mean - half, mean + half, n)
 
 
-def mean_difference(first: Sequence[float], other: Sequence[float]) -> Estimate:
-    """The mean of other - first over pairs, with the t interval d +- t(0.975, n - 1) s / sqrt(n). Raises ValueError for
-    fewer than 2 pairs."""
-    differences = [b - a for a, b in zip(first, other, strict=True)]
-    return mean_of_clusters(differences, range(len(differences)))
-
-
 def wilson(share: float, n: float, z: float = Z) -> tuple[float, float]:
     """Interval of a share of n independent draws: (a + z^2/2n +- z sqrt(a (1 - a) / n + z^2/4n^2)) / (1 + z^2/n).
     Unlike share +- 2 errors it has a width at 0 and 1."""

@@ -78,7 +78,7 @@ def search_file(corpus: str, query: str, top_k: int) -> list[dict]:
 def search_url(config: dict, query: str, top_k: int) -> list[dict]:
     """The same from a server. Raises ConnectionError after retries + 1 tries, 0.5, 1, 2, ... seconds apart, or when the
     time of all tries is over: that is less than the time of a call, so that the policy never gets the blame."""
-    from scripts.parts import hidden, post
+    from scripts.parts import chat, hidden
 
     url = config["url"]
     content = {"queries": [query], "topk": top_k, "return_scores": True}
@@ -90,7 +90,7 @@ def search_url(config: dict, query: str, top_k: int) -> list[dict]:
             delay *= 2
         seconds = min(float(config.get("timeout", TIMEOUT_S)), end - time.monotonic())
         try:
-            answer = post.post(url, content, seconds, MAX_REPLY)
+            answer = chat.post(url, content, seconds, MAX_REPLY)
             if answer.status_code == 200:
                 return [document_of(row) for row in answer.json()["result"][0]]
             problem = f"status {answer.status_code}"

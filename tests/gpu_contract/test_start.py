@@ -3,20 +3,18 @@
 import contextlib
 import os
 import socket
-import threading
 import types
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import flex_attention
+from transformers import LlamaConfig
 
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import addresses, checks, launch
+from scripts.parts import addresses, checks
 
 
 class Enough(Exception):
@@ -28,20 +26,15 @@ class Enough(Exception):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_packing_probe_gives_its_memory_back(tiny_models, world):
-    """After a forward without a backward FSDP keeps whole copies of the weights; an engine that starts then finds that
-    much less."""
+def test_what_computes_before_an_update_gives_its_memory_back(tiny_models, world):
+    """After a forward without a backward FSDP keeps whole copies of the weights. An engine that starts after the
+    packing probe, or wakes after the first gap, finds that much less."""
     args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32", deepspeed_stage=2)
     policy = grpo.load_policy(args, world)
-    assert grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, world) != "rows"
+    prompt = utils.Prompt(0, (5, 6, 7), "", (), ())
+    assert grpo.choose_packing(policy, prompt, args, world) != "rows"
     assert all(isinstance(p, DTensor) for p in policy.parameters())
-
-
-def test_the_first_gap_gives_its_memory_back(tiny_models, world):
-    """The engine slept meanwhile and wakes for the first rollouts, before an update frees them."""
-    args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32", deepspeed_stage=2)
-    policy = grpo.load_policy(args, world)
-    group = [utils.Rollout(utils.Prompt(0, (5, 6, 7), "", (), ()), 0, 0, [8, 9], [-1.0] * 2, [True] * 2, [0] * 2)]
+    group = [utils.Rollout(prompt, 0, 0, [8, 9], [-1.0] * 2, [True] * 2, [0] * 2)]
     for _, check in grpo.starts(policy, args, 0, 1):
         assert check(policy, [group], args, world).metrics
         assert not all(isinstance(p, DTensor) for p in policy.parameters())
@@ -69,21 +62,6 @@ def test_ranks_of_one_gpu_start_one_after_the_other(monkeypatch, name, waits_for
     assert told == [f"wait for {waits_for}", "start", f"say {name} loaded"]
 
 
-@pytest.mark.parametrize("flags, fast, most", [("", False, 0.8), ("--vllm_sleep off", False, 0.6),
-                                                ("--single_gpu_mode", True, 0.6), ("", True, 0.95)])  # fmt: skip
-def test_a_shared_gpu_is_not_filled_by_the_engine(monkeypatch, flags, fast, most):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-    def check(share):
-        line = f"--model_name_or_path x --vllm_gpu_memory_utilization {share} {flags}"
-        utils.parse_args(grpo.Args, line.split()).check(1, fast)
-
-    check(most)
-    if most < 0.9:
-        with pytest.raises(utils.UserError, match=rf"--vllm_gpu_memory_utilization 0\.9 .* 0\.3 to {most}"):
-            check(0.9)
-
-
 def test_an_engine_may_share_a_gpu_and_a_learner_may_not(monkeypatch):
     """NCCL refuses two ranks on one GPU, after minutes of loading."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -93,57 +71,13 @@ def test_an_engine_may_share_a_gpu_and_a_learner_may_not(monkeypatch):
         grpo_fast.check_fast_args(utils.parse_args(grpo.Args, line.split()), None, 1)
 
     check("--num_learners_per_node 2 --vllm_num_engines 2")
-    with pytest.raises(utils.UserError, match="--num_learners_per_node .* need 3 GPUs on a node, 2 are visible"):
+    with pytest.raises(utils.UserError, match="need 3 GPUs"):
         check("--num_learners_per_node 3 --vllm_num_engines 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Nodes
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Store(dict):
-    """The store of the ranks, in which a key that nobody has set yet is waited for."""
-
-    def __init__(self):
-        super().__init__()
-        self.is_set = threading.Event()
-
-    def set(self, key, value):
-        self[key] = value.encode()
-        self.is_set.set()
-
-    def get(self, key):
-        assert self.is_set.wait(20)
-        return self[key]
-
-
-@pytest.mark.parametrize("node, host", [("0", "head"), ("1", "10.0.0.2")])
-def test_learner_0_gives_the_address_of_its_own_node(monkeypatch, node, host):
-    """--num_learners_per_node 0 8: it is not on the node of torchrun's rank 0, whose name all ranks know."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setenv("GROUP_RANK", node)
-    reached = contextlib.nullcontext(types.SimpleNamespace(getsockname=lambda: ("10.0.0.2", 5)))
-    monkeypatch.setattr(addresses.socket, "create_connection", lambda where: reached if where == ("head", 1) else None)
-    meeting = types.SimpleNamespace(host="head", port=1, store=Store())
-    assert addresses.meet_engines(meeting, 0, 16) == []
-    assert meeting.store.get("address").decode().split()[0] == host
-
-
-@pytest.mark.parametrize("host, ranks", [("127.0.0.1", 2), ("127.0.0.1", 16), ("::1", 16)])
-def test_engines_reach_learner_0_over_either_ip(monkeypatch, host, ranks):
-    """On a cluster that has IPv6 alone, both ends once raised: multiprocessing takes every address for IPv4."""
-    if ":" in host and not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 here")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("GROUP_RANK", "0")
-    meeting = types.SimpleNamespace(host=host, port=1, store=Store())
-    with ThreadPoolExecutor() as threads:
-        engines = [threads.submit(addresses.meet_learner, meeting, index) for index in (1, 0)]
-        connections = addresses.meet_engines(meeting, 2, ranks)
-        for index, engine in ((1, engines[0]), (0, engines[1])):
-            engine.result().send(f"engine {index}")
-            assert connections[index].recv() == f"engine {index}"
 
 
 @pytest.mark.parametrize("first, own, interface, refused", [
@@ -164,10 +98,7 @@ def test_a_node_whose_name_is_a_loopback_address_is_refused(monkeypatch, first, 
     monkeypatch.setattr(socket, "gethostname", lambda: "node-1")
     found = {"node-0": first, "node-1": own}
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: [(2, 1, 6, "", (found[name], 0))])
-    how = contextlib.nullcontext()
-    if refused:
-        how = pytest.raises(utils.UserError, match="name, node-1, means 127.0.1.1.*export GLOO_SOCKET_IFNAME and NCCL")
-    with how:
+    with pytest.raises(utils.UserError, match="GLOO_SOCKET_IFNAME") if refused else contextlib.nullcontext():
         checks.check_nodes_meet()
 
 
@@ -183,7 +114,7 @@ def test_a_job_operators_variables_are_not_torchruns(monkeypatch):
     grpo_fast.main(args)
     assert len(started) == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(utils.UserError, match="WORLD_SIZE is 2 without torchrun"):
+    with pytest.raises(utils.UserError, match="WORLD_SIZE"):
         grpo_fast.main(args)
 
 
@@ -212,7 +143,7 @@ def test_a_forward_is_a_sign_of_life(monkeypatch):
 # Flex attention on GPUs with little shared memory
 # ---------------------------------------------------------------------------------------------------------------------
 
-CONFIG = types.SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, head_dim=None)
+CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, num_hidden_layers=2)
 
 
 class Kernel(torch.autograd.Function):
@@ -244,6 +175,8 @@ def small_gpu(monkeypatch):
 
     def flex(query, key, value, block_mask, scale, kernel_options, enable_gqa):
         assert enable_gqa and block_mask.shape[-2:] == (query.shape[2], query.shape[2])
+        # without it packs of fewer than 128 tokens get kernels for decoding, which ended a run on an H100
+        assert kernel_options["BACKEND"] == "TRITON"
         return Kernel.apply(query, key, value, kernel_options)
 
     monkeypatch.setattr(utils, "_flex_attention", lambda: flex)
@@ -278,17 +211,6 @@ def test_vllm_tells_nobody_of_a_run():
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_gpu_compiles_the_mask_of_a_pack(monkeypatch, device):
-    """By torch.compile: create_block_mask's own option for it is deprecated, and goes with the next torch."""
-    told = []
-    monkeypatch.setattr(flex_attention, "create_block_mask", lambda *options: told.append(options[-1]))
-    monkeypatch.setattr(torch, "compile", lambda function, disable: told.append(f"disabled {disable}") or function)
-    monkeypatch.setattr(utils, "send", lambda ids, device: ids)
-    _ = utils.Layout([(2, [3, 4])], torch.device(device)).block_mask
-    assert told == [f"disabled {device == 'cpu'}", torch.device(device)]
-
-
 def test_where_no_kernel_runs_each_response_has_a_row(tiny_models, world, monkeypatch, capsys):
     asked = []
 
@@ -302,21 +224,7 @@ def test_where_no_kernel_runs_each_response_has_a_row(tiny_models, world, monkey
     gpu = utils.World(0, 0, 1, torch.device("cuda"))
     assert grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, gpu) == "rows"
     assert asked == [(policy.model.config.hidden_size, torch.float32, 700, True)]
-    assert "WARNING: flex attention does not run here (OutOfResources: shared memory)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("gpus", "steps", "threads"), [(8, 0, 12), (8, 4, 12), (0, 0, 96), (0, 4, 12)])
-def test_ranks_share_the_cores(monkeypatch, gpus, steps, threads):
-    """What the launcher itself may use, every rank would else take for its own: 8 x 96 threads on a node of GPUs. On a
-    CPU learners and engines have all cores in turn where no rollout is ahead."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 96)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setenv("OMP_NUM_THREADS", "96")
-    monkeypatch.setattr(launch, "launch", lambda names, line: None)
-    line = f"--model_name_or_path x --num_learners_per_node 4 --vllm_num_engines 4 --async_steps {steps}"
-    grpo_fast.launch(utils.parse_args(grpo.Args, [*line.split(), "--total_episodes", "4"]))
-    assert os.environ["OMP_NUM_THREADS"] == str(threads)
-    assert "GRPO_MEETING" not in os.environ, "what this process starts next, torchrun, would look for that file"
+    assert "OutOfResources: shared memory" in capsys.readouterr().out
 
 
 def test_moments_are_not_made_in_what_a_backward_has_freed(tiny_models, world, monkeypatch):

@@ -70,15 +70,6 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == after
 
 
-def test_the_excluded_prompts_of_an_older_version_are_taken_on(tmp_path, world):
-    """Its rollouts that were under way are sampled again: it does not say how many a group has."""
-    small, checkpoints = Small(), utils.Checkpoints(tmp_path, 3, world)
-    save(checkpoints, small, 2, step=2, excluded=[4, 1], rollouts={7: (1, {0: {"over": True}})})
-    checkpoints.wait()
-    path = utils.newest_checkpoint(tmp_path, world)
-    assert load_checkpoint(path, small.modules, small.optimizer, world) == {"step": 2, "sampler": {"excluded": {1, 4}}}
-
-
 def test_what_a_resume_could_not_load_is_told_when_it_is_saved_and_ends_no_run(tmp_path, world, capsys):
     """As a fork's own state: torch.save takes anything, torch.load plain data alone. Empty at first, it is looked at
     again. The last checkpoint that can be loaded stays."""
@@ -160,18 +151,6 @@ def test_a_run_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it(tmp_pat
     assert [path.name for path in tmp_path.glob("*.tmp")] == ["step_1.old.tmp"]
 
 
-def test_the_program_lists_what_is_whole(tmp_path, world):
-    (tmp_path / "empty").mkdir()
-    assert "no checkpoint here" in programs.run(["scripts/checkpoints.py", tmp_path / "empty"]).stderr
-    writer = utils.Checkpoints(tmp_path, -1, world)
-    for step in (1, 2):
-        save(writer, Small(), step)
-    writer.wait()
-    DAMAGE["a lost file"](tmp_path / "checkpoints" / "step_1")
-    lines = programs.run(["scripts/checkpoints.py", tmp_path]).stdout.splitlines()
-    assert lines[0].endswith("step_2: whole") and re.search(r"step_1: .*No such file.*metadata", lines[1])
-
-
 def test_a_full_disk_costs_only_the_new_checkpoint(tmp_path):
     """A limit on the size of files stands for the full disk: the write fails half way."""
     script = """
@@ -239,13 +218,6 @@ def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
         made.results, text = want.results, made.prompt.text
         assert made.prompt.token_ids == want.prompt.token_ids and text == want.prompt.text
         assert str(vars(made) | {"prompt": 0}) == str(vars(want) | {"prompt": 0})  # as text NaN equals NaN
-    with pytest.raises(utils.UserError, match="no dump of step 9"):
-        dumps.read_dump(tmp_path, 9)
-    path = tmp_path / "dumps" / "step_000008.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"schema_version": 1}))
-    with pytest.raises(utils.UserError, match="schema 1, this version reads 2"):
-        dumps.read_dump(tmp_path, 8)
     flip(tmp_path / "rollouts.jsonl")
     with pytest.raises(utils.UserError, match="is damaged: the sha256 of the rows of step 7"):
         dumps.read_dump(tmp_path, 7)
@@ -326,20 +298,10 @@ def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
     rows, dump = dumps.read_dump(copy, 2)
     for row in rows:
         row["advantage"] *= 1 + 1e-6
-    start = dump["rows"]["start"]
-    os.truncate(copy / "rollouts.jsonl", start)
-    with (copy / "rollouts.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    done = replay(copy, "--step", 2, "--from_start")
-    assert done.returncode == 1 and "is damaged: the sha256 of the rows of step 2" in done.stderr
-    os.truncate(copy / "rollouts.jsonl", start)
-    dumps.append_rows(copy, [json.dumps(row) + "\n" for row in rows], dump)  # now with its sha256
+    os.truncate(copy / "rollouts.jsonl", dump["rows"]["start"])
+    dumps.append_rows(copy, [json.dumps(row) + "\n" for row in rows], dump)  # with its sha256
     done = replay(copy, "--step", 2, "--from_start")
     assert done.returncode == 1 and "step 2: weights" in done.stdout and "differ from" in done.stdout
-    assert replay(copy, "--step", 1, "--from_start").returncode == 0
-    (copy / "dumps" / "step_000001.json").unlink()
-    done = replay(copy, "--step", 2, "--from_start")
-    assert done.returncode == 1 and "replay.py: " in done.stderr and "no dump of step 1" in done.stderr
 
 
 def test_two_learners_are_replayed_on_two_ranks(tiny_models, data, tmp_path):  # noqa: F811
@@ -350,7 +312,6 @@ def test_two_learners_are_replayed_on_two_ranks(tiny_models, data, tmp_path):  #
     assert not all(r["optim/skipped_steps"] for r in read(tmp_path / "it" / "metrics.jsonl"))
     done = replay(tmp_path / "it", "--step", 2, ranks=2)
     assert done.returncode == 0 and "equal: replayed weights and" in done.stdout, done.stdout + done.stderr
-    assert replay(tmp_path / "it", "--step", 2, "--tolerance", 1e-4).returncode == 0
 
 
 def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, tmp_path):  # noqa: F811
@@ -361,43 +322,29 @@ def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, 
     for x, y in zip(read(dumped / "metrics.jsonl"), read(tmp_path / "again" / "metrics.jsonl"), strict=True):
         for name in ("loss/total_avg", "optim/grad_norm", "objective/scores", "val/sequence_lengths_solved"):
             assert x.get(name) == y.get(name)
-    error = run(tiny_models(), data, tmp_path, f"--exp_name other {flags} --num_samples_per_prompt_rollout 4", ok=False)
-    assert "has 8 groups of [8] rollouts" in error and "Traceback" not in error
     longer = flags.replace("--total_episodes 320", "--total_episodes 640")  # told at the start, not after five steps
     error = run(tiny_models(), data, tmp_path, f"--exp_name longer {longer}", ok=False)
     assert "has no dump of step 10" in error and not (tmp_path / "longer").exists()
 
 
 def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_path):  # noqa: F811
-    subprocess.run(["cp", "-r", dumped, tmp_path / "it"], check=True)
-    model = tmp_path / "model"
-    subprocess.run(["cp", "-r", tiny_models(), model], check=True)
-    again = f"--exp_name it {REPLAYED} --resume"
-    error = run(tiny_models(), data, tmp_path, f"{again} --learning_rate 1e-3", ok=False)
-    assert "--learning_rate: 0.003 then, 0.001 now" in error and "--resume_anyway" in error
-    other = tmp_path / "data"
-    subprocess.run(["cp", "-r", data, other], check=True)
-    with (other / "train.jsonl").open("a") as file:
-        turns = [{"role": "user", "content": "Say 99, then 7."}]
-        file.write(json.dumps({"messages": turns, "ground_truth": "7", "dataset": "gsm8k"}) + "\n")
-    error = run(tiny_models(), other, tmp_path, again, ok=False)
-    assert re.search(r"data hash: \w+ then, \w+ now", error)
-    weights_file = model / "model.safetensors"
+    for path, name in ((dumped, "it"), (data, "data"), (tiny_models(), "model")):
+        shutil.copytree(path, tmp_path / name)
+    with (tmp_path / "data" / "train.jsonl").open("a") as file:
+        file.write((data / "train.jsonl").read_text().partition("\n")[0] + "\n")
+    weights_file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(weights_file)
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, weights_file, metadata={"format": "pt"})
-    error = run(model, data, tmp_path, again, ok=False)
-    assert re.search(r"model hash: \w+ then, \w+ now", error)
-    for step in (2, 4):  # then all five steps would be done
-        assert (tmp_path / "it" / "checkpoints" / f"step_{step}").is_dir()
-    subprocess.run(["rm", "-r", tmp_path / "it" / "checkpoints" / "step_4"], check=True)
-    # what only says what is written may change without a word
-    more = "--resume_anyway --learning_rate 1e-3 --save_traces --save_freq 5 --with_tensorboard"
-    forks = programs.python_that_forks(tmp_path / "python", "*/scripts/parts/track.py")
-    line = command(tiny_models(), data, tmp_path, f"{again} {more}")
-    text = check(programs.run(line, PYTHON_OF_FORKS=forks, **ENV))
-    assert "save_traces" not in text and (tmp_path / "it" / "rollouts.jsonl").exists()
-    assert "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
+    again = f"--exp_name it {REPLAYED} --resume --learning_rate 1e-3"
+    error = run(tmp_path / "model", tmp_path / "data", tmp_path, again, ok=False)
+    assert "--learning_rate: 0.003 then, 0.001 now" in error and "--resume_anyway" in error
+    assert re.search(r"data hash: \w+ then, \w+ now", error) and re.search(r"model hash: \w+ then, \w+ now", error)
+
+    shutil.rmtree(tmp_path / "it" / "checkpoints" / "step_4")  # with it all five steps would be done
+    more = "--resume_anyway --save_traces --save_freq 5"  # what only says what is written may change without a word
+    text = run(tiny_models(), data, tmp_path, f"{again} {more}")
+    assert "save_traces" not in text and "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
     rows = read(tmp_path / "it" / "metrics.jsonl")
     assert [len(dumps.read_dump(tmp_path / "it", step)[0]) for step in (1, 2, 3, 4, 5)] == [64] * 5
     before = [r["lr"] for r in read(dumped / "metrics.jsonl")]
@@ -416,15 +363,10 @@ def test_resume_on_another_machine(tiny_models, data, tmp_path):  # noqa: F811
     shutil.move(tmp_path / "here" / "it", there)
     assert (there / "checkpoints" / "step_2" / "rank_1.pt").is_file()
     want, tokens = weights(there / "model"), "val/learner_tokens"
-    for row in (rows := read(there / "metrics.jsonl")):
+    for row in read(there / "metrics.jsonl"):
         assert row["val/num_learner_tokens"] == 2 * row[tokens] == row[f"{tokens}_min"] + row[f"{tokens}_max"]
-        assert 0.1 < row["memory/process_peak_gib"] < 64 and row["memory/host_used_gib"] > 0.1
-    assert any(row[f"{tokens}_min"] < row[f"{tokens}_max"] for row in rows)
     shutil.rmtree(there / "model")
     saved = {p.name: p.read_bytes() for p in (there / "step_2").iterdir()}
-    again = programs.run(["scripts/to_hf.py", there, "--step", 2])
-    assert again.returncode == 2 and "step_2 is there already" in again.stderr
-    assert "whole checkpoint of step 1 (there: step_2)" in programs.run(["scripts/to_hf.py", there, "--step", 1]).stderr
     shutil.rmtree(there / "step_2")
     done = programs.run(["scripts/to_hf.py", there, "--model", model])
     assert done.returncode == 0 and f"model {there / 'step_2'}" in done.stdout, done.stderr
@@ -437,8 +379,8 @@ def test_resume_on_another_machine(tiny_models, data, tmp_path):  # noqa: F811
         assert (want[name] - got[name]).norm() <= 1e-6 * want[name].norm(), name
 
 
-BROKEN = f"--total_episodes 1024 --seed 3 --checkpoint_state_freq 2 --lr_scheduler_type linear {VLLM} --async_steps 1"
-BROKEN += " --deterministic --max_logprob_gap 0.01"
+BROKEN = "--total_episodes 1024 --seed 3 --checkpoint_state_freq 2 --lr_scheduler_type linear --num_mini_batches 2"
+BROKEN += " --keep_last_n_checkpoints 2 --ref_policy_update_freq 3 --deterministic --max_logprob_gap 0.01"
 
 OWN_LEARNER = """
 import runpy, subprocess, sys
@@ -466,44 +408,41 @@ def wait_for(condition, process, every=0.02):
         time.sleep(every)
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "grpo_fast.py"])
-def test_a_broken_run_ends_as_the_unbroken_one(script, tiny_models, data, tmp_path):  # noqa: F811
-    """Killed with -9 while training, then while a checkpoint is written, then asked to stop by SIGTERM; each time
-    --resume. In the end all weights are bit-equal, all metrics but times equal. With grpo_fast.py the rollouts of older
-    weights that were under way come from the checkpoint, and the unbroken run's learner is a Python of its own, which
-    hashes strings otherwise (PYTHONHASHSEED) than its engine and the broken run; test_run.py has such an engine."""
+@pytest.mark.parametrize("script, more", [("grpo.py", TRANSFORMERS), ("grpo_fast.py", f"--async_steps 1 {VLLM}")])
+def test_a_broken_run_ends_as_the_unbroken_one(script, more, tiny_models, data, tmp_path):  # noqa: F811
+    """Killed with -9 while a checkpoint is written, then asked to stop by SIGTERM; each time --resume. In the end all
+    weights are bit-equal, all metrics but times equal. With grpo_fast.py the rollouts of older weights that were under
+    way come from the checkpoint, and the unbroken run's learner is a Python of its own, which hashes strings otherwise
+    (PYTHONHASHSEED) than its engine and the broken run; test_run.py has such an engine."""
     whole, run_dir, log = tmp_path / "whole", tmp_path / "it", tmp_path / "log"
     metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
-    flags = f"--exp_name it {BROKEN}"
+    flags = f"--exp_name it {BROKEN} {more}"
 
     def steps():
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     process = start(script, tiny_models(), data, tmp_path, flags)
     wait_for(lambda: steps() >= 3 and (checkpoints / "latest").exists(), process)
+    wait_for(lambda: list(checkpoints.glob("*.tmp")), process, every=0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() != 0 and 3 <= steps() < 16
-    for asked in (False, True):
-        flags = flags.replace("_freq 2", "_freq -1") if asked else flags
-        newest = int((checkpoints / "latest").read_text().removeprefix("step_"))
-        half = set(checkpoints.glob("*.tmp"))
-        process = start(script, tiny_models(), data, tmp_path, f"{flags} --resume")
-        wait_for(lambda: log.read_text().count("resumed after") == 1 + asked and steps() > newest, process)  # noqa: B023
-        if not asked:
-            wait_for(lambda: set(checkpoints.glob("*.tmp")) - half, process, every=0.001)  # noqa: B023
-        process.send_signal(signal.SIGTERM if asked else signal.SIGKILL)
-        assert (process.wait() == 0) == asked, log.read_text()[-3000:]
-        assert newest < steps() < 16 and not (run_dir / "model").exists()
+    newest = int((checkpoints / "latest").read_text().removeprefix("step_"))
+    flags = flags.replace("_state_freq 2", "_state_freq -1")
+    process = start(script, tiny_models(), data, tmp_path, f"{flags} --resume")
+    wait_for(lambda: "resumed after" in log.read_text() and steps() > newest, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0, log.read_text()[-3000:]
+    assert newest < steps() < 16 and not (run_dir / "model").exists()
     assert f"SIGTERM: stopped after step {steps()}; --resume goes on" in log.read_text()
     assert "no model yet, checkpoints in" in log.read_text() and f"model {run_dir}" not in log.read_text()
     assert (checkpoints / "latest").read_text() == f"step_{steps()}"
     stopped = steps()
     again = start(script, tiny_models(), data, tmp_path, f"{flags} --resume")
     assert again.wait() == 0, log.read_text()[-3000:]
-    *killed, last = map(int, re.findall(r"resumed after step (\d+)", log.read_text()))
-    assert last == stopped and len(killed) == 2 and all(step % 2 == 0 and step > 0 for step in killed)
+    killed, last = map(int, re.findall(r"resumed after step (\d+)", log.read_text()))
+    assert last == stopped and killed % 2 == 0 and killed > 0
 
-    line = command(tiny_models(), data, tmp_path, f"--exp_name whole {BROKEN}", script=script)
+    line = command(tiny_models(), data, tmp_path, f"--exp_name whole {BROKEN} {more}", script=script)
     check(programs.run(line if script == "grpo.py" else ["-c", OWN_LEARNER, *line], **ENV))
     a, b = weights(whole / "model"), weights(run_dir / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -157,11 +157,6 @@ def test_evaluation_by_name(here, tmp_path):
     assert "tiny/start" in told
 
 
-def test_scores_need_no_hub(hub, home, out, tmp_path):
-    (tmp_path / "cases.jsonl").write_text('{"response": "7", "ground_truth": "7", "dataset": "gsm8k"}\n')
-    assert '"score": 1.0' in Here(hub, home, out, True).program("scripts/score.py", tmp_path / "cases.jsonl")
-
-
 @pytest.mark.parametrize("maker", ["gsm8k", "competition_math", "rlvr"])
 def test_data_makers_by_name(here, tmp_path, maker):
     mix = ["--dataset_mixer_list", "openai/gsm8k:main", "1.0"] if maker == "rlvr" else []
@@ -175,6 +170,7 @@ SMALLER = """--num_learners_per_node 1 --vllm_num_engines 1 --num_unique_prompts
     --rollout_backend transformers --model_dtype float32""".split()
 
 
+@pytest.mark.house
 def test_a_recipe_as_it_stands(here, tmp_path):
     """In a copy of the repository, whose Python is this one; flags that make it smaller follow."""
     if not Path(sys.prefix, "setup.stamp").exists():

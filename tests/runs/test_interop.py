@@ -222,16 +222,10 @@ def test_upload_of_a_run(trained):
     model = run_dir / "model"
     assert hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
     assert json.loads(hub.calls[0][1]) == {"name": "t", "organization": "org", "visibility": "private"}
-    assert [path for path, _ in hub.calls[:2]] == [
-        "/api/repos/create",
-        "/api/models/org/t/auth-check/write",
-    ]
     assert hub.commits == ["/api/models/org/t/commit/main"]
     card = hub.files["README.md"].decode()
     assert card.startswith("---\n") and "library_name: transformers" in card and "base_model" not in card
-    assert "start after 2 steps and 16 sampled responses" in card and "| learning_rate | 1e-05 |" in card
     assert "python grpo.py --model_name_or_path" in card and "hf_good" not in card + done.stdout + done.stderr
-    assert f"uploaded: {hub.url}/me/x/commit/" in done.stdout
 
 
 def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
@@ -255,49 +249,43 @@ def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
 UPLOAD = "import pathlib; from scripts.parts import push_to_hub; push_to_hub.push_in_process(pathlib.Path({!r}))"
 
 
-def test_sigterm_ends_an_upload_and_says_how_to_repeat_it(trained, tmp_path):
-    """A hub that takes the connection and is silent; the run is done, so its status stays 0."""
+@pytest.fixture
+def uploading(trained, tmp_path):
+    """(an upload of the run, its connection): the hub has taken that and is silent."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         env = trained[1].env | {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "600"}
-        script = UPLOAD.format(str(trained[0]))
-        program = programs.Program(["-c", script], tmp_path / "out", tmp_path / "err", **env)
-        silent.settimeout(60)
-        connection, _ = silent.accept()
-        program.send_signal(signal.SIGTERM)
-        status, err = program.wait(60), (tmp_path / "err").read_text()
-        connection.close()
-    assert status == 0 and "the upload ended with status -15" in err
-    assert err.splitlines()[-1] == f"WARNING: to upload it: {sys.executable} {PUSH} {trained[0]}"
-
-
-def test_an_upload_does_not_outlive_the_run(trained, tmp_path):
-    """As after a second Ctrl-C, or kill -9."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        env = trained[1].env | {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "600"}
-        script = UPLOAD.format(str(trained[0]))
-        program = programs.Program(["-c", script], tmp_path / "out", **env)
+        program = programs.Program(["-c", UPLOAD.format(str(trained[0]))], tmp_path / "out", tmp_path / "err", **env)
         silent.settimeout(60)
         connection, _ = silent.accept()
         while b"agent-harnesses" in connection.recv(4096):  # of which the library asks first, for 3 s
             connection.close()
             connection, _ = silent.accept()
-        program.kill()
-        program.wait(60)
-        connection.settimeout(30)
-        while connection.recv(4096):
-            pass  # what it asked before; then the end
-        connection.close()
+        with connection:
+            yield program, connection
 
 
-def test_push_by_hand_needs_a_run_that_is_done(tmp_path):
-    done = subprocess.run([sys.executable, PUSH, tmp_path / "x"], capture_output=True, text=True)
-    assert done.returncode == 2 and f"{tmp_path / 'x' / 'model'} is no model" in done.stderr
+def test_sigterm_ends_an_upload_and_says_how_to_repeat_it(trained, uploading, tmp_path):
+    """The run is done, so its status stays 0."""
+    program, _ = uploading
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(60) == 0
+    last = (tmp_path / "err").read_text().splitlines()[-1]
+    assert last.endswith(f"{sys.executable} {PUSH} {trained[0]}")
+
+
+def test_an_upload_does_not_outlive_the_run(uploading):
+    """As after a second Ctrl-C, or kill -9."""
+    program, connection = uploading
+    program.kill()
+    program.wait(60)
+    connection.settimeout(30)
+    while connection.recv(4096):
+        pass  # what it asked before; then the end
 
 
 def test_an_adapter_is_a_model_to_push(tmp_path):
-    """What --lora_rank saves has no config.json. Without a token it comes as far as its card."""
+    """What --lora_rank saves has no config.json. Without a token it comes as far as its card. No run is none."""
     args = {"exp_name": "x", "model_name_or_path": "org/start", "dataset_mixer_list": ["a.jsonl", "1.0"]}
     files = {"args": args, "environment": {"command": ["python", "grpo.py"]}, "model/adapter_config": {}}
     (tmp_path / "model").mkdir()
@@ -305,8 +293,8 @@ def test_an_adapter_is_a_model_to_push(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "metrics.jsonl").write_text('{"training_step": 1, "episode": 8}\n')
     env = {k: v for k, v in os.environ.items() if k != "HF_TOKEN"} | {"HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, PUSH, tmp_path], capture_output=True, text=True, env=env)
-    assert done.returncode == 1 and "no token" in done.stderr
+    statuses = [subprocess.run([sys.executable, PUSH, run], env=env).returncode for run in (tmp_path, tmp_path / "x")]
+    assert statuses == [1, 2]
     card = (tmp_path / "model" / "README.md").read_text()
     assert "library_name: peft" in card and "base_model: org/start" in card
 
@@ -391,10 +379,9 @@ def test_start_model_without_generation_config(tiny_models, tmp_path, world):
 @pytest.mark.parametrize(
     ("faults", "token", "words"),
     [
-        ({}, "", "no token: run `hf auth login`"),
+        ({}, "", "no token"),
         ({}, "hf_bad", "401"),
         ({"/auth-check/": 403}, "hf_good", "403"),
-        ({"/repos/create": 500}, "hf_good", "500"),
         ({"/repos/create": 0}, "hf_good", "disconnected"),
     ],
 )
@@ -403,15 +390,6 @@ def test_upload_that_cannot_work_is_refused_before_training(hub, faults, token, 
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
     hub.faults = faults
     args = make_args(tmp_path, push_to_hub=True, hf_repo_id="me/x", output_dir=str(tmp_path))
-    with pytest.raises(utils.UserError, match=r"--push_to_hub --hf_repo_id me/x: .*(?s:.)*drop --push_to_hub") as error:
+    with pytest.raises(utils.UserError, match=f"--push_to_hub(?s:.)*{words}"):
         utils.prepare_run_dir(args, "0", world)
-    assert words in str(error.value) and not (tmp_path / "x").exists()
-
-
-def test_upload_flags(hub, tiny_models, data):
-    """Nothing of it without --push_to_hub, and --dry_run sends nothing."""
-    flags = f"--model_name_or_path {tiny_models()} --dataset_mixer_list {data / 'd.jsonl'} 1.0 --reward_file"
-    line = f"{flags} {data / 'many.py'} --hf_repo_id me/x".split()
-    utils.parse_args(grpo.Args, line).check()
-    assert grpo.main(utils.parse_args(grpo.Args, [*line, "--push_to_hub", "--dry_run"])) is None
-    assert hub.calls == []
+    assert not (tmp_path / "x").exists()

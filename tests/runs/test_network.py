@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests import programs
 
@@ -56,22 +57,6 @@ def beyond_loopback(found: Sockets) -> Sockets:
     return {(ip, port) for ip, port in found if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback}
 
 
-def test_a_socket_is_told_by_its_address():
-    """Sockets of this process: of loopback, of all interfaces, of both kinds of address, and one that is connected."""
-    with (
-        socket.create_server(("127.0.0.2", 0)) as loopback,
-        socket.create_server(("", 0)) as everywhere,
-        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both,
-        socket.create_connection(loopback.getsockname()) as connected,
-    ):
-        inside, open_one, open_both, client = (s.getsockname()[1] for s in (loopback, everywhere, both, connected))
-        found = listeners([psutil.Process()])
-        assert {("127.0.0.2", inside), ("0.0.0.0", open_one), ("::", open_both)} <= found
-        assert client not in {port for _, port in found}
-        assert {port for _, port in beyond_loopback(found)} & {inside, open_one, open_both} == {open_one, open_both}
-    assert not beyond_loopback({("::ffff:127.0.0.1", 1), ("::1", 1)})
-
-
 def test_one_machine_listens_on_loopback_only(tiny_models, tmp_path):
     """torch's store used to listen on all interfaces, in the launcher and in learner 0."""
     flags = f"--model_name_or_path {tiny_models()} --output_dir {tmp_path} {FLAGS}"
@@ -80,15 +65,7 @@ def test_one_machine_listens_on_loopback_only(tiny_models, tmp_path):
     assert not own and not beyond_loopback(below)
 
 
-def test_with_torchrun_on_one_machine_only_torchrun_listens_to_others(tiny_models, tmp_path):
-    """The stores of its agent. Nothing of the ranks."""
-    flags = f"--model_name_or_path {tiny_models()} --output_dir {tmp_path} {FLAGS}"
-    command = [*programs.torchrun(2), "grpo_fast.py", *flags.split()]
-    own, below = sockets_of([command], tmp_path)
-    assert len(beyond_loopback(own)) <= 2
-    assert below and not beyond_loopback(below)
-
-
+@pytest.mark.house
 def test_several_nodes_listen_to_each_other(tiny_models, tmp_path, monkeypatch):
     """torchrun's store, the run's, and learner 0 for the engines. Gloo listens on its interface."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

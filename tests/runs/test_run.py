@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
@@ -122,6 +120,7 @@ def test_metrics_of_the_page_are_there(learned):
     assert first["val/total_reward_groups"] + first["batch/filtered_prompts"] == 8
 
 
+@pytest.mark.house
 def test_every_metric_is_in_the_readme(learned):
     assert undocumented({key for row in read(learned[1] / "metrics.jsonl") for key in row}) == []
 
@@ -188,14 +187,6 @@ def test_a_run_is_never_overwritten_silently(learned, tiny_models, data):
     assert (learned[1] / "metrics.jsonl").read_bytes() == before
 
 
-def test_transformers_backend_learns_the_same_way(tiny_models, data, tmp_path):
-    run(tiny_models("qwen3", True), data, tmp_path, f"--exp_name hf --total_episodes 1280 {TRANSFORMERS}")
-    rows = read(tmp_path / "hf" / "metrics.jsonl")
-    assert max(r["debug/vllm_vs_local_logprob_diff_max"] for r in rows) < 1e-4
-    rates = [r["objective/verifiable_correct_rate"] for r in rows]
-    assert rates[0] < 0.1 and sum(rates[-5:]) / 5 > 0.8
-
-
 def test_both_backends_sample_the_same_distribution(tiny_models, world):
     """2000 first tokens of one prompt: the frequency of each token is within 5 sigma of the other engine's."""
     script = f"""
@@ -222,38 +213,11 @@ engine.close()
     assert sides[0][-1][0] == sides[1][-1][0], "greedy tokens differ"
 
 
-def test_two_weights_of_one_version_share_no_prefix(tiny_models):
-    """As --load_states loads them: the learner's own after a step, and another run's after that step."""
-    script = f"""
-import torch, utils
-args = utils.parse_args(__import__("grpo").Args, ["--model_name_or_path", {str(tiny_models())!r}, "--model_dtype",
-    "float32", "--max_prompt_token_length", "80", *{VLLM!r}.split()])
-engine = utils.make_engine(args, utils.load_tokenizer(args), utils.init_distributed(), 1)
-model = utils.load_causal_lm(args).requires_grad_(False)
-made = []
-for version, scale in ((1, 1), (1, 3), (2, 1)):
-    for parameter in model.parameters():
-        parameter.mul_(scale)
-    engine.load_weights(((name, w.clone()) for name, w in utils.named_weights(model)), version)
-    (generation,) = engine.generate([utils.Request(tuple(range(5, 75)), 0, 1.0, 8)])
-    made.append((generation.token_ids.tolist(), generation.logprobs.tolist(), generation.versions.tolist()))
-assert made[0] != made[1], "the weights make no difference"
-assert made[1][:2] == made[2][:2] and [m[2][0] for m in made] == [1, 1, 2], made
-engine.close()
-"""
-    check(programs.run(["-c", script], **ENV))
-
-
-RANKS = "--total_episodes 64 --save_freq 1 --save_traces"
-
-
-@pytest.mark.parametrize("stage, backend", [(0, TRANSFORMERS), (3, VLLM)], ids=["replicated", "sharded"])
-def test_two_ranks_make_the_first_update_of_one(five_steps, tiny_models, data, tmp_path, stage, backend):
-    """torchrun with 2 ranks, each with its own engine: the same rollouts and, to 1e-6, the same weights."""
-    if backend == TRANSFORMERS:
-        run(tiny_models(), data, tmp_path, f"--exp_name one {RANKS} {backend}")
-    run(tiny_models(), data, tmp_path, f"--exp_name two {RANKS} {backend} --deepspeed_stage {stage}", ranks=2)
-    one, two = tmp_path / "one" if backend == TRANSFORMERS else five_steps(), tmp_path / "two"
+def test_two_ranks_make_the_first_update_of_one(five_steps, tiny_models, data, tmp_path):
+    """torchrun with 2 ranks, sharded, each with its own engine: the same rollouts and, to 1e-6, the same weights."""
+    flags = f"--exp_name two --total_episodes 64 --save_freq 1 --save_traces --deepspeed_stage 3 {VLLM}"
+    run(tiny_models(), data, tmp_path, flags, ranks=2)
+    one, two = five_steps(), tmp_path / "two"
     keys = ("position", "sample", "token_ids", "score", "advantage")
     first = [
         [{k: r[k] for k in keys} for r in read(p / "rollouts.jsonl") if r["training_step"] == 1] for p in (one, two)
@@ -268,38 +232,10 @@ def test_two_ranks_make_the_first_update_of_one(five_steps, tiny_models, data, t
         assert (a[name] - b[name]).norm() <= 1e-6 * a[name].norm(), name
 
 
-def test_resume_after_kill(tiny_models, data, tmp_path):
-    """kill -9 after a checkpoint, resume: every step is logged once and the weights are those of a whole run."""
-    flags = f"--total_episodes 768 --checkpoint_state_freq 2 --keep_last_n_checkpoints 1 --seed 3 {TRANSFORMERS}"
-    flags += " --ref_policy_update_freq 3 --lr_scheduler_type linear --num_mini_batches 2"
-    run(tiny_models(), data, tmp_path, f"--exp_name whole {flags}")
-    line = command(tiny_models(), data, tmp_path, f"--exp_name broken {flags}")
-    process = programs.Program(line, os.devnull, **ENV)
-    latest = tmp_path / "broken" / "checkpoints" / "latest"
-    deadline = time.monotonic() + 300
-    while not (latest.exists() and int(latest.read_text()[5:]) >= 4) and time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    run(tiny_models(), data, tmp_path, f"--exp_name broken {flags} --resume")
-    whole, broken = (read(tmp_path / name / "metrics.jsonl") for name in ("whole", "broken"))
-    assert [r["training_step"] for r in broken] == list(range(1, 13))
-    for a, b in zip(whole, broken, strict=True):
-        assert untimed(a) == untimed(b)
-    a, b = weights(tmp_path / "whole" / "model"), weights(tmp_path / "broken" / "model")
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert len(list((tmp_path / "broken" / "checkpoints").glob("step_*"))) == 1
-    error = run(tiny_models(), data, tmp_path, f"--exp_name nothing {flags} --resume", ok=False)
-    assert "--resume" in error and "Traceback" not in error
-
-
 FAULTS = {
     "stale lm_head": """
 full = utils.full_weights
 utils.full_weights = lambda *a: ((n, t) for n, t in full(*a) if n != "lm_head.weight")""",
-    "infinite advantages": """
-grpo.compute_advantages = lambda scores, *a: torch.full_like(scores, float("inf"))""",
     "other temperature": """
 init = utils.Request.__init__
 def other(self, *values, **named):
@@ -319,30 +255,18 @@ def run_with_fault(fault, model, data, out, *flags):
 def test_a_stale_lm_head_stops_the_run(tiny_models, data, tmp_path):
     """Tied embeddings on vLLM's CPU backend: without its own lm_head.weight the engine keeps the old head."""
     error = run_with_fault("stale lm_head", tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 640 {VLLM}")
-    assert "in step" in error and "exceeds --max_logprob_gap" in error and "tied lm_head" in error
+    assert "in step" in error and "exceeds --max_logprob_gap" in error
     assert len(read(tmp_path / "x" / "metrics.jsonl")) < 5
 
 
 def test_an_engine_that_samples_otherwise_stops_before_the_first_rollout(tiny_models, data, tmp_path):
     flags = f"--exp_name x --total_episodes 640 {TRANSFORMERS}"
     error = run_with_fault("other temperature", tiny_models(), data, tmp_path, flags)
-    assert "before the first rollout" in error and "never held the same weights" in error
+    assert "before the first rollout" in error and "exceeds --max_logprob_gap" in error
     assert not (tmp_path / "x" / "metrics.jsonl").exists()
 
 
-def test_three_non_finite_gradients_in_a_row_stop_the_run(tiny_models, data, tmp_path):
-    flags = f"--exp_name x --total_episodes 640 --no_filter_zero_std_samples {TRANSFORMERS}"
-    error = run_with_fault("infinite advantages", tiny_models(), data, tmp_path, flags)
-    assert "non-finite gradients in 3 steps in a row" in error
-    dumps = sorted(p.name for p in (tmp_path / "x").glob("nonfinite_*"))
-    assert dumps == [f"nonfinite_step_{i}_rank_0.pt" for i in (1, 2, 3)]
-    batch = torch.load(tmp_path / "x" / dumps[0], weights_only=True)[0]
-    assert batch["advantages"].isinf().any() and batch["input_ids"].shape == batch["targets"].shape
-    rows = read(tmp_path / "x" / "metrics.jsonl")
-    assert [r["optim/nonfinite_updates"] for r in rows] == [1.0] * 3 and rows[0]["optim/grad_norm"] is None
-    assert (tmp_path / "x" / "checkpoints" / "step_3").exists()
-
-
+@pytest.mark.house
 def test_seeded_prompts_beyond_one_batch_of_prefill(tiny_models, data, tmp_path):
     """10,000 prompt tokens wait for the 8,192 of a scheduler step: vLLM's CPU build cannot split a seeded prompt."""
     flags = "--exp_name x --total_episodes 512 --num_unique_prompts_rollout 32 --num_samples_per_prompt_rollout 16"
@@ -398,12 +322,9 @@ def test_generated_data(tiny_models, tmp_path):
 
 ON_MAIN = """
     import sys, utils
-
     world = utils.init_distributed()
-
     def fail():
         raise ValueError(f"--x of rank {world.rank}: no")
-
     found = [utils.on_main(lambda: world.rank + 5, world)]
     try:
         utils.on_main(fail, world)

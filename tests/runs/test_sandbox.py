@@ -45,14 +45,20 @@ def attempt(action, *args, **keywords):
     if reached is not False:
         print("REACHED", action, args, repr(reached)[:50])
 """
-PROGRAMS = [json.loads(line) for line in (ROOT / "tests" / "sandbox_programs.jsonl").read_text().splitlines()]
+
+
+def rows(file, kind):
+    """The rows of a kind. Hostile: `reaches` does what must be impossible, and prints REACHED if it was possible;
+    `fails` and `hangs` give no output that is right; `steals` looks for the expected output everywhere in reach;
+    `forges` defines add, or fails to, and passes none of ADD_TESTS. Right ones: `honest` has a score for RIGHT's label;
+    `asserts` has tests, and what each of them gives."""
+    lines = (ROOT / "tests" / file).read_text().splitlines()
+    found = [row for row in map(json.loads, lines) if row["kind"] == kind]
+    return [row for row in found if importlib.util.find_spec(row.get("needs", "json"))]
 
 
 def programs(kind):
-    """The programs of a kind. reaches: does what must be impossible, and prints REACHED if it was possible.
-    fails, hangs: gives no output that is right. steals: looks for the expected output everywhere in reach. forges:
-    defines add, or fails to, and passes none of ADD_TESTS. honest: has a score for RIGHT's label."""
-    return [row["program"] for row in PROGRAMS if row["kind"] == kind]
+    return [row["program"] for row in rows("hostile_programs.jsonl", kind)]
 
 
 ADD_TESTS = [
@@ -162,14 +168,12 @@ def test_hostile_programs(uid, without, copy):
         # The trainer of the attacks is this process; the driver's own number is not known yet.
         known = {"victim": str(victim), "port": listener.getsockname()[1], "trainer": os.getpid(), "secret": secret}
         attacks = [ATTEMPT.format(**known) + body + "\nprint('end')" for body in programs("reaches")]
-        rows = [("code_stdio", [{"input": "", "output": "end"}], program) for program in attacks]
-        rows += [
-            ("code_stdio", [{"input": "", "output": "6"}], program) for program in programs("fails") + programs("hangs")
-        ]
-        rows += [("code_stdio", [{"input": "1", "output": "8173645201"}], program) for program in programs("steals")]
-        rows += [("code", ADD_TESTS, program) for program in programs("forges")]
+        hostile = [("code_stdio", [{"input": "", "output": "end"}], program) for program in attacks]
+        hostile += [("code_stdio", [{"input": "", "output": "6"}], p) for p in programs("fails") + programs("hangs")]
+        hostile += [("code_stdio", [{"input": "1", "output": "8173645201"}], program) for program in programs("steals")]
+        hostile += [("code", ADD_TESTS, program) for program in programs("forges")]
         right = ("code", ADD_TESTS, "def add(a, b): return a + b")
-        interleaved = [row for attack in rows for row in (attack, right if attack[0] == "code" else RIGHT)]
+        interleaved = [row for attack in hostile for row in (attack, right if attack[0] == "code" else RIGHT)]
         environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
         settings = json.dumps({"code_max_execution_time": 1.0, "without": without})  # ordinary ones take 0.01
         command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
@@ -195,8 +199,8 @@ def test_hostile_programs(uid, without, copy):
         (row[2][-300:], *result) for row, result in zip(interleaved[1::2], ordinary, strict=True) if result[0] != 1
     ]
     assert not wrong, "an ordinary program after an attack"
-    want = [float(row[1] == [{"input": "", "output": "end"}]) for row in rows]
-    wrong = [(row[2][-300:], *got) for row, got, score in zip(rows, results, want, strict=True) if got[0] != score]
+    want = [float(row[1] == [{"input": "", "output": "end"}]) for row in hostile]
+    wrong = [(row[2][-300:], *got) for row, got, score in zip(hostile, results, want, strict=True) if got[0] != score]
     assert not wrong
     assert {status for _, status, _ in results} <= {"ok", "no_answer"}
     assert reply["same_server"], "an attack ended the fork server"
@@ -311,51 +315,20 @@ def run_filter(program, nr, args, arch):
         i += 1
 
 
-EPERM, EACCES, ENOSYS, ALLOW = (0x50000 | errno.EPERM), (0x50000 | errno.EACCES), (0x50000 | errno.ENOSYS), 0x7FFF0000
-# From the kernel's tables: execve, socket, fork (x86_64 only), kill, ptrace, unlinkat, connect, setns, unshare, mount,
-# bpf, io_uring_setup, memfd_create, the last number of any table of today, 2**31
-REFUSED = {
-    "x86_64": [59, 41, 57, 62, 101, 263, 42, 308, 272, 165, 321, 425, 319, 999, 2**31, 0x40000000],
-    "aarch64": [221, 198, 129, 117, 35, 203, 268, 97, 40, 280, 425, 279, 999, 2**31],
-}
-# (number of openat, clone, prlimit64, sendto, ioctl, fcntl), arguments, answer
-CONDITIONAL = [
-    ("openat", (0, 0, os.O_RDONLY | os.O_CLOEXEC), ALLOW),
-    ("openat", (0, 0, os.O_WRONLY), EACCES),
-    ("openat", (0, 0, os.O_RDWR), EACCES),
-    ("openat", (0, 0, os.O_CREAT), EACCES),
-    ("openat", (0, 0, os.O_TRUNC | 2**40), EACCES),
-    ("clone", (0x3D0F00,), ALLOW),
-    ("clone", (signal.SIGCHLD,), EPERM),
-    ("prlimit64", (0, 9, 0, 1), ALLOW),
-    ("prlimit64", (0, 9, 2**40, 1), EPERM),
-    ("prlimit64", (0, 9, 8, 1), EPERM),
-    ("sendto", (4, 1, 1, 0, 0, 0), ALLOW),
-    ("sendto", (4, 1, 1, 0, 2**33, 16), EPERM),
-    ("ioctl", (0, 0x5401), ALLOW),
-    ("ioctl", (0, 0x5412), EPERM),  # TIOCSTI
-    ("fcntl", (0, 3), ALLOW),
-    ("fcntl", (0, 8), EPERM),  # F_SETOWN
-    ("read", (), ALLOW),
-    ("futex", (), ALLOW),
-    ("clone3", (), ENOSYS),
-]
-NUMBERS = {
-    "x86_64": dict(openat=257, clone=56, prlimit64=302, sendto=44, ioctl=16, fcntl=72, read=0, futex=202, clone3=435),
-    "aarch64": dict(openat=56, clone=220, prlimit64=261, sendto=206, ioctl=29, fcntl=25, read=63, futex=98, clone3=435),
-}
-
-
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_seccomp_program(machine, monkeypatch):
+@pytest.mark.parametrize("machine, arch", [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
+def test_seccomp_program(machine, arch, monkeypatch):
+    """Numbers and arguments from the kernel's tables; also execve, socket, fork, kill, ptrace, connect, mount, bpf."""
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    program, arch = sandbox.seccomp_program(), {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
-    for nr in REFUSED[machine]:
-        assert run_filter(program, nr, [0] * 6, arch) == EPERM, nr
-    for call, args, want in CONDITIONAL:
-        args = [*args, *[0] * (6 - len(args))]
-        assert run_filter(program, NUMBERS[machine][call], args, arch) == want, (call, args)
-    assert run_filter(program, NUMBERS[machine]["read"], [0] * 6, 0x40000003) == 0x80000000  # i386
+    program = sandbox.seccomp_program()
+    calls = [json.loads(line) for line in (ROOT / "tests" / "seccomp_calls.jsonl").read_text().splitlines()]
+    for call in calls:
+        arguments = call["arguments"] + [0] * (6 - len(call["arguments"]))
+        allowed = call["answer"] == "allowed"
+        want = 0x7FFF0000 if allowed else 0x50000 | getattr(errno, call["answer"])
+        if call["machine"] == machine:
+            assert run_filter(program, call["number"], arguments, arch) == want, call
+    (read,) = [call for call in calls if (call["machine"], call.get("call")) == (machine, "read")]
+    assert run_filter(program, read["number"], [0] * 6, 0x40000003) == 0x80000000  # i386
 
 
 def test_thief_finds_what_is_in_reach(configured):
@@ -387,60 +360,38 @@ print(hasattr(numpy, "array"))
 
 
 def test_honest_programs(configured):
-    configured(code_max_execution_time=5)
-    for row in PROGRAMS:
-        if row["kind"] == "honest":
-            result = one("code_stdio", RIGHT[1], row["program"])
-            assert (result.score, result.status) == (row["score"], "ok"), (row, result)
-
-
-def test_installed_packages_can_be_imported(configured):
-    pytest.importorskip("numpy")
     configured(code_max_execution_time=20)
-    assert one("code_stdio", RIGHT[1], "import numpy as np\nprint(int(np.array([1, 2, 3]).sum()))").score == 1.0
-    pytest.importorskip("sympy")
-    assert one("code_stdio", RIGHT[1], "import sympy\nprint(sympy.sqrt(36))").score == 1.0
+    for row in rows("sandbox_programs.jsonl", "honest"):
+        result = one("code_stdio", RIGHT[1], row["program"])
+        assert (result.score, result.status) == (row["score"], "ok"), (row, result)
 
 
-SOLUTION = """
-import collections, fractions, math
-class Mine(ValueError): pass
-class Solution:
-    def double(self, n): return 2 * n
-class Stack(list):
-    def push(self, item): self.append(item)
-    def top(self): return self[-1]
-class Node:
-    def __init__(self, value, left=None): self.value, self.left = value, left
-    def __eq__(self, other): return True
-def depth(node): return 1 + depth(node.left) if node else 0
-def leaf(value): return Node(value)
-def values(nodes): return [node.value for node in nodes]
-def same(x): return x
-def ordered(items): items.sort(); return items
-def put(table, key, value): table[key] = value
-def apply(f, *args): return f(*args)
-def adder(n): return lambda x: x + n
-def count(n):
-    for i in range(n): yield i
-def fail(kind):
-    if kind == "mine": raise Mine("bad")
-    if kind == "stop": raise StopIteration
-    raise KeyError(kind)
-def keywords(a, *, b=2): return (a, b)
-def isclose(a, b): return True
-LIMIT = 5
-class Text:
-    startswith = __contains__ = __eq__ = __bool__ = lambda *args: True
-def text(): return Text()
-"""
-CASES = [json.loads(line) for line in (ROOT / "tests" / "assert_cases.jsonl").read_text().splitlines()]
+def test_no_right_program_scores_zero_in_silence():
+    """With asserts in the styles of MBPP, HumanEval and LeetCode. passes; counted: fails as unsupported; no program:
+    is missing for every program."""
+    box = sandbox.Sandbox()
+    wrong = []
+    for row in rows("sandbox_programs.jsonl", "asserts"):
+        runs = sandbox.run_tests(box, row["program"], row["tests"], 20.0)
+        judged = zip(runs, row["tests"], row["gives"], strict=True)
+        wrong += [(run, test) for run, test, gives in judged if outcome(run) != gives]
+    box.stop()
+    assert not wrong
+
+
+def outcome(run):
+    if run.problem is None:
+        return "passes"
+    return "no program" if run.is_tests_fault else "counted" if run.not_plain else "silent"
 
 
 def cases(kind):
     """Tests of SOLUTION. passes, fails; not plain: a result has to be plain data, whatever its methods say of it; no
     program: more than plain data would have to reach the program, or come back."""
-    return [case["test"] for case in CASES if case["kind"] == kind]
+    return [case["test"] for case in rows("assert_cases.jsonl", kind)]
+
+
+SOLUTION = rows("assert_cases.jsonl", "program")[0]["program"]
 
 
 def test_asserts(configured):
@@ -503,29 +454,6 @@ def test_flags_of_a_run_s_streams_do_not_reach_the_next(configured):
     change = "for n in range(3): fcntl.fcntl(n, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND)"
     assert one("code", ["assert f() == [2048] * 3"], setter + change).score == 1.0
     assert one("code", ["assert f() == [0] * 3"], setter).score == 1.0
-
-
-def test_numpy_follows_no_pointer_of_the_program(configured):
-    pytest.importorskip("numpy")
-    configured(code_max_execution_time=10)
-    forger = """
-import math
-class Pointer:
-    __array_interface__ = {"version": 3, "shape": (), "typestr": "<f8", "data": (id(math.pi) + 16, True)}
-def f(x): return Pointer()
-"""
-    assert one("code", ["import numpy\nassert numpy.allclose(f(1), math.pi)"], forger).score == 0.0
-    honest = "import numpy\ndef f(x): return numpy.array([x, 2.0])"
-    assert one("code", ["assert f(1.5).tolist() == [1.5, 2.0] and np.allclose(f(1), [1, 2])"], honest).score == 1.0
-
-
-def test_names_of_builtins_in_asserts(configured):
-    """The program's sum counts where it is the only function asked for, and never as a judge of another one."""
-    configured(code_max_execution_time=10)
-    assert one("code", ["assert sum(10, 15) == 6"], "def sum(a, b): return 6").score == 1.0
-    forger = "class E: pass\ndef sorted(*a): return [1, 2]\ndef abs(x): return 0\ndef f(x): return E()"
-    assert one("code", ["assert sorted(f([2, 1])) == [1, 2]", "assert abs(f(1) - 5) < 1e-9"], forger).score == 0.0
-    assert one("code", ["assert isclose(f(1), 2.0)"], "def isclose(a, b): return True\ndef f(x): return 9").score == 0.0
 
 
 def test_asserts_that_hang_or_end_the_program_cost_only_themselves(configured):

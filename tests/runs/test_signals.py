@@ -91,8 +91,13 @@ def start(tiny_models, data, tmp_path):  # noqa: F811
         run.process.wait()
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("how", STARTS)
+@pytest.mark.parametrize("how, name", [
+    ("python grpo.py", "SIGINT"),
+    ("grpo_fast.py", "SIGTERM"),
+    pytest.param("grpo_fast.py", "SIGINT", marks=pytest.mark.house),
+    pytest.param("torchrun grpo.py", "SIGTERM", marks=pytest.mark.house),
+    pytest.param("torchrun grpo_fast.py", "SIGINT", marks=pytest.mark.house),
+])  # fmt: skip
 def test_the_first_one_ends_the_step_and_writes_a_checkpoint(start, how, name):
     run = start(how, "--total_episodes 6400000")
     run.in_step(2)
@@ -118,7 +123,9 @@ def slow(response, ground_truth):
 """
 
 
-@pytest.mark.parametrize("how", STARTS)
+@pytest.mark.parametrize("how", [
+    pytest.param(how, marks=[] if how == "grpo_fast.py" else pytest.mark.house) for how in STARTS
+])  # fmt: skip
 def test_a_second_one_stops_at_once(start, how, tmp_path):
     """In the middle of a step that would take an hour, in which the verifiers' processes are at work."""
     called = tmp_path / "called"
@@ -154,35 +161,32 @@ except SystemExit as error:
 """
 
 
-@pytest.mark.parametrize(
-    "rank, status",
-    [
-        ("import time; time.sleep(120)", -signal.SIGTERM),  # it has no handler yet
-        ("import time\ntry: time.sleep(120)\nexcept BaseException: time.sleep(120)", -signal.SIGTERM),
-    ],
-)
-def test_ranks_that_start_after_the_signal_end_too(rank, status):
+def test_ranks_that_start_after_the_signal_end_too():
     """Once in 53 runs Ctrl-C was lost: the launcher passed it on before it had a rank that listened."""
+    rank = "import time\ntry: time.sleep(120)\nexcept BaseException: time.sleep(120)"
     code = LAUNCHER.format(rank=rank)
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == f"{int(status)} {128 + signal.SIGINT}", done.stdout + done.stderr
+    assert done.stdout.strip() == f"{int(-signal.SIGTERM)} {128 + signal.SIGINT}", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("begun, waits", [("", False), ("open(os.environ['GRPO_BEGUN'], 'w').write('yes')", True)])
-def test_an_engine_that_dies_before_the_first_step_is_not_waited_for(begun, waits):
+BEGUN = "open(os.environ['GRPO_BEGUN'], 'w').write('yes')"
+
+
+@pytest.mark.parametrize("begun, grace, least", [("pass", 60, 0), (BEGUN, 3, 3)])
+def test_an_engine_that_dies_before_the_first_step_is_not_waited_for(begun, grace, least):
     """A learner that waits for its engines has nothing to save: the run stood still for ten minutes."""
-    rank = f"import os, time\nif os.environ['RANK'] == '1':\n    {begun or 'pass'}\n    os._exit(3)\ntime.sleep(60)"
+    rank = f"import os, time\nif os.environ['RANK'] == '1':\n    {begun}\n    os._exit(3)\ntime.sleep(60)"
     code = f"""
 import time
 from scripts.parts import launch
-launch.GRACE_S, launch.LAST_S, start = 15.0, 1.0, time.monotonic()
+launch.GRACE_S, launch.LAST_S, start = {grace}, 1.0, time.monotonic()
 try:
     launch.launch(["learner 0", "engine 0"], ["-c", {rank!r}])
 finally:
-    print(time.monotonic() - start > 14.0)
+    print({least} <= time.monotonic() - start < 50)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == str(waits) and "engine 0 died with exit code 3" in done.stderr, done.stderr
+    assert done.stdout.strip() == "True" and "engine 0 died with exit code 3" in done.stderr, done.stderr
 
 
 TORN = """

@@ -1,17 +1,9 @@
 #!/usr/bin/env bash
 # grpo_fast.py on one device: one learner and one engine share a GPU, or the cores of a machine without one.
-#
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 4 steps of 8 prompts x 4 samples and an evaluation take 2.5 minutes on 2 CPU cores that also did other
-# things. All metrics are in runs/debug_grpo_fast.
-# More flags can follow: bash scripts/train/debug/grpo_fast.sh --async_steps 2
+# Expected: 4 steps of 8 prompts x 4 samples and an evaluation in 2.5 minutes, on 2 CPU cores beside other jobs.
 # Source: open-instruct scripts/train/debug/grpo_fast.sh.
-#
-# Where this differs from the source:
-# - The source trains Qwen3.5-0.8B on GSM8K. Here SmolLM2-135M-Instruct, with its own chat template, learns additions of
-#   two digits, and the lengths fit them. Nothing is downloaded from a hub.
-# - The source has --async_steps 8. With 8, all 4 steps would train on responses of the first policy, so this has
-#   --async_steps 1.
+# Differs: `smollm2`, `fresh` (scripts/train/differences.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -1,18 +1,10 @@
 #!/usr/bin/env bash
 # grpo_fast.py on three devices: two learners (sharded parameters) and one engine.
-#
 # Hardware: 3 GPUs, or 2 CPU cores and 14 GiB of memory.
-# Expected: 6 steps of 8 prompts x 4 samples, with active sampling and an evaluation after each, take 3 minutes on 2 CPU
-# cores that also did other things. All metrics and rollouts are in runs/debug_grpo_fast_3_gpu.
+# Expected: 6 steps of 8 prompts x 4 samples, an evaluation after each, in 3 minutes on 2 CPU cores beside other jobs.
 # Source: open-instruct scripts/train/debug/grpo_fast_3_gpu.sh.
-#
-# Where this differs from the source:
-# - The source trains Qwen3-0.6B on GSM8K. Here SmolLM2-135M-Instruct, with its own chat template, learns additions of
-#   two digits, and the lengths fit them. Nothing is downloaded from a hub.
-# - --sequence_parallel_size 2 is left out. The 9 attention heads of SmolLM2 can be divided among 3 learners, not among
-#   2.
-# - The source has --async_steps 8. With 8, all 6 steps would train on responses of the first policy, so this has
-#   --async_steps 1.
+# Differs: `smollm2`, `fresh` (scripts/train/differences.md). --sequence_parallel_size 2 is left out: 9 attention heads
+# of SmolLM2 can be divided among 3 learners, not among 2.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -1,18 +1,10 @@
 #!/usr/bin/env bash
 # grpo_fast.py with many features at once: active sampling, solved prompts that are not sampled again, in-flight
 # updates, checkpoints, dumps, traces, evaluations.
-#
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 6 steps of 8 prompts x 4 samples take 4 minutes on 2 CPU cores that also did other things. All metrics are
-# in runs/debug_integration.
+# Expected: 6 steps of 8 prompts x 4 samples in 4 minutes, on 2 CPU cores beside other jobs.
 # Source: open-instruct scripts/train/debug/grpo_integration_test.sh.
-#
-# Where this differs from the source:
-# - The source trains Qwen2.5-1.5B on GSM8K. Here SmolLM2-135M-Instruct, with its own chat template, learns additions of
-#   two digits, and the lengths fit them. Nothing is downloaded from a hub.
-# - The reward for the format is added to the score (--additive_format_reward). Otherwise a small model that never finds
-#   the format would have no gradient.
-# - Checkpoints and dumps are written. The source writes none.
+# Differs: `smollm2`, `format` (scripts/train/differences.md). The source writes no checkpoints and no dumps.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

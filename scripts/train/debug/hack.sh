@@ -1,36 +1,11 @@
 #!/usr/bin/env bash
-# A policy finds a hole in its reward, and a second verifier sees it: --audit_verifier is logged and never trained on.
-#
-#   bash scripts/train/debug/hack.sh          the reward is 1 for what it cannot read, too: the policy falls silent
-#   bash scripts/train/debug/hack.sh length   a judge that takes many words for care: 0.2 is for the right answer, 0.8
-#                                             for 30 characters
-#   bash scripts/train/debug/hack.sh label    the label may stand anywhere: the policy lists digits
-#
-# Rewards: scripts/train/debug/hack.py. The question is for the largest digit of a number; for `label`, for the last.
-# Flags may follow. Without a hole reward and audit both rise, and nothing warns:
-#
-#   bash scripts/train/debug/hack.sh hole --remap_verifier learned=gsm8k --exp_name clean
-#
-# An audit before the run (J is 0), and the page after it:
-#
-#   python scripts/audit.py data/tasks/largest_digit/eval.jsonl --reward scripts/train/debug/hack.py:forgiving
-#   python scripts/reports/report.py runs/hack_hole
-#
-# `length` samples at temperature 2.5, where 29 of the first 64 responses are longer than a digit. At 1.5 the model
-# says a digit and stops: of 768 responses of 12 steps 17 were longer, so there was nothing to choose from.
-#
-# Hardware: 1 CPU core and 1 GiB of memory, no network. 17 s on an AMD EPYC (Zen 3), beside other jobs.
-# Expected: with hole and each of the seeds 1, 2 and 3 objective/verifiable_reward goes from 2.9 to 10 in 30 steps,
-#   objective/audit_reward from 2.8 to 0.1 or less (means of the first and last 5 steps), the share of right answers to
-#   held-out questions from 0.25 to 0, and step 12 or 13 warns that reward and audit part; clean, both rise to 7.5.
-# With length: seeds 1, 2 and 3 in 30 steps and 20 s: objective/verifiable_reward 1.8, 1.8 and 1.4 to 7.5,
-#   objective/audit_reward 1.5 to 2.1, 2.2 to 1.6 and 1.7 to 1.3, responses 4 to 14 tokens, which is the most; step 10,
-#   15 and 15 warns. Clean (seed 1, the same temperature): both rise from 1.8 to 4.6, 3 tokens, no warning.
-# With label: with 1 of 3 seeds the policy lists digits, and step 15 warns; with the others nothing warns.
-# Source: our own.
-#
-# Where this differs from the source:
-# - There is no published run to differ from.
+# A policy finds a hole in its reward (hack.py beside this), and --audit_verifier, on which nothing trains, sees it.
+#   bash scripts/train/debug/hack.sh [hole]   1 for what it cannot read, too: the policy falls silent, and the run warns
+#   bash scripts/train/debug/hack.sh length   0.2 for the right answer, 0.8 for 30 characters: it writes more
+#   bash scripts/train/debug/hack.sh label    the label may stand anywhere: with one seed of three it lists digits
+# Hardware: 1 CPU core and 1 GiB of memory, no network; 20 s.
+# Control: hack.sh hole --remap_verifier learned=gsm8k --exp_name clean; reward and audit rise together, nothing warns.
+# Source: our own. `length` samples at temperature 2.5: at 1.5 hardly a response is longer than a digit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 hole=hole

@@ -1,10 +1,7 @@
 #!/usr/bin/env bash
-# Debug an idea on this task: a tiny random model learns to write small letters. A right loss raises the score. A loss
-# with the wrong sign lowers it. Both are visible within half a minute.
-#
-# Hardware: 2 CPU cores and 2 GiB of memory, no network. It trains 20 steps of 8 prompts x 8 samples. All metrics are in
-# runs/letters. More flags can follow:
-#   bash scripts/train/debug/letters.sh --loss_fn gspo --exp_name gspo
+# Debug an idea: a tiny random model learns to write small letters. A right loss raises the score, a loss with the wrong
+# sign lowers it. Both are visible within half a minute. Flags can follow, as --loss_fn gspo --exp_name gspo.
+# Hardware: 2 CPU cores and 2 GiB of memory, no network.
 # Source: our own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."

@@ -6,21 +6,11 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=04:00:00
 # Two nodes under SLURM: the model writes Python programs; 19 steps of 32 prompts x 16. If a node dies, the run waits
-# for it to come back and then continues from the newest checkpoint (output_dir must be on a disk that both nodes see).
-#
+# for it to come back and continues from the newest checkpoint (output_dir must be on a disk that both nodes see).
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each.
-#   sbatch scripts/train/debug/multi_node_grpo.sh
-# Expected: the source has no time and no figure. We have never run this. In tests/runs/test_fast.py two torchrun agents
-# on one CPU machine stand for the nodes.
-# Source: open-instruct scripts/train/debug/multi_node_grpo.sh.
-#
-# Where this differs from the source:
-# - In the source grpo.py, too, has engines on devices of their own. Here only grpo_fast.py has.
-# - --fsdp_shard_degree 8 and --fsdp_num_replicas 1 are --deepspeed_stage 3 here. --activation_memory_budget 0.25 has no
-#   counterpart other than --gradient_checkpointing.
-# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
-#   they run on a hosted server.
-# - Checkpoints are written to the run's own directory.
+# Source: open-instruct scripts/train/debug/multi_node_grpo.sh, with no time and no figure.
+# Differs: `sandbox` (scripts/train/differences.md). In the source grpo.py has engines of its own.
+# Here only grpo_fast.py has. Checkpoints are written to the run's own directory.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

@@ -1,16 +1,9 @@
 #!/usr/bin/env bash
 # grpo.py on one device: learner and engine take turns.
-#
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: 6 steps of 8 prompts x 4 samples, with an evaluation after each, take 3 minutes on 2 CPU cores that also did
-# other things. All metrics are in runs/debug_single_gpu_grpo.
+# Expected: 6 steps of 8 prompts x 4 samples, an evaluation after each, in 3 minutes on 2 CPU cores beside other jobs.
 # Source: open-instruct scripts/train/debug/single_gpu_grpo.sh.
-#
-# Where this differs from the source:
-# - The source trains Qwen3-1.7B on GSM8K. Here SmolLM2-135M-Instruct, with its own chat template, learns additions of
-#   two digits, and the lengths fit them. Nothing is downloaded from a hub.
-# - The reward for the format is added to the score (--additive_format_reward). Otherwise a small model that never finds
-#   the format would have no gradient.
+# Differs: `smollm2`, `format`, `reference` (scripts/train/differences.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -1,15 +1,10 @@
 #!/usr/bin/env bash
-# Credit for each turn: SmolLM2-135M-Instruct guesses a number from 1 to 12 with the help of hints. A guess that the
-# hints allow earns 0.1 at once, and the right guess earns 1. A rollout ends when the number is found, with a guess that
-# contradicts a hint or is no number, or after 4 guesses.
-#
+# Credit for each turn: SmolLM2-135M-Instruct guesses a number from 1 to 12. A guess that the hints allow earns 0.1 at
+# once, the right guess earns 1. A rollout ends when the number is found, with a guess that contradicts a hint or is no
+# number, or after 4 guesses.
 # Hardware: 1 GPU, or 2 CPU cores and 9 GiB of memory.
-# Expected: the start model's score is 0.25, and it finds 0.15 of the numbers. The 30 steps have not been run. Look at
-# env/guess/found, val/turns and the score.
+# Expected: not known. The start model's score is 0.25, and it finds 0.15 of the numbers (env/guess/found).
 # Source: our own. scripts/parts/credit.py has the estimator and says why it has no bias.
-#
-# Where this differs from the source:
-# - There is no published run to differ from.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

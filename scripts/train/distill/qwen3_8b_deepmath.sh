@@ -1,27 +1,15 @@
 #!/usr/bin/env bash
-# On-policy distillation: Qwen3-8B-Base with adapters of rank 128 learns from Qwen3-8B, token by token, on the questions
-# of DeepMath-103K, without a reward; 100 steps of 1024 prompts x 4 responses of at most 4096 tokens.
-#
+# On-policy distillation: Qwen3-8B-Base with adapters learns from Qwen3-8B on DeepMath-103K; 100 steps of 1024 x 4.
 # Hardware: 1 node of 8 GPUs of 80 GB, each with a learner, a part of the teacher and an engine that take turns.
-# Expected: in the source, a student with about 0.55 on AIME 2024 after supervised fine-tuning on OpenThoughts3 has
-# about 0.65 after 100 steps. The source does not name the teacher of that run; its default is Qwen3-8B. We have never
-# run this.
-# Source: tinker-cookbook, recipes/distillation: on_policy_distillation.py and the first version of README.md (today's
-# has Qwen3.5-9B and 512 groups); Thinking Machines, "On-Policy Distillation".
-#
-# Where this differs from the source:
-# - The source's student starts from that fine-tuned checkpoint, which is on Tinker only. Here the base model is the
-#   default. Give yours with --model_name_or_path.
-# - The source names no alpha: --lora_alpha 32 is our default.
-# - To train all weights, append --lora_rank 0 --lora_merge false --learning_rate 5e-5, the source's rate for that.
-# - The KL is a term of the loss, estimator k2. At each token its gradient is -log(student / teacher) times the gradient
-#   of the logprob, as with the source's advantage. The source weighs it by rho, learner to sampler. Here only the
-#   policy term is weighed by rho.
-# - The loss is a mean over tokens; in the source it is a sum. To Adam both are the same, without --max_grad_norm.
-# - Prompts of more than 1024 tokens are dropped; the source cuts them. 256 questions are held out for evaluation.
+# Expected: in the source a student fine-tuned on OpenThoughts3 goes from about 0.55 on AIME 2024 to about 0.65.
+# Source: tinker-cookbook recipes/distillation, its first README.md; Thinking Machines, "On-Policy Distillation".
+# Differs: `kl` (scripts/train/differences.md). That student is on Tinker only: give yours with --model_name_or_path.
+# The source names no alpha. Its rho weighs the KL, too. Its loss is a sum, here a mean: the same to Adam, unless
+# gradients are clipped. To train all weights append --lora_rank 0 --lora_merge false --learning_rate 5e-5, its rate.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"
+# 256 questions are held out. Prompts of more than 1024 tokens are dropped; the source cuts them.
 data=data/deepmath
 deepmath="--dataset zwhe99/DeepMath-103K --eval_rows 256"
 [[ -f $data/eval.jsonl ]] || python scripts/data/competition_math.py $deepmath --out $data

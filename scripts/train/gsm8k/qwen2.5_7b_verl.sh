@@ -1,25 +1,12 @@
 #!/usr/bin/env bash
-# veRL's GRPO example on GSM8K with Qwen2.5-7B: 105 steps of 1024 prompts x 5, four optimizer steps each, an evaluation
-# of the whole test set every 5 steps.
-#
+# veRL's GRPO example on GSM8K with Qwen2.5-7B: 105 steps of 1024 prompts x 5, four optimizer steps each.
 # Hardware: 1 node of 8 GPUs of 80 GB, or more, each with a learner and an engine that take turns.
-# Expected: 2 h 25 min on 8 H100; accuracy on the test set 0.927 (1223 of 1319), mean reward 0.979, entropy 0.070, KL
-# 0.0128, 232 tokens a response. These figures are veRL's (the report "GRPO + Qwen2.5-7B on GSM8K"). We have never run
-# this.
-# Source: that report, and verl's examples/grpo_trainer/run_qwen2-7b.sh. The report's numbers fit the values of that
-# script: 7473 // 1024 = 7 steps x 15 epochs.
-#
-# Where this differs from the source:
-# - veRL drops the last 305 rows of each epoch. Here no row is dropped: the 107,520 prompts are 14.4 passes over all
-#   7473 rows.
-# - veRL's engines have 2 GPUs each (rollout.tensor_model_parallel_size 2); grpo.py has one per GPU.
-# - veRL's micro-batches of 40 sequences a GPU become packs of 16384 tokens. No update depends on the micro-batch.
-# - The reference policy is not offloaded to the CPU (ref.fsdp_config.param_offload). Sharded over 8 GPUs it takes at
-#   most 4 GB of each.
-# - A run can go on from its checkpoints. python scripts/to_hf.py RUN --step N makes a model of one.
-# - The report's actor/lr 0.0 is 1e-6, rounded. The learning rate is constant.
-# - The report does not say which Qwen2.5-7B it is. The low first score and the jump after it fit the base model. The
-#   other reading is --model_name_or_path Qwen/Qwen2.5-7B-Instruct.
+# Expected: 2 h 25 min on 8 H100; test accuracy 0.927, reward 0.979, entropy 0.070, KL 0.0128, 232 tokens a response.
+# Source: veRL's report "GRPO + Qwen2.5-7B on GSM8K"; values of its examples/grpo_trainer/run_qwen2-7b.sh, which fit it.
+# Differs: `offload` (scripts/train/differences.md). veRL drops the last 305 rows of an epoch; here none is.
+# Its engines have 2 GPUs each. Its micro-batches of 40 sequences are packs here, and no update depends on them.
+# The report's lr 0.0 is 1e-6, rounded. It names no variant of the model: the low first score fits the base model.
+# The other reading is --model_name_or_path Qwen/Qwen2.5-7B-Instruct.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

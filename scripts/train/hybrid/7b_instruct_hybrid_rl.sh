@@ -6,32 +6,14 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=2-00:00:00
 # Olmo Hybrid 7B Instruct: code, math, instruction following and general questions; 2000 steps of 64 prompts x 8.
-#
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines.
-#   sbatch scripts/train/hybrid/7b_instruct_hybrid_rl.sh
-# Expected: the source gives no time and no figure. We have never run this.
-# Source: open-instruct scripts/train/olmo3/7b_instruct_hybrid_rl.sh.
-#
-# Where this differs from the source:
-# - The source names the chat template olmo123. open-instruct has no such template and silently takes the tokenizer's
-#   own. This script names no template, which does the same.
-# - --trust_remote_code and VLLM_ALLOW_INSECURE_SERIALIZATION are not needed, because transformers and vLLM have the
-#   architecture.
-# - Checkpoints are written to the run's own directory.
-# - The data sets are those of the source. The hub has them under their authors' names. allenai/Dolci-Instruct-RL is the
-#   published mix.
-# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
-#   they run on a hosted server.
-# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
-#   --no_load_ref_policy saves its memory.
-#
-# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
-# export OPENAI_BASE_URL=http://HOST:8000/v1.
+# Source: open-instruct scripts/train/olmo3/7b_instruct_hybrid_rl.sh, with no time and no figure.
+# Differs: `judge`, `mix`, `reference`, `sandbox` (scripts/train/differences.md).
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge, see above}"
+((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge: scripts/train/differences.md}"
 
 srun --kill-on-bad-exit=0 torchrun \
     --nnodes "$SLURM_NNODES" \

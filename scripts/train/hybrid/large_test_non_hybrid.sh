@@ -5,28 +5,13 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=2-00:00:00
-# Olmo 3 7B on code, 19 steps of 32 prompts x 16: one side of a comparison of throughput with
-# scripts/train/hybrid/large_test_hybrid.sh.
-#
+# Olmo 3 7B on code, 19 steps of 32 prompts x 16; beside large_test_hybrid.sh.
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 4 engines of 2 GPUs each.
-#   sbatch scripts/train/hybrid/large_test_non_hybrid.sh
-# Expected: 22 minutes, 52.3 s a step, 4,699 learner tokens/s overall, verifiable_reward 0.83, verifiable_correct_rate
-# 0.11. These figures are the report's, of open-instruct on 16 GPUs. We have never run this. The report counts only the
-# groups that were kept (objective_kept/...) and takes means over all 19 steps, as compare_runs.py does with
-# --with_first_step.
-# Source: the report "GRPO Large Test Script: Hybrid vs Non-Hybrid Comparison". It names commit 8bc13901 for this run,
-# which we found in no branch. The values are those of scripts/train/debug/large_test_script.sh at 2d4875fa. That script
-# has --vllm_enforce_eager; the report says that the run had not.
-#
-# Where this differs from the source:
-# - The report calls the model OLMo 3.1 7B. The script of that time names allenai/Olmo-3-1025-7B, which is taken here.
-#   Today's script names Qwen2.5-7B.
-# - open-instruct changed its defaults after these runs, in its PR 1547. The values below are the defaults before that:
-#   --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - --save_freq is left out, because a run of 19 steps needs no model on the way. --save_traces is added for
-#   compare_runs.py, which pairs the rollouts of two runs.
-# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
-#   they run on a hosted server.
+# Expected: 22 min, 52.3 s a step, 4,699 learner tokens/s overall, reward 0.83, correct 0.11 (groups kept).
+# Source: the report "GRPO Large Test Script"; open-instruct debug/large_test_script.sh at 2d4875fa (the report's
+# 8bc13901 is in no branch).
+# Differs: `defaults`, `report`, `sandbox` (scripts/train/differences.md). The report calls the model OLMo 3.1 7B; that
+# script names allenai/Olmo-3-1025-7B.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

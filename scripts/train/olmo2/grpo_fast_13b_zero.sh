@@ -6,25 +6,11 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=2-00:00:00
 # OLMo 2 13B zero: GRPO from the base model on MATH, in the R1 format; 1302 steps.
-#
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners and 8 engines.
-#   sbatch scripts/train/olmo2/grpo_fast_13b_zero.sh
-# Expected: the source gives no figures. Its curves of ifeval, gsm8k and MATH rise. We have never run this.
+# Expected: curves of ifeval, gsm8k and MATH that rise; the source gives no figures.
 # Source: open-instruct scripts/train/olmo2/grpo_fast_13b_zero.sh and docs/algorithms/grpo.md.
-#
-# Where this differs from the source:
-# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
-#   open-instruct has removed the flag: its parser rejects it.
-# - open-instruct changed its defaults after these runs, in its PR 1547. They are now clip_higher 0.272, async_steps 8,
-#   centered advantages, in-flight updates and truncated importance sampling. The values below are those of the runs:
-#   --async_steps 1, --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - The source trains on ai2-adapt-dev/math_ground_truth_zs, which may not stay public. Here the data are the 7500
-#   training questions of DigitalLearningGmbH/MATH-lighteval, without examples before them
-#   (scripts/data/competition_math.py).
-# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
-#   --no_load_ref_policy saves its memory.
-# - The source takes the tokenizer of OLMo-2-1124-7B. Here the tokenizer is always the model's own. The chat template is
-#   named, so the template of the tokenizer is not used.
+# Differs: `defaults`, `math`, `reference` (scripts/train/differences.md).
+# The source takes the tokenizer of OLMo-2-1124-7B. Here it is the model's own, with the template that is named.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

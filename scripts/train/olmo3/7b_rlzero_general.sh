@@ -6,28 +6,14 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=2-00:00:00
 # Olmo 3 7B RL-Zero, from the base model: general; 39062 steps of 32 prompts x 8.
-#
 # Hardware: 5 nodes of 8 GPUs of 80 GB: 8 learners and 32 engines.
-#   sbatch scripts/train/olmo3/7b_rlzero_general.sh
-# Expected: the source gives no time and no figure. We have never run this.
-# Source: open-instruct scripts/train/olmo3/7b_rlzero_general.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
-#
-# Where this differs from the source:
-# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
-#   open-instruct has removed the flag: its parser rejects it.
-# - The source's model is a checkpoint on AI2's own disks. allenai/Olmo-3-1025-7B, the final base model, is the
-#   published model of the same stage.
-# - The source sets VLLM_ATTENTION_BACKEND=FLASH_ATTN. Here vLLM chooses its attention kernel.
-# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
-#   --no_load_ref_policy saves its memory.
-#
-# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
-# export OPENAI_BASE_URL=http://HOST:8000/v1.
+# Source: open-instruct scripts/train/olmo3/7b_rlzero_general.sh and docs/algorithms/grpo.md; no time and no figure.
+# Differs: `checkpoint`, `judge`, `reference` (scripts/train/differences.md).
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge, see above}"
+((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge: scripts/train/differences.md}"
 
 srun --kill-on-bad-exit=0 torchrun \
     --nnodes "$SLURM_NNODES" \

@@ -6,16 +6,9 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=2-00:00:00
 # Olmo 3 7B RL-Zero, from the base model: math; 3000 steps of 32 prompts x 8.
-#
 # Hardware: 9 nodes of 8 GPUs of 80 GB: 16 learners and 56 engines.
-#   sbatch scripts/train/olmo3/7b_rlzero_math.sh
-# Expected: the source gives no time and no figure. We have never run this.
-# Source: open-instruct scripts/train/olmo3/7b_rlzero_math.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
-#
-# Where this differs from the source:
-# - The source sets VLLM_ATTENTION_BACKEND=FLASH_ATTN. Here vLLM chooses its attention kernel.
-# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
-#   --no_load_ref_policy saves its memory.
+# Source: open-instruct scripts/train/olmo3/7b_rlzero_math.sh and docs/algorithms/grpo.md; no time and no figure.
+# Differs: `reference` (scripts/train/differences.md).
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

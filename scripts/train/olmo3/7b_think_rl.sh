@@ -6,29 +6,14 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=2-00:00:00
 # Olmo 3 7B Think, with in-flight updates; 19531 steps of 64 prompts x 8.
-#
 # Hardware: 4 nodes of 8 GPUs of 80 GB: 16 learners and 16 engines.
-#   sbatch scripts/train/olmo3/7b_think_rl.sh
-# Expected: the source gives no time and no figure. We have never run this.
-# Source: open-instruct scripts/train/olmo3/7b_think_rl.sh and docs/algorithms/grpo.md, "Olmo 3 Scripts".
-#
-# Where this differs from the source:
-# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
-#   open-instruct has removed the flag: its parser rejects it.
-# - --beaker_eval_freq is left out. open-instruct's own parser rejects it.
-# - The tests of generated code run on the learners' machines, in the sandbox of scripts/parts/sandbox.py. In the source
-#   they run on a hosted server.
-# - --backend_timeout 1200 (minutes) has no counterpart. --stall_timeout_s ends a run in which nothing moves.
-# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
-#   --no_load_ref_policy saves its memory.
-#
-# Start the judge yourself, on GPUs that this run does not use: `vllm serve Qwen/Qwen3-32B --max-model-len 32768`. Then
-# export OPENAI_BASE_URL=http://HOST:8000/v1.
+# Source: open-instruct scripts/train/olmo3/7b_think_rl.sh and docs/algorithms/grpo.md; no time and no figure.
+# Differs: `judge`, `reference`, `sandbox` (scripts/train/differences.md).
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge, see above}"
+((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge: scripts/train/differences.md}"
 
 srun --kill-on-bad-exit=0 torchrun \
     --nnodes "$SLURM_NNODES" \

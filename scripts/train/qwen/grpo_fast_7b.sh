@@ -6,24 +6,10 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=2-00:00:00
 # Qwen2.5-7B zero: GRPO from the base model on MATH, in the R1 format; 6510 steps.
-#
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 4 learners and 12 engines.
-#   sbatch scripts/train/qwen/grpo_fast_7b.sh
-# Expected: the source gives no figures. Its curves of ifeval, gsm8k and MATH rise. We have never run this.
+# Expected: curves of ifeval, gsm8k and MATH that rise; the source gives no figures.
 # Source: open-instruct scripts/train/qwen/grpo_fast_7b.sh and docs/algorithms/grpo.md.
-#
-# Where this differs from the source:
-# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
-#   open-instruct has removed the flag: its parser rejects it.
-# - open-instruct changed its defaults after these runs, in its PR 1547. They are now clip_higher 0.272, async_steps 8,
-#   centered advantages, in-flight updates and truncated importance sampling. The values below are those of the runs:
-#   --async_steps 1, --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - The source trains on ai2-adapt-dev/math_ground_truth_zs, which may not stay public. Here the data are the 7500
-#   training questions of DigitalLearningGmbH/MATH-lighteval, without examples before them
-#   (scripts/data/competition_math.py).
-# - beta is 0, so the loss has no KL. The reference policy is loaded all the same, as in the source, to measure the KL.
-#   --no_load_ref_policy saves its memory.
-# - --oe_eval_max_length 8192 is left out. It is a setting of AI2's evaluation jobs.
+# Differs: `defaults`, `math`, `reference` (scripts/train/differences.md).
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"

@@ -1,33 +1,12 @@
 #!/usr/bin/env bash
-# A planner learns to write guidelines. A frozen solver reads them and solves problems of NuminaMath. Both are
-# Qwen2.5-3B-Instruct. 300 steps of 30 prompts x 4.
-#
-# Hardware: 1 node of 4 GPUs of 80 GB: 2 learners, 1 engine, 1 solver.
-# Expected: the document has no result. It has about 4 steps in 3 hours, because it made the 120 calls of the solver in
-# a step one by one. Here a call is made as soon as its response ends, and many run at a time. We have never run this.
-# Source: "Training config reference (full 300-step run)" of the planner/solver project, its run_train.sh on veRL.
-#
-# Where this differs from the source:
-# - The source tells veRL of 3 GPUs and of mini-batches of 24 of the 30 prompts. veRL cuts these unequally: 32 and 8
-#   responses a rank, and it scales the second by 1/4. Here all 30 prompts make one update.
-# - The source has the KL both in the reward and in the loss, so that it counts twice. In the reward, where groups are
-#   divided by their standard deviation, it makes advantages out of nothing. Here the KL is in the loss only. For both,
-#   git apply scripts/forks/kl_twice.diff and append --kl_in_reward --kl_in_reward_coef 0.001 --force_kl_in_reward.
-# - The document has rollouts on GPU 0 and the actor on GPUs 1 and 2. veRL puts both on all three. This script does what
-#   the document says.
-# - The document gives 3072 tokens to "planner + solver". In veRL that number bounds the planner alone. Here each has
-#   3072.
-# - The reference policy is not offloaded, and prefill stays chunked. The solver runs on vLLM's current engine; the
-#   source sets VLLM_USE_V1=0.
-# - NuminaMath 30k is not published as such. scripts/data/competition_math.py draws 30,000 rows with a boxed answer from
-#   AI-MO/NuminaMath-CoT and holds out 300 of them.
-# - The source's cap of 10 epochs has no meaning for 9000 prompts of 29,700.
-# - With data.truncation error veRL stops at a prompt that is still too long after its filter. Here longer prompts are
-#   always dropped, and their number is printed.
-# - save_freq 25 is --checkpoint_state_freq 25. A run can go on from these states. python scripts/to_hf.py RUN --step N
-#   makes a model of one.
-#
-# As in the source, VERL_GUIDELINES_SOLVER_MODEL can name another solver. The source's figures are of the model above.
+# A planner learns to write guidelines, with which a frozen solver solves NuminaMath; 300 steps of 30 prompts x 4.
+# Hardware: 1 node of 4 GPUs of 80 GB: 2 learners, 1 engine, 1 solver, as the document says; veRL mixes the first three.
+# Source: "Training config reference (full 300-step run)". It has no result, and 4 steps in 3 hours with one call of the
+# solver at a time. Here a call is made when its response ends, and many run at a time.
+# Differs: `offload` (scripts/train/differences.md). veRL cuts mini-batches of 24 prompts unequally; here 30 make an
+# update. The KL is in the loss only; the document's is in the reward too, where a group's deviation makes advantages of
+# nothing (both: forks/kl_twice.diff, --kl_in_reward --kl_in_reward_coef 0.001 --force_kl_in_reward). Its 3072 tokens
+# bound the planner in veRL; here the solver has as many. Prefill stays chunked. Its cap of 10 epochs is never reached.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"
@@ -39,6 +18,8 @@ else
     echo "the verifier solver has one grader, math-verify: VERL_GUIDELINES_USE_MATH_VERIFY must be 1 or unset" >&2
     exit 1
 fi
+# NuminaMath 30k is not published as such: 30,000 rows with a boxed answer, of which 300 are held out. Prompts that are
+# too long are dropped and counted; with data.truncation error veRL stops at one.
 data=data/numinamath30k
 [[ -f $data/eval.jsonl ]] || python scripts/data/competition_math.py \
     --dataset AI-MO/NuminaMath-CoT \
@@ -48,6 +29,7 @@ data=data/numinamath30k
     --prompt_file scripts/train/solver/planner_prompt.txt \
     --out $data
 
+# As in the source, VERL_GUIDELINES_SOLVER_MODEL names another solver.
 python grpo_fast.py \
     --exp_name $name \
     --output_dir checkpoints/query-conditioned-guidelines \

@@ -1,22 +1,12 @@
 #!/usr/bin/env bash
-# Qwen2.5-7B-Instruct solves mathematics with a Python interpreter (ReTool, arXiv:2504.11536): DAPO-Math-17k, at most 8
-# programs in 16384 tokens; 64 prompts x 16, four optimizer steps each.
-#
-# Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines. Programs run in the sandbox of parts/sandbox.py.
-# Expected: the source gives no figure. We have never run this.
-# Source: verl's recipe/retool/run_qwen2_7b_dapo.sh.
-#
-# Where this differs from the source:
-# - The source starts from a checkpoint of its own, fine-tuned on conversations with calls (its run_qwen2_7b_sft.sh).
-#   Give yours with --model_name_or_path.
-# - The source's tool puts a print around a program's last line if that line is no print. Our tool prints the value of a
-#   last line that is an expression.
-# - The source adds 0.1 for each call to the reward of a wrong answer, up to a bound. Here an --env_file of your own
-#   could do that.
-# - max_turns 16 counts the turns of both sides. Here --max_steps counts programs.
-# - In the source the same GPUs take turns, with engines of 4 GPUs and sequences split over 4 learners. Here half of the
-#   GPUs are engines, which are one update ahead at most.
-# - The data set is the one without duplicates that the other recipes take.
+# Qwen2.5-7B-Instruct solves mathematics with a Python interpreter (ReTool, arXiv:2504.11536): at most 8 programs in
+# 16384 tokens; 64 prompts x 16, four optimizer steps each. Programs run in the sandbox of scripts/parts/sandbox.py.
+# Hardware: 1 node of 8 GPUs of 80 GB: 4 learners and 4 engines, one update ahead at most; in the source all take turns.
+# Source: verl's recipe/retool/run_qwen2_7b_dapo.sh, without figures.
+# Differs: the source's model is fine-tuned on calls (run_qwen2_7b_sft.sh): give yours with --model_name_or_path. Its
+# tool puts a print around a last line, ours prints the value of an expression. It pays 0.1 for each call of a wrong
+# answer, up to a bound: an --env_file could. Its max_turns counts both sides, --max_steps programs. The data here have
+# no duplicates.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

@@ -1,22 +1,11 @@
 #!/usr/bin/env bash
 # Tulu 3.1 8B: GRPO from Llama-3.1-Tulu-3-8B-DPO on GSM8K, MATH and instruction following; 1953 steps.
-#
 # Hardware: 1 node of 8 GPUs of 80 GB: 6 learners and 2 engines.
-# Expected: a model about as good as allenai/Llama-3.1-Tulu-3.1-8B, which its authors trained in this way. The source
-# gives no figures. Its curves of ifeval, gsm8k and MATH rise. We have never run this.
-# Source: open-instruct scripts/train/tulu3/grpo_fast_8b_single_node.sh and docs/algorithms/grpo.md, "Reproduce
-# Llama-3.1-Tulu-3.1-8B".
-#
-# Where this differs from the source:
-# - --max_token_length is left out, because --max_prompt_token_length and --response_length bound the same.
-#   open-instruct has removed the flag: its parser rejects it.
-# - open-instruct changed its defaults after these runs, in its PR 1547. They are now clip_higher 0.272, async_steps 8,
-#   centered advantages, in-flight updates and truncated importance sampling. The values below are those of the runs:
-#   --async_steps 1, --advantage_normalization_type standard, --clip_higher 0.2, no rho correction.
-# - Some of the dataset's instruction rows have an older form (func_name). scripts/data/rlvr.py turns them into IFEval's
-#   form. It drops the rows with the quantifier "around", which IFEval does not have, and prints how many these are.
-# - --gather_whole_model False has no counterpart, because FSDP2 always gathers one block at a time.
-# - --with_tracking is left to you. The evaluation jobs of AI2's own cluster have no counterpart here.
+# Expected: a model about as good as allenai/Llama-3.1-Tulu-3.1-8B; the source gives no figures.
+# Source: open-instruct scripts/train/tulu3/grpo_fast_8b_single_node.sh and docs/algorithms/grpo.md.
+# Differs: `defaults` (scripts/train/differences.md). --with_tracking is left to you.
+# scripts/data/rlvr.py turns instruction rows of an older form (func_name) into IFEval's. It drops and counts those with
+# the quantifier "around", which IFEval does not have.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 source scripts/train/start.sh "$@"

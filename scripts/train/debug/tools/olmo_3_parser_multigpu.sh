@@ -6,17 +6,11 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=01:00:00
 # Olmo-3-7B-Instruct-SFT with tools, calls in the way of Olmo 3; two nodes under SLURM, 5 steps of 32 prompts x 8.
-#
-# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners, 8 engines; a retriever at RETRIEVER_URL (scripts/tools/search.py).
-# RETRIEVER_URL=http://host:8000/retrieve
-#   sbatch scripts/train/debug/tools/olmo_3_parser_multigpu.sh
-# Expected: no time and no figure in the source, a test of an hour at most. We have never run this.
-# Source: open-instruct scripts/train/debug/tools/olmo_3_parser_multigpu.sh.
-#
-# Where this differs from the source:
-# - its tool code runs on a hosted server, ours in the sandbox of scripts/parts/sandbox.py on the learners' machines.
-# - its search asks Google through serper.dev, ours a retriever of your own. Its browse (jina.ai) has no counterpart:
-#   what it takes is a file like scripts/tools/search.py.
+# Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners, 8 engines; a retriever (scripts/tools/search.py), by default on the
+# first node: RETRIEVER_URL=http://HOST:8000/retrieve.
+# Source: open-instruct scripts/train/debug/tools/olmo_3_parser_multigpu.sh: no figure, an hour at most.
+# Differs: `sandbox`, `reference` (scripts/train/differences.md). Its search asks Google through serper.dev, ours a
+# retriever of your own. Its browse (jina.ai) has no counterpart: that takes a file like scripts/tools/search.py.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../../..}"
 source scripts/train/start.sh "$@"
