@@ -1667,7 +1667,7 @@ class Run:
     eval_world: World  # the ranks that sample and score for evaluation
     # set_up leaves these to the scripts
     engine: Sampler | None = None  # None on ranks that have none
-    servers: Any = None  # see utils.start_reward_models
+    servers: Any = None  # see start_reward_models
     guards: Any = None  # what ends a run that is not sound: scripts/parts/guards.py
     echo: Any = None  # whether weights reach the engines: scripts/parts/guards.py
     done: dict[str, Any] = field(default_factory=dict)  # the state after the last step that is done, see plain_state
@@ -1715,7 +1715,11 @@ def set_up(args: Args, world: World) -> Run:
     utils.STOP.because = ""
 
     tokenizer = utils.load_tokenizer(args)
-    environment = utils.load_environment(args, tokenizer)
+    environment = None
+    if args.has_turns:
+        from scripts.parts import turns
+
+        environment = turns.load_environment(args, tokenizer)
     if args.load_batches:
         from scripts.parts import dumps
 
@@ -1773,6 +1777,19 @@ def train(run: Run, step: Step, probe: Sequence[Group], args: Args) -> None:
         refresh_reference(learner.ref_policy, learner.policy, args.alpha)
 
 
+def start_reward_models(args: Args, run_dir: Path, world: World) -> Any:
+    """Connect this rank to the judge and the solver. Without --solver_base_url the first rank starts the solver's
+    servers, and gets them as a scripts.parts.serve.Servers; all other results are None. All ranks that score. Raises
+    UserError."""
+    servers = None
+    if args.solver_model_name_or_path and not args.solver_base_url:
+        from scripts.parts import serve
+
+        servers, args = serve.start_solver(args, run_dir, world)
+    rewards.configure(args, connect=True)
+    return servers
+
+
 def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
     args = check_start(args)
@@ -1781,7 +1798,7 @@ def main(args: Args) -> Path | None:
     world = utils.init_distributed()
     args = choose_dtype(args, world)
     run = set_up(args, world)
-    run.servers = utils.start_reward_models(args, run.run_dir, world)
+    run.servers = start_reward_models(args, run.run_dir, world)
     engine = None if args.load_batches else start_engine(run)
     gap = None if engine is None else send_first_weights(run, engine)
     start_log(run, gap, world.size)
@@ -1886,7 +1903,8 @@ def load_engine(run: Run, engine: utils.Engine, version: int) -> None:
 
 
 def send_first_weights(run: Run, engine: utils.Engine) -> Any:
-    """Load this rank's engine with the policy's weights; returns the logprob gap of probes. All ranks."""
+    """Load this rank's engine with the policy's weights; returns the logprob gap of probes. An engine that sleeps gives
+    them back for the check, and gets them again. All ranks."""
     from scripts.parts import guards
 
     run.echo = guards.Echo(run.args)
@@ -1896,8 +1914,10 @@ def send_first_weights(run: Run, engine: utils.Engine) -> Any:
     for version, check in starts(policy, run.args, run.state["step"], world.size):
         load_engine(run, engine, version)
         probe = sample_probes(engine, run, world.rank, guards.GAP_PROMPTS, world.size)
-        engine.sleep(1)
+        engine.sleep()
         gap = check(policy, probe, run.args, world)
+    if engine.asleep:
+        load_engine(run, engine, run.state["step"])
     return gap
 
 
@@ -2249,7 +2269,10 @@ def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> Non
         run.logger.say(line)
     if step.number % SHOW_ROLLOUTS_EVERY == 1:
         run.logger.show(step.number, step.sampled)
-    utils.record_step(step, run.packing, policy, args, run.world)
+    if args.save_traces or args.dump_steps:
+        from scripts.parts import dumps
+
+        dumps.record_step(step, run.packing, policy, args, run.world)
 
 
 # --- Checkpoints, and the end -----------------------------------------------------------------------------------------

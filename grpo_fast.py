@@ -201,7 +201,7 @@ def plan_weights(policy: grpo.Policy, args: Args) -> Manifest:
     return manifest
 
 
-def gather_weights(policy: grpo.Policy, manifest: Manifest, args: Args) -> Iterator[torch.Tensor]:
+def tensors_to_send(policy: grpo.Policy, manifest: Manifest, args: Args) -> Iterator[torch.Tensor]:
     """Yield all weights, a flat bucket at a time. All learners must exhaust it in lock-step."""
     tensors = utils.engine_weights(policy, args)
     for bucket in manifest:
@@ -995,7 +995,7 @@ def send_weights(
     next one is gathered. Waits only for a broadcast of earlier weights. All learners."""
     if sender is not None:
         sender.queue.put((manifest, version, cursor))
-    for values in gather_weights(policy, manifest, args):
+    for values in tensors_to_send(policy, manifest, args):
         if sender is not None:
             sender.engines.echo.note(version, values)
             gathered = torch.cuda.current_stream().record_event() if values.is_cuda else None
@@ -1007,7 +1007,7 @@ def start_sender(run: grpo.Run, roles: Roles, meeting: Any) -> Sender:
     from scripts.parts import addresses
 
     meeting.store.set("learner loaded", "")
-    run.servers = utils.start_reward_models(run.args, run.run_dir, run.eval_world)
+    run.servers = grpo.start_reward_models(run.args, run.run_dir, run.eval_world)
     eos_ids = utils.eos_token_ids(run.args, run.tokenizer)
     watchdog = start_watchdog(run.args, roles, meeting)
     group, device = weights_group(meeting.store, roles, run.args)

@@ -42,18 +42,14 @@ import math
 import os
 import queue
 import re
-import signal
-import socket
 import string
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -67,6 +63,7 @@ if TYPE_CHECKING:
 SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts")
 NUM_WORKERS = min(os.cpu_count() or 1, 8)
 MISSING = frozenset({"timeout", "crash", "infra_error"})
+STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class Verifier(NamedTuple):
 
 def check_verifier(name: str) -> str:
     """The key in VERIFIERS for this name, in any case. Raises ValueError, with the nearest name, if there is none."""
-    name = REMAP.get(name.lower(), name.lower())
+    name = SETTINGS.renamed.get(name.lower(), name.lower())
     if name not in VERIFIERS:
         nearest = difflib.get_close_matches(name, VERIFIERS, n=1, cutoff=0.0)[0]
         raise ValueError(
@@ -166,7 +163,8 @@ def check_verifier(name: str) -> str:
         )
 
     needs = VERIFIERS[name].needs
-    if needs and not getattr(FLAGS, needs) and not getattr(FLAGS, "dry_run", False):
+    flags = SETTINGS.flags
+    if needs and not getattr(flags, needs) and not getattr(flags, "dry_run", False):
         raise ValueError(f"verifier {name} needs a model: set --{needs}")
     return name
 
@@ -178,7 +176,7 @@ def check_ground_truth(name: str, ground_truth: Any, prompt: str = "user: ?", co
     try:
         record = RewardRecord("", ground_truth, name, None, prompt, columns)
         VERIFIERS[name].check(record)
-        if FLAGS.audit_verifier:
+        if SETTINGS.flags.audit_verifier:
             from scripts.parts import audit
 
             audit.check_label(record)
@@ -275,7 +273,7 @@ def need(condition: bool, message: str) -> None:
 
 
 class Bound(NamedTuple):
-    """What a flag's number must be: it stands in the flag's type, and scripts/parts/checks.py refuses other numbers."""
+    """What a flag's number must be: it stands in the flag's type, and RewardFlags.check refuses other numbers."""
 
     must: str
     holds: Callable[[float], bool]
@@ -370,16 +368,35 @@ class RewardFlags(Refusing):
     arXiv:2503.14476, eq. 13). 0 is off."""
 
     def check(self) -> None:
-        """Refuse what cannot work before anything starts. Raises UserError with flag, value and fix."""
-        from scripts.parts import checks
+        """Refuse what cannot work before anything starts: numbers out of their flags' bounds, of all flags that `self`
+        has, and rewards that contradict themselves. Raises UserError with flag, value and fix."""
+        for flag in fields(self):
+            value = getattr(self, flag.name)
+            need(value == value, f"--{flag.name} nan: must be a number")
+            marks = getattr(flag.type, "__metadata__", ())
+            for bound in [mark for mark in marks if isinstance(mark, Bound)]:
+                need(value is None or bound.holds(value), f"--{flag.name} {value}: must {bound.must}")
+        if not (self.apply_verifiable_reward or self.apply_r1_style_format_reward):
+            self.refuse("--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward")
+        if self.additive_format_reward and not self.apply_r1_style_format_reward:
+            self.refuse("--additive_format_reward needs --apply_r1_style_format_reward")
+        if self.llm_judge_model and self.llm_judge_max_tokens > self.llm_judge_max_context_length - 1024:
+            self.refuse(
+                "--llm_judge_max_tokens of --llm_judge_max_context_length must leave 1024 tokens to judge: lower it"
+            )
 
-        checks.check_rewards(self)
+
+@dataclass
+class Settings:
+    """What the flags of a run make of the verifiers."""
+
+    flags: RewardFlags = field(default_factory=RewardFlags)
+    judge: "chat.ChatModel | None" = None
+    solver: "solver.Solver | None" = None
+    renamed: dict[str, str] = field(default_factory=dict)  # --remap_verifier: old name -> verifier
 
 
-FLAGS = RewardFlags()
-JUDGE: "chat.ChatModel | None" = None
-SOLVER: "solver.Solver | None" = None
-REMAP: dict[str, str] = {}  # --remap_verifier: old name -> verifier
+SETTINGS = Settings()
 
 
 def configure(flags: RewardFlags, connect: bool) -> None:
@@ -387,26 +404,20 @@ def configure(flags: RewardFlags, connect: bool) -> None:
 
     connect: send a test request to the servers of judge and solver that run already. Raises UserError for flags that
     cannot work; then no judge and no solver is set."""
-    global FLAGS, JUDGE, SOLVER
-    FLAGS = RewardFlags()
-    JUDGE = None
-    SOLVER = None
-    REMAP.clear()
+    global SETTINGS
+    SETTINGS = Settings()
     RewardFlags.check(flags)  # not Args.check, which checks the flags of the training script as well
 
-    judge_of_flags = None
+    settings = Settings(flags)
     if flags.llm_judge_model:
         from scripts.parts import judges
 
-        judge_of_flags = judges.judge_model(flags, connect)
-    solver_of_flags = None
+        settings.judge = judges.judge_model(flags, connect)
     if flags.solver_model_name_or_path:
         from scripts.parts import solver
 
-        solver_of_flags = solver.solver_model(flags, connect)
-    FLAGS = flags
-    JUDGE = judge_of_flags
-    SOLVER = solver_of_flags
+        settings.solver = solver.solver_model(flags, connect)
+    SETTINGS = settings
 
     if flags.reward_file:
         from scripts.parts import user_files
@@ -416,11 +427,12 @@ def configure(flags: RewardFlags, connect: bool) -> None:
         from scripts.parts import audit
 
         audit.check_name(flags)
-    remap_verifiers(flags.remap_verifier or "")
+    settings.renamed = renamed_verifiers(flags.remap_verifier or "")
 
 
-def remap_verifiers(pairs: str) -> None:
-    """Fills REMAP from --remap_verifier. Raises UserError."""
+def renamed_verifiers(pairs: str) -> dict[str, str]:
+    """Old name -> verifier of --remap_verifier. Raises UserError."""
+    renamed = {}
     for pair in filter(None, pairs.split(",")):
         old, _, new = (name.strip().lower() for name in pair.partition("="))
         need(bool(old and new), f"--remap_verifier {pairs}: {pair!r} is not OLD=NEW")
@@ -428,7 +440,8 @@ def remap_verifiers(pairs: str) -> None:
             check_verifier(new)
         except ValueError as error:
             raise UserError(f"--remap_verifier {pairs}: {error}") from None
-        REMAP[old] = new
+        renamed[old] = new
+    return renamed
 
 
 FORMAT_START = re.compile(r"</think>\s*<answer>")
@@ -1010,171 +1023,23 @@ class Answer:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-# --- Workers: child processes that run one job at a time and are killed at its deadline -------------------------------
-
-START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of the deadline
-MAX_REPLY_BYTES = 2**26
-JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
+# --- Threads and workers, which wait so that the trainer need not ----------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    """How a job ended. value is what the job returned, nan if it did not. seconds are the job's, without the worker's
-    start."""
+def run_in_worker(job: Job, timeout_s: float, of_environment: bool = False) -> Scored:
+    """Runs the job in the first worker that is free, and asks Job.blameless what is to blame if it ends the worker.
 
-    value: Any
-    status: str
-    seconds: float
-    problem: str = ""
+    of_environment: in one of the workers of environments, which are apart, so that slow tools delay no verifier."""
+    from scripts.parts import worker
 
-
-class Worker:
-    """A child process (scripts/parts/worker.py), started for its first job and again after each kill. Used by one
-    thread at a time."""
-
-    process: subprocess.Popen | None = None
-    start_s = 0.0  # the longest start so far, of any worker
-
-    def start(self) -> None:
-        # A fresh interpreter: fork would copy the trainer's threads, locks and CUDA state, and
-        # multiprocessing's spawn would import the trainer's __main__ with torch and vllm.
-        command = [sys.executable, os.path.join(SCRIPTS, "parts", "worker.py"), "--serve"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env.pop("LD_PRELOAD", None)
-        self.socket, child = socket.socketpair()
-        self.stderr = tempfile.TemporaryFile()
-        self.buffer = b""
-        self.num_jobs = 0
-        with child:
-            # Its own session: Ctrl-C in the terminal must not turn running jobs into crashes.
-            self.process = subprocess.Popen(
-                command,
-                stdin=child.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self.stderr,
-                env=env,
-                start_new_session=True,
-            )
-
-    def stop(self) -> str:
-        """Kills the process and its children; returns the end of the text that it wrote to stderr before it took
-        jobs."""
-        from scripts.parts import worker
-
-        worker.kill(self.process)
-        self.process = None
-        self.socket.close()
-        with self.stderr:
-            self.stderr.seek(0)
-            return self.stderr.read()[-1000:].decode(errors="replace").strip()
-
-    def receive(self, deadline: float) -> dict:
-        """The next reply. Raises TimeoutError at the deadline (time.monotonic), EOFError if the process died or the
-        reply is to another job, or none."""
-        from scripts.parts import worker
-
-        while b"\n" not in self.buffer:
-            self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-            chunk = self.socket.recv(65536)
-            if not chunk:
-                raise EOFError("the worker died")
-            self.buffer += chunk
-            if len(self.buffer) > MAX_REPLY_BYTES:
-                raise EOFError("the worker's reply has no end")
-        line, _, self.buffer = self.buffer.partition(b"\n")
-        return worker.read_reply(line, self.num_jobs)
-
-    def send(self, job: Job, timeout_s: float) -> dict:
-        """Sends the job, to a fresh process if needed; returns the first reply. Raises OSError, EOFError."""
-        if self.process is None:
-            self.start()
-        self.num_jobs += 1
-        start = time.monotonic()
-        line = {"number": self.num_jobs, "work": job.work, "arguments": job.arguments, "timeout_s": timeout_s}
-        self.socket.settimeout(START_TIMEOUT_S)
-        self.socket.sendall(json.dumps(line).encode() + b"\n")
-        reply = self.receive(start + START_TIMEOUT_S)
-        Worker.start_s = max(Worker.start_s, time.monotonic() - start)
-        return reply
-
-    def run(self, job: Job, timeout_s: float) -> Outcome:
-        """Runs one job, whatever the job does to the process."""
-        if self.process and (self.process.poll() is not None or self.num_jobs >= JOBS_PER_WORKER):
-            self.stop()
-        try:
-            reply = self.send(job, timeout_s)
-        except (OSError, EOFError) as error:
-            problem = ""
-            if self.process:
-                problem = self.stop()
-            return Outcome(math.nan, "infra_error", 0.0, problem or repr(error))
-        if "unavailable" in reply:
-            return Outcome(math.nan, "infra_error", 0.0, reply["unavailable"])
-
-        start = time.monotonic()
-        try:
-            reply = self.receive(start + timeout_s)
-        except TimeoutError:
-            self.stop()
-            return Outcome(math.nan, "timeout", timeout_s)
-        except (OSError, EOFError):
-            return self.after_death(time.monotonic() - start)
-        seconds = time.monotonic() - start
-        if "error" in reply:
-            return Outcome(math.nan, "crash", seconds, reply["error"])
-        return Outcome(reply["score"], "ok", seconds)
-
-    def after_death(self, seconds: float) -> Outcome:
-        """The outcome of a job whose process died `seconds` after the job began."""
-        process = self.process
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5.0)  # for the exit status of the process itself, before our kill
-        self.stop()
-        if process.returncode == -signal.SIGKILL:  # a job does not send this signal
-            return Outcome(math.nan, "infra_error", seconds, "killed: the machine may be short of memory")
-        return Outcome(math.nan, "crash", seconds)
-
-
-WORKERS = [Worker() for _ in range(NUM_WORKERS)]
-IDLE_WORKERS: queue.LifoQueue[Worker] = queue.LifoQueue()  # last in, first out: starts no more workers than needed
-for _worker in WORKERS:
-    IDLE_WORKERS.put(_worker)
-ENV_WORKERS: queue.LifoQueue[Worker] = queue.LifoQueue()  # apart, so that slow tools delay no verifier
-SPARE_ENV_WORKERS: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # vLLM's parsers take 7 s and 0.5 GiB in each
-
-
-def more_env_workers(number: int) -> None:
-    """Lets at least this many environments answer at the same time."""
-    while len(WORKERS) < NUM_WORKERS + number:
-        WORKERS.append(Worker())
-        SPARE_ENV_WORKERS.put(WORKERS[-1])
-
-
-more_env_workers(1)
-
-
-def take_env_worker() -> Worker:
-    """An idle worker for environments; another one is added if none is idle for as long as a start takes. So quick
-    answers share a few workers, and slow ones soon have one each."""
-    try:
-        return ENV_WORKERS.get(timeout=Worker.start_s)
-    except queue.Empty:
-        with contextlib.suppress(queue.Empty):
-            ENV_WORKERS.put(SPARE_ENV_WORKERS.get_nowait())
-        return ENV_WORKERS.get()
-
-
-def run_in_worker(job: Job, timeout_s: float, idle: "queue.LifoQueue[Worker]" = IDLE_WORKERS) -> Scored:
-    """Runs the job in the first worker that is free, and asks Job.blameless what is to blame if it ends the worker."""
+    workers = worker.OF_ENVIRONMENTS if of_environment else worker.OF_VERIFIERS
     start = time.monotonic()
-    worker = take_env_worker() if idle is ENV_WORKERS else idle.get()
-    try:
-        outcome = worker.run(job, timeout_s)
+    with workers.one() as own:
+        outcome = own.run(job.work, job.arguments, timeout_s)
         if outcome.status in ("timeout", "crash") and job.blameless:
-            harmless = job._replace(arguments=job.arguments | job.blameless)
-            if worker.run(harmless, timeout_s).status == "ok":
-                outcome = Outcome(0.0, "ok", outcome.seconds, outcome.problem or outcome.status)
-    finally:
-        idle.put(worker)
+            harmless = own.run(job.work, job.arguments | job.blameless, timeout_s)
+            if harmless.status == "ok":
+                outcome = worker.Outcome(0.0, "ok", outcome.seconds, outcome.problem or outcome.status)
     waited = time.monotonic() - start - outcome.seconds
     details = {"problem": outcome.problem} if outcome.problem else {}
     return Scored(outcome.value, outcome.status, details, waited)
@@ -1184,11 +1049,9 @@ def run_in_worker(job: Job, timeout_s: float, idle: "queue.LifoQueue[Worker]" = 
 def close() -> None:
     """Kills the workers, whose running jobs become crashes, and ends the idle fork servers of the sandbox. A busy fork
     server ends when it notices the end of this process. The next score() starts new ones."""
-    for worker in WORKERS:
-        if worker.process:
-            from scripts.parts import worker as part
-
-            part.kill(worker.process)  # only the process: the thread that runs the worker owns its socket and files
+    worker = sys.modules.get("scripts.parts.worker")
+    if worker is not None:
+        worker.close()
     run_code = sys.modules.get("scripts.parts.run_code")
     if run_code is not None:
         run_code.SANDBOXES.stop()

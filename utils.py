@@ -266,7 +266,7 @@ def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
         status = 1
         if not isinstance(error, UserError):
             traceback.print_exc()
-            STOP.save()
+            STOP.save_after_error()
         words = words_of(error)
         if not STOP.tell(words):
             print(f"{Path(sys.argv[0]).name}: {words}", file=sys.stderr)
@@ -274,17 +274,31 @@ def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
 
 
 def words_of(error: Exception) -> str:
-    """An error in one line."""
+    """An error in one line. Where the memory of this process is capped, and that may be why, the line says so."""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())
+    words = kind + " ".join(str(error).split())
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if "memory" in words.lower() and most != resource.RLIM_INFINITY:
+        words += f" (ulimit -v {most // 1024}: this process may have {most / 2**30:.1f} GiB of addresses)"
+    return words
 
 
 def exit_process(status: int = 0) -> None:
     """End a process without the destructors of gloo's and vLLM's threads: these abort now and then (in 1 of 38 two-rank
     runs), which would turn a finished run into a failed one."""
+    end_trackers(status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+TRACKERS: list[Any] = []  # of this process's run: see scripts/parts/track.py
+
+
+def end_trackers(status: int = 0) -> None:
+    """Let the trackers send what they have not sent yet. status: of the run."""
+    while TRACKERS:
+        TRACKERS.pop().end(status)
 
 
 @contextlib.contextmanager
@@ -522,6 +536,19 @@ class DataFlags(Refusing):
     system_prompt_override_file: str | None = None
     """Text file that replaces the system message of every row. None keeps the rows' own."""
 
+    def mixer(self, flag: str) -> list[tuple[str, float | int]]:
+        """The pairs of a mixer flag, as many as its splits allow: see parse_mixer. Raises UserError."""
+        return parse_mixer(flag, getattr(self, flag), getattr(self, f"{flag}_splits"))
+
+    @property
+    def problem_of_template(self) -> str:
+        """What is wrong with --chat_template_name, or ""."""
+        name = self.chat_template_name
+        if name is None or name in CHAT_TEMPLATES or Path(name).is_file():
+            return ""
+        names = " | ".join(CHAT_TEMPLATES)
+        return f"--chat_template_name {name}: no file, and none of this name: take one of {names}"
+
 
 @dataclass(frozen=True)
 class EngineFlags(Refusing):
@@ -662,24 +689,6 @@ def run_program(name: str, *arguments: object, seconds: float | None = None) -> 
     return ""
 
 
-def start_program(log: Path, name: str, *arguments: object) -> subprocess.Popen:
-    """Start a program of scripts/ beside this process. It must end when its stdin closes: the kernel closes it, however
-    this process ends. Its stdout is a pipe to this process; its stderr goes to `log`."""
-    pinned = pin(ALL_CORES)  # grpo_fast.py pins its ranks, and a program would inherit their cores
-    try:
-        with log.open("a") as stderr:
-            return subprocess.Popen(
-                program(name, *arguments),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,  # Ctrl-C in the terminal is for this process to handle
-            )
-    finally:
-        pin(pinned)
-
-
 def sweep(directory: str | Path, until: str = "read -r _") -> None:
     """Have a shell remove a temporary directory however this process ends. First it runs the command `until`, which
     waits: the default ends when stdin closes, which happens when this process ends."""
@@ -779,16 +788,6 @@ def add_bos(tokenizer: "Tokenizer", model: str) -> None:
     tokenizer.chat_template = "{{ bos_token }}" + template
 
 
-def load_environment(args: Flags, tokenizer: "Tokenizer | None" = None) -> Any:
-    """The scripts.parts.turns.Environment of --env_file or --tools, or None. With a tokenizer it has the separators of
-    its chat template. Raises UserError if it cannot be loaded, or the template has none."""
-    if not args.has_turns:
-        return None
-    from scripts.parts import turns
-
-    return turns.load_environment(args, tokenizer)
-
-
 def start_commit(args: Flags) -> Any:
     """The commit of --model_name_or_path on the hub, the same for all that this process loads; None for a directory."""
     from scripts.parts import run_files
@@ -847,7 +846,8 @@ def mixed_rows(flag: str, args: Flags) -> Iterator[Row]:
             from scripts.parts import gym
 
             held_out = HELD_OUT_SEED if "eval" in flag else 0
-            yield from gym.generate_rows(flag, name, int(amount), args.seed + held_out)
+            for row in gym.generate_rows(flag, name, int(amount), args.seed + held_out):
+                yield Row(**row)
         else:
             yield from read_rows(flag, name, amount, split, args)
 
@@ -1141,9 +1141,10 @@ class Sampler:
     def stop(self, version: int) -> None:
         """Let processes that sample end, once they have the weights `version`."""
 
-    def sleep(self, level: int = 2) -> None:
-        """Free the engine's memory where possible. Both levels free the cache. Level 1 moves the weights to the host
-        until the next request. Level 2 drops them until load_weights."""
+    asleep = False  # since the last load_weights
+
+    def sleep(self) -> None:
+        """Free the engine's memory where possible, its weights and cache, until load_weights."""
 
     def close(self) -> None:
         """End the engine, if there is anything to end."""
@@ -1210,6 +1211,26 @@ class Engine(Sampler):
                 self.add(str(i), request)
 
 
+@contextlib.contextmanager
+def no_weight_missing():
+    """Raise RuntimeError for weights of vLLM that were not sent: it only logs them, at a level that is off."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    missing = [message for message in messages if "not loaded" in message]
+    if missing:
+        raise RuntimeError(f"the learner did not send all weights to vLLM. {missing[0]:.300}")
+
+
 class VLLMEngine(Engine):
     """vLLM in this process, driven step by step, on this rank's device. All ranks construct and load their engines at
     the same time: vLLM builds its one-rank groups inside the ranks' own world (`external_launcher`)."""
@@ -1254,31 +1275,28 @@ class VLLMEngine(Engine):
         self.worker = self.engine.model_executor.driver_worker.worker
         super().__init__(args, tokenizer)
         self.loads = 0  # how often weights were loaded
-        self.asleep = 0  # level of the sleep, 0: awake
         self.engine.set_weight_version("-1")
 
-    def sleep(self, level: int = 2) -> None:
+    def sleep(self) -> None:
         if self.asleep or not self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
             return
         with fenced_rng():
-            self.llm.sleep(level)
-        self.asleep = level
+            self.llm.sleep(2)  # 1 would pin a copy of the weights in host memory, rounded up to a power of two
+        self.asleep = True
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        from scripts.parts import guards
-
         model = self.worker.get_model()
         with fenced_rng():
             if self.asleep:
                 self.llm.wake_up(["weights"])
-            with guards.no_weight_missing():
+            with no_weight_missing():
                 self.worker.reload_weights(weights_iterator=known_weights(model, named_tensors))
             if not torch.cuda.is_available():
                 pack_experts(model)
             if self.asleep:
                 self.llm.wake_up(["kv_cache"])
         self.version = version
-        self.asleep = 0
+        self.asleep = False
         self.loads += 1
         core: Any = self.engine.engine_core
         if not core.engine_core.batch_queue:  # else the next step still returns tokens of the weights before
@@ -1306,12 +1324,8 @@ class VLLMEngine(Engine):
             skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        if self.asleep == 2:
-            raise RuntimeError("the engine gave its weights back: load_weights first")
         if self.asleep:
-            self.llm.wake_up()
-            self.asleep = 0
-            torch.accelerator.empty_host_cache()  # the pinned copy of the weights, which no later sleep needs
+            raise RuntimeError("the engine gave its weights back: load_weights first")
         # The salt hides prefix-cache blocks of older weights. It is no version: --load_states loads a version twice
         prompt: Any = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.loads)}
         self.engine.add_request(request_id, prompt, params)
@@ -2335,6 +2349,13 @@ class Stop:
         self.save: Callable[[], None] = lambda: None  # what an error in the middle of a run does first
         self.tell: Callable[[str], bool] = lambda _: False  # takes the last line and says whether it will be printed
 
+    def save_after_error(self) -> None:
+        """Save what can be saved. If that fails as well, say so: the first error stays the cause."""
+        try:
+            self.save()
+        except Exception as error:
+            print(f"no checkpoint was written: {words_of(error)}", file=sys.stderr)
+
     def ask(self, because: str) -> None:
         """Have the run end after this step, or before its first one. The first cause counts."""
         self.because = self.because or because
@@ -2411,18 +2432,6 @@ def agree(due: bool, world: World) -> tuple[str, bool]:
         STOP.because = next(filter(None, all_gather(STOP.because, world)))
         return "an error", True
     return signal.Signals(int(number)).name if number else "", bool(is_due)
-
-
-# --- Traces and dumps -------------------------------------------------------------------------------------------------
-
-
-def record_step(step: Any, packing: str, policy: Any, args: Flags, world: World) -> None:
-    """With --save_traces or --dump_steps: write what a grpo.Step sampled and trained on, see scripts/parts/dumps.py.
-    All ranks."""
-    if args.save_traces or args.dump_steps:
-        from scripts.parts import dumps
-
-        dumps.record_step(step, packing, policy, args, world)
 
 
 # --- Metrics and report -----------------------------------------------------------------------------------------------
@@ -2519,9 +2528,6 @@ class Metrics:
         return out | dict(merged.totals) | merged.extremes  # dict: the result must not be a defaultdict
 
 
-STATUSES = ("ok", "no_answer", "timeout", "crash", "infra_error")
-
-
 def note_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metrics: Metrics) -> None:
     """Scores, verifier rates, lengths and stop rates of all the given rollouts, trained on or not."""
     note_verifiers(rollouts, args, metrics, "objective")
@@ -2565,7 +2571,7 @@ def note_verifiers(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metri
 
 
 def note_statuses(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """Of each verifier: how often it ended in each of the STATUSES, its seconds and the numbers among its details."""
+    """Of each verifier: how often it ended in each status, its seconds and the numbers among its details."""
     statuses = defaultdict(Counter)  # verifier -> status -> results
     for r in rollouts:
         for name, result in zip(r.prompt.verifiers, r.results, strict=bool(r.results)):
@@ -2575,7 +2581,7 @@ def note_statuses(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
                 if isinstance(value, (int, float)):
                     metrics.add(f"reward/{name}_{detail}", float(value))
     for name, counts in statuses.items():
-        for status in STATUSES:
+        for status in rewards.STATUSES:
             metrics.count(f"reward/{name}_{status}", counts[status])
             if status != "ok":
                 metrics.add(f"objective/reward_{status}_rate", counts[status], counts.total())
@@ -2766,7 +2772,6 @@ class Logger:
 
     def __init__(self, args: TrackingFlags, run_dir: Path, num_steps: int, start_step: int, world: World):
         self.enabled = world.is_main
-        self.trackers: dict[str, subprocess.Popen] = {}
         if not self.enabled:
             return
         self.run_dir = run_dir
@@ -2781,7 +2786,7 @@ class Logger:
         if args.with_tracking or args.with_tensorboard:
             from scripts.parts import track
 
-            self.trackers = track.start(args, run_dir, start_step)
+            TRACKERS.extend(track.start(args, run_dir, start_step))
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append a step's metrics to metrics.jsonl, and print the step's line."""
@@ -2837,10 +2842,13 @@ class Logger:
         self.append("samples", {"training_step": step, "rollouts": rows})
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Append a line to NAME.jsonl. A full disk ends no run: see scripts/parts/run_files.py."""
+        """Append a line to NAME.jsonl, and give it to the trackers. A full disk ends no run: see run_files.py."""
         from scripts.parts import run_files
 
-        run_files.append_lines(self.run_dir / f"{name}.jsonl", json.dumps(row, default=str) + "\n")
+        line = json.dumps(row, default=str) + "\n"
+        run_files.append_lines(self.run_dir / f"{name}.jsonl", line)
+        for tracker in TRACKERS:
+            tracker.rows.put(json.loads(line))
 
     def say(self, text: str) -> None:
         """Print a line, in one write: other processes write to the same terminal."""
@@ -2852,13 +2860,7 @@ class Logger:
         from scripts.parts import run_files
 
         run_files.append_waiting()
-        for name, process in self.trackers.items():
-            from scripts.parts import track
-
-            problem = track.end(name, process)
-            if problem:
-                command = f"scripts/track.py {self.run_dir} --{name}"
-                self.say(f"{problem}: metrics.jsonl has all, {command} sends it")
+        end_trackers()
 
 
 def draw_report(run_dir: Path) -> str:
@@ -2870,19 +2872,3 @@ def draw_report(run_dir: Path) -> str:
     command = shlex.join(program("reports/curves.py", run_dir))
     print(f"WARNING: no report was drawn: {problem.splitlines()[-1]}. To draw it: {command}", flush=True)
     return "no report"
-
-
-# --- Servers: language models for rewards -----------------------------------------------------------------------------
-
-
-def start_reward_models(args: Flags, run_dir: Path, world: World) -> Any:
-    """Connect this rank to the judge and the solver. Without --solver_base_url the first rank starts the solver's
-    servers, and gets them as a scripts.parts.serve.Servers; all other results are None. All ranks that score. Raises
-    UserError."""
-    servers = None
-    if args.solver_model_name_or_path and not args.solver_base_url:
-        from scripts.parts import serve
-
-        servers, args = serve.start_solver(args, run_dir, world)
-    rewards.configure(args, connect=True)
-    return servers

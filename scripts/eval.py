@@ -20,11 +20,10 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -32,7 +31,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 import grpo
 import rewards
 import utils
-from scripts.parts import checks, dumps, guards, plan
+from scripts.parts import checks, dumps, guards, plan, turns
 from scripts.reports import intervals
 from scripts.reports.common import cell, read_json, read_lines, table
 
@@ -41,9 +40,7 @@ MORE_OF_A_RUN = ("seed", "model_dtype", "eval_pass_at_k", "deterministic")
 Row = dict[str, Any]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Flags
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Flags ------------------------------------------------------------------------------------------------------------
 
 
 def run_of(model: str) -> Path | None:
@@ -106,9 +103,7 @@ def file_of(model: str, args: grpo.Args) -> Path:
     return args.run_dir / f"{model.strip('./').replace('/', '_')}.jsonl"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Rollouts
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Rollouts ---------------------------------------------------------------------------------------------------------
 
 
 def evaluate(args: grpo.Args, path: Path) -> None:
@@ -117,9 +112,9 @@ def evaluate(args: grpo.Args, path: Path) -> None:
     world = utils.init_distributed()
     utils.make_deterministic(args)
     tokenizer = utils.load_tokenizer(args)
-    environment = utils.load_environment(args, tokenizer)
+    environment = turns.load_environment(args, tokenizer) if args.has_turns else None
     prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
-    servers = utils.start_reward_models(args, args.run_dir, world)
+    servers = grpo.start_reward_models(args, args.run_dir, world)
     engine = utils.make_engine(args, tokenizer, world, len(prompts) * args.eval_pass_at_k)
 
     own = grpo.evaluation_args(args)
@@ -141,9 +136,7 @@ def evaluate(args: grpo.Args, path: Path) -> None:
     engine.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The table
-# ----------------------------------------------------------------------------------------------------------------------
+# --- The table --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -184,22 +177,17 @@ def score(rows: Sequence[Row]) -> float:
     return sum(row["score"] for row in rows) / len(rows)
 
 
-class PassAtK:
+def pass_at(k: int, rows: Sequence[Row]) -> float:
     """pass@k of a prompt's rows."""
-
-    def __init__(self, k: int):
-        self.k = k
-
-    def __call__(self, rows: Sequence[Row]) -> float:
-        return grpo.pass_at_k(len(rows), sum(map(is_correct, rows)), self.k)
+    return grpo.pass_at_k(len(rows), sum(map(is_correct, rows)), k)
 
 
 def measures(evaluations: Sequence[Evaluation]) -> dict[str, Callable[[list[Row]], float]]:
     """What is compared, each from a prompt's rows: accuracy, pass@k for k = 2, 4 and so on, and the score."""
-    found: dict[str, Callable[[list[Row]], float]] = {"accuracy": PassAtK(1)}
+    found: dict[str, Callable[[list[Row]], float]] = {"accuracy": partial(pass_at, 1)}
     k = 2
     while k <= min(evaluation.samples() for evaluation in evaluations):
-        found[f"pass@{k}"] = PassAtK(k)
+        found[f"pass@{k}"] = partial(pass_at, k)
         k *= 2
     return found | {"score": score}
 
@@ -248,7 +236,7 @@ def differences(evaluations: Sequence[Evaluation], found: dict[str, Callable[[li
             theirs = other.by_prompt(value)
             changes = [theirs[position] - ours[position] for position in both]
             different = sum(change != 0 for change in changes)
-            p, _ = intervals.sign_test(np.array(changes))
+            p = intervals.sign_test(changes)
             few = " (few)" if different < intervals.FEWEST_DIFFERENT else ""
             rows.append([other.name, name, with_interval(changes), f"{different} of {len(both)}{few}", f"{p:.3f}"])
     head = ["model", "measure", f"difference from {first.name}", "prompts that differ", "p"]

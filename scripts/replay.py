@@ -22,8 +22,6 @@ from typing import Any
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.parts.run_files import model_hash
-
 NOT_COMPARED = ("debug/", "time/")  # rounding, and the clock
 SHOWN = ("loss/total_avg", "optim/grad_norm")
 
@@ -56,8 +54,6 @@ def replay(options: argparse.Namespace) -> bool:
     if done and dumps.dump_path(run_dir, done).exists():
         _, dump = dumps.read_dump(run_dir, done)
         same = compare(f"before step {done + 1}", learner.policy, world, dump, {}, {}, options.tolerance)
-    elif not done and world.is_main:
-        compare_start_model(run_dir)
     for step in range(done + 1, options.step + 1):
         metrics, dump = make_step(step, learner, args, world, run_dir)
         same &= compare(f"step {step}", learner.policy, world, dump, metrics, logged.get(step, {}), options.tolerance)
@@ -103,12 +99,6 @@ def make_step(step: int, learner: Any, args: Any, world: Any, run_dir: Path) -> 
     if learner.ref_policy is not None and grpo.due(args.ref_policy_update_freq or 0, step):
         grpo.refresh_reference(learner.ref_policy, learner.policy, args.alpha)
     return utils.finish_metrics(metrics.reduce(world), args) | gap.metrics, dump
-
-
-def compare_start_model(run_dir: Path) -> None:
-    then = json.loads((run_dir / "environment.json").read_text())["model_hash"]
-    same = then == model_hash(json.loads((run_dir / "args.json").read_text()))
-    print(f"before step 1: {'the start model' if same else f'NOT the start model, its hash was {then}'}")
 
 
 def compare(when: str, policy: Any, world: Any, dump: dict, ours: dict, theirs: dict, tolerance: float) -> bool:

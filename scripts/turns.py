@@ -70,7 +70,7 @@ def main() -> None:
         need(len(flags.files) == (1 if flags.tools else 2), usage)
         *env_file, path = flags.files
         need(Path(path).is_file(), f"{path}: no such file")
-        environment = utils.load_environment(replace(flags, env_file="".join(env_file)))
+        environment = turns.load_environment(replace(flags, env_file="".join(env_file)), None)
         for i, row in list(jsonl_rows(Path(path))):
             print(f"--- row {i}")
             show(row, f"{path} row {i}", environment, flags.env_timeout)

@@ -56,7 +56,8 @@ def pytest_collection():
 
 
 # Files whose tests are of the repository and not of the code: a right edit may make them fail. And of rare ways to run
-HOUSE = {f"test_{name}.py" for name in "bench compiled doctor forks parts pins readme recipes style zoo".split()}
+NAMES = "bench compiled doctor forks hub liveness network parts pins readme recipes style zoo"
+HOUSE = {f"test_{name}.py" for name in NAMES.split()}
 
 
 def pytest_collection_modifyitems(items):

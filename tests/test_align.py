@@ -63,23 +63,6 @@ def test_differences_by_hand(tmp_path):
     assert compare(a, b, "--metrics", "grad_norm") == 0 and compare(a, b, "--metrics", "loss") == 1
 
 
-def test_steps_times_and_missing_values(tmp_path):
-    """Shared steps only; seconds do not count; a NaN (null in JSON) equals a NaN and nothing else."""
-    a, b = ({"time/total": [n] * 3, "batch/groups_in_flight": [n] * 3} for n in (1, 9))
-    a = write_run(tmp_path / "a", METRICS | {"x": [1.0, None, 3.0]} | a)
-    b = write_run(tmp_path / "b", {k: v[:2] for k, v in (METRICS | {"x": [1.0, None]} | b).items()})
-    with (b / "metrics.jsonl").open("a") as file:
-        file.write('{"training_step": 3, "obj')  # what a full disk or kill -9 leaves
-    runs = [align.read_run(a), align.read_run(b)]
-    assert align.shared_metrics(runs, None) == dict.fromkeys([*METRICS, "x"], [1, 2]) and compare(a, b) == 0
-    c = write_run(tmp_path / "c", {"x": [1.0, 2.0, 3.0]})
-    (row,) = align.compare_metrics(runs[0], align.read_run(c), {"x": [1, 2, 3]}, 1e-5, 1e-9)
-    assert row["first"] == 2 and row["max_rel"] == np.inf and compare(a, c) == 1
-    for other in (write_run(tmp_path / "d", {"y": [1.0]}), tmp_path / "nowhere"):
-        assert compare(a, other) == 2
-    assert compare(a, b, "--metrics", "no_such") == 2
-
-
 def test_other_systems_names_and_formats(tmp_path):
     """The same three steps as veRL's file log, its console and TRL's lines: equal to ours under our names."""
     a = write_run(tmp_path / "a", METRICS)
@@ -165,20 +148,6 @@ def test_overlap_share_by_hand(tmp_path):
     assert row["p"] == pytest.approx(2 / 6) and row["apart"]  # of 6 ways, for want of overlap alone
     (row,) = align.compare_bands(sides, {"x": [1]}, paired=False)
     assert row["overlap"] == 1.0 and not row["apart"]
-
-
-def seeds(tmp_path, name, shift, n):
-    rng = np.random.default_rng(len(name) + int(10 * shift))
-    curve = np.linspace(0, 1, 40) + shift
-    runs = [{"objective/scores": (curve + 0.1 * rng.normal(size=40)).tolist()} for _ in range(n)]
-    return ",".join(str(write_run(tmp_path / f"{name}_{i}", run)) for i, run in enumerate(runs))
-
-
-@pytest.mark.parametrize("n, shift, flags", [(4, 0.4, []), (1, 0.1, ["--paired"])])
-def test_sides_of_several_seeds(tmp_path, n, shift, flags):
-    """Sides of one distribution overlap, a higher one does not: 2 of 70 ways with four seeds; with one, signs tell."""
-    a, same, higher = (seeds(tmp_path, *x, n) for x in (("a", 0.0), ("bb", 0.0), ("ccc", shift)))
-    assert compare(a, same, *flags) == 0 and compare(a, higher, *flags) == 1
 
 
 # --- importing veRL's batches ----------------------------------------------------------------------------------------

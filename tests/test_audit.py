@@ -9,7 +9,6 @@ import pytest
 
 from rewards import RewardRecord
 from scripts import audit
-from scripts.reports import intervals
 from tests.conftest import REPO
 
 NUMBERS = ("18", "3", "70000", "540", "2.5", "-4")
@@ -30,9 +29,8 @@ PAID_IN_PART = {"label or another", "another or label"}  # F1
     ("reward", "labels", "status", "least", "most"),
     [
         ("gsm8k", [*NUMBERS, "18 or 19"], 0, 0.95, 1.0),  # the last label is no number
-        ("mine.py:anywhere", NUMBERS, 1, -1.0, 0.5),
-        ("mine.py:never", NUMBERS, 1, 0.0, 0.0),
-        ("mine.py", NUMBERS, 1, None, None),  # which of the two?
+        ("anywhere", NUMBERS, 1, -1.0, 0.5),
+        ("never", NUMBERS, 1, 0.0, 0.0),
     ],
 )
 def test_the_program(tmp_path, reward, labels, status, least, most):
@@ -40,11 +38,9 @@ def test_the_program(tmp_path, reward, labels, status, least, most):
     rows = [json.dumps({"question": "How many?", "ground_truth": label}) for label in labels]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     command = [sys.executable, REPO / "scripts" / "audit.py", "rows.jsonl", "--reward", reward, "--least_j", "0.9"]
+    command += ["--reward_file", "mine.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == status, done.stdout + done.stderr
-    if least is None:
-        assert "anywhere, never" in done.stderr
-        return
     (found,) = [line for line in done.stdout.splitlines() if line.startswith("Youden's J")]
     assert least <= float(found.split()[2]) <= most
     left_out = sum("left out" in line and "row 7" in line for line in done.stdout.splitlines())
@@ -81,13 +77,6 @@ def test_every_family_is_made_of_some_label_once_a_row():
     assert made == audit.FAMILIES["right"].keys() | audit.FAMILIES["wrong"].keys()
 
 
-def test_j_and_its_interval_by_hand():
-    right = intervals.Estimate(0.9, 0.03, 0.8, 0.95, 10)
-    wrong = intervals.Estimate(0.2, 0.04, 0.15, 0.3, 10)
-    j = audit.youden(right, wrong)
-    assert j == pytest.approx((0.7, 0.05, 0.7 - (0.01 + 0.01) ** 0.5, 0.7 + (0.0025 + 0.0025) ** 0.5, 10))
-
-
 @pytest.mark.parametrize("verifier, labels, least, accepted", [
     ("gsm8k", NUMBERS, 0.98, set()),
     ("gsm8k_strict", NUMBERS, 0.98, set()),
@@ -104,6 +93,6 @@ def test_j_and_its_interval_by_hand():
 ])  # fmt: skip
 def test_our_verifiers_accept_no_wrong_answer_but_by_intent(verifier, labels, least, accepted):
     labelled = [RewardRecord("", label, verifier, 0, "user: Which one?") for label in labels]
-    judged = audit.audit(labelled, audit.CommandLine(data=""))
+    judged = audit.audit(labelled)
     assert {case.family for case in judged if case.accepted and not case.right} == accepted
-    assert audit.rate(judged, True).mean - audit.rate(judged, False).mean >= least
+    assert audit.rate(judged, True) - audit.rate(judged, False) >= least

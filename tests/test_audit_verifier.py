@@ -153,20 +153,21 @@ def test_where_reward_and_audit_part(earned, audited, parts):
 def warnings_of(run_dir, rows_of_run, capsys):
     for row in rows_of_run:
         audit.watch(run_dir, row)
+        with (run_dir / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
     return capsys.readouterr().out.count("WARNING")
 
 
 def test_the_watch_warns_once_and_remembers_what_was_before_a_resume(configured, tmp_path, capsys):
     configured("--audit_verifier gsm8k")
     hacked = steps(RISES, FLAT)
-    assert warnings_of(tmp_path, hacked, capsys) == 1
-    before = tmp_path / "metrics.jsonl"
-    before.write_text("".join(json.dumps(row) + "\n" for row in hacked[:25]))
-    audit.WATCHES.clear()  # as a new process
-    assert warnings_of(tmp_path, hacked[25:26], capsys) == 1
-    before.unlink()
-    for shares, warnings in ((RISES, 0), (FLAT, 1), (FLAT, 1)):  # other runs in the directory
-        assert warnings_of(tmp_path, steps(RISES, shares), capsys) == warnings
+    for name, shares, warnings in (("hacked", FLAT, 1), ("clean", RISES, 0)):
+        (tmp_path / name).mkdir()
+        assert warnings_of(tmp_path / name, steps(RISES, shares), capsys) == warnings
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    (resumed / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in hacked[:25]))
+    assert warnings_of(resumed, hacked[25:], capsys) == 1
 
 
 @pytest.mark.runs

@@ -7,9 +7,8 @@ import zlib
 
 import pytest
 
-import rewards
 from scripts.parts import chat
-from tests.test_tools import environment, said, step
+from tests.test_tools import environment, step
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
@@ -103,12 +102,6 @@ def test_a_judge_that_drips_is_a_timeout(serve):
     assert b"authorization: bearer key" in server.requests[0].lower()
 
 
-def test_the_start_does_not_wait_for_a_judge_that_drips(serve):
-    server = serve(drip(DRIPS["headers"]))
-    with pytest.raises(rewards.UserError, match="no reply within"):
-        chat.ChatModel("m", 4, 0.5).connect([server.url], "key")
-
-
 def flood(head, piece=b" " * 2**16):
     def behave(connection, number):
         connection.sendall(head)
@@ -172,14 +165,6 @@ def test_a_proxy_does_not_get_what_is_for_loopback(serve, monkeypatch):
     chat.http_client.cache_clear()
 
 
-def test_a_redirect_is_not_followed(serve):
-    other = serve(lambda connection, number: connection.sendall(reply("{}")))
-    head = b"HTTP/1.1 307 X\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % other.url.encode()
-    server = serve(lambda connection, number: connection.sendall(head))
-    assert chat.post(server.url, {}, 30, 1000).status_code == 307
-    assert not other.requests
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Tools
 
@@ -191,23 +176,3 @@ def test_a_retriever_that_hangs_makes_the_sample_missing(serve):
     with pytest.raises(ConnectionError, match="no answer within"):
         step(env, "<search>Paris</search>")
     assert 1 <= len(server.requests) <= 3
-
-
-def test_the_time_of_a_turn_bounds_that_of_a_call(serve):
-    """--env_timeout below the call's 30 s: the environment would be ended, and the policy would read of it."""
-    server = serve(drip(DRIPS["body"]))
-    env = environment("search", tool_configs=[{"url": server.url}], seconds=1.0)
-    with pytest.raises(ConnectionError):
-        step(env, "<search>Paris</search>")
-
-
-def test_calls_of_a_turn_without_time_are_not_run():
-    env = environment("calculator", seconds=0.01)
-    assert said(env, "<calculator>1 + 1</calculator>") == "Error: the calls of this turn have used up its time"
-
-
-def test_a_reply_that_is_nested_is_no_failure_of_the_policy(serve):
-    server = serve(lambda connection, number: connection.sendall(reply("[" * 100_000)))
-    env = environment("search", tool_configs=[{"url": server.url, "retries": 0}])
-    with pytest.raises(ConnectionError, match="recursion"):
-        step(env, "<search>Paris</search>")

@@ -1,21 +1,15 @@
-"""--turn_credit: its expectation is the policy gradient, exactly; its numbers by hand; what dumps keep of it. And the
-guessing game on which it is compared."""
+"""--turn_credit: its expectation is the policy gradient, exactly; its numbers by hand."""
 
 import dataclasses
 import itertools
-import json
 import math
 
 import numpy as np
 import pytest
-import torch
 
 import grpo
 import utils
-from rewards import Episode
-from scripts.parts import credit, dumps
-from scripts.train.debug import guess
-from tests import test_learner
+from scripts.parts import credit
 
 ARGS = grpo.Args(model_name_or_path="x", turn_credit=True, advantage_normalization_type="centered")
 
@@ -147,60 +141,3 @@ def test_a_group_by_hand():
     for r, want in zip(group, WANT, strict=False):
         assert r.advantage == pytest.approx(want)
     assert group[3].advantage == 0.0 and grpo.trainable([group], dataclasses.replace(ARGS)) == group[:3]
-
-
-def test_a_dump_and_every_packing_keep_it():
-    group = group_by_hand()[:3]
-    rows = [json.loads(json.dumps(dumps.rollout_row(r, 1), default=str)) for r in group]
-    for rollouts in (group, dumps.rollouts_of(rows)):
-        for packs in ([[rollouts]], [[[r] for r in rollouts]], [[[r]] for r in rollouts]):
-            batch = grpo.make_batch(packs, torch.device("cpu"))
-            for i, want in enumerate(WANT, start=1):
-                assert batch.advantages[batch.seq_ids == i].tolist() == pytest.approx(want)
-
-
-@pytest.mark.parametrize("score", [True, False])
-def test_rewards_count_as_much_as_in_the_score(score):
-    """verification_reward times; not at all if only the format is rewarded."""
-    args = dataclasses.replace(ARGS, apply_verifiable_reward=score, verification_reward=4.0)
-    group = [rollout(0.0, [0.5, 0.0], weight=4.0 * score), rollout(0.0, [], False)]
-    grpo.set_advantages([group], args)
-    assert group[0].advantage == pytest.approx([2.0 * score] * 5 + [0.0] * 2)
-    assert group[1].advantage == pytest.approx([-2.0 * score] * 2)
-
-
-def test_one_scored_rollout_of_a_group_is_compared_with_none():
-    group = [rollout(1.0, [0.5]), rollout(math.nan, [0.5], sample=1)]
-    grpo.set_advantages([group], ARGS)
-    assert [r.advantage for r in group] == [0.0, 0.0]
-
-
-def test_the_metric_is_of_rollouts(tiny_models, world, monkeypatch):
-    args = dataclasses.replace(test_learner.make_args(tiny_models()), turn_credit=True)
-    step = grpo.Step(1, packs=[[[group_by_hand()[:3]]]])
-    learner = grpo.load_learner(args, world)
-    grpo.note_update(learner, step, args)
-    means = [np.mean(want) for want in WANT]
-    assert step.metrics.reduce(world)["val/advantages"] == pytest.approx(np.mean(means))
-
-
-# --- The guessing game ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "said, want",
-    [
-        (["5", "It is 9!", "7"], [("Higher: 6 to 12.", 0.1), ("Lower: 6 to 8.", 0.1), ("Right.", 1.0)]),
-        (["5", "5"], [("Higher: 6 to 12.", 0.1), ("That cannot be.", 0.0)]),  # a hint said that it is not
-        (["13"], [("That cannot be.", 0.0)]),
-        (["seven"], [("That cannot be.", 0.0)]),
-        (["1", "2", "3", "4"], [(f"Higher: {low} to 12.", 0.1) for low in (2, 3, 4, 5)]),  # the last of four guesses
-    ],
-)
-def test_a_game_by_hand(said, want):
-    """The number is 7 of 1 to 12. The last answer ends the rollout, the others do not."""
-    env = guess.Env({"number": 7, "high": 12})
-    answers = [env.step(Episode([], text, k, 4 - k, True, [], {})) for k, text in enumerate(said, start=1)]
-    assert [(answer.text, answer.reward) for answer in answers] == want
-    assert [answer.done for answer in answers] == [False] * (len(said) - 1) + [True]
-    assert answers[-1].metrics == {"guesses": len(said), "found": float(want[-1][0] == "Right.")}

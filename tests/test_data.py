@@ -1,11 +1,9 @@
 """Data: every row shape and container gives the same prompt; broken input stops with file, row and reason."""
 
-import copy
 import dataclasses
 import json
 import math
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -84,21 +82,6 @@ def labels_of(prompts):
     return [p.ground_truths[0] for p in prompts]
 
 
-def test_a_resumed_run_has_the_date_of_its_start(model_dir, tmp_path, world):
-    """Llama 3's template and SmolLM3's write the day: after midnight a restart had other data and was refused."""
-    tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir)))
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + tokenizer.chat_template
-    data = write_jsonl(tmp_path / "rows.jsonl", numbered(1))
-    here = {"output_dir": str(tmp_path), "model_name_or_path": str(model_dir)}
-    dates = [load(tokenizer, data, "1.0", **here)[0].text[:11]]
-    facts = utils.prepare_run_dir(grpo.Args(**here), "0", world) / "environment.json"
-    begun = json.loads(facts.read_text())["begun"] - 40 * 86400
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"begun": begun}))
-    dates += [load(tokenizer, data, "1.0", resume=resume, **here)[0].text[:11] for resume in (False, True)]
-    assert dates[:2] == [time.strftime("%d %b %Y")] * 2
-    assert dates[2] == time.strftime("%d %b %Y", time.localtime(begun)) != dates[0]
-
-
 # --- Shapes and containers --------------------------------------------------------------------------------------------
 
 
@@ -135,48 +118,21 @@ def test_every_shape_and_container_gives_the_same_prompt(tokenizer, tmp_path, sh
     assert load(tokenizer, name, "1.0", by_program=container != "jsonl") == want
 
 
-def test_a_trailing_assistant_turn_is_dropped():
-    answer = {"role": "assistant", "content": "11"}
-    assert part_of_rows.parse_row(ROW | {"messages": [USER, answer]})[0] == [USER]
-    assert part_of_rows.parse_row(ROW | {"messages": [USER, answer, USER]})[0] == [USER, answer, USER]
-
-
 @pytest.mark.parametrize(
     "row, labels, verifiers",
     [
-        (
-            {"ground_truth": ["5", "five"], "dataset": ["gsm8k", "string_matcher"]},
-            ["5", "five"],
-            ["gsm8k", "string_matcher"],
-        ),
+        ({"ground_truth": ["5", "five"], "dataset": ["gsm8k", "math"]}, ["5", "five"], ["gsm8k", "math"]),
         ({"ground_truth": ["5"], "dataset": ["GSM8K"]}, ["5"], ["gsm8k"]),
-        ({"ground_truth": "5", "dataset": ["gsm8k"]}, ["5"], ["gsm8k"]),
         ({"ground_truth": ["a", "b"], "dataset": "string_matcher"}, [["a", "b"]], ["string_matcher"]),
-        ({"ground_truth": ["a", "b"], "dataset": ["string_matcher"]}, [["a", "b"]], ["string_matcher"]),
         ({"solution": "$\\frac{1}{2}$"}, ["$\\frac{1}{2}$"], ["math"]),
-        ({"answer": "7", "verifier": "MATH"}, ["7"], ["math"]),
         ({"answer": "so\n#### 1,000", "dataset": "gsm8k_strict"}, ["1,000"], ["gsm8k_strict"]),
-        ({"answer": "#### 1\nno:\n#### 2"}, ["2"], ["gsm8k"]),
         ({"answer": "a #### b", "dataset": "string_matcher"}, ["a #### b"], ["string_matcher"]),
-        ({"ground_truth": 5, "dataset": "gsm8k"}, [5], ["gsm8k"]),
-        ({"data_source": "lighteval/MATH", "reward_model": {"ground_truth": "x"}}, ["x"], ["math"]),
         ({"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}}, ["72"], ["gsm8k_verl"]),
         ({"ground_truth": None, "answer": None, "solution": "5", "reward_model": None}, ["5"], ["math"]),
     ],
 )
 def test_labels_and_verifiers_of_a_row(row, labels, verifiers):
     assert part_of_rows.parse_row({"prompt": QUESTION} | row) == ([USER], labels, verifiers)
-
-
-def test_directories_are_read_by_split_in_name_order(tokenizer, tmp_path):
-    rows = numbered(6)
-    write_jsonl(tmp_path / "train-1.jsonl", rows[2:4])
-    write_jsonl(tmp_path / "train-0.jsonl", rows[:2])
-    write_jsonl(tmp_path / "test.jsonl", rows[4:])
-    assert labels_of(load(tokenizer, tmp_path, "1.0")) == ["0", "1", "2", "3"]
-    assert labels_of(load(tokenizer, tmp_path, "1.0", flag="dataset_mixer_eval_list")) == ["4", "5"]
-    with pytest.raises(utils.UserError, match="'validation'"):
-        load(tokenizer, tmp_path, "1.0", dataset_mixer_list_splits=["validation"])
 
 
 def test_several_datasets_each_with_its_split(tokenizer, tmp_path):
@@ -205,13 +161,6 @@ def test_fractions_and_counts_take_a_fixed_subset_in_file_order(tokenizer, tmp_p
     assert (len(others) > 1) == (count < 10)
 
 
-@pytest.mark.parametrize("amount, count", [("2.0", 6), ("2.6", 8)])  # round(7.8)
-def test_fractions_above_one_repeat(tokenizer, tmp_path, amount, count):
-    prompts = load(tokenizer, write_jsonl(tmp_path / "a.jsonl", numbered(3)), amount)
-    assert labels_of(prompts) == (["0", "1", "2"] * 3)[:count]
-    assert [p.index for p in prompts] == list(range(count))
-
-
 @pytest.mark.parametrize(
     "rows, amount, told", [(3, "4", "only 3 rows"), (3, "0.1", r"a\.jsonl 0\.1"), (0, "1.0", "no rows")]
 )
@@ -222,29 +171,12 @@ def test_amounts_that_a_file_does_not_have_are_refused(tokenizer, tmp_path, rows
 
 
 @pytest.mark.parametrize(
-    "values, want",
-    [
-        ([], []),
-        (["a", "1.0", "b", "1"], [("a", 1.0), ("b", 1)]),
-        (["a", "1_000"], [("a", 1000)]),
-    ],
-)
-def test_mixer_pairs(values, want):
-    got = utils.parse_mixer("dataset_mixer_list", values)
-    assert got == want
-    assert [type(amount) for _, amount in got] == [type(amount) for _, amount in want]
-
-
-@pytest.mark.parametrize(
     "values, reason",
     [
         ("a 1.0 b", "got 3 values"),
         ("a 0", "positive"),
-        ("a 0.0", "positive"),
-        ("a -2", "positive"),
         ("1.0 a", "a fraction"),
-        ("a nan", "a fraction"),
-        ("reasoning_gym:chain_sum 1.0", "give a count"),
+        ("reasoning_gym:a 1.0", "a count"),
     ],
 )
 def test_mixer_refusals(values, reason):
@@ -288,18 +220,13 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path, capsys):
 
 BROKEN = {
     "not JSON": ('{"messages": ', "not JSON"),
-    "not an object": ([1, 2], "must be an object, got list"),
     "no prompt": ({"ground_truth": "1", "dataset": "gsm8k"}, r"no prompt: .*\['dataset', 'ground_truth'\]"),
-    "only an answer": (ROW | {"messages": [{"role": "assistant", "content": "11"}]}, "must not be the assistant's"),
-    "no role": (ROW | {"messages": [{"content": "Hi"}]}, "role"),
     "content is no text": (ROW | {"messages": [{"role": "user", "content": ["Hi"]}]}, "content"),
     "no label": (ROW | {"ground_truth": None}, "no ground_truth"),
     "no verifier": ({"messages": [USER], "ground_truth": "11"}, "no dataset"),
     "unknown verifier": (ROW | {"dataset": "gms8k"}, "gms8k.*did you mean 'gsm8k'"),
     "label cannot be scored": (ROW | {"ground_truth": "a few"}, "gsm8k: .*'a few'"),
     "too few labels": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k"] * 3}, "2 ground truths for 3 verifiers"),
-    "message is no object": (ROW | {"messages": [5]}, "message"),
-    "messages is a number": (ROW | {"messages": 5}, "message"),
     "verifier is missing": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k", None]}, "dataset|verifier"),
     "half a character": (ROW | {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates not allowed"),
 }
@@ -310,22 +237,6 @@ def test_broken_rows_are_refused_with_file_row_and_reason(tokenizer, tmp_path, r
     path = write_jsonl(tmp_path / "a.jsonl", [ROW, "", row, ROW])  # a blank line is no row
     with pytest.raises(utils.UserError, match=rf"a\.jsonl row 3: .*{reason}"):
         load(tokenizer, path, "1.0")
-
-
-def test_a_role_that_the_template_refuses_is_told_with_its_row(tokenizer, tmp_path):
-    strict = copy.copy(tokenizer)
-    strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}Hi"
-    system = ROW | {"messages": [{"role": "system", "content": "Be brief."}, USER]}
-    path = write_jsonl(tmp_path / "a.jsonl", [ROW, system])
-    with pytest.raises(utils.UserError, match=r"a\.jsonl row 2: No system role"):
-        load(strict, path, "1.0")
-
-
-@pytest.mark.parametrize("container", ["parquet", "directory"])
-def test_broken_rows_of_other_containers(tokenizer, tmp_path, container):
-    name = save_as(container, [ROW, ROW | {"ground_truth": "a few"}], tmp_path)
-    with pytest.raises(utils.UserError, match=r"--dataset_mixer_list .* row 2: gsm8k: .*'a few'"):
-        load(tokenizer, name, "1.0", by_program=True)
 
 
 # --- Chat templates ---------------------------------------------------------------------------------------------------
@@ -344,84 +255,21 @@ def test_the_system_prompt_file_replaces_the_rows_own(tokenizer, tmp_path):
     assert [p.text for p in replaced] == ["<|im_start|>system\nBe kind.<|im_end|>\n" + rest] * 2
 
 
-R1 = (
-    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
-    "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
-    "process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> "
-    "reasoning process here </think> <answer> answer here </answer>.\n\n"
-)
-BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}"
-HELPFUL = "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
-KIND = "Be kind. You do not currently have access to any functions. <functions></functions>"
-ANSWER = (
-    "Solve the following problem step by step. The last line of your response should be the answer to the problem in "
-    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-)
-REMEMBER = '\nRemember to put your answer on its own line after "Answer:"'
-PROGRAM = (
-    "Solve the following code problem step by step. The last part of your response should be the solution to the "
-    "problem in form ```\npython\nCODE\n``` where CODE is the solution for the problem.\n\n"
-)
-TAGS = "Remember to put your solution inside the ```\npython\nCODE\n``` tags"
 TURNS = [{"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"))]
-KINDLY = {"role": "system", "content": "Be kind."}
-RENDERED = {  # of the turns Hi, Hello, Bye; of Be kind and Hi. The tiny model's eos is <|im_end|>
-    "simple_chat": (
-        "User: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:",
-        "System: Be kind.\n\nUser: Hi\n\nAssistant:",
-    ),
-    "tulu": (
-        "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n",
-        "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n",
-    ),
-    "tulu_thinker": (
-        "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n<think>",
-        "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n<think>",
-    ),
-    "tulu_thinker_r1_style": (
-        R1 + "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n<think>",
-        R1 + "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n<think>",
-    ),
-    "olmo_thinker": (
-        HELPFUL + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>",
-        f"<|im_start|>system\n{KIND}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>",
-    ),
-    "olmo_thinker_rlzero": (
-        ANSWER + "Hi\n\n\nHello\n\n\nBye\n" + REMEMBER,
-        ANSWER + "Be kind.\n\n\nHi\n" + REMEMBER,
-    ),
-    "olmo_thinker_code_rlzero": (
-        PROGRAM + "Hi\n\n\nHello\n\n\nBye\n" + TAGS,
-        PROGRAM + "Be kind.\n\n\nHi\n" + TAGS,
-    ),
-    "r1_simple_chat_postpend_think": (
-        R1 + "User: Hi\n\n\nAssistant: Hello\n\n\nUser: Bye\nAssistant: <think>",
-        R1 + "System: Be kind.\n\n\nUser: Hi\nAssistant: <think>",
-    ),
-    "qwen_instruct_user_boxed_math": (
-        f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-        f"<|im_start|>user\nBye{BOXED}<|im_end|>\n<|im_start|>assistant\n",
-        f"<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\n",
-    ),
+BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}"
+RENDERED = {  # the tiny model's end token is <|im_end|>
+    "simple_chat": "User: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:",
+    "tulu": "<|user|>\nHi\n<|assistant|>\nHello<|im_end|>\n<|user|>\nBye\n<|assistant|>\n",
+    "qwen_instruct_user_boxed_math": f"<|im_start|>user\nHi{BOXED}<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    f"<|im_start|>user\nBye{BOXED}<|im_end|>\n<|im_start|>assistant\n",
 }
 
 
 @pytest.mark.parametrize("name", RENDERED)
 def test_chat_templates(model_dir, tmp_path, name):
     tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir), chat_template_name=name))
-    conversations = (TURNS, [KINDLY, TURNS[0]])
-    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": turns} for turns in conversations])
-    assert tuple(p.text for p in load(tokenizer, path, "1.0", max_prompt_token_length=512)) == RENDERED[name]
-
-
-def test_a_model_without_template_needs_one(model_dir, tmp_path):
-    tokenizer = utils.load_tokenizer(grpo.Args(model_name_or_path=str(model_dir)))
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(utils.UserError, match="has no chat template: give --chat_template_name .* simple_chat | tulu"):
-        utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path)))
-    utils.load_tokenizer(grpo.Args(model_name_or_path=str(tmp_path), chat_template_name="tulu"))
+    path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": TURNS}])
+    assert [p.text for p in load(tokenizer, path, "1.0", max_prompt_token_length=512)] == [RENDERED[name]]
 
 
 @pytest.mark.parametrize("name", ["no/such-data:config", "../no_such_directory", "reasoning_gym:no_such"])
@@ -441,7 +289,7 @@ def test_add_bos_begins_every_prompt_once(model_dir, tmp_path):
     tokenizer = utils.load_tokenizer(args)
     path = write_jsonl(tmp_path / "a.jsonl", [ROW | {"messages": TURNS}])
     (prompt,) = load(tokenizer, path, "1.0", max_prompt_token_length=512)
-    assert prompt.text == tokenizer.bos_token + RENDERED["simple_chat"][0]
+    assert prompt.text == tokenizer.bos_token + RENDERED["simple_chat"]
     assert prompt.token_ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt.token_ids[1:]
     with pytest.raises(utils.UserError, match="--add_bos: .* writes one already"):
         utils.load_tokenizer(dataclasses.replace(args, chat_template_name=None))
@@ -575,11 +423,8 @@ def test_responses_share_a_pack_with_their_prompt():
 @pytest.mark.parametrize(
     "most, pieces",
     [  # 2 prompt tokens before the segments of 2, 1 and 2 tokens
-        (0, [[0], [1], [2], [3]]),
         (4, [[0], [1], [2], [3]]),
         (5, [[0, 1], [2], [3]]),
-        (6, [[0, 1], [2], [3]]),
-        (7, [[0, 1, 2], [3]]),
         (99, [[0, 1, 2], [3]]),  # never two prompts
     ],
 )
@@ -595,10 +440,7 @@ def test_pieces_fill_up_to_their_length(most, pieces):
 @pytest.mark.parametrize(
     "packing, size, length, shapes",
     [
-        ("rows", 1, 99, [(1, 4), (1, 3), (1, 3)]),
         ("rows", 2, 99, [(2, 4), (1, 3)]),
-        ("rows", 5, 99, [(3, 4)]),
-        ("plain", 5, 99, [(1, 10)]),
         ("plain", 1, 7, [(1, 6), (1, 4)]),
         ("shared", 1, 99, [(1, 8)]),
         ("shared", 1, 5, [(1, 5), (1, 3)]),
@@ -624,48 +466,19 @@ def test_excluded_prompts_are_replaced_by_their_neighbours():
     assert [grpo.prompt_at(prompts, k, 3, frozenset(range(7))).index for k in range(21)] == plain
 
 
-def excluded(before, sampled, args):
-    """What a sampler excludes once it has seen groups. The one before, which grpo_fast.py asks on, stays as it was."""
-    sampler = {"excluded": before, "of a fork": 1}
-    old = copy.deepcopy(sampler)
-    after = grpo.next_sampler(sampler, grpo.what_was_seen(sampled, args), args)
-    assert sampler == old and after["of a fork"] == 1
-    return after["excluded"]
-
-
 def test_solved_prompts_are_excluded():
-    """Mean score / highest score against the rate; a missing score is not solved; off by default."""
+    """Mean score / highest score of the prompt's own verifiers against the rate; a missing score is not solved. The
+    sampler before, which grpo_fast.py asks on, stays as it was."""
 
-    def group(index, *scores):
-        return [grpo.Rollout(utils.Prompt(index, (1,), "", ("7",), ("gsm8k",)), index, 0, outcome=s) for s in scores]
-
-    sampled = [group(0, 10.0, 10.0), group(1, 10.0, 0.0), group(2, 0.0, 0.0), group(3, 10.0, math.nan)]
-    args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.5)
-    assert excluded({9}, sampled, args) == {0, 1, 9}
-    assert excluded(set(), sampled, replace(args, no_resampling_pass_rate=0.6)) == {0}
-    assert excluded({9}, sampled, replace(args, no_resampling_pass_rate=None)) == {9}
-
-
-def test_solved_is_the_best_score_of_the_prompts_own_verifiers():
-    """Two verifiers add up to 20: half of that is not solved, for the exclusions as for the metric."""
-
-    def group(index, verifiers, score):
+    def group(index, verifiers, *scores):
         prompt = utils.Prompt(index, (1,), "", ("7",) * verifiers, ("gsm8k",) * verifiers)
-        return [grpo.Rollout(prompt, index, j, outcome=score, score=score) for j in range(2)]
+        return [grpo.Rollout(prompt, index, j, outcome=x, score=x) for j, x in enumerate(scores)]
 
-    sampled = [group(0, 1, 10.0), group(1, 2, 10.0), group(2, 2, 20.0), group(3, 3, 20.0), group(4, 0, 10.0)]
+    sampled = [group(0, 1, 10.0, 10.0), group(1, 2, 10.0, 10.0), group(2, 2, 20.0, 20.0), group(3, 1, 10.0, math.nan)]
     args = grpo.Args(num_samples_per_prompt_rollout=2, no_resampling_pass_rate=0.6)
-    assert excluded(set(), sampled[:4], args) == {0, 2, 3}
-    metrics = utils.Metrics()
-    utils.note_step(sampled, sampled, args, metrics)  # the last is of a dump, which has no verifiers
-    assert metrics.totals["batch/filtered_prompts_solved"] == 3
-    assert metrics.totals["batch/filtered_prompts_nonzero"] == 2
-
-
-def test_groups_with_a_gradient():
-    def group(*scores):
-        return [replace(TOOL, outcome=s, score=s - 0.1 * i) for i, s in enumerate(scores)]  # penalties do not matter
-
-    assert grpo.has_gradient(group(0.0, 1.0)) and grpo.has_gradient(group(math.nan, 0.0, 1.0))
-    assert not grpo.has_gradient(group(1.0, 1.0)) and not grpo.has_gradient(group(math.nan, 1.0))
-    assert not grpo.has_gradient(group(math.nan, math.nan))
+    sampler = {"excluded": {9}, "of a fork": 1}
+    seen = grpo.what_was_seen(sampled, args)
+    assert grpo.next_sampler(sampler, seen, args) == {"excluded": {0, 2, 9}, "of a fork": 1}
+    assert grpo.next_sampler(sampler, seen, replace(args, no_resampling_pass_rate=0.5))["excluded"] == {0, 1, 2, 9}
+    assert grpo.next_sampler(sampler, seen, replace(args, no_resampling_pass_rate=None)) == sampler
+    assert sampler == {"excluded": {9}, "of a fork": 1}

@@ -4,16 +4,14 @@ an evaluation asks it.
 
 import hashlib
 import json
-import random
 import sys
 
 import pytest
 
 import grpo
-import rewards
 import utils
-from scripts.data import competition_math, gsm8k, rlvr, rows
-from scripts.parts import ifeval, solver
+from scripts.data import competition_math, gsm8k, rlvr
+from scripts.parts import solver
 from tests.conftest import REPO
 
 LONG = "A baker fills 12 trays with 9 rolls each, sells all but 14 rolls before noon, and wonders how many were sold."
@@ -76,37 +74,10 @@ def test_gsm8k_rows_and_their_hash(source, tmp_path, tiny_models):
     assert [(p.ground_truths, p.verifiers) for p in prompts][2] == (("1200000",), ("gsm8k",))
 
 
-def test_rows_load_with_the_columns_that_open_instruct_and_trl_read(source, tmp_path):
-    run_data("gsm8k", "--source", source, "--out", tmp_path / "out")
-    loaded = load_rows_as_others_do(tmp_path / "out/train.jsonl", tmp_path)
-    types = {name: str(loaded.features[name]) for name in ("ground_truth", "dataset")}
-    assert types == dict.fromkeys(types, "Value('string')")
-    assert set(loaded.column_names) == {"messages", "ground_truth", "dataset", "prompt"}
-    assert loaded[0]["prompt"] == loaded[0]["messages"] == [{"role": "user", "content": GSM8K["train"][0]["question"]}]
-
-
 def test_decontamination_drops_equal_and_overlapping_questions(source, tmp_path):
     flags = ["--source", source, "--prompt", "verl", "--out", tmp_path / "out"]
-    for ngram, kept in ((13, ["1200000"]), (18, ["94", "1200000"])):
-        run_data("gsm8k", *flags, "--decontaminate", source / "test.jsonl", "--ngram", ngram)
-        assert [row["ground_truth"] for row in read_rows(tmp_path / "out/train.jsonl")] == kept
-
-
-@pytest.mark.parametrize("shared, found", [(12, None), (13, "n-gram"), (14, "n-gram")])
-def test_thirteen_words_in_a_row_are_too_many(shared, found):
-    words = [f"w{i}" for i in range(shared)]
-    known = rows.Contamination([" ".join(["before", *words, "after"])])
-    assert known.kind(" ".join(["other", *words, "end"])) == found
-    assert known.kind(" ".join(["BEFORE,", *words, "after."])) == "exact"
-    known = rows.Contamination([" ".join(["before", *words])])
-    assert known.kind(" ".join(["other", *words])) == found
-
-
-def test_what_all_evaluation_questions_share_is_not_contamination():
-    order = "Think about it step by step and give the final answer on a line of its own."
-    known = rows.Contamination([f"Question {i} about {i} apples. {order}" for i in range(20)])
-    assert known.kind(f"Something else. {order}") is None
-    assert rows.Contamination([f"One question. {order}"]).kind(f"Something else. {order}") == "n-gram"
+    run_data("gsm8k", *flags, "--decontaminate", source / "test.jsonl")
+    assert [row["ground_truth"] for row in read_rows(tmp_path / "out/train.jsonl")] == ["1200000"]
 
 
 def test_competition_math(tmp_path):
@@ -131,40 +102,6 @@ def test_competition_math(tmp_path):
         assert solver.solver_label(row["ground_truth"], "user: ?") == (label["question"], label["answer"])
     with pytest.raises(SystemExit, match="6"):
         run_data("competition_math", "--dataset", tmp_path / "in", "--rows", 7, "--out", tmp_path / "x")
-
-
-OLD_VALUES = {"keyword_list": ["sun"], "word": "sun", "N": 3, "quantifier": "at most", "forbidden_words": ["moon"]}
-OLD_VALUES |= {"letter": "a", "language": "en", "i": 1, "first_word": "sun", "postscript_marker": "P.S."}
-OLD_VALUES |= {"section_splitter": "Section", "original_prompt": "Do it.", "end_phrase": "The end."}
-
-
-@pytest.mark.parametrize("function", rlvr.FUNCTIONS)
-def test_older_instruction_labels_become_ifeval_s(function):
-    label = rlvr.ifeval_label(json.dumps({"func_name": function, **OLD_VALUES}))
-    assert rewards.check_ground_truth("ifeval", label) is None
-    ((_, arguments),) = ifeval.ifeval_label(label)
-    expected = ifeval.ifeval_constraints()[rlvr.FUNCTIONS[function][0]]("x").get_instruction_args_keys()
-    assert set(arguments) == set(expected)
-
-
-@pytest.mark.parametrize(
-    "old, text, score",
-    [
-        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most"}, "one two three", 1.0),
-        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most"}, "one two three four", 0.0),
-        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "at least"}, "one two", 0.0),
-        ({"func_name": "verify_letter_frequency", "letter": "o", "N": 2, "quantifier": "less than"}, "oo", 0.0),
-        ({"func_name": "validate_lowercase"}, "small letters of an english sentence", 1.0),
-        ({"func_name": "validate_end", "end_phrase": "Bye."}, "So long. Bye.", 1.0),
-        ({"func_name": "validate_paragraphs", "N": 2, "i": 2, "first_word": "two"}, "One.\n\nTwo.", 1.0),
-    ],
-)
-def test_older_instruction_labels_mean_the_same(old, text, score):
-    row = rlvr.rlvr_row(
-        {"messages": [{"role": "user", "content": "?"}], "ground_truth": json.dumps(old), "dataset": "ifeval"}
-    )
-    (result,) = rewards.score([rewards.RewardRecord(text, row["ground_truth"], "ifeval")])
-    assert result.score == score
 
 
 def test_rlvr_mix(tmp_path):
@@ -192,15 +129,3 @@ def test_rlvr_mix(tmp_path):
     assert (tmp_path / "out/train.jsonl").read_bytes() == first
     with pytest.raises(SystemExit, match="8"):
         run_data("rlvr", "--dataset_mixer_list", tmp_path / "b.jsonl", 9, "--out", tmp_path / "x")
-
-
-@pytest.mark.parametrize("amount, count", [(0.5, 4), (2.5, 20), (3, 3)])
-def test_draw(amount, count):
-    drawn = rlvr.draw(list(range(8)), amount, random.Random(0))
-    assert len(drawn) == count and set(drawn) <= set(range(8))
-    assert max(drawn.count(i) for i in range(8)) - min(drawn.count(i) for i in range(8)) <= 1
-
-
-@pytest.mark.parametrize("column", ["answer", "final_answer"])
-def test_an_answer_of_its_own_needs_no_box(column):
-    assert competition_math.math_row({"question": "?", column: "3"}, "math", "{question}")["ground_truth"] == "3"

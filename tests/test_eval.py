@@ -1,4 +1,4 @@
-"""scripts/eval.py: a run's evaluation without the run; its table by hand; what it refuses."""
+"""scripts/eval.py: a run's evaluation without the run; its table by hand."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import math
 import pytest
 
 import grpo
-import utils
 from scripts import eval as program
 from tests import programs
 
@@ -84,22 +83,3 @@ def test_flags_are_the_runs_unless_given(tmp_path):
     assert (args.temperature, args.response_length, args.seed, args.shuffle) == (0.9, 77, 9, False)
     assert (args.beta, args.lora_rank, args.exp_name) == (grpo.Args.beta, 0, "eval"), "of training"
     assert program.run_of("models/x") is None and program.weights_of(str(tmp_path)) == str(tmp_path / "model")
-
-
-def test_what_is_refused(tmp_path):
-    for words in (["--eval_pass_at_k", "2"], ["models/x"]):  # no model; no data
-        with pytest.raises(utils.UserError):
-            program.main(words)
-    (tmp_path / "args.json").write_text("{}")
-    with pytest.raises(utils.UserError, match="model/"):
-        program.weights_of(str(tmp_path))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "adapter_config.json").touch()
-    with pytest.raises(utils.UserError, match="adapters"):
-        program.weights_of(str(tmp_path))
-    (tmp_path / "model_merged").mkdir()
-    assert program.weights_of(str(tmp_path)) == str(tmp_path / "model_merged")
-    first = write(tmp_path / "first.jsonl", [[0], [1]])
-    other = write(tmp_path / "other.jsonl", [[0], [1]], label="2")
-    with pytest.raises(utils.UserError, match="the same prompts"):
-        program.main([str(first), str(other)])

@@ -5,9 +5,11 @@ Tiny models by scripts/families.py, from their configs alone.
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,7 +18,7 @@ import grpo_fast
 import utils
 from scripts import families
 from scripts.data import make_tiny_model
-from scripts.parts import adapters, plan
+from scripts.parts import adapters, packing, plan
 from tests import programs
 from tests.conftest import REPO
 from tests.test_learner import VOCAB, make_args, make_rollouts, run_update
@@ -206,7 +208,16 @@ def test_families_train_save_and_load(tmp_path, backend, names):
     done = programs.run(line, timeout=900)
     rows = [line.split("  ") for line in done.stdout.splitlines() if line.split("  ")[0] in names]
     assert {row[0] for row in rows} == set(names), done.stdout + done.stderr
-    for family, _, _, packing, gap, _, transformers, vllm in rows:
-        assert float(gap) < 1e-5 and transformers == "yes", (family, gap, transformers)
-        assert packing == ("rows" if family in ("qwen3_5", "lfm2") else "shared")
+    for family, _, _, way, gap, _, loaded, vllm in rows:
+        assert float(gap) < 1e-5 and loaded == "yes", (family, gap, loaded)
+        assert way == ("rows" if family in ("qwen3_5", "lfm2") else "shared")
         assert not vllm or float(vllm) < 1e-5
+
+
+def test_layers_that_run_slowly_on_a_gpu_are_named_at_the_start(monkeypatch):
+    config = transformers.Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+    policy = SimpleNamespace(model=SimpleNamespace(config=config))
+    assert packing.slow_layers([policy]) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (line,) = packing.slow_layers([policy])
+    assert "linear_attention" in line and "flash-linear-attention" in line and "causal-conv1d" in line

@@ -126,7 +126,7 @@ def words(monkeypatch):
 
 
 def counts(name, **statuses):
-    return {f"reward/{name}_{status}": float(statuses.get(status, 0)) for status in utils.STATUSES}
+    return {f"reward/{name}_{status}": float(statuses.get(status, 0)) for status in rewards.STATUSES}
 
 
 @pytest.mark.parametrize("status", ["crash", "timeout", "infra_error"])

@@ -351,7 +351,7 @@ def test_key_is_the_environments_and_in_no_log(serve, monkeypatch, caplog):
     server = serve(lambda message, request: UNKNOWN if "Why?" in message else "\\boxed{42}")
     configure(server, server)
     text = str([judged(), *solved("Multiply.")])
-    assert server.keys == ["Bearer sk-secret", "Bearer EMPTY", "Bearer EMPTY"]  # the solver's servers are not OpenAI's
+    assert server.keys == ["Bearer sk-secret", "Bearer EMPTY"]  # the solver's servers are not OpenAI's
     assert "chat/completions" in caplog.text and "sk-secret" not in caplog.text + text
 
 
@@ -385,10 +385,7 @@ def test_solver_is_graded_and_kept(serve):
         "guideline_share": 1.0,
         "solver_correct": [1.0],
         "truncated": 0,
-        "baseline": 0.0,
     }
-    baseline, *guided = sorted(map(str, server.messages), key=len)
-    assert len(guided) == 2 and "guideline" not in baseline.lower()
     start = os.path.commonprefix(server.messages)
     assert LABEL["question"] in start  # what a group shares comes first
     assert all(request["temperature"] == 0.0 and request["max_tokens"] == 1024 for request in server.requests)
@@ -401,7 +398,6 @@ def test_solver_labels(serve):
     labels = [LABEL, json.dumps(LABEL), "42", 42, "\\boxed{42}"]
     results = score([RewardRecord("Multiply.", label, "solver", prompt=prompt) for label in labels])
     assert [result.score for result in results] == [1.0] * 5
-    assert len(server.messages) == 2  # the same question, with and without the same guideline: each asked once
     assert check_ground_truth("solver", "{1, 2}") is None
     unlabelled = (
         {"question": "", "answer": "1"},
@@ -415,14 +411,13 @@ def test_solver_labels(serve):
         assert check_ground_truth("solver", label)
 
 
-def test_a_group_is_in_flight_together_and_shares_its_baseline(serve):
-    """The server replies once all 33 are there: 32 guidelines and one baseline."""
-    barrier = threading.Barrier(33, timeout=20)
+def test_a_group_is_in_flight_together(serve):
+    """The server replies once all 32 are there."""
+    barrier = threading.Barrier(32, timeout=20)
     server = serve(lambda message, request: barrier.wait() >= 0 and "\\boxed{42}")
     configure(solver=server)
     results = solved(*[f"Guideline {i}" for i in range(32)])
-    assert [(result.score, result.details["baseline"]) for result in results] == [(1.0, 1.0)] * 32
-    assert len(server.messages) == 33
+    assert [result.score for result in results] == [1.0] * 32
 
 
 def test_samples_are_averaged(serve):
@@ -432,8 +427,9 @@ def test_samples_are_averaged(serve):
     [result] = solved("Multiply.")
     assert result.score == 0.5 and result.details["solver_correct"] == [1.0, 0.0, 1.0, 0.0]
     assert result.details["truncated"] == 4 and result.details["solver_texts"] == texts
-    guided, baseline = server.requests
-    assert guided["n"] == 4 and guided["temperature"] == 0.7 and guided["seed"] != baseline["seed"]
+    solved("Add.")
+    first, second = server.requests
+    assert first["n"] == 4 and first["temperature"] == 0.7 and first["seed"] != second["seed"]
 
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
@@ -443,24 +439,15 @@ def test_failures_of_the_solver_are_missing(serve):
     configure(solver=server)
     [result] = solved("Multiply.")
     assert missing(result) and result.details["problem"]
-    for future in list(rewards.SOLVER.replies.values()):  # the baseline's tries too: nobody waited for them
-        assert future.exception()
     broken = False  # a failure is not kept
     [result] = solved("Multiply.")
-    assert (result.score, result.details["baseline"]) == (1.0, 1.0)
+    assert result.score == 1.0
 
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
 def test_solver_without_server_is_missing(serve):
     configure(solver_model_name_or_path="m")
     assert missing(solved("Multiply.")[0])
-
-
-@pytest.mark.filterwarnings("ignore:verifier solver")
-def test_failure_of_the_baseline_costs_no_score(serve):
-    configure(solver=serve(lambda message, request: "\\boxed{42}" if "Multiply" in message else UNKNOWN))
-    [result] = solved("Multiply.")
-    assert (result.score, result.details["baseline"]) == (1.0, None)
 
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
@@ -496,7 +483,7 @@ def test_servers_take_turns_and_a_question_stays(serve):
     labels = [{"question": f"What is {i} + {42 - i}?", "answer": "42"} for i in range(8)]
     score([RewardRecord(f"Guideline {j}", label, "solver") for label in labels for j in range(3)])
     for server in servers:
-        assert len(server.messages) == 4 * (3 + 1)
+        assert len(server.messages) == 4 * 3
     asked = [{re.search(r"What is .*", message)[0] for message in server.messages} for server in servers]
     assert not asked[0] & asked[1]
 
@@ -542,7 +529,6 @@ def test_a_real_solver(tiny_models, tmp_path, monkeypatch):
     assert short.status == long.status == "ok"
     assert short.details["guideline_share"] == 1.0 and long.details["guideline_share"] < 1.0
     assert short.details["solver_texts"][0] and 0 < short.details["tokens"] <= 128
-    assert {type(result.details["baseline"]) for result in (short, long)} == {float}
     assert short.score == 1.0 or model != SMOLLM2
 
 
@@ -688,13 +674,13 @@ def test_code_solver_and_judge_in_a_run(serve, tiny_models, tmp_path):
     # noise is no program, so that nothing passes
     assert all(result["details"].get("passed", [0, 0])[1] == 0 for _, result in results["code"])
     answered = [result for _, result in results["solver"] if result["status"] == "ok"]  # else the response was empty
-    assert all(result["score"] == 1.0 and result["details"]["baseline"] == 0.0 for result in answered)
+    assert all(result["score"] == 1.0 for result in answered)
     assert all(result["details"]["solver_texts"] == ["So \\boxed{7}."] for result in answered)
     assert (5.0, 0.5) in [(scored, result["score"]) for scored, result in results["general-quality"]]
     lost = [scored for scored, result in results["general-quality"] if result["status"] == "infra_error"]
     assert lost and not any(lost) and None in lost  # null, not 0
     assert metrics["batch/missing_rewards"] == metrics["reward/general-quality_infra_error"] == len(lost)
-    assert metrics["reward/solver_baseline"] == 0.0 and metrics["objective/solver_solve_rate"] > 0
+    assert metrics["objective/solver_solve_rate"] > 0
     from tests.test_readme import undocumented
 
     assert undocumented(metrics) == []

@@ -17,7 +17,6 @@ import pytest
 
 import grpo_fast
 import utils
-from rewards import UserError
 from scripts.parts import addresses
 from tests import programs
 
@@ -132,24 +131,11 @@ def test_an_engine_that_does_not_exist_or_is_there_already_is_sent_away(two_node
     assert len(learner.result(60)) == 1
 
 
-def test_the_place_of_an_engine_is_taken_once(two_nodes):
-    learner = start(addresses.meet_engines, two_nodes, 2, 16)
-    first, second = (addresses.meet_learner(two_nodes, 0) for _ in range(2))
-    assert_sent_away(second)
-    addresses.meet_learner(two_nodes, 1)
-    learner.result(60)[0].send("yours")
-    assert first.recv() == "yours"
-
-
 def test_the_key_of_several_nodes_is_in_no_store(two_nodes, monkeypatch, capsys):
-    """What torch's store holds everybody on the network can read. A short secret can be guessed from one handshake."""
+    """What torch's store holds everybody on the network can read."""
     monkeypatch.delenv("GRPO_SECRET", raising=False)
     addresses.meet_engines(two_nodes, 0, 16)
     assert "GRPO_SECRET" in capsys.readouterr().out and address_of(two_nodes)[1] != "-"
-    monkeypatch.setenv("GRPO_SECRET", "letmein")
-    with pytest.raises(UserError):
-        addresses.meet_engines(two_nodes, 1, 16)
-
     two_nodes.store = Store()
     monkeypatch.setenv("GRPO_SECRET", "a long secret of the test")
     learner = start(addresses.meet_engines, two_nodes, 1, 16)
@@ -230,13 +216,4 @@ def test_what_no_engine_says_ends_the_link(link, monkeypatch, data, problem):
     raw, reader = link
     raw.send_bytes(data)
     with pytest.raises(OSError, match=problem):
-        reader.recv()
-
-
-def test_a_message_that_comes_twice_ends_the_link(link):
-    raw, reader = link
-    for _ in range(2):
-        raw.send_bytes(pickle.dumps((0, "ready")))
-    assert reader.recv() == "ready"
-    with pytest.raises(OSError, match="message 0 came for message 1"):
         reader.recv()

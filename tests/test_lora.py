@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import textwrap
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import grpo
 import utils
 from scripts.parts import adapters
-from tests import programs
 from tests.test_learner import assert_same_update, make_args, make_rollouts
 
 LORA = ("--lora_rank", 4, "--lora_alpha", 8)
@@ -148,39 +146,6 @@ def test_what_cannot_have_an_adapter_is_refused(tiny_models, world, names, fix):
         grpo.load_policy(lora_args(tiny_models("llama", False), "--lora_target_modules", *names), world)
 
 
-def test_states_of_other_runs_are_refused(tiny_models, tmp_path):
-    (tmp_path / "step_1").mkdir()
-    args = lora_args(tiny_models(), "--load_states", tmp_path)
-    with pytest.raises(utils.UserError, match="--load_states .* with --lora_rank 4: .* drop --lora_rank"):
-        args.check()
-    dataclasses.replace(args, lora_rank=0).check()
-
-
-def test_some_matrices_only(tiny_models, world):
-    policy = grpo.load_policy(lora_args(tiny_models(), "--lora_target_modules", "q_proj", "v_proj"), world)
-    ends = {name.split(".")[-2] for name in adapters.adapted_layers(policy.model)}
-    assert ends == {"q_proj", "v_proj"} and len(adapters.adapted_layers(policy.model)) == 4
-
-
-def test_a_trial_shows_every_adapter_and_leaves_nothing(tiny_models, world):
-    """One adapter left out of what is sent: learner and engine are apart by far more than rounding."""
-    args = lora_args(tiny_models())
-    policy, batch = grpo.load_policy(args, world), batch_of(make_rollouts())
-    shake(policy)
-    before = dict(utils.full_weights(policy, torch.float32))
-    mask = batch.response_mask
-    with adapters.trial_adapters(policy, args.seed):
-        on = logprobs(policy, batch)
-        for layer in adapters.adapted_layers(policy.model).values():
-            layer._disable_adapters = True
-            assert (logprobs(policy, batch) - on)[mask].abs().mean() > 1e-2
-            layer._disable_adapters = False
-        plain = with_weights(args, world, dict(utils.full_weights(policy, torch.float32)))
-        assert (logprobs(plain, batch) - on)[mask].abs().mean() < 1e-4
-    after = dict(utils.full_weights(policy, torch.float32))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_engine_of_many_that_lacks_adapters_is_found(tiny_models, world, dtype):
     """One of two engines is without one adapter (bfloat16: all). It is named."""
@@ -247,49 +212,6 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
         torch.testing.assert_close(got, want[0][batch.seq_ids[0] == 1], rtol=1e-4, atol=tolerance)
 
 
-TWO_RANKS = """
-    import sys, torch, grpo, utils
-    from scripts.parts import adapters
-    from tests.test_lora import lora_args, make_rollouts
-    world, (model, out) = utils.init_distributed(), sys.argv[1:]
-    for stage in (0, 2, 3):
-        args = lora_args(model, "--deepspeed_stage", stage, "--model_dtype", "float32", "--load_ref_policy",
-            "--beta", 0.1, "--learning_rate", 1e-3)
-        learner = grpo.load_learner(args, world)
-        for _ in range(3):
-            rollouts = [r for r in make_rollouts() if r.position % world.size == world.rank]
-            batches = [grpo.micro_batches(grpo.pack_rollouts(rollouts, "shared", 60)[0], "shared", args, world.device)]
-            grpo.update(learner, batches, args, world, utils.Metrics())
-        weights = [*adapters.adapter_weights(learner.policy.model), *utils.full_weights(learner.policy, torch.float32)]
-        if world.is_main:
-            torch.save({name: tensor.clone() for name, tensor in weights}, f"{out}_{stage}.pt")
-    utils.dist.destroy_process_group()
-"""
-
-
-@pytest.fixture(scope="module")
-def ranks(tiny_models, tmp_path_factory):
-    """Where one rank and two have left their weights, of all stages: RANKS_STAGE.pt."""
-    out = tmp_path_factory.mktemp("ranks")
-    (script := out / "ranks.py").write_text(textwrap.dedent(TWO_RANKS))
-    for number in (1, 2):
-        done = programs.run([*programs.torchrun(number), script, tiny_models(), out / str(number)], OMP_NUM_THREADS=1)
-        assert done.returncode == 0, done.stderr[-3000:]
-    return out
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.runs
-def test_two_ranks_make_the_update_of_one(ranks, stage):
-    """Three updates, the adapters sharded or replicated: to 1e-6 of the adapters' change."""
-    one, two = (torch.load(ranks / f"{number}_{stage}.pt") for number in (1, 2))
-    assert one.keys() == two.keys()
-    moved = [name for name in one if name.endswith("lora_B.weight")]
-    assert len(moved) == 14 and all(one[name].norm() > 1e-3 for name in moved)
-    for name in one:
-        assert (one[name] - two[name]).norm() <= 1e-5 * one[name].norm(), name
-
-
 def test_a_checkpoint_holds_adapters_alone_and_goes_back(tiny_models, world, tmp_path):
     args = lora_args(tiny_models(), "--total_episodes", 6400)
     _, learner, _ = update(args, world, [make_rollouts()])
@@ -315,3 +237,9 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_back(tiny_models, world, tmp
     assert len(found) == 28 and all(utils.shard_of(state["exp_avg"]).abs().sum() > 0 for state in found)
     for a, b in zip(kept, found, strict=True):
         assert len(a) == 3 and all(torch.equal(utils.shard_of(a[name]), utils.shard_of(b[name])) for name in a)
+
+
+def test_states_of_other_runs_are_refused(tiny_models, tmp_path):
+    (tmp_path / "step_1").mkdir()
+    with pytest.raises(utils.UserError, match="--load_states .*--lora_rank"):
+        lora_args(tiny_models(), "--load_states", tmp_path).check()

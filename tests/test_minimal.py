@@ -1,13 +1,11 @@
-"""scripts/minimal.py is grpo.py's algorithm: its flags, its advantages and, in a whole run, its bits."""
+"""scripts/minimal.py is grpo.py's algorithm: its flags and, in a whole run, its bits."""
 
 import dataclasses
 import json
-import shlex
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 import grpo
 import utils
@@ -23,13 +21,6 @@ PLAIN = """--pack_length 24 --lr_scheduler_type constant --save_traces --save_fr
     --max_logprob_gap 1e-4"""
 
 
-def test_the_command_in_its_head_is_one_of_both_scripts():
-    words = shlex.split(minimal.__doc__.split("\n\n")[1].replace("\\\n", " "))
-    assert words[:2] == ["python", "scripts/minimal.py"]
-    args, _ = (utils.parse_args(cls, words[2:]) for cls in (minimal.Args, grpo.Args))
-    assert args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout) == 10
-
-
 def test_its_flags_are_those_of_grpo_py():
     """The same names and defaults, but for the three that say which script and which machine it is made for."""
 
@@ -40,40 +31,6 @@ def test_its_flags_are_those_of_grpo_py():
     ours = {flag.name: default(flag) for flag in dataclasses.fields(minimal.Args)}
     differ = [name for name, value in ours.items() if value not in (dataclasses.MISSING, theirs[name])]
     assert differ == ["exp_name", "model_dtype", "vllm_gpu_memory_utilization"]
-
-
-def test_its_advantages_are_those_of_grpo_py():
-    scores = torch.tensor([[0.0, 10.0, 10.0, 0.0, 0.0], [0.0, 0.5, 0.25, 7.0, 1.0], [10.0, 0.0, 0.0, 0.0, 0.0]])
-    want = grpo.compute_advantages(scores.flatten(), 5, "standard").view(3, 5)
-    torch.testing.assert_close(minimal.compute_advantages(scores.double()).float(), want, rtol=1e-6, atol=0)
-
-
-def test_the_split_into_batches_is_no_part_of_its_loss(tiny_models):
-    """The gradient of one padded batch of six responses and of six batches of one, off-policy, with KL and rho."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_models(), dtype=torch.float32)
-    args = minimal.Args(str(tiny_models()), [], temperature=3.0, beta=0.1)
-    generator = torch.Generator().manual_seed(0)
-    rollouts = []
-    for i in range(6):
-        ids = torch.randint(0, 512, (14,), generator=generator).tolist()
-        prompt = utils.Prompt(i, tuple(ids[: 2 + i]), "", ("1",), ("gsm8k",))
-        logprobs = (-6.2 + 0.3 * torch.randn(12 - i, generator=generator)).tolist()
-        rollouts.append(minimal.Rollout(prompt, ids[2 + i :], logprobs, advantage=1.5 - i))
-
-    def gradient(batches):
-        model.zero_grad()
-        for batch in batches:
-            with torch.no_grad():
-                noise = torch.sin(batch.targets.float())  # of the token, so the same wherever it stands
-                batch.old_logprobs = minimal.token_logprobs(model, batch, args) + 0.2 * noise * batch.mask
-                batch.ref_logprobs = batch.old_logprobs + 0.1 * noise * batch.mask
-            minimal.grpo_loss(minimal.token_logprobs(model, batch, args), batch, 57, args).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    cpu = torch.device("cpu")
-    one = gradient([minimal.make_batch(rollouts, cpu)])
-    six = gradient([minimal.make_batch([r], cpu) for r in rollouts])
-    assert (one - six).norm() <= 3e-6 * one.norm()  # flash attention's exp has 20 bits
 
 
 @pytest.mark.runs
@@ -101,3 +58,9 @@ def test_three_steps_are_those_of_grpo_py_bit_for_bit(tiny_models, tmp_path):
     start = load_file(tiny_models() / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not any(torch.equal(ours[name], start[name]) for name in ours)
+
+
+def test_its_help_names_what_must_be_given(capsys):
+    with pytest.raises(SystemExit) as ended:
+        utils.parse_args(minimal.Args, ["--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.count("(required)") == 2

@@ -582,7 +582,8 @@ def test_sums_of_a_run_and_shares_of_a_step(monkeypatch):
     want = {
         "other/real_batch_size_ratio": 0.75, "optim/skipped_steps": 0.0, "val/num_total_tokens": 100.0, "epoch": 0.5,
         "episode": 8, "training_step": 1, "val/num_learner_tokens": 25.0,
-        "learner_tokens_per_second_overall": 100.0 / 12.0,
+        "learner_tokens_per_second_overall": 100.0 / 12.0, "learner_tokens_per_second_step": 5.0,
+        "val/actor_tokens_per_second": 20.0, "val/response_tokens_per_second": 15.0,
     }  # fmt: skip
     assert {name: found[name] for name in want} == want
     assert (state["tokens"], state["seconds"], state["step"], state["episode"]) == (140.0, 12.0, 1, 8)
@@ -716,7 +717,7 @@ def test_metrics_of_a_steps_rollouts_by_hand():
         r.results = [rewards.RewardResult(r.verifiable, status, "7", 0.0)]
     metrics = utils.Metrics()
     args = args_of("--overlong_buffer_length 4")
-    utils.note_step([groups[0]], groups, args, metrics)
+    utils.note_step(groups, groups, args, metrics)
     found = utils.finish_metrics(metrics.reduce(ONE), args)
     mean = (10 - 0.5 + 2) / 3
     want = {
@@ -726,8 +727,13 @@ def test_metrics_of_a_steps_rollouts_by_hand():
         "batch/filtered_prompts_zero": 0, "batch/filtered_prompts_nonzero": 1, "batch/filtered_prompts_solved": 0,
         "objective_kept/gsm8k_reward": 5.0, "objective_kept/gsm8k_correct_rate": 0.5,
         "objective/gsm8k_reward": 4.0, "objective/gsm8k_correct_rate": 2 / 3, "objective/solve_rate": 1 / 3,
+        "objective/scores_min": -0.5, "objective/scores_max": 10, "val/prompt_lengths": 2.5,
+        "val/prompt_lengths_min": 2, "val/prompt_lengths_max": 3,
     }  # fmt: skip
     assert {name: found[name] for name in want} == pytest.approx(want)
+    metrics = utils.Metrics()
+    utils.note_step(groups, groups, replace(args, filter_zero_std_samples=False), metrics)
+    assert metrics.reduce(ONE)["val/num_step_tokens"] == 1 + 2 + 2 + 3 + 4 + 3
     kinds = [[rollout(outcome=x), rollout(outcome=x)] for x in (0.0, 10.0, 3.0, math.nan)]
     assert [utils.kind_of(group, args) for group in kinds] == ["zero", "solved", "nonzero", "nonzero"]
 

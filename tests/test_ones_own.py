@@ -9,7 +9,7 @@ import grpo
 import rewards
 import utils
 from rewards import RewardFlags, RewardRecord
-from scripts.parts import guards, rows, user_files
+from scripts.parts import rows, user_files
 from tests import test_data
 
 USER = {"role": "user", "content": "What is 2 + 6?"}
@@ -33,18 +33,6 @@ async def trl_text(prompts, completions, ground_truth):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float((data_source, solution_str, ground_truth, extra_info) == ("me/sums", "8", "8", {"i": 1})),
             "acc": True, "pred": solution_str}
-
-def silent(response, ground_truth):
-    pass
-
-def trl_silent(completions, **kwargs):
-    return [None]
-
-def keyless(response, ground_truth):
-    return {"reward": 1.0}
-
-def no_list(completions, **kwargs):
-    return 1.0
 
 def helper(text):
     return text
@@ -85,50 +73,16 @@ def test_functions_of_three_forms_get_what_they_name(configured):
     assert result_of("compute_score").score == 0.0  # without columns: the verifier's name and {}
 
 
-REWARDS_OF_FORMS = "plain with_columns everything trl trl_text compute_score silent trl_silent keyless no_list".split()
-
-
-def test_none_adds_nothing_and_other_values_are_told(configured):
-    configured(REWARDS)
-    for name in ("silent", "trl_silent"):
-        result = result_of(name)
-        assert (result.score, result.status) == (0.0, "no_answer")
-    for name, words in {
-        "keyless": "without the key 'score': ['reward']",
-        "no_list": "returned 1.0, not a list",
-    }.items():
-        with pytest.warns(UserWarning):
-            result = result_of(name)
-        assert result.status == "crash" and words in result.details["problem"]
-        rewards.WARNED.clear()
+REWARDS_OF_FORMS = "plain with_columns everything trl trl_text compute_score".split()
 
 
 @pytest.mark.parametrize(
     "text, words",
-    [
-        ("def f(text, label): return 1", "f(text, label)"),
-        ("x = 1", "(response, ground_truth)"),
-        ("def f(completions, completion_ids): return [1]", "completion_ids"),
-    ],
+    [("x = 1", "(response, ground_truth)")],
 )
 def test_a_wrong_signature_is_told(configured, text, words):
     with pytest.raises(rewards.UserError, match=re.escape(words)):
         configured(text)
-
-
-def test_a_function_that_never_applies(configured, monkeypatch):
-    configured(REWARDS)
-    monkeypatch.setattr(rewards, "WARNED", {})
-    guard = guards.Guards(utils.parse_args(grpo.Args, "--model_name_or_path m --model_dtype bfloat16".split()), 1)
-    none = {"reward/silent_no_answer": 8.0}
-    with pytest.warns(UserWarning, match="silent"):
-        guard.judge_rewards(none | {"reward/plain_ok": 8.0}, 1)
-    for step in (2, 3, 4):  # something else scores: it does not apply to these rows
-        guard.judge_rewards(none | {"reward/plain_ok": 8.0}, step)
-    assert not utils.STOP.because
-    for step in (5, 6, 7):
-        guard.judge_rewards(none, step)
-    assert "silent gave no score in 3 steps" in utils.STOP.because
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -141,17 +95,13 @@ ENVIRONMENT = rows.Scoring(environment=True)
     "row, scoring, labels, verifiers",
     [
         ({}, MINE, [None, None], ["mine", "short"]),
-        ({"ground_truth": [1, 2]}, MINE, [[1, 2], [1, 2]], ["mine", "short"]),
         ({"dataset": "mine"}, MINE, [None], ["mine"]),
-        ({"dataset": ["mine", "Short"]}, MINE, [None, None], ["mine", "short"]),
         ({"dataset": "gsm8k", "answer": "#### 8"}, MINE, ["8"], ["gsm8k"]),
         ({"answer": "so #### 8"}, MINE, ["so #### 8"] * 2, ["mine", "short"]),
-        ({"solution": "8"}, MINE, ["8", "8"], ["mine", "short"]),
         ({"data_source": "me/sums"}, MINE, [None], ["me/sums"]),
         ({"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "8"}}, MINE, ["8", "8"], ["mine", "short"]),
         ({"data_source": "who/knows", "answer": "8"}, rows.NOTHING_OF_ONES_OWN, ["8"], ["who/knows"]),
         ({}, ENVIRONMENT, [None], ["passthrough"]),
-        ({"ground_truth": 8}, ENVIRONMENT, [8], ["passthrough"]),
         ({"answer": "#### 8"}, ENVIRONMENT, ["8"], ["gsm8k"]),
     ],
 )
@@ -190,20 +140,6 @@ def test_rows_without_a_label_with_the_columns_of_their_reward(configured, token
         load(tokenizer, file)
 
 
-def test_verl_s_own_data_source_with_a_remap(configured, tokenizer, tmp_path):
-    row = {"prompt": [USER], "data_source": "me/sums", "reward_model": {"ground_truth": "8"}}
-    file = write(tmp_path / "a.jsonl", [row])
-    with pytest.raises(utils.UserError, match="unknown verifier 'me/sums'.*--remap_verifier me/sums=NAME"):
-        load(tokenizer, file)
-    configured("def mine(response, ground_truth): return 1\ndef other(response, ground_truth): return 1")
-    reward_file = str(tmp_path / "mine.py")
-    assert load(tokenizer, file, reward_file=reward_file)[0].verifiers == ("mine", "other")
-    rewards.configure(RewardFlags(reward_file=reward_file, remap_verifier="me/sums=mine"), connect=False)
-    assert load(tokenizer, file, reward_file=reward_file)[0].verifiers == ("mine",)
-    rewards.configure(RewardFlags(remap_verifier="me/sums=gsm8k"), connect=False)
-    assert load(tokenizer, file)[0].verifiers == ("gsm8k",)
-
-
 QUESTIONS = [{"question": "What is 2 + 6?", "answer": "8", "dataset": "gsm8k"}] * 2
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -229,8 +165,6 @@ def test_csv_and_json_are_read(tokenizer, tmp_path, name, text):
 @pytest.mark.parametrize(
     "name, text, words",
     [
-        ("a.tsv", "x", "a.tsv: .tsv is not read"),
-        ("a.json", '{"data": []}', "a.json: "),
         ("a.json", '{"question": "What?",', "a.json row 1: not JSON"),
         ("a.csv", "question,answer\nWhat?,8,9\n", "a.csv row 1: "),
     ],
@@ -239,32 +173,6 @@ def test_other_files_are_refused(tokenizer, tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(utils.UserError, match=words):
         load(tokenizer, tmp_path / name)
-
-
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_snapshot_of_the_hub(tokenizer, tmp_path, monkeypatch, listed):
-    """README.md and data/, by the names of the files or, where these have no split, by what README.md lists."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    there = tmp_path / "snapshot"
-    (there / "data").mkdir(parents=True)
-    name = "part-0.jsonl" if listed else "train-00000-of-00001.jsonl"
-    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/part-*\n---\n"
-    (there / "README.md").write_text(card if listed else "# Sums\n")
-    write(there / "data" / name, QUESTIONS)
-    assert len(load(tokenizer, there)) == 2
-    with pytest.raises(utils.UserError, match="validation"):
-        load(tokenizer, there, dataset_mixer_list_splits=["validation"])
-
-
-def test_a_chat_template_by_path(tiny_models, tmp_path):
-    path = tmp_path / "mine.jinja"
-    path.write_text("{{ messages[0].content }} =>")
-    args = grpo.Args(model_name_or_path=str(tiny_models()), chat_template_name=str(path))
-    args.check()
-    template = utils.load_tokenizer(args)
-    assert template.apply_chat_template([USER], tokenize=False) == "What is 2 + 6? =>"
-    with pytest.raises(utils.UserError, match="--chat_template_name nothere.jinja: no file, and none of this name"):
-        grpo.Args(model_name_or_path=str(tiny_models()), chat_template_name="nothere.jinja").check()
 
 
 # --- Functions that judge a group -------------------------------------------------------------------------------------
@@ -331,10 +239,3 @@ def test_what_a_group_s_function_may_return(configured):
     group = scored_group(["slow"], ["1", "2"])
     user_files.judge_groups(group, timeout_s=0.3)
     assert [r.scoring[0].result().status for r in group] == ["timeout"] * 2
-
-
-def test_a_response_alone_has_no_number_of_a_group(configured):
-    """Missing, and not 0."""
-    configured(GROUPS)
-    (result,) = rewards.score([RewardRecord("8", "8", "shortest")])
-    assert result.score != result.score

@@ -34,7 +34,6 @@ PRIVATE = {  # name -> what fails without it
     "_pytree": "each run with --gradient_checkpointing",
     "_rebuild_tensor_v2": "test_align: veRL's shards",
     "_supports_sdpa": "each run: packing.check",
-    "_text": "ours, of an exception in the sandbox",
     "_timeout": "test_the_timeout_of_nccl",
     "_utils": "test_align",
 }

@@ -1,19 +1,14 @@
 """Precision: which dtype a machine computes in, and master weights off the grid of bfloat16."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 import grpo
 import utils
 from scripts.parts import plan
-from tests.conftest import REPO
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +60,6 @@ def test_dither_depends_on_seed_and_name_alone(half, world, monkeypatch):
         assert all(torch.equal(one[name], sharded[name]) for name in one)
 
 
-def test_only_bfloat16_computing_is_dithered(half, world):
-    for dtype, differs in (("float32", False), ("bfloat16", True)):
-        a, b = (
-            weights(half, world, torch.float32, "--model_dtype", dtype, f"--{no}dither_master_weights")
-            for no in ("no_", "")
-        )
-        assert any(not torch.equal(a[name], b[name]) for name in a) == differs
-
-
-def test_weights_between_two_bfloat16_numbers_stay():
-    weight = torch.tensor([1.0, 1.0 + 2**-20, 0.1, 3.0, 0.0, torch.finfo(torch.bfloat16).max])
-    before = weight.clone()
-    utils.dither(weight, 5)
-    assert [bool(x) for x in weight == before] == [False, True, True, False, True, False]
-    assert torch.equal(weight.bfloat16()[[0, 3, 4, 5]], before.bfloat16()[[0, 3, 4, 5]])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is asked, not measured")
 def test_auto_takes_what_the_processor_is_fast_in(monkeypatch, tmp_path, capsys):
     """And --resume keeps what the run began with, wherever it goes on."""
@@ -97,44 +75,3 @@ def test_auto_takes_what_the_processor_is_fast_in(monkeypatch, tmp_path, capsys)
         dtype, why = plan.choose_dtype(replace(args, model_dtype="bfloat16"))
         assert dtype == "bfloat16" and ("WARNING" in why) == (want == "float32")
         assert plan.choose_dtype(replace(args, model_dtype="float32")) == ("float32", "as --model_dtype says")
-
-
-CACHE = """import tempfile, utils
-utils.prepare_compiler()
-from torch._inductor import codecache
-print(tempfile.gettempdir(), codecache._HEADER_DIR, codecache.cache_dir())
-"""
-CACHE_ALONE = """import tempfile, utils
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-print(tempfile.gettempdir(), cache_dir(), cache_dir())
-"""  # without half the compiler
-
-
-@pytest.mark.runs
-@pytest.mark.house
-def test_a_home_of_machines_of_several_kinds_shares_no_kernels(tmp_path):
-    """Inductor's cache gave the code written for one processor's vectors to another's compiler: half the numbers were
-    what memory held. ATEN_CPU_CAPABILITY makes the second of these processes a machine without AVX-512. The compiler's
-    headers are in the cache too, though torch's import would have them in the temporary directory, which stays."""
-    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
-    environment |= {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    caches = set()
-    for kind, program in (({}, CACHE), ({"ATEN_CPU_CAPABILITY": "avx2"}, CACHE_ALONE)):
-        line, how = [sys.executable, "-c", program], {"cwd": REPO, "env": environment | kind, "text": True}
-        done = subprocess.run(line, capture_output=True, **how)
-        temporary, headers, cache = done.stdout.split()[-3:]
-        assert temporary == str(tmp_path) and headers.startswith(cache), done.stdout + done.stderr
-        assert cache.startswith(f"{tmp_path}/.cache/torchinductor/")
-        caches.add(cache)
-    assert len(caches) == 1 + ("AVX512" in torch.backends.cpu.get_cpu_capability())
-
-
-@pytest.mark.parametrize("number", [1, 5, utils.DITHER_SLICE, 2 * utils.DITHER_SLICE + 7])
-def test_slices_give_the_offsets_of_one_piece(number):
-    """The offset of a weight is a word of the seed's stream, whatever the slices are: runs of before can go on."""
-    start = torch.randn(number, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    weight = start.clone().reshape(1, -1)
-    utils.dither(weight, 7)
-    words = np.random.PCG64(7).random_raw(number // 4 + 1).view(np.int16)[:number]
-    offsets = torch.from_numpy(words).int().clamp(min=-32767)
-    assert torch.equal(weight.view(torch.int32).flatten(), start.view(torch.int32) + offsets)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import grpo
-import rewards
 import utils
 from scripts.parts import plan, probe
 from tests import test_forks
@@ -46,18 +45,13 @@ def test_nothing_is_said_of_the_code_as_it_is(text):
 
 ZOO = """
 advantages_as_mask advantages_of_others advantages_of_the_batch baseline_of_the_first clip_before_the_advantage
-clip_ignored deviation_with_a_floor end_token_masked entropy_of_the_wrong_sign first_token_masked kl_not_in_the_reward
-kl_of_the_wrong_sign last_groups_dropped loss_averaged_over_ranks loss_divided_by_accumulation loss_per_micro_batch
-loss_per_rank no_policy_gradient ranks_draw_the_same ratio_always_one rho_of_the_new_policy rho_summed seed_of_the_group
-truncated_in_the_denominator
+clip_ignored end_token_masked entropy_of_the_wrong_sign first_token_masked kl_of_the_wrong_sign
+loss_averaged_over_ranks loss_divided_by_accumulation loss_per_micro_batch loss_per_rank no_policy_gradient
+ratio_always_one rho_of_the_new_policy
 """
 FLAGS = {
     "entropy_of_the_wrong_sign": "--entropy_coef 0.01",
-    "kl_not_in_the_reward": "--kl_in_reward --force_kl_in_reward --beta 0.1",
     "kl_of_the_wrong_sign": "--beta 0.5",
-    "last_groups_dropped": "--num_mini_batches 2",
-    "rho_summed": "--rho_mask_sequence_level --rho_mask_upper_bound 1.001",
-    "truncated_in_the_denominator": "--mask_truncated_completions",
 }
 
 
@@ -94,33 +88,13 @@ def test_advantages_that_look_at_the_responses(monkeypatch):
 def test_a_mask_of_the_environments_tokens(monkeypatch):
     add = utils.Rollout._add
     monkeypatch.setattr(utils.Rollout, "_add", lambda self, **c: add(self, **c | {"mask": [1] * len(c["mask"])}))
-    assert "did not choose" in " ".join(probe.differences(flags("")))
-
-
-def test_scores_without_a_verdict_or_an_end(monkeypatch):
-    combine = rewards.combine_rewards
-    monkeypatch.setattr(rewards, "combine_rewards", lambda flags, v, f, **how: combine(flags, 0.0, f, **how))
-    assert "without a verdict" in " ".join(probe.differences(flags("")))
-    monkeypatch.setattr(rewards, "combine_rewards", lambda flags, v, f, stopped=True: combine(flags, v * stopped, f))
-    assert "without an end token" in " ".join(probe.differences(flags("")))
-
-
-def test_a_label_that_stands_anywhere(monkeypatch):
-    verify = rewards.VERIFIERS["gsm8k"]
-    monkeypatch.setitem(
-        rewards.VERIFIERS, "gsm8k", verify._replace(verify=lambda r: rewards.Verdict("", float("18" in r.response)))
-    )
-    (found,) = probe.differences(flags(""))
-    assert found.startswith("gsm8k accepts '17, 18 or 19?")
-    monkeypatch.setitem(rewards.VERIFIERS, "gsm8k", verify._replace(verify=lambda r: rewards.Verdict("", 0.0)))
-    (found,) = probe.differences(flags(""))
-    assert found.startswith("gsm8k refuses")
+    assert len(probe.differences(flags(""))) == 1
 
 
 def test_a_function_that_wants_something_else_is_told_and_ends_no_run(monkeypatch):
-    monkeypatch.setattr(grpo, "stream_offset", lambda args: 0)
+    monkeypatch.setattr(grpo, "set_advantages", lambda groups: 0)
     (found,) = probe.differences(flags(""))
-    assert found.startswith("sampling cannot be asked about: TypeError")
+    assert found.startswith("advantages cannot be asked about: TypeError")
 
 
 def test_utils_is_as_before(monkeypatch):

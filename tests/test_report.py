@@ -7,19 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-import types
-from typing import Any
 from urllib.parse import quote
 
 import pytest
 import torch
 
-import grpo
-import rewards
 import utils
 from scripts.parts import dumps
-from scripts.reports import benchmark_report, checks, common, compare_runs, metrics, report
+from scripts.reports import benchmark_report, checks, common, compare_runs, demo, metrics, report
 from tests import programs
 from tests.conftest import REPO
 
@@ -62,32 +57,29 @@ def learned(tiny_models, tmp_path_factory):
     return out / "run"
 
 
-def make_run(path, seconds, scores, extra=None):
-    """A run with one prompt of two samples a step: scores[step - 1] are its samples' scores."""
+def make_run(path, seconds, extra=None):
+    """A run without rollouts, of a step for each of these seconds. extra: step -> more metrics."""
     path.mkdir(parents=True)
-    rows, rollouts = [], []
-    for step, pair in enumerate(scores, 1):
-        row = {"training_step": step, "episode": 2 * step, "time/total": seconds[step - 1], "time/generation": 1.0}
-        row |= {"time/training": seconds[step - 1] - 1.0, "val/num_step_tokens": 100.0, "val/sequence_lengths": 20.0}
-        row |= {"learner_tokens_per_second_step": 100.0 / seconds[step - 1], "lr": 1e-6}
-        row |= {"objective/scores": sum(pair) / 2, "val/advantages": 0.0, "val/stop_rate": 0.75}
+    rows = []
+    for step, of_step in enumerate(seconds, 1):
+        row = {"training_step": step, "episode": 2 * step, "time/total": of_step, "time/generation": 1.0, "lr": 1e-6}
+        row |= {"time/training": of_step - 1.0, "val/num_step_tokens": 100.0, "val/sequence_lengths": 20.0}
+        row |= {"learner_tokens_per_second_step": 100.0 / of_step, "val/advantages": 0.0, "val/stop_rate": 0.75}
         row |= {"time/from_scratch": 60.0 + sum(seconds[:step])}
         rows.append(row | (extra or {}).get(step, {}))
-        rollouts += [rollout(step, step - 1, sample, score, f"prompt {step}") for sample, score in enumerate(pair)]
     write_rows(path / "metrics.jsonl", rows)
-    write_rows(path / "rollouts.jsonl", rollouts)
-    args = {"verification_reward": 10.0, "lr_scheduler_type": "constant", "vllm_enforce_eager": path.name == "a"}
-    (path / "args.json").write_text(json.dumps(args | {"exp_name": path.name}))
+    args = {"verification_reward": 10.0, "vllm_enforce_eager": path.name == "a", "exp_name": path.name}
+    (path / "args.json").write_text(json.dumps(args))
     (path / "environment.json").write_text(json.dumps({"device": "cpu", "world_size": 1}))
     return path
 
 
-def rollout(step, position, sample, score, prompt, text="a", tokens=(5, 6)):
-    row = {"training_step": step, "position": position, "sample": sample, "token_ids": list(tokens), "text": text}
-    row |= {"logprobs": [-0.5] * len(tokens), "mask": [True] * len(tokens), "versions": [step - 1] * len(tokens)}
-    row |= {"finish_reason": "stop", "verifiable": score / 10, "outcome": score, "score": score, "advantage": 0.0}
-    result = {"score": score / 10, "status": "ok", "extracted": None, "seconds": 0.0, "details": {"note": text}}
-    return row | {"results": [result], "prompt": prompt, "ground_truths": [text], "verifiers": ["gsm8k"]}
+def rollout(step, position, sample, prompt, text):
+    """A row of rollouts.jsonl, whose score is 0."""
+    row = {"training_step": step, "position": position, "sample": sample, "token_ids": [5, 6], "text": text}
+    row |= {"logprobs": [-0.5] * 2, "versions": [step - 1] * 2, "finish_reason": "stop", "score": 0.0}
+    row |= {"results": [{"status": "ok", "details": {"note": text}}], "ground_truths": [text], "verifiers": ["gsm8k"]}
+    return row | {"prompt": prompt, "advantage": 0.0}
 
 
 def browse(page, profile, fragment=""):
@@ -138,8 +130,8 @@ def test_rollouts_are_filtered_and_coloured(learned, tmp_path, profile):
 
 @needs_browser
 def test_a_hostile_response_stays_text(tmp_path, profile):
-    run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
-    hostile = rollout(1, 0, 0, 10.0, HOSTILE, HOSTILE)
+    run = make_run(tmp_path / "run", [2.0] * 4)
+    hostile = rollout(1, 0, 0, HOSTILE, HOSTILE)
     (run / "rollouts.jsonl").write_text(json.dumps(hostile) + "\n")
     (run / "args.json").write_text(json.dumps({"exp_name": HOSTILE}))
     page = report.write_page(run)
@@ -152,7 +144,7 @@ def test_a_hostile_response_stays_text(tmp_path, profile):
 
 
 def test_the_answers_of_the_first_and_the_last_evaluation_are_on_the_page(tmp_path):
-    run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
+    run = make_run(tmp_path / "run", [2.0] * 4)
     answer = {"prompt": "2 + 2?", "ground_truths": "('4',)", "score": 10.0, "finish_reason": "stop", "text": "<b>4"}
     kinds = ((0, True), (2, True), (4, False), (4, True))
     rows = [{"training_step": step, "evaluation": kind} for step, kind in kinds]
@@ -189,11 +181,12 @@ def test_new_logprobs_of_a_dump_are_those_of_the_last_pass(learned):
 
 
 def test_the_page_is_bounded_and_says_so(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "run", [2.0] * 4, [(0.0, 10.0)] * 4)
-    rows = [rollout(1 + i // 400, i // 4, i % 4, 0.0, "p", "x" * 8001, (5,)) for i in range(1600)]
+    run = make_run(tmp_path / "run", [2.0] * 4)
+    rows = [rollout(1 + i // 400, i // 4, i % 4, "p", "x" * 8001) for i in range(1600)]
     write_rows(run / "rollouts.jsonl", rows)
     monkeypatch.setattr(report, "MAX_ROLLOUT_BYTES", 2_000_000)
-    data = report.collect(run, 400)
+    monkeypatch.setattr(report, "MAX_ROLLOUTS", 400)
+    data = report.collect(run)
     assert 0 < len(data["rollouts"]) <= 400 and len(json.dumps(data["rollouts"])) <= 2_000_000
     assert {r["step"] for r in data["rollouts"]} == {1, 2, 3, 4} and all(r["cut"] for r in data["rollouts"])
     groups = [(r["step"], r["position"]) for r in data["rollouts"]]
@@ -206,20 +199,20 @@ def test_the_page_is_bounded_and_says_so(tmp_path, monkeypatch):
 FINE = {
     "policy/entropy_avg": 1.0, "policy/clipfrac_avg": 0.01, "val/sequence_lengths": 100.0, "val/stop_rate": 1.0,
     "debug/vllm_vs_local_logprob_diff_mean": 0.01, "batch/total_prompts": 8.0, "batch/filtered_prompts_solved": 1.0,
-    "batch/filtered_prompts_zero": 1.0, "other/real_batch_size_ratio": 0.8, "batch/missing_rewards": 0.0,
-    "optim/nonfinite_updates": 0.0, "optim/skipped_steps": 0.0, "objective/kl2_avg": 0.01, "optim/grad_norm": 1.0,
+    "batch/filtered_prompts_zero": 1.0, "val/total_reward_groups": 6.0, "batch/missing_rewards": 0.0,
+    "optim/nonfinite_updates": 0.0, "objective/kl2_avg": 0.01, "optim/grad_norm": 1.0,
     "eval/objective/verifiable_correct_rate": 0.5,
 }  # fmt: skip
 
 
 def checks_of(change):
     rows = [{"training_step": s, "episode": 64 * s} | FINE | (change if s > 8 else {}) for s in range(1, 11)]
-    return checks.check_run(rows, {"model_dtype": "bfloat16", "beta": 0.01, "num_samples_per_prompt_rollout": 8})
+    return checks.check_run(rows, {"model_dtype": "bfloat16", "beta": 0.01})
 
 
 def test_a_healthy_run_has_no_warning():
     found = checks_of({})
-    assert len(found) == 16 and all(c["fine"] for c in found)
+    assert len(found) == 12 and all(c["fine"] for c in found)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +222,10 @@ def test_a_healthy_run_has_no_warning():
         ("policy/clipfrac_avg", 0.2, "clipped tokens"),
         ("val/sequence_lengths", 300.0, "length explosion"),
         ("val/stop_rate", 0.5, "truncated responses"),
-        ("debug/vllm_vs_local_logprob_diff_mean", 0.04, "gap growth"),
-        ("batch/filtered_prompts_solved", 6.0, "solved groups"),
-        ("batch/filtered_prompts_zero", 6.0, "hopeless groups"),
-        ("other/real_batch_size_ratio", 0.1, "rollouts with a gradient"),
+        ("debug/vllm_vs_local_logprob_diff_mean", 0.06, "logprob gap"),
+        ("val/total_reward_groups", 2.0, "groups with a gradient"),
         ("batch/missing_rewards", 3.0, "missing rewards"),
         ("optim/nonfinite_updates", 1.0, "non-finite updates"),
-        ("optim/skipped_steps", 1.0, "steps without an update"),
         ("objective/kl2_avg", 0.5, "KL to the reference"),
         ("optim/grad_norm", 30.0, "gradient spikes"),
         ("eval/objective/verifiable_correct_rate", 0.4, "evaluation falls"),
@@ -246,42 +236,16 @@ def test_each_fault_has_one_warning(metric, value, name):
     assert [c["name"] for c in checks_of({metric: value}) if not c["fine"]] == [name]
 
 
-def rates(*values):
-    return [{"lr": value} for value in values]
-
-
-def left_out(constant, missing=0):
-    return [{"batch/groups_filtered": 3, "batch/filtered_prompts": constant, "batch/missing_rewards": missing}]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "args", "fine"),
-    [
-        ("prompts go on", [{"epoch": 0.1}, {"epoch": 0.2}], {}, True),
-        ("prompts go on", [{"epoch": 0.1}] * 2, {}, False),
-        ("prompts go on", [{"epoch": 0.1}, {"epoch": 0.2}, {"epoch": 0.1}], {}, False),
-        ("one peak of the learning rate", rates(1, 2, 1.5, 1), {"lr_scheduler_type": "linear"}, True),
-        ("one peak of the learning rate", rates(2, 1, 0.5, 0.6), {"lr_scheduler_type": "linear"}, False),
-        ("one peak of the learning rate", rates(1, 0.5, 1), {"lr_scheduler_type": "cosine_with_restarts"}, None),
-        ("groups left out", left_out(3), {}, True),
-        ("groups left out", left_out(2), {}, False),
-        ("groups left out", left_out(2, missing=1), {}, None),  # there are other reasons
-        ("groups left out", left_out(2), {"active_sampling": True}, None),
-        ("logprob gap", [{f"{common.GAP}_mean": 2.3e-5}] * 10, {"model_dtype": "float32"}, True),
-        ("logprob gap", [{f"{common.GAP}_mean": 8e-5}] * 10, {"model_dtype": "float32"}, False),
-    ],
-)
-def test_a_check_by_hand(name, rows, args, fine):
-    """None: it is not made."""
-    rows = [{"training_step": step} | row for step, row in enumerate(rows, start=1)]
-    assert next((c["fine"] for c in checks.check_run(rows, args) if c["name"] == name), None) is fine
+@pytest.mark.parametrize(("gap", "fine"), [(2.3e-5, True), (8e-5, False)])
+def test_float32_has_a_narrower_gap(gap, fine):
+    (found,) = checks.check_policy([{"training_step": 1, f"{common.GAP}_mean": gap}], {"model_dtype": "float32"})
+    assert found["fine"] is fine
 
 
 def learning(scores, *held_out):
     """Name -> whether that is fine, of a run of these scores and shares of right held-out answers, that looks like a
     solved task from step 6 on."""
-    solved = {"policy/entropy_avg": 0.2, "batch/filtered_prompts_solved": 8.0, "other/real_batch_size_ratio": 0.0}
-    solved["optim/skipped_steps"] = 1.0
+    solved = {"policy/entropy_avg": 0.2, "batch/filtered_prompts_solved": 8.0, "val/total_reward_groups": 0.0}
     accuracy = "eval/objective/verifiable_correct_rate"
     rows = []
     for step, score in enumerate(scores, 1):
@@ -289,22 +253,20 @@ def learning(scores, *held_out):
         rows.append(row | (solved if step > 5 else {}))
     for row, share in zip((rows[0], rows[-1]), held_out, strict=True):
         row |= {accuracy: share, "eval/num_prompts": 100}
-    found = checks.check_run(rows, {"verification_reward": 10.0, "num_samples_per_prompt_rollout": 8})
+    found = checks.check_run(rows, {"verification_reward": 10.0})
     return {c["name"]: c["fine"] for c in found}
 
 
 LEARNED = {"score", "held-out score"}
-SOLVED = {"entropy collapse", "solved groups", "rollouts with a gradient", "steps without an update"}
+SOLVED = {"entropy collapse", "groups with a gradient"}
 
 
 @pytest.mark.parametrize(
     ("scores", "held_out", "fine"),
     [
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], (0.25, 0.75), LEARNED | SOLVED),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 7], (0.25, 0.75), LEARNED | SOLVED),  # 0.8 of the maximum
         ([9.9, 10.0] * 5, (1.0, 1.0), LEARNED | SOLVED),  # solved at the start
         ([6.7, 6.6, 6.4, 6.4, 6.3, 6.2, 6.1, 6.0, 5.9, 5.9], (0.5, 0.55), set()),  # a wrong sign
-        ([5, 6] * 5, (0.5, 0.55), set()),
         ([5, 6, 5, 6, 5, 6, 5, 6, 5.2, 6], (0.5, 0.6), set()),  # within two standard errors
     ],
 )
@@ -324,15 +286,12 @@ def test_every_metric_of_a_run_has_a_definition(learned):
 
 # --- The comparison ---------------------------------------------------------------------------------------------------
 
-A = [(0.0, 0.0), (0.0, 10.0), (10.0, 10.0), (0.0, 10.0)]
-B = [(0.0, 10.0), (10.0, 10.0), (10.0, 10.0), (0.0, 10.0)]
-
 
 @pytest.fixture
 def pair(tmp_path):
     sync = {2: {"time/weight_sync": 0.5}, 3: {"time/from_scratch": 35.0}, 4: {"time/from_scratch": 38.0}}  # resumed
-    a = make_run(tmp_path / "a", [9.0, 2.0, 2.0, 2.0], A)
-    b = make_run(tmp_path / "b", [9.0, 4.0, 5.0, 3.0], B, sync)
+    a = make_run(tmp_path / "a", [9.0, 2.0, 2.0, 2.0])
+    b = make_run(tmp_path / "b", [9.0, 4.0, 5.0, 3.0], sync)
     where = {"command": ["/bin/python", "../grpo.py"], "device": "cpu", "git_commit": "0123456789ab", "git_dirty": True}
     (a / "environment.json").write_text(json.dumps(where | {"code": {"mine.py": "0" * 64, "changes.diff": "1" * 64}}))
     (b / "environment.json").write_text(json.dumps(where | {"code": {"mine.py": "2" * 64, "changes.diff": "1" * 64}}))
@@ -341,7 +300,7 @@ def pair(tmp_path):
 
 
 def cells(text):
-    """First cell of a table's row -> the others, without bold: the first row of this name."""
+    """First cell of a table's row -> the others, without marks: the first row of this name."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         first, *others = (cell.strip(" *`") for cell in line.strip("|").split("|"))
@@ -350,27 +309,15 @@ def cells(text):
     return found
 
 
-def compared(*paths, after=1):
-    """The comparison's tables, and its text."""
-    text = compare_runs.compare(compare_runs.load(list(paths), None, after))
-    return cells(text), text
-
-
 def test_comparison_by_hand(pair, capsys):
-    """Step 1 apart: means 2 and 4 s; prompt differences 5, 5, 0, 0: mean 2.5, s 2.887, t(3) 3.182."""
+    """Step 1 apart: means 2 and 4 s."""
     assert compare_runs.main(list(map(str, pair))) == 0
     text = capsys.readouterr().out
     rows = cells(text)
     assert rows["avg total_time"] == ["2.00", "4.00"] and rows["sum total_time (step 1 too)"] == ["15.0", "21.0"]
-    assert "| **2.00** | 4.00 |" in text and "| 20.0 | 20.0 |" in text  # the best is bold, and of equals none
     assert rows["Wall clock (min)"] == ["1.25", "1.85"]
     assert rows["avg learner_tok/s_step"] == ["50", "26"] and rows["avg weight_sync"] == ["—", "0.50"]
     assert rows["a"][:5] == ["grpo.py", "? (?)", "cpu", "ab12cd", "0123456789ab and changes"]
-    speed = [re.findall(r"\d+(?:\.\d+)?", line) for line in text.splitlines() if "tokens/s" in line]
-    assert speed == [["25", "50", "0.50", "1.00", "2.00"]]  # 3 steps of 100 tokens in 12 and in 6 s
-    half = 3.1824 * math.sqrt(25 / 3) / 2
-    interval = f"{2.5 - half:+.4g} to {2.5 + half:+.4g}"
-    assert rows["score"][:-1] == ["4", "2", "5", "7.5", "+2.5", interval, "0.5"]  # signs: 8 of 16 ways are as far
     assert set(re.findall("^- `(.*)`", text, re.MULTILINE)) == {"vllm_enforce_eager", "mine.py"}
     written = (pair[0].parent / "comparison.md").read_text()  # steps are here only
     assert "| 2 | 25 | 100 | 20.0 | 4.00 | 3.00 | 0.50 | 1.00 |" in written and "| 2 | 25 |" not in text
@@ -384,54 +331,27 @@ REPORT = """verifiable_reward 0.69 0.66 0.83|verifiable_correct_rate 0.08 0.08 0
     training_time 69.4 47.7 38.3|weight_sync 33.0 9.8 15.3"""
 
 
-def test_open_instructs_report_comes_out_of_its_own_tables(tmp_path, monkeypatch):
+def test_open_instructs_report_comes_out_of_its_own_tables(tmp_path):
     """Per-step tables in, summary out: docs/benchmarks/grpo_hybrid_vs_nonhybrid.md of open-instruct, commit 5b691b933.
 
-    Tokens of a step are its rate times its seconds. A run's clock is not in the tables, only its 37, 24 and 22 minutes
-    with start and end: the one here, by which the three numbers come out, ends 0.8 to 1.3 minutes before. Were the last
-    step's tokens counted too, it would have to end after them.
+    A run's clock is not in the tables: its overall rate is the report's own.
     """
     data = json.loads((REPO / "tests/large_test.json").read_text())
-    args = grpo.Args(num_unique_prompts_rollout=32, num_samples_per_prompt_rollout=16, verification_reward=1.0)
-    now = [0.0]
     printed = []
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for name, final, minutes in (("hybrid_eager", 715, 37), ("hybrid", 1766, 24), ("non_hybrid", 4699, 22)):
+    for name, overall in (("hybrid_eager", 715), ("hybrid", 1766), ("non_hybrid", 4699)):
         steps = [dict(zip(data["columns"], row, strict=True)) for row in data[name]]
-        tokens = [s["learner_tok/s_step"] * s["total_time"] for s in steps]
-        wall = sum(tokens[:-1]) / final
-        assert 0.75 < minutes - wall / 60 < 1.3 and sum(tokens) / final > 60 * minutes
-        rest = (wall - sum(s["total_time"] for s in steps)) / len(steps)  # of evaluation and saving, after a step
-        state, rows, now[0] = grpo.start_state() | {"clock": 0.0, "flops_per_second": 1.0}, [], rest
-        learner = types.SimpleNamespace(policy=types.SimpleNamespace(flops=lambda *_: 0.0), ref_policy=None)
-        learner.scheduler = types.SimpleNamespace(state_dict=dict)
-        run: Any = types.SimpleNamespace(
-            args=args, world=WORLD, state=state, learner=learner, train_prompts=range(100), start_time=0.0
-        )
-        run.guards = types.SimpleNamespace(judge_rewards=lambda *_: None)
-        for number, (step, n) in enumerate(zip(steps, tokens, strict=True), start=1):
-            made = grpo.Step(number, start_time=now[0])
-            numbers = utils.Metrics()
-            made.gap = types.SimpleNamespace(metrics={})
-            for count in ("trained", "sampled", "response_tokens", "val/num_sampled_tokens", "learner_flops"):
-                numbers.count(count, 1e9)  # none of the report's
-            numbers.count("val/num_step_tokens", n)
-            for key in data["columns"][5:]:
-                numbers.add(f"objective_kept/{key}", step[key])
-                numbers.add(f"objective/{key}", 99.0)
-            made.metrics = numbers
-            made.seconds = {"time/group_generation_max": n / step["actor_tok/s"]}
-            made.seconds |= {"time/training": step["training_time"] - 5, "time/trainer_waiting_for_data": 5.0}
-            now[0] += step["total_time"]
-            row = grpo.step_metrics(run, made)
-            grpo.advance(run, made, row)
-            rows.append(row | ({"time/weight_sync": step["weight_sync"]} if step["weight_sync"] else {}))
-            now[0] += rest
-        assert rows[-1]["episode"] == 19 * 512 and rows[0]["learner_tokens_per_second_overall"] == 0
+        rows = []
+        for number, step in enumerate(steps, start=1):
+            row = {"training_step": number, "time/total": step["total_time"], "time/weight_sync": step["weight_sync"]}
+            row |= {"time/training": step["training_time"] - 5, "time/trainer_waiting_for_data": 5.0}
+            row |= {"learner_tokens_per_second_step": step["learner_tok/s_step"]}
+            row |= {"val/actor_tokens_per_second": step["actor_tok/s"], "learner_tokens_per_second_overall": overall}
+            row |= {f"objective_kept/{key}": step[key] for key in data["columns"][5:]}
+            rows.append(row | {"objective/verifiable_reward": 99.0})
         (tmp_path / name).mkdir()
         write_rows(tmp_path / name / "metrics.jsonl", rows)
         printed.append(tmp_path / name)
-    shown, _ = compared(*printed, after=0)
+    shown = cells(compare_runs.compare(compare_runs.load(printed, None, after=0)))
     assert shown["final learner_tok/s_overall"] == ["715", "1,766", "4,699"]
     for heading, *wanted in (entry.split() for entry in re.split(r"\||\n", REPORT)):
         got = [float(cell.replace(",", "")) for cell in shown[f"avg {heading}"]]
@@ -442,65 +362,11 @@ def test_open_instructs_report_comes_out_of_its_own_tables(tmp_path, monkeypatch
     assert shown["avg verifiable_reward, all rollouts"] == ["99.000"] * 3
 
 
-def test_kept_groups_and_their_prompts_are_counted_as_open_instruct_counts_them():
-    """Prompts of 3 and 4 tokens, two responses each; the second group's scores are equal: it is not kept, unless
-    --no_filter_zero_std_samples keeps all."""
-
-    def group(position, prompt, responses, scores):
-        p = utils.Prompt(position, tuple(range(prompt)), "p", ("7",), ("gsm8k",))
-        made = [utils.Rollout(p, position, j, [1] * n, [0.0] * n, [True] * n, [0] * n) for j, n in enumerate(responses)]
-        for r, score in zip(made, scores, strict=True):
-            r.results, r.verifiable = [rewards.RewardResult(score, "ok", None, 0.0)], score
-            r.outcome = r.score = 10 * score
-        return made
-
-    groups = [group(0, 3, (5, 6), (0.0, 1.0)), group(1, 4, (7, 8), (1.0, 1.0))]
-    for filters, tokens, rate in ((True, 3 + 11, 0.5), (False, 3 + 11 + 4 + 15, 0.75)):
-        numbers = utils.Metrics()
-        utils.note_step(groups, groups, grpo.Args(filter_zero_std_samples=filters), numbers)
-        out = numbers.reduce(WORLD)
-        assert out["val/num_step_tokens"] == tokens and out["objective_kept/verifiable_correct_rate"] == rate
-        assert (
-            out["val/num_sampled_tokens"] == 2 * 3 + 11 + 2 * 4 + 15
-            and out["objective/verifiable_correct_rate"] == 0.75
-        )
-        assert (out["objective/scores"], out["objective/scores_min"], out["objective/scores_max"]) == (7.5, 0, 10)
-        assert (out["val/prompt_lengths"], out["val/prompt_lengths_min"], out["val/prompt_lengths_max"]) == (3.5, 3, 4)
-    numbers = utils.Metrics()
-    utils.note_step([], groups[1:], grpo.Args(), numbers)
-    assert numbers.reduce(WORLD)["val/num_step_tokens"] == 0
-
-
-def test_only_prompts_at_the_same_place_are_paired(pair):
-    """In the other run those of steps 3 and 4 are others: left are the differences 5 and 5 of steps 1 and 2."""
-    rows = list(common.read_lines(pair[1] / "rollouts.jsonl"))
-    for row in rows:
-        row["prompt"] += " again" * (row["training_step"] > 2)
-    write_rows(pair[1] / "rollouts.jsonl", rows)
-    found = compare_runs.paired_means(*compare_runs.load(list(pair), None))
-    assert found["score"].tolist() == [[0.0, 5.0], [5.0, 10.0]]
-
-
 def test_runs_of_other_lengths_share_their_steps_and_one_step_is_too_few(tmp_path, pair):
-    long = make_run(tmp_path / "c", [2.0] * 6, [(0.0, 0.0)] * 6)
+    long = make_run(tmp_path / "c", [2.0] * 6)
     assert [len(run.rows) for run in compare_runs.load([pair[0], long], None)] == [4, 4]
-    short = make_run(tmp_path / "d", [2.0], [(0.0, 0.0)])
+    short = make_run(tmp_path / "d", [2.0])
     assert compare_runs.main([str(pair[0]), str(short)]) == 2
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "p", "differs"),
-    [
-        ([(0, 0)] * 2, [(10, 10)] * 2, 0.5, False),  # the interval has no width
-        ([(0, 10)] * 12, [(0, 10)] * 12, 1.0, False),
-        ([(0, 0)] * 6, [(0, 10)] * 6, 2 / 64, True),
-        ([(0, 10)] * 6 + [(0, 0)] * 6, [(10, 10)] * 12, 2 / 4096, True),
-    ],
-)
-def test_a_difference_that_is_there_is_found_and_few_prompts_are_no_proof(tmp_path, ours, theirs, p, differs):
-    paths = [make_run(tmp_path / name, [2.0] * len(of), of) for name, of in (("a", ours), ("b", theirs))]
-    *_, shown, verdict = compared(*paths)[0]["score"]
-    assert float(shown) == pytest.approx(p, rel=1e-2) and (verdict == "differs") == differs
 
 
 # --- The benchmark report ---------------------------------------------------------------------------------------------
@@ -519,11 +385,12 @@ def test_benchmark_by_hand(tmp_path):
     more = {"val/num_sampled_tokens": 100.0, "batch/total_prompts": 1.0, "time/ref_logprobs": 0.25}
     more |= {"time/old_logprobs": 0.5, "val/learner_tokens_min": 40.0, "val/learner_tokens_max": 45.0}
     more |= {"objective/scores_max": 10.0, "memory/gpu_allocated_gib": 3.5, "time/eval": None}
-    extra: dict = {step: dict(more) for step in range(1, 5)}
+    scores = [0.0, 5.0, 10.0, 5.0]
+    extra: dict = {step: more | {"objective/scores": score} for step, score in enumerate(scores, 1)}
     extra[4] |= {"eval/objective/verifiable_correct_rate": 1.0, "eval/num_prompts": 1}
     args = {"num_samples_per_prompt_rollout": 2, "beta": 0.001, "verification_reward": 10.0, "eval_pass_at_k": 4}
     args |= {"dataset_mixer_eval_list": ["data/gsm8k_verl/test.jsonl", "1.0", "data/a/eval.jsonl", "8"]}
-    rows, history = reported(make_run(tmp_path / "run", [9.0, 2.0, 2.0, 2.0], A, extra), args)
+    rows, history = reported(make_run(tmp_path / "run", [9.0, 2.0, 2.0, 2.0], extra), args)
     last_and_mean = {name: row[1:3] for name, row in rows.items()}
     assert last_and_mean["actor/lr"] == ["1.000e-06", "1.000e-06"]
     assert last_and_mean["critic/rewards/mean"] == ["0.5", "0.66667"]
@@ -543,7 +410,7 @@ def test_benchmark_by_hand(tmp_path):
 
     for step in range(1, 5):
         extra[step] |= {"objective/kl_in_reward": 1.0}
-    rows, _ = reported(make_run(tmp_path / "in_reward", [9.0, 2.0, 2.0, 2.0], A, extra), args | {"kl_in_reward": True})
+    rows, _ = reported(make_run(tmp_path / "in_reward", [9.0, 2.0, 2.0, 2.0], extra), args | {"kl_in_reward": True})
     assert rows["critic/rewards/mean"][1:3] == ["0.4", "0.56667"]
 
 
@@ -569,7 +436,7 @@ CURVES = [sys.executable, str(REPO / "scripts" / "reports" / "curves.py")]
 
 def test_curves_of_a_run_under_way(tmp_path):
     """Half a last line is no step; the ending of --out is the format."""
-    run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
+    run_dir = make_run(tmp_path / "a", [2.0] * 4)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"training_step": 5, "epi')
     done = subprocess.run([*CURVES, run_dir, "--out", tmp_path / "a.svg"], capture_output=True, text=True)
@@ -578,8 +445,17 @@ def test_curves_of_a_run_under_way(tmp_path):
     assert subprocess.run([*CURVES, tmp_path / "b"], capture_output=True).returncode == 2
 
 
+def test_the_picture_of_readme_has_both_arms_means(tmp_path):
+    """Both have the same model at the start; README has the ends."""
+    shown = demo.draw(tmp_path / "demo.svg")
+    assert [list(shares) for shares in shown.values()] == [[0, 4, 8, 12, 16]] * 2
+    ends = {arm: [round(shares[0], 2), round(shares[16], 2)] for arm, shares in shown.items()}
+    assert ends == {"labels": [0.31, 0.93], "majority": [0.31, 0.34]}
+    assert (tmp_path / "demo.svg").stat().st_size > 1000
+
+
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):
-    run_dir = make_run(tmp_path / "a", [2.0] * 4, [(0, 10)] * 4)
+    run_dir = make_run(tmp_path / "a", [2.0] * 4)
     assert str(run_dir / "report.png") in utils.draw_report(run_dir) and capsys.readouterr().out == ""
     (run_dir / "report.png").unlink()
     monkeypatch.setattr(utils, "PROGRAM_S", 0.01)

@@ -24,33 +24,28 @@ from rewards import (
     check_verifier,
     combine_rewards,
     format_reward,
-    max_score,
     score,
 )
 from scripts.parts import gym as gym_part
 from scripts.parts import ifeval as ifeval_part
+from scripts.parts import worker
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module", autouse=True)
-def spare_workers():
+def one_worker():
     """All but one worker stay at home, since each imports the verifiers' libraries; see all_workers. That one starts
     again once only for the number of its jobs."""
-    spare = [rewards.IDLE_WORKERS.get() for _ in rewards.WORKERS[1 : rewards.NUM_WORKERS]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewards, "JOBS_PER_WORKER", 5000)
-        yield spare
-    for each in spare:
-        rewards.IDLE_WORKERS.put(each)
+        patch.setattr(worker, "JOBS_PER_WORKER", 5000)
+        patch.setattr(worker.OF_VERIFIERS, "most", 1)
+        yield
 
 
 @pytest.fixture
-def all_workers(spare_workers):
-    for each in spare_workers:
-        rewards.IDLE_WORKERS.put(each)
-    yield
-    spare_workers[:] = [rewards.IDLE_WORKERS.get() for _ in spare_workers]
+def all_workers(monkeypatch):
+    monkeypatch.setattr(worker.OF_VERIFIERS, "most", rewards.NUM_WORKERS)
 
 
 def score_rows(rows, timeout_s=30.0):
@@ -66,144 +61,76 @@ def assert_scores(rows, timeout_s=30.0):
 
 
 GSM8K_CASES = [
-    ("gsm8k", "72", "48+24 = 72 altogether.\n#### 72", 1.0),
-    ("gsm8k", "72", "#### 72.00", 1.0),
-    ("gsm8k", "72", "#### $72", 1.0),
     ("gsm8k", "72", "#### \\boxed{72}", 1.0),
-    ("gsm8k", "72", "The answer is 72.", 1.0),
     ("gsm8k", "72", "#### 72\nI checked this 3 times.", 1.0),
     ("gsm8k", "72", "\\boxed{71}\n#### 72", 1.0),  # the marker beats the box
-    ("gsm8k", "72", "#### 72\n\\boxed{71}", 1.0),
     ("gsm8k", "72", "\\boxed{72} in 3 steps", 1.0),  # the box beats the last number
     ("gsm8k", "72", "#### 72\n#### 71", 0.0),
-    ("gsm8k", "72", "\\boxed{72} or maybe \\boxed{71}", 0.0),
-    ("gsm8k", "1,080", "#### 1080", 1.0),
     ("gsm8k", "1080", "#### 1{,}080", 1.0),
     ("gsm8k", "-5", "#### \u22125", 1.0),
-    ("gsm8k", "5", "#### \u22125", 0.0),
-    ("gsm8k", "-5", "#### -$5", 1.0),
     ("gsm8k", "-5", "so 10-5", 0.0),  # an operator is no sign
-    ("gsm8k", "5", "#### (5)", 1.0),
     ("gsm8k", "18", "\\boxed{18, 19}", 0.0),
-    ("gsm8k", "18", "\\boxed{18\\text{ m}^2}", 1.0),
-    ("gsm8k", "18", "\\boxed{\\frac{36}{2}}", 1.0),
     ("gsm8k", "18", "\\boxed{\\frac{36}{0}}", 0.0),
-    ("gsm8k", "18", "<think>9*2=18. #### 18</think>", 0.0),
     ("gsm8k", "18", "<think>#### 18</think>\n#### 17", 0.0),
-    ("gsm8k", "18", "<think>#### 17</think> no <think>wait</think>\n#### 18", 1.0),
     ("gsm8k", "18", "<think>9*2 = 18 so the answer is 18", 0.0),
-    ("gsm8k", "18", "<answer>18</answer>", 1.0),
-    ("gsm8k", "18", "#### 18</s>", 1.0),
-    ("gsm8k", "18", "#### 18" + "0" * 5000, 0.0),
-    ("gsm8k", "18", "1 " * 50000 + "\n#### 18", 1.0),
-    ("gsm8k", "18", "#### 1e999999999", 0.0),
     ("gsm8k", "18", "#### 1e" + "9" * 30, 0.0),  # beyond Decimal's exponents
     ("gsm8k", "18", "#### 5" + " " * 100000 + "x", 0.0),  # quadratic for two adjacent unbounded \s
-    ("gsm8k", "7", "#### Answer: 7", 1.0),
-    ("gsm8k", "25", "25.", 1.0),
-    ("gsm8k", "", "#### 18", 0.0),
-    ("gsm8k_strict", "72", "... #### 72", 1.0),
     ("gsm8k_strict", "72", "\\boxed{72}", 0.0),
-    ("gsm8k_strict", "72", "#### 72" + " filler" * 100, 1.0),
     ("gsm8k_strict", "72", "<think>#### 72</think> ok", 0.0),
-    ("gsm8k_verl", 1080, "#### 5\n#### 1,080", 1.0),
-    ("gsm8k_verl", "72", "#### 72\n#### 7.2", 0.0),
     ("gsm8k_verl", "72", "#### 72" + "x" * 293, 1.0),  # the marker's first # is the 300th from the end
     ("gsm8k_verl", "72", "#### 72" + "x" * 294, 0.0),
 ]
-
 MATH_CASES = [
-    ("math", "\\frac{1}{2}", "The result is $\\boxed{\\frac{1}{2}}$.", 1.0),
     ("math", "\\frac{1}{2}", "\\boxed{\\tfrac12}", 1.0),
-    ("math", "\\boxed{\\frac{1}{2}}", "\\boxed{1/2}", 1.0),  # wrapped labels
     ("math", "$\\frac{1}{2}$", "\\boxed{.5}", 1.0),
-    ("math", 42, "\\boxed{42.0}", 1.0),
-    ("math", "42", "\\boxed{$42$}", 1.0),
-    ("math", "42", "\\boxed{{42}}", 1.0),
     ("math", "42", "\\boxed{41} ... actually \\boxed{42}", 1.0),
     ("math", "42", "\\boxed{42} then \\boxed{4", 1.0),  # the last balanced box
-    ("math", "42", "\\boxed{40}, \\boxed{41}, \\boxed{42}, \\boxed{43}", 0.0),
-    ("math", "42", "Answer: 42", 1.0),
     ("math", "42", "Final Answer: The final answer is $42$. I hope it is correct.", 1.0),
     ("math", "42", "<think>hm</think><answer>42</answer>", 1.0),
     ("math", "42", "<think>\\boxed{42}</think> I am done.", 0.0),
-    ("math", "42", "<think> \\boxed{42}", 0.0),
-    ("math", "42", "\\boxed{}", 0.0),
     ("math", "42", "We computed 42 somewhere", 0.0),
-    ("math", "42", "\\boxed{99999999!}", 0.0),  # refused: larger than any label of two digits
-    ("math", "42", "\\boxed{9^{9^{9^9}}}", 0.0),
-    ("math", "1024", "\\boxed{2^{10}}", 1.0),  # small powers are not refused
-    ("math", "720", "\\boxed{(3!)!}", 1.0),
+    ("math", "42", "\\boxed{9^{9^{9^9}}}", 0.0),  # refused: larger than any label of two digits
+    ("math", "1024", "\\boxed{2^{10}}", 1.0),
     ("math", "42", "\\boxed{" + "7" * 100000 + "}", 0.0),
-    ("math", "42", "$ " * 50000 + "\\boxed{42}", 1.0),
-    ("math", "42", "\\boxed{42}\n\nGRADER: {\"correct\": true}", 1.0),
-    ("math", "42", "\0\\boxed{42}", 1.0),
     ("math", "\\sqrt{2}", "\udcff\\boxed{\udcff}", 0.0),  # a lone surrogate must pass the protocol
     ("math", "", "\\boxed{}", 0.0),
-    ("math", "", "\\boxed{42}", 0.0),
-]  # fmt: skip
-
-STRING_CASES = [
-    ("string_matcher", "The Eiffel Tower", "<answer> eiffel  tower! </answer>", 1.0),
-    ("string_matcher", "Eiffel Tower", "Eiffel Tower", 0.0),  # tags are required
-    ("string_matcher", "Paris", "<answer>London</answer> <answer>Paris</answer>", 1.0),
-    ("string_matcher", "Paris", "<think><answer>Paris</answer></think> no", 0.0),
-    ("string_matcher", "the", "<answer>an</answer>", 0.0),  # both normalise to nothing
-    ("string_matcher", ["seven", "7"], "<answer>7</answer>", 1.0),  # alternatives, as elsewhere
-    ("String_Matcher", "Paris", "<answer>paris</answer>", 1.0),  # names in any case
 ]
-
-
 MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
-STRICT_MATH_CASES = [
-    ("strict_math", "\\frac12", MINERVA.format("$0.5$"), 1.0),
-    ("strict_math", "42", MINERVA.format("41") + "\n" + MINERVA.format("$42$"), 1.0),  # the last one
-    ("strict_math", "12_5", "\\boxed{41} " + MINERVA.format("\\boxed{12_5}"), 1.0),
-    ("strict_math", "42", "Final Answer: The final answer is 42.\n", 0.0),  # the sentence is not complete
-    ("strict_math", "42", "I hope it is correct. Final Answer: The final answer is 42", 0.0),
-    ("strict_math", "42", "\\boxed{42}", 0.0),
-    ("strict_math", "42", f"<think>{MINERVA.format(42)}</think> 42", 0.0),
-]
 # F1 by hand, over words without a, an, the: 2 * common / (words of the answer + words of the label)
 TEXT_CASES = [
-    ("string_f1", "the cat sat", "A cat sat!", 1.0),
+    ("string_matcher", "The Eiffel Tower", "<answer> eiffel  tower! </answer>", 1.0),
+    ("string_matcher", "Eiffel Tower", "Eiffel Tower", 0.0),  # tags are required
+    ("string_matcher", "the", "<answer>an</answer>", 0.0),  # both normalise to nothing
+    ("String_Matcher", ["seven", "7"], "<answer>7</answer>", 1.0),  # alternatives; names in any case
+    ("strict_math", "42", MINERVA.format("41") + "\n" + MINERVA.format("$42$"), 1.0),  # the last one
+    ("strict_math", "42", "\\boxed{42}", 0.0),
     ("string_f1", "cat sat", "cat cat cat", 0.4),  # 2 * 1 / (3 + 2): a word counts as often as it is in both
     ("string_f1", ["dog", "cat sat down"], "cat sat", 0.8),  # the better label: 2 * 2 / (2 + 3)
-    ("string_f1", "cat", "no <answer>cat</answer>", 1.0),
     ("string_f1", "cat", "<think>cat</think> dog", 0.0),
-    ("string_f1", "cat", "", 0.0),
-    ("string_f1", "the", "a the", 0.0),
     ("puzzle", "A: red, B: blue", "<think>hm</think>\na red b blue", 1.0),
     ("puzzle", "red", "red or blue", 0.0),
-    ("puzzle", "[1, 2]", "1", 0.0),  # a bracket is no list of alternatives here
-    ("puzzle", "red", "<answer>Red.</answer>", 1.0),
     ("flan", "yes", "Well. The answer is: no. The answer is: Yes.", 1.0),
-    ("flan", "yes", "The answer is yes", 1.0),
     ("flan", "yes", "The answer is: yes or no", 0.0),
-    ("re_search", '["Paris", "City of Light"]', "<finish>city of light</finish>", 1.0),
     ("re_search", '"Paris"', "<finish>Paris</finish> <finish>London</finish>", 1.0),  # the first ends the search
-    ("re_search", ["Paris"], "<think><finish>Paris</finish></think> <finish>London</finish>", 0.0),
     ("re_search", "Paris", "<finish>Paris, France</finish>", 0.0),
-    ("re_search", "Paris", "Paris", 0.0),
     ("re_search_f1", "Paris", "<finish>Paris, France</finish>", 2 / 3),
     ("re_search_f1", "Paris", "<finish>London</finish>", 0.1),
-    ("re_search_f1", "Paris", "<finish> </finish>", 0.0),
     ("passthrough", None, "anything", 0.0),
 ]
 
 
 def test_a_late_reply_is_not_the_next_jobs():
     """A reply that was left in a worker's socket makes the next sample missing, and never its score."""
-    worker = rewards.Worker()
+    own = worker.Worker()
     job = rewards.Job("equality.work_math", {"gold": "1", "answer": "1"})
     try:
-        assert worker.run(job, 20.0).status != "infra_error"
-        worker.buffer = b'{"number": 1, "ready": true}\n{"number": 1, "score": 0.25}\n'
-        outcome = worker.run(job, 20.0)
-        assert outcome.status == "infra_error" and "out of step" in outcome.problem and worker.process is None
-        assert worker.run(job, 20.0).status != "infra_error"
+        assert own.run(*job[:2], 20.0).status != "infra_error"
+        own.buffer = b'{"number": 1, "ready": true}\n{"number": 1, "score": 0.25}\n'
+        outcome = own.run(*job[:2], 20.0)
+        assert outcome.status == "infra_error" and "out of step" in outcome.problem and own.process is None
+        assert own.run(*job[:2], 20.0).status != "infra_error"
     finally:
-        worker.stop()
+        own.stop()
 
 
 FORKS = """
@@ -227,11 +154,11 @@ def test_a_workers_children_end_with_it(response, status, tmp_path):
     """A child lived on; and as it held the socket, a worker that had died was waited for until the deadline."""
     (tmp_path / "reward.py").write_text(FORKS)
     note = tmp_path / "pid"
-    worker = rewards.Worker()
+    own = worker.Worker()
     call = json.dumps(["child", {"response": response, "ground_truth": str(note)}])
     job = rewards.Job("user_files.work_reward_file", {"path": str(tmp_path / "reward.py"), "call": call})
     try:
-        outcome = worker.run(job, 60.0 if response == "dies" else 1.0)
+        outcome = own.run(*job[:2], 60.0 if response == "dies" else 1.0)
         assert outcome.status == status and outcome.seconds < 50
         child = Path(f"/proc/{note.read_text()}/stat")
         end = time.monotonic() + 30
@@ -239,64 +166,25 @@ def test_a_workers_children_end_with_it(response, status, tmp_path):
             assert time.monotonic() < end, "the child of a killed worker lives on"
             time.sleep(0.05)
     finally:
-        if worker.process:
-            worker.stop()
+        if own.process:
+            own.stop()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's score is Linux's")
-def test_workers_end_before_the_trainer_where_memory_runs_short():
-    worker = rewards.Worker()
-    try:
-        worker.run(rewards.Job("equality.work_math", {"gold": "1", "answer": "1"}), 20.0)
-        assert Path(f"/proc/{worker.process.pid}/oom_score_adj").read_text().strip() == "1000"
-        assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
-    finally:
-        worker.stop()
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [GSM8K_CASES, MATH_CASES, STRING_CASES, STRICT_MATH_CASES, TEXT_CASES],
-    ids=["gsm8k", "math", "string_matcher", "strict_math", "text"],
-)
+@pytest.mark.parametrize("rows", [GSM8K_CASES, MATH_CASES, TEXT_CASES], ids=["gsm8k", "math", "text"])
 def test_cases(rows):
     assert_scores(rows)
 
 
-def test_three_rules_for_gsm8k_are_the_readme_s_table():
-    readme = (ROOT / "scripts" / "parts" / "rewards.md").read_text()
-    lines = readme.split("| `gsm8k` | `gsm8k_strict` | `gsm8k_verl` |\n")[1].split("\n\n")[0].splitlines()[1:]
-    rows = []
-    for line in lines:
-        response, label, *scores = [cell.strip() for cell in line.strip("|").split("|")]
-        response = response.replace("`", "").replace(" and 300 characters", "." * 300)
-        rows += [(name, label, response, float(x)) for name, x in zip(GSM8K_RULES, scores, strict=True)]
-    assert len(rows) == 60 and {want for *_, want in rows} == {0.0, 1.0}
-    assert_scores(rows)
-
-
-GSM8K_RULES = ("gsm8k", "gsm8k_strict", "gsm8k_verl")
-
-
-@pytest.mark.parametrize(
-    "name, num_tokens, label, want",
-    [
-        ("max_length", 100, "100", 1.0), ("max_length", 808, 9000, 0.75), ("max_length", 17192, 9000, 0.75),
-        ("max_length", 32868, 100, 0.0), ("max_length", 40000, 100, 0.0),  # 1 - 39900 / 32768 would be negative
-        ("up_to_max_length", 100, 100, 1.0), ("up_to_max_length", 3, 100, 1.0), ("up_to_max_length", 8292, 100, 0.75),
-        ("up_to_max_length", 33000, 100, 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, num_tokens, label, want", [
+    ("max_length", 100, "100", 1.0),
+    ("max_length", 17192, 9000, 0.75),
+    ("max_length", 40000, 100, 0.0),  # 1 - 39900 / 32768 would be negative
+    ("up_to_max_length", 3, 100, 1.0),
+    ("up_to_max_length", 8292, 100, 0.75),
+])  # fmt: skip
 def test_length_verifiers(name, num_tokens, label, want):
     (result,) = score([RewardRecord("x", label, name, num_tokens)])
     assert (result.status, result.extracted) == ("ok", str(num_tokens)) and result.score == pytest.approx(want)
-
-
-def test_length_verifier_without_the_length_is_missing():
-    rewards.WARNED.clear()
-    with pytest.warns(UserWarning, match="num_tokens"):
-        (result,) = score([RewardRecord("x", 100, "max_length")])
-    assert result.status == "infra_error" and math.isnan(result.score)
 
 
 def ifeval(*constraints):
@@ -305,44 +193,24 @@ def ifeval(*constraints):
 
 
 TWO_SENTENCES = ifeval(("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}))
-CAPITALS = ifeval(("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}))
 GERMAN = ifeval(("language:response_language", {"language": "de"}))
 NO_COMMA = ("punctuation:no_comma", None)
 MOON = ("keywords:existence", {"keywords": ["moon"], "relation": None})
 IFEVAL_CASES = [
     ("ifeval", TWO_SENTENCES, "Dr. Smith went home. He was tired.", 1.0),
     ("ifeval", TWO_SENTENCES, "Dr. Smith went home. He was tired. He slept.", 0.0),
-    ("ifeval", CAPITALS, "This is VERY, VERY good.", 1.0),
-    ("ifeval", CAPITALS, "This is VERY good.", 0.0),
     ("ifeval", GERMAN, "Der Mond ist heute Nacht sehr hell und rund.", 1.0),
-    ("ifeval", GERMAN, "The moon is very bright and round tonight.", 0.0),
-    ("ifeval", json.dumps(ifeval(MOON)), "<answer>The moon.</answer> bye, bye", 1.0),
-    ("ifeval", {"instruction_id_list": ["keywords:existence"], "kwargs": [MOON[1]]}, "The moon.", 1.0),
     ("ifeval", GERMAN, "1 + 1", 0.0),  # the library lets a text without letters pass for any language
-    ("ifeval", ifeval(NO_COMMA), "   ", 0.0),
+    ("ifeval", json.dumps(ifeval(MOON)), "<answer>The moon.</answer> bye, bye", 1.0),
     ("ifeval", ifeval(NO_COMMA), "<think>", 0.0),
     ("ifeval_mean", ifeval(NO_COMMA, MOON), "The moon, bright.", 0.5),
-    ("ifeval_mean", ifeval(NO_COMMA, MOON), "The moon.", 1.0),
-    ("ifeval", ifeval(("format:no_whitespace", {})), "a_b", 1.0),  # IFBench from here on
-    ("ifeval", ifeval(("format:no_whitespace", {})), "a b", 0.0),
-    ("ifeval", ifeval(("sentence:keyword", {"N": 2, "word": "moon"})), "It is late. The moon is up.", 1.0),
+    ("ifeval", ifeval(("sentence:keyword", {"N": 2, "word": "moon"})), "It is late. The moon is up.", 1.0),  # IFBench
     ("ifeval", ifeval(("sentence:keyword", {"N": 2, "word": "moon"})), "The moon is up. It is late.", 0.0),
-    ("ifeval", ifeval(("words:palindrome", {})), "no idea", 0.0),
 ]
 
 
 def test_ifeval():
     assert_scores(IFEVAL_CASES)
-
-
-def test_a_constraint_is_found_behind_many_blanks():
-    """The library takes half a minute for them, which were wrong by the deadline."""
-    text = "a" + "\n" * 100_000 + "P.S. b\n* c\n" + " \n" * 50_000 + "- d"
-    label = ifeval(
-        ("detectable_content:postscript", {"postscript_marker": "P.S."}),
-        ("detectable_format:number_bullet_lists", {"num_bullets": 2}),
-    )
-    assert rewards.score([rewards.RewardRecord(text, label, "ifeval")])[0].score == 1.0
 
 
 def drawn_labels():
@@ -400,7 +268,7 @@ def random_strings(n):
 @pytest.mark.parametrize("name", sorted(rewards.VERIFIERS.keys() - WORKER_ONLY - {"solver", "rubric"}))
 def test_no_string_raises_in_the_trainer(name):
     label = {"code": ["assert f(1)"], "code_stdio": [{"input": "1", "output": "1"}]}.get(name, "1")
-    for text in random_strings(4_000) + [piece * 100_000 for piece in PIECES]:
+    for text in random_strings(1_500) + [piece * 100_000 for piece in PIECES]:
         record = rewards.RewardRecord(text, label, name, num_tokens=len(text))
         found = rewards.VERIFIERS[name].verify(record).score  # a job or a call: what takes time is not done here
         assert isinstance(found, rewards.Job) or callable(found) or 0.0 <= found <= 1.0
@@ -434,13 +302,13 @@ def test_a_call_that_raises_is_a_crash_and_all_calls_are_in_flight_together(monk
     assert math.isnan(bad.score) and bad.status == "crash"
 
 
-@pytest.mark.parametrize(
-    "gold, answer, want, at_once",
-    [("\\frac{1}{2}", "0.5", 1.0, True), ("-\\frac{3}{4}", "-0.75", 1.0, True), ("3", "6/2", 1.0, True),
-     ("1/3", "\\dfrac{2}{6}", 1.0, True), ("1/3", "0.333333", 1.0, False), ("1/3", "0.3333", 0.0, False),
-     ("1/3", "0.33", 0.0, True), ("1/2", "-1/2", 0.0, True), ("1/0", "2", 0.0, False), ("9", "9\\%", 1.0, False),
-     ("9\\%", "9", 1.0, False)],
-)  # fmt: skip
+@pytest.mark.parametrize("gold, answer, want, at_once", [
+    ("\\frac{1}{2}", "0.5", 1.0, True),
+    ("1/3", "0.333333", 1.0, False),
+    ("1/3", "0.33", 0.0, True),
+    ("1/0", "2", 0.0, False),
+    ("9", "9\\%", 1.0, False),
+])  # fmt: skip
 def test_plain_fractions_are_settled_without_a_worker(gold, answer, want, at_once):
     found = rewards.verify_math(RewardRecord(f"\\boxed{{{answer}}}", gold, "math")).score
     assert isinstance(found, float) == at_once
@@ -476,35 +344,6 @@ def test_pairs_of_numbers():
     ])  # fmt: skip
 
 
-READ = """
-import json, multiprocessing, sys
-from scripts.parts import equality
-import math_verify
-texts = json.load(sys.stdin)
-def read(text):
-    try:
-        return repr(math_verify.parser.latex2sympy(text, is_real=True, convert_degrees=False))
-    except Exception as error:
-        return type(error).__name__
-def read_all(how):
-    if how == "fast": equality.math_verify_parse()
-    return {text: read(text) for text in texts}
-with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as forked:
-    print(json.dumps(forked.map(read_all, ["fast", "full"], chunksize=1)))
-"""
-
-
-def test_the_fast_parser_reads_what_the_full_one_reads():
-    """Every third of the texts of pairs, cases and halves of them, which seldom are formulas, in both modes, of which
-    neither knows what the other found."""
-    texts = {pair[key] for pair in math_pairs() for key in ("label", "answer")}
-    texts |= {row[1] for row in MATH_CASES if isinstance(row[1], str)} | {text[: len(text) // 2] for text in texts}
-    command, given = [sys.executable, "-c", READ], json.dumps(sorted(texts)[::3])
-    done = subprocess.run(command, input=given, cwd=ROOT, capture_output=True, text=True, check=True)
-    fast, full = json.loads(done.stdout)
-    assert fast == full and len(set(full.values())) > 100
-
-
 CHAIN_SUM = {"question": "State the final answer: 4 + 3 =", "answer": "7", "metadata": {}}
 PRIMES = {"question": "Factor 12", "answer": "2 × 2 × 3", "metadata": {"number": 12, "factors": [2, 2, 3]}}
 
@@ -526,26 +365,6 @@ def test_reasoning_gym():
     ])  # fmt: skip
 
 
-BOARD = [[0, 0, 0], [0, 1, 1], [0, 0, 1]]
-
-
-def test_reasoning_gym_pays_no_dead_board_and_no_two_words():
-    """The library pays 0.67 here, 0.97 on its own boards, and nearly half for both words."""
-    life = {"question": "?", "answer": json.dumps(BOARD), "metadata": {}}
-    truth = {"question": "?", "answer": "True", "metadata": {}}
-    dead = json.dumps([[0] * 3] * 3)
-    assert_scores([
-        ("reasoning_gym", gym("game_of_life", life), json.dumps(BOARD), 1.0),
-        ("reasoning_gym", gym("game_of_life", life), dead, 0.0),
-        ("reasoning_gym", gym("game_of_life", life), json.dumps([*BOARD[:2], [0, 0, 0]]), 0.0),
-        ("reasoning_gym", gym("course_schedule", truth), "True", 1.0),
-        ("reasoning_gym", gym("course_schedule", truth), "True False", 0.0),
-        ("reasoning_gym", gym("course_schedule", truth), "false, true", 0.0),
-        ("reasoning_gym", gym("course_schedule", truth), "True.", 0.8),
-        ("reasoning_gym", gym("circuit_logic", {"question": "?", "answer": "1", "metadata": {}}), "0 1", 0.0),
-    ])  # fmt: skip
-
-
 # Their entries have no answer
 UNANSWERED = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 
@@ -562,14 +381,6 @@ def gym_entry(task):
     }
     made = reasoning_gym.create_dataset(task, size=1, seed=5, **easy.get(task, {}))
     return json.loads(json.dumps(made[0]))
-
-
-def test_scores_beyond_one_are_mistakes():
-    """calendar_arithmetic's e^(-5 distance / answer) of an answer of -1 exceeds 1 for every wrong one."""
-    entry = {"question": "?", "answer": "-1", "metadata": {"task": "recurring_event_day"}}
-    label = gym("calendar_arithmetic", entry)
-    assert_scores([("reasoning_gym", label, "-1", 1.0), ("reasoning_gym", label, "5", 0.0)])
-    assert_scores([("reasoning_gym", label, "500", 0.0)])  # and overflows here
 
 
 def compiled(jobs):
@@ -600,25 +411,16 @@ def poisoned(value, text):
     return [poisoned(item, text) for item in value] if isinstance(value, list) else text
 
 
-@pytest.mark.parametrize(
-    "task, answer, runs",
-    [("simple_integration", "x**2/2 + C", True), ("simple_integration", "sin(x)", True), ("countdown", "1 + 2", True),
-     ("simple_integration", "os*2", False), ("simple_integration", "x;y", False), ("countdown", "x", False),
-     ("countdown", "1+" * 499 + "1", True), ("countdown", "1+" * 500 + "1", False)],
-)  # fmt: skip
+@pytest.mark.parametrize("task, answer, runs", [
+    ("simple_integration", "x**2/2 + C", True),
+    ("simple_integration", "os*2", False),
+    ("countdown", "1+" * 499 + "1", True),
+    ("countdown", "1+" * 500 + "1", False),
+])  # fmt: skip
 def test_only_short_arithmetic_reaches_scorers_that_evaluate(task, answer, runs):
     """In the sandbox; what is none is wrong at once."""
     found = verdict(gym(task, {"question": "?", "answer": "1", "metadata": {}}), answer)
     assert callable(found) if runs else found == 0.0
-
-
-@pytest.mark.parametrize(
-    "own, answer, wrong", [("3", "nan", True), ("3", "-Inf", True), ("info 3", "info 4", False), ("x", "nan", False)]
-)
-def test_what_is_no_number_is_wrong_for_a_label_of_numbers(own, answer, wrong):
-    """At once: it is equal to everything for scorers that compare with a tolerance."""
-    found = verdict(gym("chain_sum", {"question": "?", "answer": own, "metadata": {}}), answer)
-    assert found == 0.0 if wrong else isinstance(found, rewards.Job)
 
 
 def test_no_scorer_outside_the_sandbox_compiles_a_text():
@@ -637,39 +439,26 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
         assert forked.submit(compiled, json.loads(json.dumps(jobs))).result(100) == []
 
 
-def test_broken_reasoning_gym_entry_is_a_crash_not_a_zero():
-    rewards.WARNED.clear()
-    entry = PRIMES | {"answer": "?", "metadata": {}}  # its own answer cannot be scored either
-    with pytest.warns(UserWarning, match="crash"):
-        (result,) = score_rows([("reasoning_gym", gym("prime_factorization", entry), "x")])
-    assert result.status == "crash" and math.isnan(result.score)
-
-
-@pytest.mark.parametrize(
-    "name, label, reason",
-    [
-        ("gsm8k", "1,080", None), ("gsm8k", -5, None), ("GSM8K", "seven", None),
-        ("GSM8K", "a few", "number"), ("gsm8k", "", "number"),
-        ("gsm8k_strict", None, "number"), ("gsm8k", "18 or 19", "number"), ("math", "\\frac12", None),
-        ("math", " $$ ", "empty"), ("math", "\\boxed{}", "empty"), ("math", None, "empty"), ("math", 0, None),
-        ("string_matcher", "Paris", None), ("string_matcher", "the", "words"),
-        ("gsm8k_verl", "-72", None), ("gsm8k_verl", 72, None), ("gsm8k_verl", "1,080", "commas"),
-        ("reasoning_gym", gym("chain_sum", CHAIN_SUM), None), ("reasoning_gym", "not json", "Expecting value"),
-        ("reasoning_gym", gym("chain_summ", CHAIN_SUM), "chain_summ"), ("reasoning_gym", gym("chain_sum", {}), "needs"),
-        ("reasoning_gym", {"task": {1, 2}}, "JSON"), ("reasoning_gym", None, "needs"),
-        ("reasoning_gym", gym("chain_sum", CHAIN_SUM | {"answer": " "}), "own answer is empty"),
-        ("reasoning_gym", gym("coin_flip", CHAIN_SUM), "pays wrong answers"),
-        ("reasoning_gym", gym("game_of_life_halting", CHAIN_SUM), "pays wrong answers"),
-        ("math", ["7"], "no text"),
-        ("strict_math", " ", "empty"), ("flan", "a", "words"), ("re_search", "[]", "words"), ("string_f1", [], "words"),
-        ("re_search", '["Paris"]', None), ("max_length", "many", "many"), ("max_length", -1, "tokens"),
-        ("up_to_max_length", "1000", None), ("passthrough", None, None), ("ifeval", ifeval(NO_COMMA), None),
-        ("ifeval", "not a literal", "literal"), ("ifeval", [], "needs"), ("ifeval", '{"func_name": "x"}', "needs"),
-        ("ifeval", ifeval(("keywords:existance", {})), "keywords:existence"),
-        ("ifeval", ifeval(("keywords:existence", {"keywords": None})), "lacks"),
-        ("ifeval_mean", ifeval(NO_COMMA, ("keywords:existence", {"words": ["x"]})), "lacks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, label, reason", [
+    ("gsm8k", "1,080", None),
+    ("GSM8K", "a few", "number"),
+    ("gsm8k_strict", None, "number"),
+    ("gsm8k_verl", "1,080", "commas"),
+    ("math", "\\frac12", None),
+    ("math", "\\boxed{}", "empty"),
+    ("math", ["7"], "no text"),
+    ("string_matcher", "the", "words"),
+    ("re_search", '["Paris"]', None),
+    ("re_search", "[]", "words"),
+    ("max_length", "many", "many"),
+    ("passthrough", None, None),
+    ("reasoning_gym", gym("chain_summ", CHAIN_SUM), "chain_summ"),
+    ("reasoning_gym", {"task": {1, 2}}, "JSON"),
+    ("reasoning_gym", gym("coin_flip", CHAIN_SUM), "pays wrong answers"),
+    ("ifeval", ifeval(NO_COMMA), None),
+    ("ifeval", ifeval(("keywords:existance", {})), "keywords:existence"),
+    ("ifeval_mean", ifeval(NO_COMMA, ("keywords:existence", {"words": ["x"]})), "lacks"),
+])  # fmt: skip
 def test_check_ground_truth(name, label, reason):
     got = check_ground_truth(name, label)
     assert got is None if reason is None else reason in got
@@ -683,12 +472,6 @@ def configured(monkeypatch):
     rewards.configure(RewardFlags(), connect=False)
 
 
-def test_status_and_what_was_taken_for_the_answer():
-    rows = [("gsm8k", "72", "\\boxed{71}"), ("gsm8k", "72", "#### 18 or 19"), ("math", "42", "\\boxed{ x+1 }")]
-    got = [(result.status, result.extracted) for result in score_rows([*rows, ("math", "42", "\\boxed{}")])]
-    assert got == [("ok", "71"), ("no_answer", None), ("ok", "x+1"), ("no_answer", None)]
-
-
 def test_remap_verifier(configured):
     rows = [("math_dapo", "\\frac12", "\\boxed{0.5}", 1.0), ("GSM8K", "18", "\\boxed{18}", 0.0)]
     with pytest.raises(ValueError, match="math_dapo"):
@@ -698,14 +481,6 @@ def test_remap_verifier(configured):
     assert check_verifier("math_dapo") == "math" and "empty" in check_ground_truth("math_dapo", "")
     configured()
     assert check_verifier("gsm8k") == "gsm8k"
-
-
-@pytest.mark.parametrize(
-    "remap, message", [("math", "OLD=NEW"), ("=math", "OLD=NEW"), ("a=mth", "did you mean 'math'"), ("a=", "OLD=NEW")]
-)
-def test_remap_verifier_refuses(remap, message, configured):
-    with pytest.raises(ValueError, match=message):
-        configured(remap_verifier=remap)
 
 
 MY_REWARD = """
@@ -754,17 +529,12 @@ def test_reward_file(tmp_path):
         assert f"unknown verifier '{other}'" in error.value.stderr and "brevity" in error.value.stderr
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "[Nn]o such file"),
-        ("def f(response, ground_truth)\n    return 1", r"SyntaxError.*reward.py, line 1"),
-        ("x = 1\nimport no_such_module", r"No module named 'no_such_module' \(reward.py, line 2\)"),
-        ("import os\nos._exit(0)", "cannot be loaded"),
-        ("def f(completion, solution):\n    return 1.0", r"takes \(response, ground_truth\)"),
-        ("def math(response, ground_truth):\n    return 1.0", "math is a verifier already"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    (None, "[Nn]o such file"),
+    ("x = 1\nimport no_such_module", r"No module named 'no_such_module' \(reward.py, line 2\)"),
+    ("import os\nos._exit(0)", "cannot be loaded"),
+    ("def math(response, ground_truth):\n    return 1.0", "math is a verifier already"),
+])  # fmt: skip
 def test_reward_file_refuses(text, message, tmp_path, configured):
     path = tmp_path / "reward.py"
     if text is not None:
@@ -808,8 +578,8 @@ def worker_state(pid):
 def test_killed_worker_is_missing_and_is_replaced():
     one = ("math", "\\frac12", "\\boxed{\\frac24}")
     assert score_rows([one])[0].status == "ok"
-    (worker,) = rewards.IDLE_WORKERS.queue
-    pid = worker.process.pid
+    own = worker.OF_VERIFIERS.idle.queue[-1]
+    pid = own.process.pid
     results = []
     thread = threading.Thread(target=lambda: results.extend(score_rows([("math", "\\sqrt{2}", PILLS[0])], 120.0)))
     thread.start()
@@ -820,21 +590,6 @@ def test_killed_worker_is_missing_and_is_replaced():
     thread.join(60)
     assert [result.status for result in results] == ["infra_error"] and math.isnan(results[0].score)
     assert score_rows([one])[0].score == 1.0
-
-
-def test_score_from_two_threads(all_workers):
-    results = {}
-
-    def judge(n):
-        rows = [("math", boxed_fraction(1, n), boxed_fraction(i, i * n)) for i in range(2, 12)]
-        results[n] = [result.score for result in score_rows(rows)]
-
-    threads = [threading.Thread(target=judge, args=(n,)) for n in (3, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert results == {3: [1.0] * 10, 7: [1.0] * 10}
 
 
 def run_cli(path, rows, *args, **env):
@@ -856,29 +611,8 @@ def test_cli(tmp_path):
     assert "3 rows" in stderr and "ok 2" in stderr and "mean score 0.3333" in stderr
 
 
-def test_cli_flags_and_a_missing_library(tmp_path):
-    (tmp_path / "if_verifiable.py").write_text("raise ImportError('no such library')")
-    rows = [GSM8K_ROW | {"dataset": "mine"}, GSM8K_ROW | {"dataset": "up_to_max_length", "num_tokens": 72 + 2**14}]
-    rows += [GSM8K_ROW | {"dataset": "ifeval", "ground_truth": ifeval(NO_COMMA)}]
-    args = ["--remap_verifier", "mine=gsm8k"]
-    lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, *args, PYTHONPATH=str(tmp_path))
-    assert [(line["score"], line["status"]) for line in lines] == [(1.0, "ok"), (0.5, "ok"), (None, "infra_error")]
-    assert "no such library" in stderr
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        run_cli(tmp_path / "cases.jsonl", rows, "--remap_verifier", "mine=gsm8")
-    assert "did you mean 'gsm8k'" in error.value.stderr and "Traceback" not in error.value.stderr
-
-
-@pytest.mark.parametrize(
-    "module, text",
-    [
-        ("math_verify", "print('stray', flush=True)\nraise ImportError('no such antlr')"),
-        ("sitecustomize", "import os, sys\nif '--serve' in sys.orig_argv:\n    sys.stderr.write('no such antlr')\n"
-         "    sys.stderr.flush()\n    os._exit(3)"),
-    ],
-)  # fmt: skip
-def test_worker_that_cannot_work_is_infra_error_with_its_reason(module, text, tmp_path):
-    (tmp_path / f"{module}.py").write_text(text)
+def test_worker_that_cannot_work_is_infra_error_with_its_reason(tmp_path):
+    (tmp_path / "math_verify.py").write_text("print('stray', flush=True)\nraise ImportError('no such antlr')")
     rows = [MATH_ROW, GSM8K_ROW, MATH_ROW]
     lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, PYTHONPATH=str(tmp_path), PYTHONWARNINGS="always")
     assert [(line["score"], line["status"]) for line in lines] == [
@@ -889,15 +623,13 @@ def test_worker_that_cannot_work_is_infra_error_with_its_reason(module, text, tm
     assert stderr.count("no such antlr") == 1
 
 
-@pytest.mark.parametrize(
-    "response, want",
-    [
-        ("<think>a</think><answer>b</answer>", 1.0), ("a\nb</think> \n <answer>c\nd</answer> e", 1.0),
-        ("</think><answer></answer>", 1.0), ("</think>x<answer>b</answer>", 0.0), ("<answer>b</answer>", 0.0),
-        ("</think><answer>b", 0.0), ("</answer></think><answer>", 0.0), ("", 0.0),
-        ("</think>x</think><answer>b</answer>", 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("response, want", [
+    ("<think>a</think><answer>b</answer>", 1.0),
+    ("a\nb</think> \n <answer>c\nd</answer> e", 1.0),
+    ("</think>x<answer>b</answer>", 0.0),
+    ("</answer></think><answer>", 0.0),
+    ("", 0.0),
+])  # fmt: skip
 def test_format_reward(response, want):
     assert format_reward(response) == want
     assert bool(re.match(r".*?</think>\s*<answer>.*?</answer>", response, re.DOTALL)) == bool(want)
@@ -906,27 +638,26 @@ def test_format_reward(response, want):
 NAN = math.nan
 
 
-@pytest.mark.parametrize(
-    "verifiable, format_score, flags, want",
-    [
-        (1.0, None, {}, 10.0), (0.5, None, {"verification_reward": 4.0}, 2.0), (None, None, {}, 0.0),
-        (1.0, 1.0, {}, 10.0), (1.0, 0.0, {}, 0.0), (0.0, 1.0, {}, 0.0),
-        (1.0, 1.0, {"r1_style_format_reward": 0.5}, 10.0),  # the gate is the match, not the value 1
-        (None, 1.0, {}, 1.0), (None, 0.0, {}, 0.0), (None, 1.0, {"r1_style_format_reward": 3.0}, 3.0),
-        (1.0, 1.0, {"additive_format_reward": True}, 11.0), (1.0, 0.0, {"additive_format_reward": True}, 10.0),
-        (0.0, 1.0, {"additive_format_reward": True, "r1_style_format_reward": 2.0}, 2.0),
-        (2.0, None, {}, 20.0),  # two verifiers
-        (1.0, None, {"stopped": False}, 10.0),
-        (1.0, None, {"stopped": False, "non_stop_penalty": True, "non_stop_penalty_value": -1.0}, -1.0),
-        (1.0, None, {"stopped": True, "non_stop_penalty": True, "non_stop_penalty_value": -1.0}, 10.0),
-        (1.0, 1.0, {"stopped": False, "non_stop_penalty": True, "non_stop_penalty_value": -3.0}, -3.0),
-        (1.0, 0.0, {"stopped": False, "non_stop_penalty": True, "non_stop_penalty_value": -3.0}, -3.0),
-        (NAN, None, {}, NAN), (NAN, 0.0, {}, NAN), (NAN, 1.0, {"additive_format_reward": True}, NAN),
-        (NAN, None, {"stopped": False, "non_stop_penalty": True}, NAN),
-    ],
-)  # fmt: skip
+STOPPED = {"non_stop_penalty": True, "non_stop_penalty_value": -1.0}
+
+
+@pytest.mark.parametrize("verifiable, format_score, flags, want", [
+    (0.5, None, {"verification_reward": 4.0}, 2.0),
+    (1.0, 0.0, {}, 0.0),
+    (1.0, 1.0, {"r1_style_format_reward": 0.5}, 10.0),  # the gate is the match, not the value 1
+    (None, 1.0, {"r1_style_format_reward": 3.0}, 3.0),
+    (0.0, 1.0, {"additive_format_reward": True, "r1_style_format_reward": 2.0}, 2.0),
+    (2.0, None, {}, 20.0),  # two verifiers
+    (1.0, None, {"stopped": False}, 10.0),
+    (1.0, None, STOPPED | {"stopped": False}, -1.0),
+    (1.0, None, STOPPED, 10.0),
+    (NAN, None, {}, NAN),
+    (NAN, 1.0, {"additive_format_reward": True}, NAN),
+    (NAN, None, STOPPED | {"stopped": False}, NAN),
+])  # fmt: skip
 def test_combine_rewards(verifiable, format_score, flags, want):
     """None: the flag that asks for it is off, and whatever its value it must not count."""
+    flags = dict(flags)
     stopped = flags.pop("stopped", True)
     asked = {
         "apply_verifiable_reward": verifiable is not None,
@@ -946,41 +677,3 @@ def test_soft_overlong_penalty(tokens, want):
     outcome, shaped = combine_rewards(flags, 1.0, 0.0, tokens_left=100 - tokens)
     assert outcome == 10.0 and shaped == pytest.approx(want)
     assert combine_rewards(RewardFlags(), 1.0, 0.0, tokens_left=100 - tokens) == (10.0, 10.0)  # off
-
-
-@pytest.mark.parametrize(
-    "additive, verifiable, use_format, want",
-    [(False, True, False, 10.0), (False, True, True, 10.0), (True, True, True, 12.0), (True, True, False, 10.0),
-     (False, False, True, 2.0), (True, False, True, 2.0), (False, False, False, 0.0)],
-)  # fmt: skip
-def test_max_score(additive, verifiable, use_format, want):
-    asked = {"apply_verifiable_reward": verifiable, "apply_r1_style_format_reward": use_format}
-    assert max_score(RewardFlags(r1_style_format_reward=2.0, additive_format_reward=additive, **asked)) == want
-    assert not verifiable or max_score(RewardFlags(), 2) == 20.0
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"ground_truth": "72", "dataset": "gsm8k"}, "row 2: no response"),
-        ({"response": "72", "ground_truth": "72", "dataset": "gsm8kk"}, "row 2: unknown verifier 'gsm8kk'.*'gsm8k'"),
-        ("{'response': '72'}", "row 2: not JSON"),
-    ],
-)
-def test_cli_names_the_broken_row(tmp_path, row, message):
-    good = {"response": "72", "ground_truth": "72", "dataset": "gsm8k"}
-    path = tmp_path / "cases.jsonl"
-    path.write_text(json.dumps(good) + "\n" + (row if isinstance(row, str) else json.dumps(row)) + "\n")
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "score.py", path], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr
-    assert re.search(message, done.stderr), done.stderr
-
-
-def test_rows_without_a_solution_are_drawn_anew(capsys):
-    """One of the first five of intermediate_integration has none, and the run could not start."""
-    drawn = list(gym_part.generate_rows("dataset_mixer_list", "reasoning_gym:intermediate_integration", 5, 1))
-    assert len(drawn) == 5
-    assert not any("Integral(" in row.ground_truths[0].partition('"metadata"')[0] for row in drawn)
-    assert "rows without a solution were drawn anew" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The scripts around the training: data, tiny model, installation."""
+"""The scripts around the training: data, tiny model; the directory of a run."""
 
 import hashlib
 import json
@@ -51,69 +51,20 @@ def test_rows_have_the_right_labels_and_splits_share_no_numbers(tmp_path, make, 
     assert again.read_bytes() == (out / "eval.jsonl").read_bytes() != other.read_bytes()
 
 
-def test_addition_of_one_digit_stays_what_it_was(tmp_path):
-    """The numbers in scripts/proof/ are of these rows."""
-    out = make_addition(tmp_path)
-    found = [hashlib.sha256((out / f"{split}.jsonl").read_bytes()).hexdigest()[:16] for split in ("train", "eval")]
-    assert found == ["0353b90423c18e7f", "f77063e4fd4c618d"]
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tiny_model_loads_and_generates(tmp_path, arch, tied):
     path = make_tiny_model(tmp_path / "model", arch=arch, tied=tied)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path)
-
     assert model.config.model_type == arch
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert model.dtype == torch.float32
     assert len(tokenizer) == model.config.vocab_size
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    for name in ("eos_token_id", "pad_token_id"):
-        assert getattr(model.generation_config, name) == getattr(tokenizer, name)
-
-    messages = [{"role": "user", "content": "What is 12 + 7?"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>user\nWhat is 12 + 7?<|im_end|>\n<|im_start|>assistant\n"
-    inputs = tokenizer(text, return_tensors="pt")
-    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=8, min_new_tokens=8)
-    assert tokens.shape[1] == inputs.input_ids.shape[1] + 8
-
+    inputs = tokenizer("What is 12 + 7?", return_tensors="pt")
     with torch.no_grad():
         probs = model(**inputs).logits[0].softmax(-1)
-    entropy = -(probs * probs.log()).sum(-1).mean().item()
-    flat = torch.tensor(float(len(tokenizer))).log().item()
-    assert 0.5 * flat < entropy < 0.99 * flat  # neither sure of one token nor the same for all
-    assert len(set(probs.argmax(-1).tolist())) > 5  # and it depends on the context
-
-
-def test_tiny_model_depends_on_the_seed_alone(tmp_path):
-    def weights(name, seed):
-        return (make_tiny_model(tmp_path / name, seed=seed) / "model.safetensors").read_bytes()
-
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    first = weights("a", 0)
-    assert torch.equal(torch.rand(1), expected)  # making it does not disturb the caller's random numbers
-    assert weights("b", 0) == first
-    assert weights("c", 1) != first
-
-
-TEXTS = ["plain words, and 3.14", "  two spaces\n\n\ttab  \r\n", "äöü 日本語 русский 😀 \u200b\ufeff"]
-TEXTS += ["".join(map(chr, range(1, 256))), "\\boxed{42} <think>x</think>"]
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_tiny_tokenizer_keeps_texts_and_splits_numbers_into_digits(tmp_path, arch):
-    """transformers chooses the tokenizer class by the architecture: each one has to give the same tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(tmp_path, arch=arch))
-    for text in TEXTS:
-        ids = tokenizer(text).input_ids
-        assert tokenizer.decode(ids) == text and tokenizer.pad_token_id not in ids
+    assert len(set(probs.argmax(-1).tolist())) > 5  # it depends on the context
     assert [token for token in tokenizer.tokenize("is 42, 7") if token.isdigit()] == ["4", "2", "7"]
-    assert [token for token in tokenizer.get_vocab() if re.search(r"\d.|.\d", token)] == []
 
 
 RUN_AS_FILES = """
@@ -131,9 +82,8 @@ for path in sys.argv[2:]:
 def test_programs_run_from_any_directory(tmp_path):
     """All that import from outside their own folder, at their top or later; smoke.py is started with -m."""
     outside = re.compile(r"^ *(import (grpo|utils|rewards)$|from (scripts|grpo|utils|rewards)[ .])", re.MULTILINE)
-    own = {"smoke.py", "sandbox.py"}
+    own = {"smoke.py", "sandbox.py", "python.py"}
     own |= {"trl_side.py"}  # imports trl, which has an environment of its own
-    own |= {"calculator.py", "search.py", "mcp_server.py", "python.py"}  # tools ask whether they are started
     own |= {"addresses.py"}  # "__main__" is a module that a message may name
     paths = [p for p in sorted(ROOT.glob("scripts/**/*.py")) if outside.search(p.read_text()) and p.name not in own]
     paths = [str(p) for p in paths if "__main__" in p.read_text()]
@@ -178,7 +128,7 @@ def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
     assert utils.after_restart(args) == replace(args, resume=True)
 
 
-def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkeypatch, capsys):
+def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkeypatch):
     """Before, a resumed run went on with another reward without a word."""
     reward, diff, code = tmp_path / "mine.py", [b"a change"], tmp_path / "grpo" / "code"
     monkeypatch.setattr(run_files, "uncommitted", lambda: diff[0])
@@ -190,11 +140,9 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
     assert (code / "reward_file" / "mine.py").read_bytes() == reward.read_bytes()
     assert (code / "reward_file" / "mine.py").stat().st_mode & 0o777 == 0o600
     claim(tmp_path, resume=True, **own)
-    assert "WARNING" not in capsys.readouterr().out
 
     diff[0] = b"another change"
     claim(tmp_path, resume=True, **own)
-    assert "uncommitted changes of this checkout are not those" in capsys.readouterr().out
     assert {p.read_bytes() for p in code.glob("changes.diff*")} == {b"a change", b"another change"}
 
     reward.write_text("def mine(response, ground_truth): return 0")
@@ -213,41 +161,16 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
     assert kept["reward_file/mine.py"] == hashlib.sha256(reward.read_bytes()).hexdigest()
 
 
-def test_the_changes_of_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(utils, "REPO", tmp_path)
-    assert run_files.uncommitted() == b"", "no checkout"
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "a.py").write_text("1\n")
-    for words in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *words], check=True)
-    (tmp_path / "a.py").write_text("2\n")
-    subprocess.run([*git, "add", "a.py"], check=True)  # what is staged counts, too
-    assert b"-1\n+2\n" in run_files.uncommitted()
-
-
-def test_a_run_that_is_under_way_is_left_alone(tmp_path):
-    """A second start with --resume would remove its checkpoints' *.tmp and cut its metrics."""
-    claim(tmp_path)
-    facts = tmp_path / "grpo" / "environment.json"
-    sleeper = subprocess.Popen(["sleep", "60"])
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"process": run_files.process(sleeper.pid)}))
-    for flag in ("resume", "overwrite"):
-        with pytest.raises(ValueError, match=f"is in use: process {sleeper.pid} trains there"):
-            claim(tmp_path, **{flag: True})
-    sleeper.kill()  # not waited for: a zombie
-    claim(tmp_path, resume=True)
-
-
 def test_a_full_disk_at_a_resume_costs_no_run(tmp_path, monkeypatch):
     claim(tmp_path)
     before = {path.name: path.read_text() for path in (tmp_path / "grpo").glob("*.json")}
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def half(path, text):
-        write(path, text[:10])
+    def half(path, content):
+        write(path, content[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(OSError, match="No space left"):
         claim(tmp_path, resume=True)
     assert {name: (tmp_path / "grpo" / name).read_text() for name in before} == before

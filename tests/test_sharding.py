@@ -1,60 +1,16 @@
 """How a model is spread over the learners: what the host does for it, and that the update does not depend on it."""
 
-import copy
-import dataclasses
 import functools
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import grpo
 import utils
-from scripts.parts import checkpoints, optimizers
+from scripts.parts import checkpoints
 from tests import programs
 from tests.test_learner import make_args, make_rollouts, run_update
-
-
-def test_fsdp_does_not_look_through_the_rollouts(tiny_models, world):
-    """A pack has some 64, each with its prompt's tokens: FSDP would visit, and copy, every number in each forward."""
-    seen = []
-
-    @dataclasses.dataclass(eq=False)
-    class Watched(utils.Rollout):
-        def __getattribute__(self, name):
-            seen.append(name)
-            return super().__getattribute__(name)
-
-    args = make_args(tiny_models(), "--deepspeed_stage", 3)
-    policy = grpo.load_policy(args, world)
-    rollouts = [Watched(**vars(r)) for r in make_rollouts(1)]
-    batch = grpo.make_batch([[rollouts]], world.device)
-    assert list(batch.rollouts) == rollouts and seen
-    seen.clear()
-    logprobs, _ = policy(batch, 1.0)
-    logprobs.sum().backward()
-    assert not seen
-
-
-@pytest.mark.parametrize("flags, trains, wraps", [
-    ("--model_dtype float32", True, False),
-    ("--model_dtype float32 --lora_rank 2", True, False),
-    ("--model_dtype bfloat16", False, False),  # a reference policy
-    ("--model_dtype bfloat16", True, True),  # its forward needs a copy of the weights
-    ("--model_dtype float32 --deepspeed_stage 2", True, True),
-    ("--model_dtype bfloat16 --offload reference", False, True),
-])  # fmt: skip
-def test_one_learner_has_a_wrapper_only_where_it_needs_one(tiny_models, world, flags, trains, wraps):
-    policy = grpo.load_policy(make_args(tiny_models(), *flags.split()), world, frozen=not trains)
-    assert isinstance(policy, FSDPModule) == wraps
-    assert all(isinstance(p, DTensor) == wraps for p in policy.parameters())
-    assert {p.dtype for p in policy.parameters()} == {torch.float32 if trains else torch.bfloat16}
-    assert {b.dtype for b in policy.buffers()} == {torch.float32}
-    assert all(
-        p.requires_grad == (trains and ("lora" in name) == ("lora" in flags)) for name, p in policy.named_parameters()
-    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -95,15 +51,6 @@ def test_a_checkpoint_goes_from_a_plain_model_to_a_wrapped_one_and_back(tiny_mod
     assert all(map(torch.equal, *map(master_weights, learners)))
 
 
-@pytest.mark.parametrize("flags", ["--deepspeed_stage 3 --gradient_checkpointing", "--deepspeed_stage 2"])
-def test_the_update_does_not_depend_on_the_groups(tiny_models, world, monkeypatch, flags):
-    args = make_args(tiny_models(), *flags.split())
-    together, _ = run_update(args, world, [make_rollouts()])
-    monkeypatch.setattr(utils, "GROUP_BYTES", 1)
-    alone, _ = run_update(args, world, [make_rollouts()])
-    assert all(torch.equal(together[name], alone[name]) for name in alone)
-
-
 @pytest.mark.parametrize("arch, part", [("llama", "layer"), ("qwen2", "mlp"), ("gemma2", "layer"), ("gemma2", "mlp")])
 def test_narrow_and_wide_layers_are_recomputed_with_the_same_bits(tiny_models, world, monkeypatch, arch, part):
     """And with those of layers that are not. An update at stage 3, with old logprobs, which take no gradient."""
@@ -123,23 +70,6 @@ def test_narrow_and_wide_layers_are_recomputed_with_the_same_bits(tiny_models, w
         again, _ = run_update(args, world, [make_rollouts()])
         assert set(ways) == {whole}
         assert all(torch.equal(plain[name], again[name]) for name in plain)
-
-
-@pytest.mark.parametrize("hidden, inner", [(True, False), (False, False), (True, True)])
-def test_every_tensor_of_a_narrow_layer_gets_its_gradient(hidden, inner):
-    """Also one within another argument, which the re-entrant checkpoint would leave out or follow too far, and the
-    weight where neither takes one."""
-    weight = torch.tensor(3.0, requires_grad=True)
-    x = torch.tensor(5.0, requires_grad=hidden)
-    pair = [torch.tensor(7.0, requires_grad=inner) * 2 for _ in range(2)]
-    if inner:
-        for value in pair:
-            value.retain_grad()
-    out = utils.recompute(lambda x, pair: weight * x * pair[0] * pair[1], True, x, pair=pair)
-    (out + sum(pair)).backward()
-    assert weight.grad == 5 * 14 * 14
-    assert x.grad == (3 * 14 * 14 if hidden else None)
-    assert [value.grad for value in pair] == ([3 * 5 * 14 + 1] * 2 if inner else [None] * 2)
 
 
 def test_a_layer_that_draws_numbers_is_refused(tiny_models, world):
@@ -184,35 +114,6 @@ def update(learner, flags, model, world, seed):
 def master_weights(learner):
     utils.shard_again(learner.policy)
     return [utils.shard_of(p).detach().clone() for p in learner.policy.parameters()]
-
-
-def test_moments_stay_in_host_memory(tiny_models, world, monkeypatch, tmp_path):
-    """Before the first step, after it, and after a checkpoint was loaded: in the memory that was asked for."""
-    asked = []
-    made = optimizers.host_memory
-    monkeypatch.setattr(optimizers, "host_memory", lambda like: asked.append(made(like)) or asked[-1])
-
-    def in_host_memory(optimizer):
-        hosts = {tensor.data_ptr() for tensor in asked}
-        moments = [utils.shard_of(state[name]) for state in optimizer.state.values() for name in optimizers.MOMENTS]
-        return moments != [] and all(moment.data_ptr() in hosts for moment in moments)
-
-    args = make_args(tiny_models(), *OFFLOAD)
-    learners = [grpo.load_learner(args, world) for _ in range(2)]
-    for seed in range(2):
-        update(learners[0], OFFLOAD, tiny_models(), world, seed)
-        assert in_host_memory(learners[0].optimizer)
-    writer = checkpoints.Writer(tmp_path, 1, world)
-    writer.save(2, learners[0].modules(args), learners[0].optimizer, {})
-    writer.wait()
-    asked.clear()
-    checkpoints.load(tmp_path / "checkpoints/step_2", learners[1].modules(args), learners[1].optimizer, world)
-    assert in_host_memory(learners[1].optimizer)
-    learners[1].optimizer.load_state_dict(copy.deepcopy(learners[1].optimizer.state_dict()))
-    assert in_host_memory(learners[1].optimizer)
-    for learner in learners:
-        update(learner, OFFLOAD, tiny_models(), world, 2)
-    assert all(map(torch.equal, *map(master_weights, learners)))
 
 
 RANKS = """

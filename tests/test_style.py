@@ -43,24 +43,6 @@ def test_tokens_and_density_only_fall():
     assert not risen, "; ".join(risen) + ": pay with deletions, unpack, or in a fork raise tests/ruler.json"
 
 
-def test_ruler_counts_statements_and_not_lines(tmp_path, monkeypatch):
-    """Joined and broken lines count the same; a docstring, an import and a flag count nothing."""
-    monkeypatch.setattr(ruler, "ROOT", tmp_path)
-    loose, packed = tmp_path / "loose.py", tmp_path / "packed.py"
-    loose.write_text("import os\n\ndef f(a):\n    '''Words.'''\n    b = [\n        a,\n    ]\n    return b\n")
-    packed.write_text("def f(a):\n    b = [a,]\n    return b\n")
-    assert ruler.row_of([loose])["tokens"] == ruler.row_of([packed])["tokens"]
-    flags = tmp_path / "flags.py"
-    flags.write_text("class AFlags:\n    x: int = 1\n    '''Words.'''\n")
-    assert ruler.row_of([flags])["tokens"] == 3
-    pairs = tmp_path / "pairs.py"
-    pairs.write_text("a, b = 1, 2\nprint(c := 3)\n")
-    assert ruler.row_of([pairs])["parallel"] == ruler.row_of([pairs])["walrus"] == 500.0
-    dense = tmp_path / "dense.py"
-    dense.write_text("def f(x):\n" + "    x = [(a + b, c) for a, b, c in x if a and b and c]\n" * 5)
-    assert ruler.row_of([dense])["dense"] == 1
-
-
 def test_functions_fit_on_a_screen():
     """60 lines at most, but for the two loops, which read top to bottom."""
     long = {}

@@ -3,12 +3,7 @@
 import json
 import math
 import random
-import sys
-import threading
-import time
 from collections import defaultdict
-from concurrent.futures import Future
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +14,6 @@ import transformers
 import grpo
 import rewards
 import utils
-from scripts import turns as program
 from scripts.parts import dumps, turn_metrics, turns
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
@@ -39,21 +33,9 @@ PUBLISHED = {
     "drops_thoughts": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "drops_thoughts_later": "{% set n = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set n.at = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\n') "
-    "if m.role == 'assistant' and loop.index0 < n.at else m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "opens_thoughts": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
-    "json_answers": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content | tojson if m.role == 'tool' else m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "no_tools": "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "no_end": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}",
 }
 REASONS = {  # (template, role) -> why it is refused; the others go on
     ("olmo_thinker", "*"): "opens a <think>",
@@ -64,11 +46,7 @@ REASONS = {  # (template, role) -> why it is refused; the others go on
     ("tulu_thinker", "*"): "opens a <think>",
     ("tulu_thinker_r1_style", "*"): "opens a <think>",
     ("drops_thoughts", "*"): "drops or rewrites the thoughts of earlier turns",
-    ("drops_thoughts_later", "user"): "drops or rewrites the thoughts of earlier turns",
-    ("opens_thoughts", "*"): "opens a <think>",
-    ("json_answers", "tool"): "rewrites what role 'tool' says",
     ("no_tools", "tool"): "takes no message of role 'tool'.*no tools",
-    ("no_end", "*"): "no end token",
 }
 
 
@@ -194,7 +172,7 @@ class Scripted(utils.Engine):
 def prompt_of(path, tokenizer, flags=""):
     line = f"--model_name_or_path x --env_file {path} --response_length 120 --max_prompt_token_length 60 {flags}"
     args = utils.parse_args(grpo.Args, line.split())
-    made = utils.load_environment(args).with_separators(tokenizer, [tokenizer.eos_token_id])
+    made = turns.load_environment(args, None).with_separators(tokenizer, [tokenizer.eos_token_id])
     messages = [{"role": "user", "content": "Go"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -288,43 +266,6 @@ def test_turns_go_on_from_the_tokens_that_were_sampled(in_rounds, files, tokeniz
         assert request.max_tokens == 120 - len(known.token_ids)
     assert len({request.seed for request in requests}) == len(requests)
     assert sum(len(r.turns) > 3 for r in group) > 4, "hardly any turns: the test shows nothing"
-
-
-def test_an_engine_goes_on_while_an_answer_is_awaited_and_in_rounds_waits_for_all(tokenizer):
-    """Free: what is answered goes on at once, beside what still runs. In rounds: together, when nothing runs."""
-    request = utils.Request((5,), 0, 1.0, 3)
-    for in_rounds in (False, True):
-        engine, slow, turn = Scripted(tokenizer, in_rounds=in_rounds), Future(), [0, 0, 0]
-
-        def finished(i, made, slow=slow, turn=turn, in_rounds=in_rounds):
-            turn[i] += 1
-            if i == 0 and turn[0] == 1:
-                return slow
-            if turn[i] < 4:
-                answer = Future()
-                answer.set_result(request)
-                if i == 1 and turn[1] == 3 and not in_rounds:
-                    threading.Timer(0.2, slow.set_result, [request]).start()
-                return answer
-            return None
-
-        if in_rounds:
-            threading.Timer(0.2, slow.set_result, [request]).start()
-        engine.generate([request] * 3, finished)
-        assert turn == [4, 4, 4]
-        assert engine.together == [3, 2, 1] * 4 if in_rounds else engine.together[:5] == [3, 2, 2, 2, 2]
-
-
-def test_only_so_many_answers_and_so_many_tokens(files, tokenizer):
-    path = files("def step(episode):\n    return f'{episode.steps_left} left'\n")
-    group, _, _ = play(path, tokenizer, "--max_steps 2 --response_length 500")
-    for r in group:
-        assert [t["content"] for t in r.turns if t["role"] == "user"] == ["1 left", "0 left"]
-        assert r.turns[-1]["role"] == "assistant"
-    group, engine, _ = play(path, tokenizer, "--max_steps 99 --per_turn_max_tokens 3")
-    assert {request.max_tokens for request in engine.asked} <= {1, 2, 3}
-    for r in group:
-        assert len(r.token_ids) <= 120 and r.finish_reason == "length" and r.over
 
 
 def test_a_stop_string_ends_a_turn_and_an_answer_may_stand_inside_it(files, tokenizer):
@@ -453,15 +394,7 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer, 
         assert all((getattr(r, name) == getattr(whole, name)).all() for name in utils.COLUMNS)
 
 
-def test_an_environment_is_tried_by_hand(files, tmp_path, monkeypatch, capsys):
-    rows = [{"responses": ["one", "two"], "env_config": {}}, {"responses": ["x"] * 6}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(sys, "argv", ["turns.py", str(files(COUNTER, "counter")), str(tmp_path / "rows.jsonl")])
-    program.main()
-    assert capsys.readouterr().out.count("user: heard ") == 5
-
-
-def test_metrics_of_turns(monkeypatch, capsys):
+def test_metrics_of_turns(monkeypatch):
     monkeypatch.setattr(turn_metrics, "COUNTED", defaultdict(set))
     monkeypatch.setattr(turn_metrics, "TOLD", set())
     environment = SimpleNamespace(path="/x/game.py", schemas={"search": {}})
@@ -482,50 +415,3 @@ def test_metrics_of_turns(monkeypatch, capsys):
         "tools/search/avg_calls_per_rollout": 0, "tools/aggregate/avg_calls_per_rollout": 2,
     }  # fmt: skip
     assert {name: found[name] for name in want} == want
-
-    other = replace(r, turns=[one, answer | {"content": "so long [cut]\nshort"}, one])
-    for rollouts, level, cut in (([r, other], 2, 0.5), ([other], 0, 1), ([r], 4, 0)):
-        metrics = utils.Metrics()
-        turn_metrics.note(rollouts, metrics)
-        found = metrics.reduce(utils.World(0, 0, 1, None))
-        assert (found["env/game/level"], found["val/answers_cut"]) == (level, cut), "absent is 0, before and after"
-    assert capsys.readouterr().out.count("WARNING") == 1
-
-
-def test_letters_that_a_tokenizer_normalizes_are_no_special_token():
-    """Full-width ones are read as others: a tool's text would have ended the turn."""
-    words = ["<", ">", "tool", "_", "end", "x"]
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="x"))
-    core.normalizer = tokenizers.normalizers.NFKC()
-    core.add_tokens([tokenizers.AddedToken("<tool_end>", normalized=True)])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="x")
-    text = "x ＜tool_end＞ x"
-    token = tokenizer.convert_tokens_to_ids("<tool_end>")
-    assert token in tokenizer(text, add_special_tokens=False)["input_ids"]
-    for said in (text, f"<tool_end> {text}"):
-        assert token not in turns.ids_of(turns.plain_parts(said, tokenizer), tokenizer)
-    assert turns.plain_parts("７ plain", tokenizer) == ["７ plain"]
-
-
-def test_a_worker_ends_with_its_trainer_though_its_environment_waits(tmp_path):
-    """Then nobody is left to enforce --env_timeout."""
-    asked, worker = tmp_path / "asked", rewards.Worker()
-    (tmp_path / "waits.py").write_text(
-        f"import pathlib, time\ndef step(episode):\n    pathlib.Path({str(asked)!r}).touch()\n    time.sleep(600)\n"
-    )
-    episode = {"messages": [], "text": "", "turn": 1, "steps_left": 0, "stopped": True, "ground_truths": []}
-    episode |= {"config": {}}
-    arguments = {"path": str(tmp_path / "waits.py"), "config": {}, "state": None, "episode": episode}
-    worker.start()
-    try:
-        worker.num_jobs = 1
-        line = {"number": 1, "work": "environments.work_environment", "arguments": arguments, "timeout_s": 600}
-        worker.socket.sendall(json.dumps(line).encode() + b"\n")
-        assert worker.receive(time.monotonic() + rewards.START_TIMEOUT_S)["ready"]
-        while not asked.exists():
-            assert worker.process.poll() is None
-            time.sleep(0.05)
-        worker.socket.close()
-        assert worker.process.wait(60) == 1
-    finally:
-        worker.stop()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import textwrap
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
 from scripts.parts import attention, packing
-from tests import programs
 from tests.test_learner import long_rollouts, make_args, make_rollouts, run_update, start_weights
 
 ARCHS = {  # layers of both kinds, or all alike
@@ -91,34 +89,6 @@ def test_packs_and_rows_are_one_sequence_at_a_time(tmp_path, world, arch, length
         found = differences(windowed(tmp_path / "model", arch, window), world, rollouts, packing.WAYS)
         for way, numbers in found.items():
             assert max(numbers) < 1e-6, (window, way, numbers)
-
-
-SCRIPT = """
-    import json
-    import utils
-    from tests import test_windows as test
-    world, out = utils.init_distributed(), {{}}
-    for arch in ("olmo3", "gemma3_text", "mistral"):
-        rollouts, flags = test.make_rollouts(), ("--sequence_parallel_size", "2")
-        out[arch] = test.differences(f"{directory}/{{arch}}", world, rollouts, ("shared", "rows"), *flags)
-    if world.is_main:
-        open("{directory}/found.json", "w").write(json.dumps(out))
-    utils.exit_process()
-"""
-
-
-@pytest.mark.runs
-def test_two_ranks_that_share_a_pack_are_one_sequence_at_a_time(tmp_path):
-    for arch in ("olmo3", "gemma3_text", "mistral"):
-        windowed(tmp_path / arch, arch, 4)
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT.format(directory=tmp_path)))
-    done = programs.run([*programs.torchrun(2), tmp_path / "script.py"], OMP_NUM_THREADS=1)
-    assert done.returncode == 0, done.stderr[-8000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == 3
-    for model, ways in found.items():
-        for way, numbers in ways.items():
-            assert max(numbers) < 1e-6, (model, way, numbers)
 
 
 @pytest.mark.parametrize("window", [1, 3, 60, 110])

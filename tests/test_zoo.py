@@ -76,7 +76,8 @@ def test_it_is_short(name):
 
 
 def test_without_a_bug_the_tests_pass(tree):
-    done = run_tests(tree, *sorted(set(TESTS.values())))
+    """All but whole runs, which the suite itself shows."""
+    done = run_tests(tree, *sorted(name for name in set(TESTS.values()) if not name.startswith("runs/")))
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -77,9 +77,7 @@ MAX_PLOTS = 12
 Row = dict[str, Any]  # of a table
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Reading ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -198,9 +196,7 @@ def shared_metrics(runs: list[Run], wanted: list[str] | None) -> dict[str, list[
     return shared
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One run a side
-# ---------------------------------------------------------------------------------------------------------------------
+# --- One run a side ---------------------------------------------------------------------------------------------------
 
 
 def relative(a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -273,9 +269,7 @@ def show_differences(a: Run, b: Run, shared: dict[str, list[int]], options: argp
     return apart + apart_weights[:1]  # once apart, they stay apart
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several seeds a side
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Several seeds a side ---------------------------------------------------------------------------------------------
 
 
 def permutation_test(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
@@ -350,53 +344,26 @@ def show_bands(sides: list[list[Run]], shared: dict[str, list[int]], options: ar
     return [f"{row['name']} (p {row['p']:.3g}, overlap {row['overlap'] or 0:.2f})" for row in rows if row["apart"]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Plots and tables
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Plots and tables -------------------------------------------------------------------------------------------------
 
 
 def plot(sides: list[list[Run]], shared: dict[str, list[int]], path: Path) -> None:
-    """For each metric both sides (several seeds: bands), and beside it their difference. At most MAX_PLOTS metrics, and
-    none that is equal throughout where others are not."""
+    """For each metric both sides; of several seeds the bands. At most MAX_PLOTS metrics."""
     plt = pyplot()
-    a = sides[0][0].metrics
-    b = sides[1][0].metrics
-    names = [name for name, steps in shared.items() if any(a[name][s] != b[name][s] for s in steps)]
-    names = (names or list(shared))[:MAX_PLOTS]
-    size = (12, 2.6 * len(names))
-    figure, axes = plt.subplots(len(names), 2, figsize=size, squeeze=False, constrained_layout=True)
-    for (left, right), name in zip(axes, names, strict=True):
-        plot_metric(left, right, sides, name, shared[name])
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
+    names = list(shared)[:MAX_PLOTS]
+    size = (8, 2.6 * len(names))
+    figure, axes = plt.subplots(len(names), 1, figsize=size, squeeze=False, constrained_layout=True)
+    for axis, name in zip(axes[:, 0], names, strict=True):
+        for side, label, style in zip(sides, "AB", ("-", "--"), strict=True):
+            _, mean, std = band(side, name, shared[name])
+            (line,) = axis.plot(shared[name], mean, style, label=f"{label}: {', '.join(run.path.name for run in side)}")
+            axis.fill_between(shared[name], mean - std, mean + std, alpha=0.2, color=line.get_color())
+        axis.set(title=name, xlabel="step")
+        axis.legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     print(f"plot {path}")
-
-
-def plot_metric(left: Any, right: Any, sides: list[list[Run]], name: str, steps: list[int]) -> None:
-    """A metric of both sides, and |A - B|."""
-    means = []
-    for side, label, style in zip(sides, "AB", ("-", "--"), strict=True):
-        _, mean, std = band(side, name, steps)
-        means.append(mean)
-        (line,) = left.plot(steps, mean, style, label=f"{label}: {', '.join(run.path.name for run in side)}")
-        if len(side) > 1:
-            left.fill_between(steps, mean - std, mean + std, alpha=0.2, color=line.get_color())
-    left.set(title=name)
-    left.legend(fontsize=7)
-    difference, scaled = relative(*means)
-    if scaled.any():
-        plot_positive(right, steps, scaled, "relative")
-        plot_positive(right, steps, difference, "absolute")
-        right.legend(fontsize=7)
-    right.set(title=f"|A - B| of {name}")
-
-
-def plot_positive(axis: Any, steps: list[int], values: np.ndarray, label: str) -> None:
-    """On a logarithmic axis, without zeros."""
-    axis.semilogy(steps, np.where(values > 0, values, np.nan), ".-", label=label)
 
 
 def print_table(rows: list[Row], columns: str) -> None:
@@ -411,9 +378,7 @@ def print_table(rows: list[Row], columns: str) -> None:
     print(f"{table(names, cells)}\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The program
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The program ------------------------------------------------------------------------------------------------------
 
 
 def align(sides: list[list[Run]], options: argparse.Namespace) -> bool:

@@ -20,7 +20,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from rewards import last_box
-from scripts.data import rows as data
+from scripts.data import prepare as data
 
 
 def math_row(row: dict, verifier: str, template: str) -> dict | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.data import rows as data
+from scripts.data import prepare as data
 
 PROMPTS = {
     "plain": "{question}",

@@ -1,13 +1,12 @@
 """Write the addition data: "What is 8 + 2? Give only the number."
 
---digits 1 takes the 100 pairs of digits: train.jsonl holds four fifths of the rows and eval.jsonl the rest.
---digits 2 draws 2000 train and 100 eval pairs of numbers from 1 to 99, no pair twice.
-a + b and b + a are in the same file, so that no eval question has its answer among the train questions.
+    python scripts/data/make_addition.py    # to data/addition
 
-    python scripts/data/make_addition.py [--digits 1] [--out data/addition, or data/addition2 for 2 digits] [--seed 1]
+Of the 100 pairs of digits train.jsonl holds four fifths and eval.jsonl the rest. Of two digits (scripts/proof/bench.py)
+2000 train and 100 eval pairs of numbers from 1 to 99 are drawn, no pair twice. a + b and b + a are in the same file, so
+that no eval question has its answer among the train questions.
 """
 
-import argparse
 import json
 import os
 import random
@@ -64,6 +63,7 @@ def write_splits(out: Path, splits: dict[str, list[dict]]) -> Path:
         temporary = out / f".{split}.jsonl.tmp"
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         os.replace(temporary, out / f"{split}.jsonl")
+        print(f"{out / split}.jsonl: {len(rows)} rows")
     return out
 
 
@@ -75,18 +75,5 @@ def make_addition(out: Path, seed: int = 1, digits: int = 1) -> Path:
     return write_splits(out, splits)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--digits", type=int, default=1, choices=[1, 2])
-    parser.add_argument("--out", type=Path, help="default: data/addition or data/addition2")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    name = "addition" if args.digits == 1 else "addition2"
-    out = make_addition(args.out or ROOT / "data" / name, args.seed, args.digits)
-    for split in ("train", "eval"):
-        rows = (out / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        print(f"{out / split}.jsonl: {len(rows)} rows")
-
-
 if __name__ == "__main__":
-    main()
+    make_addition(ROOT / "data" / "addition")

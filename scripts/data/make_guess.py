@@ -1,17 +1,20 @@
 """Write the rows of the guessing game of scripts/train/debug/guess.py: a number from 1 to 12 is to be found.
 
-    python scripts/data/make_guess.py [--out data/guess] [--seed 1]
+    python scripts/data/make_guess.py    # to data/guess
 
 Before the question stands a whole game, as a model of 135M parameters needs it to play at all.
 train.jsonl has 512 rows. eval.jsonl has four for each number: a game has nothing to hold out, but rollouts differ.
 """
 
-import argparse
-import json
 import random
+import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.data.make_addition import ROOT, write_splits
+
 TRAIN_ROWS = 512
 EVAL_ROWS = 4  # of a number
 HIGH = 12
@@ -26,21 +29,12 @@ def make_row(number: int) -> dict:
     return {"messages": messages, "env_config": {"number": number, "high": HIGH}}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "data" / "guess")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    rng = random.Random(args.seed)
-    numbers = {
-        "train": [rng.randint(1, HIGH) for _ in range(TRAIN_ROWS)],
-        "eval": EVAL_ROWS * list(range(1, HIGH + 1)),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    for split, drawn in numbers.items():
-        lines = [json.dumps(make_row(number)) + "\n" for number in drawn]
-        (args.out / f"{split}.jsonl").write_text("".join(lines))
+def make_guess(out: Path, seed: int = 1) -> Path:
+    rng = random.Random(seed)
+    train = [make_row(rng.randint(1, HIGH)) for _ in range(TRAIN_ROWS)]
+    evaluation = [make_row(number) for number in EVAL_ROWS * list(range(1, HIGH + 1))]
+    return write_splits(out, {"train": train, "eval": evaluation})
 
 
 if __name__ == "__main__":
-    main()
+    make_guess(ROOT / "data" / "guess")

@@ -5,10 +5,9 @@ whatever order, so that no eval question has its answer among the train question
 which shows the form of an answer: what is left to learn is which number it is. The largest stands first, second and
 third in turn, so that no place is a better guess, not even in a batch that is taken in the order of the file.
 
-    python scripts/data/make_largest.py [--out data/largest] [--seed 1]
+    python scripts/data/make_largest.py    # to data/largest
 """
 
-import argparse
 import random
 import sys
 from pathlib import Path
@@ -50,14 +49,5 @@ def make_largest(out: Path, seed: int = 1) -> Path:
     return write_splits(out, {"eval": rows[:EVAL_ROWS], "train": rows[EVAL_ROWS:]})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "data" / "largest")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    out = make_largest(args.out, args.seed)
-    print(f"{out}: {TRAIN_ROWS} rows in train.jsonl, {EVAL_ROWS} in eval.jsonl")
-
-
 if __name__ == "__main__":
-    main()
+    make_largest(ROOT / "data" / "largest")

@@ -4,10 +4,9 @@
 prompt begins with two examples: a sum without a call and a product with one, which a model of 135M parameters follows
 now and then.
 
-    python scripts/data/make_products.py [--out data/products] [--seed 1]
+    python scripts/data/make_products.py    # to data/products
 """
 
-import argparse
 import random
 import sys
 from pathlib import Path
@@ -48,14 +47,5 @@ def make_products(out: Path, seed: int = 1) -> Path:
     return write_splits(out, {"eval": rows[:EVAL_ROWS], "train": rows[EVAL_ROWS:]})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "data" / "products")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    out = make_products(args.out, args.seed)
-    print(f"{out}: {TRAIN_ROWS} rows in train.jsonl, {EVAL_ROWS} in eval.jsonl")
-
-
 if __name__ == "__main__":
-    main()
+    make_products(ROOT / "data" / "products")

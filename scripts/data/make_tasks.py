@@ -28,27 +28,22 @@ TRUE = "gsm8k"  # the verifier that rows to evaluate on name
 
 @dataclass(frozen=True)
 class Question:
-    """A question about the digits of a number, its answer, and the other digits, which may be mistaken for it."""
+    """A question about the digits of a number, and its answer."""
 
     text: str
     answer: str
     number: int
-    others: tuple[str, ...]
 
 
 def last(rng: random.Random) -> Question:
     number = rng.randint(1000, 9999)
-    *others, answer = str(number)
-    return Question(f"What is the last digit of {number}? Give only the digit.", answer, number, tuple(others))
+    return Question(f"What is the last digit of {number}? Give only the digit.", str(number)[-1], number)
 
 
 def largest_digit(rng: random.Random) -> Question:
-    digits = rng.sample("0123456789", 4)
-    number = "".join(digits)
-    answer = max(digits)
-    others = [digit for digit in digits if digit != answer]
+    number = "".join(rng.sample("0123456789", 4))
     text = f"Which is the largest digit of {number}? Give only the digit."
-    return Question(text, answer, int(number), tuple(others))
+    return Question(text, max(number), int(number))
 
 
 TASKS: dict[str, Callable[[random.Random], Question]] = {"last": last, "largest_digit": largest_digit}
@@ -80,8 +75,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     for name in args.tasks:
-        path = make_task(name, args.out, args.seed)
-        print(f"{path}: {TRAIN_ROWS} rows in train.jsonl, {EVAL_ROWS} in eval.jsonl")
+        make_task(name, args.out, args.seed)
 
 
 if __name__ == "__main__":

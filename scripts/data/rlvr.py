@@ -20,8 +20,8 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import utils
-from scripts.data import rows as data
-from scripts.parts.rows import parse_row
+from scripts.data import prepare as data
+from scripts.parts.rows import draw, parse_row
 
 
 class Function(NamedTuple):
@@ -72,7 +72,7 @@ def ifeval_label(label: str) -> str:
 
 
 def rlvr_row(row: dict) -> dict:
-    """A row of any shape that the loader reads in that of scripts/data/rows.py. Raises ValueError for what is none."""
+    """A row of any shape that the loader reads, in that of prepare.py. Raises ValueError for what is none."""
     messages, labels, verifiers = parse_row(row)
     labels = list(labels)
     for i, verifier in enumerate(verifiers):
@@ -80,14 +80,6 @@ def rlvr_row(row: dict) -> dict:
             labels[i] = ifeval_label(data.text_of(labels[i]))
     messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     return data.make_row(messages, labels, verifiers)
-
-
-def draw(rows: list[dict], amount: float | int, rng: random.Random) -> list[dict]:
-    """That fraction or number of rows, in file order; a fraction above 1 repeats them."""
-    count = round(amount * len(rows)) if isinstance(amount, float) else amount
-    copies, remainder = divmod(count, len(rows))
-    indices = sorted(rng.sample(range(len(rows)), remainder))
-    return rows * copies + [rows[i] for i in indices]
 
 
 def read(name: str, split: str) -> list[dict]:
@@ -110,18 +102,13 @@ def main() -> None:
     parser.add_argument("--split", default="train")
     parser.add_argument("--seed", type=int, default=1, help="of the draw and the order")
     args = parser.parse_args()
+    mixed: list[dict] = []
     try:
-        pairs = utils.parse_mixer("dataset_mixer_list", args.dataset_mixer_list)
-    except utils.UserError as error:
+        for name, amount in utils.parse_mixer("dataset_mixer_list", args.dataset_mixer_list):
+            mixed += draw(name, read(name, args.split), amount, args.seed)
+    except ValueError as error:
         sys.exit(str(error))
     rng = random.Random(args.seed)
-    mixed: list[dict] = []
-    for name, amount in pairs:
-        rows = read(name, args.split)
-        if isinstance(amount, int) and amount > len(rows):
-            sys.exit(f"--dataset_mixer_list {name} {amount}: only {len(rows)} rows")
-        if rows:
-            mixed += draw(rows, amount, rng)
     rng.shuffle(mixed)
 
     counts: collections.Counter[str] = collections.Counter()

@@ -152,13 +152,11 @@ def check_trial(batch: Any, engines: int, args: Any, world: utils.World) -> None
     """Raise UserError unless each engine's logprobs are those of a learner with the adapters. All ranks.
 
     The adapters of a first update, with B near 0, change less than rounding does: an engine that lacks them looks
-    healthy. So the engine first samples with the noise of trial_adapters, which moves a logprob by about a nat.
-
-    Each row of the grpo.Batch is a response of engine position % engines. Its old logprobs are the learner's with the
-    trial's adapters, its ref logprobs those without adapters: the difference is the adapters' effect. Over all tokens
-    of an engine the gap may be a small share of the effect. In float32 that is 0.2 %: each of SmolLM2's 210 adapters
-    has 0.7 % of the effect or more. In bfloat16 it is 30 %: rounding is 7 %. What a float32 logprob is rounded by is no
-    gap: of a small model it can be 1 % of the effect."""
+    healthy. So the engine first samples with the noise of trial_adapters. Each row of the grpo.Batch is a response of
+    engine position % engines. Its old logprobs are the learner's with the trial's adapters, its ref logprobs those
+    without: the difference is the adapters' effect. Over all tokens of an engine the gap may be a share of it. Each of
+    SmolLM2's 210 adapters has 0.7 % of the effect or more; rounding in bfloat16 is 7 %. What a float32 logprob is
+    rounded by is no gap: of a small model it can be 1 %."""
     limit = 0.3
     rounding = 0.0
     if args.model_dtype == "float32":

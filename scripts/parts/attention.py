@@ -1,16 +1,10 @@
 """Attention over packs that not every run has: tokens that several ranks share, and sliding windows.
 
-Ulysses sequence parallelism: neighbouring ranks share the tokens of their packs (--sequence_parallel_size).
+Ulysses (--sequence_parallel_size, arXiv:2309.14509): each rank of a group of neighbours has a part of a pack's columns
+(tokens). For attention, all-to-alls give each rank all tokens of a part of the heads, and give the result back.
 
-Each rank of a group has a part of a pack's columns (tokens). For attention, all-to-alls give each rank all tokens of a
-part of the heads. Afterwards they give the result back (arXiv:2309.14509). Only such runs import this.
-
-Sliding windows inside packs: layers that attend to the last tokens of a sequence only (Olmo 3, Gemma 3, Mistral).
-
-A token attends to itself and to the `window` - 1 tokens before it in its own sequence, as in transformers: its position
-minus that of the key is below the window. Positions count, not places in the pack: a response follows its prompt, whose
-one copy may be many tokens away. transformers names the window of each layer when it calls the attention. Only models
-with such layers import this.
+Windows (Olmo 3, Gemma 3, Mistral): a token attends to itself and to the `window` - 1 tokens before it in its own
+sequence. Positions count, not places in the pack: a response follows its prompt, whose one copy may be far away.
 """
 
 import functools

@@ -1,11 +1,8 @@
 """--audit_verifier: a second verifier, whose scores are logged and never trained on.
 
 A policy that finds a hole in its verifier looks like one that learns: the reward rises. A verifier without that hole
-tells the two apart. It scores the text that the rows' verifiers scored, with the same labels, after the update, in
-training and in evaluations. Metrics are named as those of a verifier of the name `audit`. A response to a row of
-several labels gets the sum of its scores, as `verifiable` is one.
-
-Where the reward rises and the audit does not, the run says so once: see `parted`.
+tells the two apart. It scores the text that the rows' verifiers scored, with the same labels, after the update. Where
+the reward rises and the audit does not, the run says so once: see `parted`.
 """
 
 import json
@@ -13,22 +10,22 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import rewards
 from rewards import need
 from scripts.parts import user_files
-from utils import STATUSES, Metrics, Rollout
+
+if TYPE_CHECKING:
+    from utils import Metrics, Rollout
 
 NAME = "audit"  # in metrics
 REWARD = "objective/verifiable_reward"
 AUDIT = "objective/audit_reward"
 LEAST_STRETCH = 5  # steps of which a mean is taken, to tell whether reward and audit part
 LEAST_GROWTH = 0.15  # of their difference, as a share of the highest reward
-
-# --- Before the first step --------------------------------------------------------------------------------------------
 
 
 def check_name(flags: Any) -> None:
@@ -48,7 +45,7 @@ def check_name(flags: Any) -> None:
 
 def check_label(record: rewards.RewardRecord) -> None:
     """Raises ValueError if the audit can never score the label of a row's record."""
-    name = rewards.FLAGS.audit_verifier
+    name = rewards.SETTINGS.flags.audit_verifier
     need(record.dataset.lower() != NAME, f"--audit_verifier {name}: rename the verifier {NAME}: metrics have its name")
     try:
         rewards.VERIFIERS[name.lower()].check(record)
@@ -57,17 +54,17 @@ def check_label(record: rewards.RewardRecord) -> None:
         raise ValueError(f"--audit_verifier {name}: {reason}") from error
 
 
-# --- Scores -----------------------------------------------------------------------------------------------------------
-
-
-def note(rollouts: Sequence[Rollout], args: Any, metrics: Metrics) -> None:
+def note(rollouts: "Sequence[Rollout]", args: Any, metrics: "Metrics") -> None:
     """Score rollouts that their own verifiers have scored. Fill `audit` of each, and add the metrics."""
     scored = [r for r in rollouts if r.results]
     waiting = [start(r, args.audit_verifier.lower()) for r in scored]
     for r, futures in zip(scored, waiting, strict=True):
         results = [future.result() for future in futures]
         r.audit = sum(result.score for result in results)
-        note_results(results, metrics)
+        for result in results:
+            metrics.sample(f"time/reward_{NAME}", [result.seconds])
+            for status in rewards.STATUSES:
+                metrics.count(f"reward/{NAME}_{status}", float(result.status == status))
         if math.isnan(r.audit):
             continue
         metrics.add("objective/audit_reward", args.verification_reward * r.audit)
@@ -77,7 +74,7 @@ def note(rollouts: Sequence[Rollout], args: Any, metrics: Metrics) -> None:
             metrics.add("objective/audit_refused_rate", float(r.audit <= 0))
 
 
-def start(r: Rollout, verifier: str) -> list[Future[rewards.RewardResult]]:
+def start(r: "Rollout", verifier: str) -> list[Future[rewards.RewardResult]]:
     """Start to score a rollout with each of its labels. Of several turns the last is scored."""
     own_turns = [turn["content"] for turn in r.turns if turn["role"] == "assistant"]
     text = [r.text, *own_turns][-1]
@@ -88,17 +85,6 @@ def start(r: Rollout, verifier: str) -> list[Future[rewards.RewardResult]]:
         record = rewards.RewardRecord(text, label, verifier, length, r.prompt.conversation, columns)
         futures.append(rewards.submit(record, verifier=verifier))
     return futures
-
-
-def note_results(results: Sequence[rewards.RewardResult], metrics: Metrics) -> None:
-    """How the verifications ended, and their seconds."""
-    for result in results:
-        metrics.sample(f"time/reward_{NAME}", [result.seconds])
-        for status in STATUSES:
-            metrics.count(f"reward/{NAME}_{status}", float(result.status == status))
-
-
-# --- Reward and audit side by side ------------------------------------------------------------------------------------
 
 
 def rise(values: np.ndarray, start: int, width: int) -> tuple[float, float]:
@@ -114,10 +100,8 @@ def parted(rows: Sequence[dict[str, Any]], highest: float) -> str:
 
     The last fifth of the steps, five at least, is compared with each stretch of as many steps before it. They part if
     since one of these the mean reward has not fallen, the mean audit has not risen, and their difference has grown by
-    more than 3 standard errors and more than 0.15 of `highest`, a right answer's reward. An audit that agrees with the
-    reward never parts from it. In simulated runs of 40 steps of 64 rollouts, looked at after each step, an audit with
-    Youden's J = 0.6, whose mistakes have nothing to do with the reward, gave a false alarm in 1 of 100 runs, one with
-    J = 0.3 in 26; of the hacks 98 to 100 of 100 were seen.
+    more than 3 standard errors and more than 0.15 of `highest`, a right answer's reward. In simulated runs an audit
+    with Youden's J = 0.6 gave a false alarm in 1 of 100, one with J = 0.3 in 26; 98 of 100 hacks were seen.
     """
     both = [row for row in rows if row.get(REWARD) is not None and row.get(AUDIT) is not None]
     earned = np.array([row[REWARD] for row in both], float)
@@ -136,32 +120,18 @@ def parted(rows: Sequence[dict[str, Any]], highest: float) -> str:
     return ""
 
 
-class Watch:
-    """The steps of a run so far, those before a resume included. It warns once. On rank 0."""
-
-    def __init__(self, run_dir: Path):
-        log = run_dir / "metrics.jsonl"
-        lines = log.read_text().splitlines() if log.exists() else []
-        self.rows = [json.loads(line) for line in lines]
-        self.warned = False
-
-    def see(self, metrics: dict[str, Any]) -> None:
-        """Take in a step, and warn where reward and audit part."""
-        self.rows.append(metrics)
-        found = parted(self.rows, rewards.FLAGS.verification_reward)
-        if found and not self.warned:
-            self.warned = True
-            step = metrics["training_step"]
-            advice = "the policy may earn its reward without solving the task: read responses that score high"
-            print(f"WARNING: step {step}: reward and audit part, {found}: {advice}", flush=True)
-
-
-WATCHES: dict[Path, Watch] = {}  # of the runs of this process, by directory
+WARNED: set[Path] = set()  # directories of the runs that were told
 
 
 def watch(run_dir: Path, metrics: dict[str, Any]) -> None:
-    """Look at a step's metrics, which are not in metrics.jsonl yet."""
-    step = metrics["training_step"]
-    if step <= 1 or run_dir not in WATCHES:
-        WATCHES[run_dir] = Watch(run_dir)
-    WATCHES[run_dir].see(metrics)
+    """Warn once where reward and audit part, with a step's metrics, which are not in metrics.jsonl yet."""
+    if run_dir in WARNED:
+        return
+    log = run_dir / "metrics.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    rows = [json.loads(line) for line in lines]
+    found = parted([*rows, metrics], rewards.SETTINGS.flags.verification_reward)
+    if found:
+        WARNED.add(run_dir)
+        advice = "the policy may earn its reward without solving the task: read responses that score high"
+        print(f"WARNING: step {metrics['training_step']}: reward and audit part, {found}: {advice}", flush=True)

@@ -1,10 +1,6 @@
 """Requests with one budget of time and of bytes, and the language models that give rewards (judges.py, solver.py).
 
-The time limits of HTTP libraries hold for a single read: a server that sends a byte now and then meets each of them for
-ever. It does not meet this one, which runs from the look-up of the name to the last byte.
-
-`ChatModel.ask` sends one message and returns the replies, or raises NoReply. A model that gives no usable reply leaves
-the score missing; it never makes a 0.
+The time limits of HTTP libraries hold for a single read: a server that sends a byte now and then never exceeds them.
 """
 
 import asyncio
@@ -20,8 +16,7 @@ import httpx2
 from rewards import UserError, need
 from scripts.parts import hidden
 
-# Of a request. The waits between them are openai's: 0.5, 1, 2, ... 8 s, or what the server asks for.
-LLM_TRIES = 6
+LLM_TRIES = 6  # of a request. openai waits 0.5, 1, 2, ... 8 s between them, or as long as the server asks for
 LLM_DELAY_S = 0.5  # before what is no reply of the protocol is asked for again
 MAX_REPLY_BYTES = 4 * 2**20  # of each of the n replies
 MAX_PROBLEM = 1000  # characters of what a server says when it refuses
@@ -29,23 +24,14 @@ LEAST_SHARE = 1e-3  # a message that is refused as too long is shortened down to
 
 # --- A budget of time and of bytes ------------------------------------------------------------------------------------
 
-START = threading.Lock()
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")  # which a proxy does not know
-
-
-@functools.cache
-def loop_of_requests() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, which can end a request at any moment."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
+LOOP = asyncio.new_event_loop()  # in a thread of its own, it can end a request at any moment
+threading.Thread(target=LOOP.run_forever, daemon=True).start()
 
 
 def within(request: Coroutine[Any, Any, Any], seconds: float) -> Any:
     """The result of a request, which is ended after `seconds`: TimeoutError."""
-    with START:
-        loop = loop_of_requests()
-    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(request, seconds), loop)
+    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(request, seconds), LOOP)
     try:
         return future.result()
     except BaseException:  # also a caller's own deadline, by a signal
@@ -55,8 +41,8 @@ def within(request: Coroutine[Any, Any, Any], seconds: float) -> Any:
 
 @functools.cache
 def http_client(max_bytes: int) -> httpx2.AsyncClient:
-    """A client, which keeps connections and follows no redirect. A response has at most max_bytes, and is not unpacked:
-    a gigabyte of blanks is a megabyte when packed."""
+    """A client that follows no redirect. A response has at most max_bytes, and is not unpacked: a gigabyte of blanks is
+    a megabyte when packed."""
 
     async def read_all(response: httpx2.Response) -> None:
         response.headers.pop("content-encoding", None)
@@ -98,15 +84,13 @@ SPECIAL_TOKEN = re.compile(
 
 
 def neutral(text: str) -> str:
-    """`text` as plain text of a chat message: a space splits special tokens, and `?` replaces characters that UTF-8
-    cannot encode."""
+    """`text` without special tokens, which a space splits, and with `?` for what UTF-8 cannot encode."""
     encodable = text.encode(errors="replace").decode()
     return SPECIAL_TOKEN.sub(r"\g<0> ", encodable)
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """The text, or about max_characters of it: its two ends, with a mark between them that counts the characters left
-    out."""
+    """The text, or its two ends, of about max_characters together, and how many are left out between them."""
     if len(text) <= max_characters:
         return text
     half = max_characters // 2
@@ -126,15 +110,12 @@ class NoReply(Exception):
 
 
 class Reply(NamedTuple):
-    """One reply of a model. cut: it ended at its limit of tokens."""
-
     text: str
-    cut: bool
+    cut: bool  # at its limit of tokens
 
 
 class Replies(NamedTuple):
-    """The replies to one request, their number of tokens, and the share of the message that was sent
-    (ChatModel.ask)."""
+    """The replies to a request, their number of tokens, and the share of the message that was sent."""
 
     replies: list[Reply]
     tokens: int
@@ -142,9 +123,8 @@ class Replies(NamedTuple):
 
 
 class ChatModel:
-    """A model behind servers with OpenAI's chat API. Any number of threads may ask; max_concurrency requests, of n
-    replies each, run at a time. timeout_s is the time of one request with all its tries, in seconds: a server that
-    sends single bytes has no more. sampling: parameters of every request."""
+    """A model behind servers with OpenAI's chat API. max_concurrency requests, of n replies each, run at a time, of
+    whatever threads. timeout_s is the time of one with all its tries. sampling: parameters of every request."""
 
     def __init__(self, model: str, max_concurrency: int, timeout_s: float, n: int = 1, **sampling: Any):
         self.model = model
@@ -155,8 +135,7 @@ class ChatModel:
         self.clients: list[Any] = []
 
     def connect(self, base_urls: Sequence[str], api_key: str) -> None:
-        """Sends a test message to every server. Raises UserError if a server is out of reach, or refuses the key, the
-        model or the sampling parameters."""
+        """Sends a test message to every server. Raises UserError if one is out of reach or refuses it."""
         has_blank = re.search("[^!-~]", api_key) is not None
         need(not has_blank, f"the key for {self.model} has a blank, or a letter that no header can have")
         clients = []
@@ -173,25 +152,19 @@ class ChatModel:
         self.clients = clients
 
     def client(self, url: str, api_key: str) -> Any:
-        """OpenAI's client for a server. It tries again after lost connections and the statuses 408, 409, 429 and 5xx.
-        Raises httpx2.InvalidURL."""
+        """OpenAI's client for a server. It tries again after lost connections and the statuses 408, 409, 429, 5xx."""
         import openai
         import openai.resources.chat  # else the first request would: its import is no part of the budget
 
-        return openai.AsyncOpenAI(
-            base_url=url,
-            api_key=api_key,
-            max_retries=LLM_TRIES - 1,
-            timeout=None,
-            http_client=http_client(MAX_REPLY_BYTES * self.n),
-        )
+        retries = LLM_TRIES - 1
+        http = http_client(MAX_REPLY_BYTES * self.n)
+        return openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=retries, timeout=None, http_client=http)
 
     def ask(self, prompt: Callable[[float], str], beginning: str = "", **parameters: Any) -> Replies:
-        """n replies to the message prompt(share), or raises NoReply.
+        """n replies to the message prompt(share), or raises NoReply. A model that gives none never makes a 0.
 
-        share is the first of 1, 1/2, 1/4, ... for which the server does not refuse the message as too long. Failures
-        that may pass are tried again. `beginning` is the text that the message shares with others; it chooses the
-        server."""
+        share is the first of 1, 1/2, 1/4, ... for which the server does not refuse the message as too long. `beginning`
+        is the text that the message shares with others; it chooses the server."""
         if not self.clients:
             raise NoReply("infra_error", f"no server of {self.model} is connected")
         client = self.client_for(beginning)
@@ -199,14 +172,13 @@ class ChatModel:
             return self.in_time(self.complete(client, prompt, n=self.n, **parameters))
 
     def in_time(self, request: Any) -> Any:
-        """The result of a request. Raises NoReply after timeout_s."""
         try:
             return within(request, self.timeout_s)
         except TimeoutError:
             raise NoReply("timeout", f"{self.model}: no reply within {self.timeout_s:.0f} s") from None
 
     async def complete(self, client: Any, prompt: Callable[[float], str], n: int, **parameters: Any) -> Replies:
-        """See ask."""
+        """See ask. What is not OpenAI's JSON is asked for again here, all else that may pass by the client."""
         import openai
 
         share = 1.0
@@ -214,31 +186,26 @@ class ChatModel:
         while True:
             message = prompt(share)
             turn = {"role": "user", "content": message}
+            create = client.chat.completions.create
             try:
-                completion = await client.chat.completions.create(
-                    model=self.model, messages=[turn], n=n, **self.sampling, **parameters
-                )
+                completion = await create(model=self.model, messages=[turn], n=n, **self.sampling, **parameters)
                 return read_completion(completion, n, share)
-            except openai.OpenAIError as error:
+            except (openai.OpenAIError, AttributeError, TypeError, ValueError, RecursionError) as error:
                 may_be_too_long = isinstance(error, openai.BadRequestError) and share > LEAST_SHARE
-                if not may_be_too_long or prompt(share / 2) == message:
-                    raise NoReply("infra_error", self.problem(error)) from None
-                share /= 2
-            except (AttributeError, TypeError, ValueError, RecursionError) as error:  # not OpenAI's JSON
+                if may_be_too_long and prompt(share / 2) != message:
+                    share /= 2
+                    continue
                 failures += 1
-                if failures > client.max_retries:
-                    raise NoReply("infra_error", self.problem(error)) from None
-                await asyncio.sleep(LLM_DELAY_S * failures)
-
-    def problem(self, error: Exception) -> str:
-        """What a person is told of a failed request."""
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        return f"{self.model}: {type(error).__name__}: {error}{cause}"[:MAX_PROBLEM]
+                if isinstance(error, openai.OpenAIError) or failures > client.max_retries:
+                    cause = f" ({error.__cause__})" if error.__cause__ else ""
+                    kind = type(error).__name__
+                    problem = f"{self.model}: {kind}: {error}{cause}"
+                    raise NoReply("infra_error", problem[:MAX_PROBLEM]) from None
+            await asyncio.sleep(LLM_DELAY_S * failures)
 
 
 def read_completion(completion: Any, n: int, share: float) -> Replies:
-    """The n replies of a server's answer, whose fields may have any type. Raises AttributeError, TypeError or
-    ValueError if they are not there."""
+    """The n replies of a server's answer. Raises AttributeError, TypeError or ValueError if they are not there."""
     replies = []
     for choice in completion.choices:
         text = choice.message.content or ""

@@ -7,7 +7,6 @@ with one bit flipped it loaded 191 as other numbers, without an error.
 """
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -41,7 +40,6 @@ class Writer:
         self.world = world
         self.group = dist.new_group(backend="gloo")  # the background must not mix into the learners' collectives
         self.thread: threading.Thread | None = None
-        self.checked: set[str] = set()  # names of plain data that a resume will load
         if world.is_main:
             for unfinished in self.root.glob("*.tmp"):  # of a run that was killed
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -53,13 +51,7 @@ class Writer:
 
         self.wait()
         temporary = self.root / f"step_{step}.tmp"
-        problem = ""
-        for name in sorted(extra.keys() - self.checked):
-            problem = problem or not_plain(name, extra[name])
-            is_empty = isinstance(extra[name], (list, tuple, set, dict)) and not extra[name]
-            if not problem and not is_empty:  # an empty list says nothing of what comes into it
-                self.checked.add(name)
-        problem = problem or self._write_rank_file(temporary, extra)
+        problem = self._write_rank_file(temporary, extra)
         problem = max(utils.all_gather(problem, self.world))  # no rank goes on without the others
         if problem:
             self._failed(temporary, problem)
@@ -78,13 +70,18 @@ class Writer:
             self.thread = None
 
     def _write_rank_file(self, temporary: Path, extra: dict[str, Any]) -> str:
-        """Write this rank's plain data and random state; returns "", or why that failed."""
+        """Write this rank's plain data and random state; returns "", or why that failed. What a fork adds may be saved
+        and not be loaded again: so it is loaded here."""
+        path = temporary / f"rank_{self.world.rank}.pt"
         try:
             temporary.mkdir(parents=True, exist_ok=True)
-            with (temporary / f"rank_{self.world.rank}.pt").open("wb") as file:
+            with path.open("wb") as file:
                 torch.save(extra | {"rng": utils.rng_state()}, file)
                 file.flush()
                 os.fsync(file.fileno())
+            torch.load(path, weights_only=True)
+        except (pickle.PickleError, AttributeError, TypeError) as error:  # the latter two of functions and of locks
+            return f"--resume loads tensors, numbers, text, and lists and dicts of them only. {error}".splitlines()[0]
         except (OSError, RuntimeError) as error:  # torch.save has RuntimeErrors for a full disk
             return str(error)
         return ""
@@ -109,21 +106,6 @@ class Writer:
             free = shutil.disk_usage(self.root.parent).free
             where = f"{free / 1e9:.3f} GB free in {self.root.parent}"
             print(f"WARNING: checkpoint {temporary.stem} was not written, {stands} ({where}): {problem}", flush=True)
-
-
-def not_plain(name: str, value: Any) -> str:
-    """What is wrong with data that could be saved and not be loaded again, or "". What a fork adds may be such."""
-    content = io.BytesIO()
-    try:
-        torch.save(value, content)
-        content.seek(0)
-        torch.load(content, weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError):  # the latter two of functions and of locks
-        return (
-            f"it cannot hold the run's {name!r}, a {type(value).__name__}: --resume loads tensors, numbers, text, and "
-            "lists and dicts of them. Save it as such, for instance an array as array.tolist()"
-        )
-    return ""
 
 
 def publish(temporary: Path, keep: int) -> None:
@@ -224,8 +206,7 @@ def learner_state(modules: Modules, optimizer: Optimizer) -> dict[str, Any]:
 
 def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World) -> dict[str, Any]:
     """Load a checkpoint into modules and optimizer, and restore the random state. Returns rank 0's `extra`. The number
-    of ranks may have changed. One of a version that kept the excluded prompts by themselves has no sizes of groups: its
-    unfinished rollouts are sampled again."""
+    of ranks may have changed."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
@@ -246,9 +227,6 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     own = torch.load(own_file, weights_only=True) if own_file.exists() else extra
     utils.set_rng_state(own["rng"])
     del extra["rng"]
-    if "excluded" in extra:
-        extra["sampler"] = {"excluded": set(extra.pop("excluded"))}
-        extra.pop("rollouts", None)
     return extra
 
 
@@ -314,15 +292,6 @@ def take_state(
         engine.load_weights(utils.engine_weights(policy, args), version=step)
     dist.barrier()  # all have read it
     shutil.rmtree(converted, ignore_errors=True)
-
-
-def list_checkpoints(run_dir: Path) -> None:
-    """Print the checkpoints of a run, newest first, with what is wrong with each. Raises SystemExit without any."""
-    paths = checkpoint_dirs(run_dir / "checkpoints")
-    if not paths:
-        raise SystemExit(f"{run_dir}: no checkpoint here. Was it a run with --checkpoint_state_freq?")
-    for path in paths:
-        print(f"{path}: {damage(path) or 'whole'}")
 
 
 # --- Metadata of a sharded state

@@ -112,7 +112,7 @@ def own_form(name: str, values: list[str], known: set[str]) -> list[str]:
 
 def check_args(args: Any, world_size: int, fast: bool) -> None:
     """All of a script's flags, on `world_size` ranks of grpo.py; with `fast` on one of grpo_fast.py."""
-    check_rewards(args)
+    rewards.RewardFlags.check(args)
     check_sources(args)
     if not args.dry_run:
         problems = refused_in_a_run(args, fast)
@@ -129,32 +129,12 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     check_advantages(args)
 
 
-def check_rewards(args: Any) -> None:
-    """The flags of the rewards, which scripts/score.py has too; every number is within its flag's bound."""
-    for flag in fields(args):
-        value = getattr(args, flag.name)
-        need(value == value, f"--{flag.name} nan: must be a number")
-        bounds = [mark for mark in getattr(flag.type, "__metadata__", ()) if isinstance(mark, rewards.Bound)]
-        for bound in bounds:
-            need(value is None or bound.holds(value), f"--{flag.name} {value}: must {bound.must}")
-    if not (args.apply_verifiable_reward or args.apply_r1_style_format_reward):
-        args.refuse("--no_apply_verifiable_reward without --apply_r1_style_format_reward leaves no reward")
-    if args.additive_format_reward and not args.apply_r1_style_format_reward:
-        args.refuse("--additive_format_reward needs --apply_r1_style_format_reward")
-    if args.llm_judge_model and args.llm_judge_max_tokens > args.llm_judge_max_context_length - 1024:
-        args.refuse(
-            "--llm_judge_max_tokens of --llm_judge_max_context_length must leave 1024 tokens to judge: lower it"
-        )
-
-
 def check_sources(args: Any) -> None:
     """Model and data, and what the run continues, answers or takes from other runs."""
-    import utils  # not at the top: rewards, which asks for check_rewards, must not load torch
-
     need(args.model_name_or_path != "", "--model_name_or_path is required: a hub name or a directory")
     need(args.dataset_mixer_list != [], "--dataset_mixer_list is empty: give NAME AMOUNT pairs to train on")
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
-        utils.parse_mixer(flag, getattr(args, flag), getattr(args, f"{flag}_splits"))
+        args.mixer(flag)
     if args.resume and args.overwrite:
         args.refuse("--resume continues a run, --overwrite replaces it: give one of them")
     if args.resume and not any(args.run_dir.glob("checkpoints/step_*[0-9]")):
@@ -178,8 +158,6 @@ def check_sources(args: Any) -> None:
 def refused_in_a_run(args: Any, fast: bool) -> list[str]:
     """What a run is refused for, and a --dry_run, perhaps on another machine, only tells: a sentence for each, which
     begins with the flag and its value. First what is not on this machine, and not on the hub."""
-    import utils
-
     problems = []
     for flag in ("model_name_or_path", "ref_model_name_or_path", "load_batches"):
         path = getattr(args, flag)
@@ -193,10 +171,8 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         path = getattr(args, flag)
         if path and not Path(path).is_file():
             problems.append(f"--{flag} {path}: no such file")
-    template = args.chat_template_name
-    if template not in (None, *utils.CHAT_TEMPLATES) and not Path(template).is_file():
-        names = " | ".join(utils.CHAT_TEMPLATES)
-        problems.append(f"--chat_template_name {template}: no file, and none of this name: take one of {names}")
+    if args.problem_of_template:
+        problems.append(args.problem_of_template)
     if args.chat_template_kwargs:
         try:
             is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
@@ -233,9 +209,7 @@ def problem_of_data(name: str) -> str:
         return "no such file" if path.suffix in ENDINGS else "no such directory"
     if not path.is_file() or path.suffix in ENDINGS:
         return ""
-    from scripts.parts import rows
-
-    return rows.problem_of(name)
+    return f"{path.suffix or 'a file without an ending'} is not read, but {', '.join(ENDINGS)} are"
 
 
 def is_missing_path(name: str) -> bool:

@@ -12,10 +12,8 @@ E[grad log pi(turn k) g] = 0 for each g that is known before turn k. For the sam
 that turn k does not influence. The others are sampled apart from rollout i, and G_jk is defined for every k, so the
 mean has the same G - 1 terms whatever i does, how many turns it takes included.
 
-The usual mean, over those rollouts that have reached turn k, has not this property: i itself is in it, and its terms
-are more or fewer by the turns that were taken. In a game of four turns where the policy decides when to stop it keeps
-35 % of the gradient (tests/test_credit.py). One advantage for all turns has no bias either, and in that game twice the
-variance.
+The usual mean, over those rollouts that have reached turn k, has not this property: in a game where the policy decides
+when to stop it keeps 35 % of the gradient (tests/test_credit.py). One advantage for all turns has twice the variance.
 
 Missing scores (NaN) are left out of the means, and their rollouts have the advantage 0.
 """

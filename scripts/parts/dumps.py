@@ -4,14 +4,9 @@ RUN/rollouts.jsonl has a row for each sampled rollout, in the order of the promp
 and its advantage. At a dumped step the rows of the rollouts that were trained on also have the LEARNER_COLUMNS. The
 new logprobs are those of the last pass, before its optimizer step.
 
-RUN/dumps/step_NNNNNN.json describes a dumped step with what else a replay needs:
-
-    schema_version, training_step
-    how         the packing: see grpo.choose_packing
-    weights     their hash after the step: see weights_hash
-    positions   of the groups of the batch
-    packs       by mini-batch, learner, pack and piece: (position, sample) of each rollout
-    rows        start and bytes of the step's rows in rollouts.jsonl, and their sha256
+RUN/dumps/step_NNNNNN.json describes a dumped step with what else a replay needs: `how` it was packed, the hash of the
+`weights` after the step, the `positions` of its groups, its `packs` by mini-batch, learner, pack and piece with the
+(position, sample) of each rollout, and of its `rows` in rollouts.jsonl start, bytes and sha256.
 
 RUN/samples.jsonl has some rollouts of every tenth step, which utils.Logger writes, and of every evaluation.
 """

@@ -29,11 +29,6 @@ def metrics(spent: Sequence[Any], policy: Any, out: dict[str, float], state: dic
     return found
 
 
-def lines(out: dict[str, float], step: int, args: Any) -> str:
-    """The lines of a step that prints them, else ""."""
-    return text(out) if shows(out, step, args) else ""
-
-
 def shows(out: dict[str, float], step: int, args: Any) -> bool:
     """Whether a step prints text: with --show_engines each does, else every tenth, and those that waste time.
 
@@ -48,8 +43,10 @@ def shows(out: dict[str, float], step: int, args: Any) -> bool:
     return (args.async_steps > 0 and idle > 0.5) or pause_share > 0.1
 
 
-def text(out: dict[str, float]) -> str:
-    """The step's account, bottleneck and weight sync, in lines of at most 120 columns."""
+def lines(out: dict[str, float], step: int, args: Any) -> str:
+    """A step's account, bottleneck and weight sync, in lines of at most 120 columns; "" for a step that prints none."""
+    if not shows(out, step, args):
+        return ""
     learner = out["val/learner_idle_share"]
     engine = out["val/engine_idle_share"]
     bottleneck = "none, both sides are busy"

@@ -5,7 +5,6 @@ episode, as text, so a worker that dies loses nothing.
 """
 
 import base64
-import enum
 import functools
 import io
 import math
@@ -14,19 +13,20 @@ import pickle
 import sys
 import sysconfig
 import time
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import rewards
 from rewards import Answer, Episode, Job, Scored, need, warn_once
+from scripts.parts import worker
 from scripts.parts.user_files import load_file
 
 TRIES = 3  # of a step whose worker was killed by something else
 MAX_ANSWER_BYTES = 2**16
 MAX_ERROR_CHARACTERS = 1000
+CUT_MARK = " [cut]"
 # What a state may be made of, beside classes of the user's own files
 PLAIN = """builtins.set builtins.frozenset builtins.bytearray builtins.complex builtins.range builtins.slice
     collections.deque collections.Counter collections.OrderedDict
@@ -38,15 +38,14 @@ NUMPY |= {(f"numpy.{core}.multiarray", name) for core in ("_core", "core") for n
 NUMPY |= {("numpy._core.numeric", "_frombuffer")}
 INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
-# ----------------------------------------------------------------------------------------------------------------------
-# In the trainer
+# --- In the trainer ---------------------------------------------------------------------------------------------------
 
 
 def about(flag: str, path: str, config: dict[str, Any]) -> dict[str, Any]:
     """What about(config) of an environment's file returns. Raises UserError if the file cannot be loaded."""
     arguments = {"path": path, "config": config, "state": None, "episode": None}
     job = Job("environments.work_environment", arguments)
-    loaded = rewards.run_in_worker(job, rewards.START_TIMEOUT_S, rewards.ENV_WORKERS)
+    loaded = rewards.run_in_worker(job, worker.START_TIMEOUT_S, of_environment=True)
     problem = loaded.details.get("problem", "the process died")
     need(loaded.status == "ok", f"{flag} {path}: cannot be loaded: {problem}")
     answer: Any = loaded.score
@@ -64,7 +63,7 @@ def ask(path: str, state: str | None, episode: dict[str, Any], timeout_s: float)
     start = time.monotonic()
     result = Scored(math.nan, "infra_error")
     for _ in range(TRIES):
-        result = rewards.run_in_worker(job, timeout_s, rewards.ENV_WORKERS)
+        result = rewards.run_in_worker(job, timeout_s, of_environment=True)
         if result.status != "infra_error":
             break
     seconds = time.monotonic() - start - result.waited
@@ -94,8 +93,7 @@ def failed_answer(status: str, problem: str, path: str, seconds: float, state: s
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# In a worker
+# --- In a worker ------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -107,53 +105,21 @@ def environment(path: str) -> Any:
     return module
 
 
-BY_OPCODE = pickle._Unpickler.dispatch  # what the reader does at each opcode
-
-
-class StateUnpickler(pickle._Unpickler):
+class StateUnpickler(pickle.Unpickler):
     """Reads an environment's state, which may come from another's checkpoint: plain containers and numbers, and objects
-    of classes in files that are loaded already, as the environment and its tools are. Such a class is not called, which
-    might run what the state says, and not changed. It is pickle's reader in Python: that in C has no such places."""
-
-    stack: list[Any]
+    of classes in files that are loaded already, as the environment and its tools are."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if is_plain(module, name):
+        if f"{module}.{name}" in PLAIN or (module, name) in NUMPY:
             return super().find_class(module, name)
         loaded = sys.modules.get(module)
         found = getattr(loaded, name, None)
         file = Path(getattr(loaded, "__file__", None) or INSTALLED[0])
         installed = any(file.is_relative_to(place) for place in INSTALLED) or "dist-packages" in file.parts
         if installed or not isinstance(found, type) or found.__module__ != module:
-            refuse(f"asks for {module}.{name}")
+            problem = f"it asks for {module}.{name}"
+            raise pickle.UnpicklingError(f"the state of an environment has to be plain data: {problem}")
         return found
-
-    def load_reduce(self) -> None:
-        called = self.stack[-2]
-        module = getattr(called, "__module__", "")
-        name = getattr(called, "__name__", "")
-        if not isinstance(called, enum.EnumType) and not is_plain(module, name):
-            refuse(f"calls {called!r:.80}")
-        BY_OPCODE[pickle.REDUCE[0]](self)
-
-    def load_build(self) -> None:
-        changed = self.stack[-2]
-        if isinstance(changed, type | types.FunctionType):
-            refuse(f"changes {changed!r:.80}")
-        BY_OPCODE[pickle.BUILD[0]](self)
-
-    def _instantiate(self, klass: Any, args: Any) -> None:
-        refuse(f"calls {klass!r:.80}")
-
-    dispatch = BY_OPCODE | {pickle.REDUCE[0]: load_reduce, pickle.BUILD[0]: load_build}
-
-
-def is_plain(module: str, name: str) -> bool:
-    return f"{module}.{name}" in PLAIN or (module, name) in NUMPY
-
-
-def refuse(problem: str) -> NoReturn:
-    raise pickle.UnpicklingError(f"the state of an environment has to be plain data: it {problem}")
 
 
 def work_environment(path: str, config: dict, state: str | None, episode: dict | None) -> Callable[[], dict]:

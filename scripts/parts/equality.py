@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Numbers in words
+# --- Numbers in words -------------------------------------------------------------------------------------------------
 
 
 SMALL = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
@@ -84,8 +83,7 @@ def digits_of_words(text: str) -> str:
     return without_mixed_numbers(digits)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One spelling of TeX
+# --- One spelling of TeX ----------------------------------------------------------------------------------------------
 
 FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textrm|operatorname)\s*\{([^{}]*)\}")
 SPACE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[,!;: ]|~|\\q?quad")  # not \\, which ends a row of a matrix
@@ -202,8 +200,7 @@ def clean(tex: str) -> str:
     return HALF_OF_DAY.sub(lambda match: f" {match[1].lower()}m", text)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Numbers with units
+# --- Numbers with units -----------------------------------------------------------------------------------------------
 
 # A measure, the size of a unit and the unit's names, singular. A unit that is not here is a measure of its own.
 UNIT_TABLE = """
@@ -375,8 +372,7 @@ def log10_lower_bound(text: str, depth: int = 0) -> float:
     return -math.inf
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Words, names and units of expressions
+# --- Words, names and units of expressions ----------------------------------------------------------------------------
 
 NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([a-z](?:,[a-z])*\))?")
 UNORDERED = re.compile(r"\\\{.*,.*\\\}|(?!.*\\in(?![a-z]))[^()\[\]=]*,[^()\[\]=]*")
@@ -577,8 +573,7 @@ def split_unit(text: str) -> tuple[str, tuple | None]:
     return match[1], (UNITS.get(unit, unit), power)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The comparison
+# --- The comparison ---------------------------------------------------------------------------------------------------
 
 
 SENTENCE = re.compile(r"(?:the\s{1,8})?(?:final\s{1,8})?answer(?:\s{1,8}is|:)\s{0,8}(?!not\b)", re.IGNORECASE)
@@ -743,8 +738,7 @@ def work_math(gold: str, answer: str) -> Callable[[], float]:
     return lambda: float(same(gold, answer))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# By hand
+# --- By hand ----------------------------------------------------------------------------------------------------------
 
 
 def compare(path: str) -> None:

@@ -2,8 +2,7 @@
 cache, and which division of the GPUs into learners and engines makes a step shortest.
 
 Both count a model without memory, on torch's meta device, from its config.json alone. Not in the GiB: CUDA's and NCCL's
-own, and fragmentation. Not in the seconds: all that keeps a GPU from the speed of its data sheet, verifiers, weights
-on their way, waits for the longest response.
+own, and fragmentation. The seconds are those of data sheets, for comparison alone.
 """
 
 import functools
@@ -19,9 +18,8 @@ from scripts.parts import packing, plan
 
 GIB = 2**30
 BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
-# GiB that a sleeping engine keeps: CUDA's context and workspaces, and graphs, for which vLLM's log names 1 to 3 GiB
-# ("CUDA graphs can take additional 1~3 GiB memory per GPU"). A 1,000B model on 8 GPUs kept 7 (vLLM issue 47654)
-ASLEEP = (1, 4)
+# GiB that a sleeping engine keeps: CUDA's context, workspaces and graphs. A 1,000B model kept 7 (vLLM issue 47654)
+ASLEEP = 4
 SEATS = 1024  # responses that an engine decodes at once, at most
 SHOWN = 3  # splits
 
@@ -52,6 +50,12 @@ class Setup:
     learners: int
     shared_gpu: bool  # learner and engine are on one GPU
     logprob_chunk: int  # tokens whose logits exist at once
+
+    @property
+    def shards(self) -> int:
+        """Learners that share a copy of the model."""
+        shared = self.args.fsdp_shard_size or self.learners
+        return shared if self.args.deepspeed_stage >= 2 else 1
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,7 @@ def meta_model(config: Any, dtype: torch.dtype, repeats: int, lora_rank: int) ->
 
 
 def kept_for_backward(model: Any, tokens: int) -> int:
-    """Bytes that a forward of `tokens` tokens keeps for its backward, weights apart. A model on the meta device runs,
-    so it takes neither memory nor time."""
+    """Bytes that a forward of `tokens` tokens on the meta device keeps for its backward, weights apart."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -140,10 +143,8 @@ class Model:
         self.config = config.get_text_config()
         self.itemsize = dtype.itemsize  # bytes of a weight in compute dtype
         self.layers = utils.blocks_of(self.model)
-        self.sizes = [p.numel() for p in self.model.parameters()]
-        self.trained_sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
-        self.all = sum(self.sizes)
-        self.trained = sum(self.trained_sizes)
+        self.all = sum(p.numel() for p in self.model.parameters())
+        self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.frozen = self.all - self.trained
         in_layers = sum(p.numel() for layer in self.layers for p in layer.parameters())
         self.outside = self.all - in_layers
@@ -179,8 +180,7 @@ class Model:
         return kept_for_backward(self.model, tokens)
 
     def forward(self, tokens: float, pairs: float, answered: float) -> float:
-        """Operations of a forward: 2 a weight and token, 4 a (query, key) pair and number of the heads, and 2 a weight
-        of the head for each token that meets it."""
+        """Operations of a forward: 2 a weight and token that meet, 4 a (query, key) pair and number of the heads."""
         matrices, head = utils.matmul_parameters(self.model)
         return 2 * matrices * tokens + 4 * utils.attention_width(self.config) * pairs + 2 * head * answered
 
@@ -197,26 +197,21 @@ class Counted:
 
     policy: Model
     reference: Model  # the teacher, or the policy itself
-    has_teacher: bool
     activations: float  # bytes of a learner's part of a pack
     tokens: int  # of that part
 
 
 def count(setup: Setup, config: Any, ref_config: Any = None) -> Counted:
-    """Count a policy and its teacher. Ranks that share a pack have a part of its tokens, and in attention all tokens of
-    a part of the heads. Raises ValueError where they cannot share it."""
+    """Count a policy and its teacher. Ranks that share a pack have a part of its tokens, and of attention's heads."""
     args = setup.args
     ranks = args.sequence_parallel_size
-    heads, kv_heads, _ = utils.attention_heads(config)[0]
-    if heads % ranks:
-        words = f"--sequence_parallel_size {ranks} does not divide the model's {heads}"
-        raise ValueError(f"{words} attention heads")
+    _, kv_heads, _ = utils.attention_heads(config)[0]
     repeats = ranks // math.gcd(kv_heads, ranks)
     dtype = torch.float32 if args.model_dtype == "float32" else torch.bfloat16
     policy = Model(config, dtype, repeats, args.lora_rank)
     reference = policy if ref_config is None else Model(ref_config, dtype)
     tokens = -(-args.pack_length // ranks)
-    return Counted(policy, reference, ref_config is not None, policy.activations(args, tokens), tokens)
+    return Counted(policy, reference, policy.activations(args, tokens), tokens)
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
@@ -226,18 +221,13 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
     """Bytes on a learner's GPU at the peak of an update, by what they are for; and of a GPU of an engine:
     engine_weights, and engine_token for each token in its cache.
 
-    With N weights on S shards (from deepspeed_stage 2 on the learners, or fsdp_shard_size; else 1): master weights and
-    gradients 4 N / S each, Adam 8 N / S, gathered in compute dtype all of N, or with stage 3 two groups of layers
-    (utils.GROUP_BYTES) and what is in no layer. One learner without deepspeed_stage gathers nothing in float32, nor
-    for a reference policy that does not train, and adds the gradient of each weight up at once. With lora_rank only
-    adapters have gradients, float32 and Adam: the model is frozen, in compute dtype, and is its own reference policy.
-    To engines on GPUs of their own learner 0 sends the weights in buckets, four of which are alive at once.
-    What `offload` names is in `host`, bytes of a rank in pinned host memory; of Adam the largest weight's is on the GPU
-    at a time.
-    """
+    With N weights on S shards: master weights and gradients 4 N / S each, Adam 8 N / S, gathered in compute dtype all
+    of N, or with stage 3 two groups of layers (utils.GROUP_BYTES) and what is in no layer. With lora_rank only adapters
+    have gradients, float32 and Adam: the model is frozen, and its own reference policy. What `offload` names is in
+    `host`. To engines on GPUs of their own the weights go in buckets, four of which are alive at once."""
     args = setup.args
     policy = counted.policy
-    shards = shards_of(setup)
+    shards = setup.shards
     is_plain = utils.needs_no_wrapper(args, setup.learners, trains=True)
     gathered = 0.0 if is_plain else policy.gathered(args.deepspeed_stage)
     activations_and_head = peak_bytes(setup, counted, is_plain)
@@ -250,29 +240,20 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
         "reference": kept + more,
         "gathered": gathered,
         "activations and head": activations_and_head,
+        "host": 0.0,
         "engine_weights": policy.itemsize * (policy.frozen or policy.all) / args.vllm_tensor_parallel_size,
         "engine_token": policy.token_bytes() / args.vllm_tensor_parallel_size,
     }
-    host = 0
-    if "reference" in args.offload and kept:
+    if "reference" in args.offload:
         parts["reference"] = more
-        host += pinned_bytes(counted.reference.sizes, reference_itemsize(setup, counted) / shards)
+        parts["host"] += kept
     if "optimizer" in args.offload:
+        parts["host"] += parts["Adam"]
         parts["Adam"] = 0.0
-        host += 2 * pinned_bytes(policy.trained_sizes, 4 / shards)
-    if host:
-        parts["host"] = host
     if not setup.shared_gpu:
         largest = policy.itemsize * policy.model.get_output_embeddings().weight.numel()
         parts["buckets"] = min(policy.itemsize * policy.all, 4 * BUCKET + largest)
     return parts
-
-
-def shards_of(setup: Setup) -> int:
-    """Learners that share a copy of the model."""
-    if setup.args.deepspeed_stage < 2:
-        return 1
-    return setup.args.fsdp_shard_size or setup.learners
 
 
 def logit_bytes(setup: Setup, counted: Counted, model: Model) -> int:
@@ -281,12 +262,9 @@ def logit_bytes(setup: Setup, counted: Counted, model: Model) -> int:
 
 
 def peak_bytes(setup: Setup, counted: Counted, is_plain: bool) -> float:
-    """Bytes of activations and gradients at the worst moment of forward and backward.
-
-    Moments: the head's backward; the forward of the last group; the reduction of the embeddings' gradients, when all
-    activations are gone; and that of each group of layers, whose gradients wait for its last one, when its activations
-    are gone. `is_plain`: no FSDP, each gradient is added up at once.
-    """
+    """Bytes of activations and gradients at the worst moment: the head's backward; the forward of the last group; the
+    reduction of the gradients of the embeddings, and of each group of layers, when their activations are gone.
+    `is_plain`: no FSDP, each gradient is added up at once."""
     policy = counted.policy
     activations = counted.activations
     gradient = 4 if is_plain else 4 + policy.itemsize  # bytes of a weight's
@@ -305,32 +283,20 @@ def peak_bytes(setup: Setup, counted: Counted, is_plain: bool) -> float:
     return max(moments)
 
 
-def reference_itemsize(setup: Setup, counted: Counted) -> int:
-    """Bytes of a weight of the reference policy: compute dtype, or float32 if it is refreshed."""
-    return counted.reference.itemsize if setup.args.ref_policy_update_freq is None else 4
-
-
 def reference_bytes(setup: Setup, counted: Counted, update: float) -> tuple[float, float]:
     """Bytes of the reference policy's weights, and those that its forward needs beyond the `update` bytes of an update,
     before which they are freed. Both are 0 for adapters, whose frozen model it is, and where there is none."""
     args = setup.args
-    is_own = args.lora_rank > 0 and not counted.has_teacher
+    reference = counted.reference
+    is_own = args.lora_rank > 0 and reference is counted.policy
     if is_own or not args.load_ref_policy:
         return 0.0, 0.0
-    reference = counted.reference
     is_plain = utils.needs_no_wrapper(args, setup.learners, args.ref_policy_update_freq is not None)
     gathered = 0.0 if is_plain else reference.gathered(args.deepspeed_stage)
     forward = gathered + logit_bytes(setup, counted, reference)
-    kept = reference_itemsize(setup, counted) * reference.all / shards_of(setup)
+    itemsize = reference.itemsize if args.ref_policy_update_freq is None else 4  # float32 if it is refreshed
+    kept = itemsize * reference.all / setup.shards
     return kept, max(0.0, forward - update)
-
-
-def pinned_bytes(sizes: list[int], itemsize: float) -> int:
-    """Bytes of pinned host memory for blocks of so many weights. Torch takes the next power of two for each."""
-    total = 0
-    for size in sizes:
-        total += 1 << (math.ceil(size * itemsize) - 1).bit_length()
-    return total
 
 
 def learner_bytes(parts: dict[str, float]) -> float:
@@ -347,8 +313,7 @@ def responses_at_once(setup: Setup, parts: dict[str, float], gpu: float) -> int:
 
 
 def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
-    """The estimate in four lines, the share of a teacher in an update's time and, where it is more than a GPU's memory,
-    what helps."""
+    """The estimate in some lines and, where it is more than a GPU's memory, what helps."""
     args = setup.args
     parts = memory_parts(setup, counted)
     learner = learner_bytes(parts)
@@ -361,8 +326,8 @@ def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
         used = learner + engine
     elif setup.shared_gpu:  # learner and engine take turns; weights, Adam and reference stay
         between = parts["weights"] + parts["Adam"] + parts["reference"] + engine
-        used = max(learner + ASLEEP[1] * GIB, between)
-        asleep = f", asleep during updates but for {ASLEEP[0]} to {ASLEEP[1]} GiB"
+        used = max(learner + ASLEEP * GIB, between)
+        asleep = f", asleep during updates but for {ASLEEP} GiB"
     of_learner = {name: size for name, size in parts.items() if not name.startswith(("engine", "host"))}
     sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in of_learner.items())
     lines = [
@@ -372,29 +337,13 @@ def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
         f"{parts['engine_weights'] / GIB:.1f} and {parts['engine_token'] / 1024:.0f} KiB a token, {responses:,} "
         f"responses of {longest:,} tokens at once{asleep}",
     ]
-    if "host" in parts:
-        lines.append(f"         host memory, GiB a learner: {parts['host'] / GIB:.1f}, of {', '.join(args.offload)}")
-    if counted.has_teacher:
-        lines.append(teacher_line(setup, counted))
+    if args.offload:
+        host = f"{parts['host'] / GIB:.1f}, twice that at most: torch rounds each block up to a power of two"
+        lines.append(f"         host memory, GiB a learner, of {', '.join(args.offload)}: {host}")
     if used > 0.95 * card.bytes or not responses:
-        lines.append(
-            f"         WARNING: that is {used / GIB:.0f} of {card.bytes / GIB:.0f} GiB. What helps: "
-            "--gradient_checkpointing, --deepspeed_stage 3\n         and --sequence_parallel_size on more GPUs, "
-            "--offload, a smaller --pack_length or --vllm_gpu_memory_utilization; for an engine "
-            "--vllm_tensor_parallel_size"
-        )
+        full = f"that is {used / GIB:.0f} of {card.bytes / GIB:.0f} GiB"
+        lines.append(f"         WARNING: {full}. What helps: scripts/proof/README.md, Memory and splits")
     return "\n".join(lines)
-
-
-def teacher_line(setup: Setup, counted: Counted) -> str:
-    """The teacher's share in an update's time: its forward beside those and the backward of the policy."""
-    policy = counted.policy.frozen or counted.policy.all  # adapters do not count
-    teacher = counted.reference.all
-    passes = 3 + setup.args.gradient_checkpointing
-    return (
-        f"         teacher: {teacher / 1e9:.2f} billion weights to the policy's {policy / 1e9:.2f}, "
-        f"{teacher / (teacher + passes * policy):.0%} of an update's operations"
-    )
 
 
 # --- Splits -----------------------------------------------------------------------------------------------------------
@@ -418,11 +367,8 @@ class Split:
 
 
 def step_operations(setup: Setup, counted: Counted) -> float:
-    """Operations of all learners in a step of P prompts of p tokens with G responses of T each, computed once a prompt.
-
-    A backward is two forwards, or one where adapters train; what gradient checkpointing computes again is a forward or
-    its MLPs. The reference policy and, before the second update of a batch, old logprobs take a forward each.
-    """
+    """Operations of all learners in a step whose prompts are computed once. A backward is two forwards, or one where
+    adapters train; reference and old logprobs take a forward each."""
     args = setup.args
     prompt = args.max_prompt_token_length
     response = args.response_length
@@ -443,8 +389,8 @@ def step_operations(setup: Setup, counted: Counted) -> float:
 
 
 def sampling_seconds(setup: Setup, counted: Counted, engines: int, at_once: int, sheet: GPU) -> float:
-    """Seconds in which an engine makes its share of a step: each decoding step reads all weights, and each token the
-    cache of those before it; or its operations, if they take longer. `at_once`: responses that its cache holds."""
+    """Seconds in which an engine makes its share of a step: reads of all weights in each decoding step and of the cache
+    in each token, or operations, if they take longer. `at_once`: responses that its cache holds."""
     args = setup.args
     policy = counted.policy
     prompt = args.max_prompt_token_length
@@ -460,8 +406,7 @@ def sampling_seconds(setup: Setup, counted: Counted, engines: int, at_once: int,
 
 
 def splits(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> list[Split]:
-    """All divisions of the run's GPUs into learners and engines that the flags allow, the shortest step first and those
-    without room last."""
+    """All divisions of the GPUs that the flags allow, the shortest step first and those without room last."""
     args = setup.args
     tp = args.vllm_tensor_parallel_size
     gpus = setup.learners + args.vllm_num_engines * tp
@@ -494,9 +439,8 @@ def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
     gpus = setup.learners + args.vllm_num_engines * args.vllm_tensor_parallel_size
     found = splits(setup, counted, card, card.sheet)
     lines = [
-        f"splits   of {gpus} GPUs into learners + engines, if all responses have {args.response_length:,} tokens; "
-        "seconds of a step are bounds\n         from below, counted operations and bytes at a data sheet's speed, "
-        "for comparison alone"
+        f"splits   of {gpus} GPUs into learners + engines; seconds of a step at a data sheet's speed, if all responses "
+        f"have {args.response_length:,} tokens"
     ]
     for place, split in enumerate(found):
         seconds = f"learners {split.learning:.1f}, engines {split.sampling:.1f}"
@@ -504,9 +448,6 @@ def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
         is_own = split.learners == setup.learners
         if is_own or (place < SHOWN and not split.lack):
             lines.append(f"         {split.learners} + {split.engines}: {says}" + "  <- these flags" * is_own)
-    no_room = sum(1 for split in found if split.lack)
-    if no_room:
-        lines.append(f"         {no_room} of {len(found)} splits have no room")
     return "\n".join(lines)
 
 
@@ -514,8 +455,7 @@ def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
 
 
 def told(setup: Setup, has_splits: bool) -> str:
-    """How responses will be packed, the memory and, if there are any, the splits; or why there is no estimate. Raises
-    UserError for a model that a run refuses."""
+    """Packing, memory and splits, or why there is no estimate. Raises UserError for a model that a run refuses."""
     args = setup.args
     try:
         card = planned_card()
@@ -524,7 +464,9 @@ def told(setup: Setup, has_splits: bool) -> str:
         plan.check_model(args, args.model_name_or_path, config)
         if ref_config is not None:
             plan.check_model(args, args.ref_model_name_or_path, ref_config)
-        lines = [f"packing  {expected_packing(args, config, ref_config)}"]
+        ways = [packing.expected(one, args) for one in (config, ref_config) if one is not None]
+        warnings = [way for way in ways if way.startswith("WARNING")]
+        lines = [f"packing  {(warnings or ways)[0]}"]
         counted = count(setup, config, ref_config)
         lines.append(memory_text(setup, counted, card))
         if has_splits:
@@ -544,12 +486,3 @@ def config_of(name: str, revision: str | None) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(directory)
-
-
-def expected_packing(args: Any, config: Any, ref_config: Any) -> str:
-    """How responses will be packed by the configs of policy and teacher, and whether a run is refused for it."""
-    texts = [packing.expected(one, args) for one in (config, ref_config) if one is not None]
-    text = next((text for text in texts if text.startswith("WARNING")), texts[0])
-    if text.startswith("WARNING") and args.sequence_parallel_size > 1:
-        text += f"; --sequence_parallel_size {args.sequence_parallel_size} is refused"
-    return text

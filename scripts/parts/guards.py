@@ -11,8 +11,6 @@ rewards    a verifier or an environment that gives no score in 3 steps in a row
 gradients  no finite gradient in 3 steps in a row
 """
 
-import contextlib
-import logging
 import math
 import os
 import threading
@@ -186,7 +184,7 @@ def statuses_of(metrics: dict[str, float]) -> dict[str, Counter]:
         if status in ("answer", "error"):  # of no_answer and infra_error
             name, _, first = name.rpartition("_")
             status = f"{first}_{status}"
-        if status in utils.STATUSES:
+        if status in rewards.STATUSES:
             found.setdefault(name, Counter())[status] += int(value)
     return found
 
@@ -257,13 +255,9 @@ def dump_batches(mini_batches: Sequence[Sequence[Any]], path: Path) -> None:
 # --- Echo: do an engine's logprobs change when the weights do? --------------------------------------------------------
 #
 # After each load of weights an engine answers the same requests of one token each. A logprob is made of all logits of
-# the vocabulary, so that in any dtype hardly one stays when weights change. An engine whose answers all stay the same,
-# bit by bit, has not got the weights. That shows for one engine of many, after one update, and needs no threshold of a
-# gap. It costs a prefill of REQUESTS tokens for each load.
-#
-# Weights may well stay the same: a step without a gradient, or one too small for bfloat16. So the learner keeps some of
-# the numbers that it sends. The engine is judged once a share of LEAST_CHANGED of them differs from those at its last
-# new answer, which may take several updates.
+# the vocabulary: an engine whose answers all stay the same, bit by bit, has not got the weights. Weights may well stay
+# the same, after a step without a gradient or one too small for bfloat16. So the learner keeps some of the numbers that
+# it sends, and the engine is judged once a share of LEAST_CHANGED of them differs from those at its last new answer.
 
 REQUESTS = 8
 NUMBERS = 1024  # of each tensor that is sent
@@ -356,23 +350,3 @@ class Asker:
             if None not in answers:
                 self.send("echo", (self.engine.version, answers))
         return others
-
-
-@contextlib.contextmanager
-def no_weight_missing():
-    """Raise RuntimeError for weights of vLLM that were not sent: it only logs them, at a level that is off."""
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    missing = [message for message in messages if "not loaded" in message]
-    if missing:
-        raise RuntimeError(f"the learner did not send all weights to vLLM. {missing[0]:.300}")

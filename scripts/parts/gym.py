@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rewards import NO_ANSWER, Job, RewardRecord, Scored, Verdict, answer_text
+from rewards import NO_ANSWER, Job, RewardRecord, Scored, UserError, Verdict, answer_text
 from scripts.parts import run_code, sandbox
 
 # These scorers pass the answer or the label to sympy.parse_expr or eval, which run code: see verify_expression.
@@ -153,8 +153,7 @@ def work_reasoning_gym(task: str, entry: dict, answer: str) -> Callable[[], floa
     return lambda: in_range(dataset.score_answer(answer=answer, entry=entry))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Scorers that evaluate text
+# --- Scorers that evaluate text ---------------------------------------------------------------------------------------
 
 
 def is_arithmetic(task: str, answer: str) -> bool:
@@ -204,18 +203,16 @@ def score_expression(arguments: dict[str, Any], blameless: dict[str, Any], box: 
 # --- Rows -------------------------------------------------------------------------------------------------------------
 
 
-def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Any]:
-    """The utils.Rows of reasoning_gym:TASK, made in the trainer, which needs the library to check the labels. Raises
-    UserError."""
+def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The fields of the utils.Rows of reasoning_gym:TASK, made in the trainer, which needs the library to check the
+    labels. Raises UserError."""
     import reasoning_gym
-
-    import utils  # not at the top: workers, which score, need no torch
 
     task = name.partition(":")[2]
     try:
         items = reasoning_gym.create_dataset(task, size=count, seed=seed)
     except ValueError as error:
-        raise utils.UserError(f"--{flag} {name}: {error}") from None
+        raise UserError(f"--{flag} {name}: {error}") from None
     spare = iter(reasoning_gym.create_dataset(task, size=count, seed=seed + SPARE_SEED))
     num_drawn_anew = 0
     for i, item in enumerate(items, start=1):
@@ -223,10 +220,15 @@ def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[Any]:
             num_drawn_anew += 1
             item = next(spare, None)
         if item is None:
-            raise utils.UserError(f"--{flag} {name}: too few rows of this task have a solution; take another task")
+            raise UserError(f"--{flag} {name}: too few rows of this task have a solution; take another task")
         question = {"role": "user", "content": item["question"]}
         label = json.dumps({"task": task, "entry": item}, default=str)
-        yield utils.Row(f"{name} row {i}", [question], [label], ["reasoning_gym"])
+        yield {
+            "where": f"{name} row {i}",
+            "messages": [question],
+            "ground_truths": [label],
+            "verifiers": ["reasoning_gym"],
+        }
     if num_drawn_anew:
         print(f"--{flag} {name}: {num_drawn_anew} rows without a solution were drawn anew", file=sys.stderr)
 

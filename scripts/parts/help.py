@@ -5,7 +5,7 @@ import functools
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from typing import Any
 
 import tyro
@@ -36,17 +36,23 @@ def word_of(tokens: Sequence[str]) -> str:
 
 def print_help(cls: Any) -> None:
     """Print all flags of a dataclass with tyro, which makes a panel of each nested dataclass."""
-    defaults = cls()
     panels = []
     for base in cls.__mro__:
         if not is_dataclass(base) or any(map(is_dataclass, base.__bases__)):
             continue
-        values = {flag.name: getattr(defaults, flag.name) for flag in fields(base)}
+        values = {flag.name: default_of(flag) for flag in fields(base)}
         panel = field(default_factory=functools.partial(base, **values))
         panels.append((base.__name__, base, panel))
     nested = make_dataclass(cls.__name__, panels, namespace={"__doc__": cls.__doc__})
     with contextlib.suppress(SystemExit):
         tyro.cli(nested, args=["--help"], use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def default_of(flag: Field) -> Any:
+    """The default of a flag, or tyro's mark for one that must be given."""
+    if flag.default_factory is not MISSING:
+        return flag.default_factory()
+    return tyro.MISSING if flag.default is MISSING else flag.default
 
 
 def flags_with(word: str, text: str) -> str:

@@ -2,8 +2,7 @@
 
 A text `$NAME` in --tool_configs is the environment's variable NAME: the tool gets its value, and files, trackers and
 the model's card show `$NAME`; `Bearer $NAME` is one too. What a command line has in plain words is shown as HIDDEN: in
---tool_configs what stands behind names that sound like a secret's, and in addresses user, password, fragment and the
-values of a query.
+--tool_configs what stands behind names that sound like a secret's, and in addresses user, password, query and fragment.
 """
 
 import json
@@ -18,25 +17,14 @@ PASSWORD = re.compile(r"passw|pwd|secret|api.?key|pin\b", re.IGNORECASE)  # such
 # NAME=value, "name": "value" and "Name: Bearer value" in words of a command
 NAMED = rf"(?<![\w-])[\w-]{{0,40}}(?:{SECRET.pattern})[\w-]{{0,40}}"
 ASSIGNED = re.compile(rf"({NAMED}[\"']?\s?[:=]\s?[\"']?)(?:bearer |basic )?[^\s\"',&]+", re.IGNORECASE)
-FRAGMENT_OF_URL = re.compile(r"(?<=://)([^#\s,]{0,500})#[^\s,]*")
 USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
-QUERY_OF_URL = re.compile(r"(?<=://)([^?#\s,]{0,500})\?([^#\s,]*)")
-VALUE_OF_QUERY = re.compile(r"=[^&]*")
+END_OF_URL = re.compile(r"(?<=://)([^?#\s,]{0,500}[?#])[^\s,]*")
 
 
 def in_url(text: str) -> str:
-    """A text in which the addresses have no user, no password and no values of a query."""
+    """A text in which the addresses have no user, no password, no query and no fragment."""
     text = USER_OF_URL.sub(f"{HIDDEN}@", text)
-    text = FRAGMENT_OF_URL.sub(rf"\1#{HIDDEN}", text)
-    return QUERY_OF_URL.sub(hide_query, text)
-
-
-def hide_query(match: re.Match) -> str:
-    """HOST?key=*** of HOST?key=value."""
-    query = VALUE_OF_QUERY.sub(f"={HIDDEN}", match[2])
-    if "=" not in query:
-        query = HIDDEN
-    return f"{match[1]}?{query}"
+    return END_OF_URL.sub(rf"\1{HIDDEN}", text)
 
 
 def in_settings(value: Any, name: str = "") -> Any:

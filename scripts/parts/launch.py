@@ -108,23 +108,11 @@ def file_of_ours(name: str) -> str:
 
 
 def send(process: Any, number: int) -> None:
-    """Send a signal to a rank that lives. One that still imports its libraries, which may swallow a KeyboardInterrupt,
-    gets SIGTERM in place of SIGINT and ends at once."""
+    """Send a signal to a rank that lives. Ctrl-C reaches it as SIGTERM, which no library that is being imported
+    swallows as it may a KeyboardInterrupt."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number if listens(process.pid) else signal.SIGTERM)
-
-
-def listens(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM, as ranks have once their libraries are imported. On Linux; elsewhere
-    true."""
-    if sys.platform != "linux":
-        return True
-    with contextlib.suppress(OSError):  # it has ended
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-        return bool(caught >> (signal.SIGTERM - 1) & 1)
-    return False
+            process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
 
 # --- Where the ranks meet

@@ -1,20 +1,13 @@
 """Optimizers that not every run has: moments in host memory, and float16.
 
-Adam's moments in host memory (--offload optimizer). In an optimizer step they visit the GPU, a weight at a time.
+Adam's moments in host memory (--offload optimizer) visit the GPU a weight at a time. Updates are those of torch's
+AdamW, bit for bit. A step moves 8 bytes of a trained weight each way, of each rank's shards alone.
 
-Updates are those of torch's AdamW, bit for bit. A step moves 8 bytes of a trained weight to the GPU and as many back,
-of each rank's shards alone: with 32 billion weights on 8 GPUs 33 GB each way.
-
-A dynamic scale of the loss, with which gradients stay in the range of float16 (--model_dtype float16).
-
-float16 rounds to 11 bits where bfloat16 rounds to 8, so learner and engine give tokens more equal logprobs
-(arXiv:2510.26788). But it holds nothing beyond 65504 and nothing nearer to 0 than 6e-8. So the backward starts from S
-times the gradient of each logprob and entropy, and what the ranks have added up in float32 is divided by S again
-(arXiv:1710.03740, section 3.2). S is a power of 2: both are exact. A gradient that is not finite skips its optimizer
-step and halves S; STEPS_TO_DOUBLE steps in a row without one double it. At S = 1 such a gradient has another reason,
-and is told as in the other dtypes.
-
-S is a buffer of the policy. So it is in each checkpoint, and a resumed run goes on with it.
+A dynamic scale S of the loss keeps gradients in the range of float16 (--model_dtype float16), which holds nothing
+nearer to 0 than 6e-8 (arXiv:2510.26788). The backward starts from S times the gradient of each logprob and entropy, and
+what the ranks have added up in float32 is divided by S again (arXiv:1710.03740, section 3.2). S is a power of 2: both
+are exact. A gradient that is not finite skips its optimizer step and halves S; STEPS_TO_DOUBLE steps in a row without
+one double it. S is a buffer of the policy, so that checkpoints have it.
 """
 
 import math

@@ -1,6 +1,5 @@
 """What a run prints and refuses before it begins: its arithmetic, likely mistakes, what the disk must hold, models that
-do not fit the flags. With --dry_run also the dtype, where model and data come from, and the estimate of estimate.py.
-The plan needs neither network nor weights."""
+do not fit the flags. With --dry_run also dtype, sources and the estimate of estimate.py, without network or weights."""
 
 import functools
 import json
@@ -16,7 +15,6 @@ from typing import Any
 import psutil
 import torch
 
-import rewards
 import utils
 from scripts.parts import checks, packing, probe
 
@@ -32,11 +30,9 @@ DUMP_BYTES = 70
 
 def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_chunk: int) -> None:
     """Print the plan. `fast`: of grpo_fast.py, where packs, not prompts, are shared out over the learners."""
+    print(arithmetic(args, None if fast else learners))
     if fast:
-        print(arithmetic(args, None))
         print(roles(args, learners))
-    else:
-        print(arithmetic(args, learners))
     for mistake in checks.likely_mistakes(args):
         print(f"WARNING: {mistake}")
     print(disk_text(args))
@@ -103,11 +99,6 @@ def sources_text(args: utils.Flags, fast: bool) -> str:
 
         problem = judges.missing_server(args)
         lines += [f"refused  {problem}"] if problem else []
-    for pair in (args.remap_verifier or "").split(","):
-        name = pair.partition("=")[2].strip().lower()
-        needs = rewards.VERIFIERS[name].needs if name in rewards.VERIFIERS else None
-        if needs and not getattr(args, needs):
-            lines.append(f"refused  --remap_verifier {pair}: {name} needs --{needs}")
     return "\n".join(lines)
 
 
@@ -135,10 +126,7 @@ def disk_text(args: Any) -> str:
     sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
     line = f"disk     GB: {sizes}: at most {needed / 1e9:.1f}; {free / 1e9:.1f} are free in {directory}; {by_the_clock}"
     if needed > free:
-        line += (
-            "\nWARNING: the disk may get full. What helps: another --output_dir, a smaller --keep_last_n_checkpoints, "
-            "a larger --save_freq, no --save_traces"
-        )
+        line += "\nWARNING: the disk may get full: another --output_dir, or a smaller --keep_last_n_checkpoints, helps"
     return line
 
 
@@ -152,7 +140,7 @@ def free_bytes(args: Any) -> tuple[Path, int]:
 
 def by_clock(args: Any, shapes: list[list[int]]) -> tuple[bool, str]:
     """Whether checkpoints are written every --checkpoint_minutes, and what to say of it. The disk must have room for
-    two, a new one and the last, beside all else that the run leaves; the host's memory for a copy of one."""
+    two beside all else that the run leaves; the host's memory for a copy of one."""
     if args.checkpoint_state_freq > 0 or not args.checkpoint_minutes:
         return False, "no checkpoints by the clock"
     size = checkpoint_bytes(args, shapes)
@@ -163,14 +151,13 @@ def by_clock(args: Any, shapes: list[list[int]]) -> tuple[bool, str]:
         every = f"every {args.checkpoint_minutes:g} minutes"
         return True, f"a checkpoint of {size / 1e9:.1f} GB {every}, of which the last is kept"
     return False, (
-        f"no checkpoints by the clock: two of {size / 1e9:.1f} GB do not fit beside the rest ({free / 1e9:.1f} GB of "
-        f"disk and {memory / 1e9:.1f} GB of memory are free). A run that is killed is lost"
+        f"no checkpoints by the clock: {free / 1e9:.1f} GB of disk and {memory / 1e9:.1f} GB of memory are free, too "
+        f"little for two of {size / 1e9:.1f} GB beside the rest. A run that is killed is lost"
     )
 
 
 def go_by_clock(run: Any) -> None:
-    """Have the checkpoints of a grpo.Run go by the clock, where it has no --checkpoint_state_freq and there is room.
-    Only the last one is kept."""
+    """Have the checkpoints of a grpo.Run go by the clock, where there is room. Only the last one is kept."""
     if run.args.checkpoint_state_freq > 0:
         return
     shapes = [list(weight.shape) for _, weight in utils.named_weights(run.learner.policy.model)]
@@ -208,14 +195,15 @@ def weight_shapes(name: str) -> list[list[int]]:
 
 
 def trained_weights(args: Any, shapes: list[list[int]]) -> int:
-    """How many numbers train."""
+    """How many numbers train; rank r of a matrix m x n are r (m + n)."""
     if args.lora_rank:
         return sum(args.lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
     return sum(math.prod(shape) for shape in shapes)
 
 
 def checkpoint_bytes(args: Any, shapes: list[list[int]]) -> int:
-    """Bytes of a checkpoint, see disk_bytes."""
+    """Bytes of a checkpoint: of each trained weight the float32 master and Adam's two moments; and the reference policy
+    where it is refreshed."""
     size = 12 * trained_weights(args, shapes)
     if args.ref_policy_update_freq is not None:
         size += 4 * sum(math.prod(shape) for shape in shapes)
@@ -223,13 +211,8 @@ def checkpoint_bytes(args: Any, shapes: list[list[int]]) -> int:
 
 
 def disk_bytes(args: Any, shapes: list[list[int]]) -> dict[str, float]:
-    """Bytes of what a run leaves in its directory, at most: all responses have --response_length tokens.
-
-    A weight takes 2 bytes in a model of bfloat16, 4 of float32; in a checkpoint 12: a float32 master weight and Adam's
-    two moments. With --ref_policy_update_freq a checkpoint has the reference policy too, in float32. With --lora_rank r
-    adapters, r (m + n) numbers for a matrix m x n, take the place of the weights, in float32. A checkpoint is written
-    before the oldest is removed. A row of rollouts.jsonl has about ROLLOUT_BYTES, and more for each token.
-    """
+    """Bytes of what a run leaves in its directory, at most: all responses have --response_length tokens, and a
+    checkpoint is written before the oldest is removed. Adapters are in float32."""
     weights = sum(math.prod(shape) for shape in shapes)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     steps = args.total_episodes // rollouts
@@ -249,11 +232,10 @@ def disk_bytes(args: Any, shapes: list[list[int]]) -> dict[str, float]:
         parts[f"{kept} checkpoints"] = kept * checkpoint
     if args.save_traces or args.dump_steps:
         traced = steps
-        row = ROLLOUT_BYTES + PROMPT_BYTES * args.max_prompt_token_length + TOKEN_BYTES * args.response_length
-        if args.dump_steps:
-            row += DUMP_BYTES * args.response_length
         if args.dump_steps.isdecimal() and not args.save_traces:
             traced = steps // int(args.dump_steps)
+        token = TOKEN_BYTES + DUMP_BYTES * bool(args.dump_steps)
+        row = ROLLOUT_BYTES + PROMPT_BYTES * args.max_prompt_token_length + token * args.response_length
         parts["rollouts"] = traced * rollouts * row
     return parts
 
@@ -262,13 +244,8 @@ def disk_bytes(args: Any, shapes: list[list[int]]) -> dict[str, float]:
 
 
 def check_models(args: Any, prompts: Sequence[utils.Prompt]) -> None:
-    """Refuse models that do not fit together or the flags; on rank 0 print what is probably a mistake, of the prompts
-    and, as probe.py finds it, of this copy's algorithm. Every run asks before a model loads. `args` are grpo.Args.
-
-    Raises UserError, with flag, value and fix, if prompt and response have more tokens together than model or teacher
-    have positions; if --sequence_parallel_size does not divide their attention heads; if policy and teacher have
-    different vocabularies, so that the KL between them means nothing; and for what packing.py cannot compute.
-    """
+    """Refuse models that do not fit together or the flags, with UserError; on rank 0 print what is probably a mistake,
+    of the prompts and, as probe.py finds it, of this copy's algorithm. Every run asks before a model loads."""
     from transformers import AutoConfig
 
     if os.environ.get("RANK", "0") == "0":
@@ -286,8 +263,7 @@ def check_models(args: Any, prompts: Sequence[utils.Prompt]) -> None:
 
 
 def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
-    """What is probably a mistake: fewer prompts than a step takes, prompts that all begin with one token twice or that
-    all lack the BOS token, and a reward function that scores none of them."""
+    """What is probably a mistake in the prompts, in words for a person."""
     problems = []
     starts = {prompt.token_ids[:2] for prompt in prompts}
     first, *others = starts or [()]
@@ -321,8 +297,7 @@ def bos_of(args: utils.Flags) -> int | None:
 
 
 def check_model(args: utils.Flags, name: str, config: Any) -> None:
-    """Raises UserError unless a model has the heads and the positions that the flags ask for, and layers and a head
-    that the learner can compute."""
+    """Raises UserError unless a model has what the flags ask for and what the learner can compute."""
     auto_class = utils.class_of(config, name)
     packing.check(args, name, config, auto_class)
     text_config = config.get_text_config()  # of a model whose config has parts
@@ -364,12 +339,9 @@ MATRIX = 256  # rows and columns of the products that measure a core
 
 
 def choose_dtype(args: utils.Flags) -> tuple[str, str]:
-    """The compute dtype that --model_dtype means on this machine, and why, for a person.
-
-    auto is bfloat16 on a GPU that has it, and on a CPU whose matrix products are faster in it than in float32; else
-    float32. A resumed run keeps the dtype that it began with. A CPU without bfloat16 instructions is 6 to 70 times
-    slower in it, a CPU with them 1.5 to 8 times faster: the measurement cannot take one for the other.
-    """
+    """The compute dtype that --model_dtype means on this machine, and why, for a person. auto is bfloat16 on a GPU that
+    has it, and on a CPU whose matrix products are faster in it than in float32; else float32. A resumed run keeps the
+    dtype that it began with."""
     asked = args.model_dtype
     why = "as --model_dtype says"
     flags_before = args.run_dir / "args.json"
@@ -397,11 +369,7 @@ def bfloat16_is_fast() -> tuple[bool, str]:
 
 
 def core_speeds(dtypes: Sequence[torch.dtype]) -> list[float]:
-    """GFLOP/s of a product of two 256 x 256 matrices in each dtype, on one core.
-
-    The dtypes take turns for a tenth of a second. Time is the thread's processor time, which other processes do not
-    lengthen; with one thread none waits for another that the system has put aside.
-    """
+    """GFLOP/s of a product of two matrices in each dtype, on one core, in processor time: others do not lengthen it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     matrices = [torch.randn(MATRIX, MATRIX, generator=torch.Generator()).to(dtype) for dtype in dtypes]
@@ -423,24 +391,22 @@ def device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     if device.type == "cuda":
         n = 8192
         num_bytes = 2**28
-
     x = torch.randn(n, n, device=device, generator=torch.Generator(device))
     x = x.to(dtype)
-    product_seconds = best_seconds(functools.partial(torch.matmul, x, x))
     block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    copy_seconds = best_seconds(block.clone)
-    flops_per_second = 2 * n**3 / product_seconds
-    bytes_per_second = num_bytes / copy_seconds
-    return {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second, "itemsize": dtype.itemsize}
+    product = best_seconds(functools.partial(torch.matmul, x, x))
+    copied = best_seconds(block.clone)
+    operations = 2 * n**3 / product
+    return {"flops_per_second": operations, "bytes_per_second": num_bytes / copied, "itemsize": dtype.itemsize}
 
 
 def best_seconds(work: Callable[[], object]) -> float:
     """Wall seconds of the fastest of four calls."""
-    best = math.inf
+    found = []
     for _ in range(4):
         start = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+        found.append(time.perf_counter() - start)
+    return min(found)

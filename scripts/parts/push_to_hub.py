@@ -1,176 +1,22 @@
-"""Upload the final model of a run to the Hugging Face hub, with a card: start model, flags, command line, evaluation.
+"""Upload the model of a run as it ends, with scripts/push_to_hub.py."""
 
-    python scripts/push_to_hub.py RUN                                  to the repository that the run's flags name
-    python scripts/push_to_hub.py RUN --hf_repo_id ORGANIZATION/NAME   to another one
-    python scripts/push_to_hub.py RUN --check                          only make sure that an upload could work
-
---push_to_hub starts it twice: with --check before anything loads, so that a missing token costs no training, and at
-the end. A repository that does not exist is made, private. Exit status: 0 done, 1 not done and why.
-"""
-
-import argparse
-import json
-import os
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
-
-SHOWN_FLAGS = """num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature learning_rate
-    beta loss_fn advantage_normalization_type chat_template_name stop_strings seed""".split()
-SHOWN_METRICS = ("eval/pass_at_1", "eval/objective/verifiable_correct_rate", "eval/scores", "eval/sequence_lengths")
+import utils
 
 
 def push_in_process(run_dir: Path) -> None:
     """Upload RUN/model in a process of its own, which SIGTERM ends. Called on rank 0, after everything else. A failure
     is reported with the command that tries again. It does not fail the run: torchrun would train once more."""
-    program = Path(__file__).resolve().parents[1] / "push_to_hub.py"
-    command = [sys.executable, str(program), str(run_dir)]
-    upload = subprocess.Popen([*command, "--end_with_stdin"], stdin=subprocess.PIPE)
+    command = [sys.executable, str(utils.REPO / "scripts" / "push_to_hub.py"), str(run_dir)]
+    upload = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
     status = upload.wait()
     if status:
         problem = f"the upload ended with status {status}; the model is complete in {run_dir / 'model'}"
         repeat = f"WARNING: to upload it: {shlex.join(command)}"
         print(f"WARNING: --push_to_hub: {problem}\n{repeat}", file=sys.stderr, flush=True)
-
-
-def hub_repo(name: str) -> str:
-    """Full name of the repository, which is made if need be.
-
-    Raises ValueError: without a token, or where the repository may not be written.
-    """
-    flags = f"--push_to_hub --hf_repo_id {name}"
-    if huggingface_hub.get_token() is None:
-        raise ValueError(f"{flags}: no token: run `hf auth login`, or set HF_TOKEN, or drop --push_to_hub")
-    api = huggingface_hub.HfApi()
-    try:
-        # Private: it takes a click to publish a model later, and nothing takes a published one back
-        repo = api.create_repo(name, private=True, exist_ok=True).repo_id
-        api.auth_check(repo, write=True)  # create_repo succeeds for a repository that may only be read
-    except Exception as error:  # of the name, of the network, of http
-        raise ValueError(
-            f"{flags}: {type(error).__name__}: {error}\nIs $HF_TOKEN (or `hf auth login`) of an account that may write "
-            "there? Choose another --hf_repo_id, or drop --push_to_hub"
-        ) from None
-    return repo
-
-
-def model_card(run_dir: Path, args: dict[str, Any]) -> str:
-    """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
-    metrics_lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in metrics_lines]
-    environment = json.loads((run_dir / "environment.json").read_text())
-    start = Path(args["model_name_or_path"])
-    start_name = start.name if start.is_dir() else args["model_name_or_path"]
-    steps = metrics[-1]["training_step"]
-    episodes = metrics[-1]["episode"]
-    data = ", ".join(args["dataset_mixer_list"][::2])
-    flags = {name: args.get(name) for name in SHOWN_FLAGS}
-    line = shlex.join(["python", *environment["command"][1:]])
-    data_header = card_data(run_dir, args).to_yaml()
-    parts = [
-        f"---\n{data_header}\n---\n",
-        f"# {args['exp_name']}\n",
-        f"{start_name} after {steps} steps and {episodes} sampled responses of GRPO on {data}.\n",
-        table("| flag | value |", flags),
-        evaluation_table(metrics),
-        f"```bash\n{line}\n```\n",
-    ]
-    return "\n".join(part for part in parts if part)
-
-
-def card_data(run_dir: Path, args: dict[str, Any]) -> huggingface_hub.ModelCardData:
-    """The card's header, which the hub reads."""
-    hub_datasets = set()
-    for name in args["dataset_mixer_list"][::2]:
-        if name.count("/") == 1 and not Path(name).exists():
-            hub_datasets.add(name.partition(":")[0])
-    start = args["model_name_or_path"]
-    adapted = (run_dir / "model" / "adapter_config.json").exists()
-    return huggingface_hub.ModelCardData(
-        base_model=None if Path(start).is_dir() else start,
-        datasets=sorted(hub_datasets) or None,
-        library_name="peft" if adapted else "transformers",
-        pipeline_tag="text-generation",
-        tags=["grpo", "reinforcement-learning"],
-    )
-
-
-def evaluation_table(metrics: list[dict[str, Any]]) -> str:
-    """The results of the last evaluation, or ""."""
-    evaluations = [row for row in metrics if any(name.startswith("eval/") for name in row)]
-    if not evaluations:
-        return ""
-    last = evaluations[-1]
-    results = {name: f"{last[name]:.4g}" for name in SHOWN_METRICS if last.get(name) is not None}
-    return table(f"| evaluation after step {last['training_step']} | |", results)
-
-
-def table(head: str, rows: dict[str, Any]) -> str:
-    """Two columns in Markdown; rows without a value are left out."""
-    lines = [head, "|---|---|"]
-    for name, value in rows.items():
-        if value not in (None, []):
-            lines.append(f"| {name} | {value} |")
-    return "\n".join(lines) + "\n"
-
-
-def push(run_dir: Path, args: dict[str, Any], name: str) -> str:
-    """Upload RUN/model with its card; returns the address of the commit."""
-    model = run_dir / "model"
-    (model / "README.md").write_text(model_card(run_dir, args))
-    repo = hub_repo(name)
-    print(f"uploading {model} to {repo}", flush=True)
-    message = f"Model of {args['exp_name']}"
-    api = huggingface_hub.HfApi()
-    return api.upload_folder(repo_id=repo, folder_path=model, commit_message=message).commit_url
-
-
-def parse_options() -> argparse.Namespace:
-    """The options of the command line. Exits with status 2 where RUN has no model to upload."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="output_dir/exp_name of a run that is done")
-    parser.add_argument("--hf_repo_id", help="NAME or ORGANIZATION/NAME; default: the run's own, else its name")
-    parser.add_argument("--check", action="store_true", help="token and repository only; RUN need not exist yet")
-    parser.add_argument("--end_with_stdin", action="store_true", help="as a run starts it: end when the run is gone")
-    options = parser.parse_args()
-    model = options.run / "model"
-    has_model = (model / "config.json").exists() or (model / "adapter_config.json").exists()
-    if not options.check and not has_model:
-        parser.error(f"{model} is no model: give the output_dir/exp_name of a run that is done")
-    return options
-
-
-def exit_after_stdin() -> None:
-    """End this process when its stdin closes, which the kernel does when the run is gone."""
-    os.read(0, 1)
-    os._exit(1)
-
-
-def main() -> int:
-    options = parse_options()
-    if options.end_with_stdin:
-        threading.Thread(target=exit_after_stdin, daemon=True).start()
-    file = options.run / "args.json"
-    args = json.loads(file.read_text()) if file.exists() else {}
-    name = options.hf_repo_id or args.get("hf_repo_id") or args.get("exp_name") or options.run.name
-    try:
-        if options.check:
-            print(f"{hub_repo(name)} can be written")
-        else:
-            print(f"uploaded: {push(options.run, args, name)}")
-    except Exception as error:  # of http, of hf_xet, of the disk
-        problem = f"{options.run / 'model'} is complete, but was NOT uploaded: {type(error).__name__}: {error}"
-        print(error if options.check else problem, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -17,20 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.parts.checks import ENDINGS
+from scripts.parts.checks import ENDINGS, problem_of_data
 
 VERL_SOURCES = {"openai/gsm8k": "gsm8k_verl", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
 PROMPTS = ("messages", "prompt", "question", "problem")  # columns
 ANSWERS = ("answer", "solution", "final_answer")
 WITH_MARK = (None, "gsm8k", "gsm8k_strict", "gsm8k_verl")  # verifiers whose label is what follows "####"
 ALL_COLUMNS = "*"
-CONVERTERS = {  # of other files: what reads one into a table of pandas
-    ".tsv": "pandas.read_csv({!r}, sep='\\t')",
-    ".xlsx": "pandas.read_excel({!r})",
-    ".gz": "pandas.read_json({!r}, lines=True)",
-    ".zst": "pandas.read_json({!r}, lines=True)",
-    ".arrow": "datasets.Dataset.from_file({!r}).to_pandas()",
-}
 
 
 @dataclass(frozen=True)
@@ -52,27 +45,13 @@ def need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def problem_of(name: str) -> str:
-    """Why a file cannot be read, as far as its name tells; "" for all else."""
-    path = Path(name)
-    if not path.is_file():
-        return "no such file" if path.suffix in ENDINGS and not path.is_dir() else ""
-    if path.suffix in ENDINGS:
-        return ""
-    problem = f"{path.suffix or 'a file without an ending'} is not read, but {', '.join(ENDINGS)} are"
-    if path.suffix not in CONVERTERS:
-        return problem
-    table = CONVERTERS[path.suffix].format(name)
-    return f"{problem}. To convert it: {table}.to_json('{path.stem}.jsonl', orient='records', lines=True)"
-
-
 def read_rows(name: str, split: str) -> Iterator[tuple[str, Any]]:
     """(where, row) of a data set in file order; `where` names file and row for error messages.
 
     NAME is a file with one of the ENDINGS, a directory (saved by datasets, a snapshot of the hub, or with such files
     that have the split in their name) or a hub dataset (`org/name` or `org/name:config`). Raises ValueError.
     """
-    problem = problem_of(name)
+    problem = problem_of_data(name)
     need(not problem, f"{name}: {problem}")
     path = Path(name)
     is_saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
@@ -333,7 +312,7 @@ def options(args: Any) -> list[str]:
         functions = user_files.FUNCTIONS
         audits = args.audit_verifier.lower()
         scorers = [name for name in functions if name != audits]
-        aliases = [old for old, new in rewards.REMAP.items() if new in functions]
+        aliases = [old for old, new in rewards.SETTINGS.renamed.items() if new in functions]
         columns = sorted({column for function in functions.values() for column in function.columns})
         words = ["--functions", *scorers, "--aliases", *aliases, "--columns", *columns]
     if args.has_turns:

@@ -40,7 +40,7 @@ def sandbox_level(without: tuple[str, ...]) -> tuple[list[str], list[str]]:
 def require_sandbox() -> None:
     """Raises ValueError if a program in the sandbox could do something forbidden, unless allow_unsafe_code is set."""
     layers, leaks = sandbox_level(WITHOUT_LAYERS)
-    if leaks and not rewards.FLAGS.allow_unsafe_code:
+    if leaks and not rewards.SETTINGS.flags.allow_unsafe_code:
         in_force = " ".join(layers)
         missing = [layer for layer in ("namespaces", "Landlock", "seccomp") if layer not in in_force]
         raise ValueError(
@@ -151,7 +151,7 @@ def pass_rate(runs: Sequence[sandbox.Run]) -> Scored:
 
     passed = [int(run.problem is None) for run in runs]
     score = sum(passed) / len(runs)
-    if score < rewards.FLAGS.code_pass_rate_reward_threshold:
+    if score < rewards.SETTINGS.flags.code_pass_rate_reward_threshold:
         score = 0.0
 
     details: dict[str, Any] = {}
@@ -190,4 +190,4 @@ def verify(record: RewardRecord, stdio: bool) -> Verdict:
 def run_program(program: str, tests: list, stdio: bool, box: sandbox.Sandbox) -> Scored:
     """The pass rate of a program in this sandbox."""
     run_tests = sandbox.run_stdio if stdio else sandbox.run_tests
-    return pass_rate(run_tests(box, program, tests, rewards.FLAGS.code_max_execution_time))
+    return pass_rate(run_tests(box, program, tests, rewards.SETTINGS.flags.code_max_execution_time))

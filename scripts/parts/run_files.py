@@ -3,18 +3,12 @@
 A directory that holds another run is never overwritten silently. With --resume its run continues if flags, data and
 model agree. With --resume_anyway it continues although they differ. --overwrite replaces it.
 
-The changes of this checkout and the user's files that the flags name are copied to RUN/code:
-
-    code/changes.diff         `git diff HEAD`: with the commit in environment.json that is the code, but for new files
-    code/FLAG/NAME.py         the files of --reward_file, --env_file and --tools
-
+RUN/code has `git diff HEAD` as changes.diff, and the files of --reward_file, --env_file and --tools as FLAG/NAME.py;
 environment.json has their sha256. A resumed run with another file of the user's is another run. With other changes of
-the checkout it goes on with a warning. A file that is replaced here keeps its place under a longer name, which ends
-with 8 characters of its sha256. Modules that the user's files import are not copied.
+the checkout it goes on. Modules that the user's files import are not copied.
 
 No disk that is full, or that does not answer for a while, ends a run. A model is written whole or not at all, and the
-last one of a run elsewhere if its own disk does not take it. Lines that a file does not take are kept, and written with
-the next ones.
+last one of a run elsewhere if its own disk does not take it. Lines that a file does not take wait for the next ones.
 
 Files of a model that training does not change are the start model's own, byte for byte: what transformers would write
 anew has names that older versions of it and of vLLM misread, some of them (rope_parameters) silently.
@@ -27,18 +21,18 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import utils
+from scripts.parts import hidden
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
@@ -97,20 +91,16 @@ def hash_of(name: str, revision: str | None) -> str:
 
 
 def prepare(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Ask the services that the flags name, then claim the directory. Raises ValueError with the reason."""
+    """Ask the hub whether it would take what the flags send there, then claim the directory. Raises ValueError with the
+    reason."""
+    if args["push_to_hub"]:
+        name = args["hf_repo_id"] or args["exp_name"]
+        problem = utils.run_program("push_to_hub.py", run_dir, "--check", "--hf_repo_id", name)
+        utils.need(not problem, problem)
     try:
-        ask_services(run_dir, args)
         claim(run_dir, args, facts)
     except OSError as error:  # a full or read-only disk
         raise ValueError(str(error)) from None
-
-
-def ask_services(run_dir: Path, args: dict[str, Any]) -> None:
-    """Raises ValueError if the hub would not take what the flags send there."""
-    if args["push_to_hub"]:
-        name = args["hf_repo_id"] or args["exp_name"]
-        problem = utils.run_program("parts/push_to_hub.py", run_dir, "--check", "--hf_repo_id", name)
-        utils.need(not problem, problem)
 
 
 def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: float = 10.0) -> None:
@@ -119,71 +109,41 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     `facts` has data_hash. It and the model's hash must agree with those of a run that is there; all other facts, and
     the provenance, stay as the run's first start wrote them. Raises ValueError naming what differs.
     """
-    config = shown_flags({name: value for name, value in args.items() if name not in OF_ONE_START})
+    config = hidden.in_flags({name: value for name, value in args.items() if name not in OF_ONE_START})
     hashes = {"data_hash": facts["data_hash"], "model_hash": model_hash(args)}
     diff = uncommitted()
-    code = code_hashes(args, diff) | {"git_commit": git("rev-parse", "HEAD")}
-    code_then: Hashes = {}
-    need_alone(run_dir, seconds)
+    code = code_hashes(args, diff)
     lock(run_dir, seconds)
     if args["overwrite"] and (run_dir / "args.json").exists():  # a directory without args.json is no run: it stays
         shutil.rmtree(run_dir)
 
     if (run_dir / "args.json").exists():
         environment = json.loads((run_dir / "environment.json").read_text())
-        code_then = environment.get("code", {})
-        changed = differences(run_dir, config, environment, hashes) + code_differences(code_then, code)
+        changed = differences(run_dir, config, environment, hashes)
+        changed += code_differences(environment.get("code", {}), code)
         need_same_run(run_dir, args, "; ".join(changed))
-        warn_of_code(code_then, code)
     else:
         environment = facts | provenance()
-        environment["command"] = shown_command(facts.get("command", []))
+        environment["command"] = hidden.in_command(facts.get("command", []))
         environment["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
         environment["omp_num_threads"] = os.environ["OMP_NUM_THREADS"]
         environment["begun"] = time.time()
         run_dir.mkdir(parents=True, exist_ok=True)
 
-    keep_code(run_dir, args, diff, code_then)
+    keep_code(run_dir, args, diff)
     environment |= hashes
     environment["code"] = code
     environment["launch"] = name_of_launch()
-    environment["process"] = process(os.getpid())
     may_have_secrets = bool(args.get("tool_configs"))
-    write_json(run_dir / "environment.json", environment, may_have_secrets)
-    write_json(run_dir / "args.json", config, may_have_secrets)
-
-
-def shown_flags(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run for its files, without keys and passwords."""
-    texts = []
-    for value in flags.values():
-        texts += value if isinstance(value, list) else [value]
-    if not any(map(may_hold_a_secret, texts)):
-        return flags
-    from scripts.parts import hidden
-
-    return hidden.in_flags(flags)
-
-
-def shown_command(words: list[str]) -> list[str]:
-    """A command line for the files of a run, without keys and passwords."""
-    if not any(may_hold_a_secret(word.partition("=")[2] or word) for word in words):
-        return words
-    from scripts.parts import hidden
-
-    return hidden.in_command(words)
-
-
-def may_hold_a_secret(value: Any) -> bool:
-    """Whether a value of the command line is an address, or the JSON of a tool's config."""
-    return isinstance(value, str) and ("://" in value or value.lstrip().startswith(("{", "[")))
+    write_aside(run_dir / "environment.json", json.dumps(environment, indent=1).encode(), may_have_secrets)
+    write_aside(run_dir / "args.json", json.dumps(config, indent=1).encode(), may_have_secrets)
 
 
 def differences(
     run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]
 ) -> list[str]:
     """The flags and hashes in which the run in the directory is another one, for a person."""
-    old = shown_flags(json.loads((run_dir / "args.json").read_text()))  # older runs hid nothing
+    old = json.loads((run_dir / "args.json").read_text())
     changed = []
     for name, value in config.items():
         then = repr(old.get(name))
@@ -212,14 +172,14 @@ def need_same_run(run_dir: Path, args: dict[str, Any], differs: str) -> None:
         print(f"WARNING: --resume_anyway: {differs}", flush=True)
 
 
-def write_json(path: Path, content: dict[str, Any], private: bool = False) -> None:
+def write_aside(path: Path, content: bytes, private: bool) -> None:
     """Write a file aside and rename it, so that a full disk never costs the file that is there. private: only this user
     may read it."""
     temporary = path.with_name(f"{path.name}.tmp")
     if private:
         temporary.touch()
         temporary.chmod(0o600)
-    temporary.write_text(json.dumps(content, indent=1))
+    temporary.write_bytes(content)
     os.replace(temporary, path)
 
 
@@ -239,31 +199,6 @@ def begun_by_this_torchrun(run_dir: Path) -> bool:
     path = run_dir / "environment.json"
     launch = name_of_launch()
     return launch != "" and path.exists() and json.loads(path.read_text()).get("launch") == launch
-
-
-def process(pid: int) -> list:
-    """Tells a process from all others: machine, number, start in ticks since the boot; [] if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # the process is gone, or the system has no /proc
-        return []
-    values = stat.rpartition(")")[2].split()  # what follows the name: state, ..., start as the twentieth
-    ended = values[0] in "ZX"
-    return [] if ended else [platform.node(), pid, values[19]]
-
-
-def need_alone(run_dir: Path, seconds: float) -> None:
-    """Raises ValueError if another process of this machine trains there. A killed one may take a moment to end."""
-    trainer: list = []
-    with contextlib.suppress(OSError, ValueError):  # the file is absent, or damaged, which --overwrite may replace
-        trainer = json.loads((run_dir / "environment.json").read_text()).get("process", [])
-    until = time.monotonic() + seconds
-    while trainer and trainer[1] != os.getpid() and process(trainer[1]) == trainer:
-        if time.monotonic() > until:
-            raise ValueError(
-                f"{run_dir} is in use: process {trainer[1]} trains there. End it, or choose another --exp_name"
-            )
-        time.sleep(0.2)
 
 
 LOCKS: dict[Path, int] = {}  # descriptors of the locks that this process holds until its end
@@ -322,7 +257,6 @@ def cut_after(path: Path, step: int) -> None:
 
 CHANGES = "changes.diff"
 MOST_BYTES = 10**6  # of the changes: more are data, not code
-OF_THE_CHECKOUT = (CHANGES, "git_commit")  # what may change with a warning
 
 Hashes = dict[str, str]  # name below RUN/code -> sha256; of what is not kept, the reason
 
@@ -356,55 +290,35 @@ def sha256(content: bytes) -> str:
 
 
 def code_differences(then: Hashes, now: Hashes) -> list[str]:
-    """The user's files that are others than those of the run's last start, each in words for a person. An older run
-    kept none, which tells nothing."""
+    """The user's files that are others than those of the run's last start, each in words for a person."""
     changed = []
     for name, digest in now.items():
         before = then.get(name, digest)
-        if name not in OF_THE_CHECKOUT and before != digest:
+        if name != CHANGES and before != digest:
             changed.append(f"{name}: sha256 {before[:8]} then, {digest[:8]} now, see code/{name} in the run")
     return changed
 
 
-def warn_of_code(then: Hashes, now: Hashes) -> None:
-    """Print whether a resumed run goes on with another checkout."""
-    changed = [name for name in OF_THE_CHECKOUT if then.get(name, now[name]) != now[name]]
-    if changed:
-        what = " and ".join("commit" if name == "git_commit" else "uncommitted changes" for name in changed)
-        print(f"WARNING: --resume: the {what} of this checkout are not those of the last start", flush=True)
-
-
-def keep_code(run_dir: Path, args: dict[str, Any], diff: bytes, then: Hashes) -> None:
-    """Copy all into RUN/code. Of `then`, the hashes before, what changes is kept under another name. Raises OSError."""
+def keep_code(run_dir: Path, args: dict[str, Any], diff: bytes) -> None:
+    """Copy all into RUN/code. What another start has put there is kept under another name. Raises OSError."""
     for name, path in files_of(args).items():
-        place(run_dir / "code" / name, path.read_bytes(), then.get(name, ""))
+        place(run_dir / "code" / name, path.read_bytes())
         shutil.copymode(path, run_dir / "code" / name)
     if len(diff) > MOST_BYTES:
-        print(
-            f"WARNING: git diff HEAD has {len(diff):,} bytes, of which {run_dir}/code keeps the sha256 only", flush=True
-        )
-    elif diff:
-        place(run_dir / "code" / CHANGES, diff, then.get(CHANGES, ""))
-    elif CHANGES in then:
-        put_aside(run_dir / "code" / CHANGES, then[CHANGES])
+        size = f"{len(diff):,} bytes"
+        print(f"WARNING: git diff HEAD has {size}, of which {run_dir}/code keeps the sha256 only", flush=True)
+        diff = b""
+    place(run_dir / "code" / CHANGES, diff)
 
 
-def place(path: Path, content: bytes, before: str) -> None:
-    """Write a file, aside first; another one that is there keeps its content under another name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.read_bytes() != content:
-        put_aside(path, before)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.touch()
-    temporary.chmod(0o600)  # before it has anybody's key in it
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-
-
-def put_aside(path: Path, before: str) -> None:
-    """Rename a file so that its name has the beginning of its sha256."""
-    if path.exists():
-        os.replace(path, path.with_name(f"{path.name}.{before[:8] or sha256(path.read_bytes())[:8]}"))
+def place(path: Path, content: bytes) -> None:
+    """Write a file, aside first. Another one that is there stays, and its name gets the beginning of its sha256."""
+    before = path.read_bytes() if path.exists() else content
+    if before != content:
+        os.replace(path, path.with_name(f"{path.name}.{sha256(before)[:8]}"))
+    if content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(path, content, private=True)  # it may have anybody's key in it
 
 
 # --- Writes to a disk that may be full
@@ -440,34 +354,27 @@ def write_directory(path: Path, write_into: Callable[[Path], None]) -> Path:
 
 
 def fill(path: Path, write_into: Callable[[Path], None]) -> None:
-    """Write a directory beside its place and put it there. Nothing of a failed one stays: the next place may be on the
-    same disk."""
+    """Write a directory beside its place and put it there at the end: readers never see half a save, and nothing of a
+    failed one stays, for the next place may be on the same disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        with whole_directory(path) as temporary:
-            write_into(temporary)
+        write_into(temporary)
+        for file in temporary.iterdir():
+            if file.is_file():  # safetensors writes files that only their owner may read
+                shutil.copymode(temporary / "tokenizer_config.json", file)
     except BaseException:
-        shutil.rmtree(path.with_name(path.name + ".tmp"), ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
 
 
 def free_text(directory: Path) -> str:
     """How much room a disk has, for a person."""
     free = shutil.disk_usage(directory).free
     return f"{free / 1e9:.3f} GB free in {directory}"
-
-
-@contextlib.contextmanager
-def whole_directory(path: Path) -> Generator[Path]:
-    """A directory to write a model into. It replaces `path` at the end, so that readers never see half a save."""
-    temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    for file in temporary.iterdir():
-        if file.is_file():  # safetensors writes files that only their owner may read
-            shutil.copymode(temporary / "tokenizer_config.json", file)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(temporary, path)
 
 
 def append_lines(path: Path, lines: str) -> int | None:

@@ -23,8 +23,7 @@ import utils
 from scripts.parts import solver
 
 START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
-# Variables of torchrun describe the process that started this one. VLLM_SERVER_DEV_MODE opens endpoints that ask for no
-# key, reset caches and show the configuration.
+# torchrun's variables describe the process that started this one. VLLM_SERVER_DEV_MODE opens endpoints without a key.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 NOT_FOR_SERVERS = (*TORCHRUN, "VLLM_SERVER_DEV_MODE")
 DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}  # GiB
@@ -92,17 +91,18 @@ def start_servers(
 def wait_until_up(servers: Servers) -> None:
     """Raises UserError if a server ends, or has not answered after START_TIMEOUT_S."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not all(is_up(url, servers.api_key) for url in servers.base_urls):
-        problem = servers.problem()
-        utils.need(problem == "", problem)
-        utils.need(time.monotonic() < deadline, f"no answer after {START_TIMEOUT_S:.0f} s: see {[*servers.processes]}")
-        time.sleep(0.2)
+    for url in servers.base_urls:
+        while not is_up(url, servers.api_key):
+            problem = servers.problem()
+            utils.need(problem == "", problem)
+            utils.need(time.monotonic() < deadline, f"{url}: no answer after {START_TIMEOUT_S:.0f} s, see its log")
+            time.sleep(0.2)
 
 
 def is_up(url: str, key: str) -> bool:
     """Whether the server answers to its key: another program may have taken the port."""
-    headers = {"Authorization": f"Bearer {key}"}
     try:
+        headers = {"Authorization": f"Bearer {key}"}
         return httpx2.get(f"{url}/models", headers=headers, timeout=5, trust_env=False).is_success
     except httpx2.HTTPError:
         return False

@@ -4,11 +4,13 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rewards
-from scripts.parts.turns import CUT_MARK
-from utils import Metrics, Rollout
+from scripts.parts.environments import CUT_MARK
+
+if TYPE_CHECKING:
+    from utils import Metrics, Rollout
 
 Calls = dict[tuple[str, str], float]  # (tool, "calls", "failures" or "seconds") -> number
 COUNTED: dict[str, set[str]] = defaultdict(set)  # environment -> numbers of its own that this process has seen
@@ -16,7 +18,7 @@ CUT = "val/answers_cut"
 TOLD: set[str] = set()  # warnings that have been printed
 
 
-def note(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+def note(rollouts: "Sequence[Rollout]", metrics: "Metrics") -> None:
     """Add the metrics of those rollouts that have turns."""
     rollouts = [r for r in rollouts if r.turns]
     tools: set[str] = set()
@@ -39,7 +41,7 @@ def note(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
         metrics.add(f"tools/{tool}/avg_runtime", calls[tool, "seconds"], number)
 
 
-def note_tokens(r: Rollout, metrics: Metrics) -> None:
+def note_tokens(r: "Rollout", metrics: "Metrics") -> None:
     """Who made a rollout's tokens, and which share of each request the engine found in its prefix cache."""
     sampled = int(r.mask.sum())
     metrics.add("val/policy_tokens", sampled)
@@ -51,7 +53,7 @@ def note_tokens(r: Rollout, metrics: Metrics) -> None:
         length += turn["tokens"]
 
 
-def note_environment(r: Rollout, metrics: Metrics) -> None:
+def note_environment(r: "Rollout", metrics: "Metrics") -> None:
     """A rollout's reward from its environment, the environment's failures, and which of its answers were cut."""
     name = environment_of(r)
     answers = answers_of(r)
@@ -67,7 +69,7 @@ def note_environment(r: Rollout, metrics: Metrics) -> None:
         print(f"WARNING: an answer of {name} did not fit and was cut ({CUT} counts them): {fix}", flush=True)
 
 
-def note_numbers(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+def note_numbers(rollouts: "Sequence[Rollout]", metrics: "Metrics") -> None:
     """The last value in each rollout of the numbers that its environment counts: 0 where it gave none, once any rollout
     has given one. Else a number that only failures have, and which is then 1, would be 1 on average."""
     found = []
@@ -84,13 +86,13 @@ def note_numbers(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
             metrics.add(f"env/{name}/{key}", numbers.get(key, 0.0))
 
 
-def environment_of(r: Rollout) -> str:
+def environment_of(r: "Rollout") -> str:
     """The name of a rollout's environment: that of its file."""
     environment = r.prompt.environment
     return "environment" if environment is None else Path(environment.path).stem
 
 
-def answers_of(r: Rollout) -> list[dict[str, Any]]:
+def answers_of(r: "Rollout") -> list[dict[str, Any]]:
     """The turns of a rollout that are not the policy's."""
     return [turn for turn in r.turns if turn["role"] != "assistant"]
 

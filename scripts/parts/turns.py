@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import rewards
 import utils
 from rewards import UserError, need
-from scripts.parts import environments
+from scripts.parts import environments, worker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-CUT_MARK = " [cut]"
 CUT_MARK_TOKENS = 8  # kept free for it
 QUESTION = "Question"  # these stand in probe conversations
 ANSWER = 'Heard "it"\n{1}'
@@ -113,7 +111,7 @@ class Environment:
             tokens = ids_of(plain_parts(text, tokenizer), tokenizer)
             if len(tokens) > max(left, 0):
                 begin = str(tokenizer.decode(tokens[: max(left - CUT_MARK_TOKENS, 0)]))
-                text = begin.rstrip("\ufffd") + CUT_MARK  # the last character may be half
+                text = begin.rstrip("\ufffd") + environments.CUT_MARK  # the last character may be half
             left -= len(tokens)
             kept.append(text)
         return kept
@@ -149,20 +147,7 @@ def _added_tokens(tokenizer: "Tokenizer") -> re.Pattern:
 
 
 def plain_parts(text: str, tokenizer: "Tokenizer") -> list[str]:
-    """A text in parts that have no special token, for a search result may have an <|im_end|>: each is cut in two.
-
-    A tokenizer that reads full-width letters as others may find one where none is written. Such a part is normalized
-    before it is cut."""
-    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    parts = []
-    for part in cut_names(text, tokenizer):
-        normal = normalizer.normalize_str(part) if normalizer else part
-        parts += cut_names(normal, tokenizer) if _added_tokens(tokenizer).search(normal) else [part]
-    return parts
-
-
-def cut_names(text: str, tokenizer: "Tokenizer") -> list[str]:
-    """A text in parts that do not have the names of special tokens: each name is cut in two."""
+    """A text in parts that have no special token, for a search result may have an <|im_end|>: each is cut in two."""
     cuts = [sum(match.span()) // 2 for match in _added_tokens(tokenizer).finditer(text)]
     starts = [0, *cuts]
     ends = [*cuts, len(text)]
@@ -239,7 +224,7 @@ def need_template(condition: bool, reason: str) -> None:
 
 def load_environment(args: utils.Flags, tokenizer: "Tokenizer | None") -> Environment:
     """The environment of --env_file or --tools, in the tokenizer's chat template if one is given. Raises UserError."""
-    rewards.more_env_workers(args.pool_size or max(8, 2 * len(utils.ALL_CORES)))
+    worker.OF_ENVIRONMENTS.most = args.pool_size or max(8, 2 * len(utils.ALL_CORES))
     if args.tools:
         flag = "--tools"
         path = os.path.abspath(utils.REPO / "scripts" / "tools" / "calls.py")

@@ -24,24 +24,14 @@ from typing import Any
 
 import rewards
 from rewards import Job, RewardRecord, Verdict, need
-from scripts.parts import rows
+from scripts.parts import rows, worker
 
 FILE_MEMORY_BYTES = 16 * 2**30  # address space, of which `import torch` alone takes several GiB
 
 
-def set_limit(kind: int, amount: int) -> None:
-    """Sets a soft resource limit of this process. No limit on macOS, whose setrlimit refuses RLIMIT_AS."""
-    if sys.platform == "darwin":
-        return
-    hard = resource.getrlimit(kind)[1]
-    if hard != resource.RLIM_INFINITY:
-        amount = min(amount, hard)
-    resource.setrlimit(kind, (amount, hard))
-
-
 def load_file(path: str, name: str) -> Any:
     """In a worker: a user's file as the module `name`."""
-    set_limit(resource.RLIMIT_AS, FILE_MEMORY_BYTES)
+    worker.set_limit(resource.RLIMIT_AS, FILE_MEMORY_BYTES)
     sys.path.append(os.path.dirname(path))
     spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -50,8 +40,7 @@ def load_file(path: str, name: str) -> Any:
     return module
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# --reward_file: the forms of its functions
+# --- --reward_file: the forms of its functions ------------------------------------------------------------------------
 
 # The parameter by which a form is known
 OWN = "response"
@@ -64,7 +53,6 @@ GIVEN = {  # what a form's parameters are; every other one is a column of the ro
     TRL: ("prompts", "completions"),
     VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # of TRL's trainer
 FORMS = (
     "(response, ground_truth) and names of columns, or (responses, ground_truths) of a group and names of columns, or "
     "TRL's (prompts, completions, **kwargs), or verl's (data_source, solution_str, ground_truth, extra_info)"
@@ -82,7 +70,7 @@ class Function:
 
 
 def form_of(call: Callable) -> Function | None:
-    """The form of a function by its parameters, or None. Raises ValueError for a parameter that nothing can fill."""
+    """The form of a function by its parameters, or None."""
     parameters = inspect.signature(call).parameters
     form = next((form for form in GIVEN if form in parameters), None)
     if form is None:
@@ -96,13 +84,8 @@ def form_of(call: Callable) -> Function | None:
         if name in GIVEN[form]:
             columns += {"prompts": ["prompt"], "data_source": [name], "extra_info": [name]}.get(name, [])
             continue
-        has_default = parameter.default is not inspect.Parameter.empty
-        if form == TRL and name in NOT_GIVEN:
-            if not has_default:
-                raise ValueError(f"it takes {name}, which only TRL's trainer has: take the text")
-            continue
         columns.append(name)
-        if not has_default and name != "ground_truth":
+        if parameter.default is inspect.Parameter.empty and name != "ground_truth":
             required.append(name)
     if form == TRL:
         columns.append("prompt")  # which tells whether it is a conversation
@@ -132,8 +115,7 @@ def arguments_of(function: Function, response: Any, label: Any, dataset: str, co
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# --reward_file, in the trainer
+# --- --reward_file, in the trainer ------------------------------------------------------------------------------------
 
 FUNCTIONS: dict[str, Function] = {}  # of the reward file, by their names as verifiers
 
@@ -146,13 +128,14 @@ def load_reward_file(path: str) -> None:
     """
     path = os.path.abspath(path)
     job = Job("user_files.work_reward_file", {"path": path, "call": None})
-    loaded = rewards.run_in_worker(job, rewards.START_TIMEOUT_S)
+    loaded = rewards.run_in_worker(job, worker.START_TIMEOUT_S)
     problem = loaded.details.get("problem", "the process died")
     need(loaded.status == "ok", f"--reward_file {path}: cannot be loaded: {problem}")
 
     defined: Any = loaded.score
     found = {name: Function(**form) for name, form in defined.items() if isinstance(form, dict)}
-    need(found != {}, f"--reward_file {path}: {no_function(defined)}")
+    others = ", ".join(f"{name}{parameters}" for name, parameters in defined.items())
+    need(found != {}, f"--reward_file {path}: no function in it takes {FORMS}. It has {others or 'none'}")
     FUNCTIONS.clear()
     for name, function in found.items():
         built_in = name.lower() in rewards.BUILT_IN
@@ -160,17 +143,6 @@ def load_reward_file(path: str) -> None:
         FUNCTIONS[name.lower()] = function
         check = partial(check_columns, name=name, required=function.required)
         rewards.VERIFIERS[name.lower()] = rewards.Verifier(partial(verify_by_file, path=path, name=name), check)
-
-
-def no_function(defined: dict[str, str]) -> str:
-    """What is wrong with a file that defines these functions (name -> parameters), and the line that helps."""
-    problem = f"no function in it takes {FORMS}"
-    if not defined:
-        return f"{problem}; it defines none"
-    shown = ", ".join(f"{name}{parameters}" for name, parameters in defined.items())
-    name = list(defined)[-1]
-    adapter = f"def my_reward(response, ground_truth): return {name}(...)"
-    return f"{problem}. It has {shown}. An adapter is a line: {adapter}"
 
 
 def check_columns(record: RewardRecord, name: str, required: Sequence[str]) -> None:
@@ -251,8 +223,7 @@ def results_of_group(result: rewards.RewardResult, size: int) -> list[rewards.Re
     return results
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# --reward_file, in a worker
+# --- --reward_file, in a worker ---------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -1,36 +1,40 @@
-"""A worker process of rewards.py, in which libraries that may hang, crash or exhaust memory meet text of the model.
+"""Worker processes, in which libraries that may hang, crash or exhaust memory meet text of the model.
 
-rewards.Worker starts this file with a socket as standard input. A job is a line of JSON on the socket: the name of a
-function of another part, its arguments and a deadline. rewards.Worker kills this process at the deadline of the job.
+A worker runs one job at a time and is killed at its deadline. `Worker` starts this file with a socket as standard
+input. A job is a line of JSON on the socket: the name of a function of another part, its arguments and a deadline.
+rewards.run_in_worker gives jobs to the workers.
 """
 
 import contextlib
 import functools
 import importlib
 import json
+import math
 import os
+import queue
 import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import rewards
-
+START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of the deadline
+MAX_REPLY_BYTES = 2**26
+JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
 WORKER_MEMORY_BYTES = 2 * 2**30
 REPLIES = {"ready", "unavailable", "score", "error"}
 
-# ----------------------------------------------------------------------------------------------------------------------
-# In the trainer
+# --- In the trainer ---------------------------------------------------------------------------------------------------
 
 
 def kill(process: subprocess.Popen | None) -> None:
@@ -59,8 +63,159 @@ def read_reply(line: bytes, number: int) -> dict[str, Any]:
     return reply
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# In the worker
+class Outcome(NamedTuple):
+    """How a job ended. value is what the job returned, nan if it did not. seconds are the job's, without the worker's
+    start."""
+
+    value: Any
+    status: str
+    seconds: float
+    problem: str = ""
+
+
+class Worker:
+    """A child process, started for its first job and again after each kill. Used by one thread at a time."""
+
+    process: subprocess.Popen | None = None
+    start_s = 0.0  # the longest start so far, of any worker
+
+    def start(self) -> None:
+        # A fresh interpreter: fork would copy the trainer's threads, locks and CUDA state, and
+        # multiprocessing's spawn would import the trainer's __main__ with torch and vllm.
+        command = [sys.executable, os.path.abspath(__file__), "--serve"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env.pop("LD_PRELOAD", None)
+        self.socket, child = socket.socketpair()
+        self.stderr = tempfile.TemporaryFile()
+        self.buffer = b""
+        self.num_jobs = 0
+        with child:
+            # Its own session: Ctrl-C in the terminal must not turn running jobs into crashes.
+            self.process = subprocess.Popen(
+                command,
+                stdin=child.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self.stderr,
+                env=env,
+                start_new_session=True,
+            )
+
+    def stop(self) -> str:
+        """Kills the process and its children; returns the end of the text that it wrote to stderr before it took
+        jobs."""
+        kill(self.process)
+        self.process = None
+        self.socket.close()
+        with self.stderr:
+            self.stderr.seek(0)
+            return self.stderr.read()[-1000:].decode(errors="replace").strip()
+
+    def receive(self, deadline: float) -> dict:
+        """The next reply. Raises TimeoutError at the deadline (time.monotonic), EOFError if the process died or the
+        reply is to another job, or none."""
+        while b"\n" not in self.buffer:
+            self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            chunk = self.socket.recv(65536)
+            if not chunk:
+                raise EOFError("the worker died")
+            self.buffer += chunk
+            if len(self.buffer) > MAX_REPLY_BYTES:
+                raise EOFError("the worker's reply has no end")
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return read_reply(line, self.num_jobs)
+
+    def send(self, work: str, arguments: dict[str, Any], timeout_s: float) -> dict:
+        """Sends the job, to a fresh process if needed; returns the first reply. Raises OSError, EOFError."""
+        if self.process is None:
+            self.start()
+        self.num_jobs += 1
+        start = time.monotonic()
+        line = {"number": self.num_jobs, "work": work, "arguments": arguments, "timeout_s": timeout_s}
+        self.socket.settimeout(START_TIMEOUT_S)
+        self.socket.sendall(json.dumps(line).encode() + b"\n")
+        reply = self.receive(start + START_TIMEOUT_S)
+        Worker.start_s = max(Worker.start_s, time.monotonic() - start)
+        return reply
+
+    def run(self, work: str, arguments: dict[str, Any], timeout_s: float) -> Outcome:
+        """Runs one job, see rewards.Job, whatever the job does to the process."""
+        if self.process and (self.process.poll() is not None or self.num_jobs >= JOBS_PER_WORKER):
+            self.stop()
+        try:
+            reply = self.send(work, arguments, timeout_s)
+        except (OSError, EOFError) as error:
+            problem = ""
+            if self.process:
+                problem = self.stop()
+            return Outcome(math.nan, "infra_error", 0.0, problem or repr(error))
+        if "unavailable" in reply:
+            return Outcome(math.nan, "infra_error", 0.0, reply["unavailable"])
+
+        start = time.monotonic()
+        try:
+            reply = self.receive(start + timeout_s)
+        except TimeoutError:
+            self.stop()
+            return Outcome(math.nan, "timeout", timeout_s)
+        except (OSError, EOFError):
+            return self.after_death(time.monotonic() - start)
+        seconds = time.monotonic() - start
+        if "error" in reply:
+            return Outcome(math.nan, "crash", seconds, reply["error"])
+        return Outcome(reply["score"], "ok", seconds)
+
+    def after_death(self, seconds: float) -> Outcome:
+        """The outcome of a job whose process died `seconds` after the job began."""
+        process = self.process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)  # for the exit status of the process itself, before our kill
+        self.stop()
+        if process.returncode == -signal.SIGKILL:  # a job does not send this signal
+            return Outcome(math.nan, "infra_error", seconds, "killed: the machine may be short of memory")
+        return Outcome(math.nan, "crash", seconds)
+
+
+class Workers:
+    """Workers that several threads share: at most `most` of them, started as they are needed."""
+
+    def __init__(self, most: float, is_patient: bool) -> None:
+        self.most = most
+        self.is_patient = is_patient  # waits for an idle one for as long as a start takes, before one is added
+        self.all: list[Worker] = []
+        self.idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # last in, first out: starts no more than needed
+        self.lock = threading.Lock()
+
+    def take(self) -> Worker:
+        """An idle worker, or a new one. Quick jobs share a few workers, and slow ones soon have one each."""
+        with contextlib.suppress(queue.Empty):
+            return self.idle.get(timeout=Worker.start_s if self.is_patient else 0.0)
+        with self.lock:
+            if len(self.all) < self.most:
+                self.all.append(Worker())
+                return self.all[-1]
+        return self.idle.get()
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[Worker]:
+        """One of them, for a block."""
+        worker = self.take()
+        try:
+            yield worker
+        finally:
+            self.idle.put(worker)
+
+
+OF_VERIFIERS = Workers(math.inf, is_patient=False)  # as many as threads of rewards.JOB_THREADS ask for one
+OF_ENVIRONMENTS = Workers(1, is_patient=True)  # vLLM's parsers of tool calls take 7 s and 0.5 GiB in each
+
+
+def close() -> None:
+    """Kills all workers. Only the process: the thread that runs a worker owns its socket and files."""
+    for worker in [*OF_VERIFIERS.all, *OF_ENVIRONMENTS.all]:
+        kill(worker.process)
+
+
+# --- In the worker ----------------------------------------------------------------------------------------------------
 
 
 def end_with_trainer(protocol: socket.socket) -> None:
@@ -92,13 +247,14 @@ def send(protocol: socket.socket, reply: dict[str, Any]) -> None:
     protocol.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def limit_cpu_time(timeout_s: float) -> None:
-    """Sets the kernel's limit for the next job. If the trainer is killed, nobody enforces the deadline; this limit then
-    ends a job that lets no other thread run."""
-    from scripts.parts import user_files
-
-    seconds = time.process_time() + rewards.START_TIMEOUT_S + timeout_s
-    user_files.set_limit(resource.RLIMIT_CPU, int(seconds))
+def set_limit(kind: int, amount: int) -> None:
+    """Sets a soft resource limit of this process. No limit on macOS, whose setrlimit refuses RLIMIT_AS."""
+    if sys.platform == "darwin":
+        return
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY:
+        amount = min(amount, hard)
+    resource.setrlimit(kind, (amount, hard))
 
 
 def die_first() -> None:
@@ -113,17 +269,14 @@ def serve() -> None:
     The reply is {"ready": true} as soon as the function of the job has imported and built what it needs (the deadline
     starts there), then {"score": x} or {"error": text}. It is {"unavailable": text} alone if that fails. Each reply has
     the number of its job, so that no late reply is taken for the next one."""
-    from scripts.parts import user_files
-
     protocol = take_protocol()
     threading.Thread(target=end_with_trainer, args=(protocol,), daemon=True).start()
     # A child that a tool forks must not keep the socket open, or nobody would hear that this process has died
     os.register_at_fork(after_in_child=functools.partial(os.close, protocol.fileno()))
     die_first()
-    user_files.set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
+    set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
     for line in protocol.makefile("r", encoding="utf-8", newline="\n"):
         job = json.loads(line)
-        limit_cpu_time(job["timeout_s"])
         number = {"number": job["number"]}
         try:
             run = load_work(job["work"])(**job["arguments"])

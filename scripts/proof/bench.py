@@ -5,14 +5,12 @@ smallest and the largest of a round. Above 1 we are faster. `source scripts/setu
     python scripts/proof/bench.py host       the host's CPU time of a micro-batch, and plain transformers'
     python scripts/proof/bench.py rollout    our engine loop, and LLM.generate on the same engine
     python scripts/proof/bench.py sync       weights into the engine: ours, a memory copy, vLLM's own reload
-    python scripts/proof/bench.py packing    pack_rollouts without weights, and open-instruct's next-fit
     python scripts/proof/bench.py trl        whole steps of grpo_fast.py and TRL (bash scripts/peers/setup_trl.sh first)
 """
 
 import dataclasses
 import functools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -48,7 +46,7 @@ PACK_LENGTH = 2048
 
 @dataclass(frozen=True)
 class BenchFlags:
-    bench: tyro.conf.Positional[Literal["learner", "host", "rollout", "sync", "packing", "trl"]]
+    bench: tyro.conf.Positional[Literal["learner", "host", "rollout", "sync", "trl"]]
     """The benchmark. A flag that is not listed here goes to grpo.py and grpo_fast.py."""
     model: str = str(ROOT / "models" / "SmolLM2-135M-Instruct")
     """Directory of the model: python scripts/data/get_smollm2.py, or make_tiny_model.py, makes one."""
@@ -58,8 +56,6 @@ class BenchFlags:
     """Rounds of A B A B; trl has one."""
     json: bool = False
     """Print one line of JSON."""
-    sequences: int = 100_000
-    """packing: responses."""
     steps: int = 3
     """trl: measured steps of each run, after two that do not count."""
     grpo_flags: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -285,50 +281,6 @@ def bench_sync(options: BenchFlags) -> Result:
     rounds = zip(seconds["memory copy"], seconds["vLLM's reload"], strict=True)
     seconds["3 copies + vLLM's reload"] = [3 * copy + reload for copy, reload in rounds]
     return Result(seconds, [("ours", "3 copies + vLLM's reload")], {"bytes": sum(buffer.nbytes for buffer in buffers)})
-
-
-def next_fit(lengths: Sequence[int], pack_length: int, learners: int) -> list[list[list[int]]]:
-    """open-instruct's packs (indices) of each learner. A pack is filled until the next sequence does not fit. Every
-    learner gets the same number of packs, in order. The others are dropped."""
-    limit = min(pack_length, sum(lengths) // learners)
-    room = -1
-    packs: list[list[int]] = []
-    for i, length in enumerate(lengths):
-        if length > room:
-            packs.append([])
-            room = limit
-        packs[-1].append(i)
-        room -= length
-    count = len(packs) // learners
-    return [packs[k * count : (k + 1) * count] for k in range(learners)]
-
-
-def bench_packing(options: BenchFlags) -> Result:
-    """Packs for 8 learners: ours with and without shared prompts, and next-fit. A group arrives when its longest
-    response is done. fewest_packs: no packing of each learner's tokens has fewer. imbalance: the tokens of the learner
-    that has most, over the mean."""
-    groups = random_rollouts(options.sequences // SAMPLES, 2)
-    groups.sort(key=lambda group: max(len(r.token_ids) for r in group))
-    rollouts = [rollout for group in groups for rollout in group]
-    lengths = [grpo.piece_length([rollout]) for rollout in rollouts]
-
-    def fit() -> list[list[grpo.Pack]]:
-        return [[[[rollouts[i]] for i in pack] for pack in share] for share in next_fit(lengths, PACK_LENGTH, 8)]
-
-    sides: dict[str, Callable[[], list[list[grpo.Pack]]]] = {
-        "shared": lambda: grpo.pack_rollouts(rollouts, "shared", PACK_LENGTH, 8, 1e-4),
-        "plain": lambda: grpo.pack_rollouts(rollouts, "plain", PACK_LENGTH, 8, 1e-4),
-        "next-fit": fit,
-    }
-    facts = {}
-    for name, work in sides.items():
-        shares = work()
-        tokens = [sum(grpo.piece_length(piece) for pack in packs for piece in pack) for packs in shares]
-        kept = sum(len(piece) for packs in shares for pack in packs for piece in pack)
-        fewest = sum(math.ceil(count / PACK_LENGTH) for count in tokens)
-        facts[name] = {"packs": sum(map(len, shares)), "fewest_packs": fewest, "responses_lost": len(rollouts) - kept}
-        facts[name]["imbalance"] = max(tokens) / statistics.mean(tokens)
-    return Result(by_turns(sides, options.repeat), [], facts)
 
 
 def run_ours(options: BenchFlags, more: Sequence[str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Compare two or more runs: the table, what the numbers say, paired differences over the same prompts, and plots.
+"""Compare two or more runs: tables and plots.
 
     python scripts/reports/compare_runs.py RUN RUN [RUN ...] [--labels eager compiled] [--out DIRECTORY]
 
@@ -7,27 +7,18 @@ first run's parent). The steps that all runs have are compared. Means are over t
 and warms up; --with_first_step includes it, as open-instruct's reports do. Columns with the names of these reports have
 their definitions: tokens, rewards and correct rates are of the groups kept, and training_time has the waiting for data.
 
-Paired differences (--save_traces) are between the first run and each other run, over the prompts that both sampled at
-the same place of the stream. d_i is the difference of the means over the samples of prompt i. The interval is
-d +- t(0.975, n - 1) s / sqrt(n) over n prompts; p is the share of random signs of d_i whose mean is at least as far
-from 0. Both hold for other prompts with these same runs. How runs with other seeds would differ takes several seeds a
-side (scripts/align/align.py). Where fewer than 6 prompts differ p is above 0.05, and the interval is too narrow.
+How runs with other seeds would differ takes several seeds a side: scripts/study.py, scripts/align/align.py. Two models
+on the same questions: scripts/eval.py.
 """
 
-import itertools
-import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.reports import intervals
-from scripts.reports.common import CORRECT, GAP, TRAINING, Run, cell, parser, pyplot, read_lines, table
+from scripts.reports.common import CORRECT, GAP, TRAINING, Run, cell, parser, pyplot, table
 
 STEP_TOKENS = "val/num_step_tokens"
 TOTAL = "time/total"
@@ -64,7 +55,6 @@ SECTIONS = {
     ],
 }
 NO_VERIFIERS = {"objective/non_score_reward", "objective/rlhf_reward"}
-NEITHER_IS_BETTER = {STEP_TOKENS, "val/sequence_lengths"}
 NOT_COMPARED = {"exp_name", "output_dir", "command", "launch", "process", "begun", "code"}  # flags and facts
 PLOTS = (CORRECT, "val/sequence_lengths", f"{GAP}_mean", "policy/entropy_avg", TOTAL, STEP_RATE)
 
@@ -102,33 +92,23 @@ def sections(runs: list[Run]) -> dict[str, list[Column]]:
     return found
 
 
-def best_in_bold(metric: str, values: list[float | None], digits: int) -> list[str]:
-    """Cells with the best in bold: the least of seconds and gaps, the most of others. None if all cells are equal."""
-    cells = [cell(value, digits) for value in values]
-    known = [value for value in values if value is not None]
-    all_alike = len(known) < 2 or len(set(cells)) == 1
-    if metric in NEITHER_IS_BETTER or all_alike:
-        return cells
-    better = min if metric.startswith(("time/", "debug/")) else max
-    best = cell(better(known), digits)
-    return [f"**{text}**" if text == best else text for text in cells]
-
-
 def summary(runs: list[Run]) -> str:
     """Means, sums over all steps, wall clock: what was learned first, then what it took."""
     rows = []
+
+    def add(name: str, values: list[float | None], digits: int) -> None:
+        rows.append([name, *(cell(value, digits) for value in values)])
+
     for section, columns in sections(runs).items():
         rows.append([f"**{section}**", *("" for _ in runs)])
         if section == THROUGHPUT:
-            rows.append(["Wall clock (min)", *best_in_bold("time/", [run.minutes() for run in runs], 2)])
-            rows.append(["final learner_tok/s_overall", *best_in_bold(OVERALL, [run.last(OVERALL) for run in runs], 0)])
+            add("Wall clock (min)", [run.minutes() for run in runs], 2)
+            add("final learner_tok/s_overall", [run.last(OVERALL) for run in runs], 0)
         for column in columns:
-            means = [run.mean(column.metric) for run in runs]
-            rows.append([f"avg {column.heading}", *best_in_bold(column.metric, means, column.digits)])
+            add(f"avg {column.heading}", [run.mean(column.metric) for run in runs], column.digits)
     note = " (step 1 too)" if runs[0].after else ""
     for heading, metric in (("total_time", TOTAL), ("training_time", TRAINING)):
-        sums: list[float | None] = [sum(run.values(metric, 0)) for run in runs]
-        rows.append([f"sum {heading}{note}", *best_in_bold(metric, sums, 1)])
+        add(f"sum {heading}{note}", [sum(run.values(metric, 0)) for run in runs], 1)
     return table(["Metric", *(run.label for run in runs)], rows)
 
 
@@ -165,88 +145,6 @@ def settings(runs: list[Run]) -> list[str]:
     return lines
 
 
-# --- The same prompts -------------------------------------------------------------------------------------------------
-
-MEASURES = ("score", "correct (share)", "response length (tokens)", "ended by itself (share)")
-Place = tuple[int, int, str]  # step, position, prompt
-
-
-def sampled(run: Run) -> dict[Place, dict[str, list[float]]]:
-    """What was sampled at each place: measure -> a value a sample. Missing scores are left out."""
-    samples: dict[Place, dict[str, list[float]]] = {}
-    for row in read_lines(run.path / "rollouts.jsonl"):
-        if row["training_step"] not in run.rows:
-            continue
-        correct = None if row["verifiable"] is None else float(row["verifiable"] > 0)
-        values = (row["score"], correct, float(len(row["token_ids"])), float(row["finish_reason"] == "stop"))
-        place = (row["training_step"], row["position"], row["prompt"])
-        found = samples.setdefault(place, {name: [] for name in MEASURES})
-        for name, value in zip(MEASURES, values, strict=True):
-            if value is not None:
-                found[name].append(value)
-    return samples
-
-
-def paired_means(first: Run, other: Run) -> dict[str, np.ndarray]:
-    """measure -> (prompts, 2): the means of both runs for each prompt that both sampled at the same place. A prompt
-    that came again is no new prompt. Measures with fewer than 2 prompts are left out."""
-    samples = sampled(first)
-    other_samples = sampled(other)
-    found = {}
-    for name in MEASURES:
-        means: dict[str, list[tuple[float, float]]] = {}
-        for place in sorted(samples.keys() & other_samples.keys()):
-            ours = samples[place][name]
-            theirs = other_samples[place][name]
-            if ours and theirs:
-                means.setdefault(place[2], []).append((statistics.fmean(ours), statistics.fmean(theirs)))
-        if len(means) >= 2:
-            found[name] = np.array([np.mean(of_prompt, 0) for of_prompt in means.values()])
-    return found
-
-
-def paired_table(first: Run, other: Run) -> str:
-    """A row a measure, or the reason why there is none."""
-    rows = []
-    for name, means in paired_means(first, other).items():
-        d = means[:, 1] - means[:, 0]
-        found = intervals.mean_of_clusters(d.tolist(), range(len(d)))
-        p, _ = intervals.sign_test(d)
-        different = int(np.count_nonzero(d))
-        apart = found.low > 0 or found.high < 0
-        verdict = "differs" if apart else "not told apart"
-        if different < intervals.FEWEST_DIFFERENT:
-            verdict = "too few differ"
-        both = [f"{mean:.4g}" for mean in means.mean(0)]
-        interval = f"{found.low:+.4g} to {found.high:+.4g}"
-        counts = [str(found.n), str(different)]
-        rows.append([name, *counts, *both, f"{found.mean:+.4g}", interval, f"{p:.3g}", verdict])
-    if not rows:
-        return f"{first.label} and {other.label}: no prompts at the same place (is there a rollouts.jsonl of both?)"
-    labels = ["prompts", "that differ", first.label, other.label, "difference", "95 % interval", "p", "verdict"]
-    return table(["Measure", *labels], rows)
-
-
-# --- What the numbers say ---------------------------------------------------------------------------------------------
-
-
-def tell_speed(first: Run, run: Run) -> Iterator[str]:
-    """Tokens per second and minutes."""
-    tokens = [sum(one.values(STEP_TOKENS)) for one in (first, run)]
-    seconds = [sum(one.values(TOTAL)) for one in (first, run)]
-    if all(tokens + seconds):
-        more_tokens = tokens[1] / tokens[0]
-        more_seconds = seconds[1] / seconds[0]
-        rates = f"{run.label} {tokens[1] / seconds[1]:,.0f} tokens/s, {first.label} {tokens[0] / seconds[0]:,.0f}"
-        times = f"{more_tokens / more_seconds:.2f}x: {more_tokens:.2f}x the tokens in {more_seconds:.2f}x the seconds"
-        yield f"**Throughput**: {rates} ({times})."
-    minutes = run.minutes()
-    first_minutes = first.minutes()
-    if minutes and first_minutes:
-        change = f"{minutes / first_minutes - 1:+.0%}"
-        yield f"**Wall clock**: {run.label} {minutes:.2f} min, {first.label} {first_minutes:.2f} min ({change})."
-
-
 # --- The comparison ---------------------------------------------------------------------------------------------------
 
 
@@ -278,9 +176,6 @@ def compare(runs: list[Run]) -> str:
         f"## Summary (means over {kind})",
         summary(runs),
     ]
-    parts += ["## Paired differences over the same prompts", *(paired_table(first, run) for run in runs[1:])]
-    speeds = [line for first, run in itertools.combinations(runs, 2) for line in tell_speed(first, run)]
-    parts += ["## Speed", "\n".join(f"- {line}" for line in speeds)]
     return "\n\n".join(parts) + "\n"
 
 

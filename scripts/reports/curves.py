@@ -1,38 +1,28 @@
-"""Draw RUN/report.png: reward, evaluation, response length, KL, logprob gap and seconds per phase, from metrics.jsonl.
+"""Draw RUN/report.png: what a run learned, how far it moved, and seconds per phase, from metrics.jsonl.
 
-Where a score is the full reward or nothing, its curve is that of the right answers, and entropy has its place.
-
-    python scripts/reports/curves.py RUN [--out PICTURE.png] [--control RESULTS.jsonl]
+    python scripts/reports/curves.py RUN [--out PICTURE.png]
 
 A run starts it at its end. A run under way, or one that was killed, is drawn with the steps it has. The ending of --out
-is the format (png, pdf, svg). --control draws runs without labels beside it: the rows of
-scripts/reports/demo.jsonl, which has a field "held_out", from the step to the share of right answers.
+is the format (png, pdf, svg).
 """
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # before pyplot; needs no display
-
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
+import numpy as np
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.reports import intervals  # noqa: E402
-from scripts.reports.common import CORRECT, GAP, parser, phases, read_json, read_lines  # noqa: E402
+from scripts.reports import intervals
+from scripts.reports.common import CORRECT, GAP, parser, phases, pyplot, read_json, read_lines
 
 HELD_OUT = f"eval/{CORRECT}"
 # title -> unit, then metric -> label
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
-    "reward": (
-        "share of correct responses",
+    "correct": (
+        "share of responses",
         {
             CORRECT: "training rollouts",
             HELD_OUT: "held-out prompts, 95 % interval",
@@ -43,28 +33,17 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
         "mean score of a rollout",
         {"objective/scores": "training", "eval/scores": "eval", "objective/audit_reward": "by --audit_verifier"},
     ),
+    "entropy of the next token": ("nats per token", {"policy/entropy_avg": "training"}),
     "response length": ("tokens", {"val/sequence_lengths": "training", "eval/sequence_lengths": "eval"}),
     "KL to the reference policy": ("nats per response", {"objective/kl": "k1", "objective/kl3": "k3"}),
+    "gradient norm": ("before clipping", {"optim/grad_norm": "mean over optimizer steps"}),
     "engine / learner logprob gap": ("nats per token", {f"{GAP}_mean": "mean", f"{GAP}_max": "max"}),
 }
-
-ENTROPY = ("entropy of the next token", ("nats per token", {"policy/entropy_avg": "training"}))
 
 
 def points(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
     """Step -> value of a metric where it is a number."""
     return {row["training_step"]: row[name] for row in rows if isinstance(row.get(name), (int, float))}
-
-
-def all_or_nothing(rows: list[dict[str, Any]], reward: float) -> bool:
-    """Whether the mean score of each step is the reward times the share of right answers."""
-    scores = points(rows, "objective/scores")
-    right = points(rows, CORRECT)
-    for step, score in scores.items():
-        earned = reward * right.get(step, math.nan)
-        if not math.isclose(score, earned, abs_tol=1e-6):
-            return False
-    return bool(scores)
 
 
 def draw_curves(axis: Any, rows: list[dict[str, Any]], labels: dict[str, str]) -> None:
@@ -90,28 +69,6 @@ def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
         axis.fill_between(list(known), low, high, alpha=0.2, color="C1", linewidth=0)
 
 
-def means(runs: list[dict[str, float]]) -> dict[int, float]:
-    """Step -> the mean over the runs, at the steps that all of them have. runs: step -> value."""
-    found = {}
-    for step in runs[0]:
-        values = [run[step] for run in runs if step in run]
-        if len(values) == len(runs):
-            found[int(step)] = float(np.mean(values))
-    return found
-
-
-def draw_control(axis: Any, results: Path) -> None:
-    """The shares of right answers of the arm "majority", means over its seeds."""
-    runs = [row for row in read_lines(results) if row["arm"] == "majority"]
-    sampled = means([run["correct"] for run in runs])
-    greedy = means([run["held_out"] for run in runs])
-    axis.plot(list(sampled), list(sampled.values()), ":", color="C0", label="training, no labels")
-    axis.plot(list(greedy), list(greedy.values()), ":o", color="C1", markersize=4, label="held-out, no labels")
-    axis.legend(ncols=2, loc="upper center", fontsize="x-small", handlelength=1.5, columnspacing=1)
-    axis.set_ylim(-0.02, 1.25)  # room for the legend above the curves
-    axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
-
-
 def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
     """A bar for each step, its phases on top of each other."""
     seconds = {phase: points(rows, f"time/{phase}") for phase in phases(rows)}
@@ -127,36 +84,31 @@ def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.legend(ncols=3, loc="upper center", handlelength=1, columnspacing=1)
 
 
-def draw(run_dir: Path, path: Path, control: Path | None = None) -> None:
-    """Write the picture. control: a file of runs without labels, drawn beside the run."""
+def draw(run_dir: Path, path: Path) -> None:
+    """Write the picture."""
+    plt = pyplot()
     rows = list(read_lines(run_dir / "metrics.jsonl"))
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8))
+    figure, axes = plt.subplots(2, 4, figsize=(18, 8))
     # margins by hand: to have them found takes half of the time
-    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.07, top=0.9, wspace=0.24, hspace=0.28)
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.07, top=0.9, wspace=0.3, hspace=0.28)
     title = run_dir.name
     if rows:
         title += f": {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} episodes"
     figure.suptitle(title)
 
-    args = read_json(run_dir / "args.json")
     *panels, seconds = axes.flat
-    drawn = list(PANELS.items())
-    if all_or_nothing(rows, args.get("verification_reward", math.nan)):
-        drawn[1] = ENTROPY
-    for axis, (name, (unit, labels)) in zip(panels, drawn, strict=True):
+    for axis, (name, (unit, labels)) in zip(panels, PANELS.items(), strict=True):
         axis.set(title=name, ylabel=unit, xlabel="training step")
         draw_curves(axis, rows, labels)
-    shade_held_out(panels[0], rows, args.get("eval_pass_at_k", 1))
+    shade_held_out(panels[0], rows, read_json(run_dir / "args.json").get("eval_pass_at_k", 1))
     panels[0].set_ylim(-0.02, 1.02)
-    if control:
-        draw_control(panels[0], control)
     gaps = [line.get_ydata() for line in panels[-1].lines]
     if gaps and all((gap > np.zeros(1)).all() for gap in gaps):
         panels[-1].set_yscale("log")
     seconds.set(title="time per step", ylabel="seconds", xlabel="training step")
     draw_seconds(seconds, rows)
     for axis in axes.flat:  # each tick takes time, and there is no step 1.5
-        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axis.xaxis.set_major_locator(plt.MaxNLocator(6, integer=True))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -165,12 +117,11 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("run", type=Path, metavar="RUN", help="directory with metrics.jsonl: output_dir/exp_name")
     flags.add_argument("--out", type=Path, help="file to write; default RUN/report.png")
-    flags.add_argument("--control", type=Path, help="file of runs without labels to draw beside the run")
     options = flags.parse_args()
     if not (options.run / "metrics.jsonl").exists():
         flags.error(f"{options.run} is no run: it has no metrics.jsonl. Give output_dir/exp_name of one that has begun")
     path = options.out or options.run / "report.png"
-    draw(options.run, path, options.control)
+    draw(options.run, path)
     print(path)
 
 

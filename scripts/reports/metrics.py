@@ -43,7 +43,6 @@ DEFINITIONS = {
     "reward/NAME_infra_error": "verifications that a server or a machine failed, a count. Healthy: 0",
     "reward/code_unsupported": "tests of a response that failed because they ask for what they cannot see of the "
     "program: the class of a result, a property of an exception, a name that it shares with Python. Healthy: 0",
-    "reward/NAME_baseline": "solver: mean correctness without a guideline. Healthy: below the solver's reward",
     "reward/NAME_tokens": "solver: tokens of a solution",
     "reward/NAME_truncated": "solver: share of the solutions that were cut at their limit",
     "reward/NAME_guideline_share": "solver: share of the guideline that fitted",

@@ -1,6 +1,6 @@
 """Write RUN/report.html: one self-contained page that shows what a run did.
 
-    python scripts/reports/report.py RUN [--out PAGE.html] [--max_rollouts 2000]
+    python scripts/reports/report.py RUN [--out PAGE.html]
 
 The page has data, code (page.js) and style (page.html) in it, and needs no network. Its content security policy lets no
 other script run, so the text of a hostile response stays text. It has
@@ -144,20 +144,20 @@ def fit_page(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return shown
 
 
-def choose_rollouts(run: Path, args: dict[str, Any], most: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Rollouts of training to browse: at most `most`, in whole groups evenly over the run."""
+def choose_rollouts(run: Path, args: dict[str, Any], notes: list[str]) -> list[dict[str, Any]]:
+    """Rollouts of training to browse: at most MAX_ROLLOUTS, in whole groups evenly over the run."""
     path = run / "rollouts.jsonl"
     total = sum(1 for _ in read_lines(path))
     if not total:
         notes.append("No rollouts: the run had neither --save_traces nor --dump_steps.")
         return []
-    stride = math.ceil(total / most)
+    stride = math.ceil(total / MAX_ROLLOUTS)
     pieces = load_pieces(run, args, notes)
     shown: list[dict[str, Any]] = []
     groups = itertools.groupby(read_lines(path), key=lambda row: (row["training_step"], row["position"]))
     for number, (_, rows) in enumerate(groups):
         if number % stride == 0:
-            room = most - len(shown)
+            room = MAX_ROLLOUTS - len(shown)
             shown += [show_rollout(row, pieces) for row in itertools.islice(rows, room)]
 
     shown = fit_page(shown)
@@ -182,7 +182,7 @@ def show_evaluations(run: Path) -> list[dict[str, Any]]:
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def collect(run: Path, most: int = MAX_ROLLOUTS) -> dict[str, Any]:
+def collect(run: Path) -> dict[str, Any]:
     """All that the page shows."""
     rows = read_metrics(run)
     args = read_json(run / "args.json")
@@ -190,7 +190,7 @@ def collect(run: Path, most: int = MAX_ROLLOUTS) -> dict[str, Any]:
     page: dict[str, Any] = {"name": run.resolve().name, "args": args, "notes": notes}
     page["environment"] = read_json(run / "environment.json")
     page["checks"] = check_run(rows, args)
-    page["rollouts"] = choose_rollouts(run, args, most, notes) + show_evaluations(run)
+    page["rollouts"] = choose_rollouts(run, args, notes) + show_evaluations(run)
 
     drawn = rows
     if len(rows) > MAX_STEPS:
@@ -216,9 +216,9 @@ def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     return columns
 
 
-def write_page(run: Path, out: Path | None = None, most: int = MAX_ROLLOUTS) -> Path:
+def write_page(run: Path, out: Path | None = None) -> Path:
     """Write the page and return its path. Raises ValueError when the run has no metrics."""
-    data = json.dumps(collect(run, most), allow_nan=False, default=str)
+    data = json.dumps(collect(run), allow_nan=False, default=str)
     for character in "<>&":  # no text of a response can end the script element it is in
         data = data.replace(character, f"\\u{ord(character):04x}")
     folder = Path(__file__).parent
@@ -236,12 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     flags = parser(__doc__)
     flags.add_argument("run", type=Path, metavar="RUN", help="output_dir/exp_name of a run, also one under way")
     flags.add_argument("--out", type=Path, metavar="PAGE.html", help="instead of RUN/report.html")
-    flags.add_argument("--max_rollouts", type=int, default=MAX_ROLLOUTS)
     options = flags.parse_args(argv)
-    if options.max_rollouts < 1:
-        flags.error(f"--max_rollouts {options.max_rollouts} must be positive")
     try:
-        path = write_page(options.run, options.out, options.max_rollouts)
+        path = write_page(options.run, options.out)
     except (ValueError, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2

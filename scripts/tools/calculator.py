@@ -1,14 +1,9 @@
-"""The tool calculator: arithmetic, exact for whole numbers, without eval.
-
-python scripts/tools/calculator.py '{"expression": "127 * 344"}'
-"""
+"""The tool calculator: arithmetic, exact for whole numbers, without eval."""
 
 import ast
 import operator
-import sys
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 MAX_CHARACTERS = 500
@@ -77,10 +72,3 @@ def call(config: dict, expression: str) -> str:
     except (ZeroDivisionError, OverflowError) as error:
         raise ValueError(str(error)) from None
     return str(result.numerator) if result.denominator == 1 else f"{float(result):.10g}"
-
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from scripts.tools import calls
-
-    calls.trial(__file__)

@@ -1,9 +1,5 @@
 """An environment of tools: it reads the calls in a turn, runs them in order, and answers with their results.
 
-    python scripts/tools/calculator.py '{"expression": "12 * 34"}'   # by hand: calls of a tool, in one episode
-    python scripts/tools/calls.py legacy calculator '<calculator>1 + 2</calculator>'   # a parser, tools, turns
-    python scripts/tools/calls.py hermes calculator python '<tool_call>...</tool_call>' --tokenizer models/NAME
-
 A tool is a file with SCHEMA, a function's schema as OpenAI has it, and either `call(config, **arguments) -> str` or a
 class `Tool` with `__init__(self, config)` and `call(self, **arguments) -> str`. The attributes of a Tool are plain data
 and last for the episode. An exception becomes the answer "Error: ..." and counts as a failure. An OSError
@@ -14,7 +10,6 @@ open-instruct's plain tags: <search>text</search> gives text to the tool's first
 the text after the last </think>.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -369,51 +364,3 @@ def count_calls(metrics: dict[str, float], name: str, failed: bool, seconds: flo
     for key, value in counts.items():
         metric = f"tools/{name}/{key}"
         metrics[metric] = metrics.get(metric, 0.0) + value
-
-
-# --- By hand ----------------------------------------------------------------------------------------------------------
-
-
-def trial(file: str) -> None:
-    """The command line of a tool's file: calls with these arguments, of one episode, and how long each took."""
-    module = load_file(file)
-    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arguments", nargs="+", help="JSON of the arguments of a call; several are calls of an episode")
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON")
-    args = parser.parse_args()
-    for text in args.arguments:
-        if not text.lstrip().startswith("{"):
-            parser.error(f"{text}: the arguments of a call are a JSON object, as the first lines of --help have it")
-    tools = load_tools([file], None, [args.config])
-    getattr(module, "check", lambda _: None)(args.config)
-    env = Env({})
-    for text in args.arguments:
-        start = time.monotonic()
-        try:
-            answer, failed = env.run(Call(*tools, json.loads(text)), tools)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"{type(error).__name__}: {error}") from None
-        print(bounded(answer))
-        print(f"{'failed' if failed else 'ok'}, {time.monotonic() - start:.3f} s", file=sys.stderr)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parser_type", help="legacy, or the name of one of vLLM's parsers")
-    parser.add_argument("words", nargs="+", help="tools, then turns (what has a space, a < or a {)")
-    parser.add_argument("--tokenizer", help="for vLLM's parsers")
-    parser.add_argument("--configs", type=json.loads, help="JSON: a list, one for each tool")
-    args = parser.parse_args()
-    said = [word for word in args.words if re.search(r"[\s<{\[]", word)]
-    tools = [word for word in args.words if word not in said]
-    config = {"tools": tools, "tool_configs": args.configs, "tool_parser_type": args.parser_type}
-    env = Env(config | {"tokenizer": args.tokenizer})
-    check(env.config)
-    for number, text in enumerate(said, start=1):
-        answer = env.step(rewards.Episode([], text, number, len(said) - number, True, [], {}))
-        print("(no call: the episode is over)" if answer is None else "\n".join(answer.text))
-        print({} if answer is None else answer.metrics, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,8 @@
 """The tool python: a program in the sandbox of scripts/parts/sandbox.py, without network, files or other programs.
 
-    python scripts/tools/python.py '{"code": "print(127 * 344)"}'
-    python scripts/tools/python.py '{"code": "x = 2"}' '{"code": "x + 1"}' --config '{"state": true}'
-
 The answer is the output of the program, and the value of its last line where that is an expression. Config:
 
-timeout             seconds of wall time (6)
+timeout             seconds of processor time (6)
 state               names last for the episode (false). The episode's earlier programs run again before each program, so
                     they count for the timeout, and a program that draws random numbers has to seed them
 allow_unsafe_code   run programs on a machine whose sandbox leaks too (false)
@@ -13,15 +10,10 @@ allow_unsafe_code   run programs on a machine whose sandbox leaks too (false)
 
 import functools
 import json
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.parts import run_code, sandbox
 
-PROGRAM_S = 6.0  # of wall time, without waits for a processor
+PROGRAM_S = 6.0  # of processor time
 
 SCHEMA = {
     "type": "function",
@@ -117,9 +109,3 @@ class Tool:
         if run.problem or run.exit:
             raise ValueError(f"{output}\n{run.problem or ''}".strip() or f"exit status {run.exit}")
         return output or "(no output)"
-
-
-if __name__ == "__main__":
-    from scripts.tools import calls
-
-    calls.trial(__file__)

@@ -1,8 +1,5 @@
 """The tool search: BM25 over a .jsonl file, or a retriever at a URL.
 
-    python scripts/tools/search.py '{"query": "capital of France"}' --config '{"corpus": "corpus.jsonl", "top_k": 3}'
-    python scripts/tools/search.py '{"query": "capital of France"}' --config '{"url": "http://localhost:8000/retrieve"}'
-
 Config: either corpus, a file of rows {text or contents, title}, or url, a server with the protocol of Search-R1
 (arXiv:2503.09516): {"queries": [text], "topk": 3, "return_scores": true} -> {"result": [[{"document": {"contents":
 title, newline, text}, "score": 1.2}, ...]]}. top_k (3), max_characters of a document (1000). For a url: timeout (10)
@@ -16,9 +13,7 @@ stemmer. Each process that searches makes its own index at its first call.
 
 import functools
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 SCHEMA = {
@@ -146,10 +141,3 @@ def call(config: dict, query: str) -> str:
         title = f" (Title: {document['title'].strip()})" if document["title"] else ""
         lines.append(f"Doc {number}{title}: {document['text'].strip()[:limit]}")
     return "\n".join(lines) or "No results."
-
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from scripts.tools import calls
-
-    calls.trial(__file__)

@@ -1,29 +1,8 @@
-"""What torch.compile makes of a pack's attention and of the head."""
+"""What torch.compile makes of the head."""
 
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
-import utils
 from grpo import HeadLogprobs
-
-
-def test_packs_of_any_length_are_a_few_graphs(monkeypatch):
-    """Beyond torch's limit of recompilations flex attention is computed without a kernel: a mask of all pairs."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(flex_attention, backend=count, **utils.prepare_compiler())
-    monkeypatch.setattr(utils, "_flex_attention", lambda: compiled)
-    torch._dynamo.reset()
-    for tokens in (300, 301, 384, 512, 640, 700):
-        shared = tokens // 2
-        layout = utils.Layout([(shared, [shared // 2, tokens - shared - shared // 2])], torch.device("cpu"))
-        q, k = torch.ones(1, 4, tokens, 16), torch.ones(1, 2, tokens, 16)
-        utils.pack_attention(torch.nn.Module(), q, k, k, None, layout=layout, flex=True)
-    assert 1 <= len(graphs) <= 3
 
 
 def test_the_compiled_head_is_the_head():

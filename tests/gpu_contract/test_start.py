@@ -5,6 +5,7 @@ import os
 import socket
 import types
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import LlamaConfig
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import addresses, checks
+from scripts.parts import addresses, checks, guards
 
 
 class Enough(Exception):
@@ -125,8 +126,8 @@ def test_a_forward_is_a_sign_of_life(monkeypatch):
     watchdog = types.SimpleNamespace(beat=lambda: beats.append(1))
     run = types.SimpleNamespace(learner=types.SimpleNamespace(policy=policy), tokenizer=None, run_dir=None)
     run.args = run.eval_world = None
-    for name in ("start_reward_models", "eos_token_ids"):
-        monkeypatch.setattr(utils, name, lambda *_: None)
+    monkeypatch.setattr(grpo, "start_reward_models", lambda *_: None)
+    monkeypatch.setattr(utils, "eos_token_ids", lambda *_: None)
     monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: watchdog)
     monkeypatch.setattr(grpo_fast, "weights_group", lambda *_: (None, None))
     monkeypatch.setattr(addresses, "meet_engines", lambda *_: [])
@@ -262,3 +263,29 @@ def test_an_idle_batch_is_where_the_learner_computes():
     args = grpo.Args(model_name_or_path="model")
     grpo.fill_logprobs(Offloaded(), [], "ref_logprobs", 1, args)
     assert seen == [torch.device("cpu")]
+
+
+def test_an_engine_that_sleeps_during_the_first_check_gets_its_weights_again(monkeypatch):
+    told = []
+
+    class Sleeper:
+        asleep = False
+
+        def sleep(self):
+            told.append("sleep")
+            self.asleep = True
+
+    def load(run, engine, version):
+        told.append(f"load {version}")
+        engine.asleep = False
+
+    check = lambda *_: told.append("check")  # noqa: E731
+    monkeypatch.setattr(grpo, "load_engine", load)
+    monkeypatch.setattr(grpo, "starts", lambda *_: iter([grpo.Start(6, check), grpo.Start(7, check)]))
+    monkeypatch.setattr(grpo, "sample_probes", lambda *_: told.append("sample"))
+    learner = types.SimpleNamespace(policy=None)
+    run: Any = types.SimpleNamespace(args=None, world=utils.World(0, 0, 1, None), learner=learner, state={"step": 7})
+    monkeypatch.setattr(guards, "Echo", lambda args: None)
+    grpo.send_first_weights(run, Sleeper())
+    start = ["sample", "sleep", "check"]
+    assert told == ["load 6", *start, "load 7", *start, "load 7"]

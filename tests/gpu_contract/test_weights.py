@@ -5,13 +5,11 @@ import threading
 import time
 import types
 import weakref
-from datetime import timedelta
 from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import grpo_fast
 import utils
@@ -124,31 +122,6 @@ def test_a_broadcast_waits_for_every_engine_and_no_learner_for_a_drain(engines, 
     assert sender.metrics["val/weight_sync_bytes"] == 4 * BUCKETS and len(alive) == 0
 
 
-class OnGPU:
-    """A bucket on a GPU: of a copy that nobody waits for nothing has come yet when `to` returns."""
-
-    def __init__(self, values):
-        self.values = torch.tensor(values, dtype=torch.uint8)
-
-    def view(self, dtype):
-        return self
-
-    def to(self, device, non_blocking=False):
-        return torch.zeros_like(self.values) if non_blocking else self.values.clone()
-
-
-def test_what_gloo_sends_has_arrived_on_the_host():
-    """--single_gpu_mode: torch pins what it copies to the host and copies on the stream; gloo knows no streams."""
-    sent = []
-    sender: Any = object.__new__(grpo_fast.Sender)
-    group = types.SimpleNamespace(
-        broadcast=lambda data, options: sent.extend(data[0].tolist()) or types.SimpleNamespace(wait=lambda: None)
-    )
-    sender.group, sender.device, sender.stream = group, torch.device("cpu"), None
-    sender._broadcast(grpo_fast.Bucket(OnGPU([1, 2, 3])))
-    assert sent == [1, 2, 3]
-
-
 def test_a_dead_engine_ends_the_wait(engines):
     """The queue is bounded: a learner must not wait for room in it, and hears of the death where it waits."""
     sender = grpo_fast.Sender(engines, engines.group, torch.device("cpu"))
@@ -159,21 +132,3 @@ def test_a_dead_engine_ends_the_wait(engines):
         gather(sender, weakref.WeakSet())
     with pytest.raises(utils.UserError, match="engine 0 is gone"):
         engines.wait_loaded(2)
-
-
-def test_the_group_of_the_weights_gets_options(monkeypatch):
-    """ProcessGroupNCCL takes (store, rank, size, options), as its .pyi says; a CPU build of torch has no such class."""
-
-    class NCCL:
-        class Options:
-            _timeout = timedelta(minutes=10)
-
-        def __init__(self, store, rank, size, options):
-            assert isinstance(options, NCCL.Options)
-            self.made = rank, size, options._timeout
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
-    roles = grpo_fast.Roles(2, 3, 2, False, 1, 1)  # the second rank of the second of three engines
-    group, device = grpo_fast.weights_group(dist.HashStore(), roles, types.SimpleNamespace(single_gpu_mode=False))
-    assert device is None and group.made == (4, 7, grpo_fast.TIMEOUT)

@@ -11,21 +11,6 @@ from tests import programs
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
 LORA = "--lora_rank 8 --lora_alpha 16 --learning_rate 2e-2"
-LEFT_OUT = """
-import utils, grpo
-from scripts.parts import adapters
-full = utils.full_weights
-
-def without_one(policy, dtype):
-    layer = list(adapters.adapted_layers(policy.model).values())[9]
-    scaling, layer.scaling["default"] = layer.scaling["default"], 0.0
-    yield from full(policy, dtype)
-    layer.scaling["default"] = scaling
-
-utils.full_weights = without_one
-grpo.main(utils.parse_args(grpo.Args))
-"""
-
 LACKS = """
 import os, sys, safetensors.torch, grpo_fast, utils
 name, rank, receive = "model.layers.0.mlp.up_proj.weight", os.environ["RANK"], grpo_fast.receive_weights
@@ -41,10 +26,10 @@ grpo_fast.main(utils.parse_args(grpo_fast.Args))
 
 @pytest.fixture(scope="module")
 def adapted(tiny_models, data, tmp_path_factory):  # noqa: F811
-    """A run of 12 steps with vLLM."""
+    """A run of 8 steps with vLLM."""
     out = tmp_path_factory.mktemp("runs")
-    flags = f"--exp_name lora --total_episodes 768 {LORA} {VLLM} --lora_merge --dump_steps all --beta 0.01"
-    stdout = run(tiny_models(), data, out, f"{flags} --checkpoint_state_freq 6 --load_ref_policy")
+    flags = f"--exp_name lora --total_episodes 512 {LORA} {VLLM} --lora_merge --dump_steps all --beta 0.01"
+    stdout = run(tiny_models(), data, out, f"{flags} --checkpoint_state_freq 4 --load_ref_policy")
     return stdout, out / "lora"
 
 
@@ -52,46 +37,24 @@ def test_adapters_learn_and_the_engine_follows(adapted):
     """Prefix caching, tied embeddings, float32: what the engine holds is what the learner computes, in every step."""
     rows = read(adapted[1] / "metrics.jsonl")
     rates = [r["objective/verifiable_correct_rate"] for r in rows]
-    assert len(rows) == 12 and rates[0] < 0.1 and sum(rates[-5:]) / 5 > 0.5
+    assert len(rows) == 8 and rates[0] < 0.1 and sum(rates[-3:]) / 3 > 0.5
     assert max(r["debug/vllm_vs_local_logprob_diff_max"] for r in rows) < 1e-4
     kl = [r["objective/kl1_avg"] for r in rows if "objective/kl1_avg" in r]  # not of steps that all answer rightly
     assert kl[0] == 0.0 and min(kl[1:]) > 1e-3
 
 
-def test_what_a_run_with_adapters_leaves(adapted, tiny_models):
-    """The adapter, and the merged model: the same weights, which are the dump's last."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    run_dir = adapted[1]
-    base = AutoModelForCausalLM.from_pretrained(tiny_models(), dtype=torch.float32)
-    merged = AutoModelForCausalLM.from_pretrained(run_dir / "model_merged", dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(base, run_dir / "model").merge_and_unload()
-    ours, theirs = dict(merged.named_parameters()), dict(loaded.named_parameters())
-    assert ours.keys() == theirs.keys()
-    assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in ours)
-    assert not (run_dir / "model_merged" / "adapter_config.json").exists()
-
-
 def test_a_run_with_adapters_is_replayed(adapted):
     """From a checkpoint, which holds adapters alone: the same bits."""
-    done = programs.run(["scripts/replay.py", adapted[1], "--step", "8"], OMP_NUM_THREADS=1)
+    done = programs.run(["scripts/replay.py", adapted[1], "--step", "6"], OMP_NUM_THREADS=1)
     assert "replayed weights and metrics are the run's" in check(done)
 
 
 def test_a_checkpoint_of_adapters_becomes_what_the_run_saves(adapted, tmp_path):
-    done = programs.run(["scripts/to_hf.py", adapted[1], "--step", "12", "--out", tmp_path / "model"])
+    done = programs.run(["scripts/to_hf.py", adapted[1], "--step", "8", "--out", tmp_path / "model"])
     assert done.returncode == 0, done.stderr
     for name, file in (("model", "adapter_model"), ("model_merged", "model")):
         ours, want = (load_file(path / name / f"{file}.safetensors") for path in (tmp_path, adapted[1]))
         assert ours.keys() == want.keys() and all(torch.equal(ours[key], want[key]) for key in ours)
-
-
-def test_an_adapter_that_does_not_reach_the_engine_ends_the_run(tiny_models, data, tmp_path):  # noqa: F811
-    line = command(tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 640 {LORA} {TRANSFORMERS}")
-    error = check(programs.run(["-c", LEFT_OUT, *line[1:]], **ENV), ok=False)
-    assert "on a trial of all adapters" in error and "an adapter did not reach the engine" in error
-    assert not (tmp_path / "x" / "metrics.jsonl").exists()
 
 
 def test_an_adapter_that_the_second_of_two_engines_lacks_ends_the_run(tiny_models, data, tmp_path):  # noqa: F811

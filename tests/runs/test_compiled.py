@@ -1,14 +1,9 @@
 """--compile_layers: the updates of the plain layers, for every split of the rollouts, in a few graphs."""
 
 import dataclasses
-import os
-import shutil
 
-import pytest
 import torch
 
-import grpo
-import utils
 from tests.test_learner import assert_same_update, make_args, make_rollouts, run_update, start_weights
 
 
@@ -29,31 +24,8 @@ def test_compiled_layers_make_the_same_update(tiny_models, world, monkeypatch):
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 2 + 4 + 2 and len({work.__self__ for work in asked if hasattr(work, "__self__")}) == 2
     assert any((plain[name] != whole[name]).any() for name in plain)  # it was compiled
-    for most, packing in ((60, "shared"), (30, "plain")):
-        other, _ = run_update(dataclasses.replace(args, pack_length=most), world, [rollouts], packing=packing)
-        assert_same_update(whole, other, start)
+    other, _ = run_update(dataclasses.replace(args, pack_length=30), world, [rollouts], packing="plain")
+    assert_same_update(whole, other, start)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs  # of packs of any length and layout
-    for part in ("layer", "mlp"):
-        parts = dataclasses.replace(args, gradient_checkpointing=True, gradient_checkpointing_part=part)
-        assert_same_update(whole, run_update(parts, world, [rollouts])[0], start)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3 * graphs
-
-
-def test_what_cannot_be_compiled_is_refused(tiny_models, world, monkeypatch):
-    flags = ["--model_name_or_path", str(tiny_models()), "--rollout_backend", "transformers", "--compile_layers"]
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setitem(os.environ, "CXX", "my-c++")
-    with pytest.raises(utils.UserError, match=r"--compile_layers.* no C\+\+ compiler my-c\+\+.*leave the flag out"):
-        utils.parse_args(grpo.Args, flags).check()
-    monkeypatch.undo()
-    args = utils.parse_args(grpo.Args, flags)
-    monkeypatch.setattr(utils, "blocks_of", lambda model: [])
-    with pytest.raises(utils.UserError, match="--compile_layers: LlamaForCausalLM does not name its layers"):
-        grpo.load_policy(args, world)
-    with pytest.raises(utils.UserError, match="--gradient_checkpointing_part mlp: LlamaForCausalLM has none"):
-        grpo.load_policy(
-            dataclasses.replace(
-                args, compile_layers=False, gradient_checkpointing=True, gradient_checkpointing_part="mlp"
-            ),
-            world,
-        )
+    recomputed = dataclasses.replace(args, gradient_checkpointing=True, gradient_checkpointing_part="mlp")
+    assert_same_update(whole, run_update(recomputed, world, [rollouts])[0], start)

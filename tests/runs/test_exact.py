@@ -15,7 +15,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import grpo
 import rewards
@@ -78,14 +77,10 @@ def test_what_a_resume_could_not_load_is_told_when_it_is_saved_and_ends_no_run(t
     save(checkpoints, small, 1, **plain, replayed=[])
     checkpoints.wait()
     result = rewards.RewardResult(1.0, "ok", None, 0.5)
-    for bad, words in (
-        ({"replayed": [np.ones(2)]}, r"cannot hold the run's 'replayed', a list: .*array.tolist\(\)"),
-        ({"results": result}, "'results', a RewardResult"),
-        ({"lock": threading.Lock()}, "'lock', a lock"),
-    ):
+    for bad in ({"replayed": [np.ones(2)]}, {"results": result}, {"lock": threading.Lock()}):
         save(checkpoints, small, 2, **plain, **bad)
         checkpoints.wait()
-        assert re.search(f"WARNING: .*{words}", capsys.readouterr().out)
+        assert "WARNING: checkpoint step_2 was not written, step_1 stands" in capsys.readouterr().out
     assert [path.name for path in checkpoint_dirs(tmp_path / "checkpoints")] == ["step_1"]
     extra = load_checkpoint(utils.newest_checkpoint(tmp_path, world), small.modules, small.optimizer, world)
     assert extra["count"] == {1, 2} and extra["pair"] == (1, None) and torch.equal(extra["mean"], torch.ones(2))
@@ -241,25 +236,6 @@ def test_lines_cut_by_a_kill_are_dropped_on_resume(tmp_path, world):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_traces_have_the_advantage_that_was_trained(tmp_path, world):
-    """--kl_in_reward makes those of a batch anew; in grpo_fast.py its rollouts are copies of what was sampled."""
-    step = grpo.Step(1, sampled=[[make_rollout(3, j, [0], advantage=1.0) for j in range(2)]])
-    step.batches = [[grpo.make_batch([[[make_rollout(3, 1, [0], advantage=0.25)]]], world.device)]]
-    flags = f"--model_name_or_path x --output_dir {tmp_path} --exp_name x --save_traces".split()
-    (tmp_path / "x").mkdir()
-    utils.record_step(step, "rows", None, utils.parse_args(grpo.Args, flags), world)
-    assert [row["advantage"] for row in read(tmp_path / "x" / "rollouts.jsonl")] == [1.0, 0.25]
-
-
-def test_only_the_batch_of_a_dump_is_loaded(tmp_path, world):
-    """rollouts.jsonl also has the groups that active sampling left out."""
-    write_dump(tmp_path, 1, [make_rollout(i, j, [0]) for i in range(4) for j in range(2)], positions=[1, 3])
-    flags = f"--model_name_or_path x --load_batches {tmp_path} --num_unique_prompts_rollout 2"
-    args = utils.parse_args(grpo.Args, [*flags.split(), "--num_samples_per_prompt_rollout", "2"])
-    groups = dumps.read_groups(1, args)
-    assert [[(r.position, r.sample) for r in g] for g in groups] == [[(1, 0), (1, 1)], [(3, 0), (3, 1)]]
-
-
 def replay(run_dir, *flags, ranks=0):
     line = [*programs.torchrun(ranks), "scripts/replay.py", str(run_dir), *flags]
     return programs.run(line, OMP_NUM_THREADS=2)  # not the run's: replay.py takes that one
@@ -284,7 +260,6 @@ def test_a_replay_gives_the_same_bits(dumped, tmp_path):
     assert done.returncode == 0 and done.stdout.count("weights") == 3, done.stdout + done.stderr  # after step_4
     done = replay(dumped, "--step", 5, "--from_start", "--save", tmp_path / "model")
     assert done.returncode == 0 and done.stdout.count("weights") == 6, done.stdout + done.stderr
-    assert "before step 1: the start model" in done.stdout
     assert "equal: replayed weights and metrics are the run's" in done.stdout
     a, b = weights(dumped / "model"), weights(tmp_path / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -304,16 +279,6 @@ def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
     assert done.returncode == 1 and "step 2: weights" in done.stdout and "differ from" in done.stdout
 
 
-def test_two_learners_are_replayed_on_two_ranks(tiny_models, data, tmp_path):  # noqa: F811
-    flags = "--exp_name it --total_episodes 128 --seed 3 --dump_steps all --deepspeed_stage 2 --async_steps 0 "
-    flags += TRANSFORMERS
-    process = start("grpo_fast.py", tiny_models(), data, tmp_path, f"{flags} --num_learners_per_node 2")
-    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert not all(r["optim/skipped_steps"] for r in read(tmp_path / "it" / "metrics.jsonl"))
-    done = replay(tmp_path / "it", "--step", 2, ranks=2)
-    assert done.returncode == 0 and "equal: replayed weights and" in done.stdout, done.stdout + done.stderr
-
-
 def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, tmp_path):  # noqa: F811
     flags = REPLAYED.replace("--dump_steps all --checkpoint_state_freq 2", f"--load_batches {dumped}")
     run(tiny_models(), data, tmp_path, f"--exp_name again {flags}")
@@ -325,32 +290,6 @@ def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, 
     longer = flags.replace("--total_episodes 320", "--total_episodes 640")  # told at the start, not after five steps
     error = run(tiny_models(), data, tmp_path, f"--exp_name longer {longer}", ok=False)
     assert "has no dump of step 10" in error and not (tmp_path / "longer").exists()
-
-
-def test_resume_refuses_what_differs_and_says_so(dumped, tiny_models, data, tmp_path):  # noqa: F811
-    for path, name in ((dumped, "it"), (data, "data"), (tiny_models(), "model")):
-        shutil.copytree(path, tmp_path / name)
-    with (tmp_path / "data" / "train.jsonl").open("a") as file:
-        file.write((data / "train.jsonl").read_text().partition("\n")[0] + "\n")
-    weights_file = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(weights_file)
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, weights_file, metadata={"format": "pt"})
-    again = f"--exp_name it {REPLAYED} --resume --learning_rate 1e-3"
-    error = run(tmp_path / "model", tmp_path / "data", tmp_path, again, ok=False)
-    assert "--learning_rate: 0.003 then, 0.001 now" in error and "--resume_anyway" in error
-    assert re.search(r"data hash: \w+ then, \w+ now", error) and re.search(r"model hash: \w+ then, \w+ now", error)
-
-    shutil.rmtree(tmp_path / "it" / "checkpoints" / "step_4")  # with it all five steps would be done
-    more = "--resume_anyway --save_traces --save_freq 5"  # what only says what is written may change without a word
-    text = run(tiny_models(), data, tmp_path, f"{again} {more}")
-    assert "save_traces" not in text and "WARNING: --resume_anyway: --learning_rate: 0.003 then, 0.001 now" in text
-    rows = read(tmp_path / "it" / "metrics.jsonl")
-    assert [len(dumps.read_dump(tmp_path / "it", step)[0]) for step in (1, 2, 3, 4, 5)] == [64] * 5
-    before = [r["lr"] for r in read(dumped / "metrics.jsonl")]
-    assert [r["training_step"] for r in rows] == [1, 2, 3, 4, 5]
-    assert [r["lr"] for r in rows] == pytest.approx([*before[:2], *(lr / 3 for lr in before[2:])])
-    assert json.loads((tmp_path / "it" / "args.json").read_text())["learning_rate"] == 1e-3
 
 
 def test_resume_on_another_machine(tiny_models, data, tmp_path):  # noqa: F811

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -19,7 +18,6 @@ import grpo
 import grpo_fast
 import utils
 from tests import programs
-from tests.conftest import REPO
 from tests.runs import test_run
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, data, read, weights  # noqa: F401 (data is a fixture)
 
@@ -420,16 +418,3 @@ def test_without_vllm_and_without_a_call_that_pins(tiny_models, data, tmp_path, 
     assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2]
     said = check(programs.run(command(*args, "--overwrite"), **ENV), ok=False)
     assert "--rollout_backend transformers" in said and "Traceback" not in said
-
-
-def test_signals_reach_the_ranks_with_and_without_proc():
-    script = """if True:
-        import signal, subprocess, types
-        from scripts.parts import launch
-        for platform in ("linux", "darwin"):
-            launch.sys = types.SimpleNamespace(platform=platform)
-            child = subprocess.Popen(["sleep", "100"])
-            launch.send(child, signal.SIGTERM)
-            assert child.wait(60) == -signal.SIGTERM
-            launch.send(child, signal.SIGTERM)  # it has ended"""
-    subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True, timeout=100)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -246,59 +245,6 @@ def test_failed_upload_keeps_run_and_exit_status(start, data, tmp_path):
     assert hub.commits == ["/api/models/me/f/commit/main"]
 
 
-UPLOAD = "import pathlib; from scripts.parts import push_to_hub; push_to_hub.push_in_process(pathlib.Path({!r}))"
-
-
-@pytest.fixture
-def uploading(trained, tmp_path):
-    """(an upload of the run, its connection): the hub has taken that and is silent."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        env = trained[1].env | {"HF_ENDPOINT": url, "HF_HUB_ETAG_TIMEOUT": "600"}
-        program = programs.Program(["-c", UPLOAD.format(str(trained[0]))], tmp_path / "out", tmp_path / "err", **env)
-        silent.settimeout(60)
-        connection, _ = silent.accept()
-        while b"agent-harnesses" in connection.recv(4096):  # of which the library asks first, for 3 s
-            connection.close()
-            connection, _ = silent.accept()
-        with connection:
-            yield program, connection
-
-
-def test_sigterm_ends_an_upload_and_says_how_to_repeat_it(trained, uploading, tmp_path):
-    """The run is done, so its status stays 0."""
-    program, _ = uploading
-    program.send_signal(signal.SIGTERM)
-    assert program.wait(60) == 0
-    last = (tmp_path / "err").read_text().splitlines()[-1]
-    assert last.endswith(f"{sys.executable} {PUSH} {trained[0]}")
-
-
-def test_an_upload_does_not_outlive_the_run(uploading):
-    """As after a second Ctrl-C, or kill -9."""
-    program, connection = uploading
-    program.kill()
-    program.wait(60)
-    connection.settimeout(30)
-    while connection.recv(4096):
-        pass  # what it asked before; then the end
-
-
-def test_an_adapter_is_a_model_to_push(tmp_path):
-    """What --lora_rank saves has no config.json. Without a token it comes as far as its card. No run is none."""
-    args = {"exp_name": "x", "model_name_or_path": "org/start", "dataset_mixer_list": ["a.jsonl", "1.0"]}
-    files = {"args": args, "environment": {"command": ["python", "grpo.py"]}, "model/adapter_config": {}}
-    (tmp_path / "model").mkdir()
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    (tmp_path / "metrics.jsonl").write_text('{"training_step": 1, "episode": 8}\n')
-    env = {k: v for k, v in os.environ.items() if k != "HF_TOKEN"} | {"HF_HOME": str(tmp_path)}
-    statuses = [subprocess.run([sys.executable, PUSH, run], env=env).returncode for run in (tmp_path, tmp_path / "x")]
-    assert statuses == [1, 2]
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "library_name: peft" in card and "base_model: org/start" in card
-
-
 def make_args(path, **flags):
     known = {"exp_name": "x", "model_dtype": "bfloat16", "temperature": 0.6, "vllm_top_p": 0.9} | flags
     return replace(grpo.Args(model_name_or_path=str(path)), **known)
@@ -351,36 +297,10 @@ def test_start_files_stay_as_they_are(tiny_models, tmp_path, world, monkeypatch)
         assert torch.equal(a.bfloat16(), b), name
 
 
-def test_start_model_without_generation_config(tiny_models, tmp_path, world):
-    """It gets the sampling that was trained. Experts keep their tensor names, and a router its bias, which is no
-    parameter."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = tmp_path / "start"
-    shutil.copytree(tiny_models(), path)
-    small = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64) | {"vocab_size": 512}
-    small |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "n_routed_experts": 4}
-    config = AutoConfig.for_model("glm4_moe", **small, head_dim=32, num_experts_per_tok=2, first_k_dense_replace=1)
-    model = AutoModelForCausalLM.from_config(config)
-    model.model.layers[1].mlp.gate.e_score_correction_bias += 0.5
-    model.save_pretrained(path)
-    (path / "generation_config.json").unlink()
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["Glm4MoeAndEyes"]}))  # it has more parts
-    save(path, tmp_path / "saved", world)
-    again, tokenizer, config = load(tmp_path / "saved")
-    assert again.config.architectures == ["Glm4MoeForCausalLM"]
-    assert (again.model.layers[1].mlp.gate.e_score_correction_bias == 0.5).all()
-    assert load_file(path / "model.safetensors").keys() == load_file(tmp_path / "saved" / "model.safetensors").keys()
-    assert (config.do_sample, config.temperature, config.top_p) == (True, 0.6, 0.9)
-    assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-
-
 @pytest.mark.parametrize(
     ("faults", "token", "words"),
     [
         ({}, "", "no token"),
-        ({}, "hf_bad", "401"),
         ({"/auth-check/": 403}, "hf_good", "403"),
         ({"/repos/create": 0}, "hf_good", "disconnected"),
     ],

@@ -2,15 +2,11 @@
 
 import json
 import os
-import subprocess
 import time
 
 import pytest
 import torch
 
-from scripts.train.debug import smoke
-from tests import programs
-from tests.conftest import REPO
 from tests.runs import test_run
 from tests.runs.test_fast import descendants, is_alive, start, wait_until
 from tests.runs.test_run import TRANSFORMERS, VLLM, read, weights
@@ -154,31 +150,3 @@ def test_a_slow_answer_holds_up_no_engine(tiny_models, toy, tmp_path):
     for r in rows:
         lags = [r["training_step"] - 1 - v for v, m in zip(r["versions"], r["mask"], strict=True) if m]
         assert 0 <= min(lags) and max(lags) <= 2
-
-
-SMOLLM2 = REPO / "models/SmolLM2-135M-Instruct"
-
-
-@pytest.mark.skipif(not SMOLLM2.exists(), reason=f"no {SMOLLM2.name}: python scripts/data/get_smollm2.py")
-def test_smoke_of_the_demo(tmp_path):
-    """A step of scripts/demo_tools.sh, at a temperature at which a quarter of its rollouts call and not an eighth: some
-    of them call, hear what the calculator says, and are right."""
-    command = ["bash", "scripts/demo_tools.sh", "--output_dir", str(tmp_path), "--exp_name", "smoke"]
-    more = ["--total_episodes", "32", "--local_eval_every", "-1", "--eval_on_step_0", "false"]
-    more += ["--num_samples_per_prompt_rollout", "4", "--temperature", "0.6", "--load_ref_policy", "false"]
-    python = programs.python_that_forks(tmp_path / "python")
-    forks = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON_OF_FORKS": str(python)}
-    forks["BASH_FUNC_source%%"] = smoke.STUBS["source"]  # of setup.sh, which would put another python first
-    subprocess.run([*command, *more], cwd=REPO, env=os.environ | forks, check=True, timeout=1800)
-    (step,), rows = (read(tmp_path / "smoke" / f"{name}.jsonl") for name in ("metrics", "rollouts"))
-    assert step["tools/calc/avg_calls_per_rollout"] > 0.05
-    called = [row for row in rows if any(turn["role"] == "tool" for turn in row["turns"])]
-    assert len(rows) == 32 and called
-    for row in rows:
-        assert sum(turn["tokens"] for turn in row["turns"]) == len(row["token_ids"]) == len(row["mask"])
-        wrote = [turn["role"] == "assistant" for turn in row["turns"] for _ in range(turn["tokens"])]
-        assert row["mask"] == wrote
-    right = [row for row in called if row["score"] > 0]
-    assert right and not [row for row in rows if row["score"] > 0 and row not in called], "products from memory"
-    for row in right:  # the tool's answer, and the policy's copy of it
-        assert row["turns"][1]["content"] == row["ground_truths"][0] and row["turns"][1]["status"] == "ok"

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -79,22 +78,20 @@ PAGE_METRICS = """episode lr epoch objective/kl objective/scores objective/rlhf_
 
 @pytest.fixture(scope="module")
 def learned(tiny_models, data, tmp_path_factory):
-    """One 25-step run with vLLM that several tests look at."""
+    """One 12-step run with vLLM that several tests look at."""
     out = tmp_path_factory.mktemp("runs")
-    flags = f"--exp_name learn --total_episodes 1600 {VLLM} --with_tracking --with_tensorboard --save_traces"
-    flags += (
-        f" --eval_on_step_0 --local_eval_every 10 --save_freq 5 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
-    )
+    flags = f"--exp_name learn --total_episodes 768 {VLLM} --with_tracking --with_tensorboard --save_traces"
+    flags += f" --eval_on_step_0 --local_eval_every 6 --save_freq 5 --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0"
     line = [sys.executable, *command(tiny_models(), data, out, flags)]  # a start from nothing, as a user's
     done = subprocess.run(line, cwd=REPO, env=os.environ | ENV, capture_output=True, text=True, timeout=600)
     return check(done), out / "learn"
 
 
 def test_it_learns(learned):
-    """Reward of a random model: below 0.1 at first, above 0.8 in the last five of 25 steps."""
+    """Reward of a random model: below 0.1 at first, above 0.8 in the last five of 12 steps."""
     rows = [r for r in read(learned[1] / "metrics.jsonl") if r["training_step"] > 0]
     rates = [r["objective/verifiable_correct_rate"] for r in rows]
-    assert len(rates) == 25
+    assert len(rates) == 12
     assert rates[0] < 0.1
     assert sum(rates[-5:]) / 5 > 0.8
 
@@ -103,7 +100,7 @@ def test_engine_follows_the_learner(learned):
     """float32, tied embeddings, large steps: the mean gap stays below 1e-4 nats in every single step."""
     rows = read(learned[1] / "metrics.jsonl")
     gaps = [r["debug/vllm_vs_local_logprob_diff_max"] for r in rows]
-    assert len(gaps) == 26 and max(gaps) < 1e-4
+    assert len(gaps) == 13 and max(gaps) < 1e-4
     assert all(abs(r["val/rho"] - 1) < 1e-4 for r in rows)
 
 
@@ -128,18 +125,18 @@ def test_every_metric_is_in_the_readme(learned):
 def test_evaluation_before_during_and_after(learned):
     rows = {r["training_step"]: r for r in read(learned[1] / "metrics.jsonl")}
     evaluated = [step for step, r in rows.items() if "eval/objective/verifiable_correct_rate" in r]
-    assert evaluated == [0, 10, 20, 25]
-    assert rows[0]["eval/pass_at_1"] < 0.2 and rows[25]["eval/pass_at_1"] > 0.8
-    assert rows[25]["eval/scores"] == pytest.approx(10 * rows[25]["eval/pass_at_1"])
+    assert evaluated == [0, 6, 12]
+    assert rows[0]["eval/pass_at_1"] < 0.2 and rows[12]["eval/pass_at_1"] > 0.8
+    assert rows[12]["eval/scores"] == pytest.approx(10 * rows[12]["eval/pass_at_1"])
     kept = [row for row in read(learned[1] / "samples.jsonl") if row.get("evaluation")]
     assert [row["training_step"] for row in kept] == evaluated
     last = [rollout["score"] for rollout in kept[-1]["rollouts"]]
-    assert len(last) == rows[25]["eval/num_prompts"] and sum(last) / len(last) == rows[25]["eval/scores"]
+    assert len(last) == rows[12]["eval/num_prompts"] and sum(last) / len(last) == rows[12]["eval/scores"]
 
 
 def test_what_a_run_leaves(learned):
     stdout, run_dir = learned
-    assert "8 prompts x 8 samples = 64 rollouts" in stdout and "25/25" in stdout
+    assert "8 prompts x 8 samples = 64 rollouts" in stdout and "12/12" in stdout
     assert (run_dir / "report.png").read_bytes()[:4] == b"\x89PNG"
     environment = json.loads((run_dir / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__ and len(environment["data_hash"]) == 16
@@ -155,13 +152,13 @@ def test_what_a_run_leaves(learned):
     )["input_ids"]
     answer = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
     assert "7" in tokenizer.decode(answer)
-    assert not list(run_dir.glob("*.tmp")) and (run_dir / "step_20" / "model.safetensors").exists()
+    assert not list(run_dir.glob("*.tmp")) and (run_dir / "step_10" / "model.safetensors").exists()
 
 
 def test_traces_hold_every_rollout(learned):
     rows = read(learned[1] / "rollouts.jsonl")
-    assert len(rows) == 1600
-    assert {(r["position"], r["sample"]) for r in rows} == {(p, s) for p in range(200) for s in range(8)}
+    assert len(rows) == 768
+    assert {(r["position"], r["sample"]) for r in rows} == {(p, s) for p in range(96) for s in range(8)}
     for r in rows[::97]:
         assert len(r["token_ids"]) == len(r["logprobs"]) == len(r["versions"]) <= 6
         assert set(r["versions"]) == {r["training_step"] - 1}, "a rollout older than the weights that train on it"
@@ -232,73 +229,11 @@ def test_two_ranks_make_the_first_update_of_one(five_steps, tiny_models, data, t
         assert (a[name] - b[name]).norm() <= 1e-6 * a[name].norm(), name
 
 
-FAULTS = {
-    "stale lm_head": """
-full = utils.full_weights
-utils.full_weights = lambda *a: ((n, t) for n, t in full(*a) if n != "lm_head.weight")""",
-    "other temperature": """
-init = utils.Request.__init__
-def other(self, *values, **named):
-    init(self, *values, **named)
-    object.__setattr__(self, "temperature", 0.5)
-utils.Request.__init__ = other""",
-}
-
-
-def run_with_fault(fault, model, data, out, *flags):
-    """grpo.main in a process of its own, after the fault's lines have broken something."""
-    script = f"import sys, torch, utils, grpo\n{FAULTS[fault]}\ngrpo.main(utils.parse_args(grpo.Args))"
-    line = command(model, data, out, *flags)
-    return check(programs.run(["-c", script, *line[1:]], **ENV), ok=False)
-
-
-def test_a_stale_lm_head_stops_the_run(tiny_models, data, tmp_path):
-    """Tied embeddings on vLLM's CPU backend: without its own lm_head.weight the engine keeps the old head."""
-    error = run_with_fault("stale lm_head", tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 640 {VLLM}")
-    assert "in step" in error and "exceeds --max_logprob_gap" in error
-    assert len(read(tmp_path / "x" / "metrics.jsonl")) < 5
-
-
-def test_an_engine_that_samples_otherwise_stops_before_the_first_rollout(tiny_models, data, tmp_path):
-    flags = f"--exp_name x --total_episodes 640 {TRANSFORMERS}"
-    error = run_with_fault("other temperature", tiny_models(), data, tmp_path, flags)
-    assert "before the first rollout" in error and "exceeds --max_logprob_gap" in error
-    assert not (tmp_path / "x" / "metrics.jsonl").exists()
-
-
-@pytest.mark.house
-def test_seeded_prompts_beyond_one_batch_of_prefill(tiny_models, data, tmp_path):
-    """10,000 prompt tokens wait for the 8,192 of a scheduler step: vLLM's CPU build cannot split a seeded prompt."""
-    flags = "--exp_name x --total_episodes 512 --num_unique_prompts_rollout 32 --num_samples_per_prompt_rollout 16"
-    flags += f" --vllm_enforce_eager --system_prompt_override_file {tmp_path / 'system.txt'} --pack_length 256"
-    (tmp_path / "system.txt").write_text("Think. " * 8)
-    run(tiny_models(), data, tmp_path, flags + " --max_prompt_token_length 100 --save_traces")
-    assert len(read(tmp_path / "x" / "rollouts.jsonl")) == 512
-    assert read(tmp_path / "x" / "metrics.jsonl")[0]["val/num_sampled_tokens"] > 8192 + 512 * 6
-
-
-def test_active_sampling_fills_the_batch(tiny_models, data, tmp_path):
-    """With flags of branches that test_every_branch_runs does not take."""
-    flags = f"--exp_name active --total_episodes 128 --active_sampling {TRANSFORMERS} --num_unique_prompts_rollout 4"
-    flags += " --loss_fn cispo --loss_denominator 64 --advantage_normalization_type centered --entropy_coef 0.001"
-    run(tiny_models(), data, tmp_path, f"{flags} --model_dtype bfloat16 --max_logprob_gap 0.1")
-    rows = read(tmp_path / "active" / "metrics.jsonl")
-    assert all(torch.tensor([*r.values()]).isfinite().all() for r in rows)
-    assert rows[0]["batch/total_prompts"] > 4, "one round was enough: the test shows nothing"
-    trained = [r["other/real_batch_size_ratio"] * r["batch/total_prompts"] for r in rows]
-    assert all(count == pytest.approx(4) for count in trained if count)
-    assert rows[0]["episode"] == 32  # of the batch: the groups sampled beside it do not count
-
-
-@pytest.mark.parametrize("flags", [
-    "--loss_fn gspo --loss_denominator sequence --beta 0.05 --kl_estimator kl3 --num_mini_batches 2 --num_epochs 2 "
-    "--rho_mask_lower_bound 0.5 --rho_mask_upper_bound 2 --rho_mask_sequence_level --apply_r1_style_format_reward "
-    "--additive_format_reward --non_stop_penalty --non_stop_penalty_value -1 --chat_template_name tulu "
-    "--max_prompt_token_length 90",
-    "--clip_dual 3 --mask_truncated_completions --no_filter_zero_std_samples --gradient_checkpointing "
-    "--stop_strings 7 5",
-])  # fmt: skip
-def test_every_branch_runs(tiny_models, data, tmp_path, flags):
+def test_every_branch_runs(tiny_models, data, tmp_path):
+    flags = "--loss_fn gspo --loss_denominator sequence --beta 0.05 --kl_estimator kl3 --num_mini_batches 2 "
+    flags += "--num_epochs 2 --rho_mask_lower_bound 0.5 --rho_mask_upper_bound 2 --rho_mask_sequence_level "
+    flags += "--apply_r1_style_format_reward --additive_format_reward --non_stop_penalty --non_stop_penalty_value -1 "
+    flags += "--chat_template_name tulu --max_prompt_token_length 90 --active_sampling"
     run(tiny_models(), data, tmp_path, f"--exp_name x --total_episodes 192 --model_dtype bfloat16 {TRANSFORMERS} "
         f"--max_logprob_gap 0.1 {flags}")  # fmt: skip
     rows = read(tmp_path / "x" / "metrics.jsonl")
@@ -318,25 +253,3 @@ def test_generated_data(tiny_models, tmp_path):
     passed = [rows[0][f"eval/pass_at_{k}"] for k in ("1", "2_unbiased", "4_unbiased")]
     assert passed == sorted(passed) and rows[0]["eval/sequence_lengths"] > 6
     assert rows[1]["objective/reward_crash_rate"] == rows[1]["objective/reward_timeout_rate"] == 0
-
-
-ON_MAIN = """
-    import sys, utils
-    world = utils.init_distributed()
-    def fail():
-        raise ValueError(f"--x of rank {world.rank}: no")
-    found = [utils.on_main(lambda: world.rank + 5, world)]
-    try:
-        utils.on_main(fail, world)
-    except utils.UserError as error:
-        found.append(str(error))
-    open(f"{sys.argv[1]}/{world.rank}", "w").write(str(found))
-"""
-
-
-def test_all_ranks_have_what_rank_0_found_or_refused(tmp_path):
-    script = tmp_path / "on_main.py"
-    script.write_text(textwrap.dedent(ON_MAIN))
-    done = programs.run([*programs.torchrun(2), script, tmp_path])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[5, '--x of rank 0: no']"] * 2

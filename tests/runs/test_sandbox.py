@@ -130,7 +130,7 @@ def copy():
     directory.chmod(0o755)
     for folder in ("scripts", "scripts/parts", "scripts/prompts"):
         (directory / folder).mkdir(mode=0o755)
-    parts = [f"scripts/parts/{name}.py" for name in ("checks", "rows", "run_code", "sandbox")]
+    parts = [f"scripts/parts/{name}.py" for name in ("checks", "programs", "rows", "run_code", "sandbox")]
     for name in ("rewards.py", *parts, "scripts/prompts/solver.txt"):
         shutil.copy(ROOT / name, directory / name)
         (directory / name).chmod(0o644)
@@ -366,9 +366,15 @@ def test_honest_programs(configured):
         assert (result.score, result.status) == (row["score"], "ok"), (row, result)
 
 
+def outcome(run):
+    if run.problem is None:
+        return "passes"
+    return "no program" if run.is_tests_fault else "counted" if run.not_plain else "fails"
+
+
 def test_no_right_program_scores_zero_in_silence():
-    """With asserts in the styles of MBPP, HumanEval and LeetCode. passes; counted: fails as unsupported; no program:
-    is missing for every program."""
+    """With asserts in the styles of MBPP, HumanEval and LeetCode. counted: fails as unsupported; no program: is missing
+    for every program; fails: of a wrong program only."""
     box = sandbox.Sandbox()
     wrong = []
     for row in rows("sandbox_programs.jsonl", "asserts"):
@@ -379,40 +385,15 @@ def test_no_right_program_scores_zero_in_silence():
     assert not wrong
 
 
-def outcome(run):
-    if run.problem is None:
-        return "passes"
-    return "no program" if run.is_tests_fault else "counted" if run.not_plain else "silent"
-
-
-def cases(kind):
-    """Tests of SOLUTION. passes, fails; not plain: a result has to be plain data, whatever its methods say of it; no
-    program: more than plain data would have to reach the program, or come back."""
-    return [case["test"] for case in rows("assert_cases.jsonl", kind)]
-
-
-SOLUTION = rows("assert_cases.jsonl", "program")[0]["program"]
-
-
-def test_asserts(configured):
-    """A test has the names of its own definitions and of those of the tests before it."""
+def test_rewards_count_what_is_unsupported(configured):
+    """A result that is no plain data fails; what no program can pass is missing."""
     configured(code_max_execution_time=10)
-    result = one("code", cases("passes"), SOLUTION)
-    tests = zip(cases("passes"), result.details["passed"], strict=True)
-    assert [test for test, ok in tests if not ok] == [], result
-    wrong = cases("fails") + cases("not plain")
-    result = one("code", wrong + cases("passes")[:1], SOLUTION)
-    tests = zip(wrong, result.details["passed"], strict=False)
-    assert [test for test, ok in tests if ok] == [] and result.details["passed"][-1] == 1, result
-    assert result.details["unsupported"] == len(cases("not plain"))
-
-
-@pytest.mark.parametrize("test", cases("no program"))
-def test_what_no_program_can_pass_is_missing(test, configured):
-    configured(code_max_execution_time=10)
+    program = "class A: pass\ndef f(x): return A() if x else 1\n"
+    result = one("code", ["assert f(0) == 1", "assert f(1) == 1", "assert f(0) == 2"], program)
+    assert result.details["passed"] == [1, 0, 0] and result.details["unsupported"] == 1
     rewards.WARNED.clear()
     with pytest.warns(UserWarning, match="unsupported"):
-        result = one("code", ["assert same(1) == 1", test], SOLUTION)
+        result = one("code", ["assert f(0) == 1", "assert f(lambda: 0) == 1"], program)
     assert result.status == "infra_error" and math.isnan(result.score)
 
 
@@ -461,7 +442,7 @@ def test_asserts_that_hang_or_end_the_program_cost_only_themselves(configured):
     program = "import os, time\ndef f(x):\n    if x == 1: time.sleep(100)\n    if x == 2: os._exit(0)\n    return x"
     result = one("code", [f"assert f({i}) == {i}" for i in range(5)], program)
     assert result.details["passed"] == [1, 0, 0, 1, 1] and result.score == 0.6
-    assert result.details["problem"] == "time limit (0.3 s)" and 0.3 <= result.details["seconds"][1] < 10
+    assert result.details["problem"] == "time limit (0.3 s)" and len(result.details["seconds"]) == 5
     result = one("code", ["assert f(1)"] * 9, "def f(x):\n    while True: pass")
     assert result.score == 0.0 and result.details["passed"] == [0] * 9
     assert sum(seconds > 0 for seconds in result.details["seconds"]) == sandbox.MAX_TIME_LIMITS
@@ -489,11 +470,9 @@ def one_busy_processor():
 BUSY = "import time\ndef f(x):\n    while time.process_time() < x: pass\n    return x\n"
 
 
-@pytest.mark.parametrize("without", TIERS)
-def test_a_limit_is_of_the_program_s_own_time(without, one_busy_processor):
-    """A program that another one keeps from the processor is not too slow; one that sleeps or never ends is. Half of
-    it is what a sandbox gets, a session of its own, where sessions share a processor: 0.35 s take 0.7."""
-    box = sandbox.Sandbox(without=without)
+def test_a_limit_is_of_the_program_s_own_time(one_busy_processor):
+    """A program that others keep from the processor is not too slow; one that sleeps or never ends is."""
+    box = sandbox.Sandbox()
     (run,) = sandbox.run_stdio(box, BUSY + "print(f(0.35))", [("", "0.35")], 0.5)
     assert run.problem is None and 0.3 < run.seconds < 0.5, run
     runs = sandbox.run_tests(box, BUSY, ["assert f(0.1)", "assert f(0.35)"], 0.5)
@@ -509,8 +488,9 @@ def test_a_limit_is_of_the_program_s_own_time(without, one_busy_processor):
 
 def test_what_the_machine_never_runs_is_missing(one_busy_processor, monkeypatch):
     monkeypatch.setattr(sandbox, "PATIENCE", 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     box = sandbox.Sandbox()
-    with pytest.raises(sandbox.SandboxError, match="others had the processors"):
+    with pytest.raises(sandbox.SandboxError):
         sandbox.run_stdio(box, BUSY + "f(9)", [("", "")], 0.5)
     box.stop()
 
@@ -524,7 +504,7 @@ def test_settings(configured):
     configured(code_pass_rate_reward_threshold=0.8)
     assert one("code_stdio", label, three_of_four).score == 0.0
     configured(code_max_execution_time=2.0)
-    result = one("code_stdio", label, "import time; time.sleep(0.5); print(input())")
+    result = one("code_stdio", label, BUSY + "f(0.5); print(input())")
     assert min(result.details["seconds"]) >= 0.5 and result.score == 1.0
     configured(code_max_execution_time=0.3)
     result = one("code_stdio", label, "while True: pass")

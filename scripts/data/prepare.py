@@ -11,7 +11,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,24 +67,19 @@ def question_of(row: Row) -> str:
 
 
 class Contamination:
-    """Which questions are in an evaluation set: equal to one of its questions, or sharing `n` words in a row with one.
+    """Which questions are in an evaluation set: equal to one of its questions, or sharing NGRAM words in a row with
+    one. Words are those of words_of. Questions of fewer words can only be equal."""
 
-    Words are those of words_of. Questions of fewer than n words can only be equal. Of 10 questions or more, n-grams of
-    more than a tenth of the questions do not count, such as those of instructions for the answer.
-    """
-
-    def __init__(self, questions: Iterable[str], n: int = NGRAM) -> None:
-        self.n = n
-        known = [tuple(words_of(question)) for question in questions]
-        self.exact = set(known)
-        counts: Counter[tuple[str, ...]] = Counter()
-        for words in known:
-            counts.update(self.grams(words))
-        most = len(known) // 10 if len(known) >= 10 else len(known)
-        self.known = {gram for gram, count in counts.items() if count <= most}
+    def __init__(self, questions: Iterable[str]) -> None:
+        self.exact: set[tuple[str, ...]] = set()
+        self.known: set[tuple[str, ...]] = set()
+        for question in questions:
+            words = tuple(words_of(question))
+            self.exact.add(words)
+            self.known |= self.grams(words)
 
     def grams(self, words: tuple[str, ...]) -> set[tuple[str, ...]]:
-        return {words[i : i + self.n] for i in range(len(words) - self.n + 1)}
+        return {words[i : i + NGRAM] for i in range(len(words) - NGRAM + 1)}
 
     def kind(self, question: str) -> str | None:
         """ "exact", "n-gram" or None."""
@@ -141,7 +135,6 @@ def parser(doc: str | None, out: str, source: str | None = None) -> argparse.Arg
         default=[],
         help="drop train rows found in these files or hub datasets (NAME or NAME@SPLIT; the split is test)",
     )
-    parser.add_argument("--ngram", type=int, default=NGRAM, help=f"words in a row that are too many (default: {NGRAM})")
     if source is not None:
         parser.add_argument("--source", default=source, help="hub dataset or local directory")
     return parser
@@ -167,7 +160,7 @@ def save_train(asked: list[Asked], args: argparse.Namespace) -> None:
         name, _, split = source.partition("@")
         evaluation += [question_of(row) for _, row in read_rows(name, split or "test")]
     if evaluation:
-        asked = decontaminate(asked, Contamination(evaluation, args.ngram), len(evaluation))
+        asked = decontaminate(asked, Contamination(evaluation), len(evaluation))
     write(without_questions(asked), args.out / "train.jsonl")
 
 
@@ -185,7 +178,7 @@ def decontaminate(asked: list[Asked], evaluation: Contamination, size: int) -> l
         print(f"  {kind}: {question[:150]!r}")
     exact = sum(kind == "exact" for kind, _ in dropped)
     print(
-        f"decontamination against {size} questions: {exact} equal, {len(dropped) - exact} share {evaluation.n} words "
+        f"decontamination against {size} questions: {exact} equal, {len(dropped) - exact} share {NGRAM} words "
         f"in a row; {len(kept)} of {len(asked)} rows kept"
     )
     return kept
