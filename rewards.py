@@ -324,8 +324,7 @@ class RewardFlags(Refusing):
     """A second verifier, or a function of --reward_file. Its scores of all responses are logged and never trained on. A
     run warns where the reward does not fall, they do not rise, and the two move apart. Empty is off."""
     code_max_execution_time: Positive[float] = 1.0
-    """Verifiers code and code_stdio: seconds for each test. Time in which other processes had the processor is not
-    counted."""
+    """Verifiers code and code_stdio: seconds of processor time for each test, and five times as many by the clock."""
     code_pass_rate_reward_threshold: Share[float] = 0.0
     """Verifiers code and code_stdio: a smaller share of passed tests scores 0. At 1.0 all tests must pass."""
     allow_unsafe_code: bool = False
