@@ -170,6 +170,7 @@ def test_the_watch_warns_once_and_remembers_what_was_before_a_resume(configured,
     assert warnings_of(resumed, hacked[25:], capsys) == 1
 
 
+@pytest.mark.house  # a minute
 @pytest.mark.runs
 def test_an_audit_changes_no_bit_and_warns_of_a_hack_in_both_scripts(tiny_models, tmp_path):
     """The reward is for small letters, whatever was asked: the audit by the right answer sees it, and one by the same

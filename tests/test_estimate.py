@@ -74,9 +74,16 @@ MEASURE = """
         found.watch(gc.get_objects())
         with found:
             step(args.pack_length - 31, 2)
+        gc.collect()
+        saved = Peak()
+        with saved:
+            for _ in utils.full_weights(learner.policy, utils.DTYPES[args.model_dtype]):
+                continue
         dist.destroy_process_group()
         setup = estimate.Setup(args, ranks, True, grpo.LOGPROB_CHUNK)
-        return found.peak, estimate.memory_parts(setup, estimate.count(setup, config))
+        counted = estimate.count(setup, config)
+        saving = [saved.peak, estimate.saved_bytes(setup, counted.policy)]
+        return found.peak, estimate.memory_parts(setup, counted), saving
 
     with tempfile.TemporaryDirectory() as directory:
         print(json.dumps([measure(directory, **setting) for setting in json.loads(sys.argv[1])]), flush=True)
@@ -115,10 +122,12 @@ def parts_of(setup, config=QWEN_7B, ref_config=None):
 def test_estimate_against_an_update():
     done = programs.run(["-c", textwrap.dedent(MEASURE), json.dumps(SETTINGS)], OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr[-3000:]
-    for setting, (peak, parts) in zip(SETTINGS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for setting, (peak, parts, saving) in zip(SETTINGS, json.loads(done.stdout.splitlines()[-1]), strict=True):
         estimated = estimate.learner_bytes(parts)
         print(f"estimate / peak {estimated / peak:.2f}, {peak / 2**20:.0f} MiB, {setting}")
         assert 0.95 < estimated / peak < 1.2, (setting, peak, parts)
+        print(f"a save: {saving[0] / 2**20:.1f} MiB, estimated {saving[1] / 2**20:.1f} MiB")
+        assert saving[0] < 1.2 * saving[1], (setting, saving)
 
 
 def test_a_7b_model_by_hand():

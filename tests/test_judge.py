@@ -456,7 +456,7 @@ def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve
     configure(solver=server)
     slow = "{" * 22 + "y" + "}" * 22
     found = []
-    for answer, seconds in (("y^2+x", 1.5), (slow, 0.3)):  # the worker after the first one reads a harmless answer
+    for answer, seconds in (("y^2+x", 5.0), (slow, 0.3)):  # the worker after the first one reads a harmless answer
         monkeypatch.setattr(solver_part, "GRADING_TIMEOUT_S", seconds)
         found += solved("Multiply.", question="What is y?", answer=answer)
     text, label = found
@@ -508,6 +508,7 @@ def start(directory, **flags):
     return serve_part.start_servers(str(directory), Path("."), model_dtype="float32", **flags)
 
 
+@pytest.mark.house  # its parts are tested with stand-ins
 @pytest.mark.runs
 def test_a_real_solver(tiny_models, tmp_path, monkeypatch):
     """A vLLM server grades two guidelines, one of which is too long for it."""

@@ -149,8 +149,9 @@ def ranks(tmp_path_factory):
     return get
 
 
-SIZES = pytest.mark.parametrize("size, number", [(2, 2), (3, 3), (2, 4)])
-MORE = pytest.mark.parametrize("size, number", [(3, 3), (2, 4)])
+LARGE = [pytest.param(3, 3, marks=pytest.mark.house), pytest.param(2, 4, marks=pytest.mark.house)]  # a minute each
+SIZES = pytest.mark.parametrize("size, number", [(2, 2), *LARGE])
+MORE = pytest.mark.parametrize("size, number", LARGE)
 
 
 @pytest.mark.runs

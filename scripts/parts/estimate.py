@@ -256,6 +256,16 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
     return parts
 
 
+def saved_bytes(setup: Setup, policy: Model) -> float:
+    """Bytes that a save gathers at once, beside an engine that is awake: a bucket of weights with the largest that may
+    end it, this learner's part of them twice, and one weight's rows in their order (utils.gather_bucket)."""
+    largest = policy.itemsize * max(p.numel() for p in policy.model.parameters())
+    if setup.shards == 1:
+        return largest
+    bucket = min(policy.itemsize * policy.all, utils.GATHER_BYTES + largest)
+    return bucket * (1 + 2 / setup.shards) + largest
+
+
 def logit_bytes(setup: Setup, counted: Counted, model: Model) -> int:
     """Bytes of the logits that exist at once, with what is computed of them."""
     return 12 * min(setup.logprob_chunk, counted.tokens) * model.config.get_text_config().vocab_size
@@ -325,7 +335,7 @@ def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
     if setup.shared_gpu and args.vllm_sleep == "off":
         used = learner + engine
     elif setup.shared_gpu:  # learner and engine take turns; weights, Adam and reference stay
-        between = parts["weights"] + parts["Adam"] + parts["reference"] + engine
+        between = parts["weights"] + parts["Adam"] + parts["reference"] + engine + saved_bytes(setup, counted.policy)
         used = max(learner + ASLEEP * GIB, between)
         asleep = f", asleep during updates but for {ASLEEP} GiB"
     of_learner = {name: size for name, size in parts.items() if not name.startswith(("engine", "host"))}

@@ -127,8 +127,8 @@ class TransformersEngine(utils.Engine):
 
 class SeededSampler(LogitsProcessor):
     """Makes a greedy search sample from softmax(logits / temperature), by the Gumbel-max trick: it returns logprobs
-    minus the log of exponential noise. Each request draws its noise from its own seed. Keeps the chosen tokens'
-    logprobs."""
+    minus the log of exponential noise. Each request draws its noise from its own seed, on the device: a GPU draws other
+    numbers from a seed than a CPU. Keeps the chosen tokens' logprobs."""
 
     def __init__(self, requests: Sequence[utils.Request], device: torch.device, on_token: Callable[[], None]):
         self.on_token = on_token
@@ -136,7 +136,7 @@ class SeededSampler(LogitsProcessor):
         greedy = [[request.temperature == 0] for request in requests]
         self.temperatures = torch.tensor(temperatures, device=device)
         self.greedy = torch.tensor(greedy, device=device)
-        self.generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        self.generators = [torch.Generator(device).manual_seed(request.seed) for request in requests]
         top_p = requests[0].top_p
         self.top_p = TopPLogitsWarper(top_p) if top_p < 1 else None
         self.logprobs: list[Tensor] = []  # (B, 1) each
@@ -147,10 +147,10 @@ class SeededSampler(LogitsProcessor):
         if self.top_p is not None:
             scores = self.top_p(input_ids, scores)
         logprobs = torch.log_softmax(scores, -1)
-        vocabulary = scores.shape[1]
-        noise = torch.stack([torch.empty(vocabulary).exponential_(generator=g) for g in self.generators])
-        log_noise = noise.to(scores.device).log()
-        noisy = torch.where(self.greedy, logprobs, logprobs - log_noise)
+        noise = torch.empty_like(logprobs)
+        for row, generator in zip(noise, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        noisy = torch.where(self.greedy, logprobs, logprobs - noise.log())
         chosen = noisy.argmax(-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, chosen))
         return noisy

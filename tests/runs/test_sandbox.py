@@ -140,11 +140,12 @@ def copy():
     shutil.rmtree(directory)
 
 
+NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 USERS = [
     pytest.param(None, id="as_this_user"),
-    pytest.param(USER, id="as_another_user", marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root")),
+    pytest.param(USER, id="as_another_user", marks=[pytest.mark.house, NEEDS_ROOT]),
 ]
-TIERS = [pytest.param((), id="all_layers"), pytest.param(("namespaces",), id="no_namespaces")]
+TIERS = [pytest.param((), id="all_layers"), pytest.param(("namespaces",), id="no_namespaces", marks=pytest.mark.house)]
 
 
 @pytest.mark.parametrize("without", TIERS)
