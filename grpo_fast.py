@@ -24,7 +24,11 @@ Admission bounds staleness. Let c(v) be the number of prompts consumed when vers
 prompt at stream position i is admitted once the engines have a version v with i < c(v) + P * (async_steps + 1). Batches
 are taken in stream order, so a rollout is at most async_steps updates old when it trains, no rollout is dropped for its
 age, and long responses are as likely to be trained on as short ones. With async_steps 0 the run is strictly on-policy
-and makes the updates of grpo.py. After every step started = trained + filtered + in flight groups, or the run stops.
+and makes the updates of grpo.py.
+
+A step with active_sampling takes more than P groups, so that many more are admitted (groups_ahead). If it then takes
+fewer than expected, some admitted groups would be too old. They expire by the version that admitted them, whatever
+their length. After every step started = trained + filtered + expired + in flight groups, or the run stops.
 
 The learners share a world (FSDP2), and each engine has a world of its own. A bare process group of learner 0 and the
 engines carries the weights. Everything else goes over local sockets, whose addresses are kept in torchrun's store, so
@@ -62,6 +66,7 @@ from utils import TIMEOUT, Generation, Group, Prompt, Request, Rollout, World
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
 NEWS_EVERY = 8  # decoding steps between looks for a message, which cost an engine of several ranks a millisecond
 SIGN_EVERY_S = 10.0  # of life, from an engine whose responses are long
+RECENT_STEPS = 8  # of which groups_ahead takes the mean
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -623,11 +628,41 @@ class StepData:
 
     groups: list[Group] = field(default_factory=list)  # to train on
     sampled: list[Group] = field(default_factory=list)  # all that were sampled for the step
+    expired: list[Group] = field(default_factory=list)  # that came before them and were too old
     shares: list[Shares] = field(default_factory=list)  # of each mini-batch
     pickled: list[list[list[torch.Tensor]]] = field(default_factory=list)  # the same, each pack as bytes
     cursor: int = 0  # prompts consumed so far
     sampler: dict[str, Any] = field(default_factory=dict)  # after these groups: see grpo.next_sampler
+    taken: tuple[int, ...] = ()  # groups that each of the last RECENT_STEPS took
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+def groups_ahead(args: Args, taken: Sequence[int]) -> int:
+    """How many groups may be admitted beyond those that were consumed when weights were made: P (async_steps + 1), the
+    groups of that many steps.
+
+    With active_sampling a step takes E >= P groups, the mean of `taken`. If a group has a gradient with probability
+    P / E, n steps take n E groups with a standard deviation of sqrt(n E (E / P - 1)), and n E minus that is admitted:
+    more would often expire, less would let the engines run dry."""
+    prompts = args.num_unique_prompts_rollout
+    steps = args.async_steps + 1
+    if not args.active_sampling or args.async_steps == 0 or not taken:
+        return prompts * steps
+    mean = sum(taken) / len(taken)
+    expected = steps * mean
+    deviation = math.sqrt(expected * (mean / prompts - 1))
+    return max(prompts * steps, int(expected - deviation))
+
+
+def oldest_version(kept: dict[int, dict[str, Any]], version: int) -> int:
+    """The oldest version that sampled a token of a checkpoint's rollouts of a group; `version` if that is older."""
+    oldest = version
+    for fields in kept.values():
+        versions = np.asarray(fields.get("versions", ()))
+        sampled = versions[versions >= 0]  # the others are answers
+        if len(sampled):
+            oldest = min(oldest, int(sampled.min()))
+    return oldest
 
 
 class Collector:
@@ -650,14 +685,18 @@ class Collector:
         self.admitted = self.first  # the next position to admit
         self.consumed = self.first  # the next position to collect
         self.sampler = state["sampler"]
-        self.samplers = {self.consumed: self.sampler}  # by the prompts consumed when weights were made
+        self.taken: tuple[int, ...] = state.get("taken", ())  # as in StepData, of the last step that was trained
+        self.recent = self.taken  # of the last step that was collected
+        # by the prompts consumed when weights were made: the sampler of that time, and its groups_ahead
+        self.plans = {self.consumed: (self.sampler, groups_ahead(args, self.taken))}
         self.restored = state.get("rollouts", {})  # see checkpoint
-        self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0})
+        self.counts = state.get("counts", {"started": 0, "trained": 0, "filtered": 0, "expired": 0})
         rounds = grpo.MAX_SAMPLING_ROUNDS if args.active_sampling else 1
         self.most_groups = rounds * args.num_unique_prompts_rollout  # that a step may sample
         self.admitting = threading.Lock()
         self.in_flight: dict[int, Group] = {}  # position -> group that was started and has not reached a learner
         self.started_at: dict[int, float] = {}
+        self.admitted_by: dict[int, int] = {}  # position -> version of the weights, or of its oldest token
         self.ready: queue.Queue = queue.Queue(maxsize=1)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -673,8 +712,8 @@ class Collector:
         self.version += 1
         if self.fixed:
             self.engines.wait_for(lambda: self.reported >= self.version, "the evaluation")
-        limit = cursor + self.args.num_unique_prompts_rollout * (self.args.async_steps + 1)
-        self.admit(limit, self.samplers.pop(cursor, self.sampler))
+        sampler, ahead = self.plans.pop(cursor, (self.sampler, groups_ahead(self.args, self.recent)))
+        self.admit(cursor + ahead, sampler)
 
     def asks_no_more(self, number: int) -> None:
         """Learner 0 asks the engines no more in this step."""
@@ -706,14 +745,17 @@ class Collector:
     def _start_group(self, position: int, sampler: dict[str, Any]) -> None:
         """Choose the group at a stream position and count it as started. The engines' lock is held only for moments,
         because learner 0's main thread asks for it too."""
+        version = self.version
         if position in self.restored:
             index, kept = self.restored[position]
+            version = oldest_version(kept, version)
             group = grpo.new_group(self.prompts[index], position, len(kept))
         else:
             group = grpo.next_group(self.prompts, position, sampler, self.args)
         with self.engines.changed:
             self.in_flight[position] = group
             self.started_at[position] = time.perf_counter()
+            self.admitted_by[position] = version
             self.counts["started"] += 1
             self.admitted = position + 1
 
@@ -760,8 +802,10 @@ class Collector:
         data.cursor = self.consumed
         seen = grpo.what_was_seen(data.sampled, args)
         data.sampler = grpo.next_sampler(self.sampler, seen, args)
+        data.taken = (*self.recent, len(data.sampled))[-RECENT_STEPS:]
         self.sampler = data.sampler
-        self.samplers[self.consumed] = data.sampler
+        self.recent = data.taken
+        self.plans[self.consumed] = (data.sampler, groups_ahead(args, data.taken))
         self.number += 1
 
         with timer("packing"):
@@ -775,14 +819,20 @@ class Collector:
         return data
 
     def _gather(self, data: StepData, timer: utils.Timer) -> list[float]:
-        """Take and score groups in stream order until the step has enough; returns the seconds of each."""
+        """Take and score groups in stream order until the step has enough; returns the seconds of each. Groups that
+        weights older than async_steps updates have admitted expire."""
+        oldest = self.number - 1 - self.args.async_steps
         group_seconds = []
         while self._needs_groups(data):
-            if self.consumed == self.admitted and data.sampled:
+            if self.consumed == self.admitted and (data.sampled or data.expired):
                 self._admit_more(data)
             self.engines.wait_for(lambda: self.consumed < self.admitted, "new weights in the engines")
-            group, seconds = self._take(self.consumed)
+            position = self.consumed
+            group, seconds = self._take(position)
             self.consumed += 1
+            if self.admitted_by.pop(position) < oldest:
+                data.expired.append(group)
+                continue
             group_seconds.append(seconds)
             data.sampled.append(group)
             with timer("reward"):
@@ -839,7 +889,10 @@ class Collector:
         """
         trained = self.counts["trained"]
         filtered = self.counts["filtered"]
-        state = {"counts": {"trained": trained, "filtered": filtered, "started": trained + filtered}, "rollouts": {}}
+        expired = self.counts["expired"]
+        counts = {"trained": trained, "filtered": filtered, "expired": expired}
+        counts["started"] = sum(counts.values())
+        state: dict[str, Any] = {"counts": counts, "rollouts": {}, "taken": self.taken}
         if self.engines.dead:
             return state
         wanted = self.args.num_unique_prompts_rollout
@@ -859,19 +912,25 @@ class Collector:
         return state
 
     def account(self, data: StepData) -> dict[str, float]:
-        """Count the groups after a step. The run ends unless started = trained + filtered + in flight."""
+        """Count the groups after a step. The run ends unless started = trained + filtered + expired + in flight."""
         trained = {r.position for shares in data.shares for r in rollouts_of(shares)}
         for group in data.sampled:
             position = group[0].position
             del self.in_flight[position]
             end = "trained" if position in trained else "filtered"
             self.counts[end] += 1
+        for group in data.expired:
+            del self.in_flight[group[0].position]
+            self.counts["expired"] += 1
+        self.taken = data.taken
         with self.engines.changed:
             counts = self.counts | {"in_flight": len(self.in_flight)}
-        accounted = counts["trained"] + counts["filtered"] + counts["in_flight"]
+        accounted = counts["trained"] + counts["filtered"] + counts["expired"] + counts["in_flight"]
         if counts["started"] != accounted:
             utils.STOP.ask(f"groups got lost, a defect of grpo_fast.py: {counts}")
-        return {f"batch/groups_{name}": float(number) for name, number in counts.items()}
+        tokens = sum(len(r.token_ids) for group in data.expired for r in group)
+        found = {f"batch/groups_{name}": float(number) for name, number in counts.items()}
+        return found | {"val/expired_tokens": float(tokens)}
 
 
 def rollouts_of(shares: Sequence[Sequence[Pack]]) -> Iterator[Rollout]:

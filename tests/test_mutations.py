@@ -350,9 +350,10 @@ def test_groups_are_trained_or_filtered_and_a_lost_start_counts_them_again():
     out = collector.account(data)
     assert out == {
         "batch/groups_started": 4, "batch/groups_trained": 1, "batch/groups_filtered": 1, "batch/groups_in_flight": 2,
+        "batch/groups_expired": 0, "val/expired_tokens": 0,
     }  # fmt: skip
     saved = collector.checkpoint(data.cursor)
-    assert saved["counts"] == {"started": 2, "trained": 1, "filtered": 1}
+    assert saved["counts"] == {"started": 2, "trained": 1, "filtered": 1, "expired": 0}
     state = grpo.start_state() | {"step": 1, "cursor": data.cursor} | saved
     again = make_collector("7", "1", flags="--async_steps 1", state=state)
     again.engines_have(data.cursor)

@@ -99,6 +99,56 @@ def test_a_step_that_runs_dry_waits_for_weights_that_are_new_enough():
     assert collector.admitted == 5, "one of two groups with a gradient is missing"
 
 
+def test_active_sampling_admits_what_steps_will_take_and_what_is_too_old_expires():
+    """Steps took 8 groups for 2 with a gradient; then every group has one. By hand: 2 x 8 - sqrt(2 x 8 x 3) = 9.07."""
+    state = grpo.start_state() | {"taken": (8,) * 8}
+    collector = make_collector("7", flags="--async_steps 1 --active_sampling", state=state)
+
+    def submit(requests, index=None):
+        for name, _, finished in requests:
+            text = "7" if name.endswith("/0") else "1"
+            finished(utils.Generation([ord(text)], [-1.0], "stop", [0]))
+
+    collector.engines.submit = submit
+    collector.engines_have(0)
+    assert collector.admitted == 9
+    first, second = collector._collect(), collector._collect()
+    assert (first.cursor, second.cursor, first.expired, second.expired) == (2, 4, [], [])
+    collector.engines_have(first.cursor)  # (7 x 8 + 2) / 8 = 7.25 a step: 2 + 14.5 - 6.17
+    assert collector.admitted == 10
+    third = collector._collect()
+    assert [group[0].position for group in third.expired] == [4, 5, 6, 7, 8], "the first weights have admitted them"
+    assert [group[0].position for group in third.groups] == [9, 10]
+    for data in (first, second, third):
+        data.shares = [[[data.groups]]]
+        counts = collector.account(data)
+    assert (counts["batch/groups_expired"], counts["val/expired_tokens"]) == (5, 10) and not utils.STOP.because
+    saved = collector.checkpoint(third.cursor)
+    assert saved["taken"] == (8, 8, 8, 8, 8, 2, 2, 2) and saved["counts"]["started"] == 11
+
+
+def test_a_rollout_of_a_checkpoint_is_as_old_as_its_oldest_token():
+    state = grpo.start_state() | {"step": 5, "cursor": 10}
+    tokens = {"token_ids": [5, 6], "logprobs": [-1.0] * 2, "mask": [True] * 2, "versions": torch.tensor([-1, 3])}
+    state["rollouts"] = {10: (0, {0: tokens, 1: {}})}
+    collector = make_collector("7", "1", flags="--async_steps 1 --active_sampling", state=state)
+    collector.engines_have(10)
+    assert collector.admitted_by == {10: 3, 11: 5, 12: 5, 13: 5}
+    assert [group[0].position for group in collector._collect().expired] == [10]
+
+
+@pytest.mark.parametrize("flags, taken, ahead", [
+    ("--async_steps 3", (9, 9), 8),
+    ("--async_steps 0 --active_sampling", (9, 9), 2),
+    ("--async_steps 3 --active_sampling", (), 8),
+    ("--async_steps 3 --active_sampling", (2, 2, 2), 8),  # every group has a gradient
+    ("--async_steps 3 --active_sampling", (4, 4), 12),  # 16 - sqrt(4 x 4 x 1)
+])  # fmt: skip
+def test_groups_ahead(flags, taken, ahead):
+    args = make_collector("7", flags=flags).args
+    assert grpo_fast.groups_ahead(args, taken) == ahead
+
+
 def test_a_token_older_than_the_bound_ends_the_run():
     """The bound is what README says of --async_steps: a defect of the admission must not be trained on in silence."""
     args = utils.parse_args(grpo.Args, "--model_name_or_path x --async_steps 1".split())

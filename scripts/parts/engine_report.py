@@ -56,7 +56,8 @@ def lines(out: dict[str, float], step: int, args: Any) -> str:
         bottleneck = "training"
     lines = [
         f"groups: {out['batch/groups_started']:.0f} started = {out['batch/groups_trained']:.0f} trained + "
-        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_in_flight']:.0f} in flight",
+        f"{out['batch/groups_filtered']:.0f} filtered + {out['batch/groups_expired']:.0f} expired + "
+        f"{out['batch/groups_in_flight']:.0f} in flight",
         f"idle: learner {learner:.0%}, engines {engine:.0%}; bottleneck: {bottleneck}",
     ]
     if "time/weight_sync" in out:
