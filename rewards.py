@@ -173,6 +173,9 @@ def check_ground_truth(name: str, ground_truth: Any, prompt: str = "user: ?", co
     """Why this verifier can never score this label of a row with these columns, or None. Raises ValueError for an
     unknown verifier."""
     name = check_verifier(name)
+    is_nan = isinstance(ground_truth, float) and math.isnan(ground_truth)
+    if is_nan and name in BUILT_IN and name != "passthrough":
+        return "the label is NaN, as pandas has it for a missing value"
     try:
         record = RewardRecord("", ground_truth, name, None, prompt, columns)
         VERIFIERS[name].check(record)
@@ -525,8 +528,8 @@ BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s+(-?[\w.,]+))|\\.|[{}]", r
 
 
 def last_box(text: str) -> str | None:
-    r"""The stripped content of a \boxed{}, or None. Of the boxes with balanced braces, the one that opens last counts.
-    `\boxed 42` is a box as well."""
+    r"""The stripped content of a \boxed{}, or None. Of the boxes with balanced braces, the one that opens last counts;
+    "" if one that opens later is cut off. `\boxed 42` is a box as well."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
     open_braces: list[re.Match | None] = []  # the match of a box, None for any other brace
@@ -545,7 +548,8 @@ def last_box(text: str) -> str | None:
             if box and box.start() > last_start:
                 last_start = box.start()
                 content = text[box.end() : token.start()].strip()
-    return content
+    is_cut_off = any(box and box.start() > last_start for box in open_braces)
+    return "" if is_cut_off else content
 
 
 # --- Numbers: gsm8k, gsm8k_strict, gsm8k_verl -------------------------------------------------------------------------
@@ -564,17 +568,21 @@ ANOTHER_NUMBER = re.compile(
     re.IGNORECASE,
 )
 EQUATION_LEFT = re.compile(r"^[\W\d_x]*=")
-TEX_UNIT = re.compile(r"\\(?:text|mathrm)\{[^{}\d]*\}(?:\^\{?\d\}?)?")
+TAKEN_BACK = re.compile(
+    r"_|(?:[\W_]|text|mathrm|mbox|is){0,8}\b(?:not|wrong|incorrect)\b", re.IGNORECASE
+)  # 5_4, 5 is not
+TEX_UNIT = re.compile(r"\\(?:text|mathrm)\{(?![^{}]*\b(?:not|wrong|incorrect)\b)[^{}\d]*\}(?:\^\{?\d\}?)?")
 TEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+MAX_DIGITS = 20_000  # of a number, with the zeros of its exponent
 UNICODE_MINUS = str.maketrans("\u2212\uff0d", "--")
 CURRENCY = str.maketrans("", "", "$£€")
 
 
 class Number(NamedTuple):
-    """A number as text and as a value. The value is None if Decimal has no finite value for the text."""
+    """A number as text and as a value. The value is None if the text has none, or one with too many digits."""
 
     text: str | None
-    value: Decimal | None
+    value: Fraction | None
 
 
 NO_NUMBER = Number(None, None)
@@ -584,22 +592,28 @@ def plain_numbers(text: str) -> str:
     """Text with unicode minus as -, 2 1/2 as 5/2, and without currency signs, digit-group commas and TeX of numbers."""
     text = text.translate(UNICODE_MINUS).replace("\\$", "$").translate(CURRENCY)
     if MIXED_NUMBER.search(text):
-        from scripts.parts import equality
+        from scripts.parts import mixed_numbers
 
-        text = equality.without_mixed_numbers(text)
+        text = mixed_numbers.without_mixed_numbers(text)
     if "\\" in text or "{" in text:
-        text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+        text = re.sub(r"\\!|(?<=\d)(?:\\,|\{,\})(?=\d{3}(?!\d))", "", text)
         text = TEX_UNIT.sub(" ", text)
         text = TEX_FRACTION.sub(r"\1/\2", text)
     return re.sub(r"(?<=\d),(?=\d)", "", text)
 
 
 def read_number(match: re.Match) -> Number:
-    """The number of a match of QUOTIENT, exact if it has no denominator."""
+    """The exact number of a match of QUOTIENT."""
+    nothing = Number(match[0], None)  # equal to no label
     try:
-        value = Decimal(match[1]) / Decimal(match[2]) if match[2] else Decimal(match[1])
-    except ArithmeticError:
-        value = None  # division by zero, or an exponent beyond Decimal's range: equal to no label
+        parts = [Decimal(part) for part in match.groups() if part]
+    except ArithmeticError:  # an exponent beyond Decimal's range
+        return nothing
+    value = Fraction(1)
+    for part in reversed(parts):
+        if abs(part.adjusted()) > MAX_DIGITS or not value:
+            return nothing
+        value = Fraction(part) / value
     return Number(match[0], value)
 
 
@@ -610,9 +624,9 @@ def single_number(text: str, rest_may_hold_numbers: bool) -> Number:
     begin with a number in words. With rest_may_hold_numbers, numbers in a later phrase are allowed (72 clips over 2
     months), but 18 or 19, 18-19, 18 vs 19 and 18 (or 19) are still several."""
     if not re.search(r"\d", text):
-        from scripts.parts import equality
+        from scripts.parts import mixed_numbers
 
-        text = equality.digits_of_words(text)
+        text = mixed_numbers.digits_of_words(text)
     lines = plain_numbers(text).splitlines()
     line = next(filter(NUMBER.search, lines), "")
     line = EQUATION_LEFT.sub("", line)
@@ -621,7 +635,7 @@ def single_number(text: str, rest_may_hold_numbers: bool) -> Number:
         return NO_NUMBER
     after = line[first.end() :]
     another = ANOTHER_NUMBER.match(after) if rest_may_hold_numbers else NUMBER.search(after)
-    if another:
+    if another or TAKEN_BACK.match(after):
         return NO_NUMBER
     return read_number(first)
 
@@ -641,7 +655,7 @@ def boxed_or_last_number(text: str) -> Number:
     return last_number(text) if box is None else single_number(box, rest_may_hold_numbers=False)
 
 
-def number_of_label(ground_truth: Any) -> Decimal | None:
+def number_of_label(ground_truth: Any) -> Fraction | None:
     """The value of a label that is one number, else None."""
     return single_number(str(ground_truth), rest_may_hold_numbers=False).value
 
@@ -652,7 +666,7 @@ def check_number(record: RewardRecord) -> None:
 
 
 def verify_gsm8k(record: RewardRecord, strict: bool = False) -> Verdict:
-    r"""1.0 if the final number equals the label's number as Decimals (72.00 = 72, 1,080 = 1080), else 0.0.
+    r"""1.0 if the final number equals the label's number exactly (72.00 = 72, 1,080 = 1080), else 0.0.
 
     The final number is the first one after the last `####`; without `####`, the number in the last \boxed{}; without a
     box, the last number of the text. Several values after `####` or in the box are no answer. strict: only `####`
@@ -695,7 +709,7 @@ TEX_WORDS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*
 TEX_NOISE = re.compile(
     r"\\(?:left|right)(?![a-zA-Z])|\\!|\$"
     r"|(?!(?<=,)(?:\\[,;: ]|\s)\s*\d{3}(?!\d))"  # 1, 234 is two numbers
-    r"(?:\\[,;: ]|\s+(?!\d)|(?<!\d)\s+)"
+    r"(?:(?:\\[,;: ]|\s)+(?!\d)|(?<!\d)(?:\\[,;: ]|\s)+)"
 )
 PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:(?<=\d)\.|\.\d+)?")
 NUMBER_IN_BASE = re.compile(r"\d[\dA-F]*_\d+")
@@ -735,7 +749,7 @@ def minerva_answer(text: str) -> str | None:
 def trim_tex(text: str) -> str:
     r"""`text` without wrappings that never change a value: $..$, a final stop, 1\,000 for 1000."""
     text = text.translate(UNICODE_MINUS).strip().removesuffix(".").strip().strip("$").strip()
-    return re.sub(r"(?<=\d)(?:\\[,!]|\{,\}(?=\d{3}))(?=\d)", "", text)
+    return re.sub(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))", "", text)
 
 
 def canonical_tex(text: str) -> str:
@@ -747,7 +761,7 @@ def canonical_tex(text: str) -> str:
 
 
 PLAIN_RATIONAL = re.compile(r"(-?)(?:\\frac\{(\d{1,9})\}\{(\d{1,9})\}|(\d{1,9})/(\d{1,9})|(\d{1,9}(?:\.\d{1,9})?))")
-RATIONALS_MAY_AGREE = 1e-4  # math-verify lets 1/3 and 0.333333 agree; numbers further apart need not be compared by it
+RATIONALS_MAY_AGREE = 1e-4  # 1/3 is 0.333333, cut short: a worker tells, but for numbers further apart
 
 
 def plain_rational(key: str) -> Fraction | None:
@@ -801,8 +815,9 @@ def math_label(ground_truth: Any) -> str:
 
 
 def check_tex(record: RewardRecord) -> None:
-    if isinstance(record.ground_truth, (list, dict)) or not canonical_tex(math_label(record.ground_truth)):
-        raise ValueError(f"label {record.ground_truth!r} is no text, or empty")
+    label = math_label(record.ground_truth)
+    if isinstance(record.ground_truth, (list, dict)) or not canonical_tex(label) or label.lower() == "nan":
+        raise ValueError(f"label {record.ground_truth!r} is no text, or empty, or no number")
 
 
 def verify_math(record: RewardRecord, strict: bool = False) -> Verdict:

@@ -135,6 +135,16 @@ def test_labels_and_verifiers_of_a_row(row, labels, verifiers):
     assert part_of_rows.parse_row({"prompt": QUESTION} | row) == ([USER], labels, verifiers)
 
 
+@pytest.mark.parametrize(
+    "solution", ["We add two and two, so x = 4.", "First add.\nThen divide by two to get $\\frac{1}{2}$."]
+)
+def test_a_solution_of_prose_without_a_box_is_refused_with_its_row(tokenizer, tmp_path, solution):
+    boxed = {"messages": [USER], "solution": f"{solution} So \\boxed{{4}}."}
+    with pytest.raises(utils.UserError, match=r"row 2.*boxed"):
+        load(tokenizer, write_jsonl(tmp_path / "a.jsonl", [boxed, boxed | {"solution": solution}]), "1.0")
+    assert len(load(tokenizer, write_jsonl(tmp_path / "b.jsonl", [boxed]), "1.0")) == 1
+
+
 def test_several_datasets_each_with_its_split(tokenizer, tmp_path):
     rows = numbered(6)
     for name, first in (("a", 0), ("b", 3)):

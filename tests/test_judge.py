@@ -452,9 +452,9 @@ def test_solver_without_server_is_missing(serve):
 
 @pytest.mark.filterwarnings("ignore:verifier solver")
 def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve, monkeypatch):
-    server = serve(lambda message, request: "\\boxed{9^{9^{9^9}}+x}")
+    slow = "{" * 100_000 + "2" + "}" * 100_000
+    server = serve(lambda message, request: "\\boxed{" + "(" * 300 + "2" + ")" * 300 + "}")
     configure(solver=server)
-    slow = "{" * 22 + "y" + "}" * 22
     found = []
     for answer, seconds in (("y^2+x", 5.0), (slow, 0.3)):  # the worker after the first one reads a harmless answer
         monkeypatch.setattr(solver_part, "GRADING_TIMEOUT_S", seconds)

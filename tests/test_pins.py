@@ -31,6 +31,7 @@ PRIVATE = {  # name -> what fails without it
     "_internal": "test_bench: torch's fake store",
     "_model_mapping": "each run: packing.check",
     "_no_split_modules": "test_sharding: a model would have no layers",
+    "_prec": "test_pairs_of_answers",
     "_pytree": "each run with --gradient_checkpointing",
     "_rebuild_tensor_v2": "test_align: veRL's shards",
     "_supports_sdpa": "each run: packing.check",

@@ -28,7 +28,7 @@ from rewards import (
 )
 from scripts.parts import gym as gym_part
 from scripts.parts import ifeval as ifeval_part
-from scripts.parts import worker
+from scripts.parts import sandbox, worker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,6 +75,14 @@ GSM8K_CASES = [
     ("gsm8k", "18", "<think>9*2 = 18 so the answer is 18", 0.0),
     ("gsm8k", "18", "#### 1e" + "9" * 30, 0.0),  # beyond Decimal's exponents
     ("gsm8k", "18", "#### 5" + " " * 100000 + "x", 0.0),  # quadratic for two adjacent unbounded \s
+    ("gsm8k", "5", "#### 5_4", 0.0),
+    ("gsm8k", "5", "\\boxed{5\\text{not}}", 0.0),
+    ("gsm8k", "5", "#### 5 is not right", 0.0),
+    ("gsm8k", "12", "#### 1\\,2", 0.0),
+    ("gsm8k", "12000", "#### 12\\,000", 1.0),
+    ("gsm8k", "5", "\\boxed{5} so \\boxed{6", 0.0),
+    ("gsm8k", "1/3", "#### 0." + "3" * 28, 0.0),  # equal in 28 digits
+    ("gsm8k", "1/3", "#### 4/12", 1.0),
     ("gsm8k_strict", "72", "\\boxed{72}", 0.0),
     ("gsm8k_strict", "72", "<think>#### 72</think> ok", 0.0),
     ("gsm8k_verl", "72", "#### 72" + "x" * 293, 1.0),  # the marker's first # is the 300th from the end
@@ -84,12 +92,22 @@ MATH_CASES = [
     ("math", "\\frac{1}{2}", "\\boxed{\\tfrac12}", 1.0),
     ("math", "$\\frac{1}{2}$", "\\boxed{.5}", 1.0),
     ("math", "42", "\\boxed{41} ... actually \\boxed{42}", 1.0),
-    ("math", "42", "\\boxed{42} then \\boxed{4", 1.0),  # the last balanced box
+    ("math", "42", "\\boxed{42} then \\boxed{4", 0.0),  # a box that is cut off is the last one
     ("math", "42", "Final Answer: The final answer is $42$. I hope it is correct.", 1.0),
     ("math", "42", "<think>hm</think><answer>42</answer>", 1.0),
     ("math", "42", "<think>\\boxed{42}</think> I am done.", 0.0),
     ("math", "42", "We computed 42 somewhere", 0.0),
-    ("math", "42", "\\boxed{9^{9^{9^9}}}", 0.0),  # refused: larger than any label of two digits
+    ("math", "42", "\\boxed{9^{9^{9^9}}}", 0.0),  # refused: nobody needs its digits
+    ("math", "\\sqrt{2}", "\\boxed{9^{9^{9^9}}}", 0.0),
+    ("math", "x", "\\boxed{x+(10^9)!}", 0.0),
+    ("math", "\\pi", "\\boxed{e^{e^{e^{e^{9}}}}}", 0.0),
+    ("math", "7", "\\boxed{\\binom{10^9}{10^8}}", 0.0),
+    ("math", "\\frac{1}{2^{60}}", "\\boxed{\\frac{1}{2^{59}}}", 0.0),
+    ("math", "12", "\\boxed{1\\,2}", 0.0),
+    ("math", "12000", "\\boxed{12\\,000}", 1.0),
+    ("math", "5", "\\boxed{5_4}", 0.0),
+    ("math", "5", "\\boxed{5} and so on. \\boxed{\\frac{5", 0.0),
+    ("math", "5", "\\boxed{\\boxed{5}", 1.0),  # the inner box opens last
     ("math", "1024", "\\boxed{2^{10}}", 1.0),
     ("math", "42", "\\boxed{" + "7" * 100000 + "}", 0.0),
     ("math", "\\sqrt{2}", "\udcff\\boxed{\udcff}", 0.0),  # a lone surrogate must pass the protocol
@@ -149,10 +167,12 @@ def child(response, ground_truth):
 """
 
 
+@pytest.mark.parametrize("session", [False, True])  # whether the child has a session of its own
 @pytest.mark.parametrize("response, status", [("dies", "crash"), ("hangs", "timeout")])
-def test_a_workers_children_end_with_it(response, status, tmp_path):
+def test_a_workers_children_end_with_it(response, status, session, tmp_path):
     """A child lived on; and as it held the socket, a worker that had died was waited for until the deadline."""
-    (tmp_path / "reward.py").write_text(FORKS)
+    own_session = "if pid == 0:\n    os.setsid()\n"
+    (tmp_path / "reward.py").write_text(FORKS.replace("if pid == 0:\n", own_session) if session else FORKS)
     note = tmp_path / "pid"
     own = worker.Worker()
     call = json.dumps(["child", {"response": response, "ground_truth": str(note)}])
@@ -344,6 +364,18 @@ def test_pairs_of_numbers():
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("output, expected, equal", [
+    ("1.50 2", "1.5 2.0", True),
+    ("0.30000000000000004", "0.3", False),
+    ("9007199254740993", "9007199254740992.0", False),
+    ("5_4", "54", False),
+    ("Infinity", "inf", True),
+    ("5_4", "5_4", True),
+])  # fmt: skip
+def test_lines_of_programs_are_equal_as_texts_or_exact_numbers(output, expected, equal):
+    assert sandbox.same_output(output, expected) == equal
+
+
 CHAIN_SUM = {"question": "State the final answer: 4 + 3 =", "answer": "7", "metadata": {}}
 PRIMES = {"question": "Factor 12", "answer": "2 × 2 × 3", "metadata": {"number": 12, "factors": [2, 2, 3]}}
 
@@ -354,7 +386,11 @@ def gym(task, entry):
 
 def test_reasoning_gym():
     label = json.dumps(gym("chain_sum", CHAIN_SUM))
+    long_sum = gym("chain_sum", CHAIN_SUM | {"answer": "9007199254740993"})
     assert_scores([
+        ("reasoning_gym", gym("chain_sum", CHAIN_SUM | {"answer": "54"}), "5_4", 0.0),
+        ("reasoning_gym", long_sum, "9007199254740993", 1.0),
+        ("reasoning_gym", long_sum, "9007199254740992", 0.0),
         ("reasoning_gym", label, "7", 1.0),
         ("reasoning_gym", gym("chain_sum", CHAIN_SUM), " 7\n", 1.0),
         ("reasoning_gym", label, "<think>8</think> so <answer> 7 </answer>.", 1.0),
@@ -447,6 +483,14 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
     ("math", "\\frac12", None),
     ("math", "\\boxed{}", "empty"),
     ("math", ["7"], "no text"),
+    ("math", math.nan, "NaN"),
+    ("string_matcher", math.nan, "NaN"),
+    ("passthrough", math.nan, None),
+    ("math", "NaN", "number"),
+    ("math", "so \\boxed{5", "empty"),
+    ("code", ["assert sum([1, 2]) == 3", "x = 1\nassert math.floor(1.5) == x"], "nothing"),
+    ("code", ["assert sum([1, 2]) == 3", "assert f(2) == 3"], None),
+    ("code", ["def check(f):\n    assert f(1)"], "nothing"),
     ("string_matcher", "the", "words"),
     ("re_search", '["Paris"]', None),
     ("re_search", "[]", "words"),
@@ -548,7 +592,7 @@ def boxed_fraction(a, b):
     return f"\\boxed{{\\frac{{{a}}}{{{b}}}}}"
 
 
-PILLS = ["\\boxed{9^{9^{9^9}}}", "\\boxed{" + "{" * 100_000 + "2" + "}" * 100_000 + "}"]
+PILLS = ["\\boxed{" + "(" * 300 + "2" + ")" * 300 + "}", "\\boxed{" + "{" * 100_000 + "2" + "}" * 100_000 + "}"]
 
 
 def test_poison_pills_cost_nobody_else(all_workers):
@@ -557,7 +601,7 @@ def test_poison_pills_cost_nobody_else(all_workers):
     wrong = [("math", "\\frac12", boxed_fraction(n, 3 * n), 0.0) for n in range(2, 8)]
     rows = [row for pair in zip(easy, wrong, strict=True) for row in pair]
     rows[3:3] = [("math", "\\sqrt{2}", pill, None) for pill in PILLS]
-    limits = {PILLS[0]: 1.5, PILLS[1]: 1.5}  # within which the worker after that reads a harmless answer
+    limits = {PILLS[0]: 5.0, PILLS[1]: 5.0}  # within which the worker after that reads a harmless answer
     futures = [rewards.submit(RewardRecord(text, label, name), limits.get(text, 30.0)) for name, label, text, _ in rows]
     futures.insert(4, rewards.submit(RewardRecord("\\boxed{\\sqrt{2}}", PILLS[1], "math"), 0.3))
     results = [future.result() for future in futures]
@@ -585,7 +629,7 @@ def test_killed_worker_is_missing_and_is_replaced():
     thread.start()
     while worker_state(pid) != "R":  # it sleeps while it waits for a job
         time.sleep(0.01)
-    time.sleep(0.5)  # past the read of the job, inside sympy
+    time.sleep(0.5)  # past the read of the job, inside the parser
     os.kill(pid, 9)
     thread.join(60)
     assert [result.status for result in results] == ["infra_error"] and math.isnan(results[0].score)

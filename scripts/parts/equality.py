@@ -6,6 +6,7 @@ errors of `same`, of plain math-verify and of equality as texts:
     python scripts/parts/equality.py tests/math_pairs.jsonl  # rows {label, answer, equal}
 """
 
+import collections
 import functools
 import json
 import logging
@@ -13,14 +14,10 @@ import math
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 # --- Numbers in words -------------------------------------------------------------------------------------------------
 
@@ -38,18 +35,6 @@ _BELOW_1000 = rf"(?:(?:(?:{_TEEN}|{_DIGIT}|an?)\s+)?hundred(?:\s+(?:and\s+)?{_BE
 _THOUSANDS = rf"(?:{_BELOW_1000}\s+)?thousand(?:,?\s+(?:and\s+)?{_BELOW_1000})?"
 _MILLIONS = rf"(?:{_BELOW_1000}\s+)?million(?:,?\s+(?:and\s+)?(?:{_THOUSANDS}|{_BELOW_1000}))?"
 IN_WORDS = re.compile(rf"\b(?:{_MILLIONS}|{_THOUSANDS}|{_BELOW_1000}|zero)\b", re.IGNORECASE)
-BEFORE_ANSWER = re.compile(
-    r"[\W_]*(?:the\s+)?(?:final\s+)?(?:answer\b)?(?:\s+is\b)?(?:[\W_]|[a-z]{1,9}\{)*", re.IGNORECASE
-)
-FRACTION_SIGNS = {
-    ord(sign): " " + unicodedata.normalize("NFKC", sign).replace("⁄", "/") for sign in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-}
-AND_A_HALF = re.compile(r"(?<=\d)\s+and\s+(?:a|one)[\s-]+half\b", re.IGNORECASE)
-PART_OR_MULTIPLE = re.compile(
-    r"[\s-]+(?:(?:half|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?|halves|dozen|point"
-    r"|billion|trillion)\b",
-    re.IGNORECASE,
-)
 
 
 def number_in_words(text: str) -> int | None:
@@ -70,25 +55,33 @@ def number_in_words(text: str) -> int | None:
     return total + below_thousand
 
 
-def digits_of_words(text: str) -> str:
-    """21 apples of twenty-one apples: numbers in words as digits, if the text begins with one; else the text.
-
-    Only markup and `the answer is` may stand before it. A number that goes on otherwise (two thirds, two dozen, two
-    point five) leaves the text as it is."""
-    begin = BEFORE_ANSWER.match(text).end()
-    first = IN_WORDS.match(text, begin)
-    if first is None or PART_OR_MULTIPLE.match(text, first.end()):
-        return text
-    digits = IN_WORDS.sub(lambda match: str(number_in_words(match[0])), text[begin : begin + 1000])
-    return without_mixed_numbers(digits)
-
-
 # --- One spelling of TeX ----------------------------------------------------------------------------------------------
 
-FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textrm|operatorname)\s*\{([^{}]*)\}")
-SPACE = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[,!;: ]|~|\\q?quad")  # not \\, which ends a row of a matrix
-LOG_OF_NUMBER = re.compile(r"\\log\s*_\s*(?:(\d)|\{\s*(\d+)\s*\})\s*(?:\{\s*)?(\d+(?:\.\d+)?)(?:\s*\})?")
+FONT_NAME = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textrm|operatorname)"
+FONT = re.compile(FONT_NAME + r"\s*\{([^{}]*)\}")
 FRACTION = re.compile(r"\\frac\s*(?:(\d)|\{([^{}]*)\})\s*(?:(\d)|\{([^{}]*)\})")
+FRACTION_WITH_BRACES = r"\\frac{\1\2}{\3\4}"
+SPELLINGS = (
+    ("−", "-"),
+    ("∪", r"\\cup "),
+    ("π", r"\\pi "),
+    (r"\\[hv]?phantom\{[^{}]*\}|\\!|`", ""),
+    (r"\\[dtc]frac", r"\\frac"),
+    (rf"\\frac\s*\{{\s*{FONT.pattern}\s*\}}\s*\{{\s*{FONT.pattern}(\^\{{?\d\}}?)?\s*\}}", r"\\text{\1/\2}\3"),
+    # a mark before what a font sets behind a value: see split_unit
+    (rf"(?:(?<=[\d}})!])|(?<=\\pi))[\s~]*{FONT_NAME}\s*\{{\s*([a-zA-Z][^{{}}\d]*)\}}", r" `\1"),
+    (FONT.pattern, r" \1 "),
+    (r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[,!;: ]|~|\\q?quad", " "),  # not \\, which ends a row of a matrix
+    (r"\\([%$])", r"\1"),
+    (r"\\lg(?![a-z])", r"\\log"),
+    (r"\^\s*\{?\\circ\}?|\\degree|(?<=[\d})])\s*`?\s*deg(?:ree)?s?\b", "°"),
+    (r"°\s*`?\s*([CF])\b", r" `deg\1"),
+    (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
+    (r"(?<![\w})])\+(?=\\infty)", ""),
+    (r"\\frac\{d(\w)\}\{d\w\}(?=\s*=)", r"\1'"),  # dy/dx is a name
+)
+# 2^3 of \log_2 3 would otherwise be read as a list or as \log_{23}
+LOG_OF_NUMBER = re.compile(r"\\log\s*_\s*(?:(\d)|\{\s*(\d+)\s*\})\s*(?:\{\s*)?(\d+(?:\.\d+)?)(?:\s*\})?")
 GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+|(?:\s\d{3})+)(?![\d,]|\s\d)")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{?(\d+)\}?")
 MIXED = re.compile(
@@ -98,214 +91,299 @@ EXPONENT = re.compile(r"(?<![\w.^{])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
 SCIENTIFIC = re.compile(
     r"(?<![\w.^{)])([-+]?\d+(?:\.\d+)?)\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))(?![\w.^])"
 )
+MULTIPLES = {"dozen": 12, "hundred": 100, **THOUSANDS, "billion": 10**9, "trillion": 10**12}
+MULTIPLE = re.compile(rf"(?<![\w.^{{])(\d+(?:\.\d+)?)\s*`?\s*({'|'.join(MULTIPLES)})\b", re.IGNORECASE)
 SET_OF = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|\\vert|\||:)(.*)\\\}")
-HALF_OF_DAY = re.compile(r"(?<=:\d\d)\s*([ap])\.?m\.?(?![a-z])", re.IGNORECASE)
-OR = re.compile(r"\s*(?:\\lor|\\vee|\\wedge|\\land|\b(?:or|and)\b|;)\s*")
+HALF_OF_DAY = re.compile(r"(?<=\d)\s*`?\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)
+OR = re.compile(r"\s*`?(?:\\lor|\\vee|\bor\b)\s*")
+AND = re.compile(r"\s*`?(?:\\land|\\wedge|\band\b|;)\s*")
 
 
 def tex_number(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def fraction_with_braces(match: re.Match) -> str:
-    """\\frac{1}{2} of \\frac12."""
-    return f"\\frac{{{match[1] or match[2]}}}{{{match[3] or match[4]}}}"
-
-
-def log_with_braces(match: re.Match) -> str:
-    """\\log_{2}(3) of \\log_2 3, which would otherwise be read as a list or as \\log_{23}."""
-    return f"\\log_{{{match[1] or match[2]}}}({match[3]})"
-
-
-def without_groups(match: re.Match) -> str:
-    """1000 of 1,000 and of 1 000."""
-    return re.sub(r"[\s,]", "", match[0])
-
-
 def repeating_as_fraction(match: re.Match) -> str:
     """\\frac{5}{6} of 0.8\\overline{3}."""
     whole, digits, period = match.groups()
-    nines = 10 ** len(period) - 1
-    value = Fraction(f"{whole or 0}.{digits or 0}")
-    value += Fraction(int(period), nines * 10 ** len(digits))
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    of_period = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(digits))
+    return tex_number(Fraction(f"{whole or 0}.{digits or 0}") + of_period)
 
 
 def mixed_as_fraction(match: re.Match) -> str:
     """\\frac{7}{2} of 3\\frac{1}{2} and of 3 1/2."""
-    whole = int(match[1])
     numerator = int(match[2] or match[4])
     denominator = int(match[3] or match[5])
     if numerator >= denominator:
         return match[0]
-    numerator += whole * denominator
-    return f"\\frac{{{numerator}}}{{{denominator}}}"
+    return tex_number(int(match[1]) + Fraction(numerator, denominator))
 
 
-def without_mixed_numbers(text: str) -> str:
-    """\\frac{5}{2} of 2 1/2, 2\\frac12, 2½ and `2 and a half` in a plain text; 1/2 of ½."""
-    text = re.sub(r"\\boxed\s*\{", " ", text)
-    text = text.translate(FRACTION_SIGNS)
-    text = re.sub(r"\\[dtc]frac", r"\\frac", AND_A_HALF.sub(" 1/2", text))
-    text = FRACTION.sub(fraction_with_braces, text)
-    text = re.sub(r"(?<=\d)\s+and\s+(?=\d+/\d)", " ", text)
-    return MIXED.sub(mixed_as_fraction, text)
-
-
-def scientific_as_number(match: re.Match) -> str:
-    """1200 of 1.2 \\times 10^3."""
-    power = Fraction(10) ** int(match[2] or match[3])
-    return tex_number(Fraction(match[1]) * power)
-
-
-def clean_tex(tex: str) -> str:
-    """`tex` without invisible parts, fonts and spaces of TeX; one spelling of signs, fractions and lists."""
-    text = re.sub(r"\\[hv]?phantom\{[^{}]*\}|\\!", "", tex)
-    text = FONT.sub(r" \1 ", text)
-    text = SPACE.sub(" ", text)
-    text = text.replace("\\%", "%").replace("\\$", "$")
-    text = re.sub(r"\\lg(?![a-z])", r"\\log", text)
-    text = text.replace("^\\circ", "°").replace("^{\\circ}", "°").replace("\\degree", "°")
-    text = text.strip().rstrip(".").strip()
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
-    text = FRACTION.sub(fraction_with_braces, text)
-    text = LOG_OF_NUMBER.sub(log_with_braces, text)
-    return OR.sub(", ", text)
+def multiple_as_number(match: re.Match) -> str:
+    """1200 of 1.2 \\times 10^3, 2500000 of 2.5 million."""
+    number, multiple, *digit = match.groups()
+    factor = MULTIPLES.get((multiple or "").lower()) or Fraction(10) ** int(multiple or digit[0])
+    return tex_number(Fraction(number) * factor)
 
 
 def clean_numbers(text: str) -> str:
-    """A text of clean_tex with all numbers as digits or \\frac."""
+    """A text with all numbers as digits or \\frac, and $5 as 5 dollars."""
     is_list = text[:1] in "([{\\" and not text.startswith("\\frac")
     if not is_list:  # in a list 1,000 is two numbers
-        text = GROUPED.sub(without_groups, text)
+        text = GROUPED.sub(lambda match: re.sub(r"[\s,]", "", match[0]), text)
     text = REPEATING.sub(repeating_as_fraction, text)
     text = MIXED.sub(mixed_as_fraction, text)
     text = EXPONENT.sub(lambda match: tex_number(Fraction(match[0])), text)
-    return SCIENTIFIC.sub(scientific_as_number, text)
+    text = SCIENTIFIC.sub(multiple_as_number, text)
+    text = MULTIPLE.sub(multiple_as_number, text)
+    return re.sub(r"^(-?)\s*([$€£])\s*(?=[\d.\\-])([^,]*)$", r"\1\3 `\2", text)
 
 
 def clean(tex: str) -> str:
-    """The answer in one spelling: see clean_tex, clean_numbers. Numbers in words become digits."""
+    """The answer without invisible parts, fonts and spaces of TeX, in one spelling: see SPELLINGS, clean_numbers.
+    Numbers in words become digits, inequalities intervals, `and` and `or` commas, and a \\pm two items."""
     words = FONT.sub(r" \1 ", tex).strip(" .")
     number = number_in_words(re.sub(r"^(?:an?|the)\s", "", words))
     if number is not None:
         return str(number)
 
-    text = clean_numbers(clean_tex(tex))
+    text = tex.strip().strip("$")
+    for pattern, spelling in SPELLINGS:
+        text = re.sub(pattern, spelling, text)
+    text = FRACTION.sub(FRACTION_WITH_BRACES, text.strip().rstrip(".").strip())
+    text = clean_numbers(LOG_OF_NUMBER.sub(r"\\log_{\1\2}(\3)", text))
     set_of = SET_OF.fullmatch(text)
     if set_of:
         text = set_of[1].strip()
     text = text.removeprefix("\\approx").strip()
     text = re.sub(r"(?<=\d)\s+(?=\d)", ",", text)
-    return HALF_OF_DAY.sub(lambda match: f" {match[1].lower()}m", text)
+    text = HALF_OF_DAY.sub(lambda match: f" {match[1].lower()}m", text)
+    interval = as_intervals(text)
+    if interval and set_of:
+        return interval.partition("\\in ")[2]
+    text = interval or AND.sub(", ", OR.sub(", ", text))
+    before, *after = re.split(r"\\pm(?![a-z])\s*", text)
+    if len(after) != 1 or "," in text:
+        return text
+    return f"{before}+{after[0]}, {before}-{after[0]}"
 
 
-# --- Numbers with units -----------------------------------------------------------------------------------------------
+# --- Inequalities -----------------------------------------------------------------------------------------------------
 
-# A measure, the size of a unit and the unit's names, singular. A unit that is not here is a measure of its own.
+VARIABLE = r"(?:[a-df-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi|omega)(?![a-z]))(?:_\{?\w\}?)?"
+BOUND = re.compile(r"(?:[-+*/^!\d.{}()\s]|\\(?:frac|sqrt|pi|infty|ln|log|cdot|times)(?![a-z])|e(?![a-z]))+")
+SIGNS = {"≤": r"\\leq?(?:slant)?|<=", "≥": r"\\geq?(?:slant)?|>=", "≠": r"\\neq?", "<": r"\\lt", ">": r"\\gt"}
+RELATION = re.compile("|".join([*SIGNS, *(rf"(?:{spellings})(?![a-zA-Z])" for spellings in SIGNS.values())]))
+MIRRORED = str.maketrans("<>≤≥", "><≥≤")
+
+
+def bounds_of(relation: str) -> list[tuple[str, str, str]]:
+    """(x, >, 1), (x, <, 3) of 1 < x < 3; raises ValueError for a text that does not bound one variable by numbers."""
+    parts = [part.strip() for part in re.split("([<>≤≥≠])", relation)]
+    found = []
+    for left, sign, right in zip(parts[:-2:2], parts[1::2], parts[2::2], strict=True):
+        if BOUND.fullmatch(left):
+            left, sign, right = right, sign.translate(MIRRORED), left
+        if not re.fullmatch(VARIABLE, left) or not BOUND.fullmatch(right):
+            raise ValueError(relation)
+        found.append((left, sign, right))
+    return found
+
+
+def interval_of(bounds: list[tuple[str, str, str]]) -> str:
+    """(1,3] of (x, >, 1), (x, ≤, 3); raises ValueError for two bounds on one side."""
+    if len(bounds) == 1 and bounds[0][1] == "≠":
+        return f"(-\\infty,{bounds[0][2]})\\cup({bounds[0][2]},\\infty)"
+    sides = {"≥>".find(sign) < 0: (sign, bound) for _, sign, bound in bounds}
+    if len(sides) < len(bounds) or not bounds or any(sign == "≠" for _, sign, _ in bounds):
+        raise ValueError(bounds)
+    low_sign, low = sides.get(False, (">", "-\\infty"))
+    high_sign, high = sides.get(True, ("<", "\\infty"))
+    return f"{'[' if low_sign == '≥' else '('}{low},{high}{']' if high_sign == '≤' else ')'}"
+
+
+def as_intervals(text: str) -> str | None:
+    """x\\in (-\\infty,1)\\cup(3,\\infty) of x < 1 or x > 3; None for a text that is no inequality of this kind."""
+    if not RELATION.search(text):
+        return None
+    for sign, spellings in SIGNS.items():
+        text = re.sub(rf"(?:{spellings})(?![a-zA-Z])", sign, text)
+    text = re.sub(rf"^\|({VARIABLE})\|\s*([<≤])([^<≤]+)$", r"-\3 \2 \1 \2 \3", text)
+    text = re.sub(rf"^\|({VARIABLE})\|\s*>([^>]+)$", r"\1 < -\2 or \1 > \2", text)
+    try:
+        options = [[bound for part in AND.split(option) for bound in bounds_of(part)] for option in OR.split(text)]
+        union = "\\cup".join(map(interval_of, options))
+    except ValueError:
+        return None
+    names = {name for bounds in options for name, _, _ in bounds}
+    return f"{names.pop()}\\in {union}" if len(names) == 1 else None
+
+
+# --- Units ------------------------------------------------------------------------------------------------------------
+
+# A measure, the size of a unit and the unit's names, singular; with * the names that take a prefix, as in kilometer.
+# A unit that is not here is a measure of its own.
 UNIT_TABLE = """
-length 1 mm millimeter millimetre
-length 10 cm centimeter centimetre
-length 100 dm
-length 1000 m meter metre
-length 1000000 km kilometer kilometre
-length 25.4 in inch inche
-length 304.8 ft foot feet
-length 914.4 yd yard
-length 1609344 mi mile
-mass 1 mg milligram
-mass 1000 g gram
-mass 1000000 kg kilogram
-time 1 s sec second
+length 1 * m meter metre
+length 0.0254 in inch inche
+length 0.3048 ft foot feet
+length 0.9144 yd yard
+length 1609.344 mi mile
+length3 0.001 * l L liter litre
+mass 1 * g gram
+mass 453.59237 lb pound
+time 1 * s sec second
 time 60 min minute
 time 3600 h hr hour
 time 86400 day
 time 604800 week
-volume 1 ml milliliter millilitre
-volume 10 cl
-volume 1000 l L liter litre
-money 1 cent ¢
-money 100 $ dollar usd
-share 1/100 % percent
-angle 1 ° degree deg
-speed 1 m/s
-speed 5/18 km/h kph
-speed 0.44704 mph
+energy 1 * J joule
+power 1 * W watt
+force 1 * N newton
+money 1 $ dollar usd
+money 0.01 ¢ cent
+share 0.01 % percent
 """
-UNITS: dict[str, tuple[str, Fraction]] = {}  # name -> (measure, size)
+PREFIXES = {"k": 3, "kilo": 3, "d": -1, "deci": -1, "c": -2, "centi": -2, "m": -3, "milli": -3, "M": 6, "mega": 6}
+UNITS: dict[str, tuple[str, int, Fraction]] = {}  # name -> (measure, its power, size)
 for _line in UNIT_TABLE.strip().splitlines():
     _measure, _size, *_names = _line.split()
-    UNITS |= dict.fromkeys(_names, (_measure, Fraction(_size)))
-PERCENT = ("%", "percent")
-
-NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)"
-QUANTITY = re.compile(
-    rf"(-?)\s*(\$?)\s*(?:(-?)\\frac\{{({NUMBER})\}}\{{({NUMBER})\}}|({NUMBER})(?:/({NUMBER}))?)"
-    r"\s*(\$|%|¢|°|[a-zA-Z][a-zA-Z. /]*)?\s*(?:\^\{?(\d)\}?)?"
+    _base = (_measure.rstrip("3"), 3 if "3" in _measure else 1)
+    for _name in _names:
+        UNITS[_name] = (*_base, Fraction(_size))
+        for _prefix, _power in PREFIXES.items() if "*" in _names else ():
+            if (len(_prefix) > 1) == (len(_name) > 2):
+                UNITS[_prefix + _name] = (*_base, Fraction(_size) * Fraction(10) ** _power)
+UNIT_SPELLINGS = {
+    r"\bmph\b": "mi/h",
+    r"\bkm?ph\b": "km/h",
+    r"\bper\b": "/",
+    r"\b(?:square|sq)\b\.?\s+([a-z]+)": r"\1^2",
+    r"\b(?:cubic|cu)\b\.?\s+([a-z]+)": r"\1^3",
+    r"\s+squared\b": "^2",
+    r"\s+cubed\b": "^3",
+    r"\\cdot|`": " ",
+}
+# Words behind a number that are no unit of it
+NO_UNITS = set(
+    """not no nor or and but if is isn are was than least most about maybe perhaps possibly except wrong false
+    incorrect minus plus times over pi sqrt sin cos tan cot sec csc log ln exp mod inf infinity choose true right
+    half third quarter halves point""".split()
 )
-MAX_DIGITS = 60
+NO_UNITS |= WORDS.keys()
+UNIT = r"[a-zA-Z%$€£¢](?:[-a-zA-Z/. *%$€£¢`]|\\cdot(?![a-z])|\^\s*\{?-?\d\}?)*"
+UNIT_AT_END = re.compile(rf"(?:(?<=[\w}})!.])\s+(?=[a-zA-Z])|(?<=\d)(?=[a-zA-Z])|(?<=[\d}})])\s*(?=[%$€£¢]))({UNIT})$")
 
 
-class Quantity(NamedTuple):
-    """A number with its unit, "" for none."""
+class Unit(NamedTuple):
+    """Measures with their powers, the size in units of size 1, and whether the table has all parts."""
 
-    value: Fraction
-    unit: str
+    measures: dict[str, int]
+    size: Fraction
+    is_known: bool
 
 
-def quantity(text: str) -> Quantity | None:
-    """The quantity of a text of clean, None if the text is not one number with at most one unit."""
-    match = QUANTITY.fullmatch(text.strip())
-    if match is None or any(len(group or "") > MAX_DIGITS for group in match.groups()):
+def unit_of(text: str, is_marked: bool) -> Unit | None:
+    """The unit of km/h, square meters, m\\cdot s^{-2} or red apples; None for a text that is none.
+
+    is_marked: a font tells that the text is no product; otherwise an unknown name has to be a word."""
+    if not re.fullmatch(UNIT, text):
         return None
-    sign, dollar, inner_sign, numerator, denominator, number, divisor, unit, power = match.groups()
-    if power and not unit:  # 2^3
-        return None
-    if unit and len(unit.strip()) == 1 and unit.strip() not in UNITS:  # 3x
-        return None
-    try:
-        value = Fraction(numerator or number) / Fraction(denominator or divisor or 1)
-    except ZeroDivisionError:
-        return None
-    if bool(sign) != bool(inner_sign):
-        value = -value
-
-    unit = (unit or dollar).strip().lower().rstrip(".")
-    if unit not in UNITS and unit.removesuffix("s") in UNITS:
-        unit = unit.removesuffix("s")
-    if unit and unit not in UNITS and not re.fullmatch(r"[a-z/ ]{2,}", unit):
-        return None
-    return Quantity(value, unit + (power or ""))
-
-
-def in_smallest_unit(given: Quantity) -> tuple[str, Fraction]:
-    """(measure, value in the unit of size 1 of this measure)."""
-    measure, size = UNITS.get(given.unit, (given.unit, 1))
-    return measure, given.value * size
+    for pattern, spelling in UNIT_SPELLINGS.items():
+        text = re.sub(pattern, spelling, text, flags=re.IGNORECASE)
+    measures: collections.Counter[str] = collections.Counter()
+    size = Fraction(1)
+    is_known = True
+    for number, part in enumerate(text.split("/")):
+        for name, power in re.findall(r"([a-zA-Z]+|[%$€£¢])(?:\.?\s*\^\s*\{?(-?\d))?", part):
+            singular = name.lower().removesuffix("s")
+            known = UNITS.get(name) or UNITS.get(name.lower()) or UNITS.get(singular)
+            is_word_of_many = len(name) > 1 and (is_marked or is_word(name))
+            if name.lower() in NO_UNITS or not (known or is_word_of_many or name in "€£"):
+                return None
+            is_known = is_known and known is not None
+            measure, own_power, own_size = known or (singular, 1, Fraction(1))
+            exponent = int(power or 1) * (-1 if number else 1)
+            measures[measure] += own_power * exponent
+            size *= own_size**exponent
+    return Unit({measure: power for measure, power in measures.items() if power}, size, is_known)
 
 
-def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether two quantities are equal. If both have units, these must be equal, or of one measure; then the values are
-    converted.
+def split_unit(text: str) -> tuple[str, Unit | None]:
+    """5\\sqrt3 and the unit of 5\\sqrt3 cm^2; the text without marks and None if it does not end in a unit.
+
+    What a font sets behind a value, marked in SPELLINGS, is a unit. Without a font a unit is a word behind a number, or
+    one of the table behind any expression; there, a single letter is a factor."""
+    value, mark, name = text.partition("`")
+    match = None if mark else UNIT_AT_END.search(text, max(0, len(text) - 60))
+    if match:
+        value = text[: match.start()]
+        name = match[1]
+    unit = unit_of(name.strip(), bool(mark))
+    is_number = rational(value) is not None
+    if unit is None or not (mark or is_number or (unit.is_known and len(name.strip()) > 1)):
+        return text.replace("`", ""), None
+    return value.strip(), unit
+
+
+def scaled(text: str, unit: Unit | None, other: Unit | None = None) -> str:
+    """The TeX of a value in one unit as a value in the other one, or without a unit."""
+    factor = (unit.size if unit else 1) / (other.size if other else Fraction(1))
+    value = rational(text)
+    if factor == 1:
+        return text
+    return f"{tex_number(factor)}\\cdot({text})" if value is None else tex_number(value * factor)
+
+
+def same_measures(gold: str, answer: str) -> bool:
+    """Whether two values with units are equal. Two units have to be of one measure; then the values are converted. A
+    unit that only one of them has counts as the other's.
 
     From 1 on, a number and as many % are equal too, as the MATH normalizer and math-verify have it: MATH's own labels
     of a share may lack the sign, and answers do. Below 1, 0.5 and 0.5 % differ."""
-    if gold.unit and answer.unit and gold.unit != answer.unit:
-        return in_smallest_unit(gold) == in_smallest_unit(answer)
+    gold, answer = same_angles(gold, answer)
+    gold_value, gold_unit = split_unit(gold)
+    answer_value, answer_unit = split_unit(answer)
+    if gold_unit and answer_unit:
+        is_one_measure = gold_unit.measures == answer_unit.measures
+        return is_one_measure and same_values(scaled(gold_value, gold_unit, answer_unit), answer_value)
+    unit = gold_unit or answer_unit
+    if unit and unit.measures == {"share": 1}:
+        if same_values(scaled(gold_value, gold_unit), scaled(answer_value, answer_unit)):
+            return True
+        number = rational(gold_value)
+        if number is not None and abs(number) < 1:
+            return False
+    return same_values(gold_value, answer_value)
 
-    equal = gold.value == answer.value
-    if gold.unit == answer.unit or (gold.unit not in PERCENT and answer.unit not in PERCENT):
-        return equal
-    gold_share = gold.value / 100 if gold.unit else gold.value
-    answer_share = answer.value / 100 if answer.unit else answer.value
-    return gold_share == answer_share or (equal and abs(gold.value) >= 1)
 
+# --- Values -----------------------------------------------------------------------------------------------------------
 
+NUMBER = r"[-+]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})"
+RATIONAL = re.compile(rf"(-?)\s*(?:\\frac\{{\s*({NUMBER})\s*\}}\{{\s*({NUMBER})\s*\}}|({NUMBER})(?:/({NUMBER}))?)")
+DECIMAL_IN_TEX = re.compile(r"(?<![\d.])(?:\d{1,400}\.\d{1,400}|\.\d{1,400})(?![\d.])")
 DECIMAL = re.compile(r"\s*-?(?=\.?\d)(\d*)\.?(\d*)(?![\d./])")
-ENOUGH_DIGITS = 6
+DIGITS = 100  # of a value that is not rational
+ALIKE = Fraction(1, 10**90)  # relative difference of two such values that count as equal
+LARGEST = {"Pow": 10**6, "exp": 10**6, "factorial": 10**5, "factorial2": 10**5, "subfactorial": 10**4, "gamma": 10**5}
+MAX_BITS = 4 * 10**6
+LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{[^{}]*(?:\d{6}|\d\s*[\^!])")
 
 
-def is_cut_short(exact: Fraction, decimal: str, enough: int = ENOUGH_DIGITS) -> bool:
+def rational(text: str) -> Fraction | None:
+    """The value of -2.5, 1/3 or \\frac{1}{3}; None for every other text."""
+    match = RATIONAL.fullmatch(text.strip())
+    if match is None:
+        return None
+    sign, numerator, denominator, number, divisor = match.groups()
+    below = Fraction(denominator or divisor or 1)
+    if not below:
+        return None
+    value = Fraction(numerator or number) / below
+    return -value if sign else value
+
+
+def is_cut_short(exact: Fraction, decimal: str, enough: int = 6) -> bool:
     """Whether the decimal that begins a text is `exact` cut or rounded to as many decimals.
 
     0.666666 and 0.666667 are 2/3, and 0.666665 and 0.66667 are not: there must be `enough` decimals, and as many digits
@@ -317,77 +395,137 @@ def is_cut_short(exact: Fraction, decimal: str, enough: int = ENOUGH_DIGITS) -> 
     digits = (match[1] + match[2]).lstrip("0")
     if min(decimals, len(digits)) < enough:
         return False
-    scaled = abs(exact) * 10**decimals
-    as_cut = math.floor(scaled)
-    as_rounded = math.floor(scaled + Fraction(1, 2))
+    shifted = abs(exact) * 10**decimals
+    as_cut = math.floor(shifted)
+    as_rounded = math.floor(shifted + Fraction(1, 2))
     has_sign_of_exact = decimal.strip().startswith("-") == (exact < 0)
     return has_sign_of_exact and int(digits or 0) in (as_cut, as_rounded)
 
 
-def same_numbers(gold: str, answer: str) -> bool | None:
-    """Whether two numbers with units, or two lists of them in any order, are equal; None if the texts are no numbers.
-    A decimal equals the fraction that it cuts short: see is_cut_short."""
-    gold_quantity = quantity(gold)
-    answer_quantity = quantity(answer)
-    if gold_quantity and answer_quantity:
-        if same_quantity(gold_quantity, answer_quantity):
-            return True
-        if "/" not in gold + answer and "\\frac" not in gold + answer:
-            return False
-        if gold_quantity.unit != answer_quantity.unit:
-            return False
-        return is_cut_short(gold_quantity.value, answer) or is_cut_short(answer_quantity.value, gold)
-
-    if gold_quantity and log10_lower_bound(answer) > 1000 + len(gold):
-        return False  # 9^{9^9}: provably larger than the label, and sympy would try to expand it
-    gold_items = gold.split(",")
-    answer_items = answer.split(",")
-    if None in map(quantity, gold_items + answer_items):
-        return None
-    if len(gold_items) != len(answer_items):
+def same_values(gold: str, answer: str) -> bool:
+    """Whether two values without units are equal: rationals exactly, other numbers by same_numbers, a decimal also with
+    what it cuts short (see is_cut_short). The rest is math-verify's."""
+    gold_value = rational(gold)
+    answer_value = rational(answer)
+    if gold_value is not None and gold_value == answer_value:
+        return True
+    for decimal, other in ((gold, answer), (answer, gold)):
+        if re.fullmatch(r"\s*-?\d*\.\d{1,400}\s*", decimal) and not re.fullmatch(NUMBER, other.strip()):
+            exact = real_value(other)
+            if exact is not None and is_cut_short(exact, decimal):
+                return True
+    if gold_value is not None and answer_value is not None:
         return False
-    pairs = zip(sorted(gold_items, key=quantity), sorted(answer_items, key=quantity), strict=True)
-    return all(same_numbers(of_gold, of_answer) for of_gold, of_answer in pairs)
+
+    gold_number = number_of(gold)
+    answer_number = number_of(answer)
+    if gold_number is not None and answer_number is not None:
+        return same_numbers(gold_number, answer_number)
+    from math_verify import verify
+
+    return bool(verify(parse(gold), parse(answer), timeout_seconds=None))
 
 
-def log10_lower_bound(text: str, depth: int = 0) -> float:
-    """A lower bound of log10 of a positive integer written with digits, n! and towers of powers; else -inf."""
-    if depth > 16 or len(text) > 200:
-        return -math.inf
-    text = text.strip()
-    if text[:1] + text[-1:] in ("()", "{}"):
-        return log10_lower_bound(text[1:-1], depth + 1)
-    if text.isdecimal():
-        return math.log10(int(text)) if int(text) else -math.inf
+def is_too_large(tree: Any) -> bool:
+    """Whether a tree of sympy has a power or factorial of which nobody needs the digits."""
+    import sympy
 
-    factorial = re.fullmatch(r"(\d+|\(.*\))!", text)
-    if factorial:
-        n = 10.0 ** min(log10_lower_bound(factorial[1], depth + 1), 300.0)
-        return n * math.log10(n / math.e) if n > math.e else -math.inf  # n! > (n/e)^n
-    power = re.fullmatch(r"(\d+)(?:\^(\d|\{.*\}|\(.*\))|\*\*(.+))", text)
-    if power:
-        base = log10_lower_bound(power[1], depth + 1)
-        exponent = log10_lower_bound(power[2] or power[3], depth + 1)
-        return base * 10.0 ** min(exponent, 300.0) if base > 0 and exponent >= 0 else -math.inf
-    return -math.inf
+    if any(map(is_too_large, tree.args)):
+        return True
+    largest = LARGEST.get(type(tree).__name__)
+    if largest is None or not tree.args[-1].is_number:
+        return False
+    exponent = tree.args[-1]
+    return abs(exponent if exponent.is_Rational else sympy.N(exponent)) > largest
 
 
-# --- Words, names and units of expressions ----------------------------------------------------------------------------
+def exact_value(tree: Any) -> Fraction | None:
+    """The value of sums, products, powers and factorials of rationals; None for another tree. Raises OverflowError."""
+    if tree.is_Rational:
+        return Fraction(int(tree.p), int(tree.q))
+    values = [exact_value(part) for part in tree.args]
+    if not values or None in values:
+        return None
+    match type(tree).__name__:
+        case "Add":
+            return sum(values, Fraction(0))
+        case "Mul":
+            return math.prod(values, start=Fraction(1))
+        case "UnevaluatedExpr":
+            return values[0]
+        case "factorial" if values[0].denominator == 1 and values[0] >= 0:
+            return Fraction(math.factorial(int(values[0])))
+        case "Pow" if values[1].denominator == 1 and (values[0] or values[1] >= 0):
+            bits = max(values[0].numerator.bit_length(), values[0].denominator.bit_length())
+            if bits * abs(values[1]) > MAX_BITS:
+                raise OverflowError("a number with too many digits")
+            return values[0] ** int(values[1])
+    return None
+
+
+def value_of(tree: Any) -> Any:
+    """The value of a number: a Fraction if it is rational, else sympy's number of DIGITS digits. A real or imaginary
+    part of which sympy knows no digit, after ten times as many, is 0."""
+    import sympy
+
+    value = exact_value(tree)
+    if value is None:
+        tree = tree.doit()
+        value = exact_value(tree)
+    if value is not None:
+        return value
+    parts = sympy.N(tree, DIGITS, maxn=10 * DIGITS).as_real_imag()
+    real, imaginary = (sympy.S.Zero if part.is_Float and part._prec == 1 else part for part in parts)
+    return real + imaginary * sympy.I
+
+
+def same_numbers(gold: Any, answer: Any) -> bool:
+    """Whether two numbers, as trees of sympy, are equal: exactly if both are rational, else to 90 digits."""
+    import sympy
+
+    try:
+        values = [value_of(gold), value_of(answer)]
+    except OverflowError:
+        return False
+    if all(isinstance(value, Fraction) for value in values):
+        return values[0] == values[1]
+    one, other = map(sympy.sympify, values)
+    if not (one.is_finite and other.is_finite):
+        return one == other
+    return bool(abs(one - other) <= max(abs(one), abs(other)) * sympy.sympify(ALIKE))
+
+
+def number_of(tex: str) -> Any:
+    """sympy's tree of a text that is a number; None for everything else."""
+    from sympy import Expr
+
+    parsed = parse(tex)
+    return parsed[0] if parsed and isinstance(parsed[0], Expr) and parsed[0].is_number else None
+
+
+def real_value(tex: str) -> Fraction | None:
+    """The value of a real number, such as \\sqrt2, to 100 digits; None for everything else."""
+    number = number_of(tex)
+    value = None if number is None else value_of(number)
+    if value is None or isinstance(value, Fraction):
+        return value
+    return Fraction(str(value)) if value.is_Float else None
+
+
+# --- Words and names --------------------------------------------------------------------------------------------------
 
 NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([a-z](?:,[a-z])*\))?")
-UNORDERED = re.compile(r"\\\{.*,.*\\\}|(?!.*\\in(?![a-z]))[^()\[\]=]*,[^()\[\]=]*")
-RELATION = re.compile(r"<|>|\\(?:le|ge|leq|geq|lt|gt|leqslant|geqslant)(?![a-zA-Z])|[≤≥]")
 CHOICE = re.compile(r"\(?([a-zA-Z])\)?[.):]?")
 OPERATOR = r"[+*/=^_<>,|&]|-\s|\\(?:cdot|times|cup|cap|in|le|ge|neq?|pm|to)(?![a-z])"
 CHOICE_WITH_TEXT = re.compile(rf"(?:\(([A-J])\)|([A-J])[.):])\s+(?!{OPERATOR})(.*\S)")
 OTHER_CHOICE = re.compile(r"(?<![a-zA-Z])(?:[A-Ja-j]\)|[A-J](?:[.:]|\s*$))")
-TIME = re.compile(r"(\d{1,2}):(\d\d)(?: ([ap]m))?")
+TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?: ([ap])m)?")
 ANGLE = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*°")
 TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-UNIT_AT_END = re.compile(
-    r"(.*?[\w})])\s+(?:(sq|cu)(?:uare|bic)?\.?\s+)?([a-zA-Z]{2,}|[mgshlL])\.?\s*(?:\^\s*\{?(\d)\}?)?"
-)
-LETTER_AT_END = re.compile(r"(?<![a-zA-Z])[a-zA-Z]\W*\d?\W*$")
+RADIANS = re.compile(r"(?<=[\w})])\s*`?\s*rad(?:ian)?s?\b\.?$")
+CONGRUENCE = re.compile(r"(?:.*\\equiv\s*)?(-?\d{1,99})\s*\(?\s*\\?[pb]?mod\s*\{?\s*(\d{1,99})\s*\}?\s*\)?")
+MEMBER = re.compile(rf"({VARIABLE})\s*\\in(?![a-z])\s*(.*)")
+IN_BASE = re.compile(r"[\d)]\s*_")
 
 
 def is_word(text: str) -> bool:
@@ -400,13 +538,9 @@ def is_word(text: str) -> bool:
     return not (in_order and text.islower() and not set(text) & set("eijlo"))
 
 
-def plain_words(text: str) -> str:
-    """Lower case, single spaces, no article at the start."""
-    return re.sub(r"^(?:an?|the)\s+", "", " ".join(text.lower().split()))
-
-
 def choice_and_text(text: str) -> tuple[str, str]:
     """(B, 42) of (B) 42, (B, "") of (B), and ("", text) of a text that begins with no letter of a choice."""
+    text = re.sub(r"^(?:option|choice)\s+", "", text.replace("`", ""), flags=re.IGNORECASE)
     alone = CHOICE.fullmatch(text)
     if alone:
         return alone[1], ""
@@ -436,47 +570,52 @@ def same_words(gold: str, answer: str, is_text: bool) -> bool | None:
         return None
     if re.fullmatch(r"[A-Z]+", gold):  # points of a figure
         return gold == answer
-    return plain_words(gold) == plain_words(answer)
+    words = [re.sub(r"^(?:an?|the)\s+", "", " ".join(text.lower().split())) for text in (gold, answer)]
+    return words[0] == words[1]
 
 
 def same_times(gold: str, answer: str) -> bool | None:
-    """Whether two times of day are equal, or may be if one lacks am and pm; None if one is not a time."""
+    """Whether two times of day are equal, or may be if one lacks am and pm; None if one is not a time. 19:00 is 7 pm,
+    and 7 pm is 7:00 pm."""
     gold_time = TIME.fullmatch(gold)
     answer_time = TIME.fullmatch(answer)
-    if not gold_time or not answer_time:
+    if not gold_time or not answer_time or not all(time[2] or time[3] for time in (gold_time, answer_time)):
         return None
-    gold_hour, gold_minute, gold_half = gold_time.groups()
-    hour, minute, half = answer_time.groups()
-    if int(gold_hour) != int(hour) or gold_minute != minute:
-        return False
-    return gold_half == half or not gold_half or not half
+    halves = gold_time[3] or answer_time[3]
+    times = []
+    for hour, minute, half in (gold_time.groups(), answer_time.groups()):
+        if halves and not half and int(hour) > 12:
+            hour = str(int(hour) - 12)
+            half = "p"
+        times.append((int(hour), minute or "00", half or halves))
+    return times[0] == times[1]
 
 
-def solutions(text: str) -> tuple[str, str]:
-    """(x, "1,2") of x=1, x=2; ("", text) if the text is not such a list."""
-    names = set()
-    values = []
-    for equation in text.split(","):
-        sides = [side.strip() for side in equation.split("=")]
-        if len(sides) != 2 or not NAME.fullmatch(sides[0]):
-            return "", text
-        names.add(sides[0])
-        values.append(sides[1])
-    if len(values) < 2 or len(names) > 1:
-        return "", text
-    return names.pop(), ",".join(values)
+def same_congruences(gold: str, answer: str) -> bool | None:
+    """Whether two residues are equal, as x \\equiv 3 \\pmod 7 and 10 \\pmod{7}, or one and a number; else None."""
+    residues = [CONGRUENCE.fullmatch(text) for text in (gold, answer)]
+    found = [residue for residue in residues if residue]
+    if not found or not int(found[0][2]):
+        return None
+    modulus = int(found[0][2])
+    if len(found) == 2:
+        return modulus == int(found[1][2]) and (int(found[0][1]) - int(found[1][1])) % modulus == 0
+    return same(gold if residues[1] else found[0][1], answer if residues[0] else found[0][1])
 
 
-def items(text: str) -> list[str]:
-    """What stands between the commas that are in no bracket."""
-    parts = [""]
+def items(text: str, separator: str = ",") -> list[str]:
+    """What stands between the separators that are in no bracket; nothing if the brackets do not match."""
+    parts = []
+    start = 0
     depth = 0
-    for character in text:
+    for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
+        if depth < 0:
+            return []
+        if depth == 0 and text.startswith(separator, position):
+            parts.append(text[start:position])
+            start = position + len(separator)
+    parts.append(text[start:])
     return [part.strip() for part in parts]
 
 
@@ -486,19 +625,12 @@ VALUES_OF_TUPLE = re.compile(r"\(([^()]*)\)\s*=\s*\((.*)\)")
 def named_values(text: str) -> dict[str, str] | None:
     """{"x": "3", "y": "4"} of x=3, y=4 and of (x,y)=(3,4); None if a text does not give several names a value each."""
     of_tuple = VALUES_OF_TUPLE.fullmatch(text)
-    if of_tuple:
-        names = items(of_tuple[1])
-        values = items(of_tuple[2])
-    else:
-        equations = [item.split("=") for item in items(text)]
-        if any(len(sides) != 2 for sides in equations):
-            return None
-        names = [sides[0].strip() for sides in equations]
-        values = [sides[1] for sides in equations]
-
-    if not 2 <= len(set(names)) == len(names) == len(values) or not all(map(NAME.fullmatch, names)):
+    sides = [items(side) for side in of_tuple.groups()] if of_tuple else [item.split("=") for item in items(text)]
+    equations = list(zip(*sides, strict=False)) if of_tuple else sides
+    if any(len(equation) != 2 for equation in equations) or (of_tuple and len(sides[0]) != len(sides[1])):
         return None
-    return dict(zip(names, values, strict=True))
+    named = {name.strip(): value for name, value in equations}
+    return named if 2 <= len(named) == len(equations) and all(map(NAME.fullmatch, named)) else None
 
 
 def same_named_values(gold: str, answer: str) -> bool | None:
@@ -515,16 +647,10 @@ def same_named_values(gold: str, answer: str) -> bool | None:
     if not named:
         return None
 
-    plain = answer if gold_values else gold
-    is_tuple = plain[:1] + plain[-1:] == "()"
-    if not is_tuple and not gold_values:
-        return False
-    given = items(plain[1:-1] if is_tuple else plain)
-    in_order = [named[name] for name in sorted(named, key=lambda name: name.lstrip("\\"))]
-    if len(given) != len(in_order):
-        return False
-    pairs = zip(in_order, given, strict=True) if gold_values else zip(given, in_order, strict=True)
-    return all(same(of_gold, of_answer) for of_gold, of_answer in pairs)
+    in_order = ", ".join(named[name] for name in sorted(named, key=lambda name: name.lstrip("\\")))
+    if gold_values:
+        return same(f"({in_order})", answer)
+    return len(items(gold)) == 1 and same(gold, f"({in_order})")
 
 
 def all_sides_equal(gold: str, answer: str) -> bool:
@@ -537,40 +663,98 @@ def all_sides_equal(gold: str, answer: str) -> bool:
     return all(side and same(gold, side) for side in sides)
 
 
-def name_first(equation: str) -> str:
-    """x=5 of 5 = x."""
-    left, right = (side.strip() for side in equation.split("="))
-    if NAME.fullmatch(right) and not NAME.fullmatch(left):
-        return f"{right}={left}"
-    return equation
+def without_name(text: str) -> tuple[str, str]:
+    """(x, 5) of x = 5 and of 5 = x, (x\\in, S) of x \\in S, ("", text) of every other text."""
+    member = MEMBER.fullmatch(text)
+    if member:
+        return f"{member[1]}\\in", member[2]
+    sides = [side.strip() for side in text.split("=")]
+    if len(sides) == 2 and all(sides) and not re.search(r"[<>]|\\[lg]e", text):
+        for name, value in (sides, sides[::-1]):
+            if NAME.fullmatch(name):
+                return name.partition("(")[0], value
+    return "", text
 
 
 def same_angles(gold: str, answer: str) -> tuple[str, str]:
     """Label and answer without °: converted to radians if one of them is in radians or inside a trigonometric
     function."""
     both = gold + answer
+    in_radians = "\\pi" in both or any(RADIANS.search(text) for text in (gold, answer))
+    gold, answer = (RADIANS.sub("", text) for text in (gold, answer))
     if "°" in both and TRIGONOMETRY.search(both):
         gold = ANGLE.sub(r"{(\\frac{\1\\pi}{180})}", gold)
         answer = ANGLE.sub(r"{(\\frac{\1\\pi}{180})}", answer)
-    if ("°" in gold) != ("°" in answer) and "\\pi" in gold + answer:
+    if ("°" in gold) != ("°" in answer) and in_radians:
         gold = gold.replace("°", "\\cdot\\frac{\\pi}{180}")
         answer = answer.replace("°", "\\cdot\\frac{\\pi}{180}")
     return gold.replace("°", ""), answer.replace("°", "")
 
 
-def split_unit(text: str) -> tuple[str, tuple | None]:
-    r"""5\sqrt3 and a value for cm^2 of 5\sqrt3 cm^2; the text and None if it does not end in a unit of length, mass,
-    time or the like. Equal units have equal values."""
-    match = UNIT_AT_END.fullmatch(text)
-    if match is None:
-        return text, None
-    unit = match[3].lower()
-    if unit not in UNITS:
-        unit = unit.removesuffix("s")
-    if unit not in UNITS and unit != "unit":
-        return text, None
-    power = match[4] or {"sq": "2", "cu": "3"}.get(match[2])
-    return match[1], (UNITS.get(unit, unit), power)
+# --- Lists, tuples, sets, intervals, matrices -------------------------------------------------------------------------
+
+MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[clr|]*\})?(.*?)\\end\{\1\}", re.DOTALL)
+SUCH_THAT = re.compile(r"\\mid|\\vert|[|:]|\\in(?![a-z])")
+VECTOR = re.compile(r"\\langle(?![a-z])(.*)\\rangle")
+
+
+def collection(text: str) -> tuple[str, list[str]] | None:
+    """The brackets, "" for none, and items of a list, tuple, set or interval, or the shape and items of a matrix; None
+    for another text."""
+    matrix = MATRIX.fullmatch(text)
+    if matrix:
+        rows = [row.split("&") for row in matrix[2].strip().removesuffix("\\\\").split("\\\\")]
+        widths = sorted(set(map(len, rows)))
+        return f"{len(rows)}x{widths}{matrix[1].replace('b', 'p')}", sum(rows, [])
+    text = VECTOR.sub(r"(\1)", text).replace("\\{", "{").replace("\\}", "}")
+    listed = items(text)
+    brackets = text[:1] + text[-1:]
+    inside = items(text[1:-1])
+    if len(listed) > 1:
+        return "", listed
+    if brackets not in ("()", "[]", "(]", "[)", "{}") or SUCH_THAT.search(text):
+        return None
+    if len(inside) < (1 if brackets == "{}" else 2):
+        return None
+    return "()" if brackets == "[]" and len(inside) > 2 else brackets, inside
+
+
+def same_collections(gold: str, answer: str) -> bool | None:
+    """Whether two collections are equal; None if math-verify has to tell.
+
+    The order of sets and lists does not count. It counts between a list and a tuple. A column or row is the vector with
+    its items. A set is no tuple and no interval. A set of one item is the item."""
+    unions = [items(text, "\\cup") for text in (gold, answer)]
+    if len(unions[0]) == len(unions[1]) > 1:
+        return same_items(*unions, in_order=False) or None
+    found = [collection(text) for text in (gold, answer)]
+    kinds = {one[0] for one in found if one}
+    if None in found:
+        if "" in kinds:
+            return False
+        singles = [
+            one[1][0] if one and len(one[1]) == 1 else text for one, text in zip(found, (gold, answer), strict=True)
+        ]
+        return same(*singles) if singles != [gold, answer] else None
+    (_, left), (_, right) = found
+    of_vector = {"()", *(f"{shape}pmatrix" for shape in (f"{len(left)}x[1]", f"1x[{len(left)}]"))}
+    is_vector = "()" in kinds and kinds <= of_vector
+    has_names = kinds == {"", "()"} and any("=" in item for item in left + right)  # two values of x are no point
+    if has_names or not (len(kinds) == 1 or is_vector or kinds in ({"", "()"}, {"", "{}"})):
+        return False
+    return len(left) == len(right) and same_items(left, right, in_order=not kinds <= {"", "{}"})
+
+
+def same_items(gold: list[str], answer: list[str], in_order: bool) -> bool:
+    """Whether as many items are equal one by one, in any order if the order does not count."""
+    left = list(answer)
+    for item in gold:
+        candidates = left[:1] if in_order else left
+        found = next((i for i, candidate in enumerate(candidates) if same(item, candidate)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------
@@ -592,75 +776,49 @@ def without_words_around(answer: str) -> str:
 def same(gold: str, answer: str) -> bool:
     r"""Whether the answer equals the label, both as TeX without box and dollars.
 
-    Decided here: points and words (letter by letter), choices, times, numbers (exactly; a decimal equals the fraction
-    or root that it cuts short by is_cut_short), units, lists of numbers, names before an equals sign. Every side of an
-    equation has to equal the label. Everything else is decided by same_expressions.
+    Decided here: points and words (letter by letter), choices, times, residues, numbers (exactly; a decimal equals the
+    fraction or root that it cuts short by is_cut_short), units, lists, tuples, sets and matrices item by item, names
+    before an equals sign. Every side of an equation has to equal the label. The rest is math-verify's.
     """
     is_text = FONT.fullmatch(gold.strip()) is not None
     gold = clean(gold)
     answer = clean(without_words_around(answer))
     if gold == answer:
         return bool(gold)
-    if not gold or not answer:
+    has_all_braces = gold.count("{") - gold.count("}") == answer.count("{") - answer.count("}")
+    if not gold or not answer or not has_all_braces:
         return False
+    if IN_BASE.search(gold + answer):
+        return re.sub(r"[\s{}]", "", gold) == re.sub(r"[\s{}]", "", answer)
 
     equal = same_words(gold, answer, is_text)
-    if equal is None:
-        equal = same_times(gold, answer)
+    for rule in (same_times, same_congruences, same_named_values):
+        if equal is None:
+            equal = rule(gold, answer)
     if equal is not None:
         return equal
+    return same_but_for_names(gold, answer)
 
-    equal = same_named_values(gold, answer)
-    if equal is not None:
-        return equal
-    gold_name, gold = solutions(gold)
-    answer_name, answer = solutions(answer)
-    if gold_name and answer_name and gold_name != answer_name:
-        return False
-    if answer_name and gold[:1] == "(" and len(items(gold)) == 1:  # two values of x are no point
-        return False
+
+def same_but_for_names(gold: str, answer: str) -> bool:
+    """Whether two texts of clean are equal, but for the name of a variable that only one of them has."""
     exact, about, rounded = answer.partition("\\approx")
     if about:
         value = real_value(exact)
         return value is not None and is_cut_short(value, rounded, enough=0) and same(gold, exact)
-    if "=" not in gold and "=" in answer and not RELATION.search(answer):
+    if "=" not in gold and "=" in answer and "," not in answer and not RELATION.search(answer):
         return all_sides_equal(gold, answer)
-    if gold.count("=") == answer.count("=") == 1:
-        answer = name_first(answer)
 
-    equal = same_numbers(gold, answer)
-    return same_expressions(gold, answer) if equal is None else equal
-
-
-def same_expressions(gold: str, answer: str) -> bool:
-    """Whether two expressions with equal units are equal by math-verify.
-
-    math-verify gets the label first. It gets the answer first if only the answer is an inequality and the label an
-    interval, or if the answer is a tuple and the label a set, as in (4,3) for \\{3,4\\}: math-verify compares the order
-    of elements only if its first argument has an order."""
-    gold, answer = same_angles(gold, answer)
-    bare_gold, gold_unit = split_unit(gold)
-    bare_answer, answer_unit = split_unit(answer)
-    both_have_units = gold_unit is not None and answer_unit is not None
-    if both_have_units and gold_unit != answer_unit:
+    gold_name, bare_gold = without_name(gold)
+    answer_name, bare_answer = without_name(answer)
+    if gold_name != answer_name and gold_name[-3:] == answer_name[-3:] == "\\in":
         return False
-    # The unit m at the end of one text alone may be a factor m.
-    if both_have_units or not LETTER_AT_END.search(gold if gold_unit else answer):
+    if gold_name and (gold_name == answer_name or "=" not in answer):
         gold = bare_gold
+    if answer_name and (gold_name == answer_name or "=" not in gold):
         answer = bare_answer
-
-    equal = same_decimal(gold, answer)
-    if equal is not None:
-        return equal
-
-    from math_verify import verify
-
-    gold_is_relation = RELATION.search(gold) is not None
-    only_answer_is_relation = not gold_is_relation and RELATION.search(answer) and gold[:1] in "[("
-    answer_is_tuple = answer[:1] + answer[-1:] == "()"
-    if only_answer_is_relation or (answer_is_tuple and not gold_is_relation and UNORDERED.fullmatch(gold)):
-        return bool(verify(parse(answer), parse(gold), timeout_seconds=None))
-    return bool(verify(parse(gold), parse(answer), timeout_seconds=None))
+    equal = same_collections(gold, answer)
+    return same_measures(gold, answer) if equal is None else equal
 
 
 @functools.cache
@@ -691,45 +849,55 @@ def math_verify_parse() -> Callable:
 
     ParserATNSimulator.__init__ = init_with_mode
     math_verify.parser.latex2sympy = read_twice
+    compare_exactly(math_verify.grader)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its timeouts are off; ours is on
     return math_verify.parse
 
 
+def compare_exactly(grader: Any) -> None:
+    """Has math-verify compare the numbers inside of sets, equations and matrices by same_numbers. Its own comparison
+    takes numbers that differ by less than 1e-15 for equal."""
+    from sympy import Expr
+
+    numeric = grader.sympy_numeric_eq
+    symbolic = grader.sympy_symbolic_eq
+
+    def numeric_eq(gold: Any, answer: Any, *settings: int) -> bool:
+        if not isinstance(gold, Expr) or not isinstance(answer, Expr):
+            return numeric(gold, answer, *settings)
+        return gold.is_number and answer.is_number and same_numbers(gold, answer)
+
+    def symbolic_eq(gold: Any, answer: Any) -> bool:
+        are_numbers = getattr(gold, "is_number", False) and getattr(answer, "is_number", False)
+        return not are_numbers and symbolic(gold, answer)
+
+    grader.sympy_numeric_eq = numeric_eq
+    grader.sympy_symbolic_eq = symbolic_eq
+
+
 @functools.lru_cache(maxsize=4096)  # the responses of a group share their label and often their answer
 def parse(tex: str) -> list:
-    r"""math-verify's reading of \boxed{tex}; without the box it would drop parts of the text (the x of \frac34x)."""
+    r"""math-verify's reading of \boxed{tex}; without the box it would drop parts of the text (the x of \frac34x).
+
+    Decimals are read as fractions. Nothing is read of a text whose numbers are too large: see is_too_large."""
     import sympy
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig
 
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    if LARGE_BINOMIAL.search(tex):
+        return []
+    tex = DECIMAL_IN_TEX.sub(lambda match: f"{{({tex_number(Fraction(match[0]))})}}", tex)
+    # units=False: it would drop the ab of 3ab
+    spelling = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)]
     parsed = math_verify_parse()(f"\\boxed{{{tex}}}", config, parsing_timeout=None)
+    if parsed and isinstance(parsed[0], sympy.Basic) and is_too_large(parsed[0]):
+        return []
     if parsed and isinstance(parsed[0], sympy.Expr):
         symbols = parsed[0].free_symbols
         if {symbol.name for symbol in symbols} == {"i"}:  # the imaginary unit
             parsed[0] = parsed[0].subs(dict.fromkeys(symbols, sympy.I))
     return parsed
-
-
-def real_value(tex: str) -> Fraction | None:
-    """The value of a real number, such as \\sqrt2, to 100 digits; None for everything else."""
-    import sympy
-
-    parsed = parse(tex)
-    if not parsed or not isinstance(parsed[0], sympy.Expr) or not parsed[0].is_number:
-        return None
-    value = sympy.N(parsed[0], 100)
-    return Fraction(str(value)) if value.is_Rational or value.is_Float else None
-
-
-def same_decimal(gold: str, answer: str) -> bool | None:
-    """Whether a decimal is the value of an expression, exactly or cut short (see is_cut_short); None if no text is a
-    decimal, or the other one is no real number."""
-    for decimal, exact in ((gold, answer), (answer, gold)):
-        if re.fullmatch(r"\s*-?\d*\.\d{1,60}\s*", decimal):
-            value = real_value(exact)
-            if value is not None:
-                return abs(value - Fraction(decimal)) < Fraction(1, 10**90) or is_cut_short(value, decimal)
-    return None
 
 
 def work_math(gold: str, answer: str) -> Callable[[], float]:
@@ -742,19 +910,16 @@ def work_math(gold: str, answer: str) -> Callable[[], float]:
 
 
 def compare(path: str) -> None:
-    """Prints the errors of three ways to compare the pairs of a file."""
+    """Prints the errors of math-verify and of this file on the pairs of a file."""
     from math_verify import parse as read
     from math_verify import verify
 
-    import rewards
-
     pairs = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     boxed = [(f"\\boxed{{{pair['label']}}}", f"\\boxed{{{pair['answer']}}}") for pair in pairs]
-    records = [rewards.RewardRecord(answer, label, "math") for label, answer in boxed]
-    ours = [result.score == 1.0 for result in rewards.score(records)]
     print_errors("plain math-verify", pairs, [verify(read(label), read(answer)) for label, answer in boxed])
-    print_errors("equal texts", pairs, [label == answer for label, answer in boxed])
-    print_errors("rewards.py", pairs, ours)
+    math_verify_parse()
+    ours = [same(pair["label"], pair["answer"]) for pair in pairs]
+    print_errors("this file", pairs, ours)
     for pair, verdict in zip(pairs, ours, strict=True):
         if verdict != pair["equal"]:
             print(f"{'taken for equal' if verdict else 'not taken for equal'}: {pair['label']} and {pair['answer']}")

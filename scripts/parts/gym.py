@@ -32,6 +32,7 @@ REASONING_GYM_TIMEOUT_S = 10.0  # in the sandbox
 MAX_EXPRESSION = 1000
 EXPRESSION = re.compile(r"(?:[-+*/^()\s\dA-Za-z]|\.(?=\d))*", re.ASCII)
 SYMBOL = re.compile(r"[A-Za-z]|pi|exp|log|ln|sqrt|a?(?:sin|cos|tan|sinh|cosh|tanh)|sec|csc|cot")
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)", re.ASCII)
 NOT_A_NUMBER = re.compile("nan|inf", re.IGNORECASE)  # equal to everything for complex_arithmetic and number_sorting
 SPARE_SEED = 2_000_000  # of rows that take the place of others: item i uses Random(seed + i), see utils.HELD_OUT_SEED
 SCORE_EXPRESSION = """
@@ -108,7 +109,7 @@ def verify(record: RewardRecord) -> Verdict:
     if NOT_A_NUMBER.search(answer) and re.search(r"\d", gold) and not NOT_A_NUMBER.search(gold):
         return Verdict(answer, 0.0)
 
-    if says_both(answer, gold):
+    if says_both(answer, gold) or is_other_number(answer, gold):
         return Verdict(answer, 0.0)
 
     arguments = {"task": label.task, "entry": label.entry, "answer": answer}
@@ -123,6 +124,15 @@ def says_both(answer: str, gold: str) -> bool:
     the label over that of the answer: nearly half for both."""
     words = set(re.findall(r"\w+", answer.lower()))
     return any(gold.strip().lower() in pair and pair <= words for pair in OPPOSITES)
+
+
+def is_other_number(answer: str, gold: str) -> bool:
+    """Whether an answer is not the number of the label, but may be to a scorer that reads both by int() or float(): 5_4
+    for 54, and of integers with more digits than a float has, another one."""
+    if not NUMBER.fullmatch(gold.strip()):
+        return False
+    both_whole = all(re.fullmatch(r"[-+]?\d{16,4000}", text.strip(), re.ASCII) for text in (answer, gold))
+    return re.search(r"\d_\d", answer) is not None or (both_whole and int(answer) != int(gold))
 
 
 def in_range(score: Any) -> float:

@@ -591,6 +591,21 @@ class Words:
         self.apart = (used | self.read) & (APART | {"__"})
 
 
+@functools.cache
+def standard_names() -> frozenset[str]:
+    """The names that a test has without the program."""
+    names: dict[str, Any] = {}
+    exec(STANDARD, names)
+    return frozenset(vars(builtins).keys() | names.keys() | SLOW_STANDARD.keys())
+
+
+def names_wanted(tests: list[str]) -> set[str]:
+    """The names that tests read, and that neither they nor Python define. Without one, they test no program."""
+    words = [Words(test) for test in tests]
+    read = set().union(*(word.read for word in words))
+    return read - standard_names() - set().union(*(word.set for word in words))
+
+
 class Tests:
     """The tests of a label, run one after the other in one scope. Names of builtins and of the standard library are
     those of this process, because a program's own `sum` or `isclose` must not judge its results."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import rewards
 from rewards import NO_ANSWER, RewardRecord, Scored, Verdict, final_text
-from scripts.parts import sandbox
+from scripts.parts import programs, sandbox
 
 WITHOUT_LAYERS: tuple[str, ...] = ()  # layers that the sandbox leaves out, for tests
 SANDBOXES = sandbox.Pool(rewards.NUM_WORKERS)
@@ -166,7 +166,9 @@ def pass_rate(runs: Sequence[sandbox.Run]) -> Scored:
 
 def check(record: RewardRecord, stdio: bool) -> None:
     """Raises ValueError for a label without proper tests, or if no safe sandbox starts here."""
-    tests_of_label(record.ground_truth, stdio)
+    tests = tests_of_label(record.ground_truth, stdio)
+    if not stdio and not programs.names_wanted(tests):
+        raise ValueError(f"code label's tests name nothing that a program defines: {str(tests)[:80]}")
     require_sandbox()
 
 

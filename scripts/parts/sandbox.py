@@ -25,6 +25,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import select
 import signal
@@ -774,14 +775,21 @@ def run_tests(sandbox: Sandbox, program: str, tests: list[str], seconds: float) 
     return runs + [NOT_RUN] * (len(tests) - len(runs))
 
 
+NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf(?:inity)?)", re.ASCII | re.IGNORECASE)  # not 5_4
+
+
 def same_line(line: str, expected: str) -> bool:
     """Whether two lines are equal as text, or word by word as numbers."""
     if line.rstrip() == expected.rstrip():
         return True
+    words = line.split()
+    expected_words = expected.split()
+    if not all(map(NUMBER.fullmatch, words + expected_words)):
+        return False
     try:
-        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
+        return list(map(Decimal, words)) == list(map(Decimal, expected_words))
     except ArithmeticError:
-        return False  # not numbers
+        return False  # an exponent beyond Decimal's range
 
 
 def same_output(output: str, expected: str) -> bool:

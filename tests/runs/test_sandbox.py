@@ -474,9 +474,9 @@ BUSY = "import time\ndef f(x):\n    while time.process_time() < x: pass\n    ret
 def test_a_limit_is_of_the_program_s_own_time(one_busy_processor):
     """A program that others keep from the processor is not too slow; one that sleeps or never ends is."""
     box = sandbox.Sandbox()
-    (run,) = sandbox.run_stdio(box, BUSY + "print(f(0.35))", [("", "0.35")], 0.5)
-    assert run.problem is None and 0.3 < run.seconds < 0.5, run
-    runs = sandbox.run_tests(box, BUSY, ["assert f(0.1)", "assert f(0.35)"], 0.5)
+    (run,) = sandbox.run_stdio(box, BUSY + "print(f(0.35))", [("", "0.35")], 1.0)
+    assert run.problem is None and 0.3 < run.seconds < 1.0, run
+    runs = sandbox.run_tests(box, BUSY, ["assert f(0.1)", "assert f(0.35)"], 1.0)
     assert [run.problem for run in runs] == [None] * 2, runs
     for wrong in ("while True: pass", "time.sleep(100)"):
         program = f"import time\ndef f():\n    {wrong}\n"
