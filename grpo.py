@@ -1657,8 +1657,8 @@ class Run:
     world: World  # of the learners
     start_time: float
     tokenizer: "utils.Tokenizer"
-    train_prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    train_prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
     run_dir: Path
     learner: Learner
     state: dict[str, Any]  # see start_state
@@ -1725,11 +1725,14 @@ def set_up(args: Args, world: World) -> Run:
 
         train_prompts = dumps.prompts_of(args, num_training_steps(args))
     else:
-        train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment)
-    eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment)
+        train_prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer, environment, world)
+    eval_prompts = utils.load_prompts("dataset_mixer_eval_list", args, tokenizer, environment, world)
 
     plan.check_models(args, train_prompts)
-    data_hash = utils.data_hash(train_prompts + eval_prompts)
+    data_hash = utils.data_hash(train_prompts, eval_prompts)
+    hashes = utils.all_gather(data_hash, world)
+    problem = f"--dataset_mixer_list: the files differ from node to node: the hashes of the ranks' data are {hashes}"
+    utils.need(len(set(hashes)) == 1, problem)
     run_dir = utils.prepare_run_dir(args, data_hash, world)
     newest = None
     if args.resume:
@@ -1792,10 +1795,13 @@ def start_reward_models(args: Args, run_dir: Path, world: World) -> Any:
 
 def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
+    from scripts.parts import hub
+
     args = check_start(args)
     if args.dry_run:
         return None
     world = utils.init_distributed()
+    hub.share(args, world)
     args = choose_dtype(args, world)
     run = set_up(args, world)
     run.servers = start_reward_models(args, run.run_dir, world)

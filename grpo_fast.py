@@ -670,7 +670,12 @@ class Collector:
     `pack` makes each learner's packs of some rollouts."""
 
     def __init__(
-        self, engines: Engines, prompts: list[Prompt], args: Args, state: dict, pack: Callable[[list[Rollout]], Shares]
+        self,
+        engines: Engines,
+        prompts: Sequence[Prompt],
+        args: Args,
+        state: dict,
+        pack: Callable[[list[Rollout]], Shares],
     ):
         self.engines = engines
         self.prompts = prompts
@@ -1291,8 +1296,8 @@ def print_plan(args: Args) -> None:
 
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
+    from scripts.parts import hub, liveness
     from scripts.parts import launch as launcher
-    from scripts.parts import liveness
 
     args = args.beside_engine(args.single_gpu_mode)
     world_size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -1313,6 +1318,8 @@ def main(args: Args) -> None:
     meeting = launcher.Meeting(TIMEOUT)
     if meeting.restarted:
         args = utils.after_restart(args)
+    utils.STOP.tell = meeting.keep_last_words
+    hub.share_by_store(args, meeting.store, roles.learners)
     if os.environ["RANK"] == "0":
         from scripts.parts import plan
 
@@ -1320,7 +1327,6 @@ def main(args: Args) -> None:
         print(f"dtype    {dtype}: {why}")
         meeting.store.set("dtype", dtype)
     args = replace(args, model_dtype=meeting.store.get("dtype").decode())
-    utils.STOP.tell = meeting.keep_last_words
     if roles.is_learner:
         run_learner(args, roles, meeting)
     else:

@@ -417,7 +417,7 @@ class RunFlags(Refusing):
     load_states: str = ""
     """grpo.py: directory of a run of ours, of veRL or of Hugging Face models. Step N begins with its state of step
     N - 1. May be another's: models, data, states and dumps are read without running anything; only reward_file,
-    env_file, tools and what is installed are programs, which run as you."""
+    env_file, tools, what is installed and, with trust_remote_code, a model's code are programs, which run as you."""
     load_batches: str = ""
     """grpo.py: directory of a run with --dump_steps. Train on its rollouts, step by step, instead of sampling."""
     save_traces: bool = False
@@ -454,6 +454,9 @@ class ModelFlags(Refusing):
     """Hub name or directory of the causal language model to train. Required."""
     model_revision: str | None = None
     """Hub revision of the model. None is the default branch."""
+    trust_remote_code: bool = False
+    """Run the code that comes with a model (auto_map in its config.json), as you: read it first. Off: refuse a model
+    that needs it."""
     model_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype of learner and engine. auto: bfloat16 if this machine is fast in it, else float32. Master weights,
     Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/optimizers.py."""
@@ -513,8 +516,8 @@ class DataFlags(Refusing):
     """Data sets and how their rows become prompts."""
 
     dataset_mixer_list: list[str] = field(default_factory=lambda: ["ai2-adapt-dev/rlvr_gsm8k_zs", "1.0"])
-    """NAME AMOUNT pairs to train on. NAME: hub data set, directory, .jsonl, .parquet, .csv, .json or
-    reasoning_gym:TASK. AMOUNT: 1.0 is a fraction, 1 is one row."""
+    """NAME AMOUNT pairs to train on. NAME: hub data set, directory, .jsonl, .parquet, .csv, .json (.gz and .zst
+    too) or reasoning_gym:TASK. AMOUNT: 1.0 is a fraction, 1 is one row."""
     dataset_mixer_eval_list: list[str] = field(default_factory=list)
     """NAME AMOUNT pairs for evaluation. Empty: no evaluation."""
     dataset_mixer_list_splits: list[str] = field(default_factory=lambda: ["train"])
@@ -747,7 +750,7 @@ def load_tokenizer(args: Flags) -> "Tokenizer":
     import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = pretrained(transformers.AutoTokenizer, args, "model_name_or_path")
+    tokenizer = pretrained(transformers.AutoTokenizer, args)
     if args.chat_template_name is not None:
         tokenizer.chat_template = chat_template(args.chat_template_name)
     names = " | ".join(CHAT_TEMPLATES)
@@ -788,23 +791,34 @@ def add_bos(tokenizer: "Tokenizer", model: str) -> None:
     tokenizer.chat_template = "{{ bos_token }}" + template
 
 
-def start_commit(args: Flags) -> Any:
-    """The commit of --model_name_or_path on the hub, the same for all that this process loads; None for a directory."""
-    from scripts.parts import run_files
+def start_dir(args: Flags, flag: str = "model_name_or_path") -> str:
+    """The directory with the files of --model_name_or_path: itself, or in the hub's cache those of the run's commit.
+    `flag` is the flag that named the model, for the error. Raises UserError."""
+    from scripts.parts import hub
 
-    return run_files.commit_of(args.model_name_or_path, args.model_revision)
-
-
-def pretrained(kind: Any, args: Flags, flag: str) -> Any:
-    """Load --model_name_or_path with a class of transformers: `kind`, such as AutoTokenizer. `flag` is the flag that
-    named the model, for the error. Raises UserError."""
     try:
-        return kind.from_pretrained(args.model_name_or_path, revision=start_commit(args))
-    except (OSError, ValueError) as error:  # no such directory or repository, no network, no tokenizer in it
-        raise UserError(
-            f"--{flag} {args.model_name_or_path}: {str(error).strip().splitlines()[0]} Give a directory with a model, "
-            "or the name of one on the Hugging Face hub, with a network to reach it"
-        ) from None
+        return str(hub.model(args.model_name_or_path, args.model_revision))
+    except ValueError as error:
+        raise UserError(f"--{flag} {args.model_name_or_path}: {error}") from None
+
+
+def pretrained(kind: Any, args: Flags, flag: str = "model_name_or_path", directory: Any = None, **options: Any) -> Any:
+    """Load --model_name_or_path, or what of it is in `directory`, with a class of transformers: `kind`, such as
+    AutoTokenizer. The model's own code runs with --trust_remote_code alone: transformers would ask at the terminal.
+    Raises UserError."""
+    directory = str(directory or start_dir(args, flag))
+    trust = getattr(args, "trust_remote_code", False)  # older runs have no such flag
+    try:
+        return kind.from_pretrained(directory, trust_remote_code=trust, **options)
+    except (OSError, ValueError) as error:  # no tokenizer in it, say
+        problem = " ".join(str(error).split())
+        if "trust_remote_code" in problem:
+            from scripts.parts import hub
+
+            files = ", ".join(hub.code_of(Path(directory))) or "of another repository, see auto_map in its config.json"
+            problem = f"it has code of its own, which would run as you: read {files} in {directory}, then add "
+            problem += "--trust_remote_code"
+        raise UserError(f"--{flag} {args.model_name_or_path}: {problem}") from None
 
 
 def parse_mixer(flag: str, values: Sequence[str], splits: Sequence[str] = ("",)) -> list[tuple[str, float | int]]:
@@ -860,6 +874,9 @@ def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> I
         from scripts.parts import rows
 
         command += rows.options(args)
+    from scripts.parts import hub
+
+    command += hub.commit_for_rows(flag, name)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
@@ -869,25 +886,57 @@ def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> I
     need(process.returncode == 0, f"--{flag} {name}: {shlex.join(command)} ended with {process.returncode}")
 
 
-def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: Any = None) -> list[Prompt]:
+class Taken(NamedTuple):
+    """What became of rows."""
+
+    prompts: Sequence[Prompt]
+    dropped: int  # prompts that are too long
+    bad: list[str]  # rows that cannot be used, each with the reason
+
+
+def load_prompts(
+    flag: str, args: Flags, tokenizer: "Tokenizer", environment: Any = None, world: World | None = None
+) -> Sequence[Prompt]:
     """Read, check and tokenize all rows of a mixer flag. Prompts that are too long are dropped and counted on stdout.
-    So are a few rows that cannot be used.
+    So are a few rows that cannot be used. Of large data sets all ranks of a node share the prompts, which later starts
+    find again: see scripts/parts/prepared.py. All ranks of `world`; None is this process alone.
 
     The `environment` answers the rows that have a column tools or env_config. In a data set without such rows it
     answers all rows. Raises UserError with file, row number and reason.
     """
+    from scripts.parts import checks
+
     system = None
     if args.system_prompt_override_file:
         system = Path(args.system_prompt_override_file).read_text().strip()
     strftime = date_of_start(args)
     longest = args.max_prompt_token_length
 
+    def make(row: Row, index: int) -> Prompt:
+        return make_prompt(row, index, tokenizer, environment, system, strftime)
+
+    world = world or World(0, 0, 1, torch.device("cpu"))
+    found = None
+    if checks.is_large(parse_mixer(flag, getattr(args, flag))):
+        from scripts.parts import prepared
+
+        found = prepared.load(flag, args, tokenizer, environment, make, world)
+    prompts, dropped, bad = found or take(mixed_rows(flag, args), make, longest)
+    tell_bad(flag, bad, len(prompts) + dropped)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
+    need(len(prompts) > 0 or not dropped, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
+    return prompts
+
+
+def take(rows: Iterable[Row], make: Callable[..., Prompt], longest: int) -> Taken:
+    """Make the prompts of rows with `make`, a make_prompt that knows all but row and index."""
     prompts: list[Prompt] = []
     dropped = 0
     bad: list[str] = []
-    for row in mixed_rows(flag, args):
+    for row in rows:
         try:
-            prompt = make_prompt(row, len(prompts), tokenizer, environment, system, strftime)
+            prompt = make(row, len(prompts))
         except Exception as error:  # whatever a template raises, for example for a role that it does not know
             bad.append(f"{row.where}: {rewards.printable(str(error))}")
             continue
@@ -895,12 +944,7 @@ def load_prompts(flag: str, args: Flags, tokenizer: "Tokenizer", environment: An
             dropped += 1
         else:
             prompts.append(prompt)
-
-    tell_bad(flag, bad, len(prompts) + dropped)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
-    need(prompts != [] or not dropped, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
-    return prompts
+    return Taken(prompts, dropped, bad)
 
 
 def tell_bad(flag: str, bad: list[str], good: int) -> None:
@@ -925,9 +969,8 @@ def make_prompt(
 ) -> Prompt:
     """Make the prompt of a row: check its labels, render its messages with the chat template, and tokenize them. A
     `system` message replaces the row's own. Raises ValueError."""
-    need(not row.problem, row.problem)
-    conversation = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages)
-    verifiers = checked_verifiers(row, conversation)
+    conversation = conversation_of(row)
+    verifiers = checked_verifiers(row)
     messages = row.messages
     if system is not None:
         others = [message for message in messages if message["role"] != "system"]
@@ -950,9 +993,16 @@ def make_prompt(
     return Prompt(index, token_ids, text, ground_truths, verifiers, conversation, environment, episode, columns)
 
 
-def checked_verifiers(row: Row, conversation: str) -> tuple[str, ...]:
-    """The names of the row's verifiers, after --remap_verifier. Raises ValueError for one that does not exist or can
-    never score its label."""
+def conversation_of(row: Row) -> str:
+    """The row's messages as verifiers read them: lines "role: content"."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in row.messages)
+
+
+def checked_verifiers(row: Row) -> tuple[str, ...]:
+    """The names of the row's verifiers, after --remap_verifier. Raises ValueError for a row that cannot be used, a
+    verifier that does not exist or one that can never score its label."""
+    need(not row.problem, row.problem)
+    conversation = conversation_of(row)
     verifiers = tuple(rewards.check_verifier(name) for name in row.verifiers)
     for verifier, label in zip(verifiers, row.ground_truths, strict=True):
         problem = rewards.check_ground_truth(verifier, label, conversation, row.reward_columns)
@@ -971,15 +1021,21 @@ def date_of_start(args: Flags) -> Callable[[str], str]:
     return lambda form: time.strftime(form, day)
 
 
-def data_hash(prompts: Iterable[Prompt]) -> str:
+def data_hash(*mixers: Sequence[Prompt]) -> str:
     """sha256 over tokens, labels, verifiers, environments and columns for rewards of all prompts in order."""
     digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(repr((prompt.token_ids, prompt.ground_truths, prompt.verifiers)).encode())
-        for more in (prompt.episode, prompt.reward_columns):  # {} where there is none
-            if more:
-                digest.update(repr(more).encode())
+    for prompts in mixers:
+        kept = getattr(prompts, "hashed", None)  # of scripts.parts.prepared.Prompts
+        for part in kept() if kept else map(hashed, prompts):
+            digest.update(part)
     return digest.hexdigest()[:16]
+
+
+def hashed(prompt: Prompt) -> bytes:
+    """What data_hash takes of a prompt."""
+    parts = [repr((prompt.token_ids, prompt.ground_truths, prompt.verifiers))]
+    parts += [repr(more) for more in (prompt.episode, prompt.reward_columns) if more]  # {} where there is none
+    return "".join(parts).encode()
 
 
 # --- Engines: token ids in, token ids out -----------------------------------------------------------------------------
@@ -1117,11 +1173,10 @@ def eos_token_ids(args: Flags, tokenizer: "Tokenizer") -> list[int]:
     """Every end-of-sequence id of the model: the tokenizer's, and those of its generation config or else its config."""
     from transformers import AutoConfig, GenerationConfig
 
-    source = {"revision": start_commit(args)}
     try:
-        config: Any = GenerationConfig.from_pretrained(args.model_name_or_path, **source)
+        config: Any = GenerationConfig.from_pretrained(start_dir(args))
     except OSError:  # no generation_config.json
-        config = AutoConfig.from_pretrained(args.model_name_or_path, **source).get_text_config()
+        config = pretrained(AutoConfig, args).get_text_config()
     configured = getattr(config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     return sorted({n for n in ids if n is not None})
@@ -1253,8 +1308,8 @@ class VLLMEngine(Engine):
             prepare_engine_ranks(on_cpu)
         with fenced_rng():
             self.llm = LLM(
-                model=args.model_name_or_path,
-                revision=start_commit(args),
+                model=start_dir(args),
+                trust_remote_code=args.trust_remote_code,
                 dtype=args.model_dtype,
                 seed=args.seed,
                 max_model_len=max_model_len,
@@ -2030,10 +2085,27 @@ def class_of(config: Any, name: str) -> Any:
     parts = (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     in_parts = config.get_text_config() is not config
     for auto_class, mapping in (parts, texts) if in_parts else (texts, parts):
-        if type(config) in mapping:
+        has_own = is_own_code(config) and auto_class.__name__ in config.auto_map
+        if type(config) in mapping or has_own:
             return auto_class
     kind = type(config).__name__
     raise UserError(f"--model_name_or_path {name}: transformers has no causal language model for a {kind}")
+
+
+def is_own_code(config: Any) -> bool:
+    """Whether a config is of code that came with its model, which --trust_remote_code has let run."""
+    from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+    return type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+
+def model_class(config: Any, auto_class: Any) -> Any:
+    """The class of a model that is of one of transformers' auto classes."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    if is_own_code(config):
+        return get_class_from_dynamic_module(config.auto_map[auto_class.__name__], config.name_or_path)
+    return auto_class._model_mapping[type(config)]
 
 
 def trained_parts(model: Any) -> list[torch.nn.Module]:
@@ -2054,9 +2126,8 @@ def load_causal_lm(args: Flags) -> Any:
     attention = torch.compiler.disable(pack_attention) if args.compile_layers else pack_attention
     AttentionInterface.register(PACK_ATTENTION, attention)
     name = args.model_name_or_path
-    source = {"revision": start_commit(args), "attn_implementation": args.attn_implementation}
-    auto_class = class_of(AutoConfig.from_pretrained(name, revision=source["revision"]), name)
-    model: Any = auto_class.from_pretrained(name, dtype="auto", **source)
+    auto_class = class_of(pretrained(AutoConfig, args), name)
+    model: Any = pretrained(auto_class, args, dtype="auto", attn_implementation=args.attn_implementation)
     model.requires_grad_(False)
     for part in trained_parts(model):
         part.requires_grad_(True)
@@ -2268,8 +2339,7 @@ def _write_model(model: Any, state: dict[str, Any], tokenizer: "Tokenizer", args
     tokenizer.save_pretrained(path)
     run_files.keep_start_files(
         path,
-        start=args.model_name_or_path,
-        revision=start_commit(args),
+        start=Path(start_dir(args)),
         dtype=args.model_dtype,
         tied=tied,
         eos_ids=eos_ids,
@@ -2837,7 +2907,7 @@ class Logger:
             label = str(r.prompt.ground_truths[0]) if r.prompt.ground_truths else ""
             self.say(f"  prompt   {r.prompt.text[-600:]!r}")
             self.say(f"  response {r.text[:600]!r}")
-            self.say(f"  score {r.score:g}, {end}, label {label:.120}")
+            self.say(f"  score {r.score:g}, {end}, label {rewards.printable(label):.120}")
         rows = [sample_row(r, step) for r in rollouts[:TABLE_ROLLOUTS]]
         self.append("samples", {"training_step": step, "rollouts": rows})
 

@@ -40,6 +40,8 @@ class Args:
 
     model_name_or_path: str  # hub name or directory of the causal LM to train
     dataset_mixer_list: list[str]  # NAME AMOUNT: hub dataset, directory, .jsonl or .parquet, and its share, as in 1.0
+    model_revision: str | None = None  # of a hub name: branch, tag or commit
+    trust_remote_code: bool = False  # run the code that comes with a model: read it first
     dataset_mixer_list_splits: list[str] = field(default_factory=lambda: ["train"])  # of a hub dataset
     system_prompt_override_file: str | None = None  # text file in place of the rows' own system messages
     exp_name: str = "minimal"  # the run writes output_dir/exp_name/rollouts.jsonl and, at its end, model/
@@ -192,11 +194,12 @@ def main(args: Args) -> None:
     run_dir = Path(args.output_dir, args.exp_name)
     run_dir.mkdir(parents=True)  # fails where a run is
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    tokenizer = utils.pretrained(AutoTokenizer, args)
     prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)  # token ids of the tokenizer's chat template
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = LLM(
-        args.model_name_or_path,
+        utils.start_dir(args),
+        trust_remote_code=args.trust_remote_code,
         dtype=args.model_dtype,
         max_num_seqs=rollouts_per_step,
         max_model_len=args.max_prompt_token_length + args.response_length,
@@ -205,7 +208,7 @@ def main(args: Args) -> None:
         enable_chunked_prefill=device.type == "cuda",  # on a CPU seeds need prompts that are taken in whole
         logprobs_mode="processed_logprobs",  # after temperature: of the distribution that was sampled from
     )
-    policy = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32).to(device)
+    policy = utils.pretrained(AutoModelForCausalLM, args, dtype=torch.float32).to(device)
     ref_policy = copy.deepcopy(policy) if args.beta else None  # both without dropout, as from_pretrained leaves them
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
 
@@ -257,4 +260,7 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(utils.parse_args(Args))
+    try:
+        main(utils.parse_args(Args))
+    except utils.UserError as error:
+        raise SystemExit(f"minimal.py: {error}") from None

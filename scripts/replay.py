@@ -6,11 +6,13 @@
 
 Nothing is sampled: start model, rollouts.jsonl and dumps/ are enough to make any later state again. Weights are
 compared with the hash in the dump, the update's metrics with the run's metrics.jsonl. A run with several learners is
-replayed under torchrun with as many ranks; with fewer ranks the weights agree up to the order of sums. The exit status
-is 0 if everything is equal to the last bit, or within --tolerance where one is given.
+replayed under torchrun with as many ranks; with fewer ranks the weights agree up to the order of sums. The run of a
+copy, such as my_grpo.py, is replayed by that copy. The exit status is 0 if everything is equal to the last bit, or
+within --tolerance where one is given.
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -30,12 +32,14 @@ def replay(options: argparse.Namespace) -> bool:
     """Make the steps up to options.step again and print a line for each; returns whether they are the run's."""
     import torch
 
-    import grpo
     import utils
-    from scripts.parts import checkpoints, dumps
+    from scripts.parts import checkpoints, dumps, hub
 
     run_dir = options.run
-    args = read_args(run_dir)
+    hub.remember(run_dir)
+    grpo = maths_of(run_dir)
+    args = read_args(run_dir, grpo)
+    args = replace(args, trust_remote_code=options.trust_remote_code)  # of a run that may be another's
     tokenizer = utils.load_tokenizer(args)  # refuses a start model that is not there
     world = utils.init_distributed()
     if world.size % args.sequence_parallel_size:
@@ -55,7 +59,7 @@ def replay(options: argparse.Namespace) -> bool:
         _, dump = dumps.read_dump(run_dir, done)
         same = compare(f"before step {done + 1}", learner.policy, world, dump, {}, {}, options.tolerance)
     for step in range(done + 1, options.step + 1):
-        metrics, dump = make_step(step, learner, args, world, run_dir)
+        metrics, dump = make_step(step, learner, args, world, run_dir, grpo)
         same &= compare(f"step {step}", learner.policy, world, dump, metrics, logged.get(step, {}), options.tolerance)
     if options.save is not None:
         utils.save_model(learner.policy, tokenizer, options.save, args, world)
@@ -67,19 +71,31 @@ def replay(options: argparse.Namespace) -> bool:
     return same
 
 
-def read_args(run_dir: Path) -> Any:
-    """The run's flags, for the directory where it is now."""
-    import grpo
+def maths_of(run_dir: Path) -> Any:
+    """grpo.py as a module, or the copy of it that made the run. Raises UserError if the copy is not here."""
+    import utils
 
+    command = json.loads((run_dir / "environment.json").read_text()).get("command", [])
+    scripts = [Path(word) for word in command if word.endswith(".py")]
+    script = utils.REPO / (scripts[0].name if scripts else "grpo.py")
+    kept = run_dir / "code" / script.name
+    utils.need(script.exists(), f"{script.name} made this run and is not here; the run has it if {kept} is a file")
+    module = importlib.import_module(script.stem)
+    return getattr(module, "grpo", module)  # grpo_fast.py and its copies import it under this name
+
+
+def read_args(run_dir: Path, grpo: Any) -> Any:
+    """The run's flags, for the directory where it is now."""
     flags = json.loads((run_dir / "args.json").read_text())
     known = {flag.name for flag in fields(grpo.Args)}  # older runs had more flags
     args = grpo.Args(**{name: value for name, value in flags.items() if name in known})
     return replace(args, output_dir=str(run_dir.parent), exp_name=run_dir.name)
 
 
-def make_step(step: int, learner: Any, args: Any, world: Any, run_dir: Path) -> tuple[dict[str, float], dict]:
+def make_step(
+    step: int, learner: Any, args: Any, world: Any, run_dir: Path, grpo: Any
+) -> tuple[dict[str, float], dict]:
     """Make a step's updates; returns its metrics and its dump. All ranks."""
-    import grpo
     import utils
     from scripts.parts import dumps
 
@@ -139,6 +155,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write the model after the step there, in Hugging Face format")
     help_text = "largest relative difference of a metric (of those below 0.01: 100 times the difference); 0: bits"
     parser.add_argument("--tolerance", type=float, default=0.0, help=help_text)
+    parser.add_argument("--trust_remote_code", action="store_true", help="as in the run: its flag is not taken over")
     options = parser.parse_args()
     if options.step < 1:
         parser.error(f"--step {options.step}: steps begin with 1")

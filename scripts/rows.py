@@ -26,6 +26,8 @@ def main() -> int:
     parser.add_argument("amount", metavar="AMOUNT", type=json.loads)
     parser.add_argument("--split", default="train")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", default="", help="of a data set of the hub; default: its main's")
+    parser.add_argument("--fetch", action="store_true", help="print nothing: have the rows in the hub's cache")
     functions = "functions of a reward file, which score the rows that name no verifier"
     parser.add_argument("--functions", nargs="*", default=[], help=functions)
     parser.add_argument("--aliases", nargs="*", default=[], help="names that stand for one of them")
@@ -37,7 +39,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the run answers to Ctrl-C
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and may have read enough
     try:
-        for row in rows.drawn_rows(args.name, args.amount, args.split, args.seed, scoring):
+        if args.fetch:
+            next(rows.dataset_rows(args.name, args.split, args.commit), None)
+            return 0
+        for row in rows.drawn_rows(args.name, args.amount, args.split, args.seed, scoring, args.commit):
             print(json.dumps(row, default=str))
     except (ValueError, OSError) as error:  # OSError: a name that is too long, a file that may not be read
         print(json.dumps({"error": str(error)}))

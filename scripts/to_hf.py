@@ -25,15 +25,18 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None) -> Path:
+def convert(run_dir: Path, step: int | None, out: Path | None, model: str | None, trust: bool) -> Path:
     """Write the model of a step (None: the newest checkpoint); returns its directory. Raises utils.UserError."""
     import utils
+    from scripts.parts import hub
     from scripts.parts.checkpoints import checkpoint_dirs, newest, step_of
 
     if not (run_dir / "args.json").exists():
         raise utils.UserError(f"{run_dir} is no run: it has no args.json")
     args: Any = SimpleNamespace(**json.loads((run_dir / "args.json").read_text()))
     args.model_name_or_path = model or args.model_name_or_path
+    args.trust_remote_code = trust
+    hub.remember(run_dir)
     tokenizer = utils.load_tokenizer(args)  # reports a missing start model
     world = utils.init_distributed()
     checkpoints = run_dir / "checkpoints"
@@ -77,12 +80,13 @@ def main() -> int:
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest whole one")
     parser.add_argument("--out", type=Path, help="directory of the model; default: RUN/step_N")
     parser.add_argument("--model", help="directory or hub name of the start model; default: that of args.json")
+    parser.add_argument("--trust_remote_code", action="store_true", help="as in the run: its flag is not taken over")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU may be busy, or too small for float32
     import utils
 
     try:
-        print(f"model {convert(options.run, options.step, options.out, options.model)}")
+        print(f"model {convert(options.run, options.step, options.out, options.model, options.trust_remote_code)}")
     except (utils.UserError, OSError) as error:
         print(f"to_hf.py: {error}", file=sys.stderr)
         return 2

@@ -2,15 +2,17 @@
 
 root/models/ORG/NAME/ and root/datasets/ORG/NAME/ are the branch main of a repository. Its commit is a hash of its
 files: change a file and main has moved, while commits that were asked for stay. What huggingface_hub, transformers,
-datasets and vLLM ask for is answered as the hub does. `log` has the method, path and status of each request.
+datasets and vLLM ask for is answered as the hub does. `log` has the method, path and status of each request. A `fault`
+answers in its place: see fails_with and cuts.
 """
 
 import hashlib
 import http.server
+import itertools
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
@@ -63,6 +65,7 @@ class Hub(Server):
         self.log: list[str] = []
         self.commits: dict[tuple[str, str], Files] = {}  # (repository, commit) -> its files
         self.lock = threading.Lock()
+        self.fault: Callable[[str, str, Mapping[str, str]], Answer | None] = lambda *_: None
 
     def environment(self, home: Path, offline: bool = False) -> dict[str, str]:
         """What a program needs to have this hub in place of the real one, with its cache in `home`."""
@@ -84,7 +87,8 @@ class Hub(Server):
         return commit
 
     def answer(self, command: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        answer = self.find(path, body, headers.get("Range"))
+        found = self.find(path, body, headers.get("Range"))
+        answer = self.fault(command, path, headers) or found
         self.log.append(f"{command} {path} {answer[0]}")
         return answer
 
@@ -117,10 +121,36 @@ class Hub(Server):
             answer = tree(files, rest, deep)
             if not answer:
                 return missing("EntryNotFound", commit)
+        elif kind == "refs":
+            main = {"name": "main", "ref": "refs/heads/main", "targetCommit": commit}
+            answer = {"branches": [main], "converts": [], "tags": []}
         elif kind == "paths-info":
             names = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
             answer = [entry(name, files[name]) for name in names if name in files]
         return 200, {"X-Repo-Commit": commit}, json.dumps(answer).encode()
+
+
+def fails_with(status: int, part: str = "", code: str = "", every: int = 1, **headers: str):
+    """A fault: requests with `part` in their path are answered so, or each so many of them."""
+    asked = itertools.count(1)
+
+    def fault(command: str, path: str, _: Mapping[str, str]) -> Answer | None:
+        is_due = part in path and next(asked) % every == 0
+        return (status, ({"X-Error-Code": code} if code else {}) | headers, b"{}") if is_due else None
+
+    return fault
+
+
+def cuts(content: bytes, part: str, times: int):
+    """A fault: the first downloads of `content` end after half of it."""
+    asked = itertools.count(1)
+
+    def fault(command: str, path: str, _: Mapping[str, str]) -> Answer | None:
+        if command != "GET" or part not in path or next(asked) > times:
+            return None
+        return 200, {"Content-Length": str(len(content)), "Connection": "close"}, content[: len(content) // 2]
+
+    return fault
 
 
 def missing(what: str, commit: str = "") -> Answer:

@@ -158,7 +158,11 @@ def test_what_others_wrote_gives_no_orders_to_the_terminal(tmp_path, monkeypatch
     monkeypatch.setattr(utils, "mixed_rows", lambda flag, args: [row])
     monkeypatch.setattr(utils, "make_prompt", lambda *args: rewards.need(False, CLEARS_SCREEN))
     args = types.SimpleNamespace(
-        system_prompt_override_file="", max_prompt_token_length=8, output_dir=str(tmp_path), exp_name="run"
+        system_prompt_override_file="",
+        max_prompt_token_length=8,
+        output_dir=str(tmp_path),
+        exp_name="run",
+        dataset_mixer_list=[],
     )
     with pytest.raises(utils.UserError) as raised:
         utils.load_prompts("dataset_mixer_list", args, None)

@@ -1,10 +1,14 @@
-"""The last model of a run is not lost to a full disk."""
+"""What a run leaves: its last model, though a disk is full; and the copy of a script that made it."""
 
+import json
 import re
+import sys
 import tempfile
 
 import pytest
 
+import utils
+from scripts import replay
 from scripts.parts import run_files
 
 
@@ -40,3 +44,31 @@ def test_the_last_model_goes_elsewhere_and_a_step_is_left_out(tmp_path, monkeypa
         run_files.write_directory(run / "model", write_into)
     places.clear()
     assert run_files.write_directory(run / "model", write_into) == run / "model"
+
+
+@pytest.mark.parametrize("command, module", [
+    (["python", "/x/copied_maths.py", "--beta", "0"], "copied_maths"),
+    (["python", "copied_loop.py"], "copied_maths"),  # which imports it as grpo
+    (["python", "gone.py"], None),
+    (["python", "-m", "pytest"], "grpo"),
+])  # fmt: skip
+def test_a_run_is_replayed_by_the_copy_that_made_it(tmp_path, monkeypatch, command, module):
+    (tmp_path / "copied_maths.py").write_text("update = None\n")
+    (tmp_path / "copied_loop.py").write_text("import copied_maths as grpo\n")
+    (tmp_path / "grpo.py").touch()
+    monkeypatch.setattr(utils, "REPO", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "environment.json").write_text(json.dumps({"command": command}))
+    if module is None:
+        with pytest.raises(utils.UserError, match=r"gone\.py"):
+            replay.maths_of(tmp_path)
+    else:
+        assert replay.maths_of(tmp_path).__name__ == module
+
+
+def test_a_run_keeps_the_copy_that_made_it(tmp_path, monkeypatch):
+    (tmp_path / "my_grpo.py").write_text("x = 1\n")
+    monkeypatch.setattr(utils, "REPO", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["my_grpo.py", "--beta", "0"])
+    run_files.keep_code(tmp_path / "run", {}, b"")
+    assert (tmp_path / "run" / "code" / "my_grpo.py").read_text() == "x = 1\n"

@@ -155,7 +155,7 @@ def architecture(source: Path, model: str | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folders = [folder for folder in (source, source / "huggingface") if (folder / "config.json").is_file()]
-    config = AutoConfig.from_pretrained(folders[0] if folders else model)
+    config = AutoConfig.from_pretrained(folders[0] if folders else model, trust_remote_code=False)  # may be another's
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import utils
-from scripts.parts import run_files
+from scripts.parts import hub, run_files
 
 TRIAL_SIZE = 0.1  # how much a trial adapter changes a matrix, in sizes of the matrix
 
@@ -32,7 +32,7 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
         lora_alpha=args.lora_alpha,
         target_modules=names,
         base_model_name_or_path=args.model_name_or_path,
-        revision=utils.start_commit(args),
+        revision=hub.commit_or_none(args.model_name_or_path, args.model_revision),
         task_type="CAUSAL_LM",
     )
     try:

@@ -283,7 +283,7 @@ def take_state(
     converted = args.run_dir / "state.tmp"
     if not path.is_dir():
         path = converted
-        arguments = (args.load_states, step, converted, "--model", args.model_name_or_path)
+        arguments = (args.load_states, step, converted, "--model", utils.start_dir(args))
         problem = utils.on_main(lambda: utils.run_program("align/states.py", *arguments, seconds=1500.0), world)
         utils.need(not problem, problem)
     utils.shard_again(policy)

@@ -26,6 +26,8 @@ import rewards
 from rewards import need
 
 ENDINGS = (".jsonl", ".parquet", ".csv", ".json")  # of files of rows that are read
+COMPRESSED = (".gz", ".zst")  # after these endings, but .parquet
+LARGE = 2**22  # bytes of data files: smaller ones are read sooner than pyarrow is imported
 SCRIPTS = Path(__file__).resolve().parents[1]
 TOOLS = SCRIPTS / "tools"
 TABLE = SCRIPTS / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words
@@ -205,20 +207,43 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
 def problem_of_data(name: str) -> str:
     """Why a data set cannot be read, as far as its name and this machine tell; "" where nothing speaks against it."""
     path = Path(name)
+    ending = ending_of(path)
     if is_missing_path(name):
-        return "no such file" if path.suffix in ENDINGS else "no such directory"
-    if not path.is_file() or path.suffix in ENDINGS:
+        return "no such file" if ending else "no such directory"
+    if path.suffix == ".zst" and importlib.util.find_spec("zstandard") is None:
+        return ".zst is read with a package that is not installed: pip install zstandard"
+    if not path.is_file() or ending:
         return ""
-    return f"{path.suffix or 'a file without an ending'} is not read, but {', '.join(ENDINGS)} are"
+    what = "".join(path.suffixes[-2:]) or "a file without an ending"
+    return f"{what} is not read, but {', '.join(ENDINGS)} are, and with {' or '.join(COMPRESSED)} all but .parquet"
+
+
+def is_large(mixer: Sequence[tuple[str, Any]]) -> bool:
+    """Whether (name, amount) pairs are so many rows that scripts/parts/prepared.py keeps what becomes of them."""
+    size = 0.0
+    for name, amount in mixer:
+        path = Path(name)
+        if not path.exists() and not name.startswith("reasoning_gym:"):
+            return True  # of the hub
+        files = [path] if path.is_file() else path.rglob("*")
+        repeated = max(1.0, amount) if isinstance(amount, float) else 1.0
+        size += repeated * sum(file.stat().st_size for file in files)
+    return size > LARGE
+
+
+def ending_of(path: Path) -> str:
+    """Which of ENDINGS a path has, without that of a compression; "" for another."""
+    is_compressed = path.suffix in COMPRESSED
+    ending = path.with_suffix("").suffix if is_compressed else path.suffix
+    return ending if ending in ENDINGS and (ending, is_compressed) != (".parquet", True) else ""
 
 
 def is_missing_path(name: str) -> bool:
     """Whether this is a path that leads nowhere, and no name of the hub, which is NAME or ORGANIZATION/NAME: it begins
-    like a path, has several slashes, ends like a file of rows, or all of it but the last part is a directory here."""
+    like a path, has several slashes or ends like a file of rows. A directory here may have an organization's name."""
     path = Path(name).expanduser()
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix in ENDINGS
-    is_beside_others = "/" in name and path.parent.is_dir()
-    return (is_path or is_beside_others) and not path.exists()
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ending_of(path) != ""
+    return is_path and not path.exists()
 
 
 def likely_mistakes(args: Any) -> list[str]:

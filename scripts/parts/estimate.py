@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import utils
-from scripts.parts import packing, plan
+from scripts.parts import hub, packing, plan
 
 GIB = 2**30
 BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
@@ -108,7 +108,9 @@ def meta_model(config: Any, dtype: torch.dtype, repeats: int, lora_rank: int) ->
     name = f"kept_{repeats}"  # transformers finds the function by it, in each forward
     AttentionInterface.register(name, kept)
     with torch.device("meta"):
-        model = utils.class_of(config, config.name_or_path).from_config(config, dtype=dtype, attn_implementation=name)
+        auto_class = utils.class_of(config, config.name_or_path)
+        options = {"dtype": dtype, "attn_implementation": name, "trust_remote_code": utils.is_own_code(config)}
+        model = auto_class.from_config(config, **options)
     if lora_rank:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -469,8 +471,8 @@ def told(setup: Setup, has_splits: bool) -> str:
     args = setup.args
     try:
         card = planned_card()
-        config = config_of(args.model_name_or_path, args.model_revision)
-        ref_config = config_of(args.ref_model_name_or_path, None) if args.ref_model_name_or_path else None
+        config = config_of(args)
+        ref_config = config_of(args.of_reference(), "ref_model_name_or_path") if args.ref_model_name_or_path else None
         plan.check_model(args, args.model_name_or_path, config)
         if ref_config is not None:
             plan.check_model(args, args.ref_model_name_or_path, ref_config)
@@ -488,11 +490,12 @@ def told(setup: Setup, has_splits: bool) -> str:
     return "\n".join(lines)
 
 
-def config_of(name: str, revision: str | None) -> Any:
-    """A model's config. Raises ValueError where this machine does not have it."""
-    directory = plan.model_directory(name, revision)
+def config_of(args: Any, flag: str = "model_name_or_path") -> Any:
+    """A model's config. Raises ValueError where this machine does not have it, UserError for one that a run refuses."""
+    name = args.model_name_or_path
+    directory = hub.on_this_machine(name, args.model_revision)
     if directory is None:
         raise ValueError(f"no config.json of {name} on this machine (hf download {name} config.json)")
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(directory)
+    return utils.pretrained(AutoConfig, args, flag, directory)

@@ -35,7 +35,7 @@ LEAK = 1e-3
 
 def check(args: Any, name: str, config: Any, auto_class: Any) -> None:
     """Raises UserError for a model whose logprobs, or whose packs over several ranks, would be wrong."""
-    model = auto_class._model_mapping[type(config)]
+    model = utils.model_class(config, auto_class)
     if args.attn_implementation == "sdpa" and not model._supports_sdpa and config.model_type not in HAVE_SINKS:
         args.refuse(f"--attn_implementation: {model.__name__} has no attention of this name: take eager")
     config = config.get_text_config()

@@ -7,8 +7,8 @@ import math
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ import psutil
 import torch
 
 import utils
-from scripts.parts import checks, packing, probe
+from scripts.parts import checks, hub, packing, probe
 
 # Bytes of a row of rollouts.jsonl, measured: its text, and more for each token of the prompt, the response and a dump
 ROLLOUT_BYTES = 700
 PROMPT_BYTES = 12
 TOKEN_BYTES = 50
 DUMP_BYTES = 70
+MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list")
+FIRST = 1000  # prompts of a data set that are looked at for a mistake of the template
 
 
 # --- What is printed --------------------------------------------------------------------------------------------------
@@ -90,16 +92,43 @@ def roles(args: Any, learners: int) -> str:
 def sources_text(args: utils.Flags, fast: bool) -> str:
     """Where model and data come from, a line each, and what a run would be refused for."""
     lines = [f"model    {args.model_name_or_path}: {source_of(args.model_name_or_path)}"]
-    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+    for flag in MIXERS:
         for name, amount in utils.parse_mixer(flag, getattr(args, flag)):
             lines.append(f"data     --{flag} {name} {amount}: {source_of(name)}")
     lines += [f"refused  {text}" for text in checks.refused_in_a_run(args, fast)]
+    lines += [f"refused  {text}" for text in map(functools.partial(refused_rows, args), MIXERS) if text]
     if args.llm_judge_model:
         from scripts.parts import judges
 
         problem = judges.missing_server(args)
         lines += [f"refused  {problem}"] if problem else []
     return "\n".join(lines)
+
+
+def refused_rows(args: utils.Flags, flag: str) -> str:
+    """What a run is refused for by the rows of a mixer flag that are on this machine, or ""."""
+    pairs = getattr(args, flag)
+    splits = getattr(args, f"{flag}_splits")
+    here = []
+    splits_here = []
+    for i, (name, amount) in enumerate(zip(pairs[::2], pairs[1::2], strict=True)):
+        if source_of(name) == "local" and not checks.problem_of_data(name):
+            here += [name, amount]
+            splits_here.append(splits[i % len(splits)])
+
+    good = 0
+    bad = []
+    try:
+        for row in utils.mixed_rows(flag, replace(args, **{flag: here, f"{flag}_splits": splits_here})):
+            try:
+                utils.checked_verifiers(row)
+                good += 1
+            except ValueError as error:
+                bad.append(f"{row.where}: {error}")
+        utils.tell_bad(flag, bad, good)
+    except utils.UserError as error:
+        return str(error)
+    return ""
 
 
 def source_of(name: str) -> str:
@@ -116,7 +145,7 @@ def source_of(name: str) -> str:
 
 def disk_text(args: Any) -> str:
     """What the disk must hold at the end of the run and what is free, a line, with a warning where that is less."""
-    shapes = weight_shapes(args.model_name_or_path)
+    shapes = weight_shapes(args.model_name_or_path, args.model_revision)
     if not shapes:
         return f"disk     not estimated: no .safetensors of {args.model_name_or_path} on this machine"
     parts = disk_bytes(args, shapes)
@@ -168,21 +197,9 @@ def go_by_clock(run: Any) -> None:
         run.checkpoints.every_s = 60 * run.args.checkpoint_minutes
 
 
-def model_directory(name: str, revision: str | None = None) -> Path | None:
-    """Where this machine has a model's config.json: the directory, or that of the hub's cache. None: nowhere."""
-    if Path(name).is_dir():
-        return Path(name)
-    if name.startswith(("/", ".", "~")):
-        return None
-    import huggingface_hub
-
-    config = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def weight_shapes(name: str) -> list[list[int]]:
+def weight_shapes(name: str, revision: str | None = None) -> list[list[int]]:
     """The shapes of a model's weights, from the heads of its files; [] where this machine has none."""
-    directory = model_directory(name)
+    directory = hub.on_this_machine(name, revision)
     if directory is None:
         return []
     shapes = []
@@ -254,7 +271,7 @@ def check_models(args: Any, prompts: Sequence[utils.Prompt]) -> None:
         for problem in problems:
             print(f"WARNING: {problem}", flush=True)
 
-    config = utils.pretrained(AutoConfig, args, "model_name_or_path")
+    config = utils.pretrained(AutoConfig, args)
     check_model(args, args.model_name_or_path, config)
     if args.ref_model_name_or_path:
         teacher = utils.pretrained(AutoConfig, args.of_reference(), "ref_model_name_or_path")
@@ -265,7 +282,7 @@ def check_models(args: Any, prompts: Sequence[utils.Prompt]) -> None:
 def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
     """What is probably a mistake in the prompts, in words for a person."""
     problems = []
-    starts = {prompt.token_ids[:2] for prompt in prompts}
+    starts = {prompt.token_ids[:2] for prompt in prompts[:FIRST]}  # one template writes them all
     first, *others = starts or [()]
     if not others and len(first) == 2 and first[0] == first[1]:
         problems.append(f"every prompt begins with token {first[0]} twice: template and tokenizer may both write it")
@@ -279,11 +296,15 @@ def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
     if args.reward_file:
         from scripts.parts import user_files
 
-        scored = Counter(verifier for prompt in prompts for verifier in prompt.verifiers)
-        for name in user_files.FUNCTIONS:
+        unused = dict.fromkeys(user_files.FUNCTIONS)
+        for prompt in prompts:
+            if not unused:
+                break
+            for name in prompt.verifiers:
+                unused.pop(name, None)
+        for name in unused:
             fix = f"name it in their column dataset, or with --remap_verifier OLD={name}"
-            if not scored[name]:
-                problems.append(f"--reward_file {args.reward_file}: {name} scores none of the prompts: {fix}")
+            problems.append(f"--reward_file {args.reward_file}: {name} scores none of the prompts: {fix}")
     return problems
 
 
@@ -291,7 +312,7 @@ def bos_of(args: utils.Flags) -> int | None:
     """The BOS token with which the model's tokenizer begins a text, or None."""
     from transformers import AutoTokenizer
 
-    tokenizer = utils.pretrained(AutoTokenizer, args, "model_name_or_path")
+    tokenizer = utils.pretrained(AutoTokenizer, args)
     first = tokenizer("x")["input_ids"][:1]
     return first[0] if first and first[0] == tokenizer.bos_token_id else None
 
@@ -319,7 +340,7 @@ def check_vocabulary(args: utils.Flags, rows: int, teacher_rows: int) -> None:
     """Raises UserError with the first token that differs. `rows` and `teacher_rows` are the sizes of the two heads."""
     from transformers import AutoTokenizer
 
-    tokenizer = utils.pretrained(AutoTokenizer, args, "model_name_or_path")
+    tokenizer = utils.pretrained(AutoTokenizer, args)
     teacher_tokenizer = utils.pretrained(AutoTokenizer, args.of_reference(), "ref_model_name_or_path")
     tokens = {i: token for token, i in tokenizer.get_vocab().items()}
     teacher_tokens = {i: token for token, i in teacher_tokenizer.get_vocab().items()}

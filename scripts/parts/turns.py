@@ -254,6 +254,6 @@ def tools_config(args: utils.Flags) -> dict[str, Any]:
         "tool_call_names": args.tool_call_names,
         "tool_parser_type": args.tool_parser_type,
         "tool_configs": tool_configs,
-        "tokenizer": args.model_name_or_path,
+        "tokenizer": utils.start_dir(args),
         "seconds": args.env_timeout,
     }

@@ -81,7 +81,7 @@ def load_pieces(run: Path, args: dict[str, Any], notes: list[str]) -> Pieces | N
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
             from transformers import AutoTokenizer
 
-            return Pieces(AutoTokenizer.from_pretrained(directory))
+            return Pieces(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
     notes.append("No tokenizer in RUN/model: responses are shown as text, without colours.")
     return None
 

@@ -64,7 +64,7 @@ class ToolTimeout(Exception):
 def vllm_parser(parser_type: str, tokenizer: str, schemas: str) -> tuple[Any, Any]:
     """(vLLM's parser of that name, the request that it asks for). Its imports take 10 s of a CPU and 0.6 GiB.
 
-    tokenizer: a path or name. schemas: JSON. Raises ValueError for a name that vLLM lacks, or a tokenizer without the
+    tokenizer: a path. schemas: JSON. Raises ValueError for a name that vLLM lacks, or a tokenizer without the
     tokens that the parser needs.
     """
     import transformers
@@ -77,7 +77,7 @@ def vllm_parser(parser_type: str, tokenizer: str, schemas: str) -> tuple[Any, An
     request = ChatCompletionRequest(model="policy", messages=[], tools=json.loads(schemas))
     try:
         parser = ToolParserManager.get_tool_parser(parser_type)(
-            transformers.AutoTokenizer.from_pretrained(tokenizer), request.tools
+            transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False), request.tools
         )
     except Exception as error:  # each has its own
         raise ValueError(f"--tool_parser_type {parser_type} does not fit the tokenizer {tokenizer}: {error}") from None

@@ -40,7 +40,7 @@ def test_compiled_kernels_are_kept_apart_by_device(monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", "before")  # what the engine sets is taken back
     monkeypatch.setattr(utils, "VLLM_CACHE", "/cache/vllm")
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=LLM))
-    args = utils.Flags(model_name_or_path="x")
+    args = utils.Flags(model_name_or_path=".")
     for device in ("cuda:0", "cuda:5", "cuda:5"):
         with pytest.raises(Enough):
             utils.VLLMEngine(args, None, utils.World(0, 0, 1, torch.device(device)), 1)

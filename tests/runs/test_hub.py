@@ -10,6 +10,7 @@ import pytest
 from tests import programs
 from tests.hub import Hub
 from tests.runs.test_run import ENV, check
+from tests.test_hub_files import put_own_code
 
 SMALL = """--model_dtype float32 --response_length 8 --max_prompt_token_length 48 --temperature 1.0 --learning_rate 1e-3
     --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 4 --total_episodes 16""".split()
@@ -50,6 +51,7 @@ def hub(tiny_models, tmp_path_factory):
     models = {"tiny/start": "llama", "tiny/teacher": "qwen3"}
     for name, arch in models.items():
         shutil.copytree(tiny_models(arch), root / "models" / name)
+    put_own_code(root / "models/tiny/start", root / "models/tiny/mine")
     others = {"train": [{"text": "no row for a run"}]}
     put_rows(root, "tiny/rows", sevens={"train": map(row, range(8)), "test": map(row, range(8, 10))}, others=others)
     hub = Hub(root)
@@ -79,16 +81,18 @@ class Here:
         self.asked = len(hub.log)
 
     def program(self, *line):
-        done = check(
-            programs.run([str(word).replace("many.py", str(self.out / "many.py")) for word in line], **self.env)
-        )
+        done = check(programs.run([str(word) for word in line], **self.env))
         assert not self.offline or len(self.hub.log) == self.asked
         return done
 
-    def train(self, name, exp_name, *more, out=None):
+    def line(self, name, exp_name, *more, out=None, ranks=0):
         flags = ["--exp_name", exp_name, "--output_dir", out or self.out, "--model_name_or_path", "tiny/start"]
         flags += ["--dataset_mixer_list", "tiny/rows:sevens", "1.0", *SMALL, *more]
-        self.program(*RUNS[name], *flags)
+        line = [*programs.torchrun(ranks if ranks > 1 else 0), *RUNS[name], *flags]
+        return [str(word).replace("many.py", str(self.out / "many.py")) for word in line]
+
+    def train(self, name, exp_name, *more, out=None, ranks=0):
+        self.program(*self.line(name, exp_name, *more, out=out, ranks=ranks))
         return (out or self.out) / exp_name
 
 
@@ -128,8 +132,52 @@ def test_a_run_keeps_its_commit_though_main_moves(hub, out, tmp_path):
 
     threading.Thread(target=move_main, daemon=True).start()
     here = Here(hub, tmp_path / "home", out, offline=False)
-    run = here.train("fast", "moved", "--model_name_or_path", "tiny/moving", out=tmp_path)
+    flags = "--model_name_or_path tiny/moving --dump_steps all --checkpoint_state_freq 1".split()
+    run = here.train("fast", "moved", *flags, out=tmp_path)
     assert hub.commit_of("models/tiny/moving") != commit
     assert json.loads((run / "environment.json").read_text())["model_hash"] == commit
     saved = json.loads((run / "model/tokenizer_config.json").read_text())
     assert saved.get("model_max_length") == json.loads(before).get("model_max_length")
+    shutil.rmtree(run / "checkpoints/step_2")  # as if it had ended before
+    asked = len(hub.log)
+    here.program("scripts/replay.py", run, "--step", 2)
+    here.program("scripts/to_hf.py", run, "--out", tmp_path / "made")
+    here.train("fast", "moved", *flags, "--resume", out=tmp_path)
+    questions = [line for line in hub.log[asked:] if "/tiny/" in line]
+    assert not questions  # what the run began with is in its directory, and in the cache
+    assert content(tmp_path / "made", "tokenizer_config.json") == content(run / "model", "tokenizer_config.json")
+
+
+def test_ranks_ask_no_more_than_one(hub, out, tmp_path):
+    asked = []
+    for ranks in (1, 2):
+        here = Here(hub, tmp_path / f"home_{ranks}", out, False)
+        before = len(hub.log)
+        here.train("lora", f"ranks_{ranks}", out=tmp_path, ranks=ranks)
+        asked.append(len(hub.log) - before)
+    assert asked[0] == asked[1]
+
+
+def test_other_programs_by_name(hub, home, out, tmp_path):
+    data = ["tiny/rows:sevens", "1.0"]
+    own = ["--remap_verifier", "gsm8k=many", "--reward_file", out / "many.py", "--rollout_backend", "transformers"]
+    for offline in (False, True):
+        here = Here(hub, home, out, offline)
+        place = ["--output_dir", tmp_path, "--exp_name", f"eval_{offline}", *SMALL[:6]]
+        here.program("scripts/eval.py", "tiny/start", "--dataset_mixer_eval_list", *data, *own, *place)
+    place = ["--output_dir", tmp_path, *SMALL, VLLM]
+    here.program("scripts/minimal.py", "--model_name_or_path", "tiny/start", "--dataset_mixer_list", *data, *place)
+
+
+@pytest.mark.parametrize("name", ["grpo", "fast"])
+def test_code_of_a_model(hub, home, out, name, tmp_path):
+    """With the flag it trains, both engines run it, and the model has its files. Without, one line says what to do."""
+    here = Here(hub, home, out, False)
+    mine = ["--model_name_or_path", "tiny/mine"]
+    run = here.train(name, "mine", *mine, "--trust_remote_code", out=tmp_path)
+    files = ("modeling_mine.py", "configuration_mine.py")
+    assert content(run / "model", *files) == content(hub.root / "models/tiny/mine", *files)
+    done = programs.run([*here.line(name, "refused", *mine, out=tmp_path)], **here.env)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode and "--trust_remote_code" in last and "modeling_mine.py" in last
+    assert "Traceback" not in done.stdout + done.stderr
