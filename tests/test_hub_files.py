@@ -149,7 +149,7 @@ def test_a_fault_is_told_in_a_line_with_its_fix(served, name, capfd):
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_hub_that_is_busy_now_and_then_is_waited_for(served, status):
-    served.fault = stand_in.fails_with(status, every=5)
+    served.fault = stand_in.fails_with(status, every=9)
     assert (hub.model("tiny/start") / "model.safetensors").exists()
 
 

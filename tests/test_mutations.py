@@ -110,6 +110,7 @@ def test_the_gap_and_its_standard_error_by_hand():
     assert found["val/rho_se"] == pytest.approx(math.sqrt(0.08 / 3 / 3))
     assert found["debug/vllm_vs_local_logprob_diff_mean"] == pytest.approx(float(absolute.mean()))
     assert found["debug/vllm_vs_local_logprob_diff_max"] == pytest.approx(-math.log(0.8))
+    assert found["debug/vllm_vs_local_logprob_diff_std"] == pytest.approx(float(absolute.std(correction=0)))
     assert found["debug/vllm_local_reverse_kl"] == pytest.approx(-float(d[:3].sum()) / 3, rel=1e-5)
 
 

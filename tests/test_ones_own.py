@@ -14,6 +14,8 @@ from tests import test_data
 
 USER = {"role": "user", "content": "What is 2 + 6?"}
 REWARDS = """
+import numpy as np
+
 def plain(response, ground_truth):
     return 0.25
 
@@ -32,7 +34,7 @@ async def trl_text(prompts, completions, ground_truth):
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float((data_source, solution_str, ground_truth, extra_info) == ("me/sums", "8", "8", {"i": 1})),
-            "acc": True, "pred": solution_str}
+            "acc": True, "n": np.int64(3), "right": np.bool_(True), "pred": solution_str}
 
 def helper(text):
     return text
@@ -68,7 +70,7 @@ def test_functions_of_three_forms_get_what_they_name(configured):
     got = {name: result_of(name, **row) for name in ("plain", "with_columns", "everything", "trl", "compute_score")}
     scores = {name: result.score for name, result in got.items()}
     assert scores == {"plain": 0.25, "with_columns": 3.5, "everything": 4.0, "trl": 1.0, "compute_score": 1.0}
-    assert got["compute_score"].details == {"acc": 1.0}  # numbers only: they become metrics
+    assert got["compute_score"].details == {"acc": 1.0, "n": 3.0, "right": 1.0}  # numbers only: they become metrics
     assert result_of("trl_text", label=8, prompt="2+6=").score == 1.0
     assert result_of("compute_score").score == 0.0  # without columns: the verifier's name and {}
 

@@ -1,12 +1,13 @@
 """The project against tests/reference.py on a few random configurations; hundreds: python -m tests.reference 240."""
 
 import random
+import re
 from dataclasses import fields
 
 import pytest
 
 import grpo
-from tests import reference
+from tests import programs, reference
 
 ELSEWHERE = {"total_episodes", "local_eval_every", "eval_on_step_0", "eval_pass_at_k"}  # no part of an update
 
@@ -24,3 +25,11 @@ def test_every_flag_of_the_algorithm_is_drawn():
 def test_a_step_is_the_references(tiny_models, world, seed):
     errors, _ = reference.compare_step(seed, tiny_models(tied=seed % 2 == 0), world)
     assert max(errors, default=0.0) < 2e-5
+
+
+@pytest.mark.house  # half a minute
+@pytest.mark.runs
+def test_steps_of_two_ranks_are_the_references():
+    done = programs.run([*programs.torchrun(2), "-m", "tests.reference", "6"], OMP_NUM_THREADS=1)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert re.search(r"[1-9]\d* gradients", done.stdout)

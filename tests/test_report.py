@@ -408,6 +408,14 @@ def test_benchmark_by_hand(tmp_path):
     assert history["timing_per_token_ms/update_actor"][1:] == ["72.5", "2.5"]  # 7.25 s and 0.25 s for 100 tokens
     assert history["global_seqlen/minmax_diff"][1:] == ["5", "5"] and "global_seqlen/balanced_max" not in history
 
+    start = {"training_step": 0, "eval/objective/verifiable_correct_rate": 0.25, "eval/num_prompts": 1}
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
+    rows, history = reported(tmp_path / "run", args)
+    before_step_1 = history["val-core/openai/gsm8k+data/a/eval/reward/mean@4"]
+    accuracy = rows["val-core/openai/gsm8k+data/a/eval/reward/mean@4"]
+    assert before_step_1[1:] == ["0.25", "1"] and "of 2 evaluations" in accuracy[3]
+
     for step in range(1, 5):
         extra[step] |= {"objective/kl_in_reward": 1.0}
     rows, _ = reported(make_run(tmp_path / "in_reward", [9.0, 2.0, 2.0, 2.0], extra), args | {"kl_in_reward": True})

@@ -130,11 +130,19 @@ def test_active_sampling_admits_what_steps_will_take_and_what_is_too_old_expires
 def test_a_rollout_of_a_checkpoint_is_as_old_as_its_oldest_token():
     state = grpo.start_state() | {"step": 5, "cursor": 10}
     tokens = {"token_ids": [5, 6], "logprobs": [-1.0] * 2, "mask": [True] * 2, "versions": torch.tensor([-1, 3])}
-    state["rollouts"] = {10: (0, {0: tokens, 1: {}})}
+    state["rollouts"] = {10: (6, {0: tokens, 1: {}})}
     collector = make_collector("7", "1", flags="--async_steps 1 --active_sampling", state=state)
     collector.engines_have(10)
     assert collector.admitted_by == {10: 3, 11: 5, 12: 5, 13: 5}
+    assert prompts_of(collector)[10] == 6 != grpo.prompt_at(collector.prompts, 10, collector.args.seed).index
     assert [group[0].position for group in collector._collect().expired] == [10]
+
+
+def test_data_without_any_gradient_end_a_step_after_ten_rounds():
+    collector = make_collector("7", flags="--active_sampling")
+    collector.engines_have(0)
+    data = collector._collect()
+    assert (len(data.sampled), data.groups) == (10 * 2, [])
 
 
 @pytest.mark.parametrize("flags, taken, ahead", [

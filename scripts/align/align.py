@@ -309,12 +309,13 @@ def band(runs: list[Run], name: str, steps: list[int]) -> tuple[np.ndarray, np.n
 
 
 def compare_bands(sides: list[list[Run]], shared: dict[str, list[int]], paired: bool) -> list[Row]:
-    """A row a metric: share of steps at which the bands overlap (None if paired), means of the last steps, p."""
+    """A row a metric: share of steps at which the bands overlap, means of the last steps, p. If paired there is no
+    overlap, and means are of all steps."""
     rows = []
     for name, steps in shared.items():
         a, mean_a, std_a = band(sides[0], name, steps)
         b, mean_b, std_b = band(sides[1], name, steps)
-        last = -max(1, round(WINDOW * len(steps)))
+        last = 0 if paired else -max(1, round(WINDOW * len(steps)))  # means and p are of the same steps
         row: Row = {"name": name, "steps": len(steps), "overlap": None}
         if paired:
             p, smallest = sign_test(mean_a - mean_b)

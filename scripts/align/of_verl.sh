@@ -18,6 +18,8 @@
 # - PPO KL is not compared. The study's veRL, 0.5.0, computes the old logprobs in a forward of their own, so that its PPO
 #   KL is the rounding between two forwards, about 1e-4. Here a step of one optimizer step takes the update's own
 #   logprobs as the old ones, also where a batch of veRL's brings some. Our PPO KL is exactly 0.
+# - Trinity has two engines beside 6 trainer GPUs, at 0.9 of their memory, uncompiled, seed 42. Here each of the 6 has one
+#   at 0.4, compiled with MODE=full, seeds 1 to 4. None of it is in the mathematics.
 # - veRL's token-mean (0.8, fsdp and fsdp2) is a mean over each micro-batch of each rank. Ours is one over the batch.
 # - veRL's weight decay of 0.01 acts after the numbers of a step are taken, in 1 and 2 on weights that are replaced. In 3
 #   and 4 append --weight_decay 0.01.
@@ -65,7 +67,7 @@ if ((EXPERIMENT >= 3)); then
 fi
 
 if [[ "$MODE" == tiny && -z "${VERL:-}" ]]; then
-    stand_in other 1
+    stand_in other $((EXPERIMENT == 1 ? 1 : 101)) # experiment 2 compares other rollouts of the same prompts
     VERL="$OUT/other" BATCHES="$OUT/other" LOG="$OUT/other"
 fi
 : "${VERL:?the directory that has global_step_1}"

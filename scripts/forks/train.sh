@@ -51,7 +51,7 @@ task=()
 case "$name" in
 echo) # an environment, which says what the policy can foretell
     metric=loss/echo
-    flags=()
+    flags=(--echo_coef 0.1)
     task=(--env_file scripts/forks/counter.py --max_steps 3 --per_turn_max_tokens 6 --response_length 64)
     ;;
 repetition) # n-grams that come twice in a short response

@@ -294,7 +294,9 @@ def score_of(name: str, value: Any) -> dict[str, Any]:
         if "score" not in value:
             raise TypeError(f"{name} returned a dict without the key 'score': {sorted(map(str, value))}")
         for key, number in value.items():
-            if key != "score" and isinstance(number, (bool, int, float)):
+            is_array_of_one = getattr(number, "ndim", None) == 0  # numpy's, torch's
+            has_number = isinstance(number, (bool, int, float)) or is_array_of_one
+            if key != "score" and has_number:
                 details[str(key)] = float(number)
         value = value["score"]
     if value is None:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,18 +34,20 @@ MAX_REPLY_BYTES = 2**26
 JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
 WORKER_MEMORY_BYTES = 2 * 2**30
 REPLIES = {"ready", "unavailable", "score", "error"}
+MARK = "GRPO_WORKER"  # a variable that a worker hands down to all that it starts
 
 # --- In the trainer ---------------------------------------------------------------------------------------------------
 
 
-def kill(process: subprocess.Popen | None) -> None:
-    """Kills a worker and what it has started, which is in its session, and waits for the worker. None is no worker."""
-    if process is None:
-        return
-
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def kill_marked(mark: str) -> None:
+    """Kills all other processes of this user that have the mark of a worker: it, and what it has started, whatever
+    sessions and parents these have. Linux only."""
+    wanted = f"{MARK}={mark}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(environment.parent.name)
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            if pid != os.getpid() and wanted in environment.read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
 
 
 def read_reply(line: bytes, number: int) -> dict[str, Any]:
@@ -77,6 +80,7 @@ class Worker:
     """A child process, started for its first job and again after each kill. Used by one thread at a time."""
 
     process: subprocess.Popen | None = None
+    mark = ""
     start_s = 0.0  # the longest start so far, of any worker
 
     def start(self) -> None:
@@ -85,6 +89,8 @@ class Worker:
         command = [sys.executable, os.path.abspath(__file__), "--serve"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         env.pop("LD_PRELOAD", None)
+        self.mark = uuid.uuid4().hex
+        env[MARK] = self.mark
         self.socket, child = socket.socketpair()
         self.stderr = tempfile.TemporaryFile()
         self.buffer = b""
@@ -100,10 +106,23 @@ class Worker:
                 start_new_session=True,
             )
 
+    def kill(self) -> None:
+        """Kills the process, if there is one, and what it has started, and waits for it. The worker's own thread may
+        start another one meanwhile."""
+        process = self.process
+        mark = self.mark
+        if process is None:
+            return
+
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        kill_marked(mark)
+        process.wait()
+
     def stop(self) -> str:
         """Kills the process and its children; returns the end of the text that it wrote to stderr before it took
         jobs."""
-        kill(self.process)
+        self.kill()
         self.process = None
         self.socket.close()
         with self.stderr:
@@ -212,7 +231,7 @@ OF_ENVIRONMENTS = Workers(1, is_patient=True)  # vLLM's parsers of tool calls ta
 def close() -> None:
     """Kills all workers. Only the process: the thread that runs a worker owns its socket and files."""
     for worker in [*OF_VERIFIERS.all, *OF_ENVIRONMENTS.all]:
-        kill(worker.process)
+        worker.kill()
 
 
 # --- In the worker ----------------------------------------------------------------------------------------------------
@@ -223,6 +242,7 @@ def end_with_trainer(protocol: socket.socket) -> None:
     gone = select.poll()
     gone.register(protocol, 0)  # POLLHUP, which says that the other end is closed, is always reported
     gone.poll()
+    kill_marked(os.environ[MARK])
     os._exit(1)
 
 

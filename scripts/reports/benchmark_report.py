@@ -124,8 +124,12 @@ def score(run: Run, name: str, row: dict[str, float]) -> float:
 
 
 def values(run: Run, name: str, after: int = 0) -> list[float]:
-    """The known values, after step `after`, of a metric by veRL's name and in veRL's unit."""
-    found = [value(run, name, row) for step, row in run.rows.items() if step > after]
+    """The known values, after step `after`, of a metric by veRL's name and in veRL's unit. Those of an evaluation begin
+    with the one before the first step."""
+    rows = [row for step, row in run.rows.items() if step > after]
+    if after == 0 and name == ACCURACY:
+        rows.insert(0, run.start)
+    found = [value(run, name, row) for row in rows]
     return [number for number in found if number is not None]
 
 

@@ -54,7 +54,8 @@ class Run:
         self.after = after
         self.args = read_json(path / "args.json")
         self.environment = read_json(path / "environment.json")
-        steps = {row["training_step"]: row for row in read_metrics(path) if row["training_step"] > 0}
+        steps = {row["training_step"]: row for row in read_metrics(path)}
+        self.start = steps.pop(0, {})  # an evaluation before the first step
         self.rows = dict(sorted(steps.items()))
         for row in self.rows.values():
             if row.get("time/training") is not None:

@@ -108,6 +108,7 @@ DEFINITIONS = {
     "batch/groups_trained": "grpo_fast.py: groups trained on since the start",
     "batch/groups_filtered": "grpo_fast.py: groups left out since the start",
     "batch/groups_expired": "grpo_fast.py, active_sampling: groups since the start that became too old. Healthy: few",
+    "val/expired_tokens": "grpo_fast.py: tokens of the groups that became too old in this step",
     "batch/groups_in_flight": "grpo_fast.py: groups under way. Healthy: <= groups a step x (async_steps + 1)",
     "val/num_excluded_prompts": "prompts no longer sampled because of no_resampling_pass_rate",
     "other/real_batch_size_ratio": "rollouts trained on / rollouts sampled. Healthy: > 0.3",

@@ -202,7 +202,7 @@ def test_a_cap_on_memory_is_the_last_line_although_nothing_can_be_saved():
 
 def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
     script = """
-        import json, os, signal, subprocess, sys, threading, time
+        import contextlib, json, os, signal, subprocess, sys, threading, time
         from dataclasses import asdict
         from pathlib import Path
         import grpo, utils
@@ -213,14 +213,19 @@ def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
         (Path(sys.argv[1]) / "args.json").write_text(json.dumps(asdict(args)))
         logger = utils.Logger(args, Path(sys.argv[1]), 8, 0, utils.World(0, 0, 1, None))
         of_this_process = ["pgrep", "-P", str(os.getpid()), "wandb-core"]
-        service = int(subprocess.check_output(of_this_process))
+        found = ""
+        while not found:
+            found = subprocess.run(of_this_process, capture_output=True, text=True).stdout
+            time.sleep(0.05)
+        service = int(found)
         threading.Timer(60, lambda: (os.kill(service, signal.SIGKILL), os._exit(1))).start()
         os.kill(service, signal.SIGSTOP)
         for step in range(1, 200):
             logger.log({"training_step": step, "text": 0.0})
         logger.close()
         print("closed")
-        os.kill(service, signal.SIGKILL)  # it holds the pipe that the test reads
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(service, signal.SIGKILL)  # it holds the pipe that the test reads
         utils.exit_process()
     """
     done = programs.run(["-c", textwrap.dedent(script), tmp_path], 120, WANDB_MODE="offline")

@@ -9,7 +9,7 @@
 # Hardware: 2 nodes of 8 GPUs of 80 GB: 8 learners, 8 engines; a retriever (scripts/tools/search.py), by default on the
 # first node: RETRIEVER_URL=http://HOST:8000/retrieve.
 # Source: open-instruct scripts/train/debug/tools/olmo_3_parser_multigpu.sh: no figure, an hour at most.
-# Differs: `sandbox`, `reference` (scripts/train/differences.md). Its search asks Google through serper.dev, ours a
+# Differs: `sandbox`, `reference`, `fresh`, `defaults` (scripts/train/differences.md). Its search asks Google through serper.dev, ours a
 # retriever of your own. Its browse (jina.ai) has no counterpart: that takes a file like scripts/tools/search.py.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../../..}"
@@ -52,7 +52,10 @@ srun --kill-on-bad-exit=0 torchrun \
     --pack_length 16384 \
     --apply_verifiable_reward true \
     --non_stop_penalty false \
+    --advantage_normalization_type centered \
+    --clip_higher 0.272 \
     --temperature 1.0 \
+    --eval_temperature 1.0 \
     --learning_rate 5e-7 \
     --lr_scheduler_type constant \
     --beta 0.0 \
