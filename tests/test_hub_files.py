@@ -194,6 +194,7 @@ def test_rows_are_of_the_commit_and_come_from_the_cache(served, tmp_path, monkey
     """`datasets` keeps what it makes of a commit under the commit's name, which it does not promise."""
     import datasets.config
 
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # other tests may have imported it before
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.url)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home/datasets")
     folder = served.root / "datasets/tiny/rows"
