@@ -1813,7 +1813,7 @@ def main(args: Args) -> Path | None:
     policy = run.learner.policy
     first_step = state["step"] + 1
     last_step = num_training_steps(args)
-    for number in utils.STOP.steps(range(first_step, last_step + 1)):
+    for number in utils.profiled(utils.STOP.steps(range(first_step, last_step + 1)), args, world):
         step = Step(number)
         utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
         if engine is None:

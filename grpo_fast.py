@@ -270,6 +270,8 @@ def run_engine(args: Args, roles: Roles, meeting: Any) -> None:
     """One rank of an engine: load the model, meet learner 0, and do what it asks for."""
     world = join(meeting.store, f"engine{roles.index}", roles.tp_rank, roles.tp)
     start_watchdog(args, roles, meeting)
+    if args.deterministic:  # on a GPU the bits of a token then do not depend on its batch either
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", str(int(world.device.type == "cuda")))
     tokenizer = utils.load_tokenizer(args)
     if args.single_gpu_mode:  # vLLM takes a share of the memory that it finds free: load one after the other
         before = f"engine {roles.index - 1}" if roles.index else "learner"
@@ -1111,7 +1113,7 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
     first_step = state["step"] + 1
     last_step = grpo.num_training_steps(args)
     collect_garbage_by_hand()
-    for number in utils.STOP.steps(range(first_step, last_step + 1)):
+    for number in utils.profiled(utils.STOP.steps(range(first_step, last_step + 1)), args, world):
         step = grpo.Step(number)
         data = StepData()
         with step.timer("trainer_waiting_for_data"):

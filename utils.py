@@ -422,6 +422,9 @@ class RunFlags(Refusing):
     """grpo.py: directory of a run with --dump_steps. Train on its rollouts, step by step, instead of sampling."""
     save_traces: bool = False
     """Write every rollout to rollouts.jsonl."""
+    profile_step: NotNegative[int] = 0
+    """Write what torch's profiler sees of this step to RUN/profile, for each rank that trains, with a snapshot of a
+    GPU's memory. 0 is off."""
 
     @property
     def run_dir(self) -> Path:
@@ -553,6 +556,26 @@ class DataFlags(Refusing):
         return f"--chat_template_name {name}: no file, and none of this name: take one of {names}"
 
 
+# Options of vLLM that have a flag, and those that this code needs as it sets them
+ENGINE_FLAGS = {
+    "model": "--model_name_or_path",
+    "tokenizer": "--model_name_or_path",
+    "revision": "--model_revision",
+    "trust_remote_code": "--trust_remote_code",
+    "dtype": "--model_dtype",
+    "seed": "--seed",
+    "max_model_len": "--max_prompt_token_length with --response_length",
+    "tensor_parallel_size": "--vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "--vllm_gpu_memory_utilization",
+    "enable_sleep_mode": "--vllm_sleep",
+    "enforce_eager": "--vllm_enforce_eager",
+    "enable_prefix_caching": "--vllm_enable_prefix_caching",
+}
+ENGINE_NEEDS = """code_revision config_format convert data_parallel_size distributed_executor_backend disable_log_stats
+    generation_config load_format logprobs_mode model_loader_extra_config nnodes pipeline_parallel_size runner
+    skip_tokenizer_init tokenizer_revision use_tqdm_on_load worker_cls""".split()
+
+
 @dataclass(frozen=True)
 class EngineFlags(Refusing):
     """The engine and how it samples."""
@@ -584,10 +607,29 @@ class EngineFlags(Refusing):
     """Requests share the cache of prompts that begin alike. New weights never read what older ones have cached."""
     vllm_tensor_parallel_size: Positive[int] = 1
     """grpo_fast.py: GPUs of an engine. In grpo.py an engine has one."""
+    vllm_kwargs: str = ""
+    """More options of vLLM.LLM as a JSON object, such as '{"kv_cache_dtype": "fp8"}'. What some do to the gap:
+    scripts/README.md. Empty is none."""
     max_logprob_gap: NotNegative[float | None] = None
     """End the run, with a checkpoint, if the mean |learner - engine| logprob of the tokens of an engine's last 32
     prompts is larger. None: 0.1 in bfloat16 (whose rounding makes 0.02 to 0.05), 0.03 in float16, 0.01 in float32. 0 is
     off, and so is the echo of weights that did not arrive."""
+
+    def more_engine_options(self) -> dict[str, Any]:
+        """The options of --vllm_kwargs. Raises UserError for what is no JSON object, and for what a flag sets or this
+        code needs as it is."""
+        try:
+            options = json.loads(self.vllm_kwargs or "{}")
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            self.refuse("--vllm_kwargs: not a JSON object")
+        for name in options:
+            if name in ENGINE_FLAGS:
+                self.refuse(f"--vllm_kwargs: {name} is what {ENGINE_FLAGS[name]} sets")
+            if name in ENGINE_NEEDS:
+                self.refuse(f"--vllm_kwargs: {name} has to stay as the engine needs it here, drop it")
+        return options
 
     def beside_engine(self, shared: bool) -> Self:
         """The flags of a run in which learner and engine share a GPU (`shared`) or not. The default of
@@ -654,6 +696,25 @@ class TurnFlags(Refusing):
 @dataclass(frozen=True)
 class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineFlags, DataFlags, ModelFlags, RunFlags):
     """All flags but those of the algorithm."""
+
+    @property
+    def problem_of_engine(self) -> str:
+        """What vLLM says against --vllm_kwargs, or "". A model that is not on this machine yet has no part in it."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        from scripts.parts import hub
+
+        options = self.more_engine_options()
+        directory = hub.on_this_machine(self.model_name_or_path, self.model_revision)
+        try:
+            options |= {"dtype": self.model_dtype, "trust_remote_code": self.trust_remote_code}
+            engine = EngineArgs(model=str(directory), **options)
+            if directory is not None:
+                with fenced_rng():
+                    engine.create_engine_config()
+        except Exception as error:  # it has no class for what is wrong with an option
+            return f"--vllm_kwargs {self.vllm_kwargs}: vLLM says: {' '.join(str(error).split())}"
+        return ""
 
 
 def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
@@ -1306,6 +1367,7 @@ class VLLMEngine(Engine):
         options = cpu_engine_options(args, max_model_len) if on_cpu else gpu_engine_options(args, max_num_seqs)
         if args.vllm_tensor_parallel_size > 1:
             prepare_engine_ranks(on_cpu)
+        options |= {"max_num_seqs": max_num_seqs} | args.more_engine_options()
         with fenced_rng():
             self.llm = LLM(
                 model=start_dir(args),
@@ -1313,7 +1375,6 @@ class VLLMEngine(Engine):
                 dtype=args.model_dtype,
                 seed=args.seed,
                 max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
                 tensor_parallel_size=args.vllm_tensor_parallel_size,
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=args.vllm_gpu_memory_utilization,
@@ -2391,6 +2452,18 @@ def newest_checkpoint(run_dir: Path, world: World, before: float = math.inf) -> 
     from scripts.parts import checkpoints
 
     return on_main(lambda: checkpoints.newest(run_dir / "checkpoints", before), world)
+
+
+def profiled(steps: Iterable[int], args: Flags, world: World) -> Iterator[int]:
+    """The numbers of steps; what is done in --profile_step is watched."""
+    for step in steps:
+        if step == args.profile_step:
+            from scripts.parts import profiler
+
+            with profiler.watched(args.run_dir, step, world.rank):
+                yield step
+        else:
+            yield step
 
 
 def take_state(

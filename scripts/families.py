@@ -224,8 +224,9 @@ def run(log: Path, function: Any, *arguments: Any) -> Any:
         returned = ours.recv() if ours.poll(SECONDS) else f"no end within {SECONDS} s"
     except EOFError:
         lines = log.read_text(errors="replace").strip().splitlines()
-        errors = [text for text in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", text)]
-        returned = (errors or lines or ["nothing was printed"])[-1][:300]
+        errors = [i for i, text in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Exit)\b", text)]
+        last = lines[errors[-1] :] if errors else lines[-1:]
+        returned = " ".join([*map(str.strip, last[:2])])[:200] or "nothing was printed"
     child.join(2)
     if child.is_alive() and child.pid:
         os.killpg(child.pid, signal.SIGKILL)

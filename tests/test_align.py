@@ -335,6 +335,7 @@ class Loaded:
         self.weights, self.version = {name: t.clone() for name, t in named_tensors}, version
 
 
+@pytest.mark.house
 @pytest.mark.runs
 def test_shards_of_verl_are_taken(tiny_models, tmp_path, world, monkeypatch):
     """Three ranks (a block's weights are not a multiple of 3) and both of FSDP's generations."""
@@ -388,6 +389,7 @@ def test_shards_that_cannot_be_right_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.house
 @pytest.mark.runs
 def test_a_run_is_played_again_from_its_batches_and_states(tiny_models, tmp_path):
     """Put back on the other run's state before each step, a run with ten times its learning rate has its numbers at

@@ -75,6 +75,14 @@ def test_nothing_installed_yet_says_so_and_installs_nothing(tmp_path):
     assert done.returncode == 1 and "--chekc" in done.stderr
 
 
+def test_an_amd_gpu_is_not_taken_for_a_cpu(tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    program(tmp_path / "bin" / "rocm-smi", "echo 'GPU  Temp  Power'")
+    env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(tmp_path / "scripts" / "setup.sh")], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "AMD" in done.stderr and not (tmp_path / ".venv").exists()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Installation
 # ---------------------------------------------------------------------------------------------------------------------

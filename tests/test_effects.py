@@ -296,6 +296,9 @@ CASES: dict[str, Case] = {
         "", "--vllm_enable_prefix_caching", "enable_prefix_caching, block_size", "engine_options"
     ),
     "vllm_tensor_parallel_size": Case("", "--vllm_tensor_parallel_size 2", "tensor_parallel_size", "engine_options"),
+    "vllm_kwargs": Case(
+        "", '--vllm_kwargs {"kv_cache_dtype":"fp8","max_num_seqs":3}', "max_num_seqs, kv_cache_dtype", "engine_options"
+    ),
     "max_logprob_gap": Case("", "--max_logprob_gap 0.01", "refused"),
     # turns
     "env_file": Case(TURNS.partition(" --env_file")[0], "--env_file ENV", "1 requests"),

@@ -5,6 +5,7 @@ import textwrap
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 import grpo
@@ -209,3 +210,17 @@ def test_seconds_of_an_engine_by_hand():
     slow = replace(H100, operations=1e12)  # then the operations take longer than the reads
     operations = 3 * (2 * MATRICES_7B * 110 + 4 * 28 * 3584 * 110**2 / 2 + 2 * HEAD_7B * 100)
     assert estimate.sampling_seconds(setup, counted, 2, 100, slow) == pytest.approx(operations / 1e12)
+
+
+PUBLISHED = {"Qwen/Qwen2.5-0.5B-Instruct": 0.49, "Qwen/Qwen2.5-Math-7B": 7.61, "Qwen/Qwen3-4B-Instruct-2507": 4.0}
+PUBLISHED |= {"meta-llama/Llama-3.2-1B": 1.23, "allenai/OLMo-2-1124-13B-SFT": 13.7}  # 1e9 weights, of their cards
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_well_known_model_is_counted_without_its_config(name):
+    model = estimate.Model(estimate.known_config(name), torch.bfloat16)
+    assert model.all / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_a_name_that_only_begins_like_a_known_one_is_not_known():
+    assert estimate.known_config("x/Qwen2.5-0.5Bits") is None and estimate.known_config("Qwen2.5") is None

@@ -86,16 +86,26 @@ def test_forms_of_flags(line, name, want):
     assert repr(getattr(parse(*line.split()), name)) == want
 
 
-UNKNOWN = "--resume=maybe|--no_resume=true|--loss_fn ppo|--seed x|--betta 1".split("|")
+UNKNOWN = "--resume=maybe|--no_resume=true|--loss_fn ppo|--seed x".split("|")
 
 
 @pytest.mark.parametrize("line", UNKNOWN)
-def test_unknown_flags_and_values_are_refused(line, capsys):
+def test_unknown_values_are_refused(line, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse(*line.split())
     assert exit_info.value.code not in (0, None)
     said = str(exit_info.value.code) + capsys.readouterr().err.replace("-", "_")
     assert any(part in said for part in re.split("[= ]", line.removeprefix("--")))
+
+
+MISTYPED = {"betta": "beta", "modle_name": "model_name_or_path", "leraning-rate": "learning_rate"}
+MISTYPED |= {"no_shufle": "no_shuffle", "vllm_gpu_memory": "vllm_gpu_memory_utilization"}
+
+
+@pytest.mark.parametrize("typed", MISTYPED)
+def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed):
+    with pytest.raises(utils.UserError, match=f"^--{typed.replace('-', '_')}: .* --{MISTYPED[typed]} or "):
+        parse(f"--{typed}", "1")
 
 
 # --- open-instruct's command lines ------------------------------------------------------------------------------------
@@ -250,6 +260,10 @@ REFUSALS = f"""
 --sequence_parallel_size 3 | sequence_parallel_size
 --num_learners_per_node 2 | num_learners_per_node nproc_per_node
 --resume --overwrite | resume overwrite
+--vllm_kwargs [1] | vllm_kwargs
+--vllm_kwargs {{"seed":3}} | vllm_kwargs seed
+--vllm_kwargs {{"load_format":"dummy"}} | vllm_kwargs
+--profile_step 999999 | profile_step
 --dump_steps every | dump_steps
 --load_batches tests --active_sampling | load_batches active_sampling
 --env_file tests/conftest.py --tools calculator | env_file tools

@@ -450,6 +450,7 @@ def test_solver_without_server_is_missing(serve):
     assert missing(solved("Multiply.")[0])
 
 
+@pytest.mark.house
 @pytest.mark.filterwarnings("ignore:verifier solver")
 def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve, monkeypatch):
     slow = "{" * 100_000 + "2" + "}" * 100_000

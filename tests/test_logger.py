@@ -229,6 +229,7 @@ FAILS = """
 """
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("mode, key", [("offline", ""), ("online", "a" * 40)])
 def test_a_run_that_fails_sends_its_rows_first(tmp_path, mode, key):
     """To the disk, where no server answers. wandb's process, which shares the pipes, does not outlive the run."""

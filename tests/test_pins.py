@@ -26,6 +26,7 @@ PRIVATE = {  # name -> what fails without it
     "_disable_adapters": "test_adapters_are_off_while_the_private_name_says_so",
     "_dynamo": "each run with vLLM: utils.prepare_compiler",
     "_FileSystemWriter": "each checkpoint",
+    "_dump_snapshot": "test_the_snapshot_of_a_gpu_s_memory",
     "_functional_collectives": "test_sequence_parallel",
     "_get_sentence_tokenizer": "test_the_sentences_of_ifeval",
     "_internal": "test_bench: torch's fake store",
@@ -34,6 +35,7 @@ PRIVATE = {  # name -> what fails without it
     "_prec": "test_pairs_of_answers",
     "_pytree": "each run with --gradient_checkpointing",
     "_rebuild_tensor_v2": "test_align: veRL's shards",
+    "_record_memory_history": "test_the_snapshot_of_a_gpu_s_memory",
     "_supports_sdpa": "each run: packing.check",
     "_timeout": "test_the_timeout_of_nccl",
     "_utils": "test_align",
@@ -209,3 +211,9 @@ def test_the_sentences_of_ifeval():
 
     assert callable(instructions_util._get_sentence_tokenizer)
     assert "_get_sentence_tokenizer()" in inspect.getsource(instructions_util)
+
+
+def test_the_snapshot_of_a_gpu_s_memory():
+    """Only a GPU would call them."""
+    assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert callable(torch.cuda.memory._dump_snapshot)

@@ -254,6 +254,7 @@ socket.getaddrinfo = lambda *args, **kwargs: connect(None, args)
 """
 
 
+@pytest.mark.house
 def test_every_constraint_judges_without_network(tmp_path):
     """The arguments are the library's own draw; each of the 81 gives a verdict on an ordinary text."""
     log = tmp_path / "network.log"
@@ -294,6 +295,7 @@ def test_no_string_raises_in_the_trainer(name):
         assert isinstance(found, rewards.Job) or callable(found) or 0.0 <= found <= 1.0
 
 
+@pytest.mark.house
 def test_no_string_is_missing_in_the_workers():
     labels = [label for _, label in drawn_labels() if not check_ground_truth("ifeval", label)]
     rows = []

@@ -1,12 +1,15 @@
 """What a run leaves: its last model, though a disk is full; and the copy of a script that made it."""
 
+import gzip
 import json
 import re
 import sys
 import tempfile
 
 import pytest
+import torch
 
+import grpo
 import utils
 from scripts import replay
 from scripts.parts import run_files
@@ -72,3 +75,13 @@ def test_a_run_keeps_the_copy_that_made_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["my_grpo.py", "--beta", "0"])
     run_files.keep_code(tmp_path / "run", {}, b"")
     assert (tmp_path / "run" / "code" / "my_grpo.py").read_text() == "x = 1\n"
+
+
+def test_a_trace_has_what_its_step_did_and_nothing_else(tmp_path, world):
+    args = grpo.Args(output_dir=str(tmp_path), exp_name="run", profile_step=2)
+    args.run_dir.mkdir()
+    for step in utils.profiled(range(1, 4), args, world):
+        torch.ones(step).sum() if step == 2 else torch.ones(3).cos()
+    (trace,) = args.run_dir.glob("profile/*")
+    names = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert "aten::sum" in names and "aten::cos" not in names

@@ -10,6 +10,8 @@ A refusal names the flags, their values and the fix: `args.refuse(text)` raises 
 values to the flags that stand before its first colon. The bound of a single number stands at its flag: rewards.Bound.
 """
 
+import difflib
+import heapq
 import importlib.util
 import json
 import math
@@ -78,8 +80,7 @@ def split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def translate(argv: Sequence[str], known: set[str]) -> Translation:
-    """Translate a command line for a script with the `known` flags. What nobody knows stays, for the parser to
-    refuse."""
+    """Translate a command line for a script with the `known` flags. Raises UserError for a flag that nobody knows."""
     table = read_table()
     names = known | {key.partition("=")[0] for key in table}
     done = Translation()
@@ -90,6 +91,10 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
         flag = name.removeprefix("no_") if is_negated else name
         text = "false" if is_negated else " ".join(values) or "true"
         kind, words = table.get(f"{flag}={text.lower()}") or table.get(flag) or ("", "")
+        if not kind and name and name not in known:
+            raise rewards.UserError(
+                f"--{name}: there is no such flag. Perhaps {likely_flags(name, known)}? --help WORD"
+            )
         if not kind:
             done.line += own_form(name, values, known)
             continue
@@ -98,6 +103,17 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
             waiting = split(shlex.split(words)) + waiting
         done.others.append((kind, " ".join([f"--{name}", *values]), words))
     return done
+
+
+def likely_flags(name: str, known: set[str]) -> str:
+    """The two flags that look most like a name, or that begin like it."""
+
+    def alike(flag: str) -> float:
+        whole = difflib.SequenceMatcher(None, name, flag).ratio()
+        start = difflib.SequenceMatcher(None, name, flag[: len(name)]).ratio()
+        return max(whole, 0.95 * start)
+
+    return " or ".join(f"--{flag}" for flag in heapq.nlargest(2, sorted(known), alike))
 
 
 def own_form(name: str, values: list[str], known: set[str]) -> list[str]:
@@ -116,6 +132,7 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     """All of a script's flags, on `world_size` ranks of grpo.py; with `fast` on one of grpo_fast.py."""
     rewards.RewardFlags.check(args)
     check_sources(args)
+    args.more_engine_options()
     if not args.dry_run:
         problems = refused_in_a_run(args, fast)
         need(not problems, "; ".join(problems))
@@ -199,6 +216,8 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
     samples_with_vllm = args.rollout_backend == "vllm" and not args.load_batches
     if samples_with_vllm and importlib.util.find_spec("vllm") is None:
         problems.append("--rollout_backend vllm: it is not installed: take --rollout_backend transformers")
+    elif samples_with_vllm and args.vllm_kwargs and args.problem_of_engine:
+        problems.append(args.problem_of_engine)
     if args.with_tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("--with_tensorboard: a package is not installed: pip install tensorboard")
     return problems
@@ -280,6 +299,9 @@ def check_step(args: Any, world_size: int) -> None:
     if args.total_episodes < prompts * samples:
         sizes = "--num_unique_prompts_rollout x --num_samples_per_prompt_rollout"
         args.refuse(f"--total_episodes is less than a step of {sizes} = {prompts * samples}")
+    steps = args.total_episodes // (prompts * samples)
+    if args.profile_step > steps:
+        args.refuse(f"--profile_step: the run has {steps} steps")
     if prompts % world_size:
         more = prompts + -prompts % world_size
         args.refuse(f"--num_unique_prompts_rollout is not a multiple of the {world_size} ranks: take {more}")

@@ -5,10 +5,13 @@ Both count a model without memory, on torch's meta device, from its config.json 
 own, and fragmentation. The seconds are those of data sheets, for comparison alone.
 """
 
+import csv
 import functools
+import json
 import math
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
 ASLEEP = 4
 SEATS = 1024  # responses that an engine decodes at once, at most
 SHOWN = 3  # splits
+SHAPES = Path(__file__).parents[1] / "data" / "shapes.tsv"  # of models that people train, as their configs have them
+FIFTH = 5  # of a data sheet's speed, which no run has
 
 
 @dataclass(frozen=True)
@@ -463,6 +468,17 @@ def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
     return "\n".join(lines)
 
 
+def seconds_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
+    """The seconds of a step of grpo.py, whose ranks have an engine each, as a range."""
+    at_once = responses_at_once(setup, memory_parts(setup, counted), card.bytes)
+    learning = step_operations(setup, counted) / setup.learners / sheet.operations
+    sampling = sampling_seconds(setup, counted, setup.learners, max(1, at_once), sheet)
+    least = learning + sampling
+    length = f"if all responses have {setup.args.response_length:,} tokens"
+    seconds = f"{least:.1f} to {FIFTH * least:.1f} s, at a data sheet's speed and at a fifth of it"
+    return f"time     of a step, {length}: {seconds}; {sampling / least:.0%} of it is sampling"
+
+
 # --- All of it --------------------------------------------------------------------------------------------------------
 
 
@@ -483,6 +499,8 @@ def told(setup: Setup, has_splits: bool) -> str:
         lines.append(memory_text(setup, counted, card))
         if has_splits:
             lines.append(splits_text(setup, counted, card))
+        elif card.sheet is not None:
+            lines.append(seconds_text(setup, counted, card, card.sheet))
     except utils.UserError:
         raise
     except (OSError, ValueError) as error:
@@ -491,11 +509,35 @@ def told(setup: Setup, has_splits: bool) -> str:
 
 
 def config_of(args: Any, flag: str = "model_name_or_path") -> Any:
-    """A model's config. Raises ValueError where this machine does not have it, UserError for one that a run refuses."""
+    """A model's config, or one of its shapes. Raises ValueError where this machine has neither, UserError for one that
+    a run refuses."""
     name = args.model_name_or_path
     directory = hub.on_this_machine(name, args.model_revision)
+    config = known_config(name)
+    if directory is None and config is not None:
+        return config
     if directory is None:
         raise ValueError(f"no config.json of {name} on this machine (hf download {name} config.json)")
     from transformers import AutoConfig
 
     return utils.pretrained(AutoConfig, args, flag, directory)
+
+
+def known_config(name: str) -> Any:
+    """A config of the shapes in SHAPES, for a model's name with or without what follows (-Instruct); else None."""
+    from transformers import CONFIG_MAPPING
+
+    wanted = name.rpartition("/")[2] + "-"
+    known = []
+    with SHAPES.open() as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            if wanted.startswith(row["model"] + "-"):
+                known.append(row)
+    if not known:
+        return None
+    row = max(known, key=lambda row: len(row["model"]))
+    row.pop("model")
+    kind = CONFIG_MAPPING[row.pop("model_type")]
+    config = kind(**{key: json.loads(value) for key, value in row.items()})
+    config.name_or_path = name
+    return config

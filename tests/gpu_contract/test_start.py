@@ -63,6 +63,26 @@ def test_ranks_of_one_gpu_start_one_after_the_other(monkeypatch, name, waits_for
     assert told == [f"wait for {waits_for}", "start", f"say {name} loaded"]
 
 
+@pytest.mark.parametrize(
+    "device, flags, asked", [("cuda", "--deterministic", "1"), ("cuda", "", ""), ("cpu", "--deterministic", "0")]
+)
+def test_a_deterministic_engine_of_a_gpu_asks_for_kernels_that_do_not_know_their_batch(
+    monkeypatch, device, flags, asked
+):
+    def enough(*_):
+        raise Enough
+
+    monkeypatch.setattr(grpo_fast, "join", lambda *_: utils.World(0, 0, 1, torch.device(device)))
+    monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: None)
+    monkeypatch.setattr(utils, "load_tokenizer", enough)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "")
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    args = utils.parse_args(grpo_fast.Args, ["--model_name_or_path", "x", *flags.split()])
+    with pytest.raises(Enough):
+        grpo_fast.run_engine(args, grpo_fast.Roles(1, 1, 1, False, 0), types.SimpleNamespace(store=None))
+    assert os.environ.get("VLLM_BATCH_INVARIANT", "") == asked
+
+
 def test_an_engine_may_share_a_gpu_and_a_learner_may_not(monkeypatch):
     """NCCL refuses two ranks on one GPU, after minutes of loading."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

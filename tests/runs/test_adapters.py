@@ -77,6 +77,7 @@ def whole(tiny_models, data, tmp_path_factory):  # noqa: F811
     return out / "whole"
 
 
+@pytest.mark.house
 def test_a_run_with_adapters_resumes(whole, tiny_models, data, tmp_path):  # noqa: F811
     for flags in ("--total_episodes 128", "--total_episodes 256 --resume --resume_anyway"):
         line = command(tiny_models(), data, tmp_path, f"--exp_name broken {SAME} {flags}")

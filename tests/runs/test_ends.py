@@ -133,6 +133,7 @@ def test_a_killed_engine_is_named_and_its_learner_saves(run, tmp_path):
     assert done.returncode == 0 and steps(tmp_path / "x") == [1, 2, 3, 4, 5], done.stderr[-2000:]
 
 
+@pytest.mark.house
 def test_an_error_in_between_leaves_a_checkpoint_with_the_same_bits(run, tmp_path):
     done = run("grpo.py", "x", fault=ERROR)
     assert "a fork's own" in last_line(done) and (tmp_path / "x" / "checkpoints" / "step_2").exists()
@@ -154,6 +155,7 @@ def test_logprobs_that_are_no_numbers_are_forgiven_twice(run, tmp_path, versions
         assert (tmp_path / "x" / "checkpoints" / "step_4").exists()
 
 
+@pytest.mark.house
 def test_a_disk_that_is_full_for_a_while_costs_nothing(run, tmp_path):
     done = run("grpo.py", "x", "--save_traces", fault=FULL)
     assert done.returncode == 0 and "cannot be written" in done.stdout, done.stderr[-2000:]
@@ -200,6 +202,7 @@ def test_a_cap_on_memory_is_the_last_line_although_nothing_can_be_saved():
     assert done.returncode == 1 and f"ulimit -v {2**25}" in last_line(done) and str(2**36) in last_line(done)
 
 
+@pytest.mark.house
 def test_a_wandb_that_hangs_does_not_hold_up_the_end(tmp_path):
     script = """
         import contextlib, json, os, signal, subprocess, sys, threading, time

@@ -292,6 +292,7 @@ def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, 
     assert "has no dump of step 10" in error and not (tmp_path / "longer").exists()
 
 
+@pytest.mark.house
 def test_resume_on_another_machine(tiny_models, data, tmp_path):  # noqa: F811
     """Two ranks with sharded weights write step 2; elsewhere, with the start model at another path, one rank makes step
     3 of it, and to_hf.py the model that they saved, to the byte."""
@@ -347,7 +348,10 @@ def wait_for(condition, process, every=0.02):
         time.sleep(every)
 
 
-@pytest.mark.parametrize("script, more", [("grpo.py", TRANSFORMERS), ("grpo_fast.py", f"--async_steps 1 {VLLM}")])
+ASYNCHRONOUS = pytest.param("grpo_fast.py", f"--async_steps 1 {VLLM}", marks=pytest.mark.house)
+
+
+@pytest.mark.parametrize("script, more", [("grpo.py", TRANSFORMERS), ASYNCHRONOUS])
 def test_a_broken_run_ends_as_the_unbroken_one(script, more, tiny_models, data, tmp_path):  # noqa: F811
     """Killed with -9 while a checkpoint is written, then asked to stop by SIGTERM; each time --resume. In the end all
     weights are bit-equal, all metrics but times equal. With grpo_fast.py the rollouts of older weights that were under

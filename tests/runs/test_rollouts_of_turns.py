@@ -99,7 +99,7 @@ def check(run_dir, late=False):
     return rows
 
 
-@pytest.mark.parametrize("engine", [VLLM, TRANSFORMERS])
+@pytest.mark.parametrize("engine", [pytest.param(VLLM, marks=pytest.mark.house), TRANSFORMERS])
 def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, tiny_models, toy, tmp_path):
     """And the learner's logprobs are the engine's, packs of several turns included."""
     for script in ("grpo.py", "grpo_fast.py"):
@@ -112,6 +112,7 @@ def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, tiny_models, toy, tmp_path)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.house
 def test_a_kill_in_the_middle_of_an_answer_changes_no_bit(tiny_models, toy, tmp_path):
     """One update old, checkpoints every step; the run is killed with -9 while an environment is at work."""
     flags = f"--total_episodes 32 --deterministic --async_steps 1 --checkpoint_state_freq 1 --env_timeout 600 {VLLM}"

@@ -241,6 +241,7 @@ def test_every_branch_runs(tiny_models, data, tmp_path):
     assert all(torch.tensor([v for v in r.values()]).isfinite().all() for r in rows)
 
 
+@pytest.mark.house
 def test_generated_data(tiny_models, tmp_path):
     flags = ["--exp_name rg --output_dir", tmp_path, "--total_episodes 64", TRANSFORMERS, SMALL]
     line = ["grpo.py", "--model_name_or_path", str(tiny_models()), "--dataset_mixer_list"]
