@@ -76,7 +76,7 @@ class GRPOFlags:
     beta: NotNegative[float] = 0.05
     """KL coefficient, per token. 0 is off."""
     kl_estimator: Literal["0", "1", "2", "3", "kl1", "kl2", "kl3", "kl4"] = "2"
-    """0: k1; 1: k2; 2: k3, the default; 3: importance-weighted k1. kl1 to kl4 are the same four by older names."""
+    """0 or kl1: k1; 1 or kl2: k2; 2 or kl3: k3; 3 or kl4: importance-weighted k1. See kl_estimates."""
     load_ref_policy: bool = True
     """Keep the start policy, frozen, as the reference for the KL: it is measured (beta 0) or penalized (beta > 0)."""
     ref_policy_update_freq: Positive[int | None] = None

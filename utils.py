@@ -274,9 +274,13 @@ def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
 
 
 def words_of(error: Exception) -> str:
-    """An error in one line. Where the memory of this process is capped, and that may be why, the line says so."""
+    """An error in one line. Of a GPU without memory it says what helps; where the memory of this process is capped, and
+    that may be why, it names the cap."""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     words = kind + " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError):
+        helps = "a smaller --pack_length, --gradient_checkpointing, a smaller --vllm_gpu_memory_utilization"
+        return f"{words[:200]}... What helps most: {helps}; --dry_run says how much"
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if "memory" in words.lower() and most != resource.RLIM_INFINITY:
         words += f" (ulimit -v {most // 1024}: this process may have {most / 2**30:.1f} GiB of addresses)"

@@ -405,3 +405,9 @@ def test_ranks_of_torchrun_are_checked(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(utils.UserError, match="--num_unique_prompts_rollout 16 is not a multiple of the 3 ranks"):
         grpo.main(parse(*ROOM))
+
+
+def test_a_gpu_without_memory_names_flags_that_help():
+    said = utils.words_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. " + 50 * "x "))
+    flags = re.findall(r"--(\w+)", said)
+    assert "2.00 GiB" in said and len(flags) >= 3 and set(flags) <= {field.name for field in fields(grpo.Args)}

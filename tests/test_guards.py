@@ -97,6 +97,12 @@ def test_logprobs_that_are_no_numbers_have_another_guard():
     assert utils.STOP.because
 
 
+def test_logprobs_that_are_no_numbers_end_a_run_at_its_start():
+    guard = make_guards(engines=2)
+    guard.judge_gap(seen({0: (0.1, 10), 1: (math.nan, 10)}), guards.BEFORE)
+    assert "engine 1" in utils.STOP.because
+
+
 @pytest.mark.parametrize("first", [0, 20])
 def test_no_healthy_step_ends_a_run_and_a_fault_does(first):
     """100,000 steps drawn from those of a run, or from its last ten, in which the policy is sharpest. Sampling at

@@ -123,11 +123,13 @@ class Guards:
 
     def judge_gap(self, gap: Gap, when: str) -> None:
         """Judge what learner and engines disagree about. Prompts that have not been seen yet count as if they had no
-        gap. Logprobs that are no numbers do not count: a gradient that is not finite has its own guard."""
+        gap. Logprobs that are no numbers end a run at its start; later a gradient that is not finite has its guard."""
         engines = len(self.windows)
         for position, (total, tokens) in gap.prompts.items():
             if tokens and math.isfinite(total):
                 self.windows[position % engines].append((total, tokens))
+            elif tokens and when == BEFORE:
+                utils.STOP.ask(f"{when}: logprobs of the learner, or of engine {position % engines}, are no numbers")
         for engine, window in enumerate(self.windows):
             total, tokens = map(sum, zip((0.0, 0.0), *window, strict=True))
             mean = total / max(tokens, 1.0) * len(window) / GAP_PROMPTS
