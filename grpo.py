@@ -1707,7 +1707,7 @@ def start_state() -> dict[str, Any]:
 def set_up(args: Args, world: World) -> Run:
     """A run before its engines start: prompts, directory and learner. With --resume the newest checkpoint is loaded.
     All learners. Raises UserError for what cannot work."""
-    from scripts.parts import plan
+    from scripts.parts import plan, run_files
 
     start_time = time.perf_counter()
     torch.manual_seed(args.seed)
@@ -1736,8 +1736,9 @@ def set_up(args: Args, world: World) -> Run:
     run_dir = utils.prepare_run_dir(args, data_hash, world)
     newest = None
     if args.resume:
-        newest = utils.newest_checkpoint(run_dir, world)
-        utils.need(newest is not None, f"--resume: {run_dir} has no whole checkpoint; see --overwrite")
+        newest = utils.newest_checkpoint(run_dir, world)  # None: the run begins
+        is_damaged = newest is None and run_files.has_checkpoint(run_dir)
+        utils.need(not is_damaged, f"--resume: {run_dir} has no whole checkpoint; see --overwrite")
 
     learner = load_learner(args, world)
     state = start_state()

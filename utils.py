@@ -396,8 +396,8 @@ class RunFlags(Refusing):
     """Use deterministic kernels of torch. In grpo_fast.py each request also has a fixed engine, and a checkpoint waits
     until no rollout is running."""
     resume: bool = False
-    """Continue the run in output_dir/exp_name from its newest checkpoint. Refused if flags, data or model differ. May
-    be another's, as with load_states."""
+    """Continue the run in output_dir/exp_name from its newest checkpoint; begin it where it has none yet, so that one
+    command line is for every start. Refused if flags, data or model differ. May be another's, as with load_states."""
     resume_anyway: bool = False
     """With resume: continue although they differ, and print the differences."""
     overwrite: bool = False

@@ -119,13 +119,31 @@ def test_torchrun_replaces_no_run_but_its_own(tmp_path, monkeypatch):
         claim(tmp_path)
     claim(tmp_path, overwrite=True)
     assert utils.after_restart(args) == replace(args, overwrite=True)
-    (tmp_path / "grpo" / "checkpoints").mkdir()
+    (tmp_path / "grpo" / "checkpoints" / "step_1").mkdir(parents=True)
     (tmp_path / "grpo" / "checkpoints" / "latest").touch()
     assert utils.after_restart(args) == replace(args, resume=True)
     monkeypatch.setenv("MASTER_PORT", str(stores[1].port))
     assert utils.after_restart(args) == args
     claim(tmp_path, resume=True)
     assert utils.after_restart(args) == replace(args, resume=True)
+
+
+def test_one_command_line_begins_a_run_and_goes_on(tmp_path, capsys):
+    """Without a checkpoint what an earlier start has left goes, but not a model, and not a run of other flags."""
+    run_dir = tmp_path / "grpo"
+    for left in (False, True):  # nothing; what a kill before the first checkpoint leaves
+        claim(tmp_path, resume=True)
+        assert str(run_dir) in capsys.readouterr().out
+        assert not (run_dir / "metrics.jsonl").exists(), left
+        (run_dir / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="--seed"):
+        claim(tmp_path, resume=True, seed=2)
+    (run_dir / "model").mkdir()
+    with pytest.raises(ValueError, match="--overwrite"):
+        claim(tmp_path, resume=True)
+    (run_dir / "checkpoints" / "step_1").mkdir(parents=True)
+    claim(tmp_path, resume=True)
+    assert (run_dir / "metrics.jsonl").exists() and not capsys.readouterr().out
 
 
 def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkeypatch):
@@ -136,6 +154,7 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
     reward.chmod(0o600)
     own = {"reward_file": str(reward), "env_file": "", "tools": ["calculator"]}
     claim(tmp_path, **own)
+    (tmp_path / "grpo" / "checkpoints" / "step_1").mkdir(parents=True)
     assert {str(p.relative_to(code)) for p in code.rglob("*.*")} == {"changes.diff", "reward_file/mine.py"}
     assert (code / "reward_file" / "mine.py").read_bytes() == reward.read_bytes()
     assert (code / "reward_file" / "mine.py").stat().st_mode & 0o777 == 0o600
@@ -163,6 +182,7 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
 
 def test_a_full_disk_at_a_resume_costs_no_run(tmp_path, monkeypatch):
     claim(tmp_path)
+    (tmp_path / "grpo" / "checkpoints" / "step_1").mkdir(parents=True)
     before = {path.name: path.read_text() for path in (tmp_path / "grpo").glob("*.json")}
     write = Path.write_bytes
 

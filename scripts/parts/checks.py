@@ -156,8 +156,6 @@ def check_sources(args: Any) -> None:
         args.mixer(flag)
     if args.resume and args.overwrite:
         args.refuse("--resume continues a run, --overwrite replaces it: give one of them")
-    if args.resume and not any(args.run_dir.glob("checkpoints/step_*[0-9]")):
-        args.refuse(f"--resume: no checkpoint of a run in {args.run_dir}: --overwrite starts anew")
     if not re.fullmatch("|all|0*[1-9][0-9]*", args.dump_steps):
         args.refuse("--dump_steps: all, or N for every N-th step")
     if args.load_states:

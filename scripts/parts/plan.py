@@ -40,8 +40,10 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
     print(disk_text(args))
     if not args.dry_run:
         return
-    from scripts.parts import estimate
+    from scripts.parts import estimate, run_files
 
+    if args.resume and not run_files.has_checkpoint(args.run_dir):
+        print(f"resume   {run_files.NOTHING_YET.format(args.run_dir)}")
     if torch.cuda.is_available() or args.model_dtype != "auto":
         dtype, why = choose_dtype(args)
         print(f"dtype    {dtype}: {why}")

