@@ -58,7 +58,7 @@ def pytest_collection():
 # Files whose tests are of the repository and not of the code: a right edit may make them fail. And of rare ways to run,
 # or of what an idea does not touch
 NAMES = "audit bench compiled data_scripts doctor estimate eval forks hub hub_files interop liveness network parts pins"
-NAMES += " prepared readme recipes sandbox style together zoo"
+NAMES += " prepared quarter readme recipes sandbox style together zoo"
 HOUSE = {f"test_{name}.py" for name in NAMES.split()}
 
 

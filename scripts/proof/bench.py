@@ -2,6 +2,7 @@
 smallest and the largest of a round. Above 1 we are faster. `source scripts/setup.sh` first.
 
     python scripts/proof/bench.py learner    forward and backward of packs: ours, and a bare loop
+    python scripts/proof/bench.py head       the same of the head: ours, torch's, and Liger's where it is installed
     python scripts/proof/bench.py host       the host's CPU time of a micro-batch, and plain transformers'
     python scripts/proof/bench.py rollout    our engine loop, and LLM.generate on the same engine
     python scripts/proof/bench.py sync       weights into the engine: ours, a memory copy, vLLM's own reload
@@ -10,6 +11,7 @@ smallest and the largest of a round. Above 1 we are faster. `source scripts/setu
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import statistics
@@ -46,7 +48,7 @@ PACK_LENGTH = 2048
 
 @dataclass(frozen=True)
 class BenchFlags:
-    bench: tyro.conf.Positional[Literal["learner", "host", "rollout", "sync", "trl"]]
+    bench: tyro.conf.Positional[Literal["learner", "head", "host", "rollout", "sync", "trl"]]
     """The benchmark. A flag that is not listed here goes to grpo.py and grpo_fast.py."""
     model: str = str(ROOT / "models" / "SmolLM2-135M-Instruct")
     """Directory of the model: python scripts/data/get_smollm2.py, or make_tiny_model.py, makes one."""
@@ -56,6 +58,10 @@ class BenchFlags:
     """Rounds of A B A B; trl has one."""
     json: bool = False
     """Print one line of JSON."""
+    prompts: int = 4
+    """learner: groups of eight responses."""
+    response_tokens: int = 85
+    """learner: tokens of the median response."""
     steps: int = 3
     """trl: measured steps of each run, after two that do not count."""
     grpo_flags: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -85,17 +91,18 @@ def ratio(ours: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     return {"value": statistics.median(other) / statistics.median(ours), "min": min(rounds), "max": max(rounds)}
 
 
-def random_rollouts(prompts: int, vocab: int) -> list[list[grpo.Rollout]]:
-    """Groups of random tokens with the lengths of GSM8K in SmolLM2's tokens.
+def random_rollouts(prompts: int, vocab: int, response_tokens: int) -> list[list[grpo.Rollout]]:
+    """Groups of random tokens with the lengths of GSM8K in SmolLM2's tokens, but for the median of the responses.
 
     Their logs are normal, fitted to the 7473 questions (mean 4.04, standard deviation 0.345), to which the chat
-    template adds 30 tokens, and to the answers that people wrote (4.45, 0.434). The engine's logprobs are -30, so rho,
-    which is cut at 1, is 1: the gradient is that of a bare policy gradient.
+    template adds 30 tokens, and to the answers that people wrote (4.45, a median of 85; 0.434). The engine's logprobs
+    are -30, so rho, which is cut at 1, is 1: the gradient is that of a bare policy gradient.
     """
     rng = np.random.default_rng(1)
     longest = PACK_LENGTH // 2 - 30
     questions = np.exp(rng.normal(4.04, 0.345, prompts)).clip(1, longest).astype(int).tolist()
-    answers = np.exp(rng.normal(4.45, 0.434, (prompts, SAMPLES))).clip(1, longest).astype(int).tolist()
+    logs = rng.normal(np.log(response_tokens), 0.434, (prompts, SAMPLES))
+    answers = np.exp(logs).clip(1, longest).astype(int).tolist()
     groups = []
     for i, question in enumerate(questions):
         prompt_ids = tuple(rng.integers(0, vocab, 30 + question).tolist())
@@ -128,7 +135,8 @@ def bare_pass(model: Any, batches: Sequence[grpo.Batch], tokens: int) -> float:
 
 def bench_learner(options: BenchFlags) -> Result:
     """Forward and backward of training. Ours makes the packs, keeps float32 weights and computes the logits twice; the
-    bare loop gets packs. grad_norm: both compute the same."""
+    bare loop gets packs, or the eight responses to a prompt as rows, each with the prompt, padded on the right: kinder
+    than TRL, which pads between them and has logits of padding. grad_norm: all compute the same."""
     flags = f"--model_name_or_path {options.model} --model_dtype {options.dtype} --pack_length {PACK_LENGTH}"
     flags += " --per_device_train_batch_size 1 --beta 0 --no_load_ref_policy --max_logprob_gap 0"
     flags += " --rho_clamp_upper_bound 1 --temperature 1"
@@ -138,11 +146,11 @@ def bench_learner(options: BenchFlags) -> Result:
     model = utils.load_causal_lm(args).to(world.device, utils.DTYPES[options.dtype])
     no_step: Any = SimpleNamespace(step=lambda: None, zero_grad=policy.zero_grad, get_last_lr=lambda: [0.0])
     learner = grpo.Learner(policy, None, no_step, no_step)
-    groups = random_rollouts(4, model.config.vocab_size)
+    groups = random_rollouts(options.prompts, model.config.vocab_size, options.response_tokens)
     rollouts = [rollout for group in groups for rollout in group]
 
     def pack() -> list[grpo.Batch]:
-        packs = grpo.pack_rollouts(rollouts, "shared", PACK_LENGTH, 1, policy.pair_cost)[0]
+        packs = grpo.pack_rollouts(rollouts, "shared", args.pack_length, 1, policy.pair_cost)[0]
         return grpo.micro_batches(packs, "shared", args, world.device)
 
     def update() -> float:
@@ -152,9 +160,83 @@ def bench_learner(options: BenchFlags) -> Result:
 
     tokens = sum(len(r.token_ids) for r in rollouts)
     packs = pack()
+    padded = []
+    for i in range(0, len(rollouts), SAMPLES):
+        padded.append(grpo.make_batch([[[r]] for r in rollouts[i : i + SAMPLES]], world.device))
     sides = {"ours": update, "bare loop": functools.partial(bare_pass, model, packs, tokens)}
+    sides["padded rows"] = functools.partial(bare_pass, model, padded, tokens)
     norms = {name: work() for name, work in sides.items()}
-    return Result(by_turns(sides, options.repeat), [("ours", "bare loop")], {"packs": len(packs), "grad_norms": norms})
+    off = {name: abs(norm / norms["ours"] - 1) for name, norm in norms.items()}
+    compared = [("ours", "bare loop"), ("ours", "padded rows")]
+    facts = {"packs": len(packs), "grad_norms": norms, "off": off}
+    return Result(by_turns(sides, options.repeat), compared, facts)
+
+
+def whole_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Logprobs of the targets by torch."""
+    logits = (hidden @ weight.T).float()
+    return -cross_entropy(logits, targets, reduction="none")
+
+
+def our_head(chunk: int, compiled: bool, *tensors: torch.Tensor) -> torch.Tensor:
+    """The same by ours."""
+    logprobs, _ = grpo.HeadLogprobs.apply(*tensors, 1.0, chunk, compiled)
+    return logprobs
+
+
+def both_ways(head: Callable[..., Any], hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> list[Any]:
+    """[logprobs, the gradients of their sum by hidden states and weights]. Liger's logprobs are their sum."""
+    logprobs = head(hidden, weight, targets)
+    gradients = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    return [logprobs.detach(), *gradients]
+
+
+def relative(truth: torch.Tensor, found: torch.Tensor) -> float:
+    """The distance of two tensors, of the first one's norm."""
+    distance = (truth.double() - found.double()).norm()
+    return float(distance / truth.double().norm())
+
+
+def heads_of(device: torch.device) -> dict[str, Any]:
+    """Functions from hidden states, weights and targets to logprobs."""
+    heads: dict[str, Any] = {"whole logits": whole_logits}
+    heads["whole logits, compiled"] = torch.compile(whole_logits)
+    heads["ours"] = functools.partial(our_head, 3 * grpo.LOGPROB_CHUNK, True)
+    heads["ours, not compiled"] = functools.partial(our_head, grpo.LOGPROB_CHUNK, False)
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
+        functional: Any = importlib.import_module("liger_kernel.transformers.functional")
+        loss = functools.partial(functional.liger_fused_linear_cross_entropy, reduction="sum")
+        heads["Liger"] = lambda *tensors: -loss(*tensors)
+    return heads
+
+
+def bench_head(options: BenchFlags) -> Result:
+    """Forward and backward of the head over random hidden states, whose logits have a deviation of 3. off: the largest
+    relative distance of logprobs and gradients from those of whole logits in float32."""
+    device = utils.init_distributed().device
+    on_gpu = device.type == "cuda"
+    model = utils.load_causal_lm(grpo.Args(model_name_or_path=options.model))
+    weight = model.get_output_embeddings().weight.detach().float().to(device)
+    torch.manual_seed(0)
+    hidden = torch.randn(8192 if on_gpu else 512, weight.shape[1], device=device)
+    hidden *= 3 / weight.norm(dim=1).mean()
+    targets = torch.randint(len(weight), hidden.shape[:1], device=device)
+    inputs = [values.to(utils.DTYPES[options.dtype]).requires_grad_() for values in (hidden, weight)]
+    exact = [values.detach().float().requires_grad_() for values in inputs]
+    truth = both_ways(whole_logits, *exact, targets)
+    off = {}
+    gib = {}
+    sides = {}
+    for name, head in heads_of(device).items():
+        sides[name] = functools.partial(both_ways, head, *inputs, targets)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        pairs = zip(truth, sides[name](), strict=True)
+        off[name] = max(relative(a, b) for a, b in pairs if a.shape == b.shape)
+        if on_gpu:
+            gib[name] = torch.cuda.max_memory_allocated() / 2**30
+    compared = [("ours", name) for name in sides if name != "ours"]
+    return Result(by_turns(sides, options.repeat), compared, {"off": off, "peak_gib": gib})
 
 
 def narrow_model(directory: str) -> Any:
