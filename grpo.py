@@ -190,7 +190,7 @@ def make_request(r: Rollout, args: Args) -> utils.Request:
     seed_parts = [r.position, r.sample, int(r.evaluation)]
     if r.turns:
         prompt_ids = (*prompt_ids, *r.token_ids.tolist())
-        seed_parts.append(len(r.turns) // 2)  # each earlier turn has an answer
+        seed_parts.append(len(own_turns(r)))
 
     max_tokens = remaining_tokens(r, args)
     stop: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ def sample_rollouts(engine: Sampler, groups: Sequence[Group], args: Args) -> Non
             start_scoring(r, engine, args)
         else:
             rollouts.append(r)
-    requests = [make_request(r, args) for r in rollouts]
+    requests = [next_request(r, engine, args) for r in rollouts]
     engine.generate(requests, lambda i, generation: end_turn(rollouts[i], generation, engine, args))
 
 
@@ -258,7 +258,7 @@ def end_turn(
             r.over = True
         else:
             add_turn(r, generation, engine)
-            is_last = len(r.turns) // 2 >= args.max_steps
+            is_last = len(own_turns(r)) > args.max_steps
             r.over = is_last or remaining_tokens(r, args) <= 0
 
     if r.over:
@@ -276,7 +276,8 @@ def text_of(token_ids: np.ndarray, engine: Sampler) -> str:
 
 
 def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
-    """Fill the text of a rollout that is over and start its verifiers. Of several turns they get the last."""
+    """Fill the text of a rollout that is over, start its verifiers and free its environment. Of several turns the
+    verifiers get the last."""
     r.text = text_of(r.token_ids, engine)
     scored_text = [r.text, *own_turns(r)][-1]
     prompt = r.prompt
@@ -288,6 +289,10 @@ def start_scoring(r: Rollout, engine: Sampler, args: Args) -> None:
             )
             r.scoring.append(rewards.submit(record))
 
+    if r.state:
+        from scripts.parts import environments
+
+        environments.release(r.state, args.env_timeout)
     # new dicts without the environment's states: a checkpoint may hold the old ones
     with utils.LOCK:
         r.turns = [{key: turn[key] for key in turn if key != "state"} for turn in r.turns]
@@ -2021,8 +2026,20 @@ def add_turn(r: Rollout, generation: utils.Generation, engine: Sampler) -> None:
     )
 
 
+def next_request(r: Rollout, engine: Sampler, args: Args) -> utils.Request | Future:
+    """The request for the next turn of r, or its future where the environment has to speak before."""
+    environment = r.prompt.environment
+    waits = environment is not None and environment.resets
+    if r.turns:
+        waits = r.turns[-1]["role"] == "assistant"
+    if waits:
+        return ask(r, engine, args)
+    return make_request(r, args)
+
+
 def ask(r: Rollout, engine: Sampler, args: Args) -> Future[utils.Request | None]:
-    """Start a thread in which the environment answers the last turn of r. Returns the future of take_answer."""
+    """Start a thread in which the environment answers the last turn of r, or resets. Returns the future of
+    take_answer."""
     return rewards.ENV_THREADS.submit(lambda: take_answer(r, engine, args))
 
 
@@ -2033,16 +2050,17 @@ def take_answer(r: Rollout, engine: Sampler, args: Args) -> utils.Request | None
 
     environment = r.prompt.environment
     assert environment is not None
-    state = None
-    if len(r.turns) > 1:
-        state = r.turns[-2]["state"]  # of the answer before
     episode = environment.episode_of(r, args.max_steps)
-    answer = environments.ask(environment.path, state, episode, args.env_timeout)
+    answer = environments.ask(environment.path, r.state, episode, args.env_timeout)
 
     texts = answer.pop("texts")
-    ended = r.token_ids[-1] in engine.eos_ids
+    ended = False
     tokens_left = remaining_tokens(r, args)
-    token_ids, text = environment.answer(texts, ended, tokens_left, engine.tokenizer)
+    if r.turns:
+        ended = r.token_ids[-1] in engine.eos_ids
+        token_ids, text = environment.answer(texts, ended, tokens_left, engine.tokenizer)
+    else:
+        token_ids, text = environment.first_words(texts, tokens_left, engine.tokenizer)
     with utils.LOCK:
         r.over = answer["done"] or (ended and not environment.role)
         if not r.over and len(token_ids) >= tokens_left:
@@ -2052,7 +2070,7 @@ def take_answer(r: Rollout, engine: Sampler, args: Args) -> utils.Request | None
             token_ids = []
         r.append_answer(token_ids)
         says_something = text or answer["reward"] or answer["metrics"]
-        if says_something or not r.over:
+        if says_something or not r.over or environments.is_live(answer["state"]):
             role = environment.role or "tool"
             turn = {"role": role, "content": text, "tokens": len(token_ids)}
             r.turns.append(turn | answer)

@@ -582,7 +582,9 @@ class Engines(utils.Sampler):
         with self.changed:
             return max([self.finished.pop(name) for name in names])
 
-    def generate(self, requests: Sequence[Request], finished: Callable[[int, Generation], Future | None]) -> None:
+    def generate(
+        self, requests: Sequence[Request | Future], finished: Callable[[int, Generation], Future | None]
+    ) -> None:
         """See utils.Engine.generate; finished is called in another thread."""
         named_requests = []
         for i, request in enumerate(requests):
@@ -778,9 +780,7 @@ class Collector:
                 grpo.start_scoring(r, self.engines, self.args)
                 self.engines.finished[name] = time.perf_counter()
                 continue
-            request: Request | Future = grpo.make_request(r, self.args)
-            if r.turns and r.turns[-1]["role"] == "assistant":  # the environment was being asked
-                request = grpo.ask(r, self.engines, self.args)
+            request = grpo.next_request(r, self.engines, self.args)
             requests.append(NamedRequest(name, request, functools.partial(self._finish, r)))
         return requests
 

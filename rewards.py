@@ -1008,15 +1008,17 @@ class Episode:
     """What an environment gets after a turn of the policy.
 
     An environment is a Python file that defines step(episode), or, if it has a state, a class Env with
-    __init__(config) and step(episode). Between two turns an Env is pickled, so its state must be plain data. step
-    returns None (the rollout is over, without a last word), a text, or an Answer. The file may define about(config),
-    which returns a dict: "role" of the answers ("user", the default; "tool"; "" appends them to the policy's own turn),
-    "stop": texts that end a turn, "schemas": the tools by name, for the chat template.
+    __init__(config) and step(episode). step returns None (the rollout is over, without a last word), a text, or an
+    Answer. An Env may have reset(row), which gets an Episode before the first turn and returns what is put behind the
+    prompt, or None. Between two turns an Env is pickled if it is plain data and has no close(). Any other lives in a
+    process of its own until the rollout ends. The file may define about(config), which returns a dict: "role" of the
+    answers ("user", the default; "tool"; "" appends them to the policy's own turn), "stop": texts that end a turn,
+    "schemas": the tools by name, for the chat template.
     """
 
     messages: list[dict[str, str]]  # role, content: the messages of the row, then all turns and answers so far
     text: str  # the policy's last turn
-    turn: int  # 1, 2, ...
+    turn: int  # 1, 2, ...; 0 for reset
     steps_left: int  # the most times that the environment will be asked again
     stopped: bool  # the turn ended by itself, not at a limit
     ground_truths: list[Any]
@@ -1040,15 +1042,12 @@ class Answer:
 # --- Threads and workers, which wait so that the trainer need not ----------------------------------------------------
 
 
-def run_in_worker(job: Job, timeout_s: float, of_environment: bool = False) -> Scored:
-    """Runs the job in the first worker that is free, and asks Job.blameless what is to blame if it ends the worker.
-
-    of_environment: in one of the workers of environments, which are apart, so that slow tools delay no verifier."""
+def run_in_worker(job: Job, timeout_s: float) -> Scored:
+    """Runs the job in the first worker that is free, and asks Job.blameless what is to blame if it ends the worker."""
     from scripts.parts import worker
 
-    workers = worker.OF_ENVIRONMENTS if of_environment else worker.OF_VERIFIERS
     start = time.monotonic()
-    with workers.one() as own:
+    with worker.OF_VERIFIERS.one() as own:
         outcome = own.run(job.work, job.arguments, timeout_s)
         if outcome.status in ("timeout", "crash") and job.blameless:
             harmless = own.run(job.work, job.arguments | job.blameless, timeout_s)

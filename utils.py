@@ -684,7 +684,8 @@ class TurnFlags(Refusing):
     per_turn_max_tokens: Positive[int | None] = None
     """Most tokens of a turn. None: as many as response_length leaves, which counts answers too."""
     env_timeout: Positive[float] = 60.0
-    """Seconds for an answer. After that the policy reads that none came, and the rollout continues."""
+    """Seconds for an answer. After that the policy reads that none came, and the rollout continues. One whose
+    environment is live ends."""
     pool_size: Positive[int | None] = None
     """Processes that answer at the same time. None is 2 for each core, and at least 8."""
     turn_credit: bool = False
@@ -1052,6 +1053,8 @@ def make_prompt(
             options["tools"] = tools
 
     text = str(tokenizer.apply_chat_template(messages, **options))
+    if environment is not None:
+        text = environment.open_prompt(text)
     token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     ground_truths = tuple(row.ground_truths)
     columns = row.reward_columns
@@ -1187,6 +1190,12 @@ class Rollout(Columns):
     over: bool = False  # nothing is added any more
     evaluation: bool = False  # sampled to evaluate the policy, with seeds apart from those of training
 
+    @property
+    def state(self) -> str:
+        """The environment's state after its last answer."""
+        states = [turn["state"] for turn in self.turns if "state" in turn]
+        return states[-1] or "" if states else ""
+
     def append(self, generation: Generation) -> None:
         """Add tokens the policy chose."""
         self._add(
@@ -1208,10 +1217,11 @@ class Rollout(Columns):
             setattr(self, name, np.concatenate([getattr(self, name), values]))
 
     def so_far(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps, for `go_back`. It is empty until the rollout has ended a turn or is
-        over."""
+        """The state that a checkpoint keeps, for `go_back`. It is empty until the rollout has ended a turn or is over,
+        and while its environment lives in a process."""
         with LOCK:
-            if not self.over and not self.turns:
+            is_live = self.state.startswith("live ")  # as environments.is_live
+            if not self.over and (is_live or not self.turns):
                 return {}
             kept: dict[str, Any] = {name: torch.from_numpy(getattr(self, name)) for name in COLUMNS}
             kept["finish_reason"] = self.finish_reason
@@ -1253,9 +1263,10 @@ class Sampler:
     tokenizer: "Tokenizer"
     eos_ids: list[int]
 
-    def generate(self, requests: Sequence[Request], finished: OnEnd = None) -> list[Generation]:
+    def generate(self, requests: Sequence[Request | Future], finished: OnEnd = None) -> list[Generation]:
         """Sample all requests to their end; the result has their order. finished(i, generation) is called when request
-        i ends. It may return a future, whose result is a request that continues request i, or None."""
+        i ends. It may return a future, whose result is a request that continues request i, or None, and so may a
+        request be."""
         raise NotImplementedError
 
     def stop(self, version: int) -> None:
@@ -1299,12 +1310,15 @@ class Engine(Sampler):
         """Work on the requests for a while; return those that finished."""
         raise NotImplementedError
 
-    def generate(self, requests: Sequence[Request], finished: OnEnd = None) -> list[Generation]:
+    def generate(self, requests: Sequence[Request | Future], finished: OnEnd = None) -> list[Generation]:
         results: dict[int, Generation] = {}
         answers: dict[int, Future] = {}  # request -> future of the request that continues it
         with fenced_rng():
             for i, request in enumerate(requests):
-                self.add(str(i), request)
+                if isinstance(request, Future):
+                    answers[i] = request
+                else:
+                    self.add(str(i), request)
             while self.busy or answers:
                 self._add_answered(answers)
                 if not self.busy:
@@ -1315,7 +1329,7 @@ class Engine(Sampler):
                     answer = finished(i, generation) if finished else None
                     if answer:
                         answers[i] = answer
-        return [results[i] for i in range(len(requests))]
+        return [results[i] for i in sorted(results)]
 
     def _add_answered(self, answers: dict[int, Future]) -> None:
         """Start the requests of the answers that are ready. An idle engine waits until one is ready, or until all are

@@ -30,10 +30,14 @@ def transcript(environment: turns.Environment, row: dict[str, Any], timeout_s: f
     _, config = environment.of_row(row)
     messages = row.get("messages", [{"role": "user", "content": "?"}])
     episode = {"ground_truths": [row.get("ground_truth")], "config": config, "stopped": True}
-    state = None
+    state = ""
     said: list[dict[str, Any]] = []
-    for turn, text in enumerate(row["responses"], start=1):
-        said.append({"role": "assistant", "content": text})
+    responses = row["responses"]
+    if environment.resets:
+        responses = ["", *responses]
+    for turn, text in enumerate(responses, start=1 - environment.resets):
+        if turn > 0:
+            said.append({"role": "assistant", "content": text})
         episode["messages"] = messages + [{"role": message["role"], "content": message["content"]} for message in said]
         episode |= {"text": text, "turn": turn, "steps_left": len(row["responses"]) - turn}
         answer = environments.ask(environment.path, state, episode, timeout_s)
@@ -42,6 +46,7 @@ def transcript(environment: turns.Environment, row: dict[str, Any], timeout_s: f
         said.append({"role": environment.role or "tool", "content": content} | answer)
         if answer["done"]:
             break
+    environments.release(state, timeout_s)
     return said
 
 

@@ -279,3 +279,11 @@ if __name__ == "__main__":
     program = programs.Program(sys.argv[2:], out, err, sys.argv[1], launcher=os.getpid(), stdin=given)
     signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
     sys.exit(program.wait())
+
+
+def is_alive(pid):
+    """Whether a process has not ended."""
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -3,7 +3,11 @@
 import json
 import math
 import random
+import subprocess
+import sys
+import time
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +18,8 @@ import transformers
 import grpo
 import rewards
 import utils
-from scripts.parts import dumps, turn_metrics, turns
+from scripts.parts import credit, dumps, turn_metrics, turns, worker
+from tests.programs import is_alive
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
 PUBLISHED = {
@@ -174,7 +179,7 @@ def prompt_of(path, tokenizer, flags=""):
     args = utils.parse_args(grpo.Args, line.split())
     made = turns.load_environment(args, None).with_separators(tokenizer, [tokenizer.eos_token_id])
     messages = [{"role": "user", "content": "Go"}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = made.open_prompt(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     episode = {"messages": messages, "ground_truths": ["7"], "config": {}}
     return utils.Prompt(0, ids, text, ("7",), ("passthrough",), "user: Go", made, episode), args
@@ -415,3 +420,192 @@ def test_metrics_of_turns(monkeypatch):
         "tools/search/avg_calls_per_rollout": 0, "tools/aggregate/avg_calls_per_rollout": 2,
     }  # fmt: skip
     assert {name: found[name] for name in want} == want
+
+
+# --- Environments that live: what cannot be pickled stays in its process ----------------------------------------------
+
+LIVE = """
+import os, pathlib, socket, subprocess, time
+NOTES = pathlib.Path(__file__).with_suffix(".notes")
+
+def note(*words):
+    with NOTES.open("a") as file:
+        file.write(" ".join(map(str, words)) + chr(10))
+
+class Env:
+    def __init__(self, config):
+        self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.here, self.there = socket.socketpair()
+        self.steps = 0
+        note("open", os.getpid(), self.child.pid)
+
+    def step(self, episode):
+        self.steps += 1
+        assert self.steps == episode.turn
+        time.sleep(sum(map(ord, episode.text)) % 7 / 100)
+        self.child.stdin.write(b"x")
+        self.child.stdin.flush()
+        self.there.send(self.child.stdout.read(1))
+        assert self.here.recv(9) == b"x"
+        DO
+        return f"step {self.steps}"
+"""
+CLOSE = """
+    def close(self):
+        self.child.kill()
+        self.child.wait()
+        note("closed", os.getpid(), self.child.pid)
+"""
+RESET = """
+    def reset(self, row):
+        assert row.turn == 0 and row.text == ""
+        return row.config.get("shown")
+"""
+
+
+def notes_of(path):
+    """[word, pid of the worker, pid of its child], a list for each line."""
+    lines = path.with_suffix(".notes").read_text().splitlines()
+    return [[word, *map(int, pids)] for word, *pids in map(str.split, lines)]
+
+
+def wait_until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def children_end(path):
+    wait_until(lambda: not any(is_alive(child) for word, _, child in notes_of(path) if word == "open"))
+
+
+@pytest.mark.parametrize("end", ["", CLOSE], ids=["no close", "close"])
+@pytest.mark.filterwarnings("ignore:verifier")
+def test_every_turn_of_a_rollout_meets_its_live_object(end, files, tokenizer):
+    path = files(LIVE.replace("DO", "pass") + end)
+    group, _, _ = play(path, tokenizer, "--max_steps 6 --response_length 400", samples=16)
+    heard = [[t["content"] for t in r.turns if t["role"] == "user"] for r in group]
+    assert heard == [[f"step {i}" for i in range(1, len(texts) + 1)] for texts in heard]
+    assert sum(map(len, heard)) > 64
+    for r in group:
+        check_tokens(r, tokenizer)
+    wait_until(lambda: sum(word == "closed" for word, *_ in notes_of(path)) == 16 * bool(end))
+    assert len([1 for word, *_ in notes_of(path) if word == "open"]) == 16
+    children_end(path)
+    wait_until(lambda: not worker.OF_ENVIRONMENTS.keeping)
+
+
+HANG = "if 'hang' in episode.config and episode.turn == 2:\n            "
+
+
+@pytest.mark.parametrize(
+    "fault, status, steps",
+    [
+        ("time.sleep(60)", "timeout", 2),
+        ("os._exit(3)", "crash", 2),
+        ("os.kill(os.getpid(), 9)", "infra_error", 2),
+        ("raise OSError('down')", "infra_error", 2),
+        ("raise ValueError('odd')", "crash", 4),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:verifier")
+def test_a_live_object_that_fails_touches_no_other_rollout(fault, status, steps, files, tokenizer):
+    path = files(LIVE.replace("DO", HANG + fault) + CLOSE)
+    prompt, args = prompt_of(path, tokenizer, "--max_steps 4 --response_length 400 --env_timeout 2")
+    config = {"hang": True}
+    failing = replace(prompt, episode=prompt.episode | {"config": config})
+    groups = [grpo.new_group(failing, 0, 1), grpo.new_group(prompt, 1, 4)]
+    grpo.sample_rollouts(Scripted(tokenizer), groups, args)
+    (r,), others = groups
+    grpo.score_rollouts([r, *others], args)
+    answers = [t for t in r.turns if t["role"] == "user"]
+    assert len(answers) == steps and answers[1]["status"] == status
+    assert math.isnan(r.score) == (status == "infra_error")
+    assert all(t["status"] == "ok" for other in others for t in other.turns if t["role"] == "user")
+    assert all(len(other.turns) == 9 for other in others)
+    children_end(path)
+    wait_until(lambda: not worker.OF_ENVIRONMENTS.keeping)
+
+
+ASKS = """
+import sys, time
+from scripts.parts import environments, worker
+worker.OF_ENVIRONMENTS.most = 4
+episode = {"messages": [], "text": "a", "turn": 1, "steps_left": 9, "stopped": True, "ground_truths": [], "config": {}}
+for _ in range(3):
+    environments.ask(sys.argv[1], None, episode, 60.0)
+print("asked", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("end", [CLOSE, CLOSE + "        time.sleep(60)\n", ""], ids=["close", "hangs", "no close"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_ends_or_dies_leaves_nothing(killed, end, files):
+    path = files(LIVE.replace("DO", "pass") + end)
+    command = [sys.executable, "-W", "ignore", "-c", ASKS, str(path)]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=utils.REPO)
+    assert run.stdout.readline() == b"asked\n"
+    opened = [pids for word, *pids in notes_of(path) if word == "open"]
+    assert len(opened) == 3 and all(is_alive(pid) for pids in opened for pid in pids)
+    if killed:
+        run.kill()
+    run.communicate(b"\n")
+    wait_until(lambda: not any(is_alive(pid) for pids in opened for pid in pids))
+    assert sorted(pids for word, *pids in notes_of(path) if word == "closed") == sorted(opened if end else [])
+
+
+class Noting(Scripted):
+    """Notes each rollout's requests, and what a checkpoint would keep when a turn of it starts."""
+
+    def __init__(self, tokenizer, group):
+        super().__init__(tokenizer)
+        self.group, self.requests, self.kept = group, [[] for _ in group], [[] for _ in group]
+
+    def add(self, request_id, request):
+        super().add(request_id, request)
+        self.requests[int(request_id)].append(request)
+        self.kept[int(request_id)].append(self.group[int(request_id)].so_far())
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.filterwarnings("ignore:verifier")
+def test_a_reset_continues_the_prompt_and_a_checkpoint_keeps_plain_data_alone(live, files, tokenizer):
+    """With a text the policy reads the template's own words for a prompt with a paragraph more, without one those for
+    the prompt."""
+    path = files(LIVE.replace("DO", "pass") + RESET if live else COUNTER + RESET)
+    prompt, args = prompt_of(path, tokenizer, "--max_steps 2 --response_length 300")
+    for shown, words in ((None, "Go"), ("You see <|im_end|>.", "Go\n\nYou see <|im_end|>.")):
+        told = replace(prompt, episode=prompt.episode | {"config": {"shown": shown}})
+        group = grpo.new_group(told, 0, 4)
+
+        engine = Noting(tokenizer, group)
+        grpo.sample_rollouts(engine, [group], args)
+        messages = [{"role": "user", "content": words}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        for r, (request, *_), kept in zip(group, engine.requests, engine.kept, strict=True):
+            assert tokenizer.decode(request.prompt_ids) == text
+            assert request.prompt_ids.count(tokenizer.eos_token_id) == 1
+            first = r.turns[0]
+            assert first["role"] == "user" and first["content"] == (shown or "")
+            assert r.token_ids[: first["tokens"]].tolist() == list(request.prompt_ids[len(prompt.token_ids) :])
+            assert not r.mask[: first["tokens"]].any() and r.mask[first["tokens"]]
+            assert sum(t["role"] == "assistant" for t in r.turns) == 3
+            assert credit.turns_of_tokens(r)[: first["tokens"] + 1].tolist() == [0] * (first["tokens"] + 1)
+            assert len(kept) == 3 and all(bool(saved) != live for saved in kept)
+    for turn in range(3 * (not live)):
+        again = grpo.new_group(told, 0, 4)
+        for r, kept in zip(again, engine.kept, strict=True):
+            r.go_back(kept[turn])
+        grpo.sample_rollouts(Scripted(tokenizer), [again], args)
+        assert all((a.token_ids == b.token_ids).all() for a, b in zip(group, again, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('no')", "time.sleep(60)", "return 7", "os._exit(3)"])
+@pytest.mark.filterwarnings("ignore:verifier")
+def test_a_reset_that_fails_is_no_failure_of_the_policy(fault, files, tokenizer):
+    path = files(LIVE.replace("DO", "pass") + RESET.replace('return row.config.get("shown")', fault) + CLOSE)
+    group, engine, _ = play(path, tokenizer, "--env_timeout 2", samples=2)
+    assert engine.asked == [] and all(math.isnan(r.score) and r.over and not len(r.token_ids) for r in group)
+    children_end(path)

@@ -54,18 +54,28 @@ def compare(group: Sequence[Rollout], weight: float) -> None:
 def worth_of_turns(r: Rollout, weight: float, most_turns: int) -> np.ndarray:
     """final + G_k of a rollout for each k below `most_turns`."""
     gained = np.zeros(most_turns)
-    answers = [turn for turn in r.turns if turn["role"] != "assistant"]
-    for k, answer in enumerate(answers):
-        gained[k] = weight * answer["reward"]
+    for k, turn in zip(numbers_of(r), r.turns, strict=True):
+        if turn["role"] != "assistant":
+            gained[k] += weight * turn["reward"]
     to_go = np.cumsum(gained[::-1])[::-1]
     final = r.score - to_go[0]
     return final + to_go
 
 
+def numbers_of(r: Rollout) -> np.ndarray:
+    """k for each turn of the policy and each answer. What is said before the first turn counts to that."""
+    numbers = []
+    k = -1
+    for turn in r.turns:
+        if turn["role"] == "assistant":
+            k += 1
+        numbers.append(max(k, 0))
+    return np.array(numbers, int)
+
+
 def turns_of_tokens(r: Rollout) -> np.ndarray:
-    """k for each token of r: its tokens are those of a turn, of its answer, of the next turn, and so on."""
+    """k for each token of r."""
+    if not r.turns:
+        return np.zeros(len(r.token_ids), int)
     lengths = [turn["tokens"] for turn in r.turns]
-    if not lengths:
-        lengths = [len(r.token_ids)]
-    k = np.arange(len(lengths)) // 2
-    return np.repeat(k, lengths)
+    return np.repeat(numbers_of(r), lengths)

@@ -1,7 +1,8 @@
 """Environments, which answer the policy between its turns: both sides of the conversation with a worker process.
 
 What an environment's file defines is in rewards.Episode and rewards.Answer. The trainer keeps the state of every
-episode, as text, so a worker that dies loses nothing.
+episode, as text, so a worker that dies loses nothing. An Env that is no plain data stays in its worker, which nobody
+else gets until the rollout is over: whatever becomes of it, no other rollout is touched.
 """
 
 import base64
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from rewards import Answer, Episode, Job, Scored, need, warn_once
+from rewards import Answer, Episode, need, warn_once
 from scripts.parts import worker
 from scripts.parts.user_files import load_file
 
@@ -27,6 +28,8 @@ TRIES = 3  # of a step whose worker was killed by something else
 MAX_ANSWER_BYTES = 2**16
 MAX_ERROR_CHARACTERS = 1000
 CUT_MARK = " [cut]"
+LIVE = "live "  # begins the state of an Env that stays in its worker; the worker's mark follows
+WORK = "environments.work_environment"
 # What a state may be made of, beside classes of the user's own files
 PLAIN = """builtins.set builtins.frozenset builtins.bytearray builtins.complex builtins.range builtins.slice
     collections.deque collections.Counter collections.OrderedDict
@@ -44,39 +47,75 @@ INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib",
 def about(flag: str, path: str, config: dict[str, Any]) -> dict[str, Any]:
     """What about(config) of an environment's file returns. Raises UserError if the file cannot be loaded."""
     arguments = {"path": path, "config": config, "state": None, "episode": None}
-    job = Job("environments.work_environment", arguments)
-    loaded = rewards.run_in_worker(job, worker.START_TIMEOUT_S, of_environment=True)
-    problem = loaded.details.get("problem", "the process died")
+    with worker.OF_ENVIRONMENTS.one() as own:
+        loaded = own.run(WORK, arguments, worker.START_TIMEOUT_S)
+    problem = loaded.problem or "the process died"
     need(loaded.status == "ok", f"{flag} {path}: cannot be loaded: {problem}")
-    answer: Any = loaded.score
+    return loaded.value
+
+
+def ask(path: str, state: str, episode: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Run one step in a worker, or the reset before turn 1, and wait for it: {status, seconds, texts, reward, done,
+    metrics, state}.
+
+    status is ok, crash, timeout or infra_error. After a crash or timeout the policy reads of it in a text, and the
+    episode continues with the state before the step. Where the process of a live Env has ended with it, the rollout is
+    over and has the rewards so far. An infra_error (OSError, ImportError, a failed reset, a worker killed by something
+    else, three times if no Env lived in it) ends the rollout and makes its score missing."""
+    arguments = {"path": path, "config": {}, "state": state, "episode": episode}
+    for _ in range(TRIES):
+        with worker.OF_ENVIRONMENTS.one(state) as own:
+            outcome = own.run(WORK, arguments, timeout_s)
+            answer = answer_of(outcome, path, state)
+            lives_here = own.process is not None and answer["state"] == LIVE + own.mark
+            own.keeps = answer["state"] if lives_here else ""
+        if outcome.status != "infra_error":
+            break
+
+    is_lost = is_live(answer["state"]) and not lives_here
+    if episode["turn"] == 0 and answer["status"] != "ok":
+        answer["status"] = "infra_error"
+    answer["done"] = answer["done"] or is_lost or answer["status"] == "infra_error"
+    why_live = answer.pop("why_live", "")
+    if why_live:
+        warn_once(path, "stays in its process, so a resume samples its rollouts in flight again", why_live)
+    return {"seconds": outcome.seconds} | answer
+
+
+def answer_of(outcome: worker.Outcome, path: str, state: str | None) -> dict[str, Any]:
+    """The answer that a job came to. One that came to none has the state before it."""
+    answer = outcome.value
+    if outcome.status == "timeout":
+        problem = f"no answer within {outcome.seconds:g} s"
+        return failed_answer("timeout", problem, path, outcome.seconds, state)
+    if outcome.status != "ok":
+        problem = outcome.problem or "the process died"
+        answer = failed_answer(outcome.status, problem, path, outcome.seconds, state)
+    if outcome.status != "ok" or answer["status"] == "crash":
+        warn_once(path, answer["status"], answer["texts"][0].removeprefix("Error: "))
     return answer
 
 
-def ask(path: str, state: str | None, episode: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Run one step in a worker and wait for it: {status, seconds, texts, reward, done, metrics, state}.
+def is_live(state: str | None) -> bool:
+    """Whether a state is that of an Env which stays in its worker."""
+    return bool(state) and state.startswith(LIVE)
 
-    status is ok, crash, timeout or infra_error. After a crash or timeout the policy reads of it in a text, and the
-    episode continues with the state before the step. An infra_error (OSError, ImportError, a worker killed three times
-    by something else) ends the rollout and makes its score missing."""
-    arguments = {"path": path, "config": {}, "state": state, "episode": episode}
-    job = Job("environments.work_environment", arguments)
-    start = time.monotonic()
-    result = Scored(math.nan, "infra_error")
-    for _ in range(TRIES):
-        result = rewards.run_in_worker(job, timeout_s, of_environment=True)
-        if result.status != "infra_error":
-            break
-    seconds = time.monotonic() - start - result.waited
 
-    answer: Any = result.score
-    if isinstance(answer, dict):
-        return {"seconds": seconds} | answer
-    problem = result.details.get("problem", "the process died")
-    if result.status != "timeout":
-        warn_once(path, result.status, problem)
-    if result.status == "timeout":
-        problem = f"no answer within {timeout_s:g} s"
-    return {"seconds": seconds} | failed_answer(result.status, problem, path, seconds, state)
+def release(state: str, timeout_s: float) -> None:
+    """A rollout is over: have its Env closed where that is live, in a thread."""
+    if state in worker.OF_ENVIRONMENTS.keeping:
+        rewards.ENV_THREADS.submit(partial(close_live, state, timeout_s))
+
+
+def close_live(state: str, timeout_s: float) -> None:
+    """Have the worker of a live Env close it. If that fails, as without a close(), the worker ends with all that it has
+    started."""
+    with worker.OF_ENVIRONMENTS.one(state) as own:
+        outcome = own.run("environments.work_close", {}, timeout_s)
+        own.keeps = ""
+        if outcome.status != "ok":
+            warn_once("an environment's close()", outcome.status, outcome.problem)
+            own.kill()
 
 
 def failed_answer(status: str, problem: str, path: str, seconds: float, state: str | None) -> dict[str, Any]:
@@ -94,6 +133,9 @@ def failed_answer(status: str, problem: str, path: str, seconds: float, state: s
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
+
+
+KEPT: dict[str, Any] = {}  # the Env that stays in this process, by its state
 
 
 @functools.cache
@@ -129,7 +171,9 @@ def work_environment(path: str, config: dict, state: str | None, episode: dict |
     prepare(config) runs here, so that the time limit of the answer does not include it."""
     module = environment(path)
     if episode is None:
-        return partial(module.about, config) if hasattr(module, "about") else dict
+        about = module.about if hasattr(module, "about") else dict
+        resets = hasattr(getattr(module, "Env", None), "reset")
+        return lambda: {"resets": resets} | about(config)
     if hasattr(module, "prepare"):
         module.prepare(episode["config"])
     return partial(take_step, module, path, state, Episode(**episode))
@@ -137,25 +181,68 @@ def work_environment(path: str, config: dict, state: str | None, episode: dict |
 
 def take_step(module: Any, path: str, state: str | None, episode: Episode) -> dict[str, Any]:
     """The answer to an episode, as plain data, with the new state."""
-    env = module
-    if hasattr(module, "Env"):
-        env = load_state(state) if state else module.Env(episode.config)
+    start = time.monotonic()
+    env = None if hasattr(module, "Env") else module
+    if state:
+        env = KEPT.get(state) if is_live(state) else load_state(state)
     try:
-        answer = env.step(episode)
-    except (OSError, ImportError) as error:  # not the policy's fault, so the policy does not see it
-        return failed_answer("infra_error", f"{type(error).__name__}: {error}", path, 0.0, state)
+        if env is None and state:
+            raise ConnectionError("the process in which it lived has ended")
+        if env is None:
+            env = module.Env(episode.config)
+        result = result_of(reset_or_step(env, episode))
+    except Exception as error:
+        infra = isinstance(error, (OSError, ImportError))  # not the policy's fault, so the policy does not see it
+        problem = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - start
+        result = failed_answer("infra_error" if infra else "crash", problem, path, seconds, state)
 
+    if env is None or env is module:
+        return {"state": None} | result
+    after = state_of(env)
+    goes_on = result["status"] == "ok" or (not state and is_live(after["state"]))
+    return result | after if goes_on else result
+
+
+def reset_or_step(env: Any, episode: Episode) -> Answer:
+    """What an environment answers to an episode, or shows before turn 1."""
+    answer = env.step(episode) if episode.turn else env.reset(episode)
     if answer is None:
-        answer = Answer(done=True)
-    elif not isinstance(answer, Answer):
-        answer = Answer(answer)
+        return Answer(done=episode.turn > 0)
+    return answer if isinstance(answer, Answer) else Answer(answer)
+
+
+def result_of(answer: Answer) -> dict[str, Any]:
+    """An answer as plain data. Raises TypeError, ValueError."""
     result: dict[str, Any] = {"status": "ok"}
     result["texts"] = texts_of(answer)
     result["reward"] = float(answer.reward)
     result["done"] = bool(answer.done)
     result["metrics"] = metrics_of(answer)
-    result["state"] = None if env is module else base64.b64encode(pickle.dumps(env)).decode()
     return result
+
+
+def state_of(env: Any) -> dict[str, str]:
+    """The state of an Env: its pickle in base64, if that can be read again and there is nothing to close. Any other Env
+    is kept here; `why_live` says why."""
+    KEPT.clear()
+    why = "it has a close()"
+    if not hasattr(env, "close"):
+        try:
+            state = base64.b64encode(pickle.dumps(env)).decode()
+            load_state(state)
+            return {"state": state}
+        except Exception as error:  # whatever the pickling of an object raises
+            why = f"{type(error).__name__}: {error}"
+    state = LIVE + os.environ.get(worker.MARK, "")
+    KEPT[state] = env
+    return {"state": state, "why_live": why}
+
+
+def work_close() -> Callable[[], None]:
+    """The close() of the Env that is kept, which is kept no more. Raises AttributeError, KeyError if there is none."""
+    _, env = KEPT.popitem()
+    return env.close
 
 
 def load_state(state: str) -> Any:

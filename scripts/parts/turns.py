@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ class Environment:
     first: str = ""
     between: str | None = ""  # None: the template takes one message only, and texts are lines of it
     last: str = ""
+    resets: bool = False  # it speaks before the first turn too, behind the user's words with which prompts then end
+    tail: str = ""  # what the template writes behind these
 
     def of_row(self, columns: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The tools' schemas for the chat template, and the config for the environment's file, by a row's columns tools
@@ -67,16 +70,21 @@ class Environment:
     def episode_of(self, r: utils.Rollout, max_steps: int) -> dict[str, Any]:
         """What the environment's file receives about r: the columns of its row, and the messages so far."""
         messages = list(r.prompt.episode["messages"])
+        number = 0
+        text = ""
+        stopped = True
         for turn in r.turns:
             messages.append({"role": turn["role"], "content": turn["content"]})
-        last = r.turns[-1]
-        number = 1 + len(r.turns) // 2  # answers stand between the turns
+            if turn["role"] == "assistant":
+                number += 1
+                text = turn["content"]
+                stopped = turn["finish_reason"] == "stop"
         facts = {
             "messages": messages,
-            "text": last["content"],
+            "text": text,
             "turn": number,
             "steps_left": max_steps - number,
-            "stopped": last["finish_reason"] == "stop",
+            "stopped": stopped,
         }
         return r.prompt.episode | facts
 
@@ -102,6 +110,11 @@ class Environment:
         if ended:
             token_ids = token_ids[1:]
         return token_ids, "\n".join(texts)
+
+    def first_words(self, texts: Sequence[str], room: int, tokenizer: "Tokenizer") -> tuple[list[int], str]:
+        """The same for what a reset returned: a paragraph of the message with which the prompt ends."""
+        first = "\n\n" if any(texts) else ""
+        return replace(self, first=first, between=None, last=self.tail).answer(texts, False, room, tokenizer)
 
     def cut(self, texts: Sequence[str], room: int, tokenizer: "Tokenizer") -> list[str]:
         """The texts, cut to half of the room that the separators leave, in tokens."""
@@ -131,11 +144,20 @@ class Environment:
 
     def with_separators(self, tokenizer: "Tokenizer", eos_ids: Sequence[int]) -> "Environment":
         """The same with the separators of the tokenizer's chat template. Raises UserError if it has none."""
-        if not self.role:
-            return self
         schemas = list(self.schemas.values())
+        tail = render_turns(tokenizer, schemas, []).rpartition(QUESTION)[2] if self.resets else ""
+        if not self.role:
+            return replace(self, tail=tail)
         first, between, last = find_separators(tokenizer, self.role, eos_ids, schemas)
-        return replace(self, first=first, between=between, last=last)
+        return replace(self, first=first, between=between, last=last, tail=tail)
+
+    def open_prompt(self, text: str) -> str:
+        """The text of a prompt, without the tail that the first words bring. Raises ValueError."""
+        problem = (
+            "the environment has a reset, whose words continue the user's: the last message has to be of that role"
+        )
+        need(text.endswith(self.tail), problem)
+        return text.removesuffix(self.tail)
 
 
 @functools.lru_cache(maxsize=4)
@@ -224,6 +246,7 @@ def need_template(condition: bool, reason: str) -> None:
 
 def load_environment(args: utils.Flags, tokenizer: "Tokenizer | None") -> Environment:
     """The environment of --env_file or --tools, in the tokenizer's chat template if one is given. Raises UserError."""
+    worker.set_limit(resource.RLIMIT_NOFILE, 2**16)  # a worker takes two
     worker.OF_ENVIRONMENTS.most = args.pool_size or max(8, 2 * len(utils.ALL_CORES))
     if args.tools:
         flag = "--tools"
@@ -237,7 +260,7 @@ def load_environment(args: utils.Flags, tokenizer: "Tokenizer | None") -> Enviro
     role = about.get("role", "user")
     stop = tuple(about.get("stop", ()))
     schemas = about.get("schemas", {})
-    environment = Environment(path, config, role, stop, schemas)
+    environment = Environment(path, config, role, stop, schemas, resets=about["resets"])
     if tokenizer is None:
         return environment
     return environment.with_separators(tokenizer, utils.eos_token_ids(args, tokenizer))

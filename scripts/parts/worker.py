@@ -2,7 +2,7 @@
 
 A worker runs one job at a time and is killed at its deadline. `Worker` starts this file with a socket as standard
 input. A job is a line of JSON on the socket: the name of a function of another part, its arguments and a deadline.
-rewards.run_in_worker gives jobs to the workers.
+rewards.run_in_worker and environments.ask give jobs to the workers.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
 WORKER_MEMORY_BYTES = 2 * 2**30
 REPLIES = {"ready", "unavailable", "score", "error"}
 MARK = "GRPO_WORKER"  # a variable that a worker hands down to all that it starts
+CLOSE_S = 5.0  # for what an environment keeps to be closed, when the run stops or is gone
 
 # --- In the trainer ---------------------------------------------------------------------------------------------------
 
@@ -81,6 +82,7 @@ class Worker:
 
     process: subprocess.Popen | None = None
     mark = ""
+    keeps = ""  # the name of an environment's object that lives in the process; only jobs for that name get the worker
     start_s = 0.0  # the longest start so far, of any worker
 
     def start(self) -> None:
@@ -158,7 +160,8 @@ class Worker:
 
     def run(self, work: str, arguments: dict[str, Any], timeout_s: float) -> Outcome:
         """Runs one job, see rewards.Job, whatever the job does to the process."""
-        if self.process and (self.process.poll() is not None or self.num_jobs >= JOBS_PER_WORKER):
+        is_old = self.process and self.num_jobs >= JOBS_PER_WORKER and not self.keeps
+        if is_old or (self.process and self.process.poll() is not None):
             self.stop()
         try:
             reply = self.send(work, arguments, timeout_s)
@@ -195,33 +198,43 @@ class Worker:
 
 
 class Workers:
-    """Workers that several threads share: at most `most` of them, started as they are needed."""
+    """Workers that several threads share: at most `most` of them work at a time, and they are started as they are
+    needed."""
 
     def __init__(self, most: float, is_patient: bool) -> None:
         self.most = most
         self.is_patient = is_patient  # waits for an idle one for as long as a start takes, before one is added
         self.all: list[Worker] = []
         self.idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # last in, first out: starts no more than needed
-        self.lock = threading.Lock()
+        self.keeping: dict[str, Worker] = {}  # by Worker.keeps
+        self.working = 0
+        self.changed = threading.Condition()  # guards the number above
 
     def take(self) -> Worker:
         """An idle worker, or a new one. Quick jobs share a few workers, and slow ones soon have one each."""
         with contextlib.suppress(queue.Empty):
             return self.idle.get(timeout=Worker.start_s if self.is_patient else 0.0)
-        with self.lock:
-            if len(self.all) < self.most:
-                self.all.append(Worker())
-                return self.all[-1]
-        return self.idle.get()
+        worker = Worker()
+        self.all.append(worker)
+        return worker
 
     @contextlib.contextmanager
-    def one(self) -> Generator[Worker]:
-        """One of them, for a block."""
-        worker = self.take()
+    def one(self, kept: str | None = None) -> Generator[Worker]:
+        """One of them, for a block: the one that keeps `kept` if there is one."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.working < self.most)
+            self.working += 1
+        worker = self.keeping.pop(kept or "", None) or self.take()
         try:
             yield worker
         finally:
-            self.idle.put(worker)
+            if worker.keeps:
+                self.keeping[worker.keeps] = worker
+            else:
+                self.idle.put(worker)
+            with self.changed:
+                self.working -= 1
+                self.changed.notify()
 
 
 OF_VERIFIERS = Workers(math.inf, is_patient=False)  # as many as threads of rewards.JOB_THREADS ask for one
@@ -229,19 +242,35 @@ OF_ENVIRONMENTS = Workers(1, is_patient=True)  # vLLM's parsers of tool calls ta
 
 
 def close() -> None:
-    """Kills all workers. Only the process: the thread that runs a worker owns its socket and files."""
+    """Kills all workers, after those that keep an environment's object have closed it. Only the process: the thread
+    that runs a worker owns its socket and files."""
+    end = time.monotonic() + CLOSE_S
+    keeping = [worker for worker in OF_ENVIRONMENTS.all if worker.keeps]
+    for worker in keeping:
+        with contextlib.suppress(OSError):  # it has ended
+            worker.socket.shutdown(socket.SHUT_RDWR)
+    for worker in keeping:
+        process = worker.process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if process is not None:
+                process.wait(max(end - time.monotonic(), 0.0))
     for worker in [*OF_VERIFIERS.all, *OF_ENVIRONMENTS.all]:
         worker.kill()
 
 
 # --- In the worker ----------------------------------------------------------------------------------------------------
 
+ENVIRONMENTS = "scripts.parts.environments"  # loaded where a job was an environment's
+
 
 def end_with_trainer(protocol: socket.socket) -> None:
-    """Ends this process when the trainer is gone, even while a job waits for something."""
+    """Ends this process when the trainer is gone, even while a job waits for something. The main thread has CLOSE_S to
+    close what an environment keeps."""
     gone = select.poll()
     gone.register(protocol, 0)  # POLLHUP, which says that the other end is closed, is always reported
     gone.poll()
+    if ENVIRONMENTS in sys.modules:
+        time.sleep(CLOSE_S)
     kill_marked(os.environ[MARK])
     os._exit(1)
 
@@ -295,20 +324,28 @@ def serve() -> None:
     os.register_at_fork(after_in_child=functools.partial(os.close, protocol.fileno()))
     die_first()
     set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
-    for line in protocol.makefile("r", encoding="utf-8", newline="\n"):
-        job = json.loads(line)
-        number = {"number": job["number"]}
-        try:
-            run = load_work(job["work"])(**job["arguments"])
-        except Exception as error:
-            reply = {"unavailable": f"{type(error).__name__}: {error}"}
-        else:
-            send(protocol, number | {"ready": True})
+    own = os.getpid()
+    with contextlib.suppress(OSError, ValueError):  # the trainer has ended, or a reply is no JSON
+        for line in protocol.makefile("r", encoding="utf-8", newline="\n"):
+            job = json.loads(line)
+            number = {"number": job["number"]}
             try:
-                reply = {"score": run()}
+                run = load_work(job["work"])(**job["arguments"])
             except Exception as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
-        send(protocol, number | reply)
+                reply = {"unavailable": f"{type(error).__name__}: {error}"}
+            else:
+                send(protocol, number | {"ready": True})
+                try:
+                    reply = {"score": run()}
+                except Exception as error:
+                    reply = {"error": f"{type(error).__name__}: {error}"}
+            send(protocol, number | reply)
+    if os.getpid() != own:  # a fork that a job's code has let come here
+        return
+    with contextlib.suppress(Exception):  # there may be none, and nobody hears of one that fails
+        sys.modules[ENVIRONMENTS].work_close()()
+    kill_marked(os.environ[MARK])
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import grpo
 import grpo_fast
 import utils
 from tests import programs
+from tests.programs import is_alive
 from tests.runs import test_run
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, data, read, weights  # noqa: F401 (data is a fixture)
 
@@ -147,13 +148,6 @@ def test_kill_9_leaves_no_process_behind(tiny_models, data, tmp_path, victim):  
     if victim != "launcher":
         assert f"{victim} 0 died" in log.read_text()
         assert "signal SIGKILL" in log.read_text()
-
-
-def is_alive(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition, process, log, seconds=600):

@@ -44,6 +44,27 @@ class Env:
         self.sum += sum(map(ord, episode.text))
         return Answer(f"{self.sum % 97} <|im_end|> of {episode.turn}", self.sum % 7 / 7, metrics={"sum": self.sum % 97})
 """
+LIVE = """
+import subprocess, time
+import toy
+
+class Env(toy.Env):
+    def __init__(self, config):
+        super().__init__(config)
+        self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    def reset(self, row):
+        return f"Round of {row.config['turns']}" if row.config["turns"] > 1 else None
+
+    def step(self, episode):
+        assert self.child.poll() is None
+        time.sleep(sum(map(ord, episode.text)) % 5 / 50)
+        return super().step(episode)
+
+    def close(self):
+        self.child.kill()
+        self.child.wait()
+"""
 FLAGS = "--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2 --response_length 120 --temperature 1.0"
 FLAGS += " --max_prompt_token_length 60 --pack_length 400 --per_turn_max_tokens 10 --seed 3 --save_freq 1"
 FLAGS += " --learning_rate 1e-3 --model_dtype float32 --dump_steps all"
@@ -51,9 +72,10 @@ FLAGS += " --learning_rate 1e-3 --model_dtype float32 --dump_steps all"
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """Folder of an environment, toy.py, and rows of which three in four ask for it."""
+    """Folder of an environment, toy.py, one that lives, and rows of which three in four ask for it."""
     folder = tmp_path_factory.mktemp("toy")
     (folder / "toy.py").write_text(TOY)
+    (folder / "live.py").write_text(LIVE)
     rows = []
     for i in range(40):
         row = {"messages": [{"role": "user", "content": f"Say {i}"}], "ground_truth": "7", "dataset": "string_matcher"}
@@ -67,16 +89,16 @@ RUNS = ("whole", "killed")
 SAME = ("position", "sample", "token_ids", "logprobs", "mask", "versions", "score", "advantage")
 
 
-def line_of(script, model, toy, out, flags):
-    line = [script, "--model_name_or_path", model, "--output_dir", out, "--env_file", toy / "toy.py"]
+def line_of(script, model, toy, out, flags, name="toy"):
+    line = [script, "--model_name_or_path", model, "--output_dir", out, "--env_file", toy / f"{name}.py"]
     return [*line, "--dataset_mixer_list", toy / "train.jsonl", "1.0", *FLAGS.split(), *flags.split()]
 
 
-def run(script, model, toy, out, flags, **env):
-    return test_run.check(test_run.programs.run(line_of(script, model, toy, out, flags), **ENV | env))
+def run(script, model, toy, out, flags, name="toy", **env):
+    return test_run.check(test_run.programs.run(line_of(script, model, toy, out, flags, name), **ENV | env))
 
 
-def check(run_dir, late=False):
+def check(run_dir, late=False, name="toy"):
     """Dumped rollouts: turns that add up, and for each sampled token the logprob of the learner, in packs too; of
     older weights in the first step alone, where there were no others yet."""
     rows = read(run_dir / "rollouts.jsonl")
@@ -94,18 +116,21 @@ def check(run_dir, late=False):
             compared += len(gaps)
     assert compared > 50
     for row in read(run_dir / "metrics.jsonl"):
-        assert row["env/toy/crash_rate"] == row["env/toy/timeout_rate"] == 0 and row["val/turns_max"] > 2
+        assert row[f"env/{name}/crash_rate"] == row[f"env/{name}/timeout_rate"] == 0 and row["val/turns_max"] > 2
         assert late or row["debug/vllm_vs_local_logprob_diff_max"] < 1e-4
     return rows
 
 
-@pytest.mark.parametrize("engine", [pytest.param(VLLM, marks=pytest.mark.house), TRANSFORMERS])
-def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, tiny_models, toy, tmp_path):
+RARE = pytest.param(VLLM, "toy", marks=pytest.mark.house)
+
+
+@pytest.mark.parametrize("engine, name", [RARE, (TRANSFORMERS, "toy"), (VLLM, "live")])
+def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, name, tiny_models, toy, tmp_path):
     """And the learner's logprobs are the engine's, packs of several turns included."""
     for script in ("grpo.py", "grpo_fast.py"):
         flags = f"--exp_name {script[:-3]} --total_episodes 16 --deterministic --async_steps 0 {engine}"
-        run(script, tiny_models(), toy, tmp_path, flags)
-    rows = [check(tmp_path / name) for name in ("grpo", "grpo_fast")]
+        run(script, tiny_models(), toy, tmp_path, flags, name)
+    rows = [check(tmp_path / run_dir, name=name) for run_dir in ("grpo", "grpo_fast")]
     for a, b in zip(*rows, strict=True):
         assert {n: a[n] for n in SAME} == {n: b[n] for n in SAME}
     a, b = (weights(tmp_path / name / "step_2") for name in ("grpo", "grpo_fast"))
@@ -113,12 +138,13 @@ def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, tiny_models, toy, tmp_path)
 
 
 @pytest.mark.house
-def test_a_kill_in_the_middle_of_an_answer_changes_no_bit(tiny_models, toy, tmp_path):
+@pytest.mark.parametrize("name", ["toy", "live"])
+def test_a_kill_in_the_middle_of_an_answer_changes_no_bit(name, tiny_models, toy, tmp_path):
     """One update old, checkpoints every step; the run is killed with -9 while an environment is at work."""
     flags = f"--total_episodes 32 --deterministic --async_steps 1 --checkpoint_state_freq 1 --env_timeout 600 {VLLM}"
-    run("grpo_fast.py", tiny_models(), toy, tmp_path, f"--exp_name whole {flags}")
+    run("grpo_fast.py", tiny_models(), toy, tmp_path, f"--exp_name whole {flags}", name)
     latest, held, log = tmp_path / "killed" / "checkpoints" / "latest", tmp_path / "held", tmp_path / "log"
-    line = line_of("grpo_fast.py", tiny_models(), toy, tmp_path, f"--exp_name killed {flags}")
+    line = line_of("grpo_fast.py", tiny_models(), toy, tmp_path, f"--exp_name killed {flags}", name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LATEST", str(latest))
         patch.setenv("HELD", str(held))
