@@ -25,6 +25,7 @@ import itertools
 import math
 import os
 import random
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -2349,7 +2350,7 @@ def finish(run: Run) -> Path:
     made = f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
     if finished:
         model_dir = utils.save_model(run.learner.policy, run.tokenizer, run_dir / "model", args, run.world)
-        made = f"model {model_dir} (to ask it: vllm serve {model_dir})"
+        made = f"model {model_dir} (to ask it: vllm serve {shlex.quote(str(model_dir))})"
     run.logger.close()
     if run.engine is not None:
         run.engine.stop(last_step)

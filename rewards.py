@@ -120,11 +120,14 @@ class Job(NamedTuple):
 
     blameless replaces the arguments that come from the response, to find out what is to blame for a timeout or a crash.
     If the harmless arguments can be scored, the response is to blame, and it is wrong. Otherwise the label is to blame,
-    and the score is missing."""
+    and the score is missing.
+
+    prints is the name under which the run shows what the job prints; without one it is dropped."""
 
     work: str
     arguments: dict[str, Any]
     blameless: dict[str, Any] = {}
+    prints: str = ""
 
 
 class Verdict(NamedTuple):
@@ -1049,6 +1052,10 @@ def run_in_worker(job: Job, timeout_s: float) -> Scored:
     start = time.monotonic()
     with worker.OF_VERIFIERS.one() as own:
         outcome = own.run(job.work, job.arguments, timeout_s)
+        if job.prints:
+            from scripts.parts import user_files
+
+            user_files.PRINTS.add(job.prints, outcome.printed)
         if outcome.status in ("timeout", "crash") and job.blameless:
             harmless = own.run(job.work, job.arguments | job.blameless, timeout_s)
             if harmless.status == "ok":

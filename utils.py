@@ -733,6 +733,11 @@ def prepare_run_dir(args: Flags, data_hash: str, world: World) -> Path:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
     on_main(functools.partial(run_files.prepare, args.run_dir, asdict(args), facts), world)
+    if args.reward_file or args.has_turns:
+        from scripts.parts import user_files
+
+        user_files.PRINTS.path = args.run_dir / "prints.txt"
+        user_files.PRINTS.begin_step(user_files.CONSOLE_LINES if world.is_main else 0)
     return args.run_dir
 
 
@@ -2964,6 +2969,9 @@ class Logger:
             self.say(" ".join(["step".rjust(self.step_width), *headings, "left".rjust(8)]))
             self.header_shown = True
         self.say(self._line(metrics))
+        user_files = sys.modules.get("scripts.parts.user_files")
+        if user_files is not None:
+            user_files.PRINTS.begin_step()
 
     def _line(self, metrics: dict[str, Any]) -> str:
         """A step's line, of at most 120 columns."""
@@ -3029,7 +3037,8 @@ def draw_report(run_dir: Path) -> str:
     failure is only a warning."""
     problem = run_program("reports/curves.py", run_dir)
     if not problem:
-        return f"report {run_dir / 'report.png'}\nrollouts and checks: python scripts/reports/report.py {run_dir}"
+        command = shlex.join(["python", "scripts/reports/report.py", str(run_dir)])
+        return f"report {run_dir / 'report.png'}\nrollouts and checks: {command}"
     command = shlex.join(program("reports/curves.py", run_dir))
     print(f"WARNING: no report was drawn: {problem.splitlines()[-1]}. To draw it: {command}", flush=True)
     return "no report"

@@ -298,6 +298,9 @@ def main() -> int:
         found = packages(pins(ROOT / sys.argv[2]), sys.argv[2])
         print(found.said)
         return int(found.state == "FAIL")
+    if "--help" in sys.argv:
+        print(__doc__)
+        return 0
     failed = False
     for state, what, said, fix in findings():
         print(f"{state:4} {what:10} {said}" + (f"\n{'':16}fix: {fix}" if state != "ok" else ""), flush=True)

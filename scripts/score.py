@@ -5,6 +5,7 @@ verifiers that need them.
 
     python scripts/score.py CASES.jsonl
     python scripts/score.py CASES.jsonl --reward_file my_reward.py --timeout_s 30
+    python scripts/score.py CASES.jsonl --reward_file my_reward.py --in_process    # breakpoint() works in the file
 
 The flags are the rewards' flags of the training scripts.
 """
@@ -26,6 +27,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 from rewards import RewardFlags, RewardRecord, RewardResult, UserError, need
+from scripts.parts import user_files, worker
 from scripts.parts.rows import jsonl_rows
 
 
@@ -37,6 +39,9 @@ class CommandLine(RewardFlags):
     """The JSON lines file."""
     timeout_s: float = 10.0
     """Deadline of each row in seconds."""
+    in_process: bool = False
+    """Score the rows one after the other in this process, without a deadline: breakpoint() works, and an exception
+    ends it with its traceback."""
 
 
 REQUIRED = {"response", "ground_truth", "dataset"}
@@ -61,6 +66,22 @@ def read_cases(path: str) -> list[RewardRecord]:
     """The records of a file. Raises ValueError that names the row."""
     need(Path(path).is_file(), f"{path}: no such file")
     return [record_of(row, f"{path} row {i}") for i, row in jsonl_rows(Path(path))]
+
+
+def score_here(record: RewardRecord) -> RewardResult:
+    """The result of a record, computed in this process. Raises whatever the verifier raises."""
+    start = time.monotonic()
+    extracted, found = rewards.VERIFIERS[rewards.check_verifier(record.dataset)].verify(record)
+    scored: Any = found
+    if isinstance(found, rewards.Job):
+        scored = worker.load_work(found.work)(**found.arguments)()
+    elif callable(found):
+        scored = found()
+    if isinstance(scored, dict):
+        scored = rewards.Scored(**{"status": "ok"} | scored)
+    if not isinstance(scored, rewards.Scored):
+        scored = rewards.Scored(scored, "no_answer" if found is scored and extracted is None else "ok")
+    return RewardResult(scored.score, scored.status, extracted, time.monotonic() - start, scored.details)
 
 
 def as_json(result: RewardResult) -> str:
@@ -93,8 +114,12 @@ def main() -> None:
         records = read_cases(flags.cases)
     except ValueError as error:  # a UserError, or a row that is not JSON
         raise SystemExit(f"score.py: {error}") from None
+    user_files.PRINTS.begin_step(sys.maxsize)
     start = time.monotonic()
-    results = rewards.score(records, flags.timeout_s)
+    if flags.in_process:
+        results = [score_here(record) for record in records]
+    else:
+        results = rewards.score(records, flags.timeout_s)
     for result in results:
         print(as_json(result))
     print(summary(results, time.monotonic() - start), file=sys.stderr)

@@ -18,7 +18,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import utils
-from scripts.parts import environments, turns
+from scripts.parts import environments, turns, user_files
 from scripts.parts.rows import jsonl_rows
 from utils import need
 
@@ -75,6 +75,7 @@ def main() -> None:
         need(len(flags.files) == (1 if flags.tools else 2), usage)
         *env_file, path = flags.files
         need(Path(path).is_file(), f"{path}: no such file")
+        user_files.PRINTS.begin_step(sys.maxsize)
         environment = turns.load_environment(replace(flags, env_file="".join(env_file)), None)
         for i, row in list(jsonl_rows(Path(path))):
             print(f"--- row {i}")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -9,8 +11,9 @@ import grpo
 import rewards
 import utils
 from rewards import RewardFlags, RewardRecord
-from scripts.parts import rows, user_files
+from scripts.parts import rows, user_files, worker
 from tests import test_data
+from tests.programs import REPO
 
 USER = {"role": "user", "content": "What is 2 + 6?"}
 REWARDS = """
@@ -78,13 +81,125 @@ def test_functions_of_three_forms_get_what_they_name(configured):
 REWARDS_OF_FORMS = "plain with_columns everything trl trl_text compute_score".split()
 
 
+LESS = """
+def alone(response):
+    return 1.0
+
+def many(*args, response, **kwargs):
+    return float("ground_truth" in kwargs)
+
+def trl_alone(completions):
+    return [float(len(completions))]
+
+def verl_alone(solution_str):
+    return float(solution_str)
+"""
+
+
+def test_functions_get_no_more_than_they_name(configured):
+    configured(LESS)
+    scores = [result_of(name, prompt="2+6=").score for name in ("alone", "many", "trl_alone", "verl_alone")]
+    assert scores == [1.0, 1.0, 1.0, 8.0]
+
+
 @pytest.mark.parametrize(
     "text, words",
-    [("x = 1", "(response, ground_truth)")],
+    [("x = 1", "(response, ground_truth)"), ("def short(response, /):\n    return 1.0", "drop the /")],
 )
 def test_a_wrong_signature_is_told(configured, text, words):
     with pytest.raises(rewards.UserError, match=re.escape(words)):
         configured(text)
+
+
+# --- Prints -----------------------------------------------------------------------------------------------------------
+
+PRINTS = """
+import logging, os, sys
+
+print("loaded")
+
+def loud(response, ground_truth):
+    print("sees", response, "\\x1b[2J")
+    print("error", file=sys.stderr)
+    logging.warning("logged")
+    os.system("echo child")
+    os.write(1, b'{"number": 1, "score": 7}')
+    return 1.0
+
+def dies(response):
+    print("last words")
+    os._exit(3)
+
+def floods(response):
+    while True:
+        print("x" * 1000)
+
+def shuts(response):
+    os.closerange(1, 3)
+    return 2.0
+"""
+
+
+@pytest.fixture
+def prints(monkeypatch, tmp_path):
+    """What user_files.PRINTS has put into its file."""
+    monkeypatch.setattr(user_files, "PRINTS", user_files.Prints())
+    user_files.PRINTS.path = tmp_path / "prints.txt"
+    return lambda: (tmp_path / "prints.txt").read_text().splitlines()
+
+
+def test_all_that_a_function_prints_is_shown_and_none_of_it_is_a_reply(configured, prints, capfd):
+    configured(PRINTS)
+    assert result_of("loud").score == 1.0
+    shown = [line for line in prints() if line.startswith("loud | ") and "loaded" not in line]
+    assert shown == [
+        "loud | sees 8 \\x1b[2J",
+        "loud | error",
+        "loud | WARNING:root:logged",
+        "loud | child",
+        'loud | {"number": 1, "score": 7}',
+    ]
+    console = capfd.readouterr().err.splitlines()
+    assert [line for line in console if line.startswith("loud | ") and "loaded" not in line] == shown
+
+    assert result_of("dies").status == "crash"
+    assert prints()[-1] == "dies | last words"
+    assert result_of("shuts").score == 2.0  # no output to wait for any more
+    rewards.close()
+
+
+def test_a_flood_of_prints_costs_its_own_call_only_and_fills_no_disk(configured, prints, capfd, monkeypatch):
+    configured(PRINTS)
+    job = user_files.job_of(str(user_files.PRINTS.path.parent / "mine.py"), "floods", {"response": ""})
+    assert rewards.run_in_worker(job, 1.0).status == "timeout"
+    assert len("\n".join(prints())) < 2 * worker.MAX_PRINTED_BYTES
+    assert len(capfd.readouterr().err.splitlines()) <= user_files.CONSOLE_LINES + 1
+    assert result_of("loud").score == 1.0
+    size = user_files.PRINTS.path.stat().st_size
+    monkeypatch.setattr(user_files, "MAX_PRINTS_BYTES", size)
+    assert result_of("loud").score == 1.0
+    assert user_files.PRINTS.path.stat().st_size == size
+
+
+def test_a_step_shows_its_first_lines(prints, capfd):
+    for _ in range(2):
+        user_files.PRINTS.begin_step(3)
+        user_files.PRINTS.add("f", "a\nb\n")
+        user_files.PRINTS.add("f", "c\nd\n")
+        user_files.PRINTS.add("f", "e\n")
+    console = capfd.readouterr().err.splitlines()
+    assert [line for line in console if line.startswith("f | ")] == ["f | a", "f | b", "f | c"] * 2
+    assert len(prints()) == 10
+
+
+def test_a_debugger_works_where_rows_are_scored_in_process(tmp_path):
+    text = "def mine(response):\n    x = len(response)\n    breakpoint()\n    return x\n"
+    (tmp_path / "mine.py").write_text(text)
+    write(tmp_path / "cases.jsonl", [{"response": "abc", "ground_truth": 1, "dataset": "mine"}])
+    line = [REPO / "scripts/score.py", tmp_path / "cases.jsonl", "--reward_file", tmp_path / "mine.py", "--in_process"]
+    done = subprocess.run([sys.executable, *line], input="x = 40 + x\nc\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert '"score": 43.0' in done.stdout
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from scripts.data.make_largest import make_largest
 from scripts.data.make_products import make_products
 from scripts.data.make_tiny_model import ARCHS, make_tiny_model
 from scripts.parts import run_files
+from tests import programs
 
-ROOT = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
@@ -85,11 +86,11 @@ def test_programs_run_from_any_directory(tmp_path):
     own = {"smoke.py", "sandbox.py", "python.py"}
     own |= {"trl_side.py"}  # imports trl, which has an environment of its own
     own |= {"addresses.py"}  # "__main__" is a module that a message may name
-    paths = [p for p in sorted(ROOT.glob("scripts/**/*.py")) if outside.search(p.read_text()) and p.name not in own]
+    paths = [p for p in sorted(REPO.glob("scripts/**/*.py")) if outside.search(p.read_text()) and p.name not in own]
     paths = [str(p) for p in paths if "__main__" in p.read_text()]
     assert len(paths) > 8
     done = subprocess.run(
-        [sys.executable, "-c", RUN_AS_FILES, ROOT, *paths], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", RUN_AS_FILES, REPO, *paths], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -194,3 +195,28 @@ def test_a_full_disk_at_a_resume_costs_no_run(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         claim(tmp_path, resume=True)
     assert {name: (tmp_path / "grpo" / name).read_text() for name in before} == before
+
+
+# Programs that do their work without arguments
+BARE = """data/competition_math data/get_smollm2 data/gsm8k data/make_addition data/make_guess data/make_largest
+    data/make_products data/make_tasks doctor families parts/sandbox reports/demo reports/metrics""".split()
+
+
+def files_that_run():
+    """The Python files of scripts/ that run by themselves, and the two of training."""
+    files = [REPO / "grpo.py", REPO / "grpo_fast.py", *sorted((REPO / "scripts").rglob("*.py"))]
+    return [path for path in files if '\nif __name__ == "__main__"' in path.read_text()]
+
+
+@pytest.mark.house
+@pytest.mark.parametrize("program", files_that_run(), ids=lambda path: path.stem)
+def test_every_program_says_what_it_is(program):
+    """With --help, and without arguments if it needs some. No traceback."""
+    path = str(program.relative_to(REPO))
+    takes_none = path.removeprefix("scripts/").removesuffix(".py") in BARE
+    for arguments in [["--help"]] if takes_none else [["--help"], []]:
+        done = programs.run([path, *arguments], 120)
+        said = done.stdout + done.stderr
+        assert "Traceback" not in said, said
+        assert len(said.split()) > 5
+        assert done.returncode or arguments, "it needs none: see BARE"

@@ -7,6 +7,7 @@ Of the 100 pairs of digits train.jsonl holds four fifths and eval.jsonl the rest
 that no eval question has its answer among the train questions.
 """
 
+import argparse
 import json
 import os
 import random
@@ -76,4 +77,5 @@ def make_addition(out: Path, seed: int = 1, digits: int = 1) -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     make_addition(ROOT / "data" / "addition")

@@ -6,6 +6,7 @@ Before the question stands a whole game, as a model of 135M parameters needs it 
 train.jsonl has 512 rows. eval.jsonl has four for each number: a game has nothing to hold out, but rollouts differ.
 """
 
+import argparse
 import random
 import sys
 from pathlib import Path
@@ -37,4 +38,5 @@ def make_guess(out: Path, seed: int = 1) -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     make_guess(ROOT / "data" / "guess")

@@ -8,6 +8,7 @@ third in turn, so that no place is a better guess, not even in a batch that is t
     python scripts/data/make_largest.py    # to data/largest
 """
 
+import argparse
 import random
 import sys
 from pathlib import Path
@@ -50,4 +51,5 @@ def make_largest(out: Path, seed: int = 1) -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     make_largest(ROOT / "data" / "largest")

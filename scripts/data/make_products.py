@@ -7,6 +7,7 @@ now and then.
     python scripts/data/make_products.py    # to data/products
 """
 
+import argparse
 import random
 import sys
 from pathlib import Path
@@ -48,4 +49,5 @@ def make_products(out: Path, seed: int = 1) -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     make_products(ROOT / "data" / "products")

@@ -22,7 +22,7 @@ from typing import Any
 import rewards
 from rewards import Answer, Episode, need, warn_once
 from scripts.parts import worker
-from scripts.parts.user_files import load_file
+from scripts.parts.user_files import PRINTS, load_file
 
 TRIES = 3  # of a step whose worker was killed by something else
 MAX_ANSWER_BYTES = 2**16
@@ -49,6 +49,7 @@ def about(flag: str, path: str, config: dict[str, Any]) -> dict[str, Any]:
     arguments = {"path": path, "config": config, "state": None, "episode": None}
     with worker.OF_ENVIRONMENTS.one() as own:
         loaded = own.run(WORK, arguments, worker.START_TIMEOUT_S)
+    PRINTS.add(Path(path).stem, loaded.printed)
     problem = loaded.problem or "the process died"
     need(loaded.status == "ok", f"{flag} {path}: cannot be loaded: {problem}")
     return loaded.value
@@ -69,6 +70,7 @@ def ask(path: str, state: str, episode: dict[str, Any], timeout_s: float) -> dic
             answer = answer_of(outcome, path, state)
             lives_here = own.process is not None and answer["state"] == LIVE + own.mark
             own.keeps = answer["state"] if lives_here else ""
+        PRINTS.add(Path(path).stem, outcome.printed)
         if outcome.status != "infra_error":
             break
 
@@ -113,6 +115,7 @@ def close_live(state: str, timeout_s: float) -> None:
     with worker.OF_ENVIRONMENTS.one(state) as own:
         outcome = own.run("environments.work_close", {}, timeout_s)
         own.keeps = ""
+        PRINTS.add("close", outcome.printed)
         if outcome.status != "ok":
             warn_once("an environment's close()", outcome.status, outcome.problem)
             own.kill()

@@ -1,7 +1,7 @@
 """Python files of the user: `load_file` loads one in a worker process, and --reward_file is one.
 
 A file runs in workers only, so its exceptions, deaths and timeouts are statuses, not zeros and not the end of the run.
-Workers have no GPU, importing the file is not part of the deadline, and what the file prints is dropped. The files of
+Workers have no GPU, importing the file is not part of the deadline, and what the file prints is in PRINTS. The files of
 environments are in environments.py.
 """
 
@@ -15,11 +15,13 @@ import math
 import os
 import resource
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import rewards
@@ -27,6 +29,48 @@ from rewards import Job, RewardRecord, Verdict, need
 from scripts.parts import rows, worker
 
 FILE_MEMORY_BYTES = 16 * 2**30  # address space, of which `import torch` alone takes several GiB
+MAX_PRINTS_BYTES = 2**26  # of a run
+CONSOLE_LINES = 5  # of a step
+CONSOLE_WIDTH = 400
+
+
+class Prints:
+    """What the user's files print. All lines go to `path`, the first of a step to the console, each after its name."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None  # no run, no file
+        self.console_lines = CONSOLE_LINES  # still to be shown
+        self.lock = threading.Lock()  # several threads wait for workers
+
+    def begin_step(self, lines: int = CONSOLE_LINES) -> None:
+        """The next lines are those of a new step, of which the console shows that many."""
+        self.console_lines = lines
+
+    def add(self, name: str, printed: str) -> None:
+        """Takes what a function has printed in one call."""
+        lines = [f"{name} | {rewards.printable(line)}" for line in printed.splitlines()]
+        if not lines:
+            return
+        with self.lock:
+            shown = [f"{line:.{CONSOLE_WIDTH}}\n" for line in lines[: self.console_lines]]
+            self.console_lines -= len(shown)
+            if shown and self.console_lines == 0:
+                shown.append(f"(further prints of this step: {self.path})\n")
+            sys.stderr.write("".join(shown))
+            sys.stderr.flush()
+            if self.path is not None:
+                self.append("\n".join(lines) + "\n")
+
+    def append(self, text: str) -> None:
+        """Appends to the file in one write, because other ranks write there too, while it is not too long."""
+        from scripts.parts import run_files
+
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < MAX_PRINTS_BYTES:
+            run_files.append_lines(self.path, text)
+
+
+PRINTS = Prints()
 
 
 def load_file(path: str, name: str) -> Any:
@@ -55,46 +99,54 @@ GIVEN = {  # what a form's parameters are; every other one is a column of the ro
 }
 FORMS = (
     "(response, ground_truth) and names of columns, or (responses, ground_truths) of a group and names of columns, or "
-    "TRL's (prompts, completions, **kwargs), or verl's (data_source, solution_str, ground_truth, extra_info)"
+    "TRL's (prompts, completions, **kwargs), or verl's (data_source, solution_str, ground_truth, extra_info); all but "
+    "the first of each may be left out"
 )
 
 
 @dataclass(frozen=True)
 class Function:
-    """How a function of a reward file is called. `columns` are those of the row that it takes, "*" for **kwargs; of
-    those in `required` each row must have one."""
+    """How a function of a reward file is called. `parameters` are those it names, `columns` those of the row that it
+    takes, "*" for **kwargs; of those in `required` each row must have one."""
 
     form: str
+    parameters: list[str]
     columns: list[str]
     required: list[str]
 
 
 def form_of(call: Callable) -> Function | None:
-    """The form of a function by its parameters, or None."""
+    """The form of a function by its parameters, or None. Raises TypeError if one cannot be given by name."""
     parameters = inspect.signature(call).parameters
     form = next((form for form in GIVEN if form in parameters), None)
     if form is None:
         return None
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.POSITIONAL_ONLY in kinds:
+        raise TypeError(f"parameters are given by name, drop the / of (response, ...): {parameters}")
     columns = []
     required = []
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             columns.append(rows.ALL_COLUMNS)
             continue
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
         if name in GIVEN[form]:
             columns += {"prompts": ["prompt"], "data_source": [name], "extra_info": [name]}.get(name, [])
             continue
         columns.append(name)
-        if parameter.default is inspect.Parameter.empty and name != "ground_truth":
+        is_label = name == "ground_truth" and form != GROUP
+        if parameter.default is inspect.Parameter.empty and not is_label:
             required.append(name)
     if form == TRL:
         columns.append("prompt")  # which tells whether it is a conversation
-    return Function(form, columns, required)
+    return Function(form, list(parameters), columns, required)
 
 
 def arguments_of(function: Function, response: Any, label: Any, dataset: str, columns: dict[str, Any]) -> dict:
-    """The arguments of a call, by name. TRL's are lists, here of one sample. For GROUP `response` and `label` are lists
-    of a group's."""
+    """The arguments of a call, by name: those that the function names. TRL's are lists, here of one sample. For GROUP
+    `response` and `label` are lists of a group's."""
     if function.form == OWN:
         arguments = columns | {"response": response, "ground_truth": label}
     elif function.form == GROUP:
@@ -111,8 +163,7 @@ def arguments_of(function: Function, response: Any, label: Any, dataset: str, co
         arguments = {name: [value] for name, value in sample.items()}
     if rows.ALL_COLUMNS in function.columns:
         return arguments
-    taken = {*GIVEN[function.form], *function.columns, "ground_truth"}
-    return {name: value for name, value in arguments.items() if name in taken}
+    return {name: value for name, value in arguments.items() if name in function.parameters}
 
 
 # --- --reward_file, in the trainer ------------------------------------------------------------------------------------
@@ -127,7 +178,7 @@ def load_reward_file(path: str) -> None:
     file cannot be loaded, has no such function, or has one with the name of a built-in verifier.
     """
     path = os.path.abspath(path)
-    job = Job("user_files.work_reward_file", {"path": path, "call": None})
+    job = Job("user_files.work_reward_file", {"path": path, "call": None}, prints=os.path.basename(path))
     loaded = rewards.run_in_worker(job, worker.START_TIMEOUT_S)
     problem = loaded.details.get("problem", "the process died")
     need(loaded.status == "ok", f"--reward_file {path}: cannot be loaded: {problem}")
@@ -170,7 +221,7 @@ def verify_by_file(record: RewardRecord, path: str, name: str) -> Verdict:
 def job_of(path: str, name: str, arguments: dict[str, Any]) -> Job:
     """The call of a function of the file in a worker. Raises TypeError for a label that a job cannot carry."""
     call = json.dumps([name, arguments])
-    return Job("user_files.work_reward_file", {"path": path, "call": call})
+    return Job("user_files.work_reward_file", {"path": path, "call": call}, prints=name)
 
 
 def judge_groups(rollouts: Sequence[Any], timeout_s: float = 10.0) -> None:

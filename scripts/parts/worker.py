@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -31,6 +30,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 START_TIMEOUT_S = 120.0  # interpreter start and imports; not part of the deadline
 MAX_REPLY_BYTES = 2**26
+MAX_PRINTED_BYTES = 2**16  # of a job
 JOBS_PER_WORKER = 2000  # sympy's caches grow; a fresh worker costs 0.5 s
 WORKER_MEMORY_BYTES = 2 * 2**30
 REPLIES = {"ready", "unavailable", "score", "error"}
@@ -69,12 +69,13 @@ def read_reply(line: bytes, number: int) -> dict[str, Any]:
 
 class Outcome(NamedTuple):
     """How a job ended. value is what the job returned, nan if it did not. seconds are the job's, without the worker's
-    start."""
+    start. printed is what it wrote to its standard streams, its start included."""
 
     value: Any
     status: str
     seconds: float
     problem: str = ""
+    printed: str = ""
 
 
 class Worker:
@@ -84,17 +85,23 @@ class Worker:
     mark = ""
     keeps = ""  # the name of an environment's object that lives in the process; only jobs for that name get the worker
     start_s = 0.0  # the longest start so far, of any worker
+    printed = b""  # by the last job
 
     def start(self) -> None:
         # A fresh interpreter: fork would copy the trainer's threads, locks and CUDA state, and
         # multiprocessing's spawn would import the trainer's __main__ with torch and vllm.
         command = [sys.executable, os.path.abspath(__file__), "--serve"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env["PYTHONUNBUFFERED"] = "1"  # what is printed before a crash is not lost
         env.pop("LD_PRELOAD", None)
         self.mark = uuid.uuid4().hex
         env[MARK] = self.mark
         self.socket, child = socket.socketpair()
-        self.stderr = tempfile.TemporaryFile()
+        self.prints, printed = os.pipe()
+        os.set_blocking(self.prints, False)
+        self.ready = select.poll()
+        for readable in (self.socket.fileno(), self.prints):
+            self.ready.register(readable, select.POLLIN)
         self.buffer = b""
         self.num_jobs = 0
         with child:
@@ -102,11 +109,12 @@ class Worker:
             self.process = subprocess.Popen(
                 command,
                 stdin=child.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self.stderr,
+                stdout=printed,
+                stderr=printed,
                 env=env,
                 start_new_session=True,
             )
+        os.close(printed)
 
     def kill(self) -> None:
         """Kills the process, if there is one, and what it has started, and waits for it. The worker's own thread may
@@ -121,21 +129,37 @@ class Worker:
         kill_marked(mark)
         process.wait()
 
-    def stop(self) -> str:
-        """Kills the process and its children; returns the end of the text that it wrote to stderr before it took
-        jobs."""
+    def stop(self) -> None:
+        """Kills the process and its children, and takes what they have printed last."""
         self.kill()
+        self.take_prints()
         self.process = None
         self.socket.close()
-        with self.stderr:
-            self.stderr.seek(0)
-            return self.stderr.read()[-1000:].decode(errors="replace").strip()
+        os.close(self.prints)
+
+    def take_prints(self) -> None:
+        """Moves what is in the pipe to `printed`, and drops what is too long. A flood is taken in turns."""
+        with contextlib.suppress(
+            BlockingIOError, KeyError
+        ):  # it is empty; or all have closed it, which was seen before
+            for _ in range(16):
+                chunk = os.read(self.prints, 2**16)
+                self.printed += chunk[: MAX_PRINTED_BYTES - len(self.printed)]
+                if not chunk:
+                    self.ready.unregister(self.prints)
 
     def receive(self, deadline: float) -> dict:
         """The next reply. Raises TimeoutError at the deadline (time.monotonic), EOFError if the process died or the
         reply is to another job, or none."""
         while b"\n" not in self.buffer:
-            self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            seconds = max(deadline - time.monotonic(), 1e-3)
+            ready = [descriptor for descriptor, _ in self.ready.poll(1000 * seconds)]
+            if not ready:
+                raise TimeoutError
+            if self.prints in ready:
+                self.take_prints()
+            if self.socket.fileno() not in ready:
+                continue
             chunk = self.socket.recv(65536)
             if not chunk:
                 raise EOFError("the worker died")
@@ -160,15 +184,23 @@ class Worker:
 
     def run(self, work: str, arguments: dict[str, Any], timeout_s: float) -> Outcome:
         """Runs one job, see rewards.Job, whatever the job does to the process."""
+        self.printed = b""
+        outcome = self.finish(work, arguments, timeout_s)
+        if self.process is not None:
+            self.take_prints()
+        return outcome._replace(printed=self.printed.decode(errors="replace"))
+
+    def finish(self, work: str, arguments: dict[str, Any], timeout_s: float) -> Outcome:
+        """The outcome of a job, but for what it printed."""
         is_old = self.process and self.num_jobs >= JOBS_PER_WORKER and not self.keeps
         if is_old or (self.process and self.process.poll() is not None):
             self.stop()
         try:
             reply = self.send(work, arguments, timeout_s)
         except (OSError, EOFError) as error:
-            problem = ""
             if self.process:
-                problem = self.stop()
+                self.stop()
+            problem = self.printed[-1000:].decode(errors="replace").strip()
             return Outcome(math.nan, "infra_error", 0.0, problem or repr(error))
         if "unavailable" in reply:
             return Outcome(math.nan, "infra_error", 0.0, reply["unavailable"])
@@ -276,12 +308,10 @@ def end_with_trainer(protocol: socket.socket) -> None:
 
 
 def take_protocol() -> socket.socket:
-    """The socket on fd 0. The standard streams become /dev/null: prints of libraries must neither get into the protocol
-    nor fill a disk."""
+    """The socket on fd 0, which becomes /dev/null: nothing but this process writes to the protocol."""
     protocol = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
+    os.dup2(null, 0)
     return protocol
 
 

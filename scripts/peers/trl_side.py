@@ -17,6 +17,7 @@ are masked, and TRL divides by a group's standard deviation + 1e-4: advantages a
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 import runpy
@@ -30,6 +31,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(ROOT)
+if importlib.util.find_spec("trl") is None:
+    raise SystemExit(f"{__doc__}\nTRL is not in this environment: see the two commands above")
 
 import utils  # isort: skip  # noqa: E402 (pins thread counts, so it comes before torch)
 

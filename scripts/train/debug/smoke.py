@@ -12,6 +12,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
+    sys.path[0] = str(ROOT)
+
 # Bash prefers these functions to the programs of their names. They skip the preparation of data and of the machine.
 STUBS = {
     "source": '() { [[ "$1" == *setup.sh ]] || builtin source "$@"; }',
@@ -167,4 +170,6 @@ def run(recipe: Path, more: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or "--help" in sys.argv:
+        sys.exit(f"{__doc__}\npython scripts/train/debug/smoke.py RECIPE.sh [WORD ...] runs one")
     sys.exit(run(Path(sys.argv[1]), sys.argv[2:]))
