@@ -93,7 +93,7 @@ def answer_of(outcome: worker.Outcome, path: str, state: str | None) -> dict[str
     if outcome.status != "ok":
         problem = outcome.problem or "the process died"
         answer = failed_answer(outcome.status, problem, path, outcome.seconds, state)
-    if outcome.status != "ok" or answer["status"] == "crash":
+    if outcome.status != "ok" or answer["status"] != "ok":
         warn_once(path, answer["status"], answer["texts"][0].removeprefix("Error: "))
     return answer
 
@@ -145,8 +145,12 @@ KEPT: dict[str, Any] = {}  # the Env that stays in this process, by its state
 def environment(path: str) -> Any:
     """The module of an environment's file."""
     module = load_file(path, f"environment_{Path(path).stem}")  # a name by which pickle finds its classes
+    if hasattr(module, "agent"):
+        from scripts.parts import agent
+
+        agent.give_env(module)
     if not (hasattr(module, "Env") or hasattr(module, "step")):
-        raise ValueError("it defines neither step(episode) nor a class Env")
+        raise ValueError("it defines neither step(episode), nor a class Env, nor agent(base_url, row)")
     return module
 
 

@@ -54,7 +54,7 @@ class Prints:
         with self.lock:
             shown = [f"{line:.{CONSOLE_WIDTH}}\n" for line in lines[: self.console_lines]]
             self.console_lines -= len(shown)
-            if shown and self.console_lines == 0:
+            if shown and self.console_lines == 0 and self.path is not None:
                 shown.append(f"(further prints of this step: {self.path})\n")
             sys.stderr.write("".join(shown))
             sys.stderr.flush()

@@ -65,6 +65,31 @@ class Env(toy.Env):
         self.child.kill()
         self.child.wait()
 """
+STEPS = """
+from rewards import Answer
+
+class Env:
+    def __init__(self, config):
+        self.turns, self.sum = config["turns"], 0
+
+    def step(self, episode):
+        self.sum += sum(map(ord, episode.text))
+        if episode.turn > self.turns:
+            return Answer(reward=self.sum % 7 / 7, done=True)
+        return f"{self.sum % 97} <|im_end|> of {episode.turn}"
+"""
+AGENT = """
+import openai
+
+def agent(base_url, row):
+    client = openai.OpenAI(base_url=base_url, api_key="none", timeout=None)
+    messages, total = list(row.messages), 0
+    for turn in range(1, row.config["turns"] + 2):
+        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        total += sum(map(ord, said.content))
+        messages += [said, {"role": "user", "content": f"{total % 97} <|im_end|> of {turn}"}]
+    return total % 7 / 7
+"""
 FLAGS = "--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2 --response_length 120 --temperature 1.0"
 FLAGS += " --max_prompt_token_length 60 --pack_length 400 --per_turn_max_tokens 10 --seed 3 --save_freq 1"
 FLAGS += " --learning_rate 1e-3 --model_dtype float32 --dump_steps all"
@@ -76,6 +101,8 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     (folder / "toy.py").write_text(TOY)
     (folder / "live.py").write_text(LIVE)
+    (folder / "steps.py").write_text(STEPS)
+    (folder / "agent.py").write_text(AGENT)
     rows = []
     for i in range(40):
         row = {"messages": [{"role": "user", "content": f"Say {i}"}], "ground_truth": "7", "dataset": "string_matcher"}
@@ -134,6 +161,18 @@ def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, name, tiny_models, toy, tmp
     for a, b in zip(*rows, strict=True):
         assert {n: a[n] for n in SAME} == {n: b[n] for n in SAME}
     a, b = (weights(tmp_path / name / "step_2") for name in ("grpo", "grpo_fast"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("engine", [pytest.param(VLLM, marks=pytest.mark.house), TRANSFORMERS])
+def test_an_agent_with_an_openai_client_is_an_environment_bit_for_bit(engine, tiny_models, toy, tmp_path):
+    for name in ("steps", "agent"):
+        flags = f"--exp_name {name} --total_episodes 16 --deterministic {engine}"
+        run("grpo.py", tiny_models(), toy, tmp_path, flags, name)
+    rows = [check(tmp_path / name, name=name) for name in ("steps", "agent")]
+    for a, b in zip(*rows, strict=True):
+        assert {n: a[n] for n in SAME} == {n: b[n] for n in SAME}
+    a, b = (weights(tmp_path / name / "step_2") for name in ("steps", "agent"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
