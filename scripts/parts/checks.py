@@ -5,7 +5,6 @@ alias      one of our flags has its meaning
 same       every run here already does what it asks for
 ignored    it needs nothing here
 missing    nothing here does what it asks for, so the run would be another one
-instead    missing, until all flags that its words name are there too
 
 A refusal names the flags, their values and the fix: `args.refuse(text)` raises UserError with the text, and adds the
 values to the flags that stand before its first colon. The bound of a single number stands at its flag: rewards.Bound.
@@ -86,7 +85,6 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
     names = known | {key.partition("=")[0] for key in table}
     done = Translation()
     waiting = split(argv)
-    given = {name for name, _ in waiting}
     while waiting:
         name, values = waiting.pop(0)
         is_negated = name not in names  # then --no_x is x with the value false
@@ -100,8 +98,6 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
         if not kind:
             done.line += own_form(name, values, known)
             continue
-        if kind == "instead":
-            kind = "same" if given.issuperset(re.findall(r"--(\w+)", words)) else "missing"
         if kind == "alias":
             words = words.replace("{}", shlex.join(values or [text]))
             waiting = split(shlex.split(words)) + waiting
