@@ -473,7 +473,8 @@ class ModelFlags(Refusing):
     lora_alpha: NotNegative[int] = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the matrices that get adapters (q_proj v_proj ...). all-linear: all matrices of the layers."""
+    """Names of the matrices that get adapters (q_proj v_proj ...). all-linear: all matrices of the layers, which the
+    router and the experts of a mixture are mostly not: they do not train."""
     lora_merge: bool = False
     """Beside each saved adapter also save the merged model, to model_merged/."""
     ref_model_name_or_path: str = ""
@@ -1351,9 +1352,10 @@ class Engine(Sampler):
 
 
 @contextlib.contextmanager
-def no_weight_missing():
-    """Raise RuntimeError for weights of vLLM that were not sent: it only logs them, at a level that is off."""
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
+def no_weight_missing(model: torch.nn.Module):
+    """Raise UserError for weights that vLLM did not take: it only logs them, at a level that is off. A layer without
+    weights is logged too. GPT-OSS writes its experts and sinks past the loaders, to tensors without memory."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -1365,9 +1367,13 @@ def no_weight_missing():
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    missing = [message for message in messages if "not loaded" in message]
-    if missing:
-        raise RuntimeError(f"the learner did not send all weights to vLLM. {missing[0]:.300}")
+    owners = set()
+    for name, _ in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        owners.add(type(layer).__name__)
+    lost = [text for text in messages if "not loaded" in text or text.partition(": Failed to load")[0] in owners]
+    words = "; ".join(dict.fromkeys(lost))
+    need(not lost, f"vLLM did not take all weights: take --rollout_backend transformers. {words:.300}")
 
 
 class VLLMEngine(Engine):
@@ -1428,7 +1434,7 @@ class VLLMEngine(Engine):
         with fenced_rng():
             if self.asleep:
                 self.llm.wake_up(["weights"])
-            with no_weight_missing():
+            with no_weight_missing(model):
                 self.worker.reload_weights(weights_iterator=known_weights(model, named_tensors))
             if not torch.cuda.is_available():
                 pack_experts(model)

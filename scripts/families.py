@@ -114,10 +114,11 @@ def config_of(family: str, values: dict[str, Any], ids: dict[str, int], vocabula
     sizes |= {"vocab_size": vocabulary, **ids} | values
     sizes = {name: value for name, value in sizes.items() if value is not None or name != "head_dim"}
     kind = CONFIG_MAPPING[family]
+    text = type(kind().get_text_config())
+    if not hasattr(text, "num_key_value_heads"):
+        sizes.pop("num_key_value_heads", None)  # transformers' model would have more than vLLM reads here
     if "text_config" not in kind.sub_configs:
         return kind(**sizes)
-    default = kind()
-    text = type(default.get_text_config())
     tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]} if "tie_word_embeddings" in sizes else {}
     parts: Any = {"text_config": text(**sizes).to_dict(), "vision_config": VISION}
     return kind(**parts, **ids, **tied)

@@ -4,6 +4,7 @@ Tiny models by scripts/families.py, from their configs alone.
 """
 
 import json
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from tests.conftest import REPO
 from tests.test_learner import VOCAB, make_args, make_rollouts, run_update
 
 DOZEN = "qwen3_moe mixtral olmo2 phi gemma2 gemma3 gemma4_text qwen3_5 deepseek_v3 lfm2 seed_oss mistral3".split()
-WITH_VLLM = "mixtral olmo2 gemma2".split()
+WITH_VLLM = "mixtral olmo2 gemma2 gpt_neox".split()
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,41 @@ def test_families_train_save_and_load(tmp_path, backend, names):
         assert float(gap) < 1e-5 and loaded == "yes", (family, gap, loaded)
         assert way == ("rows" if family in ("qwen3_5", "lfm2") else "shared")
         assert not vllm or float(vllm) < 1e-5
+
+
+def test_a_tiny_config_has_no_heads_that_its_model_does_not_read():
+    """vLLM reads num_key_value_heads of any config: it would compute another attention than transformers."""
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    assert not hasattr(families.config_of("gpt_neox", {}, ids, 512), "num_key_value_heads")
+    assert families.config_of("llama", {}, ids, 512).num_key_value_heads == 1
+
+
+@pytest.mark.parametrize("lost", [["Linear"], ["Dropout"], []])
+def test_weights_that_vllm_leaves_out_end_the_run(lost):
+    """vLLM logs a layer that loaded nothing, also one that has no weights, as all rotary embeddings."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+    def reload():
+        with utils.no_weight_missing(model):
+            for name in lost:
+                logger.warning("%s: Failed to load weights", name)
+
+    if lost == ["Linear"]:
+        with pytest.raises(utils.UserError, match="rollout_backend transformers. Linear: Failed"):
+            reload()
+    else:
+        reload()
+
+
+@pytest.mark.house
+@pytest.mark.runs
+def test_gpt_oss_is_refused_with_vllm(tmp_path):
+    """Its experts and sinks would stay as they are in the file: vLLM loads them past what reloads them."""
+    line = [REPO / "scripts/families.py", "gpt_oss", "--dtypes", "float32", "--backends", "vllm", "--out", tmp_path]
+    done = programs.run([*line, "--flags=--attn_implementation eager"], timeout=600)
+    assert done.returncode == 1
+    assert "vLLM did not take all weights" in done.stdout and "GptOssRoutedExperts" in done.stdout, done.stdout
 
 
 def test_layers_that_run_slowly_on_a_gpu_are_named_at_the_start(monkeypatch):

@@ -163,12 +163,13 @@ def test_a_launch_line_of_open_instruct_passes_a_dry_run(script, nothing_told, m
 @pytest.mark.house
 def test_the_table_of_other_flags():
     """Every row once, every alias a flag of ours, no flag of ours but with a value."""
-    assert len({flag for flag, _, _ in ROWS}) == len(ROWS) > 200
-    for flag, kind, _ in ROWS:
+    assert len({(flag, *other) for flag, _, _, *other in ROWS}) == len(ROWS) > 200
+    for flag, kind, _, *others in ROWS:
         name, _, value = flag.partition("=")
         assert value or name not in FLAGS, f"{name} is a flag of ours: only a value of it can be another's"
-        done = checks.translate([f"--{flag}" if value else f"--{flag}=other"], checks.names_of(grpo.Args))
-        assert done.others[0][0] == kind and bool(done.line) == (kind == "alias"), flag
+        line = [f"--{flag}" if value else f"--{flag}=other", *(f"--{other}" for other in others)]
+        done = checks.translate(line, checks.names_of(grpo.Args))
+        assert done.others[0][0] == kind and bool(done.line) == (kind == "alias" or others != []), flag
         ours = {token.partition("=")[0].removeprefix("--") for token in done.line if token.startswith("--")}
         assert ours <= checks.names_of(grpo.Args), flag
 
@@ -189,10 +190,20 @@ def test_other_names_of_our_flags(line, name, want, nothing_told, capsys):
     assert (f" --{first}" in capsys.readouterr().out) == (first not in FLAGS or "flash_2" in line)
 
 
+def test_adapters_need_no_more_than_their_rank(nothing_told):
+    """The line that the refusal of --use_peft asks for is taken, as --use_peft False is without one."""
+    line = "--use_peft --lora_rank=8 --lora_alpha 16 --lora_target_modules all-linear --lora_dropout 0.0"
+    args = parse(*line.split())
+    assert (args.lora_rank, args.lora_alpha, args.lora_target_modules) == (8, 16, ["all-linear"])
+    assert parse("--use_peft", "False", "--lora_r", "8").lora_rank == 0
+
+
 MISSING = r"""
 --use_search_actor --use_peft | --use_search_actor: .*--tools .*; --use_peft: .*--lora_rank
 --warm_up_steps 10 | --warm_up_steps 10: .*--warmup_ratio
 --mask_tool_use False | ^--mask_tool_use False: answers never have a loss
+--use_peft --lora_r 8 | ^--use_peft: give --lora_rank
+--use_peft --lora_rank 8 --lora_dropout 0.1 | ^--lora_dropout 0.1: adapters have no dropout
 """
 
 

@@ -6,6 +6,8 @@ same       every run here already does what it asks for
 ignored    it needs nothing here
 missing    nothing here does what it asks for, so the run would be another one
 
+A row with a fourth column counts if the line has that flag too; of rows that count the first does.
+
 A refusal names the flags, their values and the fix: `args.refuse(text)` raises UserError with the text, and adds the
 values to the flags that stand before its first colon. The bound of a single number stands at its flag: rewards.Bound.
 """
@@ -32,7 +34,7 @@ COMPRESSED = (".gz", ".zst")  # after these endings, but .parquet
 LARGE = 2**22  # bytes of data files: smaller ones are read sooner than pyarrow is imported
 SCRIPTS = Path(__file__).resolve().parents[1]
 TOOLS = SCRIPTS / "tools"
-TABLE = SCRIPTS / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words
+TABLE = SCRIPTS / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words, another flag or nothing
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
 
@@ -59,10 +61,11 @@ def names_of(cls: type) -> set[str]:
     return {flag.name for flag in fields(cls)} | negated
 
 
-def read_table() -> dict[str, tuple[str, str]]:
-    """The first column of TABLE -> its other two."""
-    lines = [line.split("\t") for line in TABLE.read_text().splitlines()[1:]]
-    return {first: (second, third) for first, second, third in lines}
+def read_table(given: set) -> dict[str, tuple[str, str]]:
+    """The first column of TABLE -> the next two, for a line with the `given` flags."""
+    rows = TABLE.read_text().splitlines()[1:]
+    lines = [row.split("\t") for row in reversed(rows)]
+    return {first: (second, third) for first, second, third, *other in lines if given.issuperset(other)}
 
 
 def split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -81,10 +84,11 @@ def split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def translate(argv: Sequence[str], known: set[str]) -> Translation:
     """Translate a command line for a script with the `known` flags. Raises UserError for a flag that nobody knows."""
-    table = read_table()
+    waiting = split(argv)
+    given = set(dict(waiting))
+    table = read_table(given)
     names = known | {key.partition("=")[0] for key in table}
     done = Translation()
-    waiting = split(argv)
     while waiting:
         name, values = waiting.pop(0)
         is_negated = name not in names  # then --no_x is x with the value false
@@ -164,8 +168,9 @@ def check_sources(args: Any) -> None:
             args.refuse(f"--load_states: no state of step 1, which would be {', '.join(first_states)}")
         if args.lora_rank:
             args.refuse("--load_states with --lora_rank: other runs' states are whole models, drop --lora_rank")
-    evaluates = args.dataset_mixer_eval_list != []
-    if args.load_batches and (evaluates or args.active_sampling or args.reward_file or args.audit_verifier):
+    if args.load_batches and (
+        args.dataset_mixer_eval_list or args.active_sampling or args.reward_file or args.audit_verifier
+    ):
         flags = "--dataset_mixer_eval_list --active_sampling --reward_file --audit_verifier"
         args.refuse(f"--load_batches: drop {flags}: nothing is sampled")
     if args.env_file and args.tools:
