@@ -669,7 +669,8 @@ class TurnFlags(Refusing):
     """Turns: an environment or tools answer the policy, see scripts/tools/README.md."""
 
     env_file: str = ""
-    """Python file whose step(episode), or class Env, answers a response or ends the rollout. Empty is off."""
+    """Python file whose step(episode), or class Env, answers a response or ends the rollout; or whose agent(base_url,
+    row) asks the policy as it would ask OpenAI's chat completions. Empty is off."""
     tools: list[str] = field(default_factory=list)
     """Tools that answer calls in a response: names of scripts/tools/, or files of your own. The chat template describes
     them to the policy. Empty is none."""

@@ -26,7 +26,8 @@ RATCHET = ROOT / "tests" / "ruler.json"
 FOUR = ("grpo.py", "grpo_fast.py", "rewards.py", "utils.py")
 MOST_NODES = 20
 LEAST_STATEMENTS = 5
-CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1))
+CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
+FSTRING = tuple(getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))  # from Python 3.12 on
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 LIMITED = ("tokens", "t/statement", "nodes", "dense", "parallel", "walrus")
@@ -56,12 +57,16 @@ def statement_sizes(source: str, uncounted: set[int]) -> list[int]:
     """The tokens of each statement that has any."""
     sizes = []
     size = 0
+    depth = 0  # of f-strings, each of which is one token, as it is for Python 3.11
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        ends = token.type == FSTRING[1]
+        depth -= ends
         if token.type == tokenize.NEWLINE:
             sizes.append(size)
             size = 0
-        elif token.type in CODE and token.start[0] not in uncounted:
+        elif (token.type in CODE or ends) and depth == 0 and token.start[0] not in uncounted:
             size += 1
+        depth += token.type == FSTRING[0]
     return [size for size in sizes if size]
 
 

@@ -85,6 +85,7 @@ class Agent:
     call: Callable[..., Any]  # agent(base_url, row)
     role: str  # of messages that answer the policy
     server: ThreadingHTTPServer | None = None
+    over = False  # the rollout has ended
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.said: list[dict[str, Any]] = []
@@ -120,6 +121,7 @@ class Agent:
 
     def close(self) -> None:
         """Ends the server; a request that waits is refused."""
+        self.over = True
         self.replies.put(None)
         if self.server is not None:
             self.server.shutdown()
@@ -134,14 +136,15 @@ class Agent:
         return kind, value
 
     def run(self, base_url: str, row: Episode) -> None:
-        """Runs the agent, in a thread. What it raised is printed whole."""
+        """Runs the agent, in a thread. What it raises is printed whole, unless the rollout ended under it."""
         try:
             reward = self.call(base_url, row)
             if inspect.iscoroutine(reward):
                 reward = asyncio.run(reward)
             self.events.put(("ends", reward))
         except Exception as error:
-            traceback.print_exc()
+            if not self.over:
+                traceback.print_exc()
             self.events.put(("fails", f"{type(error).__name__}: {error}"))
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
