@@ -39,7 +39,8 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("grpo.py", "grpo_fast.py")
 METRIC = "eval/objective/verifiable_correct_rate"  # held-out accuracy
-CONTROLS = ("majority@scripts/forks/ttrl.diff",)  # its reward is for the most frequent answer and sees no label
+# Its reward is for the most frequent answer and sees no label
+CONTROLS = ("majority@scripts/forks/ttrl.diff: --majority_vote",)
 LEVEL = 0.05  # below which an adjusted p is a verdict
 DIGITS = 6  # of a value that is compared
 FLY = """--model_name_or_path scripts/studies/fly --rollout_backend transformers --model_dtype float32

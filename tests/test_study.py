@@ -1,6 +1,7 @@
 """scripts/study.py: its arms are what they say, its runs have the same seeds, its table is right by hand."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -80,6 +81,14 @@ def test_a_seed_that_an_arm_lacks_is_left_out_of_its_pairs(tmp_path, capsys):
     text = capsys.readouterr().out
     assert rows_of(text)["mine"][2].startswith("+0.250 [")
     assert "no run of seeds 3" in text and "begins at another value" in text and "no control" in text
+
+
+def test_the_default_controls_switch_their_diffs_on():
+    """A control that trains as the base does cannot lose."""
+    for text in study.CONTROLS:
+        arm = study.parse_arm(text, "HEAD", is_control=True)
+        switches = set(re.findall(r"^\+    (\w+): bool = False$", arm.diff, re.MULTILINE))
+        assert switches and switches <= study.flag_names(arm.flags)
 
 
 def test_arms_as_they_are_written(tmp_path):
