@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 
+import utils
 from scripts.parts import packing
-from tests import test_learner, test_math
+from tests import programs, test_learner, test_math
 from tests.conftest import REPO
 
 FORKS = {path.stem: path for path in sorted((REPO / "scripts" / "forks").glob("*.diff"))}
@@ -92,6 +95,7 @@ FLAGS = {  # which have the fork do what it does
     "dppo": "--loss_fn dppo --num_mini_batches 4",
     "gmpo": "--loss_fn gmpo --loss_denominator sequence --clip_lower 0.33 --clip_higher 0.49",
     "maxrl": "--advantage_normalization_type maxrl",
+    "muon": "--muon",
     "repetition": "--repetition_penalty 0.3",
     "rloo": "--advantage_normalization_type rloo",
     "sapo": "--loss_fn sapo --loss_denominator sequence",
@@ -430,6 +434,141 @@ def test_vip_by_hand(fork):
     again = grpo.next_sampler(after, [grpo.Seen(4, 0, [1.0, 1.0], 10.0), grpo.Seen(6, 2, [2.0, 10.0], 10.0)], args)
     assert again["spreads"] == {0: 0.0, 1: 1.0, 2: 4.0}
     assert [len(grpo.next_group(prompts, i, again, args)) for i in range(4)] == [2, 2, 8, 4]
+
+
+OPTIMIZERS = ["muon"]
+
+
+def take_steps(learner, *seeds):
+    """Optimizer steps with random gradients, the same ones for any number of ranks."""
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for p in learner.policy.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            if hasattr(p, "placements"):
+                p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
+        learner.optimizer.step()
+        learner.scheduler.step()
+
+
+def assert_it_goes_on(grpo, args, world, directory):
+    """A learner with the checkpoint of another one has its moments, weights and rates, and has them after a step."""
+    learner, fresh = [grpo.load_learner(args, world) for _ in range(2)]
+    take_steps(learner, 1, 2)
+    checkpoints = utils.Checkpoints(directory, 3, world)
+    extra = grpo.start_state() | {"scheduler": learner.scheduler.state_dict()}
+    checkpoints.save(1, learner.modules(args), learner.optimizer, extra)
+    checkpoints.wait()
+    checkpoints.resume(directory / "checkpoints" / "step_1", fresh, args)
+    for seeds in ([], [3]):
+        for a in (learner, fresh):
+            take_steps(a, *seeds)
+        rates = [float(group["lr"]) for group in learner.optimizer.param_groups]
+        assert rates == [float(group["lr"]) for group in fresh.optimizer.param_groups]
+        assert 0 < rates[0] < args.learning_rate
+        for a, b in zip(learner.policy.parameters(), fresh.policy.parameters(), strict=True):
+            assert torch.equal(utils.shard_of(a), utils.shard_of(b))
+            kept, found = learner.optimizer.state[a], fresh.optimizer.state[b]
+            assert set(kept) == set(found)
+            for key in kept:
+                assert torch.equal(utils.shard_of(kept[key]), utils.shard_of(found[key])), key
+
+
+def optimizer_args(name, model, *flags):
+    """Where rate and decay matter."""
+    more = f"--{name} --learning_rate 1e-2 --weight_decay 0.1 --lr_scheduler_type linear"
+    return test_learner.make_args(model, *more.split(), *flags)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_resumes_and_refuses_offloaded_moments(fork, tiny_models, world, tmp_path, name):
+    grpo = fork(name)
+    assert_it_goes_on(grpo, optimizer_args(name, tiny_models()), world, tmp_path)
+    args = optimizer_args(name, tiny_models(), "--offload", "optimizer")
+    with pytest.raises(grpo.utils.UserError, match=f"--{name}: --offload optimizer"):
+        grpo.load_learner(args, world)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_split_into_packs_moves_an_optimizer_by_its_rounding(fork, tiny_models, world, name):
+    """bfloat16 of Muon's iteration."""
+    fork(name)
+    args = optimizer_args(name, tiny_models())
+    halves = [test_learner.make_rollouts(seed=seed) for seed in (0, 1)]
+    start = test_learner.start_weights(args, world)
+    whole, *others = [
+        test_learner.run_update(replace(args, pack_length=most), world, halves, optimizer="adam")[0]
+        for most in (1000, 60, 30)
+    ]
+    for other in others:
+        test_learner.assert_same_update(whole, other, start, 0.03)
+
+
+TWO_RANKS = """
+    import sys
+    from pathlib import Path
+    import grpo, torch, utils
+    from tests import test_forks
+    world = utils.init_distributed()
+    name, model, out = sys.argv[1:]
+    args = test_forks.optimizer_args(name, model, "--deepspeed_stage", "3")
+    test_forks.assert_it_goes_on(grpo, args, world, Path(out))
+    learner = grpo.load_learner(args, world)
+    test_forks.take_steps(learner, 1, 2)
+    weights = dict(utils.full_weights(learner.policy, torch.float32))
+    if world.is_main:
+        torch.save(weights, Path(out, "weights.pt"))
+    torch.distributed.barrier()
+    utils.exit_process()
+"""
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_ranks_resume_and_make_the_steps_of_one(fork, tiny_models, world, tmp_path, name):
+    grpo = fork(name)
+    script = tmp_path / "two_ranks.py"
+    script.write_text(textwrap.dedent(TWO_RANKS))
+    path = f"{Path(grpo.__file__).parent}:{REPO}:{os.environ.get('PYTHONPATH', '')}"
+    line = [sys.executable, *programs.torchrun(2), script, name, tiny_models(), tmp_path]
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, line)), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    args = optimizer_args(name, tiny_models())
+    learner = grpo.load_learner(args, world)
+    take_steps(learner, 1, 2)
+    one = dict(utils.full_weights(learner.policy, torch.float32))
+    start = test_learner.start_weights(args, world)
+    test_learner.assert_same_update(one, torch.load(tmp_path / "weights.pt"), start, 0.03)
+
+
+def test_muon_by_hand(fork, tiny_models, world):
+    """A step on U S V^T moves a matrix of a layer by 0.2 sqrt(longest side) lr U S' V^T, S' in 0.5..1.5 whatever S is,
+    and by lr wd W; the embedding as AdamW does, by lr and lr wd W; a norm by lr alone."""
+    grpo = fork("muon")
+    args = optimizer_args("muon", tiny_models())
+    learner = grpo.load_learner(args, world)
+    before = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
+    bases = {}
+    for name, p in learner.policy.named_parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        if p.ndim == 2:
+            u, _, v = bases[name] = torch.linalg.svd(p.grad, full_matrices=False)
+            p.grad = u * torch.logspace(-1, 0, u.shape[1]) @ v
+    learner.optimizer.step()
+    in_layers = 0
+    for name, p in learner.policy.named_parameters():
+        decay = 1 - 1e-3 if p.ndim == 2 else 1.0
+        update = (decay * before[name] - p.detach()) / 1e-2
+        if ".layers." not in name or p.ndim == 1:
+            assert_close(update, p.grad / (p.grad.abs() + 1e-8), rtol=2e-3, atol=1e-4)
+            continue
+        in_layers += 1
+        u, _, v = bases[name]
+        rotated = u.T @ update @ v.T / (0.2 * max(p.shape) ** 0.5)  # S' in the gradient's bases
+        assert 0.5 < rotated.diag().min() and rotated.diag().max() < 1.5, name
+        assert (rotated - rotated.diag().diag()).abs().max() < 0.05, name
+    assert in_layers == 14
 
 
 LETTERS = f"""--dataset_mixer_list reasoning_gym:chain_sum 8 --reward_file {REPO}/scripts/train/debug/letters.py
