@@ -156,3 +156,4 @@ def test_an_agent_that_fails_makes_the_score_missing(tmp_path):
     with pytest.warns(UserWarning, match="KeyError"):
         answer = environments.ask(str(tmp_path / "mine.py"), "", episode, 30.0)
     assert answer["status"] == "infra_error" and answer["done"]
+    environments.close_live(answer["state"], 30.0)

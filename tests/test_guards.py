@@ -277,7 +277,7 @@ for version in range(2, 8):
 del weights["model.layers.1.mlp.down_proj.weight"]
 try:
     ask(9)
-except RuntimeError as error:
+except utils.UserError as error:
     print(error)
 utils.exit_process()
 """

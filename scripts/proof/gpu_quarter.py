@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import runpy
 import signal
 import statistics
@@ -328,7 +329,7 @@ def run_program(
         line = [*TORCHRUN, str(ranks), *line]
     environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | dict(os.environ) | more  # FlashInfer's may have to be compiled
     path = job.work / f"{log}.log"
-    with path.open("w") as file:
+    with path.open("a") as file:  # several processes write to its end
         command = [sys.executable, *line]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         while until is not None and process.poll() is None:
@@ -427,8 +428,8 @@ def check_bench(job: Job, bench_name: str, shape: str, limit: float, flags: str 
     if not job.tiny:
         words += f"--dtype bfloat16 {flags}".split()
     run_program(job, job.name, words)
-    lines = (job.work / f"{job.name}.log").read_text().splitlines()
-    found = json.loads([line for line in lines if line.startswith("{")][-1])
+    said = (job.work / f"{job.name}.log").read_text()
+    found = json.loads(re.findall('{"bench": .*}', said)[-1])  # behind a bar of progress or on a line of its own
     facts = found["facts"]
     job.note(shape, ok=max(facts["off"].values()) < limit, **facts)
     for case, figures in found["table"].items():
@@ -539,7 +540,7 @@ def start(name: str, options: argparse.Namespace) -> Any:
         line.append("--tiny")
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with (options.work / f"{name}.out").open("w") as log:
+    with (options.work / f"{name}.out").open("a") as log:
         return subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, stdout=log, **pipes)
 
 
