@@ -66,6 +66,7 @@ from utils import TIMEOUT, Generation, Group, Prompt, Request, Rollout, World
 BUCKET_BYTES = 256 * 2**20  # of a weight broadcast
 NEWS_EVERY = 8  # decoding steps between looks for a message, which cost an engine of several ranks a millisecond
 SIGN_EVERY_S = 10.0  # of life, from an engine whose responses are long
+STOP_S = 10.0  # for engines to read that the run is over
 RECENT_STEPS = 8  # of which groups_ahead takes the mean
 
 
@@ -461,6 +462,7 @@ class Engines(utils.Sampler):
 
         self.changed = threading.Condition()  # guards the attributes below
         self.dead: str | None = None  # why nobody may wait for the engines any more
+        self.gone = 0  # engines that have ended
         self.owner: dict[str, int] = {}  # outstanding request -> engine
         self.loads = [0] * len(connections)  # outstanding requests of each engine
         self.on_end: dict[str, OnEnd] = {}  # of requests that are not over
@@ -480,6 +482,7 @@ class Engines(utils.Sampler):
             except (EOFError, OSError):
                 with self.changed:
                     self.dead = f"engine {index} is gone"
+                    self.gone += 1
                     self.changed.notify_all()
                 return
             self.watchdog.beat()
@@ -611,10 +614,12 @@ class Engines(utils.Sampler):
 
     def stop(self, version: int) -> None:
         """See utils.Sampler.stop. Engines that have `version` are not busy with a broadcast. A dead one costs nothing
-        any more."""
+        any more. Those that still decode must find learner 0 there until they have read that they are to stop."""
         with contextlib.suppress(utils.UserError):
             self.wait_loaded(version)
         self.tell_all(("stop",))
+        with self.changed:
+            self.changed.wait_for(lambda: self.gone == len(self.connections), timeout=STOP_S)
 
     def close(self) -> None:
         """Switch the watchdog off: from now on nothing needs to move."""

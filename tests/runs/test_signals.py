@@ -163,6 +163,15 @@ finally:
     assert done.stdout.strip() == "True" and "engine 0 died with exit code 3" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("learner, engine", [(0, 1), (1, 0), (0, 0)])
+def test_a_run_ends_as_its_learners_do(learner, engine):
+    """An engine that finds learner 0 gone, once all is saved, made runs fail that had ended well."""
+    rank = f"import os, time\nr = int(os.environ['RANK'])\ntime.sleep(0.3 * r)\nos._exit([{learner}, {engine}][r])"
+    code = f"from scripts.parts import launch\nlaunch.launch(['learner 0', 'engine 0'], ['-c', {rank!r}])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, "died" in done.stderr) == (learner, bool(learner)), done.stderr
+
+
 @pytest.mark.parametrize("how", ["python grpo.py", "grpo_fast.py"])
 def test_before_the_first_step_one_is_enough(start, how):
     run = start(how, "--total_episodes 6400000")
