@@ -53,6 +53,8 @@ def hub(tiny_models, tmp_path_factory):
         shutil.copytree(tiny_models(arch), root / "models" / name)
     put_own_code(root / "models/tiny/start", root / "models/tiny/mine")
     others = {"train": [{"text": "no row for a run"}]}
+    sums = [{"question": f"What is {i} + 2?", "answer": f"It is #### {i + 2}"} for i in range(4)]
+    put_rows(root, "openai/gsm8k", main={"train": sums[:3], "test": sums[3:]})
     put_rows(root, "tiny/rows", sevens={"train": map(row, range(8)), "test": map(row, range(8, 10))}, others=others)
     hub = Hub(root)
     yield hub
@@ -165,8 +167,22 @@ def test_other_programs_by_name(hub, home, out, tmp_path):
         here = Here(hub, home, out, offline)
         place = ["--output_dir", tmp_path, "--exp_name", f"eval_{offline}", *SMALL[:6]]
         here.program("scripts/eval.py", "tiny/start", "--dataset_mixer_eval_list", *data, *own, *place)
+        here.program("scripts/data/gsm8k.py", "--out", tmp_path / f"gsm8k_{offline}")
+        assert len((tmp_path / f"gsm8k_{offline}/train.jsonl").read_text().splitlines()) == 3
     place = ["--output_dir", tmp_path, *SMALL, VLLM]
     here.program("scripts/minimal.py", "--model_name_or_path", "tiny/start", "--dataset_mixer_list", *data, *place)
+
+
+def test_a_run_by_name_goes_on_and_is_made_again_without_the_hub(hub, home, out, tmp_path):
+    Here(hub, home, out, False).train("fast", "online", out=tmp_path)  # which fills the cache
+    here = Here(hub, home, out, True)
+    flags = ["--checkpoint_state_freq", 1, "--dump_steps", 1]
+    run = here.train("fast", "again", *flags, out=tmp_path)
+    here.program("scripts/replay.py", run, "--step", 1)
+    here.program("scripts/to_hf.py", run, "--step", 1, "--out", tmp_path / "hf")
+    shutil.rmtree(run / "model")
+    here.train("fast", "again", *flags, "--resume", out=tmp_path)
+    assert content(run / "model", "tokenizer.json") == content(tmp_path / "hf", "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["grpo", "fast"])
