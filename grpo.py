@@ -77,7 +77,8 @@ class GRPOFlags:
     beta: NotNegative[float] = 0.05
     """KL coefficient, per token. 0 is off."""
     kl_estimator: Literal["0", "1", "2", "3", "kl1", "kl2", "kl3", "kl4"] = "2"
-    """0 or kl1: k1; 1 or kl2: k2; 2 or kl3: k3; 3 or kl4: importance-weighted k1. See kl_estimates."""
+    """kl1, kl2, kl3, or kl4 (kl1 with importance weights); open-instruct's 0 to 3 are the same four. See
+    kl_estimates."""
     load_ref_policy: bool = True
     """Keep the start policy, frozen, as the reference for the KL: it is measured (beta 0) or penalized (beta > 0)."""
     ref_policy_update_freq: Positive[int | None] = None
@@ -2350,7 +2351,8 @@ def finish(run: Run) -> Path:
     made = f"no model yet, checkpoints in {run_dir / 'checkpoints'}"
     if finished:
         model_dir = utils.save_model(run.learner.policy, run.tokenizer, run_dir / "model", args, run.world)
-        made = f"model {model_dir} (to ask it: vllm serve {shlex.quote(str(model_dir))})"
+        more = ["--dtype", "float32"] if args.model_dtype == "float32" else []  # vLLM would take bfloat16
+        made = f"model {model_dir} (to ask it: {shlex.join(['vllm', 'serve', str(model_dir), *more])})"
     run.logger.close()
     if run.engine is not None:
         run.engine.stop(last_step)

@@ -159,10 +159,11 @@ def check_verifier(name: str) -> str:
     """The key in VERIFIERS for this name, in any case. Raises ValueError, with the nearest name, if there is none."""
     name = SETTINGS.renamed.get(name.lower(), name.lower())
     if name not in VERIFIERS:
-        nearest = difflib.get_close_matches(name, VERIFIERS, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(name, VERIFIERS, n=1)
+        perhaps = f"perhaps {near[0]}, or " if near else ""
         raise ValueError(
-            f"unknown verifier {name!r}: known are {', '.join(VERIFIERS)}; did you mean {nearest!r}? "
-            f"(a function of your own needs --reward_file; --remap_verifier {name}=NAME names one for these rows)"
+            f"unknown verifier {name!r}: {perhaps}a function of your own, which needs --reward_file; --remap_verifier "
+            f"{name}=NAME names another for these rows. Known are {', '.join(VERIFIERS)}"
         )
 
     needs = VERIFIERS[name].needs
@@ -321,14 +322,14 @@ class RewardFlags(Refusing):
     verification_reward: NotNegative[float] = 10.0
     """The verifier's score, from 0 to 1, is multiplied by this."""
     reward_file: str = ""
-    """Python file: each function (response, ground_truth, names of columns) -> number in it is a verifier of that name,
-    and scores the rows that name none. (responses, ground_truths, names of columns) -> list of numbers judges all
-    responses to a prompt together. TRL's and verl's reward functions work too. Empty is off."""
+    """Python file of rewards: NAME(response, ground_truth) -> number scores the rows whose dataset is NAME, and those
+    without a dataset; 1.0 is the full score. More parameters are columns. Rewards of a group, of TRL and of verl:
+    scripts/parts/rewards.md. Empty is off."""
     remap_verifier: str | None = None
     """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
     audit_verifier: str = ""
-    """A second verifier, or a function of --reward_file. Its scores of all responses are logged and never trained on. A
-    run warns where the reward does not fall, they do not rise, and the two move apart. Empty is off."""
+    """A second verifier, or a function of --reward_file. Its scores of all responses are logged and never trained on.
+    The run warns if the reward holds while this score falls behind. Empty is off."""
     code_max_execution_time: Positive[float] = 1.0
     """Verifiers code and code_stdio: seconds of processor time for each test, and five times as many by the clock."""
     code_pass_rate_reward_threshold: Share[float] = 0.0

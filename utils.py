@@ -442,7 +442,7 @@ class TrackingFlags(Refusing):
     with_tracking: bool = False
     """Log to Weights & Biases (WANDB_MODE=offline works)."""
     with_tensorboard: bool = False
-    """Write TensorBoard's event files to RUN/tensorboard. Needs pip install tensorboard."""
+    """Write TensorBoard's event files to RUN/tensorboard."""
     wandb_project: str = "grpo"
     """Project in Weights & Biases."""
     wandb_entity: str | None = None

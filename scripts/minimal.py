@@ -192,7 +192,8 @@ def main(args: Args) -> None:
     rollouts_per_step = args.num_unique_prompts_rollout * G
     num_steps = args.total_episodes // rollouts_per_step
     run_dir = Path(args.output_dir, args.exp_name)
-    run_dir.mkdir(parents=True)  # fails where a run is
+    utils.need(not run_dir.exists(), f"{run_dir} holds a run: give another --exp_name")
+    run_dir.mkdir(parents=True)
 
     tokenizer = utils.pretrained(AutoTokenizer, args)
     prompts = utils.load_prompts("dataset_mixer_list", args, tokenizer)  # token ids of the tokenizer's chat template

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from rewards import Episode
-from scripts.parts import agent, environments
+from scripts.parts import agent, environments, guards
 
 ROW = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 6?"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -156,4 +156,5 @@ def test_an_agent_that_fails_makes_the_score_missing(tmp_path):
     with pytest.warns(UserWarning, match="KeyError"):
         answer = environments.ask(str(tmp_path / "mine.py"), "", episode, 30.0)
     assert answer["status"] == "infra_error" and answer["done"]
+    assert "KeyError: 'mine' (mine.py, line 2)" in guards.words_of("environment mine")
     environments.close_live(answer["state"], 30.0)

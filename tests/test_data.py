@@ -234,7 +234,7 @@ BROKEN = {
     "content is no text": (ROW | {"messages": [{"role": "user", "content": ["Hi"]}]}, "content"),
     "no label": (ROW | {"ground_truth": None}, "no ground_truth"),
     "no verifier": ({"messages": [USER], "ground_truth": "11"}, "no dataset"),
-    "unknown verifier": (ROW | {"dataset": "gms8k"}, "gms8k.*did you mean 'gsm8k'"),
+    "unknown verifier": (ROW | {"dataset": "gms8k"}, "gms8k.*perhaps gsm8k"),
     "label cannot be scored": (ROW | {"ground_truth": "a few"}, "gsm8k: .*'a few'"),
     "too few labels": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k"] * 3}, "2 ground truths for 3 verifiers"),
     "verifier is missing": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k", None]}, "dataset|verifier"),

@@ -198,6 +198,10 @@ def test_adapters_need_no_more_than_their_rank(nothing_told):
     assert parse("--use_peft", "False", "--lora_r", "8").lora_rank == 0
 
 
+def test_a_short_name_is_known_by_its_initials():
+    assert checks.likely_flags("lr", set(FLAGS)).startswith("--learning_rate ")
+
+
 MISSING = r"""
 --use_search_actor --use_peft | --use_search_actor: .*--tools .*; --use_peft: .*--lora_rank
 --warm_up_steps 10 | --warm_up_steps 10: .*--warmup_ratio

@@ -439,6 +439,22 @@ def test_vip_by_hand(fork):
 OPTIMIZERS = ["muon"]
 
 
+@pytest.mark.house
+def test_a_fork_that_is_applied_is_trained_as_it_is(tmp_path):
+    """README applies a diff and then starts train.sh, which applies it to a copy. A diff of one's own has no flags."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
+    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", tmp_path], input=files, cwd=REPO, check=True)
+    mine = (REPO / "scripts/forks/sapo.diff").read_text()
+    (tmp_path / "mine.diff").write_text(mine[mine.index("--- a/grpo.py") :])
+    for command in ("git init -q", "git add --all", "git apply scripts/forks/sapo.diff"):
+        subprocess.run(command.split(), cwd=tmp_path, check=True)
+    (tmp_path / ".venv").symlink_to(REPO / ".venv")
+    for words in (["sapo"], ["mine.diff", "--loss_fn", "sapo"]):
+        line = ["bash", "scripts/forks/train.sh", *words, "--dry_run"]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and "applied here already" in done.stdout, done.stdout + done.stderr
+
+
 def take_steps(learner, *seeds):
     """Optimizer steps with random gradients, the same ones for any number of ranks."""
     for seed in seeds:

@@ -102,6 +102,14 @@ def test_functions_get_no_more_than_they_name(configured):
     assert scores == [1.0, 1.0, 1.0, 8.0]
 
 
+def test_a_label_that_a_function_needs_is_asked_for_at_the_start(configured):
+    configured(
+        "def mine(response, ground_truth):\n    return 1.0\ndef free(response, ground_truth=None):\n    return 1.0"
+    )
+    assert "ground_truth" in (rewards.check_ground_truth("mine", None) or "")
+    assert rewards.check_ground_truth("mine", 7) is None and rewards.check_ground_truth("free", None) is None
+
+
 @pytest.mark.parametrize(
     "text, words",
     [("x = 1", "(response, ground_truth)"), ("def short(response, /):\n    return 1.0", "drop the /")],

@@ -40,8 +40,14 @@ cd "$copy"
 
 flags=()
 if [[ "$name" != plain ]]; then
-    git apply "$diff"
-    read -ra flags < <(sed -n 's/^    python grpo\.py \.\.\.//p' "$diff" | tail -n 1)
+    if git apply --reverse --check "$diff" 2>/dev/null; then
+        echo "train.sh: $name is applied here already"
+    elif ! git apply "$diff"; then
+        echo "train.sh: $diff does not fit this grpo.py: commit or undo your change of those lines" >&2
+        exit 1
+    fi
+    read -ra flags < <(sed -n 's/^    python grpo\.py \.\.\.//p' "$diff" | tail -n 1) || true
+    ((${#flags[@]} + $#)) || echo "train.sh: $diff names no flags in its head: give them behind it, as --loss_fn $name"
 fi
 
 # What a fork needs and the debug task lacks, and the metric that shows what it learns

@@ -26,6 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rewards import Answer, Episode
+from scripts.parts import user_files
 
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen's, SmolLM's and Hermes' templates
 MAX_REQUEST_BYTES = 2**26
@@ -145,7 +146,7 @@ class Agent:
         except Exception as error:
             if not self.over:
                 traceback.print_exc()
-            self.events.put(("fails", f"{type(error).__name__}: {error}"))
+            self.events.put(("fails", user_files.told(error, inspect.getfile(self.call))))
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request, in a thread of the server. Raises Refused."""

@@ -115,7 +115,10 @@ def likely_flags(name: str, known: set[str]) -> str:
     def alike(flag: str) -> float:
         whole = difflib.SequenceMatcher(None, name, flag).ratio()
         start = difflib.SequenceMatcher(None, name, flag[: len(name)]).ratio()
-        return max(whole, 0.95 * start)
+        words = flag.split("_")
+        initials = "".join(word[:1] for word in words)
+        is_short_for_it = name == initials
+        return max(whole, 0.95 * start, is_short_for_it)
 
     return " or ".join(f"--{flag}" for flag in heapq.nlargest(2, sorted(known), alike))
 
@@ -193,6 +196,8 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         path = getattr(args, flag)
         if path and not Path(path).is_file():
             problems.append(f"--{flag} {path}: no such file")
+        elif flag == "env_file" and path and not re.search(r"\b(step|Env|agent)\b", Path(path).read_text()):
+            problems.append(f"--{flag} {path}: it has neither step(episode), nor a class Env, nor agent(base_url, row)")
     if args.problem_of_template:
         problems.append(args.problem_of_template)
     if args.chat_template_kwargs:

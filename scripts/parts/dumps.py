@@ -174,7 +174,7 @@ def read_dump(run_dir: Path, step: int) -> tuple[list[Row], Row]:
     path = dump_path(run_dir, step)
     traces = run_dir / "rollouts.jsonl"
     exists = path.is_file() and traces.is_file()
-    utils.need(exists, f"{run_dir} has no dump of step {step}: is it a run's directory, and was --dump_steps set?")
+    utils.need(exists, f"{run_dir} has no dump of step {step}: a run makes them with --dump_steps all")
     description = json.loads(path.read_text())
     schema = description["schema_version"]
     utils.need(schema == SCHEMA, f"{path}: schema {schema}, this version reads {SCHEMA}")

@@ -14,6 +14,7 @@ import pickle
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import rewards
 from rewards import Answer, Episode, need, warn_once
 from scripts.parts import worker
-from scripts.parts.user_files import PRINTS, load_file
+from scripts.parts.user_files import PRINTS, load_file, told
 
 TRIES = 3  # of a step whose worker was killed by something else
 MAX_ANSWER_BYTES = 2**16
@@ -80,7 +81,9 @@ def ask(path: str, state: str, episode: dict[str, Any], timeout_s: float) -> dic
     answer["done"] = answer["done"] or is_lost or answer["status"] == "infra_error"
     why_live = answer.pop("why_live", "")
     if why_live:
-        warn_once(path, "stays in its process, so a resume samples its rollouts in flight again", why_live)
+        name = Path(path).name
+        text = f"{name}: each rollout keeps a process, and --resume samples unfinished ones again ({why_live})"
+        warnings.warn(text, stacklevel=2)
     return {"seconds": outcome.seconds} | answer
 
 
@@ -200,7 +203,7 @@ def take_step(module: Any, path: str, state: str | None, episode: Episode) -> di
         result = result_of(reset_or_step(env, episode))
     except Exception as error:
         infra = isinstance(error, (OSError, ImportError))  # not the policy's fault, so the policy does not see it
-        problem = f"{type(error).__name__}: {error}"
+        problem = told(error, path)
         seconds = time.monotonic() - start
         result = failed_answer("infra_error" if infra else "crash", problem, path, seconds, state)
 
@@ -263,7 +266,8 @@ def texts_of(answer: Answer) -> list[str]:
     if isinstance(texts, str):
         texts = [texts]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"step returned {type(answer.text).__name__}, not a text")
+        found = type(answer.text).__name__
+        raise TypeError(f"step returned a {found}: a text, rewards.Answer(text, reward=..., done=...) or None is meant")
     limit = MAX_ANSWER_BYTES // max(len(texts), 1)
     return [bounded(text, limit) for text in texts]
 

@@ -151,7 +151,8 @@ class Guards:
             steps = self.silent[who]
             what = f"{who} gave no score in {f'{steps} steps in a row' if steps > 1 else 'a step'}: {words_of(who)}"
             if steps >= PATIENCE and self.calls[who] >= LEAST_CALLS:
-                utils.STOP.ask(f"{what}. Nothing can be learned: mend that first")
+                mended = "mend it; where that changes a file of yours, --resume needs --resume_anyway"
+                utils.STOP.ask(f"{what}. Nothing can be learned: {mended}")
             print_first(f"WARNING: step {step}: {what}")
         for who in scoring_ones(metrics):
             del self.silent[who], self.calls[who]  # of a Counter: no matter if there are none

@@ -139,7 +139,9 @@ def source_of(name: str) -> str:
         return "generated"
     if checks.is_missing_path(name):
         return "not here"
-    return "local" if Path(name).exists() else "hub"
+    looks_local = Path(name).parent != Path(".") and Path(name).parent.is_dir()
+    hub_words = "hub, because there is no such directory here" if looks_local else "hub"
+    return "local" if Path(name).exists() else hub_words
 
 
 # --- The disk, and checkpoints by the clock ---------------------------------------------------------------------------
@@ -191,7 +193,8 @@ def go_by_clock(run: Any) -> None:
     """Have the checkpoints of a grpo.Run go by the clock, where there is room. Only the last one is kept."""
     if run.args.checkpoint_state_freq > 0:
         return
-    shapes = [list(weight.shape) for _, weight in utils.named_weights(run.learner.policy.model)]
+    weights = {id(weight): weight for _, weight in utils.named_weights(run.learner.policy.model)}  # a tied head once
+    shapes = [list(weight.shape) for weight in weights.values()]
     fits, text = by_clock(run.args, shapes)
     run.logger.say(f"saving   {text}")
     run.checkpoints.keep = 1

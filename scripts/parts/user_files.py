@@ -78,6 +78,7 @@ def load_file(path: str, name: str) -> Any:
     worker.set_limit(resource.RLIMIT_AS, FILE_MEMORY_BYTES)
     sys.path.append(os.path.dirname(path))
     spec: Any = importlib.util.spec_from_file_location(name, path)
+    need(spec is not None, f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -113,6 +114,7 @@ class Function:
     parameters: list[str]
     columns: list[str]
     required: list[str]
+    needs_label: bool
 
 
 def form_of(call: Callable) -> Function | None:
@@ -141,7 +143,9 @@ def form_of(call: Callable) -> Function | None:
             required.append(name)
     if form == TRL:
         columns.append("prompt")  # which tells whether it is a conversation
-    return Function(form, list(parameters), columns, required)
+    label = parameters.get("ground_truth")
+    needs_label = label is not None and label.default is inspect.Parameter.empty
+    return Function(form, list(parameters), columns, required, needs_label)
 
 
 def arguments_of(function: Function, response: Any, label: Any, dataset: str, columns: dict[str, Any]) -> dict:
@@ -178,6 +182,7 @@ def load_reward_file(path: str) -> None:
     file cannot be loaded, has no such function, or has one with the name of a built-in verifier.
     """
     path = os.path.abspath(path)
+    need(os.path.isfile(path), f"--reward_file {path}: no such file")
     job = Job("user_files.work_reward_file", {"path": path, "call": None}, prints=os.path.basename(path))
     loaded = rewards.run_in_worker(job, worker.START_TIMEOUT_S)
     problem = loaded.details.get("problem", "the process died")
@@ -192,15 +197,18 @@ def load_reward_file(path: str) -> None:
         built_in = name.lower() in rewards.BUILT_IN
         need(not built_in, f"--reward_file {path}: {name} is a verifier already; rename the function")
         FUNCTIONS[name.lower()] = function
-        check = partial(check_columns, name=name, required=function.required)
+        check = partial(check_columns, required=function.required, needs_label=function.needs_label)
         rewards.VERIFIERS[name.lower()] = rewards.Verifier(partial(verify_by_file, path=path, name=name), check)
 
 
-def check_columns(record: RewardRecord, name: str, required: Sequence[str]) -> None:
-    """Raises ValueError if the row of the record lacks a column that the function `name` takes."""
+def check_columns(record: RewardRecord, required: Sequence[str], needs_label: bool) -> None:
+    """Raises ValueError if the row of the record lacks a column, or the label, that a function takes."""
     columns = record.columns or {}
     missing = [column for column in required if columns.get(column) is None]
-    need(not missing, f"it takes {', '.join(missing)}, which the row does not have; give the parameter a default")
+    if needs_label and record.ground_truth is None:
+        missing.append("ground_truth")
+    words = ", ".join(missing)
+    need(not missing, f"it takes {words}, which the row does not have: drop the parameter, or give it a default")
 
 
 def verify_by_file(record: RewardRecord, path: str, name: str) -> Verdict:
@@ -298,15 +306,20 @@ def describe(path: str) -> dict[str, Any]:
     return described
 
 
+def told(error: BaseException, path: str) -> str:
+    """An exception in words, with the last line of the file at `path` that it went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    where = f" ({os.path.basename(path)}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
 def call_of_file(path: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
     """call(*args, **kwargs). An exception becomes a RuntimeError that names the line of the file at `path`."""
     try:
         return call(*args, **kwargs)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == path]
-        where = f" ({os.path.basename(path)}, line {lines[-1]})" if lines else ""
-        raise RuntimeError(f"{type(error).__name__}: {error}{where}") from error
+        raise RuntimeError(told(error, path)) from error
 
 
 def work_reward_file(path: str, call: str | None) -> Callable[[], Any]:
