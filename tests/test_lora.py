@@ -140,9 +140,10 @@ def test_adapters_depend_on_seed_and_name_alone(tiny_models, world):
     (["lm_head"], "lm_head.weight is no matrix of a layer"),
     (["embed_tokens"], "embed_tokens.weight is no matrix of a layer"),
     (["query"], "Target modules .*query.* not found"),
+    (["query", "q_proj"], "the name query"),
 ])  # fmt: skip
 def test_what_cannot_have_an_adapter_is_refused(tiny_models, world, names, fix):
-    with pytest.raises(utils.UserError, match=rf"--lora_target_modules {names[0]}: .*{fix}"):
+    with pytest.raises(utils.UserError, match=rf"--lora_target_modules {' '.join(names)}: .*{fix}"):
         grpo.load_policy(lora_args(tiny_models("llama", False), "--lora_target_modules", *names), world)
 
 

@@ -40,6 +40,10 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
     except ValueError as error:
         args.refuse(f"--lora_target_modules: {str(error).strip().splitlines()[0]} Its matrices: {', '.join(known)}")
     model.requires_grad_(False)
+    adapted = [f".{name}" for name in adapted_layers(model)]
+    for name in names:  # peft passes over a name that it does not find, if it finds another
+        if not any(weight.endswith(f".{name}.weight") for weight in adapted):
+            args.refuse(f"--lora_target_modules: no matrix of a layer has the name {name}: {', '.join(known)}")
     for name, layer in adapted_layers(model).items():
         if name.removesuffix(".weight") not in matrices:
             args.refuse(f"--lora_target_modules: {name} is no matrix of a layer: take of {', '.join(known)}")

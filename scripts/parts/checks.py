@@ -35,6 +35,11 @@ LARGE = 2**22  # bytes of data files: smaller ones are read sooner than pyarrow 
 SCRIPTS = Path(__file__).resolve().parents[1]
 TOOLS = SCRIPTS / "tools"
 TABLE = SCRIPTS / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words, another flag or nothing
+ENGINE_VARIABLES = {  # of vLLM: the only value with which an engine here works, and why
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine must be in the process of its rank"),
+    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": ("0", "it wants process groups that are bound to a device"),
+    "VLLM_SKIP_P2P_CHECK": ("1", "ranks of an engine would read a file that another rank writes elsewhere"),
+}
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
 
@@ -226,6 +231,11 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         problems.append("--rollout_backend vllm: it is not installed: take --rollout_backend transformers")
     elif samples_with_vllm and args.vllm_kwargs and args.problem_of_engine:
         problems.append(args.problem_of_engine)
+    if samples_with_vllm:
+        for name, (works, why) in ENGINE_VARIABLES.items():
+            value = os.environ.get(name, works)
+            if value != works:
+                problems.append(f"the variable {name} is {value}: unset it: {why}")
     if args.with_tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("--with_tensorboard: a package is not installed: pip install tensorboard")
     return problems

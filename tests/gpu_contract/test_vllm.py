@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import grpo
 import utils
+from scripts.parts import checks
 
 FOUND = importlib.util.find_spec("vllm")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="vLLM is not installed")
@@ -185,3 +187,23 @@ def test_calls_into_vllm_are_there():
         assert len(names) > 5
         for name in names:
             assert re.search(rf"^ +{name}\b", known, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("name", checks.ENGINE_VARIABLES)
+def test_variables_that_stop_an_engine_are_refused(monkeypatch, name):
+    """But for the processes of an engine, which utils sets, the value that works is vLLM's own default."""
+    works, _ = checks.ENGINE_VARIABLES[name]
+    args = grpo.Args(model_name_or_path=".", dataset_mixer_list=[".", "1.0"])
+    monkeypatch.setenv(name, works)
+    assert not any(name in problem for problem in checks.refused_in_a_run(args, fast=True))
+    monkeypatch.setenv(name, "0" if works == "1" else "1")
+    assert any(name in problem for problem in checks.refused_in_a_run(args, fast=True))
+    (default,) = re.findall(rf'getenv\("{name}", "(.)"\)', source("envs.py"))
+    assert works == utils._ENVIRONMENT.get(name, default)
+
+
+def test_peers_are_looked_for_by_the_first_rank_of_a_node():
+    """So an engine on a node's other ranks waits for a file that nobody writes, with VLLM_SKIP_P2P_CHECK=0."""
+    text = source("distributed/device_communicators/all_reduce_utils.py")
+    assert re.search(r"get_world_group\(\)\.local_rank == 0\) and \(\s+not os\.path\.exists\(path\)", text)
+    assert "envs.VLLM_CACHE_ROOT" in text
