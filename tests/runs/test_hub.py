@@ -1,12 +1,17 @@
 """Runs that take names of the hub, against a stand-in: online first, then again from the cache alone."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import utils
 from tests import programs
 from tests.hub import Hub
 from tests.runs.test_run import ENV, check
@@ -23,6 +28,7 @@ RUNS = {
     "fast": ["grpo_fast.py", *TRANSFORMERS, "--async_steps", "0"],
     "lora": ["grpo.py", *TRANSFORMERS, "--lora_rank", "2"],
 }
+LEFT_OUT = {".git", ".venv", ".venv-trl", "data", "models", "output", "runs", "tests"}  # of the repository
 REWARD = "def many(response, ground_truth):\n    return len(set(response)) / 100\n"  # no two alike: all groups train
 
 
@@ -183,6 +189,27 @@ def test_a_run_by_name_goes_on_and_is_made_again_without_the_hub(hub, home, out,
     shutil.rmtree(run / "model")
     here.train("fast", "again", *flags, "--resume", out=tmp_path)
     assert content(run / "model", "tokenizer.json") == content(tmp_path / "hf", "tokenizer.json")
+
+
+def test_a_recipe_by_name(hub, home, out, tmp_path):
+    """As it stands but for its size: it makes its data from the hub, and trains the model that it names."""
+    shutil.copytree(hub.root / "models/tiny/start", hub.root / "models/Qwen/Qwen2.5-3B")
+    sums = [{"problem": f"What is {i} + 2?", "solution": f"It is $\\boxed{{{i + 2}}}$."} for i in range(24)]
+    put_rows(hub.root, "DigitalLearningGmbH/MATH-lighteval", default={"train": sums[:16], "test": sums[16:]})
+    root = tmp_path / "repository"
+    shutil.copytree(utils.REPO, root, ignore=lambda folder, _: LEFT_OUT if folder == str(utils.REPO) else {"runs"})
+    (root / ".venv").symlink_to(Path(sys.prefix))
+    recipe = ["bash", "scripts/train/qwen/grpo_fast_3b_single_node.sh"]
+    size = ["--num_learners_per_node", "1", "--vllm_num_engines", "1", "--rollout_backend", "transformers", *SMALL]
+    size += ["--max_prompt_token_length", "512", "--pack_length", "1024", "--warmup_ratio", "0"]
+    for offline in (False, True):
+        env = os.environ | Here(hub, home, out, offline).env
+        line = [*recipe, *size, "--exp_name", f"recipe_{offline}", "--output_dir", str(tmp_path)]
+        done = subprocess.run(line, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    steps = [json.loads(line) for line in (tmp_path / "recipe_True/metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["training_step"] == 2
+    assert len((root / "data/math_zs/train.jsonl").read_text().splitlines()) == 16
 
 
 @pytest.mark.parametrize("name", ["grpo", "fast"])
