@@ -456,9 +456,9 @@ class Engines(utils.Sampler):
         self.wakes_for_each = args.deterministic  # each end wakes the waiting: a checkpoint may wait for any rollout
         self.rounds = None  # of turns that start together
         if fixed_order(args).turns:
-            from scripts.parts import rounds
+            from scripts.parts import turns
 
-            self.rounds = rounds.Rounds()
+            self.rounds = turns.Rounds()
 
         self.changed = threading.Condition()  # guards the attributes below
         self.dead: str | None = None  # why nobody may wait for the engines any more

@@ -2710,9 +2710,9 @@ def note_rollouts(rollouts: Sequence[Rollout], args: rewards.RewardFlags, metric
 
         audit.note(rollouts, args, metrics)
     if any(r.turns for r in rollouts):
-        from scripts.parts import turn_metrics
+        from scripts.parts import turns
 
-        turn_metrics.note(rollouts, metrics)
+        turns.note(rollouts, metrics)
     scored = [r for r in rollouts if not math.isnan(r.score)]
     metrics.add_all("objective/scores", [r.score for r in scored])
     for r in scored:

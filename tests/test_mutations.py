@@ -29,7 +29,6 @@ from scripts.parts import (
     environments,
     guards,
     transformers_engine,
-    turn_metrics,
     turns,
 )
 from tests.test_guards import gap_batch
@@ -492,12 +491,12 @@ def test_a_text_is_not_cut_within_a_character():
 
 
 def test_the_last_value_of_an_environments_number_counts(monkeypatch):
-    monkeypatch.setattr(turn_metrics, "COUNTED", collections.defaultdict(set))
+    monkeypatch.setattr(turns, "COUNTED", collections.defaultdict(set))
     r = played(contents=("a", "b", "c", "d", "e"))
     for turn, number in zip(r.turns[1::2], (3.0, 5.0), strict=True):
         turn["metrics"] = {"lives": number}
     metrics = utils.Metrics()
-    turn_metrics.note_numbers([r], metrics)
+    turns.note_numbers([r], metrics)
     (found,) = metrics.reduce(ONE).values()
     assert found == 5.0
 

@@ -18,7 +18,7 @@ import transformers
 import grpo
 import rewards
 import utils
-from scripts.parts import credit, dumps, turn_metrics, turns, worker
+from scripts.parts import credit, dumps, turns, worker
 from tests.programs import is_alive
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
@@ -400,8 +400,8 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer, 
 
 
 def test_metrics_of_turns(monkeypatch):
-    monkeypatch.setattr(turn_metrics, "COUNTED", defaultdict(set))
-    monkeypatch.setattr(turn_metrics, "TOLD", set())
+    monkeypatch.setattr(turns, "COUNTED", defaultdict(set))
+    monkeypatch.setattr(turns, "TOLD", set())
     environment = SimpleNamespace(path="/x/game.py", schemas={"search": {}})
     prompt = utils.Prompt(0, (1,) * 10, "", (), (), "", environment)
     one = {"role": "assistant", "content": "", "tokens": 4, "cached": 0, "finish_reason": "stop"}
@@ -411,7 +411,7 @@ def test_metrics_of_turns(monkeypatch):
     r.turns = [one, answer | {"metrics": counts}, one | {"cached": 16}]
     single = utils.Rollout(utils.Prompt(1, (1,), "", (), ()), 1, 0, [1], mask=[True])
     metrics = utils.Metrics()
-    turn_metrics.note([r, r, single], metrics)
+    turns.note([r, r, single], metrics)
     found = metrics.reduce(utils.World(0, 0, 1, None))
     want = {
         "val/policy_tokens": 8, "val/environment_tokens": 6, "val/turns": 2, "val/turns_min": 2, "val/turns_max": 2,

@@ -1,7 +1,8 @@
 """Turns: an environment (--env_file) or tools (--tools) answer the policy, in the words of its chat template.
 
 A rollout is then: a turn of the policy, `first`, a text, (`between`, a text, ...) `last`, the next turn. These three
-separators are found by rendering probe conversations. What an environment's file holds: see rewards.Episode.
+separators are found by rendering probe conversations. What an environment's file holds: see rewards.Episode. The last
+two sections have turns that start together, and the metrics of rollouts with turns.
 """
 
 import contextlib
@@ -11,12 +12,14 @@ import math
 import os
 import re
 import resource
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import utils
-from rewards import UserError, need
+from rewards import MISSING, UserError, need
 from scripts.parts import environments, worker
 
 if TYPE_CHECKING:
@@ -280,3 +283,131 @@ def tools_config(args: utils.Flags) -> dict[str, Any]:
         "tokenizer": utils.start_dir(args),
         "seconds": args.env_timeout,
     }
+
+
+# --- Turns that start together: grpo_fast.py with --deterministic -----------------------------------------------------
+
+
+class Rounds:
+    """A batch decides about the bits of its tokens, so it must not depend on when an answer comes. Requests that an
+    engine got in one message are a round: when all of them have ended and been answered, their next turns start in one
+    message."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[str, list[str]] = {}  # of each request that is not over, the names of its round
+        self.answered: dict[str, Any] = {}
+
+    def start(self, names: list[str]) -> None:
+        """A message with these requests goes to an engine."""
+        self.rounds |= dict.fromkeys(names, names)
+
+    def answer(self, name: str, request: Any) -> list[tuple[str, Any]]:
+        """A request has been answered, and `request` is its next turn (None: it is over). Returns (name, next turn) of
+        the whole round, in the order of its message, if this was the last answer, else nothing."""
+        self.answered[name] = request
+        members = self.rounds[name]
+        if not all(member in self.answered for member in members):
+            return []
+        next_turns = []
+        for member in members:
+            del self.rounds[member]
+            turn = self.answered.pop(member)
+            if turn is not None:
+                next_turns.append((member, turn))
+        return next_turns
+
+
+# --- Metrics of turns -------------------------------------------------------------------------------------------------
+
+Calls = dict[tuple[str, str], float]  # (tool, "calls", "failures" or "seconds") -> number
+COUNTED: dict[str, set[str]] = defaultdict(set)  # environment -> numbers of its own that this process has seen
+CUT = "val/answers_cut"
+TOLD: set[str] = set()  # warnings that have been printed
+
+
+def note(rollouts: Sequence[utils.Rollout], metrics: utils.Metrics) -> None:
+    """Add the metrics of those rollouts that have turns."""
+    rollouts = [r for r in rollouts if r.turns]
+    tools: set[str] = set()
+    calls: Calls = defaultdict(float)
+    for r in rollouts:
+        if r.prompt.environment is not None:
+            tools |= r.prompt.environment.schemas.keys()
+        note_tokens(r, metrics)
+        note_environment(r, metrics)
+        for turn in r.turns:
+            count_calls(turn, calls)
+    note_numbers(rollouts, metrics)
+    metrics.add_all("val/turns", [sum(turn["role"] == "assistant" for turn in r.turns) for r in rollouts])
+
+    tools |= {tool for tool, _ in calls}
+    for tool in sorted(tools):
+        number = calls[tool, "calls"]
+        metrics.add(f"tools/{tool}/avg_calls_per_rollout", number, len(rollouts))
+        metrics.add(f"tools/{tool}/failure_rate", calls[tool, "failures"], number)
+        metrics.add(f"tools/{tool}/avg_runtime", calls[tool, "seconds"], number)
+
+
+def note_tokens(r: utils.Rollout, metrics: utils.Metrics) -> None:
+    """Who made a rollout's tokens, and which share of each request the engine found in its prefix cache."""
+    sampled = int(r.mask.sum())
+    metrics.add("val/policy_tokens", sampled)
+    metrics.add("val/environment_tokens", len(r.mask) - sampled)
+    length = len(r.prompt.token_ids)  # of the request for the next turn
+    for turn in r.turns:
+        if turn["role"] == "assistant":
+            metrics.add("val/prefix_cached_share", turn["cached"], length)
+        length += turn["tokens"]
+
+
+def note_environment(r: utils.Rollout, metrics: utils.Metrics) -> None:
+    """A rollout's reward from its environment, the environment's failures, and which of its answers were cut."""
+    name = environment_of(r)
+    answers = answers_of(r)
+    metrics.add(f"env/{name}/reward", sum(turn["reward"] for turn in answers))
+    for status in MISSING:
+        failures = sum(turn["status"] == status for turn in answers)
+        metrics.add(f"env/{name}/{status}_rate", failures, len(answers))
+    cut = sum(f"{environments.CUT_MARK}\n" in turn["content"] + "\n" for turn in answers)
+    metrics.add(CUT, cut, len(answers))
+    if cut and CUT not in TOLD and os.environ.get("RANK", "0") == "0":
+        TOLD.add(CUT)
+        fix = "raise --response_length, which counts answers too, or lower --max_steps"
+        print(f"WARNING: an answer of {name} did not fit and was cut ({CUT} counts them): {fix}", flush=True)
+
+
+def note_numbers(rollouts: Sequence[utils.Rollout], metrics: utils.Metrics) -> None:
+    """The last value in each rollout of the numbers that its environment counts: 0 where it gave none, once any rollout
+    has given one. Else a number that only failures have, and which is then 1, would be 1 on average."""
+    found = []
+    for r in rollouts:
+        numbers: dict[str, float] = {}
+        for turn in r.turns:
+            numbers |= turn.get("metrics", {})
+        own = {key: value for key, value in numbers.items() if not key.startswith("tools/")}
+        COUNTED[environment_of(r)] |= own.keys()
+        found.append(own)
+    for r, numbers in zip(rollouts, found, strict=True):
+        name = environment_of(r)
+        for key in sorted(COUNTED[name]):
+            metrics.add(f"env/{name}/{key}", numbers.get(key, 0.0))
+
+
+def environment_of(r: utils.Rollout) -> str:
+    """The name of a rollout's environment: that of its file."""
+    environment = r.prompt.environment
+    return "environment" if environment is None else Path(environment.path).stem
+
+
+def answers_of(r: utils.Rollout) -> list[dict[str, Any]]:
+    """The turns of a rollout that are not the policy's."""
+    return [turn for turn in r.turns if turn["role"] != "assistant"]
+
+
+def count_calls(turn: dict[str, Any], calls: Calls) -> None:
+    """Add a turn's `tools/TOOL/calls`, `/failures` and `/seconds` to those of its tool and of all tools."""
+    for key, value in turn.get("metrics", {}).items():
+        if key.count("/") == 2 and key.startswith("tools/"):
+            _, tool, quantity = key.split("/")
+            calls[tool, quantity] += value
+            calls["aggregate", quantity] += value
