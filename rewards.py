@@ -653,12 +653,6 @@ def last_number(text: str) -> Number:
     return NO_NUMBER
 
 
-def boxed_or_last_number(text: str) -> Number:
-    r"""The number in the last \boxed{} or, without a box, the last number of the text."""
-    box = last_box(text)
-    return last_number(text) if box is None else single_number(box, rest_may_hold_numbers=False)
-
-
 def number_of_label(ground_truth: Any) -> Fraction | None:
     """The value of a label that is one number, else None."""
     return single_number(str(ground_truth), rest_may_hold_numbers=False).value
@@ -679,10 +673,15 @@ def verify_gsm8k(record: RewardRecord, strict: bool = False) -> Verdict:
     """
     text = final_text(record.response)
     _, marker, after_marker = text.rpartition("####")
+    box = last_box(text)
     if marker:
         number = single_number(after_marker, rest_may_hold_numbers=True)
+    elif strict:
+        number = NO_NUMBER
+    elif box is not None:
+        number = single_number(box, rest_may_hold_numbers=False)
     else:
-        number = NO_NUMBER if strict else boxed_or_last_number(text)
+        number = last_number(text)
 
     label = number_of_label(record.ground_truth)
     return Verdict(number.text, float(number.value is not None and number.value == label))
@@ -871,11 +870,6 @@ def check_words(record: RewardRecord, as_json: bool = False) -> None:
         raise ValueError(f"label {record.ground_truth!r} has no words")
 
 
-def exact_match(answer: str, label: str) -> float:
-    """1.0 for equal texts, else 0.0; both in squad_words."""
-    return float(answer == label)
-
-
 def token_f1(answer: str, label: str) -> float:
     """Harmonic mean of precision and recall over words; both texts in squad_words. Source: SQuAD, arXiv:1606.05250."""
     answer_words = answer.split()
@@ -885,12 +879,13 @@ def token_f1(answer: str, label: str) -> float:
 
 
 def best_match(answer: str | None, labels: list[str], f1: bool = False, floor: float = 0.0) -> Verdict:
-    """The best exact_match, or token_f1, with any of the labels, at least `floor`. No answer if there are no words."""
+    """1.0 for a text that is one of the labels, or with f1 the best token_f1; at least `floor`. No answer if there are
+    no words."""
     text = squad_words(answer or "")
     if not text:
         return NO_ANSWER
-    measure = token_f1 if f1 else exact_match
-    return Verdict(answer, max([floor, *(measure(text, label) for label in labels)]))
+    scores = [token_f1(text, label) for label in labels] if f1 else [float(text in labels)]
+    return Verdict(answer, max([floor, *scores]))
 
 
 def verify_string_matcher(record: RewardRecord) -> Verdict:

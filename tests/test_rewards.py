@@ -28,7 +28,7 @@ from rewards import (
 )
 from scripts.parts import gym as gym_part
 from scripts.parts import ifeval as ifeval_part
-from scripts.parts import sandbox, worker
+from scripts.parts import worker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,6 +112,8 @@ MATH_CASES = [
     ("math", "42", "\\boxed{" + "7" * 100000 + "}", 0.0),
     ("math", "\\sqrt{2}", "\udcff\\boxed{\udcff}", 0.0),  # a lone surrogate must pass the protocol
     ("math", "", "\\boxed{}", 0.0),
+    ("math", "1/0", "\\boxed{2}", 0.0),
+    ("math", "9", "\\boxed{9\\%}", 1.0),
 ]
 MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
 # F1 by hand, over words without a, an, the: 2 * common / (words of the answer + words of the label)
@@ -243,38 +245,6 @@ def drawn_labels():
         yield name, ifeval((name, kwargs | (made.get_instruction_args() or {})))
 
 
-OFFLINE = """
-import socket
-def connect(self, address):
-    with open({log!r}, "a") as file:
-        print(address, file=file)
-    raise OSError("no network")
-socket.socket.connect = connect
-socket.getaddrinfo = lambda *args, **kwargs: connect(None, args)
-"""
-
-
-@pytest.mark.house
-def test_every_constraint_judges_without_network(tmp_path):
-    """The arguments are the library's own draw; each of the 81 gives a verdict on an ordinary text."""
-    log = tmp_path / "network.log"
-    (tmp_path / "sitecustomize.py").write_text(OFFLINE.format(log=str(log)))
-    rows, needs_data = [], []
-    for name, label in drawn_labels():
-        if reason := check_ground_truth("ifeval", label):
-            assert "python -m nltk.downloader" in reason
-            needs_data.append(name)
-        else:
-            text = "This is a text. It has two sentences, and a comma."
-            rows.append({"response": text, "dataset": "ifeval", "ground_truth": label})
-    assert len(rows) + len(needs_data) == 25 + 58 and set(needs_data) <= {"ratio:stop_words", "words:start_verb"}
-    env = {"PYTHONPATH": str(tmp_path), "NLTK_DATA": str(tmp_path)}
-    lines, stderr = run_cli(tmp_path / "cases.jsonl", rows, **env)
-    assert {line["status"] for line in lines} == {"ok"}, stderr
-    assert {line["score"] for line in lines} == {0.0, 1.0}
-    assert not log.exists(), log.read_text()
-
-
 PIECES = ["<think>", "</think>", "<answer>", "</answer>", "<finish>", "</finish>", "\\boxed{", "}", "{", "$", "##",
           "\n", "-", "\u2212", "1", "9", ".", ",", "e9", "/", "!", "^", "(", ")", "\\frac", "\0", "\udcff", "٣",
           " ", "####", "The answer is: ", MINERVA, "a", "the", "'", '"', "[", "]", "<<", ">>", "x="]  # fmt: skip
@@ -297,7 +267,9 @@ def test_no_string_raises_in_the_trainer(name):
 
 @pytest.mark.house
 def test_no_string_is_missing_in_the_workers():
+    """All constraints of ifeval among them, but those that need data which no package has."""
     labels = [label for _, label in drawn_labels() if not check_ground_truth("ifeval", label)]
+    assert len(labels) >= 25 + 58 - 2
     rows = []
     for i, text in enumerate(random_strings(600)):
         rows += [("ifeval", labels[i % len(labels)], text), ("math", "x^2+1", f"\\boxed{{{text}}}")]
@@ -324,30 +296,13 @@ def test_a_call_that_raises_is_a_crash_and_all_calls_are_in_flight_together(monk
     assert math.isnan(bad.score) and bad.status == "crash"
 
 
-@pytest.mark.parametrize("gold, answer, want, at_once", [
-    ("\\frac{1}{2}", "0.5", 1.0, True),
-    ("1/3", "0.333333", 1.0, False),
-    ("1/3", "0.33", 0.0, True),
-    ("1/0", "2", 0.0, False),
-    ("9", "9\\%", 1.0, False),
-])  # fmt: skip
-def test_plain_fractions_are_settled_without_a_worker(gold, answer, want, at_once):
-    found = rewards.verify_math(RewardRecord(f"\\boxed{{{answer}}}", gold, "math")).score
-    assert isinstance(found, float) == at_once
-    assert score_rows([("math", gold, f"\\boxed{{{answer}}}")])[0].score == want
-
-
 def read_pairs(name):
     return [json.loads(line) for line in (ROOT / "tests" / name).read_text().splitlines()]
 
 
-def math_pairs():
-    return read_pairs("math_pairs.jsonl")
-
-
 def test_pairs_of_answers():
     """Labels and answers of every kind that math-verify takes wrong, half of them equal: no error of either kind."""
-    pairs = math_pairs()
+    pairs = read_pairs("math_pairs.jsonl")
     assert len(pairs) >= 200 and 0.4 < sum(pair["equal"] for pair in pairs) / len(pairs) < 0.6
     assert_scores([("math", pair["label"], f"\\boxed{{{pair['answer']}}}", float(pair["equal"])) for pair in pairs])
 
@@ -364,18 +319,6 @@ def test_pairs_of_numbers():
         ("gsm8k", "2.5", "\\boxed{2\\frac{1}{2}}", 1.0), ("gsm8k", "21", "\\boxed{\\text{twenty-one}}", 1.0),
         ("gsm8k", "1", "One more thing.", 0.0), ("gsm8k", "7", "#### " + "9" * 5000 + " 1/2", 0.0),
     ])  # fmt: skip
-
-
-@pytest.mark.parametrize("output, expected, equal", [
-    ("1.50 2", "1.5 2.0", True),
-    ("0.30000000000000004", "0.3", False),
-    ("9007199254740993", "9007199254740992.0", False),
-    ("5_4", "54", False),
-    ("Infinity", "inf", True),
-    ("5_4", "5_4", True),
-])  # fmt: skip
-def test_lines_of_programs_are_equal_as_texts_or_exact_numbers(output, expected, equal):
-    assert sandbox.same_output(output, expected) == equal
 
 
 CHAIN_SUM = {"question": "State the final answer: 4 + 3 =", "answer": "7", "metadata": {}}
@@ -437,28 +380,10 @@ def compiled(jobs):
     return found
 
 
-def verdict(label, answer):
-    """What the trainer itself makes of an answer: a score, or what is left to do."""
-    record = RewardRecord(f"<answer>{answer}</answer>", label, "reasoning_gym")
-    return rewards.VERIFIERS["reasoning_gym"].verify(record).score
-
-
 def poisoned(value, text):
     if isinstance(value, dict):
         return {key: item if key in ("task", "task_type") else poisoned(item, text) for key, item in value.items()}
     return [poisoned(item, text) for item in value] if isinstance(value, list) else text
-
-
-@pytest.mark.parametrize("task, answer, runs", [
-    ("simple_integration", "x**2/2 + C", True),
-    ("simple_integration", "os*2", False),
-    ("countdown", "1+" * 499 + "1", True),
-    ("countdown", "1+" * 500 + "1", False),
-])  # fmt: skip
-def test_only_short_arithmetic_reaches_scorers_that_evaluate(task, answer, runs):
-    """In the sandbox; what is none is wrong at once."""
-    found = verdict(gym(task, {"question": "?", "answer": "1", "metadata": {}}), answer)
-    assert callable(found) if runs else found == 0.0
 
 
 def test_no_scorer_outside_the_sandbox_compiles_a_text():

@@ -17,19 +17,18 @@ import rewards
 from rewards import NO_ANSWER, RewardRecord, Scored, Verdict, final_text
 from scripts.parts import programs, sandbox
 
-WITHOUT_LAYERS: tuple[str, ...] = ()  # layers that the sandbox leaves out, for tests
 SANDBOXES = sandbox.Pool(rewards.NUM_WORKERS)
 
 
 @functools.cache
-def sandbox_level(without: tuple[str, ...]) -> tuple[list[str], list[str]]:
+def sandbox_level() -> tuple[list[str], list[str]]:
     """(layers in force, leaks found by trying from inside); printed once. Raises ValueError if it cannot start."""
-    box = sandbox.Sandbox(without=without)
+    box = sandbox.Sandbox()
     try:
         box.start()
     except sandbox.SandboxError as error:
         raise ValueError(str(error)) from None
-    SANDBOXES.idle[(), without].append(box)
+    SANDBOXES.idle[()].append(box)
     message = f"code sandbox: {', '.join(box.layers)}"
     if box.leaks:
         message += f"; NOT kept out: {', '.join(box.leaks)}"
@@ -39,7 +38,7 @@ def sandbox_level(without: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 def require_sandbox() -> None:
     """Raises ValueError if a program in the sandbox could do something forbidden, unless allow_unsafe_code is set."""
-    layers, leaks = sandbox_level(WITHOUT_LAYERS)
+    layers, leaks = sandbox_level()
     if leaks and not rewards.SETTINGS.flags.allow_unsafe_code:
         in_force = " ".join(layers)
         missing = [layer for layer in ("namespaces", "Landlock", "seccomp") if layer not in in_force]
@@ -53,7 +52,7 @@ def in_sandbox(call: Callable[[sandbox.Sandbox], Scored], *preload: str) -> Scor
     """call(a sandbox), as soon as one is free; infra_error if the sandbox itself fails twice. preload: modules that the
     sandbox imports before it runs programs."""
     try:
-        scored, waited = SANDBOXES.run(call, preload, WITHOUT_LAYERS)
+        scored, waited = SANDBOXES.run(call, preload)
     except sandbox.SandboxError as error:
         return Scored(math.nan, "infra_error", {"problem": str(error)})
     return scored._replace(waited=waited)

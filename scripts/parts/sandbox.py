@@ -51,6 +51,7 @@ PATIENCE = 5  # A step may take this many times its processor time: it may sleep
 NOBODY = 65534
 FIRST_USER = 2_000_000_000  # If we are root, each server's runs have a user of their own, numbered from here
 MAKERS_OF_ROWS = ("reasoning_gym",)  # packages: see hidden_paths
+WITHOUT_LAYERS: tuple[str, ...] = ()  # for tests: "namespaces", "Landlock" or "seccomp" are left out
 # The server imports these modules once, besides those above. It does not import random and threading, or modules that
 # import them: they hook into every fork, and most programs do not need them. Neither does this file: the trainer's side
 # imports subprocess and others where it needs them.
@@ -386,8 +387,7 @@ class Server:
             self.filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self.instructions))
             self.layers.append("seccomp")
         # Whether the kernel counts the runs' threads apart from the user's other threads
-        version = tuple(map(int, platform.release().split("-")[0].split(".")[:2]))
-        self.limits_threads = os.getuid() in (self.own_user, NOBODY) or in_user_namespace and version >= (5, 14)
+        self.limits_threads = in_user_namespace or os.getuid() in (self.own_user, NOBODY)
         limit(resource.RLIMIT_AS, memory + MEMORY_BYTES)
         limit(resource.RLIMIT_FSIZE, OUTPUT_BYTES)
         limit(resource.RLIMIT_STACK, STACK_BYTES)
@@ -583,13 +583,13 @@ NOT_RUN = Run(f"not run: {MAX_TIME_LIMITS} tests exceeded the time limit", 0.0)
 class Sandbox:
     """A fork server, which starts when it is needed, and again after it has died. One thread may use it at a time.
 
-    preload: modules that the server imports before it locks itself down. without: for tests, "namespaces", "Landlock"
-    or "seccomp" are left out. layers and leaks (see do_probe) are known once the server has started.
+    preload: modules that the server imports before it locks itself down. layers and leaks (see do_probe) are known once
+    the server has started.
     """
 
-    def __init__(self, preload: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> None:
+    def __init__(self, preload: tuple[str, ...] = ()) -> None:
         self.preload = preload
-        self.without = without
+        self.without = WITHOUT_LAYERS
         self.process = None
         self.layers = []
         self.leaks = []
@@ -717,9 +717,9 @@ class Pool:
         import threading
 
         self.slots = threading.BoundedSemaphore(size)
-        self.idle: dict[tuple, list[Sandbox]] = defaultdict(list)  # (preload, without) -> fork servers
+        self.idle: dict[tuple[str, ...], list[Sandbox]] = defaultdict(list)  # preload -> fork servers
 
-    def run(self, call: Callable[[Sandbox], Any], preload: tuple[str, ...], without: tuple[str, ...]) -> Any:
+    def run(self, call: Callable[[Sandbox], Any], preload: tuple[str, ...]) -> Any:
         """Waits for a free slot. Returns the result of call(a sandbox) and the seconds that it waited.
 
         If the sandbox itself fails, the call is repeated once with a new fork server. Raises SandboxError.
@@ -727,11 +727,11 @@ class Pool:
         start = time.monotonic()
         with self.slots:
             waited = time.monotonic() - start
-            idle = self.idle[preload, without]
+            idle = self.idle[preload]
             try:
                 box = idle.pop()
             except IndexError:
-                box = Sandbox(preload, without)
+                box = Sandbox(preload)
             try:
                 return call(box), waited
             except SandboxError:

@@ -363,7 +363,7 @@ def note_tokens(r: utils.Rollout, metrics: utils.Metrics) -> None:
 def note_environment(r: utils.Rollout, metrics: utils.Metrics) -> None:
     """A rollout's reward from its environment, the environment's failures, and which of its answers were cut."""
     name = environment_of(r)
-    answers = answers_of(r)
+    answers = [turn for turn in r.turns if turn["role"] != "assistant"]
     metrics.add(f"env/{name}/reward", sum(turn["reward"] for turn in answers))
     for status in MISSING:
         failures = sum(turn["status"] == status for turn in answers)
@@ -397,11 +397,6 @@ def environment_of(r: utils.Rollout) -> str:
     """The name of a rollout's environment: that of its file."""
     environment = r.prompt.environment
     return "environment" if environment is None else Path(environment.path).stem
-
-
-def answers_of(r: utils.Rollout) -> list[dict[str, Any]]:
-    """The turns of a rollout that are not the policy's."""
-    return [turn for turn in r.turns if turn["role"] != "assistant"]
 
 
 def count_calls(turn: dict[str, Any], calls: Calls) -> None:

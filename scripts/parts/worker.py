@@ -139,9 +139,7 @@ class Worker:
 
     def take_prints(self) -> None:
         """Moves what is in the pipe to `printed`, and drops what is too long. A flood is taken in turns."""
-        with contextlib.suppress(
-            BlockingIOError, KeyError
-        ):  # it is empty; or all have closed it, which was seen before
+        with contextlib.suppress(BlockingIOError, KeyError):  # it is empty; or all closed it, which was seen before
             for _ in range(16):
                 chunk = os.read(self.prints, 2**16)
                 self.printed += chunk[: MAX_PRINTED_BYTES - len(self.printed)]
@@ -307,14 +305,6 @@ def end_with_trainer(protocol: socket.socket) -> None:
     os._exit(1)
 
 
-def take_protocol() -> socket.socket:
-    """The socket on fd 0, which becomes /dev/null: nothing but this process writes to the protocol."""
-    protocol = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    return protocol
-
-
 def load_work(name: str) -> Callable[..., Callable[[], Any]]:
     """The function named "gym.work_reasoning_gym": work_reasoning_gym of scripts/parts/gym.py."""
     part, function = name.split(".")
@@ -336,23 +326,20 @@ def set_limit(kind: int, amount: int) -> None:
     resource.setrlimit(kind, (amount, hard))
 
 
-def die_first() -> None:
-    """Where memory runs short, the kernel ends this process before the trainer."""
-    with contextlib.suppress(OSError):  # no Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 def serve() -> None:
     """Serves jobs, a line of JSON each, until the trainer closes the socket or is gone.
 
     The reply is {"ready": true} as soon as the function of the job has imported and built what it needs (the deadline
     starts there), then {"score": x} or {"error": text}. It is {"unavailable": text} alone if that fails. Each reply has
     the number of its job, so that no late reply is taken for the next one."""
-    protocol = take_protocol()
+    protocol = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)  # nothing but this process writes to the protocol
     threading.Thread(target=end_with_trainer, args=(protocol,), daemon=True).start()
     # A child that a tool forks must not keep the socket open, or nobody would hear that this process has died
     os.register_at_fork(after_in_child=functools.partial(os.close, protocol.fileno()))
-    die_first()
+    with contextlib.suppress(OSError):  # no Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs short, the trainer is not the first
     set_limit(resource.RLIMIT_AS, WORKER_MEMORY_BYTES)
     own = os.getpid()
     with contextlib.suppress(OSError, ValueError):  # the trainer has ended, or a reply is no JSON

@@ -15,7 +15,7 @@ import functools
 import importlib
 import importlib.util
 import json
-import logging
+import logging.handlers
 import math
 import re
 import signal
@@ -42,8 +42,6 @@ LEAST_S = 0.1  # for a call to begin
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 # Where a call begins in the forms of vLLM's parsers, which take one that is not well-formed for plain text
 OPENERS = "<tool_call <function <|python_tag|> [TOOL_CALLS] <|tool_call <start_function <｜tool▁call".split()
-
-
 PREPARED: set[str] = set()  # configs, in this process
 ROLES = {"olmo3": "environment"}  # of answers, where a family's chat template has another than tool
 
@@ -84,24 +82,18 @@ def vllm_parser(parser_type: str, tokenizer: str, schemas: str) -> tuple[Any, An
     return parser, request
 
 
-class Complaints(logging.Handler):
-    """In a `with` block: the errors that vLLM's parsers log, in place of the log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(str(record.exc_info[1]) if record.exc_info else record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logger = logging.getLogger("vllm")
-        self.before = logger.handlers
-        logger.handlers = [self]
-        return self.texts
-
-    def __exit__(self, *_: Any) -> None:
-        logging.getLogger("vllm").handlers = self.before
+@contextlib.contextmanager
+def complaints() -> Generator[list[logging.LogRecord]]:
+    """In the block: what vLLM's parsers log, warnings and worse, in place of the log."""
+    logger = logging.getLogger("vllm")
+    own = logging.handlers.BufferingHandler(1000)
+    own.setLevel(logging.WARNING)
+    before = logger.handlers
+    logger.handlers = [own]
+    try:
+        yield own.buffer
+    finally:
+        logger.handlers = before
 
 
 def tagged_calls(text: str, schemas: list[dict]) -> tuple[list[Call], str | None]:
@@ -137,7 +129,7 @@ def parse_calls(
     if parser_type == "legacy":
         return tagged_calls(text, schemas)
     parser, request = vllm_parser(parser_type.removeprefix("vllm_"), str(tokenizer), json.dumps(schemas))
-    with Complaints() as problems:
+    with complaints() as problems:
         try:
             with deadline(PARSER_S):
                 found = parser.extract_tool_calls(text, request).tool_calls
@@ -152,8 +144,12 @@ def parse_calls(
         if not isinstance(arguments, dict):
             return calls, f"the arguments of {call.function.name} are not an object"
         calls.append(Call(call.function.name, arguments))
-    if not calls and (problems or any(opener in text for opener in OPENERS)):
-        return [], problems[0][:200] if problems else "it is not well-formed"
+    if not calls and problems:
+        first = problems[0]
+        problem = str(first.exc_info[1]) if first.exc_info else first.getMessage()
+        return [], problem[:200]
+    if not calls and any(opener in text for opener in OPENERS):
+        return [], "it is not well-formed"
     return calls, None
 
 

@@ -8,7 +8,6 @@ state               names last for the episode (false). The episode's earlier pr
 allow_unsafe_code   run programs on a machine whose sandbox leaks too (false)
 """
 
-import functools
 import json
 
 from scripts.parts import run_code, sandbox
@@ -63,12 +62,6 @@ except BaseException as error:
 """
 
 
-@functools.cache
-def box() -> sandbox.Sandbox:
-    """This process's fork server."""
-    return sandbox.Sandbox()
-
-
 def check(config: dict) -> None:
     """Raises ValueError, at start, for a time limit above the call's, and on a machine whose sandbox cannot start or
     leaks."""
@@ -78,13 +71,10 @@ def check(config: dict) -> None:
     most = float(config.get("deadline", calls.TIMEOUT_S))
     if seconds >= most:
         raise ValueError(f'"timeout": {seconds:g} of a program is not below "deadline": {most:g} of the call (seconds)')
-    try:
-        box().start()
-    except sandbox.SandboxError as error:
-        raise ValueError(str(error)) from None
-    if box().leaks and not config.get("allow_unsafe_code"):
+    _, leaks = run_code.sandbox_level()
+    if leaks and not config.get("allow_unsafe_code"):
         raise ValueError(
-            f"this machine's sandbox does not keep programs from {', '.join(box().leaks)} (python parts/sandbox.py); "
+            f"this machine's sandbox does not keep programs from {', '.join(leaks)} (python parts/sandbox.py); "
             '{"allow_unsafe_code": true} in --tool_configs runs them anyway'
         )
 
@@ -99,8 +89,9 @@ class Tool:
         """What the program writes; of a text with ``` blocks, the last is the program. Raises ValueError for one that
         fails, ConnectionError where the sandbox does."""
         code = run_code.program_text(code) if "```" in code else code
+        files = [json.dumps([*self.cells, code]), None, None, RUN_CELLS]
         try:
-            run = box().run("program", [json.dumps([*self.cells, code]), None, None, RUN_CELLS], self.timeout)
+            run, _ = run_code.SANDBOXES.run(lambda box: box.run("program", files, self.timeout), ())
         except sandbox.SandboxError as error:
             raise ConnectionError(str(error)) from None
         if self.keeps_state and not run.late:

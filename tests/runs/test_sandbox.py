@@ -73,14 +73,14 @@ DRIVER = """
 import json, sys, threading
 sys.path.insert(0, {copy!r})
 import rewards
-from scripts.parts import run_code
+from scripts.parts import run_code, sandbox
 run_code.SANDBOXES.slots = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
 settings = json.loads(sys.argv[1])
-run_code.WITHOUT_LAYERS = tuple(settings.pop("without"))
+sandbox.WITHOUT_LAYERS = tuple(settings.pop("without"))
 rewards.configure(rewards.RewardFlags(**settings), connect=False)
-layers, leaks = run_code.sandbox_level(run_code.WITHOUT_LAYERS)
+layers, leaks = run_code.sandbox_level()
 records = [rewards.RewardRecord("```python\\n" + p + "\\n```", label, name) for name, label, p in json.load(sys.stdin)]
-box = run_code.SANDBOXES.idle[(), run_code.WITHOUT_LAYERS][0]
+box = run_code.SANDBOXES.idle[()][0]
 server, results = box.process.pid, []
 for record in records:
     result, = rewards.score([record])
@@ -214,10 +214,16 @@ def configured(monkeypatch):
     """Function (flags, without=layers left out); the default settings come back afterwards."""
 
     def configure(without=(), **flags):
-        monkeypatch.setattr(run_code, "WITHOUT_LAYERS", without)
+        if without:
+            run_code.SANDBOXES.stop()
+            run_code.sandbox_level.cache_clear()
+        monkeypatch.setattr(sandbox, "WITHOUT_LAYERS", without)
         rewards.configure(rewards.RewardFlags(**flags), connect=False)
 
     yield configure
+    if sandbox.WITHOUT_LAYERS:
+        run_code.SANDBOXES.stop()
+        run_code.sandbox_level.cache_clear()
     rewards.configure(rewards.RewardFlags(), connect=False)
 
 
@@ -245,7 +251,7 @@ def test_nothing_survives_a_killed_trainer(without, copy):
 
 def only_sandbox():
     """The idle fork server that the next program gets."""
-    return run_code.SANDBOXES.idle[(), run_code.WITHOUT_LAYERS][-1]
+    return run_code.SANDBOXES.idle[()][-1]
 
 
 def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monkeypatch):
@@ -277,9 +283,8 @@ def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monk
 )
 def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
     configured(without=without)
-    run_code.sandbox_level.cache_clear()
     try:
-        layers, leaks = run_code.sandbox_level(without)
+        layers, leaks = run_code.sandbox_level()
     except ValueError as error:
         pytest.skip(str(error))
     missing = {"namespaces", "Landlock", "seccomp"} - {word for layer in layers for word in layer.split()}
@@ -339,9 +344,10 @@ def test_thief_finds_what_is_in_reach(configured):
 
 
 @pytest.mark.parametrize("without", TIERS)
-def test_a_program_cannot_make_the_rows_with_their_labels(without):
+def test_a_program_cannot_make_the_rows_with_their_labels(without, monkeypatch):
     """reasoning_gym draws the same rows from the same seed."""
-    box = sandbox.Sandbox(without=without)
+    monkeypatch.setattr(sandbox, "WITHOUT_LAYERS", without)
+    box = sandbox.Sandbox()
     file = importlib.util.find_spec("reasoning_gym").origin
     program = f"""
 import numpy
@@ -541,7 +547,9 @@ def test_response_without_a_program_is_no_answer():
         ("1 2\n3", "1 2 \n3\n", True), ("1.0 2", "1 2.00", True), ("1e2", "100", True), ("1\n\n2", "1\n2", False),
         ("yes", "YES", False), ("0.3333", "0.33333", False), ("nan", "nan", True), ("sNaN 1", "1 1", False),
         ("", "", True),
-        ("1 2", "12", False), ("inf", "Infinity", True), ("1", "", False), ("9" * 50000, "9" * 50000 + ".0", True),
+        ("1 2", "12", False), ("inf", "Infinity", True), ("1", "", False), ("5_4", "54", False), ("5_4", "5_4", True),
+        ("0.30000000000000004", "0.3", False), ("9007199254740993", "9007199254740992.0", False),
+        ("9" * 50000, "9" * 50000 + ".0", True),
     ],
 )  # fmt: skip
 def test_same_output(output, expected, want):
@@ -591,7 +599,7 @@ GYM = [
 GYM_ATTACKS = [
     "__import__('os').system('true')", "oracle_answer", "[entry['answer']]", "entry", "[c for c in oracle_answer]",
     "(lambda: 24)()", "24 .__class__", "S('24')", "exec", "x.func", "Integral(x, x)", "print(1)",
-    "eval", "𝐱", "²", "1" * 5000,
+    "eval", "𝐱", "²", "1" * 5000, "1+" * 500 + "1", "os*2",
 ]  # fmt: skip
 
 
