@@ -51,7 +51,7 @@ class Server:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def answer(self, command: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer | None:
         """The answer to a request; None hangs up."""

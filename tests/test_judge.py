@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from scripts.parts import serve as serve_part
 from scripts.parts import solver as solver_part
 from tests import programs
 from tests.conftest import REPO
+from tests.hub import Server
 from tests.test_rewards import PIECES, random_strings
 
 SMOLLM2 = REPO / "models" / "SmolLM2-135M-Instruct"
@@ -36,17 +36,26 @@ def completion(*texts, finish_reason="stop"):
     return {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": choices, "usage": usage}
 
 
-class ChatServer(ThreadingHTTPServer):
-    """An HTTP server on loopback. `answer(message, request)` gives a text, a completion, (status, headers), "<html>" as
-    such, or None to cut the connection in the middle of a reply; `messages` keeps what was asked."""
+class ChatServer(Server):
+    """`reply(message, request)` gives a text, a completion, (status, headers), "<html>" as such, or None to hang up;
+    `messages` keeps what was asked."""
 
-    request_queue_size = 512
-
-    def __init__(self, answer):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answer, self.messages, self.requests, self.keys = answer, [], [], []
+    def __init__(self, reply):
+        super().__init__()
+        self.server.socket.listen(512)
+        self.reply, self.messages, self.requests, self.keys = reply, [], [], []
         self.lock, self.in_flight, self.most_in_flight = threading.Lock(), 0, 0
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.url += "/v1"
+
+    def answer(self, command, path, body, headers):
+        given = self.respond(json.loads(body), headers["authorization"])
+        if given is None:
+            return None
+        if given == "<html>":
+            return 200, {"content-type": "text/html"}, b"<html>Bad gateway</html>"
+        status, more = given if isinstance(given, tuple) else (200, {})
+        content = completion(given) if isinstance(given, str) else given
+        return status, {"content-type": "application/json"} | more, json.dumps(content).encode()
 
     def respond(self, request, key):
         message = request["messages"][-1]["content"]
@@ -59,32 +68,10 @@ class ChatServer(ThreadingHTTPServer):
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
-            return self.answer(message, request)
+            return self.reply(message, request)
         finally:
             with self.lock:
                 self.in_flight -= 1
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        answer = self.server.respond(request, self.headers["authorization"])  # ty: ignore[missing-attribute]
-        status, headers = answer if isinstance(answer, tuple) else (200, {})
-        content = completion(answer) if isinstance(answer, str) else answer
-        body = b"<html>Bad gateway</html>" if answer == "<html>" else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("content-type", "text/html" if answer == "<html>" else "application/json")
-        self.send_header("content-length", str(len(body) + 1000 * (answer is None)))
-        self.end_headers()
-        self.wfile.write(body)
-        self.close_connection = answer is None
 
 
 @pytest.fixture
@@ -96,16 +83,15 @@ def serve(monkeypatch):
     monkeypatch.setattr(chat, "LLM_DELAY_S", 0.02)
     servers = []
 
-    def start(answer):
-        server = ChatServer(answer)
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    def start(reply):
+        server = ChatServer(reply)
         servers.append(server)
         return server
 
     yield start
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.server.shutdown()
+        server.server.server_close()
     rewards.configure(RewardFlags(), connect=True)
 
 
@@ -149,7 +135,7 @@ def test_verdict_over_the_highest_of_its_scale(serve, verifier, given, expected)
     configure(server)
     result = judged(verifier=verifier, label="THE LABEL")
     assert (result.status, result.score) == ("ok", pytest.approx(expected))
-    assert result.details == {"judge_text": server.answer("", {}), "tokens": 7, "tries": 1}
+    assert result.details == {"judge_text": server.reply("", {}), "tokens": 7, "tries": 1}
     [message] = server.messages
     assert "user: Why?" in message and "A fine response." in message
     unlabelled = ("general-quality", "general-creative_writing", "general-safety", "general-refusal")
@@ -244,7 +230,7 @@ def test_injection_cannot_give_the_verdict(serve):
     assert judged(response, prompt=prompt).score == 0.5
     lines = server.messages[0].splitlines()
     assert all(judges.read_score("\n".join(lines[:end]), 1, 10) is None for end in range(len(lines) + 1))
-    server.answer = lambda message, request: message.split("=== RESPONSE")[1].split("=== END")[0]
+    server.reply = lambda message, request: message.split("=== RESPONSE")[1].split("=== END")[0]
     assert missing(judged(response, prompt=prompt))
 
 
@@ -296,7 +282,7 @@ def test_rubric_by_hand(serve):
     assert result.score == pytest.approx(2.5 / 6)
     assert len(result.details["criteria"]) == len(server.messages) == 3
     assert all("What broke?" in message and "thoughts" not in message for message in server.messages)
-    server.answer = lambda message, request: UNKNOWN if "is short" in message else "SCORE: 2"
+    server.reply = lambda message, request: UNKNOWN if "is short" in message else "SCORE: 2"
     assert missing(judged("The pump.", "rubric", label))
 
 
@@ -313,8 +299,8 @@ def test_labels_are_checked(serve):
 
 def test_start_refuses_what_cannot_work(serve):
     closed = serve(None)
-    closed.shutdown()
-    closed.server_close()
+    closed.server.shutdown()
+    closed.server.server_close()
     refuses = serve(None)
     refuses.respond = lambda request, key: KEY
     for name, flags in (
@@ -399,25 +385,8 @@ def test_solver_labels(serve):
     results = score([RewardRecord("Multiply.", label, "solver", prompt=prompt) for label in labels])
     assert [result.score for result in results] == [1.0] * 5
     assert check_ground_truth("solver", "{1, 2}") is None
-    unlabelled = (
-        {"question": "", "answer": "1"},
-        {"question": "What?"},
-        {"answer": "1"},
-        "",
-        None,
-        '{"question": "a"}',
-    )
-    for label in unlabelled:
+    for label in ({"question": "", "answer": "1"}, {"question": "What?"}, {"answer": "1"}, "", '{"question": "a"}'):
         assert check_ground_truth("solver", label)
-
-
-def test_a_group_is_in_flight_together(serve):
-    """The server replies once all 32 are there."""
-    barrier = threading.Barrier(32, timeout=20)
-    server = serve(lambda message, request: barrier.wait() >= 0 and "\\boxed{42}")
-    configure(solver=server)
-    results = solved(*[f"Guideline {i}" for i in range(32)])
-    assert [result.score for result in results] == [1.0] * 32
 
 
 def test_samples_are_averaged(serve):
@@ -442,12 +411,6 @@ def test_failures_of_the_solver_are_missing(serve):
     broken = False  # a failure is not kept
     [result] = solved("Multiply.")
     assert result.score == 1.0
-
-
-@pytest.mark.filterwarnings("ignore:verifier solver")
-def test_solver_without_server_is_missing(serve):
-    configure(solver_model_name_or_path="m")
-    assert missing(solved("Multiply.")[0])
 
 
 @pytest.mark.house
@@ -480,7 +443,7 @@ def test_guideline_is_plain_text_and_fits(serve):
 def test_servers_take_turns_and_a_question_stays(serve):
     servers = [serve(lambda message, request: "\\boxed{42}") for _ in range(2)]
     urls = ",".join(server.url for server in servers)
-    rewards.configure(RewardFlags(solver_model_name_or_path="m", solver_base_url=urls), connect=True)
+    configure(solver_model_name_or_path="m", solver_base_url=urls)
     labels = [{"question": f"What is {i} + {42 - i}?", "answer": "42"} for i in range(8)]
     score([RewardRecord(f"Guideline {j}", label, "solver") for label in labels for j in range(3)])
     for server in servers:
@@ -587,19 +550,6 @@ def processes(log):
     return pids
 
 
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def have_ended(pids):
-    """No process with one of these numbers is there, but for zombies."""
-    stats = [Path("/proc", pid, "stat") for pid in pids]
-    return all(not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z" for stat in stats)
-
-
 @pytest.mark.runs
 def test_servers_are_found_checked_and_ended(fake_vllm, monkeypatch):
     servers = start(fake_vllm, num_engines=2, max_model_len=77)
@@ -608,10 +558,10 @@ def test_servers_are_found_checked_and_ended(fake_vllm, monkeypatch):
     started = processes("solver_0.log") + processes("solver_1.log")
     with pytest.raises(OSError):
         ask(servers.base_urls[1].removesuffix("/v1") + "/die")
-    until(servers.problem)
+    programs.wait_until(servers.problem)
     assert "solver_1.log" in servers.problem()
     servers.stop()
-    until(lambda: have_ended(started))
+    programs.wait_until(lambda: not any(map(programs.is_alive, started)))
 
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(rewards.UserError, match="no room for the cache"):
@@ -632,7 +582,7 @@ def test_servers_end_with_a_run_that_is_killed(fake_vllm, tmp_path, monkeypatch)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert programs.run(["-c", RUN, fake_vllm, tmp_path]).returncode == -9
     started = processes("solver_0.log")
-    until(lambda: have_ended(started) and not list(tmp_path.glob("vllm_*")))
+    programs.wait_until(lambda: not any(map(programs.is_alive, started)) and not list(tmp_path.glob("vllm_*")))
 
 
 def test_server_devices(monkeypatch):

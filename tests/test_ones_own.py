@@ -1,7 +1,6 @@
 """One's own: reward functions in TRL's and verl's forms, files and rows as others have them, rows without a label."""
 
 import json
-import re
 import subprocess
 import sys
 
@@ -39,6 +38,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float((data_source, solution_str, ground_truth, extra_info) == ("me/sums", "8", "8", {"i": 1})),
             "acc": True, "n": np.int64(3), "right": np.bool_(True), "pred": solution_str}
 
+def alone(response):
+    return 1.0
+
+def many(*args, response, **kwargs):
+    return float("ground_truth" in kwargs)
+
+def trl_alone(completions):
+    return [float(len(completions))]
+
+def verl_alone(solution_str):
+    return float(solution_str)
+
 def helper(text):
     return text
 
@@ -68,7 +79,7 @@ def result_of(name, label="8", **columns):
 
 def test_functions_of_three_forms_get_what_they_name(configured):
     configured(REWARDS)
-    assert set(user_files.FUNCTIONS) == set(REWARDS_OF_FORMS)
+    assert not {"helper", "_private"} & user_files.FUNCTIONS.keys()
     row = {"prompt": [USER]} | ROW
     got = {name: result_of(name, **row) for name in ("plain", "with_columns", "everything", "trl", "compute_score")}
     scores = {name: result.score for name, result in got.items()}
@@ -76,30 +87,8 @@ def test_functions_of_three_forms_get_what_they_name(configured):
     assert got["compute_score"].details == {"acc": 1.0, "n": 3.0, "right": 1.0}  # numbers only: they become metrics
     assert result_of("trl_text", label=8, prompt="2+6=").score == 1.0
     assert result_of("compute_score").score == 0.0  # without columns: the verifier's name and {}
-
-
-REWARDS_OF_FORMS = "plain with_columns everything trl trl_text compute_score".split()
-
-
-LESS = """
-def alone(response):
-    return 1.0
-
-def many(*args, response, **kwargs):
-    return float("ground_truth" in kwargs)
-
-def trl_alone(completions):
-    return [float(len(completions))]
-
-def verl_alone(solution_str):
-    return float(solution_str)
-"""
-
-
-def test_functions_get_no_more_than_they_name(configured):
-    configured(LESS)
-    scores = [result_of(name, prompt="2+6=").score for name in ("alone", "many", "trl_alone", "verl_alone")]
-    assert scores == [1.0, 1.0, 1.0, 8.0]
+    less = [result_of(name, prompt="2+6=").score for name in ("alone", "many", "trl_alone", "verl_alone")]
+    assert less == [1.0, 1.0, 1.0, 8.0]  # all but the first may be left out
 
 
 def test_a_label_that_a_function_needs_is_asked_for_at_the_start(configured):
@@ -110,12 +99,9 @@ def test_a_label_that_a_function_needs_is_asked_for_at_the_start(configured):
     assert rewards.check_ground_truth("mine", 7) is None and rewards.check_ground_truth("free", None) is None
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [("x = 1", "(response, ground_truth)"), ("def short(response, /):\n    return 1.0", "drop the /")],
-)
-def test_a_wrong_signature_is_told(configured, text, words):
-    with pytest.raises(rewards.UserError, match=re.escape(words)):
+@pytest.mark.parametrize("text", ["x = 1", "def short(response, /):\n    return 1.0"])
+def test_a_wrong_signature_is_told(configured, text):
+    with pytest.raises(rewards.UserError, match="--reward_file"):
         configured(text)
 
 

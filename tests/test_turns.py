@@ -5,7 +5,6 @@ import math
 import random
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import grpo
 import rewards
 import utils
 from scripts.parts import credit, dumps, turns, worker
-from tests.programs import is_alive
+from tests.programs import is_alive, wait_until
 
 # As published models do it, abridged: what comes before an assistant's turn, ends it, wraps an answer
 PUBLISHED = {
@@ -467,13 +466,6 @@ def notes_of(path):
     """[word, pid of the worker, pid of its child], a list for each line."""
     lines = path.with_suffix(".notes").read_text().splitlines()
     return [[word, *map(int, pids)] for word, *pids in map(str.split, lines)]
-
-
-def wait_until(true, seconds=30):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def children_end(path):

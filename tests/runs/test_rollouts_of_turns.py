@@ -2,11 +2,11 @@
 
 import json
 import os
-import time
 
 import pytest
 import torch
 
+from tests import programs
 from tests.runs import test_run
 from tests.runs.test_fast import descendants, is_alive, start, wait_until
 from tests.runs.test_run import TRANSFORMERS, VLLM, read, weights
@@ -112,8 +112,16 @@ def toy(tmp_path_factory):
 
 
 ENV = test_run.ENV | {"OMP_NUM_THREADS": str(os.cpu_count())}
-RUNS = ("whole", "killed")
 SAME = ("position", "sample", "token_ids", "logprobs", "mask", "versions", "score", "advantage")
+
+
+def assert_same(tmp_path, names, last):
+    """Rollouts and last weights of two runs are equal, bit for bit."""
+    first, second = ([{n: r[n] for n in SAME} for r in read(tmp_path / name / "rollouts.jsonl")] for name in names)
+    assert first == second
+    a, b = (weights(tmp_path / name / last) for name in names)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    return first
 
 
 def line_of(script, model, toy, out, flags, name="toy"):
@@ -122,7 +130,7 @@ def line_of(script, model, toy, out, flags, name="toy"):
 
 
 def run(script, model, toy, out, flags, name="toy", **env):
-    return test_run.check(test_run.programs.run(line_of(script, model, toy, out, flags, name), **ENV | env))
+    return test_run.check(programs.run(line_of(script, model, toy, out, flags, name), **ENV | env))
 
 
 def check(run_dir, late=False, name="toy"):
@@ -157,11 +165,8 @@ def test_asynchrony_0_is_grpo_py_bit_for_bit(engine, name, tiny_models, toy, tmp
     for script in ("grpo.py", "grpo_fast.py"):
         flags = f"--exp_name {script[:-3]} --total_episodes 16 --deterministic --async_steps 0 {engine}"
         run(script, tiny_models(), toy, tmp_path, flags, name)
-    rows = [check(tmp_path / run_dir, name=name) for run_dir in ("grpo", "grpo_fast")]
-    for a, b in zip(*rows, strict=True):
-        assert {n: a[n] for n in SAME} == {n: b[n] for n in SAME}
-    a, b = (weights(tmp_path / name / "step_2") for name in ("grpo", "grpo_fast"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+        check(tmp_path / script[:-3], name=name)
+    assert_same(tmp_path, ("grpo", "grpo_fast"), "step_2")
 
 
 @pytest.mark.parametrize("engine", [pytest.param(VLLM, marks=pytest.mark.house), TRANSFORMERS])
@@ -169,11 +174,8 @@ def test_an_agent_with_an_openai_client_is_an_environment_bit_for_bit(engine, ti
     for name in ("steps", "agent"):
         flags = f"--exp_name {name} --total_episodes 16 --deterministic {engine}"
         run("grpo.py", tiny_models(), toy, tmp_path, flags, name)
-    rows = [check(tmp_path / name, name=name) for name in ("steps", "agent")]
-    for a, b in zip(*rows, strict=True):
-        assert {n: a[n] for n in SAME} == {n: b[n] for n in SAME}
-    a, b = (weights(tmp_path / name / "step_2") for name in ("steps", "agent"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+        check(tmp_path / name, name=name)
+    assert_same(tmp_path, ("steps", "agent"), "step_2")
 
 
 @pytest.mark.house
@@ -192,16 +194,11 @@ def test_a_kill_in_the_middle_of_an_answer_changes_no_bit(name, tiny_models, toy
     left = descendants(process.pid)
     process.kill()
     process.wait(timeout=600)
-    wait = time.monotonic() + 60
-    while alive := [pid for pid in left if is_alive(pid)]:
-        assert time.monotonic() < wait, f"{alive} outlived the run"
-        time.sleep(0.05)
+    programs.wait_until(lambda: not any(map(is_alive, left)))
     assert not (tmp_path / "killed" / "step_4").exists()
-    test_run.check(test_run.programs.run([*line, "--resume"], **ENV))
-    whole, killed = ([{n: r[n] for n in SAME} for r in read(tmp_path / name / "rollouts.jsonl")] for name in RUNS)
-    assert whole == killed and len(whole) == 32 and {v for r in whole for v in r["versions"]} == {-1, 0, 1, 2}
-    a, b = (weights(tmp_path / name / "step_4") for name in RUNS)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    test_run.check(programs.run([*line, "--resume"], **ENV))
+    rows = assert_same(tmp_path, ("whole", "killed"), "step_4")
+    assert len(rows) == 32 and {v for r in rows for v in r["versions"]} == {-1, 0, 1, 2}
 
 
 def test_a_slow_answer_holds_up_no_engine(tiny_models, toy, tmp_path):
