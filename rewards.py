@@ -1,8 +1,7 @@
 """Rewards: text in, score out.
 
-What comes in is a RewardRecord: a response, the label of its row (`ground_truth`) and the name of a verifier
-(`dataset`). What comes out is a RewardResult: a score in [0, 1] and a status. `score` scores a list of records and
-waits; `submit` gives a future for one of them. `configure` makes the flags of a run the settings of all verifiers, and
+What comes in is a RewardRecord, what comes out a RewardResult. `score` scores a list of records and waits; `submit`
+gives a future for one of them. `configure` makes the flags of a run the settings of all verifiers, and
 `combine_rewards` turns the scores of a response into its reward. The last section runs the worker processes.
 
 A verifier is two functions and a row of the table VERIFIERS:
@@ -17,13 +16,7 @@ exhaust memory runs in a worker process: verify_x then returns Job("x.work_x", a
 work_x of scripts/parts/x.py there. Scoring that waits for a server or a sandbox returns a function, which is called in
 a thread. A verifier that few runs need is such a part as a whole: its row names the two functions, see part_verifier.
 
-A reward file needs no change here. Every function in a --reward_file with these two parameters is a verifier. It may
-take columns of the row as well, by their names, and TRL's and verl's functions work as they are:
-
-    def brevity(response: str, ground_truth) -> float:
-        return max(0.0, 1.0 - len(response) / float(ground_truth))
-
-A function of (responses, ground_truths), plural, gets all responses to a prompt and returns a number for each of them.
+A --reward_file needs no change here: scripts/parts/rewards.md.
 
 Rules for all verifiers: only the text after the last </think> counts, and a <think> that is never closed means no
 answer. One candidate is scored, so a list of guesses earns nothing. Code written by the model runs in a sandbox only.
@@ -196,9 +189,8 @@ def submit(record: RewardRecord, timeout_s: float = 10.0, verifier: str = "") ->
     """Starts to score a record; the result of the future is a RewardResult.
 
     timeout_s is the wall-clock deadline of a worker's job, in seconds. verifier replaces the verifier of the record and
-    ignores --remap_verifier. A score that needs no worker, sandbox or server is there at once. A failure of a verifier
-    becomes a status and one warning per kind, not an exception. Raises ValueError for an unknown verifier.
-    """
+    ignores --remap_verifier. A failure of a verifier becomes a status and one warning per kind, not an exception.
+    Raises ValueError for an unknown verifier."""
     start = time.monotonic()
     name = verifier or check_verifier(record.dataset)
     try:

@@ -64,10 +64,8 @@ def execute(source: bytes, name: str, null: int) -> dict[str, Any]:
 
 
 def do_program(null: int) -> int:
-    """Runs the program as a main program, whose end runs threads, atexit functions and flushes.
-
-    Descriptors: 0 to 2 standard input, output and error, 3 program. Returns the exit status.
-    """
+    """Runs the program as a main program, whose end runs threads, atexit functions and flushes. Descriptors: 0 to 2
+    standard input, output and error, 3 program. Returns the exit status."""
     stdout = sys.stdout
     status = 0
     try:
@@ -479,10 +477,8 @@ class Program(Wire):
 
 
 class Handle:
-    """A function, class or object that stays with the program, which calls it and gives its attributes.
-
-    is_class, is_made: the test has it by a capitalized name, or has made it by calling one.
-    """
+    """A function, class or object that stays with the program, which calls it and gives its attributes. is_class,
+    is_made: the test has it by a capitalized name, or has made it by calling one."""
 
     def __init__(self, program: Program, number: int) -> None:
         vars(self).update(program=program, number=number, is_class=False, is_made=False)
@@ -560,8 +556,7 @@ APART = set(
 
 
 class Words:
-    """The names that a test reads, those that it sets, and those of APART. doubts: why it may fail for a right
-    program."""
+    """The names that a test reads and sets, and those of APART. doubts: why it may fail for a right program."""
 
     def __init__(self, test: str) -> None:
         self.read: set[str] = set()
@@ -625,8 +620,7 @@ class Tests:
         self.lost: set[str] = set()  # what earlier tests have set, and later ones lack
 
     def run(self, test: str, words: Words) -> str | None:
-        """Runs a test. Returns None if it has passed, else its problem, or why it is not known whether the program is
-        right."""
+        """None if the test has passed, else its problem, or why it is not known whether the program is right."""
         program = self.program
         program.begin()
         for name in self.kinds:  # A variable of this name lasts for one test, and so does one of a builtin's name
@@ -669,11 +663,9 @@ class Tests:
 
 
 def do_tests(null: int) -> int:
-    """Runs the tests. Descriptors: 3 {"tests", "skip"}, 4 stream, 5 results, 6 steps.
-
-    Writes a line of results, [problem or null, whether it is unsupported, whether no program can pass], for the loading
-    of the program and for each test, except the first `skip` tests. It tells the server when each has ended.
-    """
+    """Runs the tests. Descriptors: 3 {"tests", "skip"}, 4 stream, 5 results, 6 steps. Writes a line of results,
+    [problem or null, whether it is unsupported, whether no program can pass], for the loading of the program and for
+    each test, except the first `skip` tests."""
     job = json.loads(open(3, "rb").read())
     sys.set_int_max_str_digits(0)
     tests = Tests(job["tests"])

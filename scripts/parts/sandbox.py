@@ -3,9 +3,8 @@
     python scripts/parts/sandbox.py  # prints what this machine allows, layer by layer
 
 `Sandbox` starts this file as a fork server. Every run is a fork of it, which locks itself down before it reads the
-program: what it does then is in scripts/parts/programs.py. The server never reads the content of a run: programs, tests
-and results are in memory files (memfd) that it passes on unopened, so no later run finds them in its memory. The
-trainer compares outputs itself, and never sends the expected ones.
+program: what it does then is in scripts/parts/programs.py. Programs, tests and results are in memory files (memfd) that
+the server passes on unopened, so no later run finds them in its memory. The trainer compares outputs itself.
 
 Three layers protect the trainer. Each alone stops most attacks:
 
@@ -52,9 +51,8 @@ NOBODY = 65534
 FIRST_USER = 2_000_000_000  # If we are root, each server's runs have a user of their own, numbered from here
 MAKERS_OF_ROWS = ("reasoning_gym",)  # packages: see hidden_paths
 WITHOUT_LAYERS: tuple[str, ...] = ()  # for tests: "namespaces", "Landlock" or "seccomp" are left out
-# The server imports these modules once, besides those above. It does not import random and threading, or modules that
-# import them: they hook into every fork, and most programs do not need them. Neither does this file: the trainer's side
-# imports subprocess and others where it needs them.
+# The server imports these modules once, besides those above. Not random and threading, nor what imports them: they hook
+# into every fork. So the trainer's side imports subprocess and others where it needs them.
 PRELOAD = "array bisect cmath contextlib copy dataclasses enum heapq numbers operator re string typing".split()
 
 # --- Layers. Each function changes the calling process for good, or raises OSError. -----------------------------------
@@ -102,9 +100,7 @@ faccessat2 439 439
 
 class Rule(NamedTuple):
     """Allows a system call if its argument with index `argument` is one of `values`. Otherwise the call gives `error`.
-
-    bits: only these bits of the argument count; 0: all of them. pointer: the upper half has to be 0 as well.
-    """
+    bits: only these bits of the argument count; 0: all of them. pointer: the upper half has to be 0 as well."""
 
     argument: int
     bits: int
@@ -224,10 +220,7 @@ AT_RECURSIVE = 0x8000
 
 def enter_namespaces(readable: list[str], hidden: list[str]) -> str:
     """Continues in a child process that is pid 1 of new namespaces, with a root directory of `readable` alone, in which
-    `hidden` are empty.
-
-    The parent waits for the child. Returns the name of this layer.
-    """
+    `hidden` are empty. Returns the name of this layer."""
     uid = os.getuid()
     gid = os.getgid()
     user = ""
@@ -240,7 +233,7 @@ def enter_namespaces(readable: list[str], hidden: list[str]) -> str:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     child = os.fork()
-    if child:
+    if child:  # This process waits for it
         os.closerange(3, 4096)  # The server's end of the socket has to close when the child ends
         _, status = os.waitpid(child, 0)
         os._exit(min(status, 1))
@@ -280,11 +273,9 @@ def build_root(readable: list[str], hidden: list[str]) -> None:
 
 
 def drop_privileges(readable: list[str], own_user: int) -> str:
-    """As root: becomes `own_user`, else nobody, else root without any capability. Returns the name of this layer.
-
-    A user is taken only if it can read the installation. The kernel counts threads by user: if all servers had the same
-    user, one run could use up the threads of all.
-    """
+    """As root: becomes `own_user`, else nobody, else root without any capability. Returns the name of this layer. A
+    user must be able to read the installation. The kernel counts threads by user: one run could use up those of all
+    servers that had the same."""
     os.setgroups([])
     for user in (own_user, NOBODY, 0):
         try:
@@ -318,10 +309,8 @@ def processor_time(processes: list[int]) -> float:
 
 
 class Server:
-    """The fork server process: locks itself down, then answers requests one by one.
-
-    Its own descriptors 0 and 1 are /dev/null. The runs use Python's streams on 0, 1 and 2, which the server never used.
-    """
+    """The fork server process: locks itself down, then answers requests one by one. The runs use Python's streams on 0,
+    1 and 2, which the server never used."""
 
     def __init__(self, options: dict) -> None:
         while os.dup(0) < 16:  # Low numbers stay free for the runs' descriptors
@@ -429,10 +418,8 @@ class Server:
 
     def run(self, role: str, fds: list[int], seconds: float, steps: int, patience: float) -> dict:
         """Does one run, each of whose steps has `seconds` of processor time, and `patience` times as much of any time.
-
         The loading and each test is a step, after which the tests write a byte to a pipe; other roles have one step.
-        Returns {"exit": status or -signal, or None if the run was killed at a limit; "seconds": processor time of each
-        step}.
+        Returns {"exit": status, -signal, or None for a run killed at a limit; "seconds": processor time of each step}.
         """
         children = []
         steps_end, tests_steps = os.pipe()
@@ -560,15 +547,13 @@ class SandboxError(RuntimeError):
 
 
 class Run(NamedTuple):
-    """How a program or a test ended. problem: None if it ran to its end or passed. late: it reached its time limit.
-
-    exit: status, or -signal. output, error: what it wrote to its first and second memory file. not_plain: the test got
-    what is no plain data. is_tests_fault: no program can pass this test. steps: seconds of each step.
-    """
+    """How a program or a test ended. problem: None if it ran to its end or passed. exit: status, or -signal. output,
+    error: what it wrote to its first and second memory file. not_plain: the test got what is no plain data.
+    is_tests_fault: no program can pass this test. steps: seconds of each step."""
 
     problem: str | None
     seconds: float
-    late: bool = False
+    late: bool = False  # it reached its time limit
     exit: int | None = None
     output: str = ""
     error: str = ""
@@ -582,10 +567,8 @@ NOT_RUN = Run(f"not run: {MAX_TIME_LIMITS} tests exceeded the time limit", 0.0)
 
 class Sandbox:
     """A fork server, which starts when it is needed, and again after it has died. One thread may use it at a time.
-
-    preload: modules that the server imports before it locks itself down. layers and leaks (see do_probe) are known once
-    the server has started.
-    """
+    preload: modules that it imports before it locks itself down. layers and leaks (see do_probe) are known once it has
+    started."""
 
     def __init__(self, preload: tuple[str, ...] = ()) -> None:
         self.preload = preload
@@ -595,7 +578,7 @@ class Sandbox:
         self.leaks = []
 
     def start(self) -> None:
-        """Raises SandboxError if the server cannot start."""
+        """Raises SandboxError."""
         if sys.platform != "linux":
             raise SandboxError("the code sandbox needs Linux")
         try:
@@ -679,13 +662,10 @@ class Sandbox:
         return Run(problem, used, status is None, status, *texts, steps=reply["seconds"])
 
     def run(self, role: str, files: list[str | None], seconds: float, steps: int = 1) -> Run:
-        """Does this role in a process that has memory files as its descriptors 0, 1, ...
-
-        files: their contents, None for a file that the process writes. seconds: limit of a step's processor time. A
-        step that sleeps, or waits for a busy machine, may take PATIENCE times as much. Raises SandboxError.
-        The next run then starts the server again. So it does if a caller's own deadline interrupts this run: the late
-        reply to this program must not become the answer to the next one.
-        """
+        """Does this role in a process that has memory files as its descriptors 0, 1, ... with these contents, None for
+        a file that the process writes. seconds: see Server.run, with PATIENCE. Raises SandboxError; the next run then
+        starts the server again. So it does if a caller's own deadline interrupts this run, whose late reply must not
+        become the answer to the next one."""
         if self.process is None or self.process.poll() is not None:
             self.stop()
             self.start()
@@ -720,10 +700,8 @@ class Pool:
         self.idle: dict[tuple[str, ...], list[Sandbox]] = defaultdict(list)  # preload -> fork servers
 
     def run(self, call: Callable[[Sandbox], Any], preload: tuple[str, ...]) -> Any:
-        """Waits for a free slot. Returns the result of call(a sandbox) and the seconds that it waited.
-
-        If the sandbox itself fails, the call is repeated once with a new fork server. Raises SandboxError.
-        """
+        """The result of call(a sandbox), and the seconds until a slot was free. If the sandbox itself fails, the call
+        is repeated once with a new fork server. Raises SandboxError."""
         start = time.monotonic()
         with self.slots:
             waited = time.monotonic() - start
@@ -747,11 +725,8 @@ class Pool:
 
 
 def run_tests(sandbox: Sandbox, program: str, tests: list[str], seconds: float) -> list[Run]:
-    """Runs each test (Python statements that use the program's names) for at most `seconds`; see Sandbox.run.
-
-    The program runs in a process of its own and only answers calls: see Program. If a test does not run to its end,
-    both processes end, and the next test gets new ones. Raises SandboxError.
-    """
+    """Runs each test (Python statements that use the program's names) for at most `seconds`. If one does not run to its
+    end, the processes of program and tests end, and the next test gets new ones. Raises SandboxError."""
     runs = []
     num_late = 0
     while len(runs) < len(tests) and num_late < MAX_TIME_LIMITS:
