@@ -330,6 +330,7 @@ def note(rollouts: Sequence[utils.Rollout], metrics: utils.Metrics) -> None:
     rollouts = [r for r in rollouts if r.turns]
     tools: set[str] = set()
     calls: Calls = defaultdict(float)
+    lengths = []
     for r in rollouts:
         if r.prompt.environment is not None:
             tools |= r.prompt.environment.schemas.keys()
@@ -337,8 +338,9 @@ def note(rollouts: Sequence[utils.Rollout], metrics: utils.Metrics) -> None:
         note_environment(r, metrics)
         for turn in r.turns:
             count_calls(turn, calls)
+        lengths.append(sum(turn["role"] == "assistant" for turn in r.turns))
     note_numbers(rollouts, metrics)
-    metrics.add_all("val/turns", [sum(turn["role"] == "assistant" for turn in r.turns) for r in rollouts])
+    metrics.add_all("val/turns", lengths)
 
     tools |= {tool for tool, _ in calls}
     for tool in sorted(tools):
@@ -383,10 +385,11 @@ def note_numbers(rollouts: Sequence[utils.Rollout], metrics: utils.Metrics) -> N
     for r in rollouts:
         numbers: dict[str, float] = {}
         for turn in r.turns:
-            numbers |= turn.get("metrics", {})
-        own = {key: value for key, value in numbers.items() if not key.startswith("tools/")}
-        COUNTED[environment_of(r)] |= own.keys()
-        found.append(own)
+            for key, value in turn.get("metrics", {}).items():
+                if not key.startswith("tools/"):
+                    numbers[key] = value
+        COUNTED[environment_of(r)] |= numbers.keys()
+        found.append(numbers)
     for r, numbers in zip(rollouts, found, strict=True):
         name = environment_of(r)
         for key in sorted(COUNTED[name]):
