@@ -173,6 +173,19 @@ class Scripted(utils.Engine):
         return [(name, utils.Generation(ids, [-1.0] * len(ids), "stop" if stops else "length", [3] * len(ids), 2))]
 
 
+class Noting(Scripted):
+    """Notes each rollout's requests, and what a checkpoint would keep when a turn of it starts."""
+
+    def __init__(self, tokenizer, group):
+        super().__init__(tokenizer)
+        self.group, self.requests, self.kept = group, [[] for _ in group], [[] for _ in group]
+
+    def add(self, request_id, request):
+        super().add(request_id, request)
+        self.requests[int(request_id)].append(request)
+        self.kept[int(request_id)].append(self.group[int(request_id)].so_far())
+
+
 def prompt_of(path, tokenizer, flags=""):
     line = f"--model_name_or_path x --env_file {path} --response_length 120 --max_prompt_token_length 60 {flags}"
     args = utils.parse_args(grpo.Args, line.split())
@@ -369,12 +382,6 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer, 
     prompt, args = prompt_of(path, tokenizer)
     (whole,) = group = grpo.new_group(prompt, 0, 1)
     grpo.sample_rollouts(Scripted(tokenizer), [group], args)
-    kept = []
-
-    class Noting(Scripted):
-        def add(self, request_id, request):
-            super().add(request_id, request)
-            kept.append(r.so_far())
 
     def finished(i, made):
         answer = grpo.end_turn(r, made, Scripted(tokenizer), args)
@@ -382,7 +389,9 @@ def test_a_rollout_goes_on_from_what_a_checkpoint_keeps_of_it(files, tokenizer, 
         return answer
 
     r = grpo.Rollout(prompt, 0, 0)
-    Noting(tokenizer).generate([grpo.make_request(r, args)], finished)
+    engine = Noting(tokenizer, [r])
+    (kept,) = engine.kept
+    engine.generate([grpo.make_request(r, args)], finished)
     kept.append(r.so_far())
     assert len(kept) > 5 and kept[0] == {} and kept[-1]["over"]
     for saved in kept[1:]:
@@ -546,19 +555,6 @@ def test_a_run_that_ends_or_dies_leaves_nothing(killed, end, files):
     run.communicate(b"\n")
     wait_until(lambda: not any(is_alive(pid) for pids in opened for pid in pids))
     assert sorted(pids for word, *pids in notes_of(path) if word == "closed") == sorted(opened if end else [])
-
-
-class Noting(Scripted):
-    """Notes each rollout's requests, and what a checkpoint would keep when a turn of it starts."""
-
-    def __init__(self, tokenizer, group):
-        super().__init__(tokenizer)
-        self.group, self.requests, self.kept = group, [[] for _ in group], [[] for _ in group]
-
-    def add(self, request_id, request):
-        super().add(request_id, request)
-        self.requests[int(request_id)].append(request)
-        self.kept[int(request_id)].append(self.group[int(request_id)].so_far())
 
 
 @pytest.mark.parametrize("live", [False, True])
