@@ -60,7 +60,6 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same."""
     texts = [text_of(message.get("content")) for message in (one, other)]
     return one["role"] == other["role"] and texts[0] == texts[1] and calls_of(one) == calls_of(other)
 
@@ -185,8 +184,6 @@ class Agent:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A request to the server of an agent."""
-
     def __init__(self, agent: Agent, path: str, *connection: Any) -> None:
         self.agent = agent
         self.base = path
@@ -206,7 +203,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, reply)
 
     def send(self, status: int, reply: dict[str, Any]) -> None:
-        """Sends JSON."""
         content = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -172,12 +172,10 @@ def verify(record: RewardRecord, mean: bool = False) -> Verdict:
 
 
 def verify_mean(record: RewardRecord) -> Verdict:
-    """The share of the constraints that the response follows."""
     return verify(record, mean=True)
 
 
 def work_ifeval(text: str, constraints: list[tuple[str, dict]], mean: bool) -> Callable[[], float]:
-    """In a worker: the function that scores the text."""
     ready = [(name, build_constraint(name, arguments)) for name, arguments in constraints]
     return partial(share_followed, text, ready, mean)
 
@@ -189,7 +187,6 @@ def share_followed(text: str, constraints: list[tuple[str, Any]], mean: bool) ->
 
 
 def follows(text: str, name: str, constraint: Any) -> bool:
-    """Whether the text follows a constraint."""
     if not re.search(IFEVAL_NEEDS.get(name, ""), text):
         return False
     if name in IFEVAL_BLANKS:

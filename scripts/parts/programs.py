@@ -380,7 +380,6 @@ class Program(Wire):
         self.begin()
 
     def begin(self) -> None:
-        """Begins a test."""
         self.unsupported = ""
         self.is_tests_fault = False
         self.forgets = True  # with the next message

@@ -189,6 +189,5 @@ def verify(record: RewardRecord, stdio: bool) -> Verdict:
 
 
 def run_program(program: str, tests: list, stdio: bool, box: sandbox.Sandbox) -> Scored:
-    """The pass rate of a program in this sandbox."""
     run_tests = sandbox.run_stdio if stdio else sandbox.run_tests
     return pass_rate(run_tests(box, program, tests, rewards.SETTINGS.flags.code_max_execution_time))

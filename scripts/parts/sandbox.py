@@ -599,7 +599,6 @@ class Sandbox:
             raise
 
     def launch(self) -> dict:
-        """Starts the server and returns its first message."""
         import subprocess
         import tempfile
 

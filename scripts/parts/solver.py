@@ -29,8 +29,6 @@ PLACEHOLDER = re.compile(r"\{(?:question|guideline)\}")
 
 
 class Solver(ChatModel):
-    """The model that solves."""
-
     def solve(self, question: str, guideline: str) -> Replies:
         """Its solutions. Raises NoReply."""
         prompt = partial(solver_prompt, question, guideline)

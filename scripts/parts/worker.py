@@ -312,7 +312,6 @@ def load_work(name: str) -> Callable[..., Callable[[], Any]]:
 
 
 def send(protocol: socket.socket, reply: dict[str, Any]) -> None:
-    """Sends a reply, a line of JSON."""
     protocol.sendall(json.dumps(reply).encode() + b"\n")
 
 

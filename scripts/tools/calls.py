@@ -12,8 +12,6 @@ the text after the last </think>.
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import json
 import logging.handlers
 import math
@@ -31,7 +29,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import rewards
-from scripts.parts import hidden
+from scripts.parts import hidden, user_files
 
 MAX_CALLS = 8  # of a turn; the others are refused
 MAX_CHARACTERS = 8192  # of the answer to a call: its two ends are kept
@@ -42,7 +40,6 @@ LEAST_S = 0.1  # for a call to begin
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 # Where a call begins in the forms of vLLM's parsers, which take one that is not well-formed for plain text
 OPENERS = "<tool_call <function <|python_tag|> [TOOL_CALLS] <|tool_call <start_function <｜tool▁call".split()
-PREPARED: set[str] = set()  # configs, in this process
 ROLES = {"olmo3": "environment"}  # of answers, where a family's chat template has another than tool
 
 
@@ -170,10 +167,8 @@ def load_file(tool: str) -> types.ModuleType:
         files = sorted(Path(__file__).parent.glob("*.py"))
         known = [file.stem for file in files if "\nSCHEMA" in file.read_text("utf-8")]
         raise ValueError(f"--tools {tool}: no file {path}; there are {', '.join(known)}, or give a path")
-    spec: Any = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = user_files.load_file(str(path), f"tool_{path.stem}")
         schema = module.SCHEMA["function"]
         if not isinstance(schema["name"], str) or not (hasattr(module, "Tool") or callable(module.call)):
             raise TypeError("its name is no text, or call is no function")
@@ -224,10 +219,12 @@ def about(config: dict[str, Any]) -> dict[str, Any]:
 
 def prepare(config: dict[str, Any]) -> None:
     """Do once what takes long: vLLM's imports, an index, a sandbox. A worker does it before an answer's time starts."""
-    key = json.dumps({name: value for name, value in config.items() if name.startswith(("tool", "tokenizer"))})
-    if key not in PREPARED:
-        check(config)
-        PREPARED.add(key)
+    check_once(json.dumps({name: value for name, value in config.items() if name.startswith(("tool", "tokenizer"))}))
+
+
+@functools.cache
+def check_once(config: str) -> None:
+    check(json.loads(config))
 
 
 def misfit(arguments: dict[str, Any], schema: dict[str, Any]) -> str | None:
