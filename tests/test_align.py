@@ -86,13 +86,10 @@ def test_other_systems_names_and_formats(tmp_path):
         assert compare(a, log) == 1
 
 
-def save_weights(path, state, how="safetensors", tied=True):
+def save_weights(path, state, tied=True):
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-    if how == "bin":
-        torch.save(state, path / "pytorch_model.bin")
-    else:
-        save_file(state, path / f"{how}.safetensors")
+    save_file(state, path / "model.safetensors")
     return path
 
 
@@ -102,18 +99,18 @@ def test_weights(tmp_path):
     whole = {"model.embed_tokens.weight": embedding, "model.norm.weight": torch.tensor([3.0, 4.0])}
     head = {"lm_head.weight": embedding.clone()}
     for step in (2, 10):
-        save_weights(tmp_path / f"a/step_{step}", whole, "model")
-    save_weights(tmp_path / "b/step_2", whole | head, "bin")
-    save_weights(tmp_path / "b/step_10", whole | head | {"model.norm.weight": torch.tensor([3.3, 4.4])}, "model")
+        save_weights(tmp_path / f"a/step_{step}", whole)
+    save_weights(tmp_path / "b/step_2", whole | head)
+    save_weights(tmp_path / "b/step_10", whole | head | {"model.norm.weight": torch.tensor([3.3, 4.4])})
     rows = align.compare_weights(*[align.read_run(tmp_path / side) for side in "ba"])
     assert [(row["name"], row["parameters"], row["differing"]) for row in rows] == [("step_2", 3, 0), ("step_10", 3, 1)]
     assert rows[1]["distance"] == pytest.approx(0.5 / 5) and rows[1]["worst"] == "model.norm.weight"
     assert [compare(tmp_path / "a", tmp_path / "b", "--tolerance", t) for t in (0.09, 0.11)] == [1, 0]
 
     # a parameter that only one side has; a NaN is apart from everything
-    alone = save_weights(tmp_path / "c", {"model.embed_tokens.weight": embedding}, "model", tied=False)
+    alone = save_weights(tmp_path / "c", {"model.embed_tokens.weight": embedding}, tied=False)
     assert compare(alone, tmp_path / "a/step_2") == 1
-    broken = save_weights(tmp_path / "d", whole | {"model.norm.weight": torch.tensor([3.0, np.nan])}, "model")
+    broken = save_weights(tmp_path / "d", whole | {"model.norm.weight": torch.tensor([3.0, np.nan])})
     assert compare(broken, tmp_path / "a/step_2") == 1
 
 

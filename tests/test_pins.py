@@ -34,11 +34,9 @@ PRIVATE = {  # name -> what fails without it
     "_no_split_modules": "test_sharding: a model would have no layers",
     "_prec": "test_pairs_of_answers",
     "_pytree": "each run with --gradient_checkpointing",
-    "_rebuild_tensor_v2": "test_align: veRL's shards",
     "_record_memory_history": "test_the_snapshot_of_a_gpu_s_memory",
     "_supports_sdpa": "each run: packing.check",
     "_timeout": "test_the_timeout_of_nccl",
-    "_utils": "test_align",
 }
 OF_PYTHON = set("_asdict _exit _fields _replace _run_exitfuncs _shutdown _thread _Unpickler".split())
 OPTIONAL = {  # of a config -> a kind of model that has it

@@ -65,13 +65,11 @@ MACHINE = re.compile(
     r"|groups_started|groups_in_flight|weight_sync|cached_share"  # by when engines had the weights
 )
 STEP_NAMES = ("training_step", "step", "training/global_step")
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors")  # transformers' order
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # ends of their names
 WINDOW = 0.25  # share of the steps, the last, whose mean is tested
 MIN_OVERLAP = 0.8  # share of the steps at which bands overlap
 ALPHA = 0.05
 MOST_WAYS = 1_000_000  # to deal seeds to sides
-MOST_SIGNS = 20_000  # ways to choose signs: where there are more, as many are drawn at random
 MAX_PLOTS = 12
 
 Row = dict[str, Any]  # of a table
@@ -155,11 +153,7 @@ def read_console(text: str) -> dict[str, float]:
 
 def weight_files(directory: Path) -> list[Path]:
     """The weight files of a Hugging Face directory, or its adapter's. [] without any."""
-    for pattern in WEIGHT_FILES:
-        files = sorted(directory.glob(pattern))
-        if files:
-            return files
-    return []
+    return sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("adapter_model.safetensors"))
 
 
 def load_hf_state(directory: Path) -> dict[str, torch.Tensor]:
@@ -167,10 +161,10 @@ def load_hf_state(directory: Path) -> dict[str, torch.Tensor]:
     embedding again, so that either way of saving gives the same names. Raises ValueError without weights."""
     files = weight_files(directory)
     if not files:
-        raise ValueError(f"{directory}: no model*.safetensors and no pytorch_model*.bin")
+        raise ValueError(f"{directory}: no model*.safetensors")
     state: dict[str, torch.Tensor] = {}
     for file in files:
-        state |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        state |= load_file(file)
     config = directory / "config.json"
     tied = config.exists() and json.loads(config.read_text()).get("tie_word_embeddings")
     embeddings = [name for name in state if name.endswith(EMBEDDINGS)]
@@ -288,17 +282,11 @@ def permutation_test(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return float((distances >= distances[0] - slack).mean()), smallest
 
 
-def mean_size(differences: np.ndarray, axis: int) -> np.ndarray:
-    return np.abs(differences.mean(axis))
-
-
 def sign_test(differences: np.ndarray) -> tuple[float, float]:
     """p-value of |mean difference| when every sign is random, and the smallest p that so many differences can have."""
-    from scipy import stats  # not in the environment of TRL, which reads weights with this file
+    from scripts.reports import intervals  # with scipy, which the environment of TRL lacks: it reads weights with this
 
-    how: dict[str, Any] = {"n_resamples": MOST_SIGNS, "alternative": "greater", "vectorized": True, "rng": 0}
-    p = stats.permutation_test((differences,), mean_size, permutation_type="samples", **how).pvalue
-    return float(p), max(2.0 ** (1 - len(differences)), 1 / (MOST_SIGNS + 1))
+    return intervals.sign_test(differences), max(2.0 ** (1 - len(differences)), 2 / (intervals.MOST_WAYS + 1))
 
 
 def band(runs: list[Run], name: str, steps: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ source scripts/setup.sh
 MODE="${MODE:-full}"
 OUT="${OUT:-runs/align_$MODE/$(basename "$0" .sh)}"
 mkdir -p "$OUT"
-OURS="${OURS:-grpo.py}"
+OURS="${OURS:-python grpo.py}"
 SEEDS="${SEEDS:-1 2 3 4}"
 CLIP_LOWER=0.2 CLIP_HIGHER=0.28 SCHEDULER=constant
 SIX="objective/scores optim/grad_norm policy/entropy_avg objective/kl2_avg loss/policy_avg policy/ppo_kl_avg" # compared
@@ -56,10 +56,8 @@ fi
 
 # ours NAME FLAGS... -> $OUT/NAME
 ours() {
-    python_or_torchrun=(python)
-    [[ "$OURS" == torchrun* ]] && python_or_torchrun=()
-    # shellcheck disable=SC2086  # OURS may be several words
-    "${python_or_torchrun[@]}" $OURS \
+    # shellcheck disable=SC2086  # OURS is several words
+    $OURS \
         --exp_name "$1" \
         --output_dir "$OUT" \
         --overwrite \
@@ -112,17 +110,12 @@ trl() (
         "${@:3}"
 )
 
-# independent OURS_FLAGS -- TRL_FLAGS: each side on its own with every seed, then the bands of the two
+# independent BETA ENTROPY_COEF FLAGS...: each side on its own with every seed, then the bands of the two
 independent() {
-    local mine=() seed a='' b=''
-    while [[ "$1" != -- ]]; do
-        mine+=("$1")
-        shift
-    done
-    shift
+    local seed a='' b=''
     for seed in $SEEDS; do
-        ours "ours_$seed" --seed "$seed" "${mine[@]}"
-        trl "trl_$seed" stock --seed "$seed" "$@"
+        ours "ours_$seed" --seed "$seed" --beta "$1" --entropy_coef "$2" "${@:3}"
+        trl "trl_$seed" stock --seed "$seed" --beta "$1" --entropy_coef "$2"
         a="${a:+$a,}$OUT/ours_$seed"
         b="${b:+$b,}$OUT/trl_$seed"
     done

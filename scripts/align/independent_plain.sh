@@ -12,4 +12,4 @@ if [[ "${MODE:-}" == tiny ]]; then # 24 steps: the reward rises, and is not 1 ye
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-independent --beta 0 --entropy_coef 0 "$@" -- --beta 0 --entropy_coef 0
+independent 0 0 "$@"

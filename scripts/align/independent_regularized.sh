@@ -11,4 +11,4 @@ if [[ "${MODE:-}" == tiny ]]; then # 24 steps: the reward rises, and is not 1 ye
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-independent --beta 0.001 --entropy_coef 0.003 "$@" -- --beta 0.001 --entropy_coef 0.003
+independent 0.001 0.003 "$@"

@@ -12,21 +12,19 @@ OUT gets the weights in float32 and Adam's moments and step by parameter, whatev
 held in memory twice: 12 bytes a weight, 24 while they are put together. M names the start model, for its architecture
 where neither global_step_N/actor/huggingface nor step_N has a config.json.
 
-A pickle is a program. This reader runs only what a state needs, on stand-ins for torch's classes of shards. It refuses
-everything else by name. Tried on the files of veRL 0.9.1's own FSDP engine and checkpoint manager, written on two CPU
-ranks with torch 2.13 by both strategies: weights and moments equal those of the same steps without FSDP. With another
-wrap_policy in veRL's configuration, only strategy fsdp2 and use_orig_params=True can be read. Adapters (LoRA) cannot.
+A pickle is a program: torch reads plain data and its own tensors of it, and refuses everything else by name. Tried on
+the files of veRL 0.9.1's own FSDP engine and checkpoint manager, written on two CPU ranks with torch 2.13 by both
+strategies: weights and moments equal those of the same steps without FSDP. With another wrap_policy in veRL's
+configuration, only strategy fsdp2 and use_orig_params=True can be read. Adapters (LoRA) cannot.
 """
 
 import itertools
+import logging
 import os
 import pickle
 import re
 import sys
-import types
 import warnings
-import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from scripts.reports.common import parser
 
@@ -43,111 +42,35 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Moments = dict[str, dict[str, Any]]  # parameter -> step, exp_avg, exp_avg_sq; also a rank's optimizer.state_dict()
 
 
-class StandIn:
-    """Stands for an object of torch.distributed: the arguments and the state that the pickle has of it."""
-
-    arguments: tuple
-    state: dict[str, Any]
-
-    def __new__(cls, *arguments: Any, **_: Any):
-        made = super().__new__(cls)
-        made.arguments = arguments
-        made.state = {}
-        return made
-
-    def __init__(self, *_: Any, **__: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        for part in state if isinstance(state, tuple) else (state,):  # (dict, slots)
-            self.state.update(part or {})
-
-
-class Shard(StandIn):
-    """A placement along one dimension."""
-
-
-class Sharded(StandIn):
-    """A DTensor: its whole size, and this rank's part of it."""
-
-    @property
-    def size(self) -> torch.Size:
-        return self.arguments[1]
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """This rank's rows. Raises ValueError where the tensor is not sharded along its first dimension."""
-        placement = self.state["_spec"].state["placements"][-1]
-        dimensions = [*placement.arguments, *placement.state.values()]
-        if not isinstance(placement, Shard) or dimensions[0] != 0:
-            raise ValueError(f"a tensor of {tuple(self.size)} is not shared out by rows")
-        return self.state["_local_tensor"]
-
-
-def _wrapper(cls: type, *arguments: Any) -> Any:
-    return cls(*arguments)
-
-
-def _rebuild_from_type(function: Any, cls: type, arguments: tuple, state: Any) -> Any:
-    made = function(*arguments)
-    made.__setstate__(state)
-    return made
-
-
-class StateUnpickler(pickle.Unpickler):
-    """Of torch.distributed everything is a stand-in; of torch what makes tensors."""
-
-    ALLOWED = {
-        "collections.OrderedDict": OrderedDict,
-        "torch.Size": torch.Size,
-        "torch.device": lambda *_: torch.device("cpu"),
-        "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
-        "torch._utils._rebuild_wrapper_subclass": _wrapper,
-        "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
-        "torch.serialization._get_layout": lambda *_: None,
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("torch.distributed."):
-            return {"DTensor": Sharded, "Shard": Shard}.get(name) or type(name, (StandIn,), {})
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if f"{module}.{name}" not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"refused: the pickle asks for {module}.{name}, which no state needs")
-        return self.ALLOWED[f"{module}.{name}"]
-
-
-def need_no_program(path: Path) -> None:
-    """Raises ValueError for an archive of TorchScript. torch.load would run it, whatever unpickler it is given."""
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-    for name in names:
-        if "code" in name.split("/")[:-1] or name.rpartition("/")[2] == "constants.pkl":
-            raise ValueError(f"{path} has {name}: it is a TorchScript program, which torch would run")
-
-
 def read_shard(path: Path) -> Any:
-    """A file of torch.save, without running anything it says. Raises ValueError that names what was refused."""
-    need_no_program(path)
-    reader = types.SimpleNamespace(Unpickler=StateUnpickler, load=None, __name__="states")
+    """A file of torch.save, by torch's reader of plain data and of its own tensors. Raises ValueError for others."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
+        return torch.load(path, "cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{path} is not a shard that can be read: {error}") from error
+        asked = re.search(r"GLOBAL (\S+)", str(error))  # torch's other words say how to run it nevertheless
+        reason = f"it asks for {asked[1]}" if asked else str(error).partition(". ")[0]
+        raise ValueError(f"{path} is not a shard that can be read: {reason}") from error
+
+
+@torch.no_grad()
+def rows_of(part: DTensor) -> torch.Tensor:
+    """A rank's rows of a sharded tensor. Raises ValueError where it is not sharded along its first dimension."""
+    placement = part.placements[-1]
+    if type(placement) is not Shard or placement.dim != 0:
+        raise ValueError(f"a tensor of {tuple(part.shape)} is not shared out by rows")
+    return part.to_local()
 
 
 def whole(parts: list[Any]) -> torch.Tensor:
     """The tensor in float32 of all ranks' parts: rows of a DTensor, of which further ranks may have copies, or the same
     tensor everywhere."""
-    if not isinstance(parts[0], Sharded):
+    if not isinstance(parts[0], DTensor):
         return parts[0].float()
     rows: list[torch.Tensor] = []
     for part in parts:
-        if sum(map(len, rows)) < parts[0].size[0]:
-            rows.append(part.rows.float())
-    return torch.cat(rows).view(parts[0].size)
+        if sum(map(len, rows)) < len(parts[0]):
+            rows.append(rows_of(part).float())
+    return torch.cat(rows).view(parts[0].shape)
 
 
 def architecture(source: Path, model: str | None) -> Any:
@@ -203,7 +126,7 @@ def moments_of(shards: list[Moments], model: Any) -> Moments:
 
 def joined(parts: list[Any]) -> torch.Tensor:
     """The numbers, in float32, of all ranks' parts of a DTensor or of a flat parameter."""
-    if isinstance(parts[0], Sharded):
+    if isinstance(parts[0], DTensor):
         return whole(parts).flatten()
     return torch.cat(parts).float()
 
@@ -266,8 +189,7 @@ def convert(source: Path, step: int, out: Path, model_name: str | None) -> Path:
     policy: Any = torch.nn.Module()
     policy.model = model
     shapes = {name: value.shape for name, value in get_model_state_dict(policy).items()}
-    tied = weights.get(_embeddings(model))
-    saved = {name: weights.get(name.removeprefix("model."), tied) for name in shapes}  # a tied head may be left out
+    saved = {name: weights.get(name.removeprefix("model.")) for name in shapes}
     wrong = [name for name, shape in shapes.items() if getattr(saved[name], "shape", None) != shape]
     if wrong:
         more = ", ..." if len(wrong) > 3 else ""
@@ -280,15 +202,6 @@ def convert(source: Path, step: int, out: Path, model_name: str | None) -> Path:
     return directory
 
 
-def _embeddings(model: Any) -> str:
-    """The parameter that is the tied head too; "" where the head is not tied."""
-    if not model.config.tie_word_embeddings:
-        return ""
-    weight = model.get_input_embeddings().weight
-    names = [name for name, parameter in model.named_parameters() if parameter is weight]
-    return names[0] if names else ""
-
-
 def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("source", type=Path, metavar="DIR")
@@ -297,6 +210,7 @@ def main() -> int:
     flags.add_argument("--model", help="directory or hub name of the start model")
     options = flags.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the run's
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # no process group is here
     try:
         print(f"{options.out} has the state of {convert(options.source, options.step, options.out, options.model)}")
     except (ValueError, OSError) as error:

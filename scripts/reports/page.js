@@ -162,7 +162,7 @@ function describe(card, rollout) {
   add(card, "h3", {}, rollout.verifiers ? `Label (${rollout.verifiers.join(", ")})` : "Label");
   add(card, "pre", {}, rollout.label);
   if (!rollout.verifiers) return;
-  add(card, "h3", {}, `Results: ${rollout.statuses.join(", ")}`);
+  add(card, "h3", {}, "Results");
   add(card, "pre", {}, rollout.results);
 }
 function browse(parent) {
@@ -254,15 +254,10 @@ for (const [title, unit, names] of PANELS) {
   const known = names.split(" ").filter(name => data.metrics[name]);
   if (known.length) chart(curves, title, unit, known);
 }
-const other = add(curves, "div"), pick = add(other, "select", {"aria-label": "metric"}), place = add(other, "div");
-Object.keys(data.metrics).forEach(name => add(pick, "option", {value: name}, name));
-function drawPicked() {
-  place.replaceChildren();
-  chart(place, "Any metric", "", [pick.value]);
-  add(place, "p", {class: "dim text"}, explain(pick.value));
-}
-pick.addEventListener("change", drawPicked);
-drawPicked();
+const others = add(curves.parentElement, "details");
+add(others, "summary", {}, "Every metric by itself");
+const every = add(others, "div", {class: "grid"});
+for (const name of Object.keys(data.metrics)) chart(every, name, "", [name]);
 
 const rollouts = section("rollouts", "Rollouts");
 if (data.rollouts.length) browse(rollouts);

@@ -32,8 +32,7 @@ from scripts.reports.checks import check_run
 from scripts.reports.common import parser, phases, read_json, read_lines, read_metrics
 from scripts.reports.metrics import define
 
-MAX_ROLLOUTS = 2000
-MAX_ROLLOUT_BYTES = 24_000_000
+MAX_BYTES = 24_000_000  # of rollouts.jsonl, whose rows are longer than what is shown of them
 MAX_STEPS = 2000
 MAX_TOKENS = 2000
 MAX_CHARACTERS = 8000
@@ -119,50 +118,30 @@ def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     shown["text"] = row["text"][:MAX_CHARACTERS]
     shown["cut"] = len(row["text"]) > MAX_CHARACTERS or len(row["token_ids"]) > MAX_TOKENS
     shown["spans"] = spans_of(row, pieces) if pieces else []
-
-    versions = sorted({int(version) for version in row["versions"] if version >= 0})  # -1 is the environment's
-    shown["versions"] = versions if len(versions) < 9 else [versions[0], versions[-1]]
+    shown["versions"] = sorted({int(version) for version in row["versions"] if version >= 0})  # -1 is the environment's
     turns = row.get("turns") or []
     shown["turns"] = [[turn["role"], turn.get("status") or turn.get("finish_reason"), turn["tokens"]] for turn in turns]
 
-    results = row.get("results")
     shown["verifiers"] = row.get("verifiers")
-    shown["statuses"] = sorted({result["status"] for result in results or ()})
-    shown["results"] = json.dumps(results, ensure_ascii=False, indent=1)[:MAX_CHARACTERS]
+    shown["results"] = json.dumps(row.get("results"), ensure_ascii=False, indent=1)[:MAX_CHARACTERS]
     shown["label"] = json.dumps(row.get("ground_truths"), ensure_ascii=False)[:MAX_CHARACTERS]
     return shown
 
 
-def fit_page(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every second group until the page has room for them; of a single group the first half."""
-    while len(json.dumps(shown)) > MAX_ROLLOUT_BYTES:
-        groups = sorted({(row["step"], row["position"]) for row in shown})
-        kept = set(groups[::2])
-        if len(groups) == 1:
-            shown = shown[: len(shown) // 2]
-        shown = [row for row in shown if (row["step"], row["position"]) in kept]
-    return shown
-
-
 def choose_rollouts(run: Path, args: dict[str, Any], notes: list[str]) -> list[dict[str, Any]]:
-    """Rollouts of training to browse: at most MAX_ROLLOUTS, in whole groups evenly over the run."""
+    """Rollouts of training to browse, in whole groups evenly over the run."""
     path = run / "rollouts.jsonl"
-    total = sum(1 for _ in read_lines(path))
-    if not total:
+    if not path.exists():
         notes.append("No rollouts: the run had neither --save_traces nor --dump_steps.")
         return []
-    stride = math.ceil(total / MAX_ROLLOUTS)
+    stride = math.ceil(path.stat().st_size / MAX_BYTES)
+    if stride > 1:
+        notes.append(f"Of the groups of rollouts every {stride}th is on this page.")
     pieces = load_pieces(run, args, notes)
     shown: list[dict[str, Any]] = []
     groups = itertools.groupby(read_lines(path), key=lambda row: (row["training_step"], row["position"]))
-    for number, (_, rows) in enumerate(groups):
-        if number % stride == 0:
-            room = MAX_ROLLOUTS - len(shown)
-            shown += [show_rollout(row, pieces) for row in itertools.islice(rows, room)]
-
-    shown = fit_page(shown)
-    if len(shown) < total:
-        notes.append(f"{len(shown):,} of {total:,} rollouts are on this page, in whole groups evenly over the run.")
+    for _, rows in itertools.islice(groups, 0, None, stride or 1):
+        shown += [show_rollout(row, pieces) for row in rows]
     return shown
 
 

@@ -8,7 +8,6 @@ import pytest
 from tests import programs
 
 PROGRAM = "scripts/proof/gpu_quarter.py"
-RUNS = "vllm_torchrun vllm_tp_2"  # dry: they need GPUs
 FAULTS = {  # check -> a fault
     "packs_256": """
         import functools
@@ -29,7 +28,7 @@ FAULTS = {  # check -> a fault
             right(self, self.first, version)
         TransformersEngine.load_weights = stale
     """,
-    "head": """
+    "rows_15": """
         import grpo
         right = grpo.softmax_gradient
         grpo.softmax_gradient = lambda *arguments: 0.8 * right(*arguments)
@@ -67,19 +66,18 @@ def quarter(tmp_path):
 
 
 def test_checks_pass_or_say_why_they_are_not_made(quarter, tmp_path):
-    checks = f"machine fly update_05 head vllm_model {RUNS}"
+    checks = "machine fly update_05 rows_15"
     rows = quarter(checks)
     assert {row["check"] for row in rows} == set(checks.split())
     assert [row for row in rows if row["ok"] is False] == [] and not (tmp_path / "out" / "failed.txt").exists()
-    assert json.loads((tmp_path / "out" / "speed.json").read_text()).keys() == {"product_flops", "copied_bytes"}
     right = {row["check"] for row in rows if row["ok"]}
-    assert right == set(checks.split()) - set("machine update_05 vllm_model".split())
+    assert right == set(checks.split()) - {"machine", "update_05"}
 
 
 @pytest.mark.parametrize("check, right, wrong", [
     ("packs_256", 3, "256 x 4 / 2, float32, responses of 20, window 0"),  # the others have masks of their own
     ("fly", 0, "grpo.py"),
-    ("head", 0, "7B"),
+    ("rows_15", 0, "1.5B"),
     ("replay", 2, "to step 2"),  # the first update begins with the same weights
 ])  # fmt: skip
 def test_a_check_fails_on_its_fault(quarter, check, right, wrong):
