@@ -29,9 +29,7 @@ GIB = 2**30
 INSTALL_GIB = {"requirements-cpu.txt": 7, "requirements.txt": 20}
 RUN_GIB = 2  # the demo's model and run are 0.6
 DEMO_MEMORY_GIB = 12  # the demo's header
-ENGINE_TIMEOUT_S = 300.0
-# docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: {CUDA's major version: oldest driver branch}
-DRIVERS = {11: 450, 12: 525, 13: 580}
+TIMEOUT_S = 300.0  # of a program
 INSTALL = "bash scripts/setup.sh"
 AFRESH = f"rm -rf .venv; {INSTALL}"
 
@@ -45,29 +43,18 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-class Ended(NamedTuple):
-    """A program that ran: exit status (None: it could not be started or took too long), what it wrote."""
-
-    status: int | None
-    output: str
-    error: str
-
-
-def run(*command: str, seconds: float = 120.0, cwd: Path = ROOT) -> Ended:
+def run(*command: str) -> tuple[bool, str]:
+    """(whether a program ran and succeeded, what it printed; after a failure the last line that names an error, else
+    the last line: warnings at a program's exit come after its error)."""
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return Ended(None, "", f"no end within {seconds:.0f} s")
-    except OSError as error:
-        return Ended(None, "", str(error))
-    return Ended(done.returncode, done.stdout.strip(), done.stderr.strip())
-
-
-def last_line(ended: Ended) -> str:
-    """The last line that names an error, else the last line: warnings at a program's exit come after its error."""
-    lines = (ended.error or ended.output or f"status {ended.status}").splitlines()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return False, str(error)
+    if done.returncode == 0:
+        return True, done.stdout.strip()
+    lines = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines)[-1]
+    return False, (errors or lines)[-1]
 
 
 def python_version() -> Finding:
@@ -111,56 +98,36 @@ def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
     return Finding("ok", "packages", f"{len(wanted)} as pinned in {name}")
 
 
-def cpu_flags() -> set[str]:
-    """Features as the kernel names them (x86: flags, ARM: Features)."""
-    flags: set[str] = set()
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                flags.update(line.partition(":")[2].split())
-    return flags
-
-
-def processor(flags: set[str], machine: str) -> tuple[Finding, str]:
+def processor() -> tuple[Finding, str]:
     """(the finding, the dtype in which this processor is faster)."""
-    is_x86 = machine == "x86_64"
-    fast = sorted(flags & ({"avx512_bf16", "amx_bf16"} if is_x86 else {"bf16"}))
+    machine = platform.machine()
+    file = Path("/proc/cpuinfo")
+    words = file.read_text().split() if file.exists() else ["avx2"]  # its flags among others
+    fast = sorted({"avx512_bf16", "amx_bf16", "bf16"}.intersection(words))
     dtype = "bfloat16" if fast else "float32"
     why = f"{', '.join(fast)}: products of bfloat16" if fast else "no products of bfloat16, which would be emulated"
     said = f"{machine}, {os.cpu_count()} cores; {why}: {dtype} is the faster, which --model_dtype auto takes"
-    if is_x86 and sys.platform == "linux" and "avx2" not in flags:
+    if machine == "x86_64" and "avx2" not in words:
         said += "; no AVX2, which vLLM needs"
         return Finding("WARN", "processor", said, "--rollout_backend transformers"), dtype
     return Finding("ok", "processor", said), dtype
 
 
-def openmp(maps: str, machine: str) -> Finding:
-    """maps: the libraries of this process, as /proc/self/maps names them."""
+def openmp() -> Finding:
     threads = f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
-    if "libiomp5" in maps or machine != "x86_64":
+    if "libiomp5" in Path("/proc/self/maps").read_text() or platform.machine() != "x86_64":
         return Finding("ok", "OpenMP", f"Intel's is preloaded where it has a build, {threads}")
     said = f"Intel's is not preloaded in this shell, {threads}: with torch's a step took 1.5 times as long"
     return Finding("WARN", "OpenMP", said, "source scripts/setup.sh (demo.sh and test.sh do it themselves)")
 
 
-def hybrids() -> Finding:
-    """On a GPU, whether the kernels are there with which transformers runs recurrent and convolutional layers."""
-    missing = [name for name in ("flash-linear-attention", "causal-conv1d") if installed(name) is None]
-    if not missing:
-        return Finding("ok", "hybrids", "flash-linear-attention and causal-conv1d are installed")
-    said = f"{' and '.join(missing)}: not installed, so models with recurrent layers run a slow reference"
-    return Finding(
-        "WARN", "hybrids", said, f"{sys.executable} -m pip install {' '.join(missing)} (only for such models)"
-    )
-
-
 def sandbox() -> Finding:
     """The sandbox for programs in rewards. Only verifiers that run programs need it."""
-    ended = run(sys.executable, str(ROOT / "scripts" / "parts" / "sandbox.py"))
+    works, said = run(sys.executable, str(ROOT / "scripts" / "parts" / "sandbox.py"))
     refused = "code rewards are refused; --allow_unsafe_code where that is fine"
-    if ended.status != 0:
-        return Finding("WARN", "sandbox", last_line(ended), refused)
-    force, _, leaks = ended.output.removeprefix("in force: ").partition("open:")
+    if not works:
+        return Finding("WARN", "sandbox", said, refused)
+    force, _, leaks = said.removeprefix("in force: ").partition("open:")
     leaks = ", ".join(leaks.split("\n")).strip()
     layers = ", ".join(line.strip() for line in force.strip().splitlines())
     if leaks != "nothing that was tried":
@@ -170,11 +137,10 @@ def sandbox() -> Finding:
 
 def driver_version() -> tuple[str, str]:
     """(version of the NVIDIA driver, "" without a GPU that works; what nvidia-smi says then, if it is there)."""
-    ended = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", seconds=60)
-    version = ended.output.partition("\n")[0].strip()
-    if ended.status == 0 and version[:1].isdigit():
-        return version, ""
-    return "", last_line(ended) if shutil.which("nvidia-smi") else ""
+    works, said = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if works and said[:1].isdigit():
+        return said.partition("\n")[0].strip(), ""
+    return "", said if shutil.which("nvidia-smi") else ""
 
 
 def gpu(driver: str, torch_says: str) -> Finding:
@@ -185,12 +151,9 @@ def gpu(driver: str, torch_says: str) -> Finding:
     if usable == "True":
         dtype = "bfloat16" if bfloat16 == "True" else "float32 (bfloat16 would be emulated: --model_dtype float32)"
         return Finding("ok", "GPU", f"driver {driver}, CUDA {cuda} of torch can use it; {dtype}")
-    oldest = DRIVERS.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) < oldest:
-        said = f"driver {driver} is too old for CUDA {cuda} of torch"
-        return Finding("FAIL", "GPU", said, f"install NVIDIA's driver {oldest} or newer, then reboot")
-    said = f"driver {driver} would do for CUDA {cuda} of torch, but torch finds no GPU"
-    return Finding("FAIL", "GPU", said, "see CUDA_VISIBLE_DEVICES; reboot after a new driver; in docker --gpus all")
+    said = f"driver {driver}, but torch with CUDA {cuda} finds no GPU"
+    fix = "CUDA 13 wants NVIDIA's driver 580 or newer, then a reboot; see CUDA_VISIBLE_DEVICES; in docker --gpus all"
+    return Finding("FAIL", "GPU", said, fix)
 
 
 TORCH_SAYS = """
@@ -204,13 +167,9 @@ def compiler() -> Finding:
     """What Triton needs for the small C program that starts each of its kernels."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    lacking = []
-    if not found:
-        lacking.append("gcc or clang")
-    if not header.exists():
-        lacking.append(str(header))
-    if lacking:
-        said = f"there is no {' and no '.join(lacking)}: no Triton kernel starts, so neither flex attention nor vLLM"
+    if not found or not header.exists():
+        said = f"there is no {header if found else 'gcc or clang'}: no Triton kernel starts, so neither flex attention "
+        said += "nor vLLM"
         packages = f"build-essential python3.{sys.version_info.minor}-dev"
         return Finding("FAIL", "compiler", said, f"apt-get install {packages} (Debian, Ubuntu)")
     return Finding("ok", "compiler", f"{found}, {header}")
@@ -230,14 +189,14 @@ def memory() -> Finding:
     return Finding("ok" if total >= DEMO_MEMORY_GIB else "WARN", "memory", said, fix)
 
 
-def engine(backend: str, dtype: str, seconds: float = ENGINE_TIMEOUT_S) -> Finding:
+def engine(backend: str, dtype: str) -> Finding:
     """A token of a tiny random model by the engine that training uses, in a process of its own."""
-    ended = run(sys.executable, str(Path(__file__).resolve()), "one-token", backend, dtype, seconds=seconds)
+    works, said = run(sys.executable, str(Path(__file__).resolve()), "one-token", backend, dtype)
     what = "vLLM" if backend == "vllm" else backend
-    if ended.status == 0:
-        return Finding("ok", what, ended.output.splitlines()[-1])
+    if works:
+        return Finding("ok", what, said.splitlines()[-1])
     fix = f"{AFRESH}; until then --rollout_backend transformers" if backend == "vllm" else AFRESH
-    return Finding("FAIL", what, f"no token: {last_line(ended)}", fix)
+    return Finding("FAIL", what, f"no token: {said}", fix)
 
 
 def one_token(backend: str, dtype: str) -> None:
@@ -269,16 +228,15 @@ def findings() -> Iterator[Finding]:
     if driver:
         dtype = "float32"
         if has_torch:
-            ended = run(sys.executable, "-c", TORCH_SAYS)
-            dtype = "bfloat16" if ended.output.endswith("True") else dtype
-            yield gpu(driver, ended.output) if ended.status == 0 else Finding("FAIL", "GPU", last_line(ended), AFRESH)
+            works, said = run(sys.executable, "-c", TORCH_SAYS)
+            dtype = "bfloat16" if works and said.endswith("True") else dtype
+            yield gpu(driver, said) if works else Finding("FAIL", "GPU", said, AFRESH)
         yield compiler()
-        yield hybrids()
     else:
-        said, dtype = processor(cpu_flags(), platform.machine())
-        yield said
+        found, dtype = processor()
+        yield found
         if sys.platform == "linux":
-            yield openmp(Path("/proc/self/maps").read_text(), platform.machine())
+            yield openmp()
         if why_none:
             fix = "install or repair NVIDIA's driver, or train on the CPU as it is"
             yield Finding("WARN", "GPU", f"nvidia-smi finds none: {why_none}", fix)

@@ -31,7 +31,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -157,17 +157,16 @@ def read_diff(name: str, source: str, commit: str) -> str:
     return text
 
 
-def git_apply(arm: Arm, copy: Path, *options: str) -> str:
-    """What `git apply` prints of the arm's diff in its copy. Raises StudyError if it does not apply."""
+def git_apply(arm: Arm, copy: Path) -> None:
+    """Apply the arm's diff in its copy. Raises StudyError if it does not apply."""
     # in a folder of a checkout git would take the diff's paths as that checkout's
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent.resolve())}
-    command = ["git", "apply", "--whitespace=nowarn", *options, "-"]
+    command = ["git", "apply", "--whitespace=nowarn", "-"]
     text = arm.diff.encode(errors="surrogateescape")
     done = subprocess.run(command, cwd=copy, input=text, capture_output=True, env=environment)
     if done.returncode:
         words = done.stderr.decode(errors="replace").strip()
         raise StudyError(f"arm {arm.name}: its diff does not apply to the commit of the study: {words}")
-    return done.stdout.decode(errors="replace")
 
 
 def make_copy(arm: Arm, commit: str, out: Path) -> Path:
@@ -184,7 +183,6 @@ def make_copy(arm: Arm, commit: str, out: Path) -> Path:
     tarfile.open(fileobj=archive).extractall(unfinished, filter="data")
     if arm.diff:
         git_apply(arm, unfinished)
-        print(f"arm {arm.name} changes\n{git_apply(arm, unfinished, '--stat')}", end="")
     unfinished.rename(copy)
     return copy
 
@@ -371,8 +369,8 @@ def told_of(run: Run, problem: str | None) -> str:
     name = f"{run.arm.name} seed {run.seed}"
     if problem is not None:
         return f"{name} FAILED, {problem}"
-    curve = read_curve(run.finished, METRIC)
-    return f"{name}: held-out {curve.values[0]:.3f} -> {curve.values[-1]:.3f}, area {curve.area:.3f}"
+    result = read_result(run.finished, METRIC)
+    return f"{name}: held-out {result.start:.3f} -> {result.last:.3f}, area {result.area:.3f}"
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> bool:
@@ -400,21 +398,18 @@ def run(options: argparse.Namespace, flags: list[str]) -> bool:
     return print_table([out], METRIC) and not failed
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The values of a metric at the steps that have it."""
+class Result(NamedTuple):
+    """What a run came to: the metric before training, the area under its curve, and its last value."""
 
-    steps: list[int]
-    values: list[float]
-
-    @property
-    def area(self) -> float:
-        """Mean height of the curve, by trapezoids: sum_i (s_i - s_(i-1)) (v_i + v_(i-1)) / 2 / (s_n - s_0)."""
-        return float(np.trapezoid(self.values, self.steps)) / (self.steps[-1] - self.steps[0])
+    start: float
+    area: float
+    last: float
 
 
-@dataclass(frozen=True)
-class Difference:
+Results = dict[int, Result]  # of an arm, by seed
+
+
+class Difference(NamedTuple):
     """The mean of paired differences with its 95 % interval by Student's t over seeds, and the p of the t test. The
     last three are NaN where there is no interval: of one seed, or if no seed differs."""
 
@@ -424,44 +419,33 @@ class Difference:
     p: float
 
 
-Values = dict[int, float]  # by seed
-
-
-@dataclass(frozen=True)
-class Results:
-    """What an arm's runs came to, by seed: the metric before training, the area under its curve, and its last value.
-    Of several studies each is the mean over them, for the seeds that all of them have."""
-
-    starts: Values
-    areas: Values
-    lasts: Values
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read_curve(run_dir: Path, metric: str) -> Curve:
-    """The curve of a metric in a run. Raises StudyError if fewer than two steps have it."""
+def read_result(run_dir: Path, metric: str) -> Result:
+    """The result of a run. Its area is the mean height of the curve, by trapezoids. Raises StudyError if fewer than two
+    steps have the metric."""
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if metric in row]
     if len(rows) < 2:
         raise StudyError(f"{run_dir} has {metric} at {len(rows)} steps, and its area needs two")
-    return Curve([row["training_step"] for row in rows], [row[metric] for row in rows])
+    steps = [row["training_step"] for row in rows]
+    values = [row[metric] for row in rows]
+    area = float(np.trapezoid(values, steps)) / (steps[-1] - steps[0])
+    return Result(values[0], area, values[-1])
 
 
 def results_of(outs: Sequence[Path], arm: str, metric: str) -> Results:
-    """The results of an arm's finished runs in some studies."""
+    """The results of an arm's finished runs: means over some studies, for the seeds that all of them have."""
     finished = []
     for out in outs:
         folders = (out / "runs" / arm).glob("*")
         finished.append({int(folder.name): folder for folder in folders if folder.name.isdigit()})
-    results = Results({}, {}, {})
+    results = {}
     for seed in sorted(set.intersection(*map(set, finished))):
-        curves = [read_curve(folders[seed], metric) for folders in finished]
-        results.starts[seed] = mean_of([curve.values[0] for curve in curves])
-        results.areas[seed] = mean_of([curve.area for curve in curves])
-        results.lasts[seed] = mean_of([curve.values[-1] for curve in curves])
+        of_studies = [read_result(folders[seed], metric) for folders in finished]
+        results[seed] = Result(*map(mean_of, zip(*of_studies, strict=True)))
     return results
 
 
@@ -472,12 +456,12 @@ def mean_of(values: Iterable[float]) -> float:
     return round(float(np.mean(known)), DIGITS) if known else math.nan
 
 
-def compare(arm: Values, base: Values) -> Difference:
-    """The arm minus the base, paired by the seeds that both have."""
+def compare(arm: Results, base: Results, what: str) -> Difference:
+    """The arm minus the base in their areas or last values, paired by the seeds that both have."""
     seeds = sorted(arm.keys() & base.keys())
-    ours = [arm[seed] for seed in seeds]
-    theirs = [base[seed] for seed in seeds]
-    mean = mean_of(arm[seed] - base[seed] for seed in seeds)
+    ours = [getattr(arm[seed], what) for seed in seeds]
+    theirs = [getattr(base[seed], what) for seed in seeds]
+    mean = mean_of(np.subtract(ours, theirs))
     if len(seeds) < 2 or ours == theirs:
         return Difference(mean, math.nan, math.nan, math.nan)
     test: Any = stats.ttest_rel(ours, theirs)
@@ -512,16 +496,16 @@ def adjusted(differences: Mapping[str, Difference]) -> dict[str, float]:
 def warnings_of(results: Mapping[str, Results]) -> list[str]:
     """What makes the comparison of an arm with the first one doubtful."""
     base = next(iter(results))
-    all_seeds = sorted(set().union(*(of_arm.areas for of_arm in results.values())))
+    all_seeds = sorted(set().union(*results.values()))
     lines = []
     for name, arm in results.items():
-        lacking = [str(seed) for seed in all_seeds if seed not in arm.areas]
+        lacking = [str(seed) for seed in all_seeds if seed not in arm]
         if lacking:
             lines.append(f"{name} has no run of seeds {', '.join(lacking)}. Seeds that only it fails on flatter it")
-        both = arm.areas.keys() & results[base].areas.keys()
-        if any(arm.starts[seed] != results[base].starts[seed] for seed in both):
+        both = arm.keys() & results[base].keys()
+        if any(arm[seed].start != results[base][seed].start for seed in both):
             lines.append(f"{name} begins at another value than {base}: does it judge held-out rows in another way?")
-        if name != base and both and all(arm.areas[seed] == results[base].areas[seed] for seed in both):
+        if name != base and both and all(arm[seed].area == results[base][seed].area for seed in both):
             lines.append(f"{name} equals {base} on each seed: does its change act here?")
     return lines
 
@@ -534,23 +518,23 @@ def print_table(outs: Sequence[Path], metric: str) -> bool:
     arms = list(arms_of_studies[0].values())
     results = {arm.name: results_of(outs, arm.name, metric) for arm in arms}
     base = arms[0].name
-    areas = {arm.name: compare(results[arm.name].areas, results[base].areas) for arm in arms[1:]}
-    lasts = {arm.name: compare(results[arm.name].lasts, results[base].lasts) for arm in arms[1:]}
+    areas = {arm.name: compare(results[arm.name], results[base], "area") for arm in arms[1:]}
     p_values = adjusted({arm.name: areas[arm.name] for arm in arms[1:] if not arm.is_control})
 
     print(f"| arm | seeds | area | area - {base}, 95 % interval | last | last - {base}, 95 % interval | verdict |")
     print("|---|---|---|---|---|---|---|")
     verdicts = []
     for arm in arms:
-        area = mean_of(results[arm.name].areas.values())
-        last = mean_of(results[arm.name].lasts.values())
+        own = results[arm.name]
+        area = mean_of([result.area for result in own.values()])
+        last = mean_of([result.last for result in own.values()])
         if arm.name == base:
-            print(f"| {base} | {len(results[base].areas)} | {area:.3f} | | {last:.3f} | | |")
+            print(f"| {base} | {len(own)} | {area:.3f} | | {last:.3f} | | |")
             continue
         verdicts.append(verdict_of(arm, areas[arm.name], p_values.get(arm.name, math.nan)))
         name = f"control {arm.name}" if arm.is_control else arm.name
-        words = [shown(areas[arm.name]), f"{last:.3f}", shown(lasts[arm.name]), verdicts[-1]]
-        print(f"| {name} | {len(results[arm.name].areas)} | {area:.3f} | {' | '.join(words)} |")
+        words = [shown(areas[arm.name]), f"{last:.3f}", shown(compare(own, results[base], "last")), verdicts[-1]]
+        print(f"| {name} | {len(own)} | {area:.3f} | {' | '.join(words)} |")
 
     for line in warnings_of(results):
         print(f"WARNING: {line}")

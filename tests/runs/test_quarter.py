@@ -30,8 +30,10 @@ FAULTS = {  # check -> a fault
     """,
     "rows_15": """
         import grpo
-        right = grpo.softmax_gradient
-        grpo.softmax_gradient = lambda *arguments: 0.8 * right(*arguments)
+        right = grpo.HeadLogprobs.backward
+        def too_small(ctx, *upstream):
+            return tuple(value if value is None else 0.8 * value for value in right(ctx, *upstream))
+        grpo.HeadLogprobs.backward = staticmethod(too_small)
     """,
     "replay": """
         import sys
