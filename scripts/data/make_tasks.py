@@ -1,6 +1,6 @@
 """Write the tasks of the fly: short questions about the digits of a number, as train.jsonl and eval.jsonl.
 
-    python scripts/data/make_tasks.py [--out data/tasks] [--tasks last largest_digit] [--seed 1]
+    python scripts/data/make_tasks.py    # to data/tasks
 
 Each task has 320 rows to train on and 64 others to evaluate on. No number comes twice, so that no question of
 eval.jsonl has its answer in train.jsonl. The rows to train on name the verifier `learned`, which a run points at a
@@ -12,8 +12,8 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -26,8 +26,7 @@ LEARNED = "learned"  # the verifier that rows to train on name
 TRUE = "gsm8k"  # the verifier that rows to evaluate on name
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question about the digits of a number, and its answer."""
 
     text: str
@@ -55,9 +54,9 @@ def make_row(question: Question, verifier: str) -> dict:
     return {"messages": messages, "ground_truth": question.answer, "dataset": verifier}
 
 
-def make_task(name: str, out: Path, seed: int = 1) -> Path:
+def make_task(name: str, out: Path) -> Path:
     """Write the rows of a task to out/name."""
-    rng = random.Random(f"{seed} {name}")
+    rng = random.Random(f"1 {name}")
     drawn: dict[int, Question] = {}
     while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
         question = TASKS[name](rng)
@@ -68,15 +67,7 @@ def make_task(name: str, out: Path, seed: int = 1) -> Path:
     return write_splits(out / name, {"eval": eval_rows, "train": train_rows})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "data" / "tasks")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    for name in args.tasks:
-        make_task(name, args.out, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for task in TASKS:
+        make_task(task, ROOT / "data" / "tasks")

@@ -3,7 +3,7 @@
 Two layers, hidden size 128, two heads of 64 (the smallest head that vLLM runs on a CPU), about 512 tokens. The weights
 are drawn wide enough for the next-token distribution to depend on the context: neither flat nor stuck on one token.
 
-    python scripts/data/make_tiny_model.py --out DIR [--arch llama|qwen2|qwen3] [--untied] [--seed 0] [--layers 2]
+    python scripts/data/make_tiny_model.py --out DIR [--arch llama|qwen2|qwen3]
 """
 
 import argparse
@@ -124,13 +124,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--arch", choices=ARCHS, default="llama")
-    parser.add_argument("--untied", action="store_true", help="give the output layer a matrix of its own")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=512, help="number of tokens (the text has merges for 512)")
     args = parser.parse_args()
-    make_tiny_model(args.out, args.arch, not args.untied, args.seed, args.layers, args.vocab)
-    print(f"wrote {args.out}")
+    print(f"wrote {make_tiny_model(args.out, args.arch)}")
 
 
 if __name__ == "__main__":

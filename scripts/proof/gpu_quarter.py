@@ -4,8 +4,8 @@
     python scripts/proof/gpu_quarter.py --tiny --seconds 300       in miniature on a CPU, which compiles nothing
 
 Nothing is downloaded: models have random weights, or are the fly of scripts/studies. What needs vLLM is made where it
-is installed. Every figure is a line of DIR/results.jsonl, and DIR/README.md is written anew after each check: what is
-cut off loses nothing. DIR/failed.txt has the ends of the logs of what failed. Logs and runs are in DIR.work.
+is installed. Every figure is a line of DIR/results.jsonl, so that what is cut off loses nothing. DIR/failed.txt has the
+ends of the logs of what failed. Logs and runs are in DIR.work.
 
 Checks of right and wrong run side by side, timed ones alone. Each is a process, which imports while the ones before it
 work, and ends when its seconds are over.
@@ -507,7 +507,7 @@ def start(name: str, options: argparse.Namespace) -> Any:
 
 
 def end(name: str, process: Any, deadline: float, options: argparse.Namespace) -> None:
-    """Wait for a check until its time is over, end all of its processes, and write the page."""
+    """Wait for a check until its time is over, and end all of its processes."""
     status: Any = "cut off"
     with contextlib.suppress(subprocess.TimeoutExpired):
         status = process.wait(max(0.1, deadline - time.monotonic()))
@@ -516,27 +516,6 @@ def end(name: str, process: Any, deadline: float, options: argparse.Namespace) -
     if status != 0:
         job_of(name, options).note("the check itself", ok=False, status=status)
         keep_failure(options.out, options.work / f"{name}.out")
-    write_page(options.out)
-
-
-def write_page(out: Path) -> None:
-    """DIR/README.md from what results there are."""
-    words = {True: "pass", False: "**FAIL**", None: ""}
-    order = list(CHECKS)
-    rows = sorted(read_lines(out / "results.jsonl"), key=lambda row: order.index(row["check"]))
-    lines = ["| check | case | | figures |", "|---|---|---|---|"]
-    for row in rows:
-        figures = [f"{key} {rounded(value)}" for key, value in row["figures"].items()]
-        shown = ", ".join(figures).replace("|", "/")
-        word = words[row["ok"]]
-        lines.append(f"| {row['check']} | {row['case']} | {word} | {shown} |")
-    (out / "README.md").write_text("\n".join(lines) + "\n")
-
-
-def rounded(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(rounded, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def make_checks(options: argparse.Namespace) -> None:
@@ -563,7 +542,6 @@ def make_checks(options: argparse.Namespace) -> None:
             end(name, process, min(deadline, began + CHECKS[name].seconds), options)
         if not goes_on:
             break
-    write_page(options.out)
 
 
 def main() -> None:
@@ -593,7 +571,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     make_task("largest_digit", options.work / "tasks")
     make_checks(options)
-    print((options.out / "README.md").read_text())
+    print((options.out / "results.jsonl").read_text())
 
 
 if __name__ == "__main__":

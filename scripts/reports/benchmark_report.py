@@ -11,12 +11,13 @@ advantages      their mean is 0, whatever was learned. The returns are the same 
 accuracy        with a 95 % interval over the evaluation prompts, since responses to one prompt are alike
 """
 
+import contextlib
 import csv
 import math
 import statistics
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -69,17 +70,9 @@ def devices(run: Run) -> int:
     return sum(run.args.get("num_learners_per_node", [1])) + engines
 
 
-def value(run: Run, name: str, row: dict[str, Any]) -> float | None:
-    """A step's value by veRL's name and in its unit, or None."""
-    known = {metric: number for metric, number in row.items() if number is not None}
-    try:
-        return computed(run, name, known)
-    except (KeyError, ZeroDivisionError):  # a metric that it is made of is not there, or 0
-        return None
-
-
 def computed(run: Run, name: str, row: dict[str, float]) -> float:
-    """The same of a row without None. Raises KeyError where a metric that it is made of is not there."""
+    """A step's value by veRL's name and in its unit, of a row without None. Raises KeyError where a metric that it is
+    made of is not there."""
     tokens = "val/num_sampled_tokens"
     match name.split("/"):
         case ["actor", "kl_coef"]:
@@ -129,8 +122,11 @@ def values(run: Run, name: str, after: int = 0) -> list[float]:
     rows = [row for step, row in run.rows.items() if step > after]
     if after == 0 and name == ACCURACY:
         rows.insert(0, run.start)
-    found = [value(run, name, row) for row in rows]
-    return [number for number in found if number is not None]
+    found = []
+    for row in rows:
+        with contextlib.suppress(KeyError, ZeroDivisionError):  # a metric that it is made of is not there, or 0
+            found.append(computed(run, name, {metric: number for metric, number in row.items() if number is not None}))
+    return found
 
 
 def last_accuracy(run: Run) -> intervals.Estimate | None:
@@ -143,15 +139,11 @@ def last_accuracy(run: Run) -> intervals.Estimate | None:
 
 
 def sparkline(points: list[float]) -> str:
-    """Eight heights from the least to the most. More than MAX_HEIGHTS points are averaged in equal parts."""
-    n = min(len(points), MAX_HEIGHTS)
-    ends = [i * len(points) // n for i in range(n + 1)]
-    means = [statistics.fmean(points[ends[i] : ends[i + 1]]) for i in range(n)]
-    low = min(means)
-    spread = max(means) - low
-    if spread == 0:
-        return HEIGHTS[0] * n
-    return "".join(HEIGHTS[min(int(8 * (mean - low) / spread), 7)] for mean in means)
+    """Eight heights from the least to the most, of every point or every nth."""
+    shown = points[:: math.ceil(len(points) / MAX_HEIGHTS)]
+    low = min(shown)
+    spread = (max(shown) - low) or 1.0
+    return "".join(HEIGHTS[min(int(8 * (point - low) / spread), 7)] for point in shown)
 
 
 def number(value: float | None) -> str:

@@ -51,7 +51,7 @@ FAULTS = {  # check -> a fault
 
 @pytest.fixture
 def quarter(tmp_path):
-    """Function (checks, fault, seconds) -> rows of results.jsonl, after a look at the page."""
+    """Function (checks, fault, seconds) -> rows of results.jsonl."""
 
     def run(checks, fault="", seconds=200):
         python = programs.python_that_forks(tmp_path / "python", PROGRAM)
@@ -59,10 +59,7 @@ def quarter(tmp_path):
         words = [PROGRAM, "--tiny", "--seconds", seconds, "--out", tmp_path / "out", "--only", *checks.split()]
         done = programs.run(words, PYTHON_OF_FORKS=python, PYTHONPATH=tmp_path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-        page = (tmp_path / "out" / "README.md").read_text()
-        assert page in done.stdout and all(f"| {row['check']} | {row['case']} |" in page for row in rows)
-        return rows
+        return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
 
     return run
 
