@@ -6,11 +6,9 @@ Tiny models by scripts/families.py, from their configs alone.
 import json
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,7 +17,7 @@ import grpo_fast
 import utils
 from scripts import families
 from scripts.data import make_tiny_model
-from scripts.parts import adapters, packing, plan
+from scripts.parts import adapters, plan
 from tests import programs
 from tests.conftest import REPO
 from tests.test_learner import VOCAB, make_args, make_rollouts, run_update
@@ -215,13 +213,6 @@ def test_families_train_save_and_load(tmp_path, backend, names):
         assert not vllm or float(vllm) < 1e-5
 
 
-def test_a_tiny_config_has_no_heads_that_its_model_does_not_read():
-    """vLLM reads num_key_value_heads of any config: it would compute another attention than transformers."""
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    assert not hasattr(families.config_of("gpt_neox", {}, ids, 512), "num_key_value_heads")
-    assert families.config_of("llama", {}, ids, 512).num_key_value_heads == 1
-
-
 @pytest.mark.parametrize("lost", [["Linear"], ["Dropout"], []])
 def test_weights_that_vllm_leaves_out_end_the_run(lost):
     """vLLM logs a layer that loaded nothing, also one that has no weights, as all rotary embeddings."""
@@ -248,12 +239,3 @@ def test_gpt_oss_is_refused_with_vllm(tmp_path):
     done = programs.run([*line, "--flags=--attn_implementation eager"], timeout=600)
     assert done.returncode == 1
     assert "vLLM did not take all weights" in done.stdout and "GptOssRoutedExperts" in done.stdout, done.stdout
-
-
-def test_layers_that_run_slowly_on_a_gpu_are_named_at_the_start(monkeypatch):
-    config = transformers.Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
-    policy = SimpleNamespace(model=SimpleNamespace(config=config))
-    assert packing.slow_layers([policy]) == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (line,) = packing.slow_layers([policy])
-    assert "linear_attention" in line and "flash-linear-attention" in line and "causal-conv1d" in line

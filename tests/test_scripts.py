@@ -1,4 +1,4 @@
-"""The scripts around the training: data, tiny model; the directory of a run."""
+"""The scripts around the training: data; the directory of a run."""
 
 import hashlib
 import json
@@ -10,16 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
 from scripts.data.make_addition import make_addition
 from scripts.data.make_largest import make_largest
 from scripts.data.make_products import make_products
-from scripts.data.make_tiny_model import ARCHS, make_tiny_model
 from scripts.parts import run_files
 from tests import programs
 
@@ -50,22 +47,6 @@ def test_rows_have_the_right_labels_and_splits_share_no_numbers(tmp_path, make, 
     assert not asked["train"] & asked["eval"]
     again, other = (make(tmp_path / str(seed), seed) / "eval.jsonl" for seed in (1, 2))
     assert again.read_bytes() == (out / "eval.jsonl").read_bytes() != other.read_bytes()
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_tiny_model_loads_and_generates(tmp_path, arch, tied):
-    path = make_tiny_model(tmp_path / "model", arch=arch, tied=tied)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert model.config.model_type == arch
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert len(tokenizer) == model.config.vocab_size
-    inputs = tokenizer("What is 12 + 7?", return_tensors="pt")
-    with torch.no_grad():
-        probs = model(**inputs).logits[0].softmax(-1)
-    assert len(set(probs.argmax(-1).tolist())) > 5  # it depends on the context
-    assert [token for token in tokenizer.tokenize("is 42, 7") if token.isdigit()] == ["4", "2", "7"]
 
 
 RUN_AS_FILES = """

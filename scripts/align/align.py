@@ -123,9 +123,8 @@ def collect_metrics(rows: list[Row]) -> dict[str, dict[int, float]]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a log: JSON lines, veRL's {"step", "data"} lines, or its console's `step:1 - name:value - ...`.
-
-    A last line that a kill cut short is left out."""
+    """The rows of a log: JSON lines, veRL's {"step", "data"} lines, or its console's
+    `step:1 - name:value - name:np.float64(value) - ...`. A last line that a kill cut short is left out."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if not text.endswith(("}", "\n")):
         text = text.rpartition("\n")[0]
@@ -138,17 +137,11 @@ def read_rows(path: Path) -> list[Row]:
                 row = {"step": row["step"], **row["data"]}
             rows.append(row)
         elif on_console:
-            rows.append({"step": int(on_console[1]), **read_console(on_console[2])})
+            rows.append({"step": int(on_console[1])})
+            for part in on_console[2].split(" - "):
+                name, _, value = part.rpartition(":")
+                rows[-1][name] = float(re.sub(r"np\.\w+\((.*)\)", r"\1", value))
     return rows
-
-
-def read_console(text: str) -> dict[str, float]:
-    """The metrics in `name:value - name:np.float64(value) - ...`."""
-    values = {}
-    for part in text.split(" - "):
-        name, _, value = part.rpartition(":")
-        values[name] = float(re.sub(r"np\.\w+\((.*)\)", r"\1", value))
-    return values
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -110,10 +110,9 @@ def load_dataproto(path: Path) -> tuple[dict[str, torch.Tensor], list]:
     return tensors, uids.objects
 
 
-def rows_of_batch(tensors: dict[str, torch.Tensor], uids: list, step: int) -> tuple[list[dict[str, Any]], str]:
-    """A batch as veRL has it just before its actor update, as rows of rollouts.jsonl, and which logprobs stand for
-    the engine's. A prompt's rows (equal uid) are put together: veRL balances them over ranks.
-    Raises ValueError on fields that are missing or do not fit."""
+def rows_of_batch(tensors: dict[str, torch.Tensor], uids: list, step: int) -> list[dict[str, Any]]:
+    """A batch as veRL has it just before its actor update, as rows of rollouts.jsonl. A prompt's rows (equal uid) are
+    put together: veRL balances them over ranks. Raises ValueError on fields that are missing or do not fit."""
     engines = [name for name in ("rollout_log_probs", "old_log_probs") if name in tensors]
     if not engines:
         raise ValueError("the batch has neither rollout_log_probs nor old_log_probs")
@@ -131,7 +130,7 @@ def rows_of_batch(tensors: dict[str, torch.Tensor], uids: list, step: int) -> tu
             row |= {"training_step": step, "position": position, "sample": sample}
             row["versions"] = [step - 1] * len(row["token_ids"])
             rows.append(row)
-    return rows, engines[0]
+    return rows
 
 
 def _row(tensors: dict[str, torch.Tensor], engine: str) -> dict[str, Any]:
@@ -172,10 +171,9 @@ def import_batch(source: Path, out: Path) -> Path:
     path = out / "dumps" / f"step_{step:06d}.json"
     if path.exists():
         raise ValueError(f"{path} is there already")
-    rows, engine = rows_of_batch(*load_dataproto(source), step)
+    rows = rows_of_batch(*load_dataproto(source), step)
     out.mkdir(parents=True, exist_ok=True)
     positions = sorted({row["position"] for row in rows})
     dump = {"training_step": step, "how": "", "weights": "", "positions": positions, "packs": []}
-    dump |= {"source": f"veRL DataProto, logprobs from {engine}"}
     dumps.append_rows(out, [json.dumps(row) + "\n" for row in rows], dump)
     return path

@@ -80,10 +80,9 @@ def main() -> None:
         train = random.Random(args.seed).sample(train, args.rows or len(train))
     data.save_train(train[args.eval_rows :], args)
     if args.eval_rows:
-        data.write(data.without_questions(train[: args.eval_rows]), args.out / "eval.jsonl")
+        data.write(train[: args.eval_rows], args.out / "eval.jsonl")
     else:
-        test = read(args.dataset, "test", args.verifier, template)
-        data.write(data.without_questions(test), args.out / "test.jsonl")
+        data.write(read(args.dataset, "test", args.verifier, template), args.out / "test.jsonl")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ the size. `grpo.py --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct` tak
 import argparse
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,30 +66,19 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def is_complete(out: Path) -> bool:
-    return all((out / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     out = parser.parse_args().out.resolve()
-    if is_complete(out):  # before anything slow is imported
+    if out.exists():  # it is whole, because it is made under another name
         print(f"{out} is there already")
         return
-    if out.exists():
-        sys.exit(f"{out} exists and is not a complete model: remove it, or choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Everything goes to a temporary name first, so that a directory called `out` is always a whole model
-    tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        (tmp / "model").mkdir()
-        convert(find_gguf(tmp), tmp / "model")
-        n_bytes = sum(path.stat().st_size for path in (tmp / "model").iterdir())
-        os.rename(tmp / "model", out)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    print(f"wrote {out}: {n_bytes / 1e6:.0f} MB")
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as tmp:
+        model = Path(tmp) / "model"
+        convert(find_gguf(Path(tmp)), model)
+        os.rename(model, out)
+    print(f"wrote {out}: {(out / 'model.safetensors').stat().st_size / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -89,15 +89,12 @@ class Contamination:
         return None if self.known.isdisjoint(self.grams(words)) else "n-gram"
 
 
-def without_questions(asked: list[Asked]) -> list[Row]:
-    return [row for _, row in asked]
-
-
-def write(rows: list[Row], path: Path) -> None:
+def write(asked: list[Asked], path: Path) -> None:
     """Write jsonl, and its sha256 beside it in the format of `sha256sum -c`.
 
     Where one row has several verifiers, each has lists: in a column of texts and lists `datasets` turns "3" into 3.
     """
+    rows = [row for _, row in asked]
     if not rows:
         sys.exit(f"{path}: no row is left to write")
     if any(isinstance(row["dataset"], list) for row in rows):
@@ -150,7 +147,7 @@ def convert(args: argparse.Namespace, make: Callable[[Row], Row]) -> None:
             except (KeyError, ValueError) as error:
                 sys.exit(f"{where}: {error!r}")
     save_train(made["train"], args)
-    write(without_questions(made["test"]), args.out / "test.jsonl")
+    write(made["test"], args.out / "test.jsonl")
 
 
 def save_train(asked: list[Asked], args: argparse.Namespace) -> None:
@@ -161,7 +158,7 @@ def save_train(asked: list[Asked], args: argparse.Namespace) -> None:
         evaluation += [question_of(row) for _, row in read_rows(name, split or "test")]
     if evaluation:
         asked = decontaminate(asked, Contamination(evaluation), len(evaluation))
-    write(without_questions(asked), args.out / "train.jsonl")
+    write(asked, args.out / "train.jsonl")
 
 
 def decontaminate(asked: list[Asked], evaluation: Contamination, size: int) -> list[Asked]:

@@ -118,7 +118,8 @@ def show_rollout(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     shown["text"] = row["text"][:MAX_CHARACTERS]
     shown["cut"] = len(row["text"]) > MAX_CHARACTERS or len(row["token_ids"]) > MAX_TOKENS
     shown["spans"] = spans_of(row, pieces) if pieces else []
-    shown["versions"] = sorted({int(version) for version in row["versions"] if version >= 0})  # -1 is the environment's
+    versions = {int(version) for version in row["versions"]}
+    shown["versions"] = sorted(versions - {-1})  # the environment's
     turns = row.get("turns") or []
     shown["turns"] = [[turn["role"], turn.get("status") or turn.get("finish_reason"), turn["tokens"]] for turn in turns]
 
