@@ -18,7 +18,6 @@ OUT="${OUT:-runs/align_$MODE/$(basename "$0" .sh)}"
 mkdir -p "$OUT"
 OURS="${OURS:-python grpo.py}"
 SEEDS="${SEEDS:-1 2 3 4}"
-CLIP_LOWER=0.2 CLIP_HIGHER=0.28 SCHEDULER=constant
 SIX="objective/scores optim/grad_norm policy/entropy_avg objective/kl2_avg loss/policy_avg policy/ppo_kl_avg" # compared
 
 if [[ "$MODE" == tiny ]]; then
@@ -46,8 +45,7 @@ EOF
     REWARD_FLAGS=()
     OURS_FLAGS=(--max_prompt_token_length 1024 --pack_length 16384 --deepspeed_stage 3 --gradient_checkpointing
         --vllm_gpu_memory_utilization 0.4)
-    TRL_FLAGS=(--reward_file scripts/align/verl_reward.py:gsm8k_verl --autocast bfloat16 --micro_batch 8
-        --gradient_checkpointing)
+    TRL_FLAGS=(--reward_file scripts/align/verl_reward.py:gsm8k_verl --autocast bfloat16 --micro_batch 8)
     : "${TRL_PYTHON:?MODE=full needs TRL_PYTHON, a Python with TRL and a CUDA torch; MODE=tiny needs no GPU}"
 else
     echo "MODE is full or tiny, not $MODE" >&2
@@ -74,40 +72,24 @@ ours() {
         --no_use_rho_correction \
         --no_shuffle \
         --no_dither_master_weights \
-        --clip_lower $CLIP_LOWER \
-        --clip_higher $CLIP_HIGHER \
+        --clip_lower 0.2 \
+        --clip_higher 0.28 \
         --learning_rate $LR \
-        --lr_scheduler_type $SCHEDULER \
+        --lr_scheduler_type constant \
         --save_freq -1 \
         "${OURS_FLAGS[@]}" \
         "${REWARD_FLAGS[@]}" \
         "${@:2}"
 }
 
-# trl NAME MODE FLAGS... -> $OUT/NAME
+# trl NAME MODE RUN FLAGS...: with the settings of our $OUT/RUN -> $OUT/NAME
 trl() (
     python="${TRL_PYTHON:-}"
     if [[ -z "$python" ]]; then
         bash scripts/peers/setup_trl.sh
         python=.venv-trl/bin/python
     fi
-    "$python" scripts/peers/trl_side.py \
-        --out "$OUT/$1" \
-        --mode "$2" \
-        --model "$MODEL" \
-        --data "$DATA" \
-        --steps $STEPS \
-        --prompts $PROMPTS \
-        --samples $SAMPLES \
-        --max_new_tokens $LENGTH \
-        --temperature 1.0 \
-        --clip_lower $CLIP_LOWER \
-        --clip_higher $CLIP_HIGHER \
-        --lr $LR \
-        --lr_scheduler $SCHEDULER \
-        --no_shuffle \
-        "${TRL_FLAGS[@]}" \
-        "${@:3}"
+    "$python" scripts/peers/trl_side.py --out "$OUT/$1" --mode "$2" --like "$OUT/$3" "${TRL_FLAGS[@]}" "${@:4}"
 )
 
 # independent BETA ENTROPY_COEF FLAGS...: each side on its own with every seed, then the bands of the two
@@ -115,7 +97,7 @@ independent() {
     local seed a='' b=''
     for seed in $SEEDS; do
         ours "ours_$seed" --seed "$seed" --beta "$1" --entropy_coef "$2" "${@:3}"
-        trl "trl_$seed" stock --seed "$seed" --beta "$1" --entropy_coef "$2"
+        trl "trl_$seed" stock "ours_$seed"
         a="${a:+$a,}$OUT/ours_$seed"
         b="${b:+$b,}$OUT/trl_$seed"
     done

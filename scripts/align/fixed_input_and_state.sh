@@ -19,5 +19,5 @@ if [[ "$MODE" == tiny ]]; then # a random model does not stop, and responses of 
 fi
 
 ours ours --dump_steps all --save_freq 1 --beta "$BETA" --entropy_coef "$ENTROPY_COEF" "$@"
-trl trl batches --dumps "$OUT/ours" --save_freq 1 --beta "$BETA" --entropy_coef "$ENTROPY_COEF"
+trl trl batches ours --save_freq 1
 python scripts/align/align.py "$OUT/ours" "$OUT/trl" --tolerance "$TOLERANCE" --atol 1e-7 --plot "$OUT/align.png"

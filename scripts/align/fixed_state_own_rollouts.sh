@@ -14,7 +14,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 ours ours --dump_steps all --save_freq 1 --beta 0.001 --entropy_coef 0.003 "$@"
-trl trl states --dumps "$OUT/ours" --states "$OUT/ours" --beta 0.001 --entropy_coef 0.003 --seed 2
+trl trl states ours --seed 2
 # shellcheck disable=SC2086  # several names
 python scripts/align/align.py "$OUT/ours" "$OUT/trl" --paired --plot "$OUT/align.png" \
     --metrics $SIX val/sequence_lengths

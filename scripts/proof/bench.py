@@ -315,8 +315,9 @@ def run_trl(options: BenchFlags, mode: str) -> dict[str, float]:
     autocast = "bfloat16" if options.dtype == "bfloat16" else "none"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "steps.json"
-        flags = f"scripts/peers/trl_side.py --mode {mode} --model {options.model} --autocast {autocast} --json {path}"
-        flags += f" --data data/addition2/train.jsonl --steps {2 + options.steps}"
+        args = utils.parse_args(grpo.Args, [*sums_flags(options), "--total_episodes", str(64 * (2 + options.steps))])
+        (Path(directory) / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
+        flags = f"scripts/peers/trl_side.py --mode {mode} --like {directory} --autocast {autocast} --json {path}"
         subprocess.run([python, *flags.split()], cwd=ROOT, check=True)
         steps = json.loads(path.read_text())[2:]
     return {name: statistics.mean(step[name] for step in steps) for name in ("seconds", "generation", "tokens")}
