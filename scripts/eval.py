@@ -168,18 +168,14 @@ def read_evaluation(name: str, path: Path) -> Evaluation:
     return Evaluation(name, prompts)
 
 
-def is_correct(row: Row) -> bool:
-    """Whether all verifiers of a row gave the full score."""
-    return row["verifiable"] >= len(row["verifiers"]) - 1e-8
-
-
 def score(rows: Sequence[Row]) -> float:
     return sum(row["score"] for row in rows) / len(rows)
 
 
 def pass_at(k: int, rows: Sequence[Row]) -> float:
-    """pass@k of a prompt's rows."""
-    return grpo.pass_at_k(len(rows), sum(map(is_correct, rows)), k)
+    """pass@k of a prompt's rows; in a right one all verifiers gave the full score."""
+    right = sum(row["verifiable"] >= len(row["verifiers"]) - 1e-8 for row in rows)
+    return grpo.pass_at_k(len(rows), right, k)
 
 
 def measures(evaluations: Sequence[Evaluation]) -> dict[str, Callable[[list[Row]], float]]:
@@ -225,12 +221,15 @@ def report(evaluations: Sequence[Evaluation]) -> str:
 
 
 def differences(evaluations: Sequence[Evaluation], found: dict[str, Callable[[list[Row]], float]]) -> str:
-    """A table of differences from the first model, prompt by prompt."""
+    """A table of differences from the first model, prompt by prompt. Raises UserError unless two models were asked the
+    same: at the same position stands the same label."""
     first = evaluations[0]
     rows = []
     for other in evaluations[1:]:
         both = sorted(first.prompts.keys() & other.prompts.keys())
-        need_same_prompts(first, other, both)
+        same = [first.prompts[i][0]["ground_truths"] == other.prompts[i][0]["ground_truths"] for i in both]
+        what = f"{first.name} and {other.name} were not asked the same prompts"
+        utils.need(bool(same) and all(same), f"{what}: they cannot be compared")
         for name, value in found.items():
             ours = first.by_prompt(value)
             theirs = other.by_prompt(value)
@@ -243,13 +242,6 @@ def differences(evaluations: Sequence[Evaluation], found: dict[str, Callable[[li
     words = "paired by prompt; p: of the difference when every sign is random"
     few = "; where few prompts differ, the interval is too narrow" if any("few" in row[3] for row in rows) else ""
     return f"{words}{few}\n\n{table(head, rows, text=(0, 1))}"
-
-
-def need_same_prompts(first: Evaluation, other: Evaluation, both: Sequence[int]) -> None:
-    """Raises UserError unless two models were asked the same: at the same position stands the same label."""
-    same = [first.prompts[i][0]["ground_truths"] == other.prompts[i][0]["ground_truths"] for i in both]
-    what = f"{first.name} and {other.name} were not asked the same prompts"
-    utils.need(bool(same) and all(same), f"{what}: they cannot be compared")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

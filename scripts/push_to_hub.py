@@ -43,8 +43,8 @@ def hub_repo(name: str) -> str:
 
 def model_card(run_dir: Path, args: dict[str, Any]) -> str:
     """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
-    metrics_lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in metrics_lines]
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
     environment = json.loads((run_dir / "environment.json").read_text())
     start = Path(args["model_name_or_path"])
     start_name = start.name if start.is_dir() else args["model_name_or_path"]
@@ -104,8 +104,7 @@ def push(run_dir: Path, args: dict[str, Any], name: str) -> str:
     return api.upload_folder(repo_id=repo, folder_path=model, commit_message=message).commit_url
 
 
-def parse_options() -> argparse.Namespace:
-    """The options of the command line. Exits with status 2 where RUN has no model to upload."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir/exp_name of a run that is done")
     parser.add_argument("--hf_repo_id", help="NAME or ORGANIZATION/NAME; default: the run's own, else its name")
@@ -115,11 +114,6 @@ def parse_options() -> argparse.Namespace:
     has_model = (model / "config.json").exists() or (model / "adapter_config.json").exists()
     if not options.check and not has_model:
         parser.error(f"{model} is no model: give the output_dir/exp_name of a run that is done")
-    return options
-
-
-def main() -> int:
-    options = parse_options()
     file = options.run / "args.json"
     args = json.loads(file.read_text()) if file.exists() else {}
     name = options.hf_repo_id or args.get("hf_repo_id") or args.get("exp_name") or options.run.name

@@ -315,8 +315,10 @@ def run_trl(options: BenchFlags, mode: str) -> dict[str, float]:
     autocast = "bfloat16" if options.dtype == "bfloat16" else "none"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "steps.json"
-        args = utils.parse_args(grpo.Args, [*sums_flags(options), "--total_episodes", str(64 * (2 + options.steps))])
-        (Path(directory) / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
+        line = [*sums_flags(options), "--total_episodes", str(64 * (2 + options.steps))]
+        args = utils.parse_args(grpo.Args, line)
+        settings = json.dumps(dataclasses.asdict(args))
+        Path(directory, "args.json").write_text(settings)
         flags = f"scripts/peers/trl_side.py --mode {mode} --like {directory} --autocast {autocast} --json {path}"
         subprocess.run([python, *flags.split()], cwd=ROOT, check=True)
         steps = json.loads(path.read_text())[2:]
