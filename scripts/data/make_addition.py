@@ -19,10 +19,14 @@ DRAWN_TRAIN_ROWS = 2000  # of the pairs from 1 to 99
 DRAWN_EVAL_ROWS = 100
 
 
-def make_row(a: int, b: int) -> dict:
-    question = f"What is {a} + {b}? Give only the number."
-    # "gsm8k" picks the reward: it compares the last number of the answer with the ground truth
-    return {"messages": [{"role": "user", "content": question}], "ground_truth": str(a + b), "dataset": "gsm8k"}
+def make_row(turns: list[tuple[str, str]], answer: str | int, verifier: str = "gsm8k") -> dict:
+    """A row of (role, text) turns; gsm8k compares the last number of a response with the answer."""
+    messages = [{"role": role, "content": text} for role, text in turns]
+    return {"messages": messages, "ground_truth": str(answer), "dataset": verifier}
+
+
+def sum_row(a: int, b: int) -> dict:
+    return make_row([("user", f"What is {a} + {b}? Give only the number.")], a + b)
 
 
 def all_pairs(rng: random.Random) -> dict[str, list[dict]]:
@@ -35,7 +39,7 @@ def all_pairs(rng: random.Random) -> dict[str, list[dict]]:
     rows: dict[str, list[dict]] = {"eval": [], "train": []}
     for group in groups:
         split = "eval" if len(rows["eval"]) + len(group) <= EVAL_ROWS else "train"
-        rows[split] += [make_row(a, b) for a, b in group]
+        rows[split] += [sum_row(a, b) for a, b in group]
     return rows
 
 
@@ -52,7 +56,7 @@ def drawn_pairs(rng: random.Random) -> dict[str, list[dict]]:
 
     rows: dict[str, list[dict]] = {"eval": [], "train": []}
     for (a, b), split in split_of.items():
-        rows[split].append(make_row(a, b))
+        rows[split].append(sum_row(a, b))
     return rows
 
 

@@ -16,27 +16,20 @@ from pathlib import Path
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.data.make_addition import ROOT, write_splits
+from scripts.data.make_addition import ROOT, make_row, write_splits
 
 TRAIN_ROWS = 400
 EVAL_ROWS = 64
-EXAMPLE = [71, 14, 38]
 
 
-def question(numbers: list[int]) -> str:
-    listed = ", ".join(map(str, numbers))
-    return f"Which is the largest of {listed}?"
-
-
-def make_row(numbers: list[int]) -> dict:
-    messages = [
-        {"role": "system", "content": "Answer with a number."},  # shorter than the chat template's own
-        {"role": "user", "content": question(EXAMPLE)},
-        {"role": "assistant", "content": str(max(EXAMPLE))},
-        {"role": "user", "content": question(numbers)},
+def largest_row(numbers: list[int]) -> dict:
+    turns = [
+        ("system", "Answer with a number."),  # shorter than the chat template's own
+        ("user", "Which is the largest of 71, 14, 38?"),
+        ("assistant", "71"),
+        ("user", f"Which is the largest of {', '.join(map(str, numbers))}?"),
     ]
-    # "gsm8k" picks the reward: it compares the last number of the answer with the ground truth
-    return {"messages": messages, "ground_truth": str(max(numbers)), "dataset": "gsm8k"}
+    return make_row(turns, max(numbers))
 
 
 def make_largest(out: Path, seed: int = 1) -> Path:
@@ -45,7 +38,7 @@ def make_largest(out: Path, seed: int = 1) -> Path:
     while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
         numbers = rng.sample(range(10, 100), 3)
         if numbers.index(max(numbers)) == len(drawn) % 3:  # each place in turn
-            drawn.setdefault(frozenset(numbers), make_row(numbers))
+            drawn.setdefault(frozenset(numbers), largest_row(numbers))
     rows = list(drawn.values())
     return write_splits(out, {"eval": rows[:EVAL_ROWS], "train": rows[EVAL_ROWS:]})
 

@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.data.make_addition import ROOT, write_splits
+from scripts.data.make_addition import ROOT, make_row, write_splits
 
 TRAIN_ROWS = 2000
 EVAL_ROWS = 64
@@ -29,13 +29,6 @@ EXAMPLES = [
 ]
 
 
-def make_row(a: int, b: int) -> dict:
-    turns = [*EXAMPLES, ("user", f"What is {a} * {b}?")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    # "gsm8k" picks the reward: it compares the last number of the last turn with the ground truth
-    return {"messages": messages, "ground_truth": str(a * b), "dataset": "gsm8k"}
-
-
 def make_products(out: Path, seed: int = 1) -> Path:
     rng = random.Random(seed)
     drawn: dict[tuple[int, int], dict] = {}
@@ -43,7 +36,7 @@ def make_products(out: Path, seed: int = 1) -> Path:
         a = rng.randint(100, 999)
         b = rng.randint(100, 999)
         if (b, a) not in drawn:
-            drawn[a, b] = make_row(a, b)
+            drawn[a, b] = make_row([*EXAMPLES, ("user", f"What is {a} * {b}?")], a * b)
     rows = list(drawn.values())
     return write_splits(out, {"eval": rows[:EVAL_ROWS], "train": rows[EVAL_ROWS:]})
 

@@ -18,12 +18,10 @@ from typing import NamedTuple
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.data.make_addition import ROOT, write_splits
+from scripts.data.make_addition import ROOT, make_row, write_splits
 
 TRAIN_ROWS = 320
 EVAL_ROWS = 64
-LEARNED = "learned"  # the verifier that rows to train on name
-TRUE = "gsm8k"  # the verifier that rows to evaluate on name
 
 
 class Question(NamedTuple):
@@ -48,12 +46,6 @@ def largest_digit(rng: random.Random) -> Question:
 TASKS: dict[str, Callable[[random.Random], Question]] = {"last": last, "largest_digit": largest_digit}
 
 
-def make_row(question: Question, verifier: str) -> dict:
-    """The row of a question."""
-    messages = [{"role": "user", "content": question.text}]
-    return {"messages": messages, "ground_truth": question.answer, "dataset": verifier}
-
-
 def make_task(name: str, out: Path) -> Path:
     """Write the rows of a task to out/name."""
     rng = random.Random(f"1 {name}")
@@ -61,10 +53,12 @@ def make_task(name: str, out: Path) -> Path:
     while len(drawn) < TRAIN_ROWS + EVAL_ROWS:
         question = TASKS[name](rng)
         drawn.setdefault(question.number, question)
-    questions = list(drawn.values())
-    eval_rows = [make_row(question, TRUE) for question in questions[:EVAL_ROWS]]
-    train_rows = [make_row(question, LEARNED) for question in questions[EVAL_ROWS:]]
-    return write_splits(out / name, {"eval": eval_rows, "train": train_rows})
+    rows: dict[str, list[dict]] = {"eval": [], "train": []}
+    for i, question in enumerate(drawn.values()):
+        split = "eval" if i < EVAL_ROWS else "train"
+        verifier = "gsm8k" if split == "eval" else "learned"
+        rows[split].append(make_row([("user", question.text)], question.answer, verifier))
+    return write_splits(out / name, rows)
 
 
 if __name__ == "__main__":
