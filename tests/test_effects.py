@@ -1,17 +1,17 @@
-"""Every flag of the algorithm, the engine and the reward, changed alone, changes what its documentation says.
+"""Every flag of the engine, of turns, of evaluations and of the reward's parts, changed alone, changes what its
+documentation says. Those of the algorithm and of the scores are drawn in tests/reference.py.
 
-CASES has a row for every flag, or a test fails. A row is what else is set, what the flag is changed to, and what then
-differs first, of the chain of causes and effects in `observe`. Most rows run grpo.py's whole main twice, with a stub in
-place of the engine, 0.2 s each.
+A row of CASES is what else is set, what the flag is changed to, and what then differs first, of the chain of causes and
+effects in `observe`. Most rows run grpo.py's whole main twice, with a stub in place of the engine, 0.2 s each.
 """
 
 import functools
 import json
 import random
 import sys
-import types
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import rewards
 import utils
 from scripts.parts import plan, run_files
 from scripts.parts import rows as part_of_rows
+from tests import reference
 
 LABEL = "7"
 TEXTS = ["7", "so 8", "is</think> <answer>7</answer>", "</think><answer>3</answer>", "7 then 9", "no"]
@@ -164,37 +165,23 @@ def flags_of(flags):
     return utils.parse_args(grpo.Args, f"--model_name_or_path x {BASE} {flags}".split())
 
 
+MAKE_ENGINE = utils.make_engine
+COMMUNICATORS = ".distributed.device_communicators"
+
+
 def engine_options(flags, model, world, patch):
     """Which engine is made, and what vLLM, a stub, is made of and asked for."""
     seen = {}
-    calls = types.SimpleNamespace(driver_worker=types.SimpleNamespace(worker=None))
-    core = types.SimpleNamespace(model_executor=calls, add_request=lambda *_: None, set_weight_version=lambda _: None)
-
-    class LLM:
-        def __init__(self, **options):
-            seen.update(options)
-            self.llm_engine = core
-
-    class SamplingParams:
-        def __init__(self, **options):
-            seen.update({f"asked {name}": value for name, value in options.items()})
-
-    communicators = "vllm.distributed.device_communicators"
-    parts = {
-        "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
-        "vllm.sampling_params": {"RequestOutputKind": types.SimpleNamespace(FINAL_ONLY=None)},
-        "vllm.distributed": {},
-        communicators: {},
-        f"{communicators}.cpu_communicator": {"CpuCommunicator": type("CpuCommunicator", (), {})},
-    }
-    for name, content in parts.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        patch.setitem(sys.modules, name, module)
+    vllm = mock.MagicMock()
+    vllm.LLM = lambda **options: seen.update(options) or mock.MagicMock()
+    vllm.SamplingParams = lambda **options: seen.update({f"asked {name}": value for name, value in options.items()})
+    vllm.RequestOutputKind.FINAL_ONLY = None
+    for name in ("", ".sampling_params", ".distributed", COMMUNICATORS, f"{COMMUNICATORS}.cpu_communicator"):
+        patch.setitem(sys.modules, f"vllm{name}", vllm)
     args = replace(flags_of(flags), model_name_or_path=str(model))
     patch.setenv("VLLM_RPC_BASE_PATH", "")  # which the engine sets for its ranks
     patch.setattr(utils.gc, "freeze", lambda: None)  # these are the tests' objects
-    engine: Any = utils.make_engine(args, utils.load_tokenizer(args), world, 8)
+    engine: Any = MAKE_ENGINE(args, utils.load_tokenizer(args), world, 8)
     if isinstance(engine, utils.VLLMEngine):
         engine.add("0", utils.Request((1, 2), 3, 0.7, 5))
     elif args.stop_strings:
@@ -227,53 +214,18 @@ class Case(NamedTuple):
 
 
 KL = "--beta 0.5 --load_ref_policy"
-TWICE = "--num_epochs 3 --no_use_rho_correction"  # later passes are off-policy
-FORMAT = "--apply_r1_style_format_reward"
 TURNS = "--response_length 100 --pack_length 128 --env_file ENV"
 ENV = "def step(episode):\n    return 'so' if '7' not in episode.text and episode.turn < 3 else None\n"
-FILES = {"ENV": ENV}
 CASES: dict[str, Case] = {
     # the algorithm
-    "num_unique_prompts_rollout": Case("", "--num_unique_prompts_rollout 2", "1 requests"),
-    "num_samples_per_prompt_rollout": Case("", "--num_samples_per_prompt_rollout 4", "1 requests"),
-    "active_sampling": Case("", "--active_sampling", "1 requests"),
-    "no_resampling_pass_rate": Case("", "--no_resampling_pass_rate 0.3", "2 requests"),
-    "filter_zero_std_samples": Case("--overlong_buffer_length 10", "--no_filter_zero_std_samples", "1 mini-batches"),
-    "mask_truncated_completions": Case("", "--mask_truncated_completions", "1 mini-batches"),
-    "kl_in_reward": Case(f"{KL} --advantage_normalization_type centered", "--kl_in_reward", "2 advantages"),
     "force_kl_in_reward": Case(f"{KL} --kl_in_reward", "--force_kl_in_reward", "refused"),
-    "loss_fn": Case(TWICE, "--loss_fn cispo", "1 loss/policy_avg"),
-    "beta": Case("--load_ref_policy", "--beta 0.5", "2 loss/kl_avg"),
-    "kl_estimator": Case(KL, "--kl_estimator 1", "2 loss/kl_avg"),
-    "load_ref_policy": Case("", "--load_ref_policy", "1 objective/kl0_avg"),
     "ref_policy_update_freq": Case(KL, "--ref_policy_update_freq 2", "3 loss/kl_avg"),
     "alpha": Case(f"{KL} --ref_policy_update_freq 1", "--alpha 0.1", "2 loss/kl_avg"),
-    "clip_lower": Case(TWICE, "--clip_lower 0.9", "1 loss/policy_avg"),
-    "clip_higher": Case(TWICE, "--clip_higher 9", "1 loss/policy_avg"),
-    "clip_dual": Case(TWICE, "--clip_dual 1.01", "1 loss/policy_avg"),
-    "entropy_coef": Case("", "--entropy_coef 1", "1 loss/entropy_avg"),
-    "advantage_normalization_type": Case("", "--advantage_normalization_type centered", "1 advantages"),
-    "loss_denominator": Case("", "--loss_denominator sequence", "1 loss/policy_avg"),
-    "use_rho_correction": Case("", "--no_use_rho_correction", "1 loss/policy_avg"),
-    "rho_clamp_upper_bound": Case("", "--rho_clamp_upper_bound 1", "1 loss/policy_avg"),
-    "rho_mask_lower_bound": Case("", "--rho_mask_lower_bound 0.9", "1 loss/policy_avg"),
-    "rho_mask_upper_bound": Case("", "--rho_mask_upper_bound 1.1", "1 loss/policy_avg"),
-    "rho_clamp_lower_bound": Case("", "--rho_clamp_lower_bound 1", "1 loss/policy_avg"),
-    "rho_mask_tv_divergence": Case("--rho_mask_upper_bound 1.1", "--rho_mask_tv_divergence", "1 loss/policy_avg"),
-    "rho_mask_sequence_level": Case("--rho_mask_lower_bound 0.9", "--rho_mask_sequence_level", "1 loss/policy_avg"),
-    "learning_rate": Case("", "--learning_rate 1e-3", "1 lr"),
-    "lr_scheduler_type": Case("", "--lr_scheduler_type linear", "2 lr"),
-    "warmup_ratio": Case("--lr_scheduler_type linear", "--warmup_ratio 0.6", "1 lr"),
-    "weight_decay": Case("", "--weight_decay 50", "1 weights"),
-    "max_grad_norm": Case("", "--max_grad_norm 1e-7", "1 weights"),
     "per_device_train_batch_size": Case(
         "--verification_reward 0", "--per_device_train_batch_size 4", "1 debug/vllm_vs_local_logprob_diff_mean"
     ),
-    "pack_length": Case("", "--pack_length 51", "1 packs"),
     "sequence_parallel_size": Case("", "--sequence_parallel_size 2", "refused"),  # else tests/test_sequence_parallel.py
     "total_episodes": Case("", "--total_episodes 24", "3 requests"),
-    "num_epochs": Case("", "--num_epochs 2", "1 loss/policy_avg"),
-    "num_mini_batches": Case("", "--num_mini_batches 2", "1 mini-batches"),
     "local_eval_every": Case("--dataset_mixer_eval_list EVAL", "--local_eval_every 2", "2 evaluation"),
     "eval_on_step_0": Case("--dataset_mixer_eval_list EVAL", "--eval_on_step_0", "0 evaluation"),
     "eval_pass_at_k": Case("--dataset_mixer_eval_list EVAL", "--eval_pass_at_k 2", "3 evaluation"),
@@ -282,7 +234,6 @@ CASES: dict[str, Case] = {
     # the engine
     "rollout_backend": Case("", "--rollout_backend transformers", "class", "engine_class"),
     "response_length": Case("", "--response_length 3", "1 requests"),
-    "temperature": Case("", "--temperature 1.5", "1 requests"),
     "vllm_top_p": Case("--no_use_rho_correction", "--vllm_top_p 0.5", "1 requests"),
     "stop_strings": Case("", "--stop_strings stop", "asked stop, asked detokenize", "engine_options"),
     "eval_temperature": Case("--dataset_mixer_eval_list EVAL", "--eval_temperature 0.5", "3 evaluation"),
@@ -308,16 +259,8 @@ CASES: dict[str, Case] = {
         f"{TURNS} --advantage_normalization_type centered --no_filter_zero_std_samples", "--turn_credit", "1 advantages"
     ),
     # the reward
-    "apply_verifiable_reward": Case(FORMAT, "--no_apply_verifiable_reward", "1 outcomes"),
-    "verification_reward": Case("", "--verification_reward 3", "1 outcomes"),
     "remap_verifier": Case("", "--remap_verifier gsm8k=string_matcher", "1 outcomes"),
     "audit_verifier": Case("", "--audit_verifier string_matcher", "1 audits"),
-    "apply_r1_style_format_reward": Case("", FORMAT, "1 outcomes"),
-    "r1_style_format_reward": Case(f"{FORMAT} --additive_format_reward", "--r1_style_format_reward 4", "1 outcomes"),
-    "additive_format_reward": Case(FORMAT, "--additive_format_reward", "1 outcomes"),
-    "non_stop_penalty": Case("", "--non_stop_penalty", "1 outcomes"),
-    "non_stop_penalty_value": Case("--non_stop_penalty", "--non_stop_penalty_value -2", "1 outcomes"),
-    "overlong_buffer_length": Case("", "--overlong_buffer_length 10", "3 scores"),
 }
 
 
@@ -330,12 +273,13 @@ ELSEWHERE = """tools tool_call_names tool_configs tool_parser_type env_timeout p
 
 
 @pytest.mark.house
-def test_every_flag_has_a_case():
+def test_every_flag_has_a_case_or_is_drawn():
     parts = (grpo.GRPOFlags, utils.EngineFlags, utils.TurnFlags, rewards.RewardFlags)
-    models = {"ref_model_name_or_path", "sequence_parallel_size"}
-    flags = {field.name for part in parts for field in fields(part)} | models
-    found = set(CASES) | set(ELSEWHERE)
-    assert found == flags, f"a row in CASES, or a flag, is missing: {sorted(found ^ flags)}"
+    flags = {field.name for part in parts for field in fields(part)}
+    draws = [reference.draw_args(random.Random(seed), "x") for seed in range(60)]
+    drawn = {name for name in flags if len({str(getattr(args, name)) for args in draws}) > 1}
+    missing = flags - drawn - set(CASES) - set(ELSEWHERE)
+    assert not missing, f"draw it in reference.draw_args, or give it a row in CASES: {missing}"
 
 
 def test_stop_strings_reach_the_transformers_engine_too(tiny_models, world, monkeypatch):
@@ -346,24 +290,18 @@ def test_stop_strings_reach_the_transformers_engine_too(tiny_models, world, monk
 @pytest.mark.parametrize("name", CASES)
 def test_a_flag_does_what_it_says(name, play, tiny_models, world, tmp_path):
     case = CASES[name]
+    assert name in case.changed
+    environment = tmp_path / "environment.py"
+    environment.write_text(ENV)
     found = []
-    for word, text in FILES.items():
-        if word in case.base + case.changed:
-            file = str(tmp_path / "file.py")
-            (tmp_path / "file.py").write_text(text)
-            case = case._replace(base=case.base.replace(word, file), changed=case.changed.replace(word, file))
     for flags in (case.base, f"{case.base} {case.changed}"):
+        flags = flags.replace("ENV", str(environment))
+        if case.view == "play":
+            found.append(play(" ".join(flags.split())))
+            continue
         with pytest.MonkeyPatch.context() as patch:
-            if case.view == "play":
-                found.append(play(" ".join(flags.split())))
-            else:
-                patch.setattr(utils, "make_engine", MAKE_ENGINE)
-                found.append(globals()[case.view](flags, tiny_models(), world, patch))
-                rewards.configure(rewards.RewardFlags(), connect=False)
+            found.append(globals()[case.view](flags, tiny_models(), world, patch))
+        rewards.configure(rewards.RewardFlags(), connect=False)
     a, b = found
     differs = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-    assert name in case.changed
     assert ", ".join(differs[:1] if case.view == "play" else differs) == case.differs
-
-
-MAKE_ENGINE = utils.make_engine

@@ -205,15 +205,8 @@ def test_sdpo_by_hand(fork, tiny_models, world):
             if is_told:
                 told = (*told, *groups[r.position][best[r.position]].token_ids.tolist(), *told)
             behind = replace(r, prompt=replace(r.prompt, token_ids=told))
-            want = with_gradient(model, behind, args.temperature).detach()
+            want = test_learner.plain_logprobs(model, behind, args.temperature)[0].detach()
             assert_close(batch.ref_logprobs[batch.seq_ids == i], want, rtol=1e-5, atol=1e-5)
-
-
-def with_gradient(model, r, temperature):
-    """The logprobs of a response's tokens, (T,), by torch alone."""
-    ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
-    logp = torch.log_softmax(model(ids).logits[0] / temperature, 1)[len(r.prompt.token_ids) - 1 : -1]
-    return logp.gather(1, torch.tensor(r.token_ids.tolist())[:, None])[:, 0]
 
 
 def assert_update(model, args, world, rollouts, metric, value):
@@ -240,7 +233,7 @@ def test_echo_is_the_cross_entropy_of_answers(fork, tiny_models, world):
     for r in rollouts:
         r.advantage = 0.0
         r.mask[1::3] = False
-        chosen = with_gradient(model, r, args.temperature)
+        chosen = test_learner.plain_logprobs(model, r, args.temperature)[0]
         total = total - chosen[torch.tensor(~r.mask)].sum()
         said += int((~r.mask).sum())
         tokens += int(r.mask.sum())
@@ -259,7 +252,7 @@ def test_luffy_by_hand(fork, tiny_models, world):
     tokens = 0
     for r in rollouts:
         r.advantage = 1.5 - r.position - r.sample
-        logprobs = with_gradient(model, r, args.temperature)
+        logprobs = test_learner.plain_logprobs(model, r, args.temperature)[0]
         weight = (logprobs - logprobs.detach()).exp()
         if r.sample == 2:
             r.versions[:] = -1
@@ -436,9 +429,6 @@ def test_vip_by_hand(fork):
     assert [len(grpo.next_group(prompts, i, again, args)) for i in range(4)] == [2, 2, 8, 4]
 
 
-OPTIMIZERS = ["muon"]
-
-
 @pytest.mark.house
 def test_a_fork_that_is_applied_is_trained_as_it_is(tmp_path):
     """README applies a diff and then starts train.sh, which applies it to a copy. A diff of one's own has no flags."""
@@ -490,34 +480,16 @@ def assert_it_goes_on(grpo, args, world, directory):
                 assert torch.equal(utils.shard_of(kept[key]), utils.shard_of(found[key])), key
 
 
-def optimizer_args(name, model, *flags):
+def muon_args(model, *flags):
     """Where rate and decay matter."""
-    more = f"--{name} --learning_rate 1e-2 --weight_decay 0.1 --lr_scheduler_type linear"
+    more = "--muon --learning_rate 1e-2 --weight_decay 0.1 --lr_scheduler_type linear"
     return test_learner.make_args(model, *more.split(), *flags)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_resumes_and_refuses_offloaded_moments(fork, tiny_models, world, tmp_path, name):
-    grpo = fork(name)
-    assert_it_goes_on(grpo, optimizer_args(name, tiny_models()), world, tmp_path)
-    args = optimizer_args(name, tiny_models(), "--offload", "optimizer")
-    with pytest.raises(grpo.utils.UserError, match=f"--{name}: --offload optimizer"):
-        grpo.load_learner(args, world)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_split_into_packs_moves_an_optimizer_by_its_rounding(fork, tiny_models, world, name):
-    """bfloat16 of Muon's iteration."""
-    fork(name)
-    args = optimizer_args(name, tiny_models())
-    halves = [test_learner.make_rollouts(seed=seed) for seed in (0, 1)]
-    start = test_learner.start_weights(args, world)
-    whole, *others = [
-        test_learner.run_update(replace(args, pack_length=most), world, halves, optimizer="adam")[0]
-        for most in (1000, 60, 30)
-    ]
-    for other in others:
-        test_learner.assert_same_update(whole, other, start, 0.03)
+def test_muon_refuses_offloaded_moments(fork, tiny_models, world):
+    grpo = fork("muon")
+    with pytest.raises(grpo.utils.UserError, match="--muon: --offload optimizer"):
+        grpo.load_learner(muon_args(tiny_models(), "--offload", "optimizer"), world)
 
 
 TWO_RANKS = """
@@ -526,8 +498,8 @@ TWO_RANKS = """
     import grpo, torch, utils
     from tests import test_forks
     world = utils.init_distributed()
-    name, model, out = sys.argv[1:]
-    args = test_forks.optimizer_args(name, model, "--deepspeed_stage", "3")
+    model, out = sys.argv[1:]
+    args = test_forks.muon_args(model, "--deepspeed_stage", "3")
     test_forks.assert_it_goes_on(grpo, args, world, Path(out))
     learner = grpo.load_learner(args, world)
     test_forks.take_steps(learner, 1, 2)
@@ -540,17 +512,16 @@ TWO_RANKS = """
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_ranks_resume_and_make_the_steps_of_one(fork, tiny_models, world, tmp_path, name):
-    grpo = fork(name)
+def test_muon_on_two_ranks_resumes_and_makes_the_steps_of_one(fork, tiny_models, world, tmp_path):
+    grpo = fork("muon")
     script = tmp_path / "two_ranks.py"
     script.write_text(textwrap.dedent(TWO_RANKS))
     path = f"{Path(grpo.__file__).parent}:{REPO}:{os.environ.get('PYTHONPATH', '')}"
-    line = [sys.executable, *programs.torchrun(2), script, name, tiny_models(), tmp_path]
+    line = [sys.executable, *programs.torchrun(2), script, tiny_models(), tmp_path]
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, line)), env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    args = optimizer_args(name, tiny_models())
+    args = muon_args(tiny_models())
     learner = grpo.load_learner(args, world)
     take_steps(learner, 1, 2)
     one = dict(utils.full_weights(learner.policy, torch.float32))
@@ -562,7 +533,7 @@ def test_muon_by_hand(fork, tiny_models, world):
     """A step on U S V^T moves a matrix of a layer by 0.2 sqrt(longest side) lr U S' V^T, S' in 0.5..1.5 whatever S is,
     and by lr wd W; the embedding as AdamW does, by lr and lr wd W; a norm by lr alone."""
     grpo = fork("muon")
-    args = optimizer_args("muon", tiny_models())
+    args = muon_args(tiny_models())
     learner = grpo.load_learner(args, world)
     before = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
     bases = {}

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import grpo
 import utils
 from scripts.parts import adapters
-from tests.test_learner import assert_same_update, make_args, make_rollouts
+from tests.test_learner import assert_same_update, make_args, make_rollouts, plain_logprobs
 
 LORA = ("--lora_rank", 4, "--lora_alpha", 8)
 
@@ -129,6 +129,8 @@ def test_adapters_depend_on_seed_and_name_alone(tiny_models, world):
     other = dict(adapters.adapter_weights(grpo.load_policy(lora_args(tiny_models(), "--seed", 2), world).model))
     assert all(torch.equal(first[name], again[name]) for name in first)
     halves = {name: name.split(".")[-2] for name in first}
+    starts = {tuple(first[name].flatten()[:8].tolist()) for name, half in halves.items() if half == "lora_A"}
+    assert len(starts) == 14  # no two start alike, those of one shape neither
     assert all(torch.equal(first[name], other[name]) == (half == "lora_B") for name, half in halves.items())
     for name, half in halves.items():
         a = first[name]
@@ -202,14 +204,15 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
     assert merged.dtype == utils.DTYPES[dtype]
     weights = dict(utils.full_weights(policy, utils.DTYPES[dtype]))
     assert all(torch.equal(p, weights[name]) for name, p in merged.named_parameters())
+    for name in adapters.adapted_layers(policy.model):  # added before the sum is rounded
+        a, b = (ours[half] for half in adapters.peft_names(name))
+        start = loaded.get_parameter(f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight")
+        assert torch.equal(merged.get_parameter(name), (start.float() + 2 * (b @ a)).to(merged.dtype))
     batch = batch_of(rollouts)
     want, tolerance = logprobs(policy, batch), 1e-5 if dtype == "float32" else 0.1
     for other in (loaded, merged):
-        r = rollouts[0]
-        ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
         with torch.no_grad():
-            logp = torch.log_softmax(other(ids).logits[0].float(), -1)[len(r.prompt.token_ids) - 1 : -1]
-        got = logp.gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
+            got, _ = plain_logprobs(other, rollouts[0], 1.0)
         torch.testing.assert_close(got, want[0][batch.seq_ids[0] == 1], rtol=1e-4, atol=tolerance)
 
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
-import utils
 from scripts import minimal
 from tests import programs
 
@@ -58,9 +57,3 @@ def test_three_steps_are_those_of_grpo_py_bit_for_bit(tiny_models, tmp_path):
     start = load_file(tiny_models() / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not any(torch.equal(ours[name], start[name]) for name in ours)
-
-
-def test_its_help_names_what_must_be_given(capsys):
-    with pytest.raises(SystemExit) as ended:
-        utils.parse_args(minimal.Args, ["--help"])
-    assert ended.value.code == 0 and capsys.readouterr().out.count("(required)") == 2

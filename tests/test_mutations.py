@@ -2,18 +2,14 @@
 
 import collections
 import contextlib
-import functools
 import math
-import multiprocessing
 import random
 import time
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,16 +19,13 @@ import rewards
 import utils
 from scripts.parts import (
     adapters,
-    addresses,
     checkpoints,
-    engine_report,
     environments,
     guards,
     transformers_engine,
     turns,
 )
 from tests.test_guards import gap_batch
-from tests.test_learner import make_args, make_rollouts, run_update
 from tests.test_wiring import make_collector
 
 ONE = utils.World(0, 0, 1, torch.device("cpu"))
@@ -142,24 +135,6 @@ def test_operations_of_an_update_are_counted_in_forwards(flags, forwards):
 # --- Batches ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups, parts, sizes", [(5, 3, [1, 2, 2]), (2, 4, [0, 1, 0, 1]), (7, 2, [3, 4]), (4, 1, [4])])
-def test_every_group_is_in_a_mini_batch(groups, parts, sizes):
-    given = [[rollout(i, outcome=0.0), rollout(i, outcome=1.0)] for i in range(groups)]
-    found = grpo.split_groups(given, args_of(f"--num_mini_batches {parts}"))
-    assert [len(rollouts) / 2 for rollouts in found] == sizes
-    assert [r.position for rollouts in found for r in rollouts] == [i for i in range(groups) for _ in range(2)]
-
-
-def test_packs_stay_within_their_budget_when_they_are_evened_out():
-    """Those that only the first, uneven packing fits stay as they are."""
-    rng = random.Random(0)
-    for _ in range(300):
-        tokens = [rng.randint(1, 9) for _ in range(rng.randint(2, 12))]
-        bins = utils.pack_bins(tokens, tokens, 10)
-        assert sorted(i for items in bins for i in items) == list(range(len(tokens)))
-        assert max(sum(tokens[i] for i in items) for items in bins) <= 10
-
-
 # --- Resume -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,69 +156,7 @@ def test_the_learning_rate_goes_on_where_it_was_with_the_flags_of_this_start(mon
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1.2, 1.2])
 
 
-def test_a_checkpoint_has_the_random_state_and_leaves_rates_and_decays_as_they_are(world, tmp_path):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.5)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    writer = checkpoints.Writer(tmp_path, 3, world)
-    writer.save(1, {"policy": model}, optimizer, {"step": 1})
-
-    def draw():
-        return random.random(), float(np.random.random()), float(torch.rand(()))
-
-    want = draw()
-    writer.wait()
-    other = torch.nn.Linear(2, 2)
-    its_optimizer = torch.optim.AdamW(other.parameters(), lr=3.0, weight_decay=0.25)
-    path = tmp_path / "checkpoints" / "step_1"
-    assert checkpoints.load(path, {"policy": other}, its_optimizer, world) == {"step": 1}
-    assert draw() == want
-    assert torch.equal(model.weight, other.weight)
-    (group,) = its_optimizer.param_groups
-    assert (group["lr"], group["weight_decay"]) == (3.0, 0.25)
-    moments = [o.state[m.weight]["exp_avg"] for o, m in ((optimizer, model), (its_optimizer, other))]
-    assert torch.equal(*moments) and moments[0].abs().sum() > 0
-
-
-# --- Sequence parallelism ---------------------------------------------------------------------------------------------
-
-
-def test_one_rank_of_those_that_share_packs_reports_and_counts(monkeypatch):
-    """Four ranks, of which each two have the same packs. What the other three say is as much as this rank says."""
-    args = args_of("--sequence_parallel_size 2 --max_logprob_gap 0")
-    batch = SimpleNamespace(places=[1] * 6, responses=2)
-    worlds = [utils.World(rank, rank, 4, torch.device("cpu")) for rank in range(4)]
-    assert [utils.leads(args, world) for world in worlds] == [True, False, True, False]
-    monkeypatch.setattr(utils, "all_reduce", lambda values, *_: [4.0 * v for v in values])
-    totals = grpo.count_totals([batch, batch], args, worlds[1])
-    assert totals == grpo.Totals(4 * 12 / 2, 4 * 4 / 2)
-    monkeypatch.setattr(utils, "all_reduce", lambda values, *_: values)
-    gaps = [guards.Gap() for _ in worlds]
-    monkeypatch.setattr(utils, "all_gather", lambda thing, _: [thing])
-    for gap, rank in zip(gaps, worlds, strict=True):
-        gap.add(gap_batch(torch.ones(3), 3))
-        gap.reduce(args, rank)
-    assert [gap.prompts for gap in gaps] == [{0: (3.0, 3.0)}, {}, {0: (3.0, 3.0)}, {}]
-    assert gaps[1].metrics == {} and gaps[2].metrics["val/rho"] > 2
-
-
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_rank_that_does_not_lead_has_no_metrics_of_its_update(tiny_models, world, monkeypatch, leads):
-    monkeypatch.setattr(utils, "leads", lambda *_: leads)
-    _, found = run_update(make_args(tiny_models()), world, [make_rollouts(groups=1)])
-    assert found.pop("bad") == 0 and bool(found) == leads
-
-
 # --- Adapters and teachers --------------------------------------------------------------------------------------------
-
-
-def test_no_two_adapters_start_alike(tiny_models, world):
-    """Those of one shape too: of a query and an output matrix, of each layer."""
-    policy = grpo.load_policy(make_args(tiny_models(), "--lora_rank", 4), world)
-    halves = [tensor for name, tensor in adapters.adapter_weights(policy.model) if ".lora_A." in name]
-    assert len(halves) == 14
-    assert len({tuple(half.flatten()[:8].tolist()) for half in halves}) == 14
 
 
 def test_a_teacher_has_no_adapters_and_is_asked_how_it_packs(monkeypatch):
@@ -319,12 +232,15 @@ def test_a_rollout_that_ends_for_want_of_room_was_cut(monkeypatch, text, room, r
 
 
 @pytest.mark.parametrize("contents", [("1", "heard", "2"), ("1", "heard", "2", "bye"), ("2",)])
-def test_verifiers_see_what_the_policy_said_last(monkeypatch, contents):
+def test_verifiers_see_what_the_policy_said_last_and_count_its_own_tokens(monkeypatch, contents):
     seen = []
-    monkeypatch.setattr(rewards, "submit", lambda record: seen.append(record.response) or Future())
-    r = played(contents=contents)
+    monkeypatch.setattr(rewards, "submit", lambda record: seen.append(record) or Future())
+    r = played(tokens=2, contents=contents)
+    r.append_answer([8, 8, 8])
     grpo.start_scoring(r, ENGINE, args_of())
-    assert seen == ["2"] and not any("state" in turn for turn in r.turns)
+    (record,) = seen
+    assert record.response == "2" and record.num_tokens == 2
+    assert not any("state" in turn for turn in r.turns)
 
 
 # --- grpo_fast.py -----------------------------------------------------------------------------------------------------
@@ -362,65 +278,6 @@ def test_groups_are_trained_or_filtered_and_a_lost_start_counts_them_again():
     collector.counts["started"] += 1
     collector.account(data)
     assert "groups got lost" in utils.STOP.because and "'started': 5" in utils.STOP.because
-
-
-def learn(monkeypatch, flags):
-    """What run_learner does in two steps, in order, with doubles in place of all that computes."""
-    done = []
-    engines = SimpleNamespace(watchdog=SimpleNamespace(beat=lambda: None), spent=lambda: [])
-    engines.wait_loaded = lambda version: done.append(f"wait {version}")
-    line = "--num_unique_prompts_rollout 1 --num_samples_per_prompt_rollout 2 --total_episodes 4 --local_eval_every 2"
-    args = args_of(f"{line} --model_dtype float32 --max_logprob_gap 0.25 {flags}")
-    collector = SimpleNamespace(
-        engines=engines, next=grpo_fast.StepData, account=lambda _: {}, checkpoint=dict, asks_no_more=lambda _: None
-    )
-    sender = SimpleNamespace(engines=engines, metrics={})
-    run = SimpleNamespace(args=args, state=grpo.start_state(), learner=SimpleNamespace(policy=None), world=ONE)
-    run.guards = SimpleNamespace(judge_gap=lambda gap, when: done.append(f"judge {when}"))
-    doubles = {
-        "join": lambda *_: ONE,
-        "plan_weights": lambda *_: [],
-        "start_sender": lambda *_: sender,
-        "make_collector": lambda *_: collector,
-        "collect_garbage_by_hand": lambda: None,
-        "scatter": lambda *_: grpo_fast.LearnerData([], [], 0, {}, False),
-        "send_weights": lambda *all_of: done.append(f"send {all_of[4]}"),
-        "check_engines": lambda _, version, *__: done.append(f"check {version}") or guards.Gap(),
-    }
-    monkeypatch.setattr(engine_report, "metrics", lambda *_: {})
-    monkeypatch.setattr(engine_report, "lines", lambda *_: "")
-    for name, double in doubles.items():
-        monkeypatch.setattr(grpo_fast, name, double)
-    doubles = {
-        "set_up": lambda *_: run,
-        "starts": lambda *_: [(0, None)],
-        "start_log": lambda *_: None,
-        "train": lambda run, step, probe, args: done.append(f"train {step.number}"),
-        "step_metrics": lambda *_: {},
-        "advance": lambda *_: None,
-        "end_step": lambda run, step, *_: done.append(f"end {step.number}"),
-        "save_state": lambda *_: "",
-        "finish": lambda run: run,
-    }
-    for name, double in doubles.items():
-        monkeypatch.setattr(grpo, name, double)
-    roles: Any = SimpleNamespace(index=0, learners=1, engines=1)
-    grpo_fast.run_learner(args, roles, SimpleNamespace(store=None, begin=lambda: None))
-    return done
-
-
-def test_an_evaluation_waits_for_the_weights_of_its_step_and_a_gap_ends_a_run(monkeypatch):
-    """With --async_steps the gap of older rollouts says nothing, and that of fresh ones is measured."""
-    assert learn(monkeypatch, "--async_steps 0") == [
-        "send 0", "check 0",
-        "train 1", "judge in step 1", "send 1", "end 1",
-        "train 2", "judge in step 2", "send 2", "wait 2", "end 2",
-    ]  # fmt: skip
-    assert learn(monkeypatch, "--async_steps 1") == [
-        "send 0", "check 0",
-        "train 1", "send 1", "check 1", "judge after the weights of step 1", "end 1",
-        "train 2", "send 2", "check 2", "judge after the weights of step 2", "end 2",
-    ]  # fmt: skip
 
 
 def test_a_rollout_without_room_is_over_and_its_environment_is_not_asked(monkeypatch):
@@ -466,15 +323,6 @@ def test_the_format_is_that_of_the_policys_own_turns(own, heard, want):
     assert (r.format_score, r.outcome) == (want, 10.0 * want)
 
 
-def test_verifiers_of_length_count_the_policys_own_tokens(monkeypatch):
-    seen = []
-    monkeypatch.setattr(rewards, "submit", lambda record: seen.append(record.num_tokens) or Future())
-    r = played(tokens=2)
-    r.append_answer([8, 8, 8])
-    grpo.start_scoring(r, ENGINE, args_of())
-    assert seen == [2] and len(r.token_ids) == 5
-
-
 class Halves(Words):
     """A tokenizer with two tokens for a letter; a decoder shows half a letter as U+FFFD."""
 
@@ -499,62 +347,6 @@ def test_the_last_value_of_an_environments_number_counts(monkeypatch):
     turns.note_numbers([r], metrics)
     (found,) = metrics.reduce(ONE).values()
     assert found == 5.0
-
-
-def test_all_ranks_together_count_one_optimizer_step():
-    """Of four ranks, two have the same tokens: sums of the loss come from two, and each counts half a step."""
-    model = torch.nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    learner: Any = SimpleNamespace(policy=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    metrics = utils.Metrics()
-    metrics.add("loss/policy_avg", 3.0, 0.0)
-    grpo.take_step(learner, args_of("--sequence_parallel_size 2"), utils.World(0, 0, 4, ONE.device), metrics)
-    assert metrics.sums["loss/policy_avg"] == (3.0, 0.5)
-
-
-def test_the_kl_in_a_reward_is_that_of_one_of_the_ranks_that_share_packs(monkeypatch):
-    """Counted twice, two scores would have a smaller unbiased deviation: 1/sqrt(3) in place of 1/sqrt(2)."""
-    group = [rollout(score=float(j), tokenless=[]) for j in range(2)]
-    group[1].sample = 1
-    batch: Any = SimpleNamespace(rollouts=group, seq_ids=torch.tensor([[1, 2]]), advantages=torch.zeros(1, 2))
-    monkeypatch.setattr(grpo, "response_kls", lambda *_: [1.0, 3.0])
-    monkeypatch.setattr(utils, "all_gather", lambda thing, _: [thing, thing])
-    line = "--sequence_parallel_size 2 --kl_in_reward --load_ref_policy --beta 0.1"
-    args = args_of(f"{line} --advantage_normalization_type standard_unbiased")
-    metrics = utils.Metrics()
-    grpo.put_kl_in_reward([batch], args, utils.World(0, 0, 2, ONE.device), metrics)
-    assert [r.advantage for r in group] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-4)
-    assert metrics.reduce(ONE) == pytest.approx({"objective/kl_in_reward": 0.1 * (1.0 + 3.0) / 2})
-
-
-def test_tokens_and_learners_of_ranks_that_share_packs():
-    """Each rank computes on its share of the tokens, and packs are made for each group of ranks."""
-    policy = SimpleNamespace(flops=lambda *_: 1, pair_cost=0.0)
-    learner: Any = SimpleNamespace(policy=policy, ref_policy=None)
-    step = grpo.Step(1, packs=[[[[rollout(tokens=3), rollout(tokens=4)]]]])
-    args = args_of("--sequence_parallel_size 2")
-    grpo.note_update(learner, step, args)
-    assert step.metrics.reduce(ONE)["val/learner_tokens"] == (1 + 7 + 1) / 2 - 0.5
-    four = utils.World(0, 0, 4, ONE.device)
-    run: Any = SimpleNamespace(args=args, world=four, packing="shared", learner=learner, state=grpo.start_state())
-    run.train_prompts = []
-    sender: Any = SimpleNamespace(engines=SimpleNamespace(spent=lambda: []))
-    pack: Any = grpo_fast.make_collector(run, sender).pack
-    assert pack.keywords["learners"] == 2
-
-
-@pytest.mark.parametrize("leads", [True, False])
-def test_one_rank_of_those_that_share_packs_notes_update_and_staleness(monkeypatch, leads):
-    noted = []
-    monkeypatch.setattr(utils, "leads", lambda *_: leads)
-    monkeypatch.setattr(grpo_fast, "note_staleness", lambda *_: noted.append("staleness"))
-    learn(monkeypatch, "--async_steps 1")
-    monkeypatch.undo()
-    monkeypatch.setattr(utils, "leads", lambda *_: leads)
-    monkeypatch.setattr(grpo, "note_update", lambda *_: noted.append("update"))
-    with pytest.raises(KeyError, match="trained"):
-        counted_step(args_of())
-    assert noted == ["staleness", "staleness", "update"] * leads
 
 
 def counted_step(args, **metrics):
@@ -590,34 +382,6 @@ def test_sums_of_a_run_and_shares_of_a_step(monkeypatch):
     assert (state["tokens"], state["seconds"], state["step"], state["episode"]) == (140.0, 12.0, 1, 8)
 
 
-def test_places_of_a_part_are_counted_in_rows_of_its_width():
-    """Two rows of four: what each of two ranks finds at its places are the marked tokens of its columns."""
-    tokens = torch.arange(8).view(2, 4)
-    mask = torch.tensor([[False, True, False, True], [True, False, True, False]])
-    zeros = torch.zeros(2, 4)
-    batch = grpo.Batch(tokens, tokens, mask, mask.long(), zeros, zeros)
-    found = []
-    for rank in range(2):
-        part = batch.part(cast(Any, SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)))
-        found.append(part.input_ids.flatten()[part.places].tolist())
-    assert found == [[1, 4], [3, 6]]
-
-
-def test_adapters_are_added_before_the_sum_is_rounded(monkeypatch):
-    """1 + 0.6 / 128: the change rounds to 0.0046875, and 1.0046875 to 1; half of the spacing at 1 is 0.00390625."""
-    weight = torch.ones(1, 1, dtype=torch.bfloat16)
-    halves = [("base_model.model.w.lora_A.weight", torch.ones(1, 1))]
-    change = torch.full((1, 1), 0.00390625 + 1e-6)  # above half of the spacing; rounded alone, exactly half of it
-    halves.append(("base_model.model.w.lora_B.weight", change))
-    layers = {"w.weight": SimpleNamespace(scaling={"default": 1.0})}
-    monkeypatch.setattr(adapters, "adapted_layers", lambda _: layers)
-    monkeypatch.setattr(adapters, "adapter_weights", lambda _: halves)
-    monkeypatch.setattr(utils, "named_weights", lambda _: [])
-    monkeypatch.setattr(utils, "gather_weights", lambda *_: [("w.weight", weight)])
-    ((name, merged),) = adapters.merged_weights(None, torch.bfloat16)
-    assert (name, merged.dtype, float(merged)) == ("w.weight", torch.bfloat16, 1.0078125)
-
-
 def test_a_trial_of_adapters_has_the_version_before_the_start(monkeypatch):
     """The weights that follow have the start's own: an engine that has loaded those has not seen the trial alone."""
     monkeypatch.setattr(adapters, "trial_adapters", lambda *_: contextlib.nullcontext())
@@ -625,24 +389,6 @@ def test_a_trial_of_adapters_has_the_version_before_the_start(monkeypatch):
     policy: Any = None
     assert [start.version for start in grpo.starts(policy, args_of("--lora_rank 4"), 5, 1)] == [4, 5]
     assert [start.version for start in grpo.starts(policy, args_of(), 5, 1)] == [5]
-
-
-@pytest.mark.parametrize("flags, loaded, own", [
-    ("--lora_rank 4", ["x"], True),
-    ("--lora_rank 4 --ref_model_name_or_path t", ["x", "t"], False),
-    ("", ["x", "x"], False),
-])  # fmt: skip
-def test_the_reference_is_the_policy_without_adapters_or_a_model_of_its_own(monkeypatch, flags, loaded, own):
-    names = []
-
-    def load_policy(args, *_):
-        names.append(args.model_name_or_path)
-        return torch.nn.Linear(1, 1)
-
-    monkeypatch.setattr(grpo, "load_policy", load_policy)
-    monkeypatch.setattr(grpo, "make_optimizer", lambda *_: (None, None))
-    learner = grpo.load_learner(args_of(f"--load_ref_policy --beta 0.1 {flags}"), ONE)
-    assert names == loaded and (learner.ref_policy is learner.policy) == own
 
 
 def test_every_rank_has_its_own_random_state_again(world, tmp_path):
@@ -662,31 +408,6 @@ def test_every_rank_has_its_own_random_state_again(world, tmp_path):
         assert checkpoints.load(path, {"policy": model}, optimizer, of_rank) == {"step": 1}
         draws.append(random.random())
     assert draws == [random.Random(0).random(), random.Random(1).random(), random.Random(0).random()]
-
-
-def test_the_newest_checkpoints_stay_and_a_damaged_one_is_skipped(tmp_path):
-    """9 before 10 by number, not by text; a step before the given one; a byte that changed in place."""
-    for step in (8, 9, 10):
-        temporary = tmp_path / f"step_{step}.tmp"
-        temporary.mkdir()
-        (temporary / "rank_0.pt").write_bytes(b"0123")
-        checkpoints.publish(temporary, 2)
-    assert [path.name for path in checkpoints.checkpoint_dirs(tmp_path)] == ["step_10", "step_9"]
-    newest = [checkpoints.newest(tmp_path, before) for before in (11, 10, 9)]
-    assert [path and path.name for path in newest] == ["step_10", "step_9", None]
-    (tmp_path / "step_10" / "rank_0.pt").write_bytes(b"0124")
-    assert checkpoints.newest(tmp_path) == tmp_path / "step_9"
-
-
-def test_a_collector_goes_on_where_the_checkpoint_was():
-    """After step 3 of 2 prompts each: positions from 6 on, weights of update 3, and not the excluded prompt."""
-    state = grpo.start_state() | {"step": 3, "cursor": 6, "sampler": {"excluded": {2, 5}}}
-    collector = make_collector("7", "1", flags="--async_steps 1 --total_episodes 20", state=state)
-    assert (collector.number, collector.version, collector.sampler) == (4, 2, {"excluded": {2, 5}})
-    collector.engines_have(6)
-    assert (collector.version, collector.admitted) == (3, 10)
-    assert not {group[0].prompt.index for group in collector.in_flight.values()} & {2, 5}
-    assert len(collector._collect().sampled) == 2 and collector.number == 5
 
 
 def test_a_checkpoint_has_the_runs_own_state_and_is_due_at_the_end_too(monkeypatch):
@@ -815,22 +536,6 @@ def test_a_request_finds_no_prefix_of_weights_loaded_before():
     assert salts[0] == salts[1] != salts[2]
 
 
-def test_the_loss_gets_the_old_logprobs_of_the_batch():
-    batch = grpo.make_batch([[[rollout()]]], ONE.device)
-    batch.old_logprobs = torch.full_like(batch.vllm_logprobs, -2.0)
-    new = torch.zeros_like(batch.vllm_logprobs)
-    assert batch.loss_inputs(new, new).old_logprobs is batch.old_logprobs
-
-
-def test_each_step_goes_on_in_the_data():
-    args = args_of("--no_shuffle --num_unique_prompts_rollout 2")
-    prompts = [utils.Prompt(i, (5,), "", (), ()) for i in range(4)]
-    engine = SimpleNamespace(generate=lambda requests, on_end: None)
-    run: Any = SimpleNamespace(args=args, world=ONE, state=grpo.start_state(), engine=engine, train_prompts=prompts)
-    steps = [grpo.sample_groups(run, utils.Timer())[1] for _ in range(2)]
-    assert [[group[0].prompt.index for group in groups] for groups in steps] == [[0, 1], [2, 3]]
-
-
 @pytest.mark.parametrize("gap, change, refused", [
     (1.1e-6, 8.5e-5, None),
     (2e-5, 8.5e-5, "did not reach"),
@@ -847,45 +552,6 @@ def test_rounding_is_no_missing_adapter_and_a_reference_has_none(gap, change, re
     args = args_of("--model_dtype float32")
     with pytest.raises(utils.UserError, match=refused) if refused else contextlib.nullcontext():
         adapters.check_trial(batch, 1, args, ONE)
-
-
-class Layer(torch.nn.Module):
-    """A layer with dropout of both kinds: a module of its own, and a number that attention reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop = torch.nn.Dropout(0.1)
-        self.attention_dropout = 0.1
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_every_engine_loads_what_it_receives(index, monkeypatch):
-    """Whichever engine it is: it loads all, and says which version it has."""
-    here, there = multiprocessing.Pipe()
-    engine = mock.MagicMock(busy=False, asleep=0, loads=0)
-    engine.load_weights = functools.partial(utils.VLLMEngine.load_weights, engine)
-    loaded = []
-    engine.worker.reload_weights = lambda weights_iterator: loaded.extend(weights_iterator)
-    engine.worker.get_model = torch.nn.Module
-    for module, name, value in (
-        (grpo_fast, "join", ONE),
-        (grpo_fast, "start_watchdog", None),
-        (grpo_fast, "weights_group", (None, None)),
-        (addresses, "meet_learner", there),
-        (utils, "load_tokenizer", None),
-        (utils, "make_engine", engine),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, value=value: value)
-    monkeypatch.setattr(grpo_fast, "receive_weights", lambda group, device, manifest, *_: iter(manifest))
-
-    for message in (("announce",), ("weights", 3, [("a", 1), ("b", 2)]), ("stop",)):
-        here.send(message)
-    monkeypatch.setattr(utils, "STOP", mock.MagicMock())
-    args = utils.parse_args(grpo_fast.Args, ["--model_name_or_path", "x", "--model_dtype", "float32"])
-    grpo_fast.run_engine(args, grpo_fast.Roles(1, 3, 1, False, index), mock.MagicMock())
-
-    assert loaded == [("a", 1), ("b", 2)] and engine.version == 3
-    assert [here.recv()[:2] for _ in range(2)] == [("ready", None), ("loaded", 3)]
 
 
 def test_a_tied_head_is_sent_under_its_own_name():
@@ -914,10 +580,3 @@ def test_no_group_is_started_that_would_be_too_old(ahead):
     collector = make_collector("7", flags=f"--async_steps {ahead}")
     collector.engines_have(0)
     assert len(collector.in_flight) == 2 * (ahead + 1)
-
-
-def test_a_group_is_compared_with_itself_alone():
-    prompt = utils.Prompt(0, (5,), "", ("7",), ("gsm8k",))
-    groups = [[grpo.Rollout(prompt, i, j, score=5.0 * i + j) for j in range(2)] for i in range(2)]
-    grpo.set_advantages(groups, args_of())
-    assert [r.advantage for group in groups for r in group] == pytest.approx([-1.0, 1.0] * 2)

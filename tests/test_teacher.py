@@ -10,7 +10,7 @@ import torch
 import grpo
 import utils
 from scripts.parts import plan
-from tests.test_learner import make_args, make_rollouts
+from tests.test_learner import make_args, make_rollouts, plain_logprobs
 
 TEACH = ("--load_ref_policy", "--beta", 1, "--kl_estimator", "kl2", "--no_filter_zero_std_samples")
 
@@ -34,16 +34,10 @@ def learn(args, world, rollouts):
     return metrics.reduce(world) | {"batches": batches[0]}
 
 
-def plain(model, r, temperature):
-    """Logprobs and most likely tokens of a response by transformers alone."""
-    ids = torch.tensor([[*r.prompt.token_ids, *r.token_ids]])
-    with torch.no_grad():
-        logp = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)[len(r.prompt.token_ids) - 1 : -1]
-    return logp.gather(1, torch.tensor(r.token_ids)[:, None])[:, 0], logp.argmax(1)
-
-
-def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher, world):
-    args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
+@pytest.mark.parametrize("adapters", [(), ("--lora_rank", 4)])
+def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher, world, adapters):
+    """Also of a policy with adapters, which a teacher has not: at the start they change nothing."""
+    args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher, *adapters)
     rollouts = make_rollouts()
     found = learn(args, world, rollouts)
     assert found["loss/policy_avg"] == 0
@@ -51,11 +45,12 @@ def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher,
     equal = []
     for batch in found["batches"]:
         for i, r in enumerate(batch.rollouts, start=1):
-            (want, top), (ours, our_top) = (plain(model, r, args.temperature) for model in models)
+            with torch.no_grad():
+                (want, theirs), (ours, own) = (plain_logprobs(model, r, args.temperature) for model in models)
             got = batch.ref_logprobs[batch.seq_ids == i]
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(batch.new_logprobs[batch.seq_ids == i], ours, rtol=1e-5, atol=1e-5)
-            equal += (top == our_top).tolist()
+            equal += (theirs.argmax(1) == own.argmax(1)).tolist()
     assert found["objective/ref_top_agreement"] == pytest.approx(sum(equal) / len(equal))
     same = learn(replace(args, ref_model_name_or_path=str(tiny_models())), world, rollouts)
     assert same["objective/ref_top_agreement"] == 1.0 and same["objective/kl1_avg"] == 0.0

@@ -35,7 +35,7 @@ NOISE = """
             yield name, tensor + 0.1 * torch.randn(tensor.shape, generator=noise) if number == 1 else tensor
 
     def load_weights(self, named_tensors, version):
-        load(self, noisy(named_tensors) if version == 2 else named_tensors, version)
+        load(self, noisy(named_tensors) if version == VERSION else named_tensors, version)
 
     Engine.load_weights = load_weights
 """
@@ -121,8 +121,10 @@ def test_one_stale_engine_ends_the_run_after_its_update(run, script, rank, engin
     assert f"engine {engine} has not got the weights of step 2" in told and "--resume goes on after step_" in told
 
 
-def test_noise_in_a_broadcast_ends_the_run_by_its_gap(run):
-    told = last_line(run("grpo_fast.py --async_steps 0", "x", fault=NOISE))
+@pytest.mark.parametrize("ahead, version", [(0, "2"), (1, "1")])
+def test_noise_in_a_broadcast_ends_the_run_by_its_gap(run, ahead, version):
+    """With rollouts of older weights the gap is that of fresh ones, after the first step."""
+    told = last_line(run(f"grpo_fast.py --async_steps {ahead}", "x", fault=NOISE.replace("VERSION", version)))
     assert "logprob" in told and "--resume goes on after step_" in told, told
 
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import textwrap
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from scripts.parts import dumps
 from scripts.parts.checkpoints import checkpoint_dirs, remove
 from scripts.parts.checkpoints import load as load_checkpoint
 from tests import programs
+from tests.runs.test_fast import start, wait_until
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
 
@@ -50,7 +50,8 @@ def save(checkpoints, small, number, **extra):
 
 
 def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
-    """The write goes on in the background while training changes weights and random numbers are drawn."""
+    """The write goes on in the background while training changes weights and random numbers are drawn. Rate and decay
+    are those of this start's flags."""
     small, checkpoints = Small(), utils.Checkpoints(tmp_path, 3, world)
     want = [t.clone() for t in small.numbers()]
     rollouts = {3: (7, {0: {"token_ids": [1, 2], "logprobs": [-0.5, -1e-3], "finish_reason": "stop"}})}
@@ -62,11 +63,15 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     assert [p.name for p in checkpoint_dirs(tmp_path / "checkpoints")] == ["step_4"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_4"
     other = Small(seed=1)
+    (group,) = other.optimizer.param_groups
+    group |= {"lr": 3.0, "weight_decay": 0.25}
     path = utils.newest_checkpoint(tmp_path, world)
     extra = load_checkpoint(path, other.modules, other.optimizer, world)
     assert extra == {"step": 4, "sampler": sampler, "rollouts": rollouts}
     assert all(torch.equal(a, b) for a, b in zip(other.numbers(), want, strict=True))
     assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == after
+    (group,) = other.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (3.0, 0.25)
 
 
 def test_what_a_resume_could_not_load_is_told_when_it_is_saved_and_ends_no_run(tmp_path, world, capsys):
@@ -336,18 +341,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start(script, model, directory, out, flags):
-    line = command(model, directory, out, flags, script=script)
-    return programs.Program(line, out / "log", address=programs.serve(), children=True, OMP_NUM_THREADS=1)
-
-
-def wait_for(condition, process, every=0.02):
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, "it ended, or nothing happened"
-        time.sleep(every)
-
-
 ASYNCHRONOUS = pytest.param("grpo_fast.py", f"--async_steps 1 {VLLM}", marks=pytest.mark.house)
 
 
@@ -364,15 +357,18 @@ def test_a_broken_run_ends_as_the_unbroken_one(script, more, tiny_models, data, 
     def steps():
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    process = start(script, tiny_models(), data, tmp_path, flags)
-    wait_for(lambda: steps() >= 3 and (checkpoints / "latest").exists(), process)
-    wait_for(lambda: list(checkpoints.glob("*.tmp")), process, every=0.001)
+    def begin(flags):
+        return start(log, *command(tiny_models(), data, tmp_path, flags, script=script))
+
+    process = begin(flags)
+    wait_until(lambda: steps() >= 3 and (checkpoints / "latest").exists(), process, log)
+    wait_until(lambda: list(checkpoints.glob("*.tmp")), process, log, every=0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() != 0 and 3 <= steps() < 16
     newest = int((checkpoints / "latest").read_text().removeprefix("step_"))
     flags = flags.replace("_state_freq 2", "_state_freq -1")
-    process = start(script, tiny_models(), data, tmp_path, f"{flags} --resume")
-    wait_for(lambda: "resumed after" in log.read_text() and steps() > newest, process)
+    process = begin(f"{flags} --resume")
+    wait_until(lambda: "resumed after" in log.read_text() and steps() > newest, process, log)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0, log.read_text()[-3000:]
     assert newest < steps() < 16 and not (run_dir / "model").exists()
@@ -380,7 +376,7 @@ def test_a_broken_run_ends_as_the_unbroken_one(script, more, tiny_models, data, 
     assert "no model yet, checkpoints in" in log.read_text() and f"model {run_dir}" not in log.read_text()
     assert (checkpoints / "latest").read_text() == f"step_{steps()}"
     stopped = steps()
-    again = start(script, tiny_models(), data, tmp_path, f"{flags} --resume")
+    again = begin(f"{flags} --resume")
     assert again.wait() == 0, log.read_text()[-3000:]
     killed, last = map(int, re.findall(r"resumed after step (\d+)", log.read_text()))
     assert last == stopped and killed % 2 == 0 and killed > 0

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from scripts.data.make_tiny_model import make_tiny_model
 from tests import programs
-from tests.runs.test_run import ENV, check, read
+from tests.runs.test_run import ENV, check, read, untimed
 
 TOY = """
 from rewards import Answer
@@ -68,9 +68,8 @@ def test_a_split_run_of_all_is_that_of_one_learner(play):
         assert all((x[name] - y[name]).norm() <= 1e-4 * x[name].norm() for name in x) and len(x) == 28
     for x, y in zip(*(read(path / "metrics.jsonl") for path in (one, two)), strict=True):
         assert not x["optim/skipped_steps"] and x["loss/policy_avg"] and x["loss/kl_avg"] > 0
-        for name in ("objective/kl1_avg", "objective/ref_top_agreement", "loss/kl_avg", "objective/scores", "lr"):
+        for name in untimed(x):
             assert y[name] == pytest.approx(x[name], rel=1e-3, abs=1e-5), name
-        assert x["optim/grad_norm"] == pytest.approx(y["optim/grad_norm"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name, flags", [
