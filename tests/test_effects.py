@@ -193,14 +193,10 @@ def engine_options(flags, model, world, patch):
 
 
 def sleeps(flags, model, world, patch):
-    """The same on a GPU, of what a CPU has not."""
+    """The same on a GPU."""
     patch.setenv("VLLM_CACHE_ROOT", "")
     gpu = utils.World(0, 0, 1, torch.device("cuda:0"))
-    return {"enable_sleep_mode": engine_options(flags, model, gpu, patch)["enable_sleep_mode"]}
-
-
-def engine_class(*args):
-    return {"class": engine_options(*args)["class"]}
+    return engine_options(flags, model, gpu, patch)
 
 
 # --- The flags --------------------------------------------------------------------------------------------------------
@@ -209,7 +205,7 @@ def engine_class(*args):
 class Case(NamedTuple):
     base: str
     changed: str
-    differs: str  # the first difference of two runs; of another view all, separated by commas
+    differs: str  # the first difference of two runs
     view: str = "play"
 
 
@@ -232,10 +228,10 @@ CASES: dict[str, Case] = {
     # the learner's models
     "ref_model_name_or_path": Case("--load_ref_policy", "--ref_model_name_or_path TEACHER", "1 objective/kl0_avg"),
     # the engine
-    "rollout_backend": Case("", "--rollout_backend transformers", "class", "engine_class"),
+    "rollout_backend": Case("", "--rollout_backend transformers", "class", "engine_options"),
     "response_length": Case("", "--response_length 3", "1 requests"),
     "vllm_top_p": Case("--no_use_rho_correction", "--vllm_top_p 0.5", "1 requests"),
-    "stop_strings": Case("", "--stop_strings stop", "asked stop, asked detokenize", "engine_options"),
+    "stop_strings": Case("", "--stop_strings stop", "asked stop", "engine_options"),
     "eval_temperature": Case("--dataset_mixer_eval_list EVAL", "--eval_temperature 0.5", "3 evaluation"),
     "eval_response_length": Case("--dataset_mixer_eval_list EVAL", "--eval_response_length 3", "3 evaluation"),
     "vllm_gpu_memory_utilization": Case(
@@ -243,12 +239,10 @@ CASES: dict[str, Case] = {
     ),
     "vllm_sleep": Case("", "--vllm_sleep off", "enable_sleep_mode", "sleeps"),
     "vllm_enforce_eager": Case("", "--vllm_enforce_eager", "enforce_eager", "engine_options"),
-    "vllm_enable_prefix_caching": Case(
-        "", "--vllm_enable_prefix_caching", "enable_prefix_caching, block_size", "engine_options"
-    ),
+    "vllm_enable_prefix_caching": Case("", "--vllm_enable_prefix_caching", "enable_prefix_caching", "engine_options"),
     "vllm_tensor_parallel_size": Case("", "--vllm_tensor_parallel_size 2", "tensor_parallel_size", "engine_options"),
     "vllm_kwargs": Case(
-        "", '--vllm_kwargs {"kv_cache_dtype":"fp8","max_num_seqs":3}', "max_num_seqs, kv_cache_dtype", "engine_options"
+        "", '--vllm_kwargs {"kv_cache_dtype":"fp8","max_num_seqs":3}', "max_num_seqs", "engine_options"
     ),
     "max_logprob_gap": Case("", "--max_logprob_gap 0.01", "refused"),
     # turns
@@ -304,4 +298,4 @@ def test_a_flag_does_what_it_says(name, play, tiny_models, world, tmp_path):
         rewards.configure(rewards.RewardFlags(), connect=False)
     a, b = found
     differs = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-    assert ", ".join(differs[:1] if case.view == "play" else differs) == case.differs
+    assert differs[0] == case.differs

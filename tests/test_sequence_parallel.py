@@ -12,34 +12,35 @@ import grpo
 import utils
 from scripts.parts import adapters, plan
 from tests import programs
-from tests.test_learner import assert_same_update, long_rollouts, make_args, make_rollouts, run_update, start_weights
+from tests.test_learner import assert_same_update, long_rollouts, make_args, make_rollouts
 from tests.test_lora import shake
 
+SHAPES = {2: (4, 2), 3: (6, 2)}  # ranks that share a pack: heads, key-value heads; 3 ranks take each of 2 three times
+REF = "--beta 0.1 --load_ref_policy"
+UNBIASED = "--kl_in_reward --force_kl_in_reward --advantage_normalization_type standard_unbiased"
 ADAPTERS = "--lora_rank 4 --lora_alpha 8 --pack_length 60"
 TEACHER = "--ref_model_name_or_path TEACHER --load_ref_policy --beta 1 --kl_estimator kl2 --no_filter_zero_std_samples"
-LEARNERS = {  # of an update that adapters or a teacher have part in
-    "LoRA, KL": f"{ADAPTERS} --load_ref_policy --beta 0.1 --num_epochs 2 --num_mini_batches 2 --max_grad_norm 1e-3",
+SMALL_STEPS = "--num_epochs 2 --max_grad_norm 1e-3"
+OF_TWO = {  # flags of an update of two ranks
+    "rows": "",
+    "KL in reward": f"{REF} {UNBIASED}",
+    "one by one": "--pack_length 1000",
+    "cispo": "--loss_fn cispo --loss_denominator 50 --entropy_coef 0.01 --pack_length 60",
+    "rho": "--rho_mask_sequence_level --rho_mask_lower_bound 0.95 --rho_mask_upper_bound 1.2",
+    "KL": f"{REF} --kl_estimator 3",
+}
+OF_MORE = {  # of three ranks, and of two of four
+    "dapo": "--pack_length 60",
+    "epochs": f"{REF} {SMALL_STEPS} --num_mini_batches 2 --pack_length 40",
+    "stage 3": f"{SMALL_STEPS} --deepspeed_stage 3 --pack_length 60",
+    "gspo": "--loss_fn gspo --loss_denominator sequence --pack_length 60",
+    "LoRA, KL": f"{ADAPTERS} {REF} {SMALL_STEPS} --num_mini_batches 2",
     "LoRA, stage 3": f"{ADAPTERS} --deepspeed_stage 3 --gradient_checkpointing",
     "a teacher": f"{TEACHER} --pack_length 60",
     "a teacher in the reward": f"{TEACHER} --kl_in_reward --advantage_normalization_type centered",
     "LoRA, a teacher": f"{ADAPTERS} {TEACHER} --deepspeed_stage 3",
 }
-SHAPES = {2: (4, 2), 3: (6, 2)}  # ranks that share a pack: heads, key-value heads; 3 ranks take each of 2 three times
-REF = "--beta 0.1 --load_ref_policy"
-UNBIASED = "--kl_in_reward --force_kl_in_reward --advantage_normalization_type standard_unbiased"
-CASES = {  # of an update: flags, way of packing
-    "dapo": ("--pack_length 60", "shared"),
-    "epochs": (f"{REF} --num_epochs 2 --num_mini_batches 2 --max_grad_norm 1e-3 --pack_length 40", "shared"),
-    "stage 3": ("--deepspeed_stage 3 --num_epochs 2 --max_grad_norm 1e-3 --pack_length 60", "shared"),
-    "gspo": ("--loss_fn gspo --loss_denominator sequence --pack_length 60", "shared"),
-    # those below with two ranks alone, those above with three and with two of four
-    "rows": ("", "rows"),
-    "KL in reward": (f"{REF} {UNBIASED}", "shared"),
-    "one by one": ("--pack_length 1000", "long"),
-    "cispo": ("--loss_fn cispo --loss_denominator 50 --entropy_coef 0.01 --pack_length 60", "shared"),
-    "rho": ("--rho_mask_sequence_level --rho_mask_lower_bound 0.95 --rho_mask_upper_bound 1.2", "shared"),
-    "KL": (f"{REF} --kl_estimator 3", "shared"),
-}
+CASES = OF_TWO | OF_MORE
 
 
 def make_model(directory, heads, kv_heads):
@@ -55,42 +56,44 @@ def make_model(directory, heads, kv_heads):
     return directory
 
 
-def update(model, world, case, *flags):
-    """The update of a case: the weights after it and its metrics."""
-    line, packing = CASES[case]
-    args = make_args(model, *line.split(), *flags)
-    rollouts, packing = (long_rollouts(), "shared") if packing == "long" else (make_rollouts(), packing)
-    for r in rollouts:
-        r.tokenless = []
-    groups, share = [rollouts[i : i + 3] for i in range(0, len(rollouts), 3)], world.rank // args.sequence_parallel_size
-    shares, m = world.size // args.sequence_parallel_size, args.num_mini_batches
-    mine = [[r for group in groups[i::m][share::shares] for r in group] for i in range(m)]
-    return run_update(args, world, mine, ref=args.load_ref_policy, packing=packing, shift=0.02 * args.load_ref_policy)
-
-
 def weights_of(policy, args):
     named = adapters.adapter_weights(policy.model) if args.lora_rank else utils.full_weights(policy, torch.float32)
     return {name: tensor.clone() for name, tensor in named}
 
 
 def learn(model, world, case, *flags):
-    """The update of a learner with adapters, a teacher or both: what trains before and after it, and its metrics."""
-    args = make_args(model, *LEARNERS[case].replace("TEACHER", f"{model}_teacher").split(), *flags)
-    learner, metrics, m = grpo.load_learner(args, world), utils.Metrics(), args.num_mini_batches
-    shake(learner.policy)
-    before = weights_of(learner.policy, args)
-    sgd = torch.optim.SGD([p for p in learner.policy.parameters() if p.requires_grad], lr=1024.0)
-    rollouts, size = make_rollouts(), args.sequence_parallel_size
+    """The update of a case: what trains before and after it, and its metrics."""
+    args = make_args(model, *CASES[case].replace("TEACHER", f"{model}_teacher").split(), *flags)
+    learner = grpo.load_learner(args, world)
+    policy = learner.policy
+    if args.lora_rank:
+        shake(policy)
+    elif args.load_ref_policy and "teacher" not in case:  # else the KL is 0
+        for p in learner.ref_policy.parameters():
+            utils.shard_of(p).mul_(1.02)
+    before = weights_of(policy, args)
+    sgd = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1024.0)
+    learner = dataclasses.replace(learner, optimizer=sgd)
+
+    rollouts = long_rollouts() if case == "one by one" else make_rollouts()
     for r in rollouts:
-        r.tokenless, r.advantage = [], 0.0 if "teacher" in case else r.advantage
-    groups, share, shares = [rollouts[i : i + 3] for i in range(0, 12, 3)], world.rank // size, world.size // size
-    mine = [sum(groups[i::m][share::shares], []) for i in range(m)]  # each mini-batch of all ranks is that of one
-    packs = [grpo.pack_rollouts(part, "shared", args.pack_length)[0] for part in mine]
-    batches = [grpo.micro_batches(part, "shared", args, world.device) for part in packs]
+        r.tokenless = []
+        if "teacher" in case:
+            r.advantage = 0.0
+    groups = [rollouts[i : i + 3] for i in range(0, len(rollouts), 3)]
+    size = args.sequence_parallel_size
+    parts = args.num_mini_batches
+    packing = "rows" if case == "rows" else "shared"
+    batches = []
+    for i in range(parts):  # each mini-batch of all ranks is that of one
+        mine = grpo.all_rollouts(groups[i::parts][world.rank // size :: world.size // size])
+        packs = grpo.pack_rollouts(mine, packing, args.pack_length)[0]
+        batches.append(grpo.micro_batches(packs, packing, args, world.device))
+    metrics = utils.Metrics()
     with sdpa_kernel(SDPBackend.MATH):
-        gap, bad = grpo.update(dataclasses.replace(learner, optimizer=sgd), batches, args, world, metrics)
+        gap, bad = grpo.update(learner, batches, args, world, metrics)
     found = utils.finish_metrics(metrics.reduce(world), args) | gap.metrics | {"bad": bad}
-    return before, weights_of(learner.policy, args), found
+    return before, weights_of(policy, args), found
 
 
 def refusals(model, world, *flags):
@@ -117,10 +120,12 @@ SCRIPT = """
     import torch
     import utils
     from tests import test_sequence_parallel as test
-    world, flags = utils.init_distributed(), ("--sequence_parallel_size", {size})
-    found = {{case: test.update({model!r}, world, case, *flags) for case in {cases!r}}}
-    found |= {{case: test.learn({model!r}, world, case, *flags) for case in test.LEARNERS if {number} > 2}}
-    if {number} == 2:
+    world = utils.init_distributed()
+    flags = ("--sequence_parallel_size", {size})
+    found = {{}}
+    for case in test.OF_TWO if world.size == 2 else test.OF_MORE:
+        found[case] = test.learn({model!r}, world, case, *flags)
+    if world.size == 2:
         found["refusals"] = test.refusals({model!r}, world, *flags)
     torch.save(found, f"{out}/{{world.rank}}.pt")
     torch.distributed.barrier()
@@ -138,10 +143,8 @@ def ranks(tmp_path_factory):
             out = tmp_path_factory.mktemp(f"ranks_{size}_{number}")
             model = make_model(out / "model", *SHAPES[size])
             make_model(out / "model_teacher", size, 1)
-            cases = list(CASES)[4:] if number == 2 else list(CASES)[:4]
-            (script := out / "script.py").write_text(
-                textwrap.dedent(SCRIPT.format(model=str(model), out=out, size=size, number=number, cases=cases))
-            )
+            script = out / "script.py"
+            script.write_text(textwrap.dedent(SCRIPT.format(model=str(model), out=out, size=size)))
             done = programs.run([*programs.torchrun(number), script], OMP_NUM_THREADS=1)
             assert done.returncode == 0, done.stderr[-8000:]
             made[size, number] = model, [torch.load(out / f"{rank}.pt") for rank in range(number)]
@@ -151,43 +154,24 @@ def ranks(tmp_path_factory):
 
 
 LARGE = [pytest.param(3, 3, marks=pytest.mark.house), pytest.param(2, 4, marks=pytest.mark.house)]  # a minute each
-SIZES = pytest.mark.parametrize("size, number", [(2, 2), *LARGE])
-MORE = pytest.mark.parametrize("size, number", LARGE)
 
 
 @pytest.mark.runs
-@SIZES
+@pytest.mark.parametrize("size, number", [(2, 2), *LARGE])
 def test_updates_are_those_of_one_learner(ranks, world, size, number):
-    """Weights and every metric, each counted once; all ranks end with the same bits."""
+    """Weights or adapters and every metric, each counted once; all ranks end with the same bits."""
     model, everyone = ranks(size, number)
-    for case in (name for name in CASES if name in everyone[0]):
-        one, metrics = update(model, world, case)
-        weights, found = everyone[0][case]
+    for case in OF_TWO if number == 2 else OF_MORE:
+        before, one, metrics = learn(model, world, case)
+        _, weights, found = everyone[0][case]
         # after several steps of norm 1 the rounding of the weights themselves shows, whose norm is 20
-        tolerance = 3e-6 if "1e-3" in CASES[case][0] else 1e-6
-        assert_same_update(one, weights, start_weights(make_args(model), world), tolerance)
-        assert all(torch.equal(weights[name], other[case][0][name]) for other in everyone for name in weights)
-        assert metrics["loss/policy_avg"] and metrics["optim/grad_norm"] and not metrics["bad"]
-        for name in metrics.keys() | found.keys():
+        assert_same_update(one, weights, before, 3e-6 if SMALL_STEPS in CASES[case] else 1e-6)
+        assert all(torch.equal(weights[name], other[case][1][name]) for other in everyone for name in weights)
+        assert metrics["optim/grad_norm"] and not metrics["bad"] and metrics.keys() == found.keys()
+        assert ("objective/ref_top_agreement" in metrics) == ("teacher" in case)
+        for name in metrics:
             if not name.startswith("time/"):
                 assert found[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-8), f"{case}: {name}"
-
-
-@pytest.mark.runs
-@MORE
-@pytest.mark.parametrize("case", LEARNERS)
-def test_adapters_and_teachers_are_those_of_one_learner(ranks, world, size, number, case):
-    """Adapters or weights and every metric, KL to the teacher and agreement with it among them; all ranks end alike."""
-    model, everyone = ranks(size, number)
-    (before, one, metrics), (_, weights, found) = learn(model, world, case), everyone[0][case]
-    assert len(one) == (28 if "LoRA" in case else 25)
-    assert_same_update(one, weights, before, 3e-6 if "1e-3" in LEARNERS[case] else 1e-6)
-    assert all(torch.equal(weights[name], other[case][1][name]) for other in everyone for name in weights)
-    assert metrics["optim/grad_norm"] and not metrics["bad"] and metrics.keys() == found.keys()
-    assert ("objective/ref_top_agreement" in metrics) == ("teacher" in case)
-    for name in metrics:
-        if not name.startswith("time/"):
-            assert found[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-8), name
 
 
 @pytest.mark.runs

@@ -138,6 +138,33 @@ def test_a_rollout_of_a_checkpoint_is_as_old_as_its_oldest_token():
     assert [group[0].position for group in collector._collect().expired] == [10]
 
 
+@pytest.mark.parametrize("groups, trained, lengths", [
+    ([["1", "2"], ["7", "7"]], 0, []),  # nothing survives
+    ([["1", "7"], ["7", "7"]], 1, [1, 1]),  # one group does
+    ([["1", "7"], ["is 7", "x" * 64]], 2, [1, 1, 4, 64]),  # one response as long as may be
+    ([["", "7"], ["1", "1"]], 1, [1]),  # an empty response is no row, yet it counted in the mean
+])  # fmt: skip
+def test_what_is_trained_on_and_what_is_filtered(groups, trained, lengths):
+    collector = make_collector("7")
+
+    def submit(requests, index=None):
+        for name, _, finished in requests:
+            group, sample = map(int, name.split("/"))
+            ids = [ord(c) for c in groups[group][sample]]
+            finished(utils.Generation(ids, [-1.0] * len(ids), "stop", [0] * len(ids)))
+
+    collector.engines.submit = submit
+    collector.engines_have(0)
+    step = collector._collect()
+    assert len(step.groups) == 2 and sum(map(len, step.sampled)) == 4
+    ((packs,),) = step.shares
+    rollouts = [r for pack in packs for piece in pack for r in piece]
+    assert sorted(len(r.token_ids) for r in rollouts) == lengths
+    counts = collector.account(step)
+    assert (counts["batch/groups_trained"], counts["batch/groups_filtered"]) == (trained, 2 - trained)
+    assert counts["batch/groups_started"] == 2 and counts["batch/groups_in_flight"] == 0
+
+
 def test_data_without_any_gradient_end_a_step_after_ten_rounds():
     collector = make_collector("7", flags="--active_sampling")
     collector.engines_have(0)

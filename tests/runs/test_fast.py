@@ -7,9 +7,7 @@ import random
 import re
 import signal
 import subprocess
-import threading
 import time
-import types
 
 import pytest
 import torch
@@ -236,74 +234,6 @@ def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, 
     assert re.search(r"Outstanding: \d+ requests: \d+/\d \(engine 0\), ", text), text[-5000:]
     assert "in run_learner" in text and "in _collect" in text, "no stacks"
     assert text.splitlines()[-1].endswith("stalled, waiting for engine 0")
-
-
-class Finished:
-    """Engines that have answered everything: each group's responses as given."""
-
-    def __init__(self, groups):
-        self.changed, self.eos_ids, self.groups = threading.Condition(), [0], groups
-        self.tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
-        self.watchdog, self.connections = self, [None]
-
-    def beat(self):
-        pass
-
-    def submit(self, requests, index):
-        for name, _, finished in requests:
-            group, sample = map(int, name.split("/"))
-            text = self.groups[group][sample]
-            finished(utils.Generation(list(text), [-1.0] * len(text), "stop", [0] * len(text)))
-
-    def wait_for(self, condition, what):
-        assert condition(), f"would wait for {what}"
-
-    def take(self, names):
-        return 0.0
-
-
-def collect(groups, flags=""):
-    """What a real collector makes of the groups, each a list of responses; tokens are code points, 7 is right."""
-    line = "--model_name_or_path x --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 2 --async_steps 0 "
-    line += f"--response_length 64 --max_prompt_token_length 8 --pack_length 72 --total_episodes 4 {flags}"
-    args = utils.parse_args(grpo.Args, line.split())
-    prompts = [utils.Prompt(i, (1, 2, 3), "", ("7",), ("gsm8k",)) for i in range(4)]
-    engines = Finished([[[ord(c) for c in text] for text in group] for group in groups])
-
-    def pack(rollouts):
-        return grpo.pack_rollouts(rollouts, "shared", args.pack_length, 3)
-
-    collector = grpo_fast.Collector(engines, prompts, args, grpo.start_state(), pack)
-    collector.engines_have(0)
-    return collector, collector._collect()
-
-
-@pytest.mark.parametrize("groups, trained, lengths", [
-    ([["1", "2"], ["7", "7"]], 0, []),  # nothing survives
-    ([["1", "7"], ["7", "7"]], 1, [4]),  # one group does
-    ([["1", "7"], ["is 7", "x" * 64]], 2, [4, 70]),  # one response as long as may be
-    ([["", "7"], ["1", "1"]], 1, [3]),  # an empty response is no row, yet it counted in the mean
-])  # fmt: skip
-def test_collector(groups, trained, lengths):
-    collector, step = collect(groups)
-    assert len(step.groups) == 2 and sum(map(len, step.sampled)) == 4
-    (learners,) = step.shares
-    assert len(learners) == 3
-    pieces = [piece for packs in learners for pack in packs for piece in pack]
-    assert sorted(map(grpo.piece_length, pieces)) == sorted(lengths) or sum(map(len, pieces)) == sum(
-        bool(text) for group in groups[:trained] for text in group
-    )
-    counts = collector.account(step)
-    assert (counts["batch/groups_trained"], counts["batch/groups_filtered"]) == (trained, 2 - trained)
-    assert counts["batch/groups_started"] == 2 and counts["batch/groups_in_flight"] == 0
-
-
-def test_active_sampling_goes_on_until_enough_groups_have_a_gradient():
-    collector, step = collect([["1", "7"], ["7", "7"], ["1", "1"], ["1", "7"]], "--active_sampling")
-    assert [g[0].position for g in step.groups] == [0, 3] and step.cursor == 4
-    counts = collector.account(step)
-    want = {"started": 4, "trained": 2, "filtered": 2, "expired": 0, "in_flight": 0}
-    assert {name: counts[f"batch/groups_{name}"] for name in want} == want
 
 
 RECIPES = {  # P, G, pack_length, learners, mini-batches, packs a step: open-instruct's recipes, lengths made up
