@@ -497,6 +497,14 @@ def test_padding_reaches_neither_loss_nor_gradient(padding, denominator, loss_fn
             assert_close(a, b)
 
 
+def test_cispo_has_no_lower_bound():
+    """A token's ratio is exp(-0.3)."""
+    batch, new = two_rows()
+    args = replace(BASE, loss_fn="cispo")
+    losses = [whole_loss(batch, new, torch.zeros_like(new), replace(args, clip_lower=x))[0] for x in (1e-6, 1.0)]
+    assert losses[0] == losses[1]
+
+
 def test_metrics_are_blind_to_padding():
     read = []
     for padding in (0.0, NAN, -INF):

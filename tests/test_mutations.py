@@ -135,6 +135,14 @@ def test_operations_of_an_update_are_counted_in_forwards(flags, forwards):
 # --- Batches ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("groups, parts, sizes", [(5, 3, [1, 2, 2]), (2, 4, [0, 1, 0, 1]), (7, 2, [3, 4]), (4, 1, [4])])
+def test_every_group_is_in_a_mini_batch(groups, parts, sizes):
+    given = [[rollout(i, outcome=0.0), rollout(i, outcome=1.0)] for i in range(groups)]
+    found = grpo.split_groups(given, args_of(f"--num_mini_batches {parts}"))
+    assert [len(rollouts) / 2 for rollouts in found] == sizes
+    assert [r.position for rollouts in found for r in rollouts] == [i for i in range(groups) for _ in range(2)]
+
+
 # --- Resume -----------------------------------------------------------------------------------------------------------
 
 
