@@ -81,7 +81,7 @@ def read(flags: CommandLine) -> list[RewardRecord]:
         try:
             labelled += records_of(rows.fields_of(row, scoring))
         except ValueError as error:
-            print(f"left out: {where}: {error}")
+            print(f"left out: {where}: {rewards.printable(str(error))}")
     return labelled
 
 

@@ -116,7 +116,7 @@ def main() -> None:
         rewards.configure(flags, connect=True)
         records = read_cases(flags.cases)
     except ValueError as error:  # a UserError, or a row that is not JSON
-        raise SystemExit(f"score.py: {error}") from None
+        raise SystemExit(f"score.py: {rewards.printable(str(error))}") from None
     user_files.PRINTS.begin_step(sys.maxsize)
     start = time.monotonic()
     if flags.in_process:

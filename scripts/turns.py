@@ -17,6 +17,7 @@ import tyro
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import rewards
 import utils
 from scripts.parts import environments, turns, user_files
 from scripts.parts.rows import jsonl_rows
@@ -63,7 +64,7 @@ def show(row: Any, where: str, environment: turns.Environment, timeout_s: float)
     has_responses = isinstance(row, dict) and isinstance(row.get("responses"), list)
     need(has_responses, f"{where}: no list of responses")
     for message in transcript(environment, row, timeout_s):
-        print(f"{message['role']}: {message['content']}", end="")
+        print(f"{message['role']}: {rewards.printable(message['content'])}", end="")
         details = {name: value for name, value in message.items() if value and name not in SHOWN_OR_OMITTED}
         print(f"   {details}" if details else "")
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import grpo
 import rewards
 import utils
 from scripts.align import states
-from scripts.parts import checkpoints, environments, turns
+from scripts.parts import checkpoints, environments, plan, turns
 from scripts.tools import calls
 from tests.conftest import REPO
 
@@ -167,3 +168,19 @@ def test_what_others_wrote_gives_no_orders_to_the_terminal(tmp_path, monkeypatch
     with pytest.raises(utils.UserError) as raised:
         utils.load_prompts("dataset_mixer_list", args, None)
     assert str(raised.value) == r"--dataset_mixer_list rows.jsonl row 1: \x1b[2J\x1b]52;c;aGk=\x07 \u202e"
+
+
+def test_programs_that_show_texts_of_others_give_no_orders_to_the_terminal(tmp_path):
+    """An environment's answer; the name of a verifier."""
+    (tmp_path / "env.py").write_text(f"def step(episode):\n    return {CLEARS_SCREEN!r}\n")
+    rows = tmp_path / "rows.jsonl"
+    row = {"responses": ["a", "b"], "response": "a", "ground_truth": 1, "dataset": CLEARS_SCREEN}
+    rows.write_text(json.dumps(row | {"messages": [{"role": "user", "content": "?"}]}) + "\n")
+    for line in (["turns.py", tmp_path / "env.py", rows], ["score.py", rows], ["audit.py", rows]):
+        done = subprocess.run([sys.executable, REPO / "scripts" / line[0], *line[1:]], capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        assert r"\x1b[2" in said and said.replace("\n", "").isprintable(), said
+
+    flags = f"--model_name_or_path x --dataset_mixer_list {rows} 1.0"
+    said = plan.refused_rows(utils.parse_args(grpo.Args, flags.split()), "dataset_mixer_list")
+    assert r"\x1b[2" in said and said.isprintable()

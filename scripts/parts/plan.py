@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+import rewards
 import utils
 from scripts.parts import checks, hub, packing, probe
 
@@ -126,7 +127,7 @@ def refused_rows(args: utils.Flags, flag: str) -> str:
                 utils.checked_verifiers(row)
                 good += 1
             except ValueError as error:
-                bad.append(f"{row.where}: {error}")
+                bad.append(f"{row.where}: {rewards.printable(str(error))}")
         utils.tell_bad(flag, bad, good)
     except utils.UserError as error:
         return str(error)
