@@ -66,7 +66,7 @@ SPELLINGS = (
     ("∪", r"\\cup "),
     ("π", r"\\pi "),
     (r"\\[hv]?phantom\{[^{}]*\}|\\!|`", ""),
-    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\(?:[dtcs]|nice)frac", r"\\frac"),
     (rf"\\frac\s*\{{\s*{FONT.pattern}\s*\}}\s*\{{\s*{FONT.pattern}(\^\{{?\d\}}?)?\s*\}}", r"\\text{\1/\2}\3"),
     # a mark before what a font sets behind a value: see split_unit
     (rf"(?:(?<=[\d}})!])|(?<=\\pi))[\s~]*{FONT_NAME}\s*\{{\s*([a-zA-Z][^{{}}\d]*)\}}", r" `\1"),
@@ -76,9 +76,12 @@ SPELLINGS = (
     (r"\\lg(?![a-z])", r"\\log"),
     (r"\^\s*\{?\\circ\}?|\\degree|(?<=[\d})])\s*`?\s*deg(?:ree)?s?\b", "°"),
     (r"°\s*`?\s*([CF])\b", r" `deg\1"),
+    (r"`(?=[KVA]\b(?!\.))", "` one"),  # units; without a font they are factors
     (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
     (r"(?<![\w})])\+(?=\\infty)", ""),
-    (r"\\frac\{d(\w)\}\{d\w\}(?=\s*=)", r"\1'"),  # dy/dx is a name
+    (r"\\frac\{\s*d\s*(\w)\s*\}\{\s*d\s*\w\s*\}(?=\s*=)", r"\1'"),  # dy/dx is a name
+    (r"(?<=[\d}])[\s~]*\\Omega(?![a-zA-Z])", " `ohm"),
+    (r"^\s*(?:all )?real(?: number)?s\s*$", r"(-\\infty,\\infty)"),
 )
 # 2^3 of \log_2 3 would otherwise be read as a list or as \log_{23}
 LOG_OF_NUMBER = re.compile(r"\\log\s*_\s*(?:(\d)|\{\s*(\d+)\s*\})\s*(?:\{\s*)?(\d+(?:\.\d+)?)(?:\s*\})?")
@@ -95,8 +98,8 @@ MULTIPLES = {"dozen": 12, "hundred": 100, **THOUSANDS, "billion": 10**9, "trilli
 MULTIPLE = re.compile(rf"(?<![\w.^{{])(\d+(?:\.\d+)?)\s*`?\s*({'|'.join(MULTIPLES)})\b", re.IGNORECASE)
 SET_OF = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|\\vert|\||:)(.*)\\\}")
 HALF_OF_DAY = re.compile(r"(?<=\d)\s*`?\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)
-OR = re.compile(r"\s*`?(?:\\lor|\\vee|\bor\b)\s*")
-AND = re.compile(r"\s*`?(?:\\land|\\wedge|\band\b|;)\s*")
+OR = re.compile(r"\s*,?\s*`?(?:\\lor|\\vee|\bor\b)\s*")
+AND = re.compile(r"\s*,?\s*`?(?:\\land|\\wedge|\band\b|;)\s*")
 
 
 def tex_number(value: Fraction) -> str:
@@ -209,7 +212,7 @@ def as_intervals(text: str) -> str | None:
     for sign, spellings in SIGNS.items():
         text = re.sub(rf"(?:{spellings})(?![a-zA-Z])", sign, text)
     text = re.sub(rf"^\|({VARIABLE})\|\s*([<≤])([^<≤]+)$", r"-\3 \2 \1 \2 \3", text)
-    text = re.sub(rf"^\|({VARIABLE})\|\s*>([^>]+)$", r"\1 < -\2 or \1 > \2", text)
+    text = re.sub(rf"^\|({VARIABLE})\|\s*([>≥])([^>≥]+)$", r"-\3 \2 \1 or \1 \2 \3", text)
     try:
         options = [[bound for part in AND.split(option) for bound in bounds_of(part)] for option in OR.split(text)]
         union = "\\cup".join(map(interval_of, options))
@@ -232,6 +235,7 @@ length 1609.344 mi mile
 length3 0.001 * l L liter litre
 mass 1 * g gram
 mass 453.59237 lb pound
+mass 28.349523125 oz ounce
 time 1 * s sec second
 time 60 min minute
 time 3600 h hr hour
@@ -240,6 +244,13 @@ time 604800 week
 energy 1 * J joule
 power 1 * W watt
 force 1 * N newton
+pressure 1 * Pa pascal
+frequency 1 * Hz hertz
+voltage 1 * volt oneV
+current 1 * ampere oneA
+resistance 1 * ohm
+temperature 1 * kelvin oneK
+amount 1 * mol mole
 money 1 $ dollar usd
 money 0.01 ¢ cent
 share 0.01 % percent
@@ -286,7 +297,7 @@ class Unit(NamedTuple):
 def unit_of(text: str, is_marked: bool) -> Unit | None:
     """The unit of km/h, square meters, m\\cdot s^{-2} or red apples; None for a text that is none.
 
-    is_marked: a font tells that the text is no product; otherwise an unknown name has to be a word."""
+    is_marked: a font tells that the text is no product; otherwise an unknown name has to be a word of 3 letters."""
     if not re.fullmatch(UNIT, text):
         return None
     for pattern, spelling in UNIT_SPELLINGS.items():
@@ -298,7 +309,7 @@ def unit_of(text: str, is_marked: bool) -> Unit | None:
         for name, power in re.findall(r"([a-zA-Z]+|[%$€£¢])(?:\.?\s*\^\s*\{?(-?\d))?", part):
             singular = name.lower().removesuffix("s")
             known = UNITS.get(name) or UNITS.get(name.lower()) or UNITS.get(singular)
-            is_word_of_many = len(name) > 1 and (is_marked or is_word(name))
+            is_word_of_many = len(name) + is_marked > 2 and (is_marked or is_word(name))
             if name.lower() in NO_UNITS or not (known or is_word_of_many or name in "€£"):
                 return None
             is_known = is_known and known is not None
@@ -529,9 +540,9 @@ IN_BASE = re.compile(r"[\d)]\s*_")
 
 
 def is_word(text: str) -> bool:
-    """Whether letters are a word, or points of a figure, and not a product. The letters of a product are in
-    alphabetical order, each once, and none of eijlo."""
-    if text == "pi" or not re.fullmatch(r"[a-zA-Z]{2,}(?:[\s'-]+[a-zA-Z]+)*", text):
+    """Whether letters are a word, or points of a figure, and not a product. The letters of a product are x, y and z, or
+    in alphabetical order, each once, and none of eijlo."""
+    if text == "pi" or not re.fullmatch(r"(?![xyz]+$)[a-zA-Z]{2,}(?:[\s'-]+[a-zA-Z]+)*", text):
         return False
     letters = list(text)
     in_order = letters == sorted(set(letters))
@@ -584,9 +595,9 @@ def same_times(gold: str, answer: str) -> bool | None:
     halves = gold_time[3] or answer_time[3]
     times = []
     for hour, minute, half in (gold_time.groups(), answer_time.groups()):
-        if halves and not half and int(hour) > 12:
-            hour = str(int(hour) - 12)
-            half = "p"
+        if halves and not half and not 1 <= int(hour) <= 12:
+            half = "p" if int(hour) > 12 else "a"
+            hour = abs(int(hour) - 12)
         times.append((int(hour), minute or "00", half or halves))
     return times[0] == times[1]
 
@@ -653,9 +664,8 @@ def same_named_values(gold: str, answer: str) -> bool | None:
     return len(items(gold)) == 1 and same(gold, f"({in_order})")
 
 
-def all_sides_equal(gold: str, answer: str) -> bool:
-    """Whether every side of the equation `answer` equals the label, but for a name at one of its ends."""
-    sides = [side.strip() for side in answer.split("=")]
+def all_sides_equal(gold: str, sides: list[str]) -> bool:
+    """Whether every side of an equation equals the label, but for a name at one of its ends."""
     if NAME.fullmatch(sides[0]):
         sides = sides[1:]
     elif NAME.fullmatch(sides[-1]):
@@ -668,7 +678,7 @@ def without_name(text: str) -> tuple[str, str]:
     member = MEMBER.fullmatch(text)
     if member:
         return f"{member[1]}\\in", member[2]
-    sides = [side.strip() for side in text.split("=")]
+    sides = items(text, "=")
     if len(sides) == 2 and all(sides) and not re.search(r"[<>]|\\[lg]e", text):
         for name, value in (sides, sides[::-1]):
             if NAME.fullmatch(name):
@@ -729,13 +739,11 @@ def same_collections(gold: str, answer: str) -> bool | None:
         return same_items(*unions, in_order=False) or None
     found = [collection(text) for text in (gold, answer)]
     kinds = {one[0] for one in found if one}
+    singles = [one[1][0] if one and len(one[1]) == 1 else text for one, text in zip(found, (gold, answer), strict=True)]
+    if singles != [gold, answer] and kinds != {"{}"}:
+        return "" not in kinds and same(*singles)
     if None in found:
-        if "" in kinds:
-            return False
-        singles = [
-            one[1][0] if one and len(one[1]) == 1 else text for one, text in zip(found, (gold, answer), strict=True)
-        ]
-        return same(*singles) if singles != [gold, answer] else None
+        return False if "" in kinds else None
     (_, left), (_, right) = found
     of_vector = {"()", *(f"{shape}pmatrix" for shape in (f"{len(left)}x[1]", f"1x[{len(left)}]"))}
     is_vector = "()" in kinds and kinds <= of_vector
@@ -806,8 +814,9 @@ def same_but_for_names(gold: str, answer: str) -> bool:
     if about:
         value = real_value(exact)
         return value is not None and is_cut_short(value, rounded, enough=0) and same(gold, exact)
-    if "=" not in gold and "=" in answer and "," not in answer and not RELATION.search(answer):
-        return all_sides_equal(gold, answer)
+    sides = items(answer, "=")  # not split at the = of \sum_{k=1}
+    if "=" not in gold and len(sides) > 1 and "," not in answer and not RELATION.search(answer):
+        return all_sides_equal(gold, sides)
 
     gold_name, bare_gold = without_name(gold)
     answer_name, bare_answer = without_name(answer)
