@@ -147,6 +147,13 @@ def test_overlap_share_by_hand(tmp_path):
     assert row["overlap"] == 1.0 and not row["apart"]
 
 
+def test_means_beside_the_p_of_pairs_are_of_all_steps(tmp_path):
+    found = {"a": [1.0, 2.0, 3.0, 6.0], "b": [0.0] * 4}
+    sides = [[align.read_run(write_run(tmp_path / name, {"x": values}))] for name, values in found.items()]
+    (row,) = align.compare_bands(sides, {"x": [1, 2, 3, 4]}, paired=True)
+    assert (row["mean_a"], row["mean_b"], row["p"]) == (3.0, 0.0, 2 / 2**4)
+
+
 # --- importing veRL's batches ----------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import torch
 import grpo
 import utils
 from scripts.data.make_tiny_model import make_tiny_model
-from scripts.parts import plan
+from scripts.parts import checks, plan
 from scripts.parts import rows as part_of_rows
 
 QUESTION, LABEL = "What is 3 + 8?", "11"
@@ -492,3 +492,10 @@ def test_solved_prompts_are_excluded():
     assert grpo.next_sampler(sampler, seen, replace(args, no_resampling_pass_rate=0.5))["excluded"] == {0, 1, 2, 9}
     assert grpo.next_sampler(sampler, seen, replace(args, no_resampling_pass_rate=None)) == sampler
     assert sampler == {"excluded": {9}, "of a fork": 1}
+
+
+def test_a_folder_here_may_have_the_name_of_an_organization_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai").mkdir()
+    assert not checks.is_missing_path("openai/gsm8k:main") and not checks.problem_of_data("openai/gsm8k")
+    assert checks.is_missing_path("openai/rows.jsonl") and checks.is_missing_path("./openai/gsm8k")

@@ -170,6 +170,15 @@ def test_what_others_wrote_gives_no_orders_to_the_terminal(tmp_path, monkeypatch
     assert str(raised.value) == r"--dataset_mixer_list rows.jsonl row 1: \x1b[2J\x1b]52;c;aGk=\x07 \u202e"
 
 
+def test_a_run_that_shows_its_rollouts_gives_no_orders_to_the_terminal(tmp_path, world, capsys):
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x"])
+    prompt = utils.Prompt(0, (1, 2), CLEARS_SCREEN, (CLEARS_SCREEN,), ("math",))
+    rollout = grpo.Rollout(prompt, 0, 0, text=CLEARS_SCREEN, score=1.0, finish_reason="stop")
+    utils.Logger(args, tmp_path, 8, 0, world).show(1, [[rollout]])
+    said = capsys.readouterr().out
+    assert said.count(r"\x1b[2J") == 6 and said.replace("\n", "").isprintable(), "of the first and the last: three each"
+
+
 def test_programs_that_show_texts_of_others_give_no_orders_to_the_terminal(tmp_path):
     """An environment's answer; the name of a verifier."""
     (tmp_path / "env.py").write_text(f"def step(episode):\n    return {CLEARS_SCREEN!r}\n")
