@@ -1720,6 +1720,7 @@ def set_up(args: Args, world: World) -> Run:
     torch.manual_seed(args.seed)
     utils.make_deterministic(args)
     utils.STOP.because = ""
+    utils.say("start    data and model load")
 
     tokenizer = utils.load_tokenizer(args)
     environment = None
@@ -1869,7 +1870,7 @@ def check_start(args: Args) -> Args:
     configure_rewards(args)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         args = utils.after_restart(args)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if utils.is_first_rank():
         from scripts.parts import plan
 
         plan.print_plan(args, fast=False, learners=ranks, shared_gpu=True, logprob_chunk=LOGPROB_CHUNK)
@@ -1879,22 +1880,22 @@ def check_start(args: Args) -> Args:
 def configure_rewards(args: Args) -> None:
     """Make the flags those of all verifiers. Rank 0 of a run asks the servers of judge and solver, so that an absent
     one is refused now, not after minutes of loading."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    rewards.configure(args, connect=is_main and not args.dry_run)
+    rewards.configure(args, connect=utils.is_first_rank() and not args.dry_run)
 
 
 def choose_dtype(args: Args, world: World) -> Args:
     """The flags with the dtype that --model_dtype auto means on the first rank's machine. All ranks."""
     from scripts.parts import plan
 
-    dtype, reason = utils.all_gather(plan.choose_dtype(args), world)[0]
-    if world.is_main:
-        print(f"dtype    {dtype}: {reason}")
+    choices = utils.all_gather(plan.choose_dtype(args), world)
+    dtype, reason = choices[0]
+    utils.say(f"dtype    {dtype}: {reason}")
     return replace(args, model_dtype=dtype)
 
 
 def start_engine(run: Run) -> utils.Engine:
     """This rank's engine, with room for its share of a step's rollouts and of an evaluation's. All ranks."""
+    utils.say("start    the engine loads; vLLM also compiles, for minutes on a CPU, but with --vllm_enforce_eager")
     args = run.args
     ranks = run.world.size
     trained = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // ranks
@@ -1945,6 +1946,7 @@ class Start(NamedTuple):
 def starts(policy: Policy, args: Args, step: int, engines: int) -> Iterator[Start]:
     """What to send to the engines before the first rollout: with --lora_rank a trial of all adapters, then the
     policy's own weights. While the caller handles a Start, the policy holds the weights of that Start."""
+    utils.say("start    engines get the first weights, and show that they have the learner's logprobs")
     if args.lora_rank:
         from scripts.parts import adapters
 

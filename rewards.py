@@ -155,8 +155,8 @@ def check_verifier(name: str) -> str:
         near = difflib.get_close_matches(name, VERIFIERS, n=1)
         perhaps = f"perhaps {near[0]}, or " if near else ""
         raise ValueError(
-            f"unknown verifier {name!r}: {perhaps}a function of your own, which needs --reward_file; --remap_verifier "
-            f"{name}=NAME names another for these rows. Known are {', '.join(VERIFIERS)}"
+            f"unknown verifier {name!r}: {perhaps}a function of your own, for --reward_file of grpo.py; its "
+            f"--remap_verifier {name}=NAME names another for these rows. Known are {', '.join(VERIFIERS)}"
         )
 
     needs = VERIFIERS[name].needs

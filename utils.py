@@ -128,6 +128,17 @@ class World:
         return self.rank == 0
 
 
+def is_first_rank() -> bool:
+    """Whether this is the only process, or rank 0. In grpo_fast.py learners and engines have a rank 0 each."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print a line, on the first rank alone, in one write: other processes write to the same terminal."""
+    if is_first_rank():
+        print(f"{text}\n", end="", flush=True)
+
+
 def init_distributed(store: dist.Store | None = None) -> World:
     """Join the ranks that torchrun started, or the ranks that share `store`. Without torchrun and store this process is
     a world of its own, which opens no port."""
@@ -375,8 +386,8 @@ def parse_args(cls: Any, argv: Sequence[str] | None = None) -> Any:
         help_part.show(cls, tokens)
     translation = checks.translate(tokens, checks.names_of(cls))
     args = tyro.cli(cls, args=translation.line, use_underscores=True)
-    if translation.others and os.environ.get("RANK", "0") == "0":
-        print(translation.text(), flush=True)
+    if translation.others:
+        say(translation.text())
     missing = translation.missing()
     need(not missing or args.dry_run, f"{missing}. Drop what you can do without")
     return args
@@ -996,8 +1007,8 @@ def load_prompts(
         found = prepared.load(flag, args, tokenizer, environment, make, world)
     prompts, dropped, bad = found or take(mixed_rows(flag, args), make, longest)
     tell_bad(flag, bad, len(prompts) + dropped)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
+    if dropped:
+        say(f"--{flag}: {dropped} of {dropped + len(prompts)} prompts longer than {longest} dropped")
     need(len(prompts) > 0 or not dropped, f"--{flag}: every prompt is longer than --max_prompt_token_length {longest}")
     return prompts
 
@@ -1026,10 +1037,10 @@ def tell_bad(flag: str, bad: list[str], good: int) -> None:
     if not bad:
         return
     number = len(bad) + good
-    first = f"{bad[0]} ({len(bad)} of {number} rows cannot be used)" if number > len(bad) > 1 else bad[0]
+    unusable = f"{len(bad)} of {number} rows cannot be used"
+    first = f"{bad[0]} ({unusable})" if number > len(bad) > 1 else bad[0]
     need(len(bad) <= MOST_BAD * number, f"--{flag} {first}")
-    if os.environ.get("RANK", "0") == "0":
-        print(f"WARNING: --{flag}: {len(bad)} of {number} rows cannot be used and are dropped: {bad[0]}", flush=True)
+    say(f"WARNING: --{flag}: {unusable} and are dropped: {bad[0]}")
 
 
 def make_prompt(
@@ -3027,9 +3038,9 @@ class Logger:
             tracker.rows.put(json.loads(line))
 
     def say(self, text: str) -> None:
-        """Print a line, in one write: other processes write to the same terminal."""
+        """Print a line, on the first rank."""
         if self.enabled:
-            print(f"{text}\n", end="", flush=True)
+            say(text)
 
     def close(self) -> None:
         """Write what waits for the disk, and let the trackers send what they have not sent yet."""

@@ -460,8 +460,8 @@ def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
         f"have {args.response_length:,} tokens"
     ]
     for place, split in enumerate(found):
-        seconds = f"learners {split.learning:.1f}, engines {split.sampling:.1f}"
-        says = f"no room, {split.lack}" if split.lack else f"{split.seconds(args.async_steps):.1f} s, {seconds}"
+        seconds = f"learners {plan.short(split.learning)}, engines {plan.short(split.sampling)}"
+        says = f"no room, {split.lack}" if split.lack else f"{plan.short(split.seconds(args.async_steps))} s, {seconds}"
         is_own = split.learners == setup.learners
         if is_own or (place < SHOWN and not split.lack):
             lines.append(f"         {split.learners} + {split.engines}: {says}" + "  <- these flags" * is_own)
@@ -475,7 +475,7 @@ def seconds_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
     sampling = sampling_seconds(setup, counted, setup.learners, max(1, at_once), sheet)
     least = learning + sampling
     length = f"if all responses have {setup.args.response_length:,} tokens"
-    seconds = f"{least:.1f} to {FIFTH * least:.1f} s, at a data sheet's speed and at a fifth of it"
+    seconds = f"{plan.short(least)} to {plan.short(FIFTH * least)} s, at a data sheet's speed and at a fifth of it"
     return f"time     of a step, {length}: {seconds}; {sampling / least:.0%} of it is sampling"
 
 

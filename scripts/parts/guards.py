@@ -12,7 +12,6 @@ gradients  no finite gradient in 3 steps in a row
 """
 
 import math
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -153,7 +152,7 @@ class Guards:
             if steps >= PATIENCE and self.calls[who] >= LEAST_CALLS:
                 mended = "mend it; where that changes a file of yours, --resume needs --resume_anyway"
                 utils.STOP.ask(f"{what}. Nothing can be learned: {mended}")
-            print_first(f"WARNING: step {step}: {what}")
+            utils.say(f"WARNING: step {step}: {what}")
         for who in scoring_ones(metrics):
             del self.silent[who], self.calls[who]  # of a Counter: no matter if there are none
             self.scoring.add(who)
@@ -233,12 +232,6 @@ def words_of(who: str) -> str:
     _, _, name = who.partition(" ")
     said = {Path(whose).stem: words for (whose, _), words in rewards.WARNED.items()}
     return said.get(name, "no call said why")
-
-
-def print_first(text: str) -> None:
-    """Print a line on the first rank."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
 
 
 def dump_batches(mini_batches: Sequence[Sequence[Any]], path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What --help prints: a panel for each class of flags, the algorithm's first. --help WORD: only the flags with WORD."""
+"""What --help prints: a panel for each class of flags, the algorithm's first. --help WORD or --help --WORD:
+only the flags with WORD."""
 
 import contextlib
 import functools
@@ -26,12 +27,12 @@ def show(cls: Any, tokens: Sequence[str]) -> None:
 
 
 def word_of(tokens: Sequence[str]) -> str:
-    """The word behind --help or -h; "" for none."""
+    """The word behind --help or -h, without the dashes of a flag; "" for none."""
     flag = "--help" if "--help" in tokens else "-h"
     after = tokens[tokens.index(flag) + 1 :]
-    if not after or after[0].startswith("-"):
+    if not after:
         return ""
-    return after[0]
+    return after[0].lstrip("-")
 
 
 def print_help(cls: Any) -> None:

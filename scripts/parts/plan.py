@@ -4,7 +4,6 @@ do not fit the flags. With --dry_run also dtype, sources and the estimate of est
 import functools
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -134,6 +133,11 @@ def refused_rows(args: utils.Flags, flag: str) -> str:
     return ""
 
 
+def short(number: float) -> str:
+    """A number to three digits, for a person: 0.000376, 12.3, 234000."""
+    return f"{float(f'{number:.3g}'):g}"
+
+
 def source_of(name: str) -> str:
     """Where a model or a data set comes from."""
     if name.startswith("reasoning_gym:"):
@@ -182,8 +186,7 @@ def by_clock(args: Any, shapes: list[list[int]]) -> tuple[bool, str]:
     _, free = free_bytes(args)
     memory = psutil.virtual_memory().available
     if needed <= free and size <= memory:
-        every = f"every {args.checkpoint_minutes:g} minutes"
-        return True, f"a checkpoint of {size / 1e9:.1f} GB {every}, of which the last is kept"
+        return True, f"a checkpoint of {size / 1e9:.1f} GB every {args.checkpoint_minutes:g} minutes; the last is kept"
     return False, (
         f"no checkpoints by the clock: {free / 1e9:.1f} GB of disk and {memory / 1e9:.1f} GB of memory are free, too "
         f"little for two of {size / 1e9:.1f} GB beside the rest. A run that is killed is lost"
@@ -271,11 +274,11 @@ def check_models(args: Any, prompts: Sequence[utils.Prompt]) -> None:
     of the prompts and, as probe.py finds it, of this copy's algorithm. Every run asks before a model loads."""
     from transformers import AutoConfig
 
-    if os.environ.get("RANK", "0") == "0":
+    if utils.is_first_rank():
         problems = [] if args.load_batches else warnings_of(args, prompts)
         problems += [f"this copy of grpo.py: {found}; fine if you meant it" for found in probe.differences(args)]
         for problem in problems:
-            print(f"WARNING: {problem}", flush=True)
+            utils.say(f"WARNING: {problem}")
 
     config = utils.pretrained(AutoConfig, args)
     check_model(args, args.model_name_or_path, config)

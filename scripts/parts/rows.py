@@ -197,7 +197,7 @@ def parse_row(row: Any, scoring: Scoring = NOTHING_OF_ONES_OWN) -> tuple[list[di
     names = verifier if isinstance(verifier, (list, tuple)) else [verifier]
     has_own = verifier is not None and all(str(name).lower() in own for name in names)
     need(label is not None or has_own, f"no ground_truth: columns are {sorted(row)}")
-    fix = "or give --reward_file with a function of your own"
+    fix = "or score with a function of your own: --reward_file of grpo.py"
     need(verifier is not None, f"no dataset (the verifier's name): columns are {sorted(row)}; add it, {fix}")
 
     verifiers = [verifier]

@@ -51,7 +51,7 @@ def provenance() -> dict[str, Any]:
             packages[name] = importlib.metadata.version(name)
     return {
         "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": git("status", "--porcelain") != "",
+        "git_dirty": uncommitted() != b"",
         "packages": packages,
         "python": sys.version.split()[0],
     }

@@ -225,9 +225,11 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("words", nargs="*", metavar="WORD")
     words = flags.parse_args().words
-    for name, definition in DEFINITIONS.items():
-        if all(word in f"{name} {definition}" for word in words):
-            print(f"{name}: {definition}")
+    lines = [f"{name}: {definition}" for name, definition in DEFINITIONS.items()]
+    found = [line for line in lines if all(word in line for word in words)]
+    if not found:
+        raise SystemExit(f"metrics.py: no metric has {' and '.join(words)} in its name or definition")
+    print("\n".join(found))
 
 
 if __name__ == "__main__":
