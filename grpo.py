@@ -77,8 +77,8 @@ class GRPOFlags:
     beta: NotNegative[float] = 0.05
     """KL coefficient, per token. 0 is off."""
     kl_estimator: Literal["0", "1", "2", "3", "kl1", "kl2", "kl3", "kl4"] = "2"
-    """kl1, kl2, kl3, or kl4 (kl1 with importance weights); open-instruct's 0 to 3 are the same four. See
-    kl_estimates."""
+    """kl1, kl2, kl3 (the default), or kl4 (kl1 with importance weights), see kl_estimates. 0 to 3 are open-instruct's
+    names of these four."""
     load_ref_policy: bool = True
     """Keep the start policy, frozen, as the reference for the KL: it is measured (beta 0) or penalized (beta > 0)."""
     ref_policy_update_freq: Positive[int | None] = None
@@ -128,8 +128,8 @@ class GRPOFlags:
     max_grad_norm: NotNegative[float] = 1.0
     """The norm of the whole gradient is clipped to this. 0 is off."""
     per_device_train_batch_size: Positive[int] = 1
-    """Responses in a forward and backward, if they cannot be packed, and in a measurement of the gap. Packed, a forward
-    and backward is of one pack."""
+    """Responses in one forward and backward of a model that cannot be packed, and in a measurement of the logprob gap.
+    With packs, pack_length is the size of a forward and backward."""
     pack_length: int = 512
     """Most tokens of a pack: of a forward and backward. At least prompt and response together."""
     total_episodes: Positive[int] = 100_000

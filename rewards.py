@@ -320,14 +320,14 @@ class RewardFlags(Refusing):
     remap_verifier: str | None = None
     """OLD=NEW, several separated by commas: verifier NEW scores the rows that name OLD. None is off."""
     audit_verifier: str = ""
-    """A second verifier, or a function of --reward_file. Its scores of all responses are logged and never trained on.
-    The run warns if the reward holds while this score falls behind. Empty is off."""
+    """A second verifier, or a function of --reward_file, whose scores are only logged. The run warns if the reward
+    holds while this score falls behind. Empty is off."""
     code_max_execution_time: Positive[float] = 1.0
     """Verifiers code and code_stdio: seconds of processor time for each test, and five times as many by the clock."""
     code_pass_rate_reward_threshold: Share[float] = 0.0
     """Verifiers code and code_stdio: a smaller share of passed tests scores 0. At 1.0 all tests must pass."""
     allow_unsafe_code: bool = False
-    """Run the model's programs even if the sandbox is not tight on this machine."""
+    """Run the model's programs even where this machine cannot isolate them."""
     llm_judge_model: str = ""
     """Model of the verifiers general-* and rubric. Empty is none."""
     llm_judge_base_url: str = ""
@@ -362,8 +362,8 @@ class RewardFlags(Refusing):
     non_stop_penalty_value: float = 0.0
     """Score of such a response: see non_stop_penalty."""
     overlong_buffer_length: NotNegative[int] = 0
-    """In the last tokens before response_length, this many, a penalty of the score grows linearly from 0 to 1 (DAPO,
-    arXiv:2503.14476, eq. 13). 0 is off."""
+    """DAPO's soft length penalty: it grows from 0 to 1 over this many tokens before response_length
+    (arXiv:2503.14476, eq. 13). 0 is off."""
 
     def check(self) -> None:
         """Refuse what cannot work before anything starts: numbers out of their flags' bounds, of all flags that `self`

@@ -407,8 +407,8 @@ class RunFlags(Refusing):
     """Use deterministic kernels of torch. In grpo_fast.py each request also has a fixed engine, and a checkpoint waits
     until no rollout is running."""
     resume: bool = False
-    """Continue the run in output_dir/exp_name from its newest checkpoint; begin it where it has none yet, so that one
-    command line is for every start. Refused if flags, data or model differ. May be another's, as with load_states."""
+    """Continue the run in output_dir/exp_name from its newest checkpoint, or begin it if it has none: one command line
+    does for every start. Refused if flags, data or model differ. Reading a checkpoint of somebody else runs no code."""
     resume_anyway: bool = False
     """With resume: continue although they differ, and print the differences."""
     overwrite: bool = False
@@ -430,9 +430,8 @@ class RunFlags(Refusing):
     """Steps whose updates scripts/replay.py can compute again: all, or N for every N-th. Their rollouts go to
     rollouts.jsonl with the learner's logprobs, their packs to dumps/. Empty is none."""
     load_states: str = ""
-    """grpo.py: directory of a run of ours, of veRL or of Hugging Face models. Step N begins with its state of step
-    N - 1. May be another's: models, data, states and dumps are read without running anything; only reward_file,
-    env_file, tools, what is installed and, with trust_remote_code, a model's code are programs, which run as you."""
+    """grpo.py: begin each step N with another run's weights and optimizer after its step N - 1, in place of one's own.
+    The directory of a run of ours, of veRL, or of Hugging Face models. Reading it runs no code. Empty is off."""
     load_batches: str = ""
     """grpo.py: directory of a run with --dump_steps. Train on its rollouts, step by step, instead of sampling."""
     save_traces: bool = False
@@ -500,15 +499,14 @@ class ModelFlags(Refusing):
     gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
     """What gradient_checkpointing computes again. mlp: half of a layer's operations, for some four times the memory."""
     compile_layers: bool = False
-    """torch.compile each decoder layer, and on a CPU the head: once some minutes, then faster steps of wide models on
-    paper. Sums are taken in another order (1e-6 of an update in float32), and bfloat16 rounds less often. Off: the host
-    needs a tenth more time for a micro-batch, and nobody has measured a GPU's (scripts/proof/README.md)."""
+    """Compile each decoder layer with torch.compile, and on a CPU the head. The start takes minutes more; what a step
+    gains is not measured on GPUs. In float32 an update changes by 1e-6 of itself, and bfloat16 rounds less often."""
     deepspeed_stage: Literal[0, 2, 3] = 0
     """0: each learner has the whole model; 2: gradients and optimizer state are sharded; 3: parameters too. FSDP2 does
     it."""
     fsdp_shard_size: NotNegative[int] = 0
-    """Neighbouring learners that share a copy of the model, as a rule those of a node: only gradients then travel
-    between nodes, once a step. 0: all share one. Must divide the learners; needs --deepspeed_stage 2 or 3."""
+    """Shard within groups of this many learners, such as those of a node, and replicate across groups: only gradients
+    travel between groups. 0: shard over all. Must divide the learners; needs --deepspeed_stage 2 or 3."""
     offload: list[Literal["reference", "optimizer"]] = field(default_factory=list)
     """What is in host memory while the GPU does not need it: the reference policy's shards, Adam's moments. The same
     numbers, for time on PCIe. See parts/optimizers.py."""
@@ -627,9 +625,9 @@ class EngineFlags(Refusing):
     """More options of vLLM.LLM as a JSON object, such as '{"kv_cache_dtype": "fp8"}'. What some do to the gap:
     scripts/README.md. Empty is none."""
     max_logprob_gap: NotNegative[float | None] = None
-    """End the run, with a checkpoint, if the mean |learner - engine| logprob of the tokens of an engine's last 32
-    prompts is larger. None: 0.1 in bfloat16 (whose rounding makes 0.02 to 0.05), 0.03 in float16, 0.01 in float32. 0 is
-    off, and so is the echo of weights that did not arrive."""
+    """Largest mean |learner - engine| logprob, in nats, over an engine's last 32 prompts; above it the run saves and
+    ends. None: 0.1 in bfloat16 (rounding makes 0.02 to 0.05), 0.03 in float16, 0.01 in float32. 0 is off, and with it
+    the check that weights arrived."""
 
     def more_engine_options(self) -> dict[str, Any]:
         """The options of --vllm_kwargs. Raises UserError for what is no JSON object, and for what a flag sets or this
@@ -697,8 +695,8 @@ class TurnFlags(Refusing):
     per_turn_max_tokens: Positive[int | None] = None
     """Most tokens of a turn. None: as many as response_length leaves, which counts answers too."""
     env_timeout: Positive[float] = 60.0
-    """Seconds for an answer. After that the policy reads that none came, and the rollout continues. One whose
-    environment is live ends."""
+    """Seconds that an environment, or all tools of a turn, may take to answer. Then the policy reads that no answer
+    came and goes on; with a live environment the rollout ends."""
     pool_size: Positive[int | None] = None
     """Processes that answer at the same time. None is 2 for each core, and at least 8."""
     turn_credit: bool = False
