@@ -39,7 +39,6 @@ import string
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
@@ -228,13 +227,13 @@ def finish(name: str, extracted: str | None, call: Callable[[], Scored]) -> Rewa
     return RewardResult(scored.score, scored.status, extracted, seconds, scored.details)
 
 
-WARNED: dict[tuple[str, str], str] = {}  # (verifier, status) -> what the last one said
+WARNED: dict[tuple[str, str], str] = {}  # (verifier or other name, status) -> what the last one said
 
 
-def warn_once(verifier: str, status: str, problem: str) -> None:
-    if (verifier, status) not in WARNED:
-        warnings.warn(printable(f"verifier {verifier}: {status} (others are not shown): {problem}"), stacklevel=3)
-    WARNED[verifier, status] = problem
+def warn_once(name: str, status: str, problem: str) -> None:
+    if (name, status) not in WARNED:
+        print(printable(f"WARNING: {name}: {status} (others are not shown): {problem}"), file=sys.stderr)
+    WARNED[name, status] = problem
 
 
 def printable(text: str) -> str:

@@ -82,8 +82,7 @@ def test_the_numbers_by_hand(configured, file):
 
 def test_a_missing_audit_counts_in_nothing_but_its_status(configured, file):
     args = configured(f"--audit_verifier shy --reward_file {file}")
-    with pytest.warns(UserWarning):
-        found = noted([rollout("7"), rollout("")], args)
+    found = noted([rollout("7"), rollout("")], args)
     assert found["objective/audit_reward"] == 10 and found["reward/audit_crash"] == 1 == found["reward/audit_ok"]
 
 

@@ -150,10 +150,10 @@ def read_rows(name):
 CLEARS_SCREEN = "\x1b[2J\x1b]52;c;aGk=\x07 \u202e"  # and writes to the clipboard, and turns the order of letters
 
 
-def test_what_others_wrote_gives_no_orders_to_the_terminal(tmp_path, monkeypatch):
+def test_what_others_wrote_gives_no_orders_to_the_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rewards, "WARNED", {})
-    with pytest.warns(UserWarning, match=r"judge: \\x1b\[2J\\x1b\]52;c;aGk=\\x07 \\u202e$"):
-        rewards.warn_once("judge", "crash", f"judge: {CLEARS_SCREEN}")
+    rewards.warn_once("judge", "crash", f"judge: {CLEARS_SCREEN}")
+    assert capsys.readouterr().err.endswith(r"judge: \x1b[2J\x1b]52;c;aGk=\x07 \u202e" "\n")
 
     row = utils.Row("rows.jsonl row 1", [], [], [])
     monkeypatch.setattr(utils, "mixed_rows", lambda flag, args: [row])

@@ -314,7 +314,6 @@ FAULTS = {  # what an environment does -> (status, what the policy is told)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.filterwarnings("ignore:verifier")
 def test_a_fault_has_an_outcome_and_is_counted(fault, files, tokenizer):
     status, told = FAULTS[fault]
     path = files(f"from rewards import Answer\n\ndef step(episode):\n    {fault.replace('; ', chr(10) + '    ')}\n")
@@ -482,7 +481,6 @@ def children_end(path):
 
 
 @pytest.mark.parametrize("end", ["", CLOSE], ids=["no close", "close"])
-@pytest.mark.filterwarnings("ignore:verifier")
 def test_every_turn_of_a_rollout_meets_its_live_object(end, files, tokenizer):
     path = files(LIVE.replace("DO", "pass") + end)
     group, _, _ = play(path, tokenizer, "--max_steps 6 --response_length 400", samples=16)
@@ -510,7 +508,6 @@ HANG = "if 'hang' in episode.config and episode.turn == 2:\n            "
         ("raise ValueError('odd')", "crash", 4),
     ],
 )
-@pytest.mark.filterwarnings("ignore:verifier")
 def test_a_live_object_that_fails_touches_no_other_rollout(fault, status, steps, files, tokenizer):
     path = files(LIVE.replace("DO", HANG + fault) + CLOSE)
     prompt, args = prompt_of(path, tokenizer, "--max_steps 4 --response_length 400 --env_timeout 2")
@@ -558,7 +555,6 @@ def test_a_run_that_ends_or_dies_leaves_nothing(killed, end, files):
 
 
 @pytest.mark.parametrize("live", [False, True])
-@pytest.mark.filterwarnings("ignore:verifier")
 def test_a_reset_continues_the_prompt_and_a_checkpoint_keeps_plain_data_alone(live, files, tokenizer):
     """With a text the policy reads the template's own words for a prompt with a paragraph more, without one those for
     the prompt."""
@@ -591,7 +587,6 @@ def test_a_reset_continues_the_prompt_and_a_checkpoint_keeps_plain_data_alone(li
 
 
 @pytest.mark.parametrize("fault", ["raise ValueError('no')", "time.sleep(60)", "return 7", "os._exit(3)"])
-@pytest.mark.filterwarnings("ignore:verifier")
 def test_a_reset_that_fails_is_no_failure_of_the_policy(fault, files, tokenizer):
     path = files(LIVE.replace("DO", "pass") + RESET.replace('return row.config.get("shown")', fault) + CLOSE)
     group, engine, _ = play(path, tokenizer, "--env_timeout 2", samples=2)

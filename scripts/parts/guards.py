@@ -148,11 +148,11 @@ class Guards:
             self.silent[who] += 1
             self.calls[who] += calls
             steps = self.silent[who]
-            what = f"{who} gave no score in {f'{steps} steps in a row' if steps > 1 else 'a step'}: {words_of(who)}"
+            silence = f"{who} gave no score in {f'{steps} steps in a row' if steps > 1 else 'a step'}"
             if steps >= PATIENCE and self.calls[who] >= LEAST_CALLS:
                 mended = "mend it; where that changes a file of yours, --resume needs --resume_anyway"
-                utils.STOP.ask(f"{what}. Nothing can be learned: {mended}")
-            utils.say(f"WARNING: step {step}: {what}")
+                utils.STOP.ask(f"{silence}: {words_of(who)}. Nothing can be learned: {mended}")
+            utils.say(f"WARNING: step {step}: {silence}")
         for who in scoring_ones(metrics):
             del self.silent[who], self.calls[who]  # of a Counter: no matter if there are none
             self.scoring.add(who)

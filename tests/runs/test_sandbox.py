@@ -246,7 +246,7 @@ def only_sandbox():
     return run_code.SANDBOXES.idle[()][-1]
 
 
-def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monkeypatch):
+def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monkeypatch, capsys):
     configured(code_max_execution_time=5)
     rewards.WARNED.clear()
     assert one(*RIGHT).score == 1.0
@@ -256,8 +256,8 @@ def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monk
     assert (result.score, result.status) == (1.0, "ok") and box.process.poll() is None
     monkeypatch.setattr(sys, "executable", "/bin/false")
     box.stop()
-    with pytest.warns(UserWarning, match="cannot start"):
-        result = one(*RIGHT)
+    result = one(*RIGHT)
+    assert "cannot start" in capsys.readouterr().err
     assert math.isnan(result.score) and result.status == "infra_error" and "start" in result.details["problem"]
     monkeypatch.undo()
     assert one(*RIGHT).score == 1.0
@@ -290,8 +290,8 @@ def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
         return
     assert leak in problem and f"lacks {lacks}" in problem and "--allow_unsafe_code" in problem
     rewards.WARNED.clear()
-    with pytest.warns(UserWarning, match="allow_unsafe_code"):
-        assert one(*RIGHT).status == "infra_error"
+    assert one(*RIGHT).status == "infra_error"
+    assert "allow_unsafe_code" in capsys.readouterr().err
     configured(without=without, allow_unsafe_code=True)
     assert check_ground_truth("code", ADD_TESTS) is None and one(*RIGHT).score == 1.0
 
@@ -384,15 +384,15 @@ def test_no_right_program_scores_zero_in_silence():
     assert not wrong
 
 
-def test_rewards_count_what_is_unsupported(configured):
+def test_rewards_count_what_is_unsupported(configured, capsys):
     """A result that is no plain data fails; what no program can pass is missing."""
     configured(code_max_execution_time=10)
     program = "class A: pass\ndef f(x): return A() if x else 1\n"
     result = one("code", ["assert f(0) == 1", "assert f(1) == 1", "assert f(0) == 2"], program)
     assert result.details["passed"] == [1, 0, 0] and result.details["unsupported"] == 1
     rewards.WARNED.clear()
-    with pytest.warns(UserWarning, match="unsupported"):
-        result = one("code", ["assert f(0) == 1", "assert f(lambda: 0) == 1"], program)
+    result = one("code", ["assert f(0) == 1", "assert f(lambda: 0) == 1"], program)
+    assert "unsupported" in capsys.readouterr().err
     assert result.status == "infra_error" and math.isnan(result.score)
 
 
