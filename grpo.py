@@ -1895,7 +1895,7 @@ def choose_dtype(args: Args, world: World) -> Args:
 
 def start_engine(run: Run) -> utils.Engine:
     """This rank's engine, with room for its share of a step's rollouts and of an evaluation's. All ranks."""
-    utils.say("start    the engine loads; vLLM also compiles, for minutes on a CPU, but with --vllm_enforce_eager")
+    utils.say("start    the engine loads; vLLM also compiles, minutes on a CPU, unless --vllm_enforce_eager is given")
     args = run.args
     ranks = run.world.size
     trained = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout // ranks
@@ -1946,7 +1946,7 @@ class Start(NamedTuple):
 def starts(policy: Policy, args: Args, step: int, engines: int) -> Iterator[Start]:
     """What to send to the engines before the first rollout: with --lora_rank a trial of all adapters, then the
     policy's own weights. While the caller handles a Start, the policy holds the weights of that Start."""
-    utils.say("start    engines get the first weights, and show that they have the learner's logprobs")
+    utils.say("start    engines, once loaded, get the first weights and show that they have the learner's logprobs")
     if args.lora_rank:
         from scripts.parts import adapters
 

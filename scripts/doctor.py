@@ -1,4 +1,4 @@
-"""Show what this machine has and lacks for training: a line for each matter, with its fix.
+"""Check Python, packages, CPU or GPU, disk and engine: a line for each, with a fix for each problem.
 
     bash scripts/setup.sh --check    # the Python of .venv, else the one that would make it
     python scripts/doctor.py         # this Python

@@ -3,7 +3,7 @@
 #
 #   bash scripts/setup.sh      installs; does nothing where all that is pinned is there already
 #   source scripts/setup.sh    installs, activates .venv, and on a CPU sets the variables that training there needs
-#   bash scripts/setup.sh --check    installs nothing: says what this machine has and lacks, each with its fix
+#   bash scripts/setup.sh --check    installs nothing: finds problems, each with its fix
 #
 # vLLM has builds for Linux only. On macOS the others are installed: see scripts/train/README.md, "ARM and macOS".
 # Where an NVIDIA GPU is visible it takes requirements.txt, else requirements-cpu.txt; SETUP_FOR=gpu or cpu decides it.
