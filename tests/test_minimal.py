@@ -57,3 +57,13 @@ def test_three_steps_are_those_of_grpo_py_bit_for_bit(tiny_models, tmp_path):
     start = load_file(tiny_models() / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not any(torch.equal(ours[name], start[name]) for name in ours)
+
+
+def test_help_takes_a_word_or_a_flag(capsys):
+    said = []
+    for word in ("beta", "--beta"):
+        with pytest.raises(SystemExit) as ended:
+            utils.parse_args(minimal.Args, ["--help", word])
+        assert not ended.value.code
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and "--beta" in said[0] and "--exp_name" not in said[0]

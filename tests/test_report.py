@@ -406,6 +406,15 @@ def test_benchmark_by_hand(tmp_path):
     assert rows["critic/rewards/mean"][1:3] == ["0.4", "0.56667"]
 
 
+def test_a_word_that_no_metric_has_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["metrics.py", "entropy"])
+    metrics.main()
+    assert "policy/entropy_avg" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["metrics.py", "zzz"])
+    with pytest.raises(SystemExit, match="zzz"):
+        metrics.main()
+
+
 def test_each_of_verls_62_metrics_has_a_value_or_a_reason():
     known = benchmark_report.METRICS
     assert len(known) == 62
