@@ -2372,9 +2372,9 @@ def finish(run: Run) -> Path:
     if run.world.is_main:
         utils.STOP.give_cause(run_dir)
     if args.push_to_hub and run.world.is_main and finished:  # the other ranks do not wait for the upload
-        from scripts.parts import push_to_hub
+        from scripts.parts import run_files
 
-        push_to_hub.push_in_process(run_dir)
+        run_files.push_in_process(run_dir)
     return run_dir
 
 

@@ -261,10 +261,10 @@ def most_requests(args: Args) -> int:
 
 
 def start_watchdog(args: Args, roles: Roles, meeting: Any) -> Any:
-    """A thread that ends this process when nothing moves any more: see scripts/parts/liveness.py."""
-    from scripts.parts import liveness
+    """A thread that ends this process when nothing moves any more: see scripts/parts/launch.py."""
+    from scripts.parts import launch as launcher
 
-    return liveness.Watchdog(meeting, roles.name, liveness.limit_s(args))
+    return launcher.Watchdog(meeting, roles.name, launcher.limit_s(args))
 
 
 def run_engine(args: Args, roles: Roles, meeting: Any) -> None:
@@ -1303,7 +1303,7 @@ def print_plan(args: Args) -> None:
 
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
-    from scripts.parts import hub, liveness
+    from scripts.parts import hub
     from scripts.parts import launch as launcher
 
     args = args.beside_engine(args.single_gpu_mode)
@@ -1319,7 +1319,7 @@ def main(args: Args) -> None:
     if world_size is None:
         launch(args)
         return
-    liveness.die_with_parent()
+    launcher.die_with_parent()
     pin_cores(args)
     roles = roles_of(args, int(os.environ["RANK"]), ranks_per_node)
     meeting = launcher.Meeting(TIMEOUT)

@@ -2968,7 +2968,8 @@ class Logger:
         if args.with_tracking or args.with_tensorboard:
             from scripts.parts import track
 
-            TRACKERS.extend(track.start(args, run_dir, start_step))
+            kinds = [track.Wandb] * args.with_tracking + [track.TensorBoard] * args.with_tensorboard
+            TRACKERS.extend(kind(run_dir, start_step) for kind in kinds)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append a step's metrics to metrics.jsonl, and print the step's line."""
@@ -3033,7 +3034,7 @@ class Logger:
         line = json.dumps(row, default=str) + "\n"
         run_files.append_lines(self.run_dir / f"{name}.jsonl", line)
         for tracker in TRACKERS:
-            tracker.rows.put(json.loads(line))
+            tracker.log(json.loads(line))
 
     def say(self, text: str) -> None:
         """Print a line, on the first rank."""

@@ -164,13 +164,6 @@ def test_a_verifier_that_is_asked_now_and_then_may_meet_labels_that_nothing_can_
     assert not utils.STOP.because
 
 
-def test_a_step_without_any_call_is_none_without_a_score(words):
-    guard = make_guards()
-    for step in range(9):
-        guard.judge_rewards(counts("mine"), step)
-    assert not utils.STOP.because
-
-
 @pytest.mark.parametrize("groups, ends", [(0, True), (1, False)])
 def test_an_environment_that_always_fails_ends_a_run_that_learns_nothing(monkeypatch, groups, ends):
     """Where a group has a gradient the policy reads of its malformed calls and learns from what else scores."""

@@ -159,9 +159,9 @@ def test_a_file_that_is_cut_off_is_asked_for_again(served):
     assert (hub.model("tiny/start") / "model.safetensors").read_bytes() == content
 
 
-def test_the_revisions_that_there_are_are_named(served):
+def test_a_revision_that_there_is_not_is_told(served):
     for revision in ("v9", "0" * 40):
-        with pytest.raises(utils.UserError, match=f"{revision}.* main"):
+        with pytest.raises(utils.UserError, match=f"{revision}.*tiny/start"):
             hub.model("tiny/start", revision)
 
 

@@ -97,16 +97,6 @@ def test_a_function_that_wants_something_else_is_told_and_ends_no_run(monkeypatc
     assert found.startswith("advantages cannot be asked about: TypeError")
 
 
-def test_utils_is_as_before(monkeypatch):
-    """Also where the question raises."""
-    before = utils.all_reduce
-    probe.differences(flags(""))
-    assert utils.all_reduce is before
-    monkeypatch.setattr(grpo, "grpo_loss", lambda *_: 1 / 0)
-    assert any("ZeroDivisionError" in found for found in probe.differences(flags("")))
-    assert utils.all_reduce is before
-
-
 def test_a_first_token_that_all_prompts_have_twice(monkeypatch):
     monkeypatch.setattr(plan, "bos_of", lambda _: None)
     args = replace(flags(""), num_unique_prompts_rollout=2)

@@ -143,22 +143,17 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def cache_directories() -> Iterator[Path]:
-    """Where Arrow files may be: in the cache of `datasets`, or else with temporary files, where only this user can
-    write. Those that cannot be written are left out."""
+def cache_directory() -> Path | None:
+    """Where Arrow files are, in the cache of `datasets`; None where that cannot be written."""
     import huggingface_hub.constants
 
     cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(huggingface_hub.constants.HF_HOME, "datasets")
-    first = Path(cache) / "grpo_prompts"
-    second = Path(tempfile.gettempdir()) / f"grpo_prompts_{os.getuid()}"
-    for directory in (first, second):
-        try:
-            directory.mkdir(mode=0o777 if directory == first else 0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        is_ours = directory.lstat().st_uid == os.getuid() and not directory.is_symlink()
-        if os.access(directory, os.W_OK) and (directory == first or is_ours):
-            yield directory
+    directory = Path(cache) / "grpo_prompts"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return directory if os.access(directory, os.W_OK) else None
 
 
 def notes_of(path: Path) -> Path:
@@ -170,10 +165,11 @@ def notes_of(path: Path) -> Path:
 
 
 def find_or_make(flag: str, args: Any, tokenizer: Any, environment: Any, make: Callable[..., Prompt]) -> str:
-    """The path of the Arrow file of a mixer flag; "" for data whose content cannot be known. Of several runs that need
+    """The path of the Arrow file of a mixer flag; "" for data whose content cannot be known, or where the cache cannot
+    be written: then each rank has its prompts in memory. Of several runs that need
     the same file one makes it, while the others wait: the lock goes with its process. Raises UserError."""
     key = key_of(flag, args, tokenizer, environment)
-    directory = next(cache_directories(), None) if key else None
+    directory = cache_directory() if key else None
     if directory is None:
         return ""
     path = directory / f"{key}.arrow"

@@ -21,7 +21,9 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -266,7 +268,6 @@ def cut_after(path: Path, step: int) -> None:
 # --- What a run ran
 
 CHANGES = "changes.diff"
-MOST_BYTES = 10**6  # of the changes: more are data, not code
 
 Hashes = dict[str, str]  # name below RUN/code -> sha256; of what is not kept, the reason
 
@@ -318,10 +319,6 @@ def keep_code(run_dir: Path, args: dict[str, Any], diff: bytes) -> None:
     for name, path in files_of(args).items():
         place(run_dir / "code" / name, path.read_bytes())
         shutil.copymode(path, run_dir / "code" / name)
-    if len(diff) > MOST_BYTES:
-        size = f"{len(diff):,} bytes"
-        print(f"WARNING: git diff HEAD has {size}, of which {run_dir}/code keeps the sha256 only", flush=True)
-        diff = b""
     place(run_dir / "code" / CHANGES, diff)
 
 
@@ -339,7 +336,6 @@ def place(path: Path, content: bytes) -> None:
 
 SHARED_MEMORY = "/dev/shm"  # the last resort: it is gone with the machine
 LAST = ("model", "model_merged")  # what a run ends with; step_N is another one's copy
-KEPT_BYTES = 2**26  # of a file's lines that wait for its disk: older ones are lost
 WAITING: dict[Path, bytes] = {}  # file -> lines that its disk has not taken yet
 
 
@@ -408,8 +404,7 @@ def append_lines(path: Path, lines: str) -> int | None:
                 file.truncate(start)  # no half of a line
                 raise
     except OSError as error:
-        kept = data[-KEPT_BYTES:]
-        WAITING[path] = kept if kept == data else kept.partition(b"\n")[2]
+        WAITING[path] = data
         if not waiting:
             print(f"WARNING: {path} cannot be written: {error}. The run goes on, and its lines wait", flush=True)
         return None
@@ -422,6 +417,19 @@ def append_waiting() -> None:
         append_lines(path, "")
         if path in WAITING:
             print(f"WARNING: the last {len(WAITING[path])} bytes of {path} are lost", flush=True)
+
+
+def push_in_process(run_dir: Path) -> None:
+    """Upload RUN/model in a process of its own, which SIGTERM ends. Called on rank 0, after everything else. A failure
+    is reported with the command that tries again. It does not fail the run: torchrun would train once more."""
+    command = utils.program("push_to_hub.py", run_dir)
+    upload = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
+    status = upload.wait()
+    if status:
+        problem = f"the upload ended with status {status}; the model is complete in {run_dir / 'model'}"
+        repeat = f"WARNING: to upload it: {shlex.join(command)}"
+        print(f"WARNING: --push_to_hub: {problem}\n{repeat}", file=sys.stderr, flush=True)
 
 
 # --- Files of the start model

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import addresses, checks, guards
+from scripts.parts import addresses, guards
 
 
 class Enough(Exception):
@@ -120,7 +120,7 @@ def test_a_node_whose_name_is_a_loopback_address_is_refused(monkeypatch, first, 
     found = {"node-0": first, "node-1": own}
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: [(2, 1, 6, "", (found[name], 0))])
     with pytest.raises(utils.UserError, match="GLOO_SOCKET_IFNAME") if refused else contextlib.nullcontext():
-        checks.check_nodes_meet()
+        addresses.check_name_of_node()
 
 
 def test_a_job_operators_variables_are_not_torchruns(monkeypatch):
@@ -225,11 +225,6 @@ def test_too_little_memory_is_not_taken_for_a_kernel_that_does_not_run(small_gpu
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         utils.fit_flex_attention(CONFIG, torch.float32, 300, torch.device("cpu"))
     assert len(utils.FLEX_OPTIONS) == 3
-
-
-def test_vllm_tells_nobody_of_a_run():
-    """Its engines would send what model and machine they run on, from each process."""
-    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_where_no_kernel_runs_each_response_has_a_row(tiny_models, world, monkeypatch, capsys):

@@ -174,7 +174,7 @@ def test_a_sleeping_engine_wakes_for_weights_or_a_request(monkeypatch):
 
 
 def test_calls_into_vllm_are_there():
-    """What VLLMEngine calls by name, in the runner of CPUs, in either of GPUs, and in the wheel's options."""
+    """What VLLMEngine calls by name, in either runner of GPUs."""
     for file in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):
         (arguments,) = re.findall(r"def reload_weights\((.*?)\) -> None:", source(file), re.DOTALL)
         assert "weights_iterator" in arguments, file

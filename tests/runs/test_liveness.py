@@ -12,7 +12,7 @@ RANK = """
 import signal, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from scripts.parts import liveness
+from scripts.parts import launch
 
 class Meeting:
     def keep_last_words(self, words):
@@ -33,7 +33,7 @@ elif kind == "tcp":
         time.sleep(0.1)
     port = int(open(place).read())
 beats = [True]
-watchdog = liveness.Watchdog(Meeting(), name, 2.0)
+watchdog = launch.Watchdog(Meeting(), name, 2.0)
 signal.signal(signal.SIGUSR1, lambda *_: beats.clear())
 print("watches", flush=True)
 while True:
