@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 import utils
+from scripts.parts import run_files
 
 Modules = dict[str, Any]  # "policy", and with --ref_policy_update_freq "ref_policy"
 
@@ -103,8 +104,7 @@ class Writer:
             shutil.rmtree(temporary, ignore_errors=True)
             standing = checkpoint_dirs(self.root)
             stands = f"{standing[0].name} stands" if standing else "there is none yet"
-            free = shutil.disk_usage(self.root.parent).free
-            where = f"{free / 1e9:.3f} GB free in {self.root.parent}"
+            where = run_files.free_text(self.root.parent)
             print(f"WARNING: checkpoint {temporary.stem} was not written, {stands} ({where}): {problem}", flush=True)
 
 

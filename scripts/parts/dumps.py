@@ -14,7 +14,6 @@ RUN/samples.jsonl has some rollouts of every tenth step, which utils.Logger writ
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,9 +142,7 @@ def append_rows(run_dir: Path, lines: Sequence[str], description: Row) -> None:
         if start is None:
             raise OSError("its rows are not on disk")
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content))
-        os.replace(temporary, path)
+        run_files.write_aside(path, json.dumps(content).encode(), private=False)
     except OSError as error:
         print(f"WARNING: {path} was not written: {error}. The run goes on", flush=True)
 

@@ -366,23 +366,6 @@ def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
 # --- Splits -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Split:
-    """A division of the GPUs. Seconds are of a step, at the speed of a data sheet."""
-
-    learners: int
-    engines: int
-    learning: float  # seconds
-    sampling: float  # seconds
-    lack: str  # why it has no room, or ""
-
-    def seconds(self, async_steps: int) -> float:
-        """Of a step: with async_steps both sides work at the same time."""
-        if async_steps:
-            return max(self.learning, self.sampling)
-        return self.learning + self.sampling
-
-
 def step_operations(setup: Setup, counted: Counted) -> float:
     """Operations of all learners in a step whose prompts are computed once. A backward is two forwards, or one where
     adapters train; reference and old logprobs take a forward each."""
@@ -422,14 +405,15 @@ def sampling_seconds(setup: Setup, counted: Counted, engines: int, at_once: int,
     return max(moved / (gpus * sheet.bandwidth), operations / (gpus * sheet.operations))
 
 
-def splits(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> list[Split]:
-    """All divisions of the GPUs that the flags allow, the shortest step first and those without room last."""
+def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
+    """The best divisions of the GPUs and the one that the flags ask for, a line each, the shortest step first. With
+    --async_steps both sides work at the same time."""
     args = setup.args
     tp = args.vllm_tensor_parallel_size
     gpus = setup.learners + args.vllm_num_engines * tp
     together = math.lcm(args.sequence_parallel_size, args.fsdp_shard_size or 1)
     operations = step_operations(setup, counted)
-    found = []
+    found = []  # (seconds of a step, learners, words)
     for learners in range(together, gpus, together):
         engines, rest = divmod(gpus - learners, tp)
         if rest:
@@ -437,34 +421,25 @@ def splits(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> list[Split
         parts = memory_parts(replace(setup, learners=learners), counted)
         learner = learner_bytes(parts)
         at_once = responses_at_once(setup, parts, card.bytes)
-        lack = ""
-        if learner > 0.95 * card.bytes:
-            lack = f"a learner takes {learner / GIB:.0f} GiB"
-        elif not at_once:
-            lack = "an engine's cache holds no response"
         learning = operations / learners / sheet.operations
         sampling = sampling_seconds(setup, counted, engines, max(1, at_once), sheet)
-        found.append(Split(learners, engines, learning, sampling, lack))
-    return sorted(found, key=lambda split: (bool(split.lack), split.seconds(args.async_steps)))
-
-
-def splits_text(setup: Setup, counted: Counted, card: Card) -> str:
-    """The best splits and the one that the flags ask for, a line each."""
-    if card.sheet is None:
-        return f"splits   not compared: no data sheet of this GPU; PLAN_GPU={'|'.join(GPUS)} plans for another"
-    args = setup.args
-    gpus = setup.learners + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    found = splits(setup, counted, card, card.sheet)
+        seconds = max(learning, sampling) if args.async_steps else learning + sampling
+        says = f"{plan.short(seconds)} s, learners {plan.short(learning)}, engines {plan.short(sampling)}"
+        if learner > 0.95 * card.bytes:
+            seconds = math.inf
+            says = f"no room, a learner takes {learner / GIB:.0f} GiB"
+        elif not at_once:
+            seconds = math.inf
+            says = "no room, an engine's cache holds no response"
+        found.append((seconds, learners, f"{learners} + {engines}: {says}"))
     lines = [
         f"splits   of {gpus} GPUs into learners + engines; seconds of a step at a data sheet's speed, if all responses "
         f"have {args.response_length:,} tokens"
     ]
-    for place, split in enumerate(found):
-        seconds = f"learners {plan.short(split.learning)}, engines {plan.short(split.sampling)}"
-        says = f"no room, {split.lack}" if split.lack else f"{plan.short(split.seconds(args.async_steps))} s, {seconds}"
-        is_own = split.learners == setup.learners
-        if is_own or (place < SHOWN and not split.lack):
-            lines.append(f"         {split.learners} + {split.engines}: {says}" + "  <- these flags" * is_own)
+    for place, (seconds, learners, says) in enumerate(sorted(found)):
+        is_own = learners == setup.learners
+        if is_own or (place < SHOWN and seconds < math.inf):
+            lines.append(f"         {says}" + "  <- these flags" * is_own)
     return "\n".join(lines)
 
 
@@ -497,10 +472,12 @@ def told(setup: Setup, has_splits: bool) -> str:
         lines = [f"packing  {(warnings or ways)[0]}"]
         counted = count(setup, config, ref_config)
         lines.append(memory_text(setup, counted, card))
-        if has_splits:
-            lines.append(splits_text(setup, counted, card))
-        elif card.sheet is not None:
-            lines.append(seconds_text(setup, counted, card, card.sheet))
+        if card.sheet is None:
+            known = "|".join(GPUS)
+            lines.append(f"time     not estimated: no data sheet of this GPU; PLAN_GPU={known} plans for another")
+        else:
+            seconds = splits_text if has_splits else seconds_text
+            lines.append(seconds(setup, counted, card, card.sheet))
     except utils.UserError:
         raise
     except (OSError, ValueError) as error:

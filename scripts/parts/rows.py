@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rewards import need
 from scripts.parts.checks import ending_of, problem_of_data
 
 VERL_SOURCES = {"openai/gsm8k": "gsm8k_verl", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
@@ -43,12 +44,6 @@ class Scoring:
 
 
 NOTHING_OF_ONES_OWN = Scoring()
-
-
-def need(condition: bool, message: str) -> None:
-    """Raises ValueError unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def read_rows(name: str, split: str, commit: str = "") -> Iterator[tuple[str, Any]]:
