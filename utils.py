@@ -2968,8 +2968,7 @@ class Logger:
         if args.with_tracking or args.with_tensorboard:
             from scripts.parts import track
 
-            kinds = [track.Wandb] * args.with_tracking + [track.TensorBoard] * args.with_tensorboard
-            TRACKERS.extend(kind(run_dir, start_step) for kind in kinds)
+            TRACKERS.extend(track.start(args, run_dir, start_step))
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append a step's metrics to metrics.jsonl, and print the step's line."""

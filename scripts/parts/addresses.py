@@ -171,8 +171,6 @@ def check_name_of_node() -> None:
     """On several nodes: refuse a name of this node that means 127.0.1.1, as Debian has it. Gloo and NCCL take the
     interface of the name's address, which other nodes cannot reach. Where the first node's name is such an address
     too, all nodes of the run are on this machine."""
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        return
     own = address_of(socket.gethostname())
     first = address_of(os.environ["MASTER_ADDR"])
     if "GLOO_SOCKET_IFNAME" in os.environ or not is_loopback(own) or is_loopback(first):

@@ -131,7 +131,8 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     if not args.dry_run:
         problems = refused_in_a_run(args, fast)
         need(not problems, "; ".join(problems))
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if by_torchrun and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
             from scripts.parts import addresses
 
             addresses.check_name_of_node()

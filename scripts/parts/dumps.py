@@ -84,7 +84,8 @@ def record_step(step: Any, packing: str, policy: Any, args: utils.Flags, world: 
         }
     if world.is_main:
         ordered = sorted(trace for part in parts for trace in part.traces)
-        append_rows(args.run_dir, [trace.line for trace in ordered], description)
+        lines = [trace.line for trace in ordered]
+        append_rows(args.run_dir, lines, description)
 
 
 def learner_columns(mini_batches: Sequence[Sequence[Any]], dumping: bool) -> dict[Name, Row]:
@@ -142,7 +143,8 @@ def append_rows(run_dir: Path, lines: Sequence[str], description: Row) -> None:
         if start is None:
             raise OSError("its rows are not on disk")
         path.parent.mkdir(exist_ok=True)
-        run_files.write_aside(path, json.dumps(content).encode(), private=False)
+        written = json.dumps(content).encode()
+        run_files.write_aside(path, written, private=False)
     except OSError as error:
         print(f"WARNING: {path} was not written: {error}. The run goes on", flush=True)
 

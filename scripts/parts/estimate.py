@@ -418,12 +418,15 @@ def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
         engines, rest = divmod(gpus - learners, tp)
         if rest:
             continue
-        parts = memory_parts(replace(setup, learners=learners), counted)
+        split = replace(setup, learners=learners)
+        parts = memory_parts(split, counted)
         learner = learner_bytes(parts)
         at_once = responses_at_once(setup, parts, card.bytes)
         learning = operations / learners / sheet.operations
         sampling = sampling_seconds(setup, counted, engines, max(1, at_once), sheet)
-        seconds = max(learning, sampling) if args.async_steps else learning + sampling
+        seconds = learning + sampling
+        if args.async_steps:
+            seconds = max(learning, sampling)
         says = f"{plan.short(seconds)} s, learners {plan.short(learning)}, engines {plan.short(sampling)}"
         if learner > 0.95 * card.bytes:
             seconds = math.inf
@@ -439,13 +442,15 @@ def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
     for place, (seconds, learners, says) in enumerate(sorted(found)):
         is_own = learners == setup.learners
         if is_own or (place < SHOWN and seconds < math.inf):
-            lines.append(f"         {says}" + "  <- these flags" * is_own)
+            mark = "  <- these flags" * is_own
+            lines.append(f"         {says}{mark}")
     return "\n".join(lines)
 
 
 def seconds_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
     """The seconds of a step of grpo.py, whose ranks have an engine each, as a range."""
-    at_once = responses_at_once(setup, memory_parts(setup, counted), card.bytes)
+    parts = memory_parts(setup, counted)
+    at_once = responses_at_once(setup, parts, card.bytes)
     learning = step_operations(setup, counted) / setup.learners / sheet.operations
     sampling = sampling_seconds(setup, counted, setup.learners, max(1, at_once), sheet)
     least = learning + sampling

@@ -226,10 +226,12 @@ def made(rows: Iterable[Row], make: Callable[..., Prompt], args: Any) -> Iterato
     cores = len(utils.ALL_CORES)
     try:
         with ProcessPoolExecutor(cores, context, initializer=be_worker, initargs=(make, longest)) as pool:
-            while chunk := list(islice(rows, CHUNK)):
+            chunk = list(islice(rows, CHUNK))
+            while chunk:
                 waiting.append(pool.submit(make_chunk, chunk))
                 if len(waiting) > 2 * cores:
                     yield waiting.popleft().result()
+                chunk = list(islice(rows, CHUNK))
             while waiting:
                 yield waiting.popleft().result()
     finally:

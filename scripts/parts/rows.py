@@ -93,7 +93,8 @@ def rows_of_file(path: Path) -> Iterator[tuple[int, Any]]:
     """(number, row) of each row of a file with one of the ENDINGS, as they stand in the file: `datasets` would cast the
     labels of a column to one type, and give a row keys that others have."""
     read = {".jsonl": jsonl_rows, ".csv": csv_rows, ".json": json_rows, ".parquet": parquet_rows}
-    return read[ending_of(path)](path)
+    ending = ending_of(path)
+    return read[ending](path)
 
 
 def open_file(path: Path) -> Any:
@@ -111,8 +112,9 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(number, row) of each row."""
     import pyarrow.parquet
 
-    batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-    return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    file = pyarrow.parquet.ParquetFile(path)
+    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+    return enumerate(rows, start=1)
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -133,10 +135,10 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             content = json.load(file)
     except ValueError:
         return jsonl_rows(path)
-    if isinstance(content, dict) and any(isinstance(content.get(name), (str, list)) for name in PROMPTS):
+    is_row = isinstance(content, dict) and any(isinstance(content.get(name), (str, list)) for name in PROMPTS)
+    if is_row:
         content = [content]  # a single line
-    fix = f"pandas.read_json('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
-    need(isinstance(content, list), f"{path}: neither a list of rows nor an object a line. Perhaps {fix} makes one")
+    need(isinstance(content, list), f"{path}: neither a list of rows nor an object a line")
     return enumerate(content, start=1)
 
 

@@ -120,7 +120,7 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         shutil.rmtree(run_dir)
 
     if (run_dir / "args.json").exists():
-        environment = json.loads((run_dir / "environment.json").read_text())
+        environment = read_json(run_dir / "environment.json")
         changed = differences(run_dir, config, environment, hashes)
         changed += code_differences(environment.get("code", {}), code)
         need_same_run(run_dir, args, "; ".join(changed))
@@ -150,7 +150,7 @@ def differences(
     run_dir: Path, config: dict[str, Any], environment: dict[str, Any], hashes: dict[str, str]
 ) -> list[str]:
     """The flags and hashes in which the run in the directory is another one, for a person."""
-    old = json.loads((run_dir / "args.json").read_text())
+    old = read_json(run_dir / "args.json")
     changed = []
     for name, value in config.items():
         then = repr(old.get(name))
@@ -210,7 +210,7 @@ def begun_by_this_torchrun(run_dir: Path) -> bool:
     """Whether this torchrun, which restarts its ranks, began or resumed the run: then it may replace it."""
     path = run_dir / "environment.json"
     launch = name_of_launch()
-    return launch != "" and path.exists() and json.loads(path.read_text()).get("launch") == launch
+    return launch != "" and path.exists() and read_json(path).get("launch") == launch
 
 
 LOCKS: dict[Path, int] = {}  # descriptors of the locks that this process holds until its end
@@ -420,16 +420,13 @@ def append_waiting() -> None:
 
 
 def push_in_process(run_dir: Path) -> None:
-    """Upload RUN/model in a process of its own, which SIGTERM ends. Called on rank 0, after everything else. A failure
-    is reported with the command that tries again. It does not fail the run: torchrun would train once more."""
+    """Upload RUN/model in a process of its own, which SIGTERM ends, and which says what fails. Called on rank 0, after
+    everything else. A failure does not fail the run: torchrun would train once more."""
     command = utils.program("push_to_hub.py", run_dir)
     upload = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: upload.terminate())  # nothing is left to save
-    status = upload.wait()
-    if status:
-        problem = f"the upload ended with status {status}; the model is complete in {run_dir / 'model'}"
-        repeat = f"WARNING: to upload it: {shlex.join(command)}"
-        print(f"WARNING: --push_to_hub: {problem}\n{repeat}", file=sys.stderr, flush=True)
+    if upload.wait():
+        print(f"WARNING: to upload it: {shlex.join(command)}", file=sys.stderr, flush=True)
 
 
 # --- Files of the start model

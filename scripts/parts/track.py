@@ -80,6 +80,16 @@ def own_process():
         utils.pin(before)
 
 
+def text_of(rollouts: list[Row]) -> str:
+    """Rollouts as a block of code in Markdown."""
+    lines = []
+    for rollout in rollouts:
+        lines += [f"{name}: {value}" for name, value in rollout.items()]
+        lines.append("")
+    text = "\n".join(lines)
+    return textwrap.indent(text, "    ")
+
+
 class Wandb(Tracker):
     """Metrics over training_step, and samples as tables."""
 
@@ -107,7 +117,9 @@ class Wandb(Tracker):
             why = f", offline: {error!r:.200}"
             self.tracked = wandb.init(**flags, mode="offline")
         id_file.write_text(self.tracked.id)
-        place = self.tracked.dir if self.tracked.offline else self.tracked.url
+        place = self.tracked.url
+        if self.tracked.offline:
+            place = self.tracked.dir
         print(f"tracked by wandb: {place}{why}\n", end="", flush=True)
         for name in ("training_step", "episode"):
             self.tracked.define_metric(name)
@@ -120,7 +132,8 @@ class Wandb(Tracker):
         if row.get("rollouts"):
             columns = list(row["rollouts"][0])
             values = [list(rollout.values()) for rollout in row["rollouts"]]
-            row = {"training_step": row["training_step"], table_name(row): wandb.Table(columns, values)}
+            name = table_name(row)
+            row = {"training_step": row["training_step"], name: wandb.Table(columns, values)}
         self.tracked.log(row, step=row["training_step"])
 
     def finish(self, status: int) -> None:
@@ -144,8 +157,7 @@ class TensorBoard(Tracker):
     def send(self, row: Row) -> None:
         step = row["training_step"]
         if "rollouts" in row:
-            texts = ["\n".join(f"{name}: {value}" for name, value in rollout.items()) for rollout in row["rollouts"]]
-            self.writer.add_text(table_name(row), textwrap.indent("\n\n".join(texts), "    "), step)
+            self.writer.add_text(table_name(row), text_of(row["rollouts"]), step)
             return
         for name, value in row.items():
             if value is not None:
@@ -154,3 +166,13 @@ class TensorBoard(Tracker):
 
     def finish(self, status: int) -> None:
         self.writer.close()
+
+
+def start(args: Any, run_dir: Path, start_step: int) -> list[Tracker]:
+    """The trackers of the flags."""
+    trackers: list[Tracker] = []
+    if args.with_tracking:
+        trackers.append(Wandb(run_dir, start_step))
+    if args.with_tensorboard:
+        trackers.append(TensorBoard(run_dir, start_step))
+    return trackers
