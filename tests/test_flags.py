@@ -391,10 +391,3 @@ def test_a_refused_flag_is_one_line_without_traceback():
     assert done.returncode != 0
     assert done.stdout == ""
     assert re.fullmatch(r"grpo\.py: --beta 0\.1 needs .*--no_load_ref_policy.*\n", done.stderr)
-
-
-def test_ranks_of_torchrun_are_checked(monkeypatch):
-    for name, value in (("WORLD_SIZE", "3"), ("RANK", "1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(utils.UserError, match="--num_unique_prompts_rollout 16 is not a multiple of the 3 ranks"):
-        grpo.main(parse(*ROOM))

@@ -60,20 +60,6 @@ def test_the_gap_of_one_prompt_ends_nothing():
     assert "--max_logprob_gap 0.1" in utils.STOP.because
 
 
-def test_prompts_leave_the_window():
-    guard = make_guards()
-    for position in range(200):
-        guard.judge_gap(seen({position: (48 * (0.5 if position % 40 < 5 else 0.01), 48)}), "now")
-    assert not utils.STOP.because
-
-
-def test_each_engine_is_judged_by_itself():
-    """The mean over both is 0.06."""
-    guard = make_guards(engines=2)
-    guard.judge_gap(seen({position: (12 * (position % 2), 100) for position in range(64)}), "now")
-    assert "of engine 1 " in utils.STOP.because
-
-
 @pytest.mark.parametrize("flags, gap, ends", [
     ("--model_dtype float32", 0.02, True),
     ("--model_dtype float32", 0.005, False),
