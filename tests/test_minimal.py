@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
+import utils
 from scripts import minimal
 from tests import programs
 

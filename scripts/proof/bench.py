@@ -2,6 +2,7 @@
 smallest and the largest of a round. Above 1 we are faster. `source scripts/setup.sh` first.
 
     python scripts/proof/bench.py learner    forward and backward of packs: ours, and a bare loop
+    python scripts/proof/bench.py head       the same of the head: ours, torch's, and Liger's where it is installed
     python scripts/proof/bench.py host       the host's CPU time of a micro-batch, and plain transformers'
     python scripts/proof/bench.py rollout    our engine loop, and LLM.generate on the same engine
     python scripts/proof/bench.py sync       weights into the engine: ours, a memory copy, vLLM's own reload
@@ -10,6 +11,7 @@ smallest and the largest of a round. Above 1 we are faster. `source scripts/setu
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import statistics
@@ -46,7 +48,7 @@ PACK_LENGTH = 2048
 
 @dataclass(frozen=True)
 class BenchFlags:
-    bench: tyro.conf.Positional[Literal["learner", "host", "rollout", "sync", "trl"]]
+    bench: tyro.conf.Positional[Literal["learner", "head", "host", "rollout", "sync", "trl"]]
     """The benchmark. A flag that is not listed here goes to grpo.py and grpo_fast.py."""
     model: str = str(ROOT / "models" / "SmolLM2-135M-Instruct")
     """Directory of the model: python scripts/data/get_smollm2.py, or make_tiny_model.py, makes one."""
@@ -168,6 +170,73 @@ def bench_learner(options: BenchFlags) -> Result:
     compared = [("ours", "bare loop"), ("ours", "padded rows")]
     facts = {"packs": len(packs), "grad_norms": norms, "off": off}
     return Result(by_turns(sides, options.repeat), compared, facts)
+
+
+def whole_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Logprobs of the targets by torch."""
+    logits = (hidden @ weight.T).float()
+    return -cross_entropy(logits, targets, reduction="none")
+
+
+def our_head(chunk: int, compiled: bool, *tensors: torch.Tensor) -> torch.Tensor:
+    """The same by ours."""
+    logprobs, _ = grpo.HeadLogprobs.apply(*tensors, 1.0, chunk, compiled)
+    return logprobs
+
+
+def both_ways(head: Callable[..., Any], hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> list[Any]:
+    """[logprobs, the gradients of their sum by hidden states and weights]. Liger's logprobs are their sum."""
+    logprobs = head(hidden, weight, targets)
+    gradients = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    return [logprobs.detach(), *gradients]
+
+
+def relative(truth: torch.Tensor, found: torch.Tensor) -> float:
+    """The distance of two tensors, of the first one's norm."""
+    distance = (truth.double() - found.double()).norm()
+    return float(distance / truth.double().norm())
+
+
+def heads_of(device: torch.device) -> dict[str, Any]:
+    """Functions from hidden states, weights and targets to logprobs."""
+    heads: dict[str, Any] = {"whole logits": whole_logits}
+    heads["whole logits, compiled"] = torch.compile(whole_logits)
+    heads["ours"] = functools.partial(our_head, 3 * grpo.LOGPROB_CHUNK, True)
+    heads["ours, not compiled"] = functools.partial(our_head, grpo.LOGPROB_CHUNK, False)
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
+        functional: Any = importlib.import_module("liger_kernel.transformers.functional")
+        loss = functools.partial(functional.liger_fused_linear_cross_entropy, reduction="sum")
+        heads["Liger"] = lambda *tensors: -loss(*tensors)
+    return heads
+
+
+def bench_head(options: BenchFlags) -> Result:
+    """Forward and backward of the head over random hidden states, whose logits have a deviation of 3. off: the largest
+    relative distance of logprobs and gradients from those of whole logits in float32."""
+    device = utils.init_distributed().device
+    on_gpu = device.type == "cuda"
+    model = utils.load_causal_lm(grpo.Args(model_name_or_path=options.model))
+    weight = model.get_output_embeddings().weight.detach().float().to(device)
+    torch.manual_seed(0)
+    hidden = torch.randn(8192 if on_gpu else 512, weight.shape[1], device=device)
+    hidden *= 3 / weight.norm(dim=1).mean()
+    targets = torch.randint(len(weight), hidden.shape[:1], device=device)
+    inputs = [values.to(utils.DTYPES[options.dtype]).requires_grad_() for values in (hidden, weight)]
+    exact = [values.detach().float().requires_grad_() for values in inputs]
+    truth = both_ways(whole_logits, *exact, targets)
+    off = {}
+    gib = {}
+    sides = {}
+    for name, head in heads_of(device).items():
+        sides[name] = functools.partial(both_ways, head, *inputs, targets)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        pairs = zip(truth, sides[name](), strict=True)
+        off[name] = max(relative(a, b) for a, b in pairs if a.shape == b.shape)
+        if on_gpu:
+            gib[name] = torch.cuda.max_memory_allocated() / 2**30
+    compared = [("ours", name) for name in sides if name != "ours"]
+    return Result(by_turns(sides, options.repeat), compared, {"off": off, "peak_gib": gib})
 
 
 def narrow_model(directory: str) -> Any:
@@ -315,11 +384,8 @@ def run_trl(options: BenchFlags, mode: str) -> dict[str, float]:
     autocast = "bfloat16" if options.dtype == "bfloat16" else "none"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "steps.json"
-        line = [*sums_flags(options), "--total_episodes", str(64 * (2 + options.steps))]
-        args = utils.parse_args(grpo.Args, line)
-        settings = json.dumps(dataclasses.asdict(args))
-        Path(directory, "args.json").write_text(settings)
-        flags = f"scripts/peers/trl_side.py --mode {mode} --like {directory} --autocast {autocast} --json {path}"
+        flags = f"scripts/peers/trl_side.py --mode {mode} --model {options.model} --autocast {autocast} --json {path}"
+        flags += f" --data data/addition2/train.jsonl --steps {2 + options.steps}"
         subprocess.run([python, *flags.split()], cwd=ROOT, check=True)
         steps = json.loads(path.read_text())[2:]
     return {name: statistics.mean(step[name] for step in steps) for name in ("seconds", "generation", "tokens")}

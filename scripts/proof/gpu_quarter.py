@@ -1,11 +1,11 @@
-"""What a quarter of an hour on one GPU can tell, in the order of its worth.
+"""What a quarter of an hour on one GPU can tell, in the order of its worth. With more time and more GPUs it goes on.
 
-    python scripts/proof/gpu_quarter.py [--out DIR] [--seconds 540] [--only NAME ...]
+    python scripts/proof/gpu_quarter.py [--out DIR] [--seconds 540] [--only NAME ...] [--model DIR]
     python scripts/proof/gpu_quarter.py --tiny --seconds 300       in miniature on a CPU, which compiles nothing
 
 Nothing is downloaded: models have random weights, or are the fly of scripts/studies. What needs vLLM is made where it
-is installed. Every figure is a line of DIR/results.jsonl, so that what is cut off loses nothing. DIR/failed.txt has the
-ends of the logs of what failed. Logs and runs are in DIR.work.
+is installed. Every figure is a line of DIR/results.jsonl, and DIR/README.md is written anew after each check: what is
+cut off loses nothing. DIR/failed.txt has the ends of the logs of what failed. Logs and runs are in DIR.work.
 
 Checks of right and wrong run side by side, timed ones alone. Each is a process, which imports while the ones before it
 work, and ends when its seconds are over.
@@ -47,6 +47,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import grpo  # noqa: E402
+from scripts.data.make_addition import make_addition  # noqa: E402
 from scripts.data.make_tasks import make_task  # noqa: E402
 from scripts.data.make_tiny_model import make_tokenizer  # noqa: E402
 from scripts.parts import estimate  # noqa: E402
@@ -76,6 +77,8 @@ class Job:
     out: Path  # directory of the results
     work: Path  # of its own files
     tiny: bool  # it is tried in miniature
+    dry: bool  # there are too few GPUs: its run only says what it would do
+    model: str  # a real one, or ""
 
     def note(self, case: str, ok: bool | None = None, **figures: Any) -> None:
         """Keep a case and its figures. `ok`: whether it is right, None where it is only measured."""
@@ -138,7 +141,7 @@ def peak() -> dict[str, float]:
 
 
 def check_machine(job: Job) -> None:
-    """The device's measured ceilings."""
+    """The device's measured ceilings, and what a start's dithering of master weights takes."""
     import transformers
 
     size = 8192 if GPUS else 512
@@ -147,10 +150,18 @@ def check_machine(job: Job) -> None:
     seconds = timed(lambda: x @ x)
     speed = {"product_flops": 2 * size**3 / seconds}
     speed["copied_bytes"] = copies.nbytes / timed(copies.clone)
+    (job.out / "speed.json").write_text(json.dumps(speed))
     device = torch.cuda.get_device_name() if GPUS else "a CPU"
     found = [name for name in ("vllm", "liger_kernel") if importlib.util.find_spec(name)]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "found": found}
     job.note(f"{device}, {len(utils.ALL_CORES)} cores", **versions, **speed, **peak())
+
+    weights = torch.randn(2**20 if job.tiny else 2**28)
+    weights = weights.bfloat16().float()
+    start = time.perf_counter()
+    utils.dither(weights, 1)
+    seconds = time.perf_counter() - start
+    job.note("dithering", ns_a_weight=1e9 * seconds / weights.numel())
 
 
 def check_packs(job: Job, head_dim: int, heads: int, kv_heads: int) -> None:
@@ -189,17 +200,11 @@ def compare_packs(job: Job, case: str, config: Any, dtype: torch.dtype, tokens: 
     truth = of_tokens(slice(tokens), row, config, "sdpa", dtype, higher)
     in_row = of_tokens(slice(tokens), row, config, ours, dtype, dtype)
     in_pack = of_tokens(slice(tokens, 2 * tokens), pack, config, ours, dtype, dtype)
-    row_off = list(map(relative, truth, in_row))
-    pack_off = list(map(relative, truth, in_pack))
+    row_off = list(map(bench.relative, truth, in_row))
+    pack_off = list(map(bench.relative, truth, in_pack))
     logprobs_fine = pack_off[0] < 2 * row_off[0] + least
     gradient_fine = pack_off[1] < 2 * row_off[1] + least
     job.note(case, ok=logprobs_fine and gradient_fine, row_off=row_off, pack_off=pack_off)
-
-
-def relative(truth: Tensor, found: Tensor) -> float:
-    """The distance of two tensors, of the first one's norm."""
-    distance = (truth.double() - found.double()).norm()
-    return float(distance / truth.double().norm())
 
 
 def four_rollouts(tokens: int) -> list[grpo.Rollout]:
@@ -295,7 +300,7 @@ def time_update(job: Job, case: str, shape: str, flags: str) -> None:
 
 # --- Runs and other programs ------------------------------------------------------------------------------------------
 
-TORCHRUN = "-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2".split()
+TORCHRUN = "-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node".split()
 FLY = """--model_name_or_path scripts/studies/fly --output_dir WORK/runs --overwrite --save_freq -1 --eval_on_step_0
     --dataset_mixer_list WORK/tasks/largest_digit/train.jsonl 1.0 --remap_verifier learned=gsm8k --pack_length 2048
     --dataset_mixer_eval_list WORK/tasks/largest_digit/eval.jsonl 1.0 --response_length 14 --temperature 1.0 --beta 0
@@ -315,12 +320,13 @@ def make_do() -> None:
         dist.all_gather_single = dist.all_gather_into_tensor
 
 
-def run_program(job: Job, log: str, words: Sequence[Any], until: Callable[[], bool] | None = None, **more: str) -> int:
-    """Exit status of a program of ours under make_do, which is killed once `until` holds. grpo_fast.py has a learner
-    and an engine."""
+def run_program(
+    job: Job, log: str, words: Sequence[Any], ranks: int = 1, until: Callable[[], bool] | None = None, **more: str
+) -> int:
+    """Exit status of a program of ours under make_do, which is killed once `until` holds."""
     line = [PROGRAM, "--under", *map(str, words)]
-    if words[0] == "grpo_fast.py":
-        line = [*TORCHRUN, *line]
+    if ranks > 1:
+        line = [*TORCHRUN, str(ranks), *line]
     environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | dict(os.environ) | more  # FlashInfer's may have to be compiled
     path = job.work / f"{log}.log"
     with path.open("a") as file:  # several processes write to its end
@@ -353,23 +359,29 @@ def steps_of(job: Job, name: str) -> list[dict[str, Any]]:
 
 
 def check_run(
-    job: Job, flags: str, program: str = "grpo.py", steps: int = 12, shape: str = "", kill: bool = False
+    job: Job, flags: str, program: str = "grpo.py", steps: int = 12, ranks: int = 1, shape: str = "", kill: bool = False
 ) -> None:
     """A run of the fly ends well, makes all its steps and has learned; with a `shape` it is of a model of random
     weights, which learns nothing. `kill`: by kill -9 once there is a checkpoint, and it is resumed."""
     if job.tiny:
         steps = min(steps, 4)
     words = [program, *flags_of(job, job.name, steps, flags)]
+    if job.dry:
+        status = run_program(job, job.name, [*words, "--dry_run"])
+        job.note(f"{program}: its flags alone, for want of GPUs", ok=status == 0)
+        return
     if shape:
         words += ["--model_name_or_path", job.model_on_disk(shape)]
+    if job.name == "vllm_model":
+        words += ["--model_name_or_path", job.model]
     if kill:
         words += ["--checkpoint_state_freq", "1"]
         newest = job.work / "runs" / job.name / "checkpoints" / "latest"
-        status = run_program(job, f"{job.name}_killed", words, newest.exists)
+        status = run_program(job, f"{job.name}_killed", words, ranks, newest.exists)
         job.note("killed", ok=status < 0, status=status)
         words.remove("--overwrite")
         words.append("--resume")
-    status = run_program(job, job.name, words)
+    status = run_program(job, job.name, words, ranks)
 
     rows = steps_of(job, job.name)
     right = [row[f"eval/{CORRECT}"] for row in rows if f"eval/{CORRECT}" in row]
@@ -402,24 +414,24 @@ def check_async_0(job: Job) -> None:
     """grpo_fast.py with --async_steps 0 makes the updates of grpo.py."""
     steps = 2 if job.tiny else 6
     norms = []
-    for program, more in (("grpo.py", ""), ("grpo_fast.py", "--single_gpu_mode")):
+    for program, ranks, more in (("grpo.py", 1, ""), ("grpo_fast.py", 2, "--single_gpu_mode")):
         words = flags_of(job, program, steps, f"{HF} --deterministic --async_steps 0 {more}")
-        run_program(job, program, [program, *words])
+        run_program(job, program, [program, *words], ranks)
         norms.append([row["optim/grad_norm"] for row in steps_of(job, program)[1:]])
     same = norms[0] == norms[1] and len(norms[0]) == steps
     job.note("the same gradient norms", ok=same, gradient_norms=norms)
 
 
-def check_rows(job: Job, shape: str) -> None:
-    """Packs beside padded rows and beside a bare loop, which compute the same gradient."""
-    words = ["scripts/proof/bench.py", "learner", "--json", "--repeat", 1, "--model", job.model_on_disk(shape)]
+def check_bench(job: Job, bench_name: str, shape: str, limit: float, flags: str = "") -> None:
+    """A benchmark of bench.py, whose sides compute the same."""
+    words = ["scripts/proof/bench.py", bench_name, "--json", "--repeat", 1, "--model", job.model_on_disk(shape)]
     if not job.tiny:
-        words += "--dtype bfloat16 --prompts 16 --response_tokens 400 --pack_length 8192".split()
+        words += f"--dtype bfloat16 {flags}".split()
     run_program(job, job.name, words)
     said = (job.work / f"{job.name}.log").read_text()
     found = json.loads(re.findall('{"bench": .*}', said)[-1])  # behind a bar of progress or on a line of its own
     facts = found["facts"]
-    job.note(shape, ok=max(facts["off"].values()) < 0.05, **facts)
+    job.note(shape, ok=max(facts["off"].values()) < limit, **facts)
     for case, figures in found["table"].items():
         job.note(f"{shape}: {case}", **figures)
 
@@ -432,6 +444,7 @@ class Check:
     seconds: float  # after which it is ended
     work: Callable[[Job], None]
     alone: bool = True  # it is timed
+    gpus: int = 0  # that it needs; with fewer it only says what it would do, in miniature
 
 
 CHECKS: dict[str, Check] = {}  # in the order of their worth
@@ -439,17 +452,22 @@ HF = "--rollout_backend transformers"
 EAGER = "--vllm_enforce_eager"
 BESIDE = "--single_gpu_mode --async_steps 1 --inflight_updates"
 HF_BESIDE = f"{HF} {BESIDE}"
+MANY = 8 if GPUS >= 8 else 4 if GPUS >= 4 else 2  # GPUs of the runs that take more than one
+APART = f"{EAGER} --num_learners_per_node {MANY // 2} --vllm_num_engines {MANY // 2} --async_steps 1"
 RECOMPUTED = "--gradient_checkpointing"
 MLP = f"{RECOMPUTED} --gradient_checkpointing_part mlp"
+LONG = "--prompts 16 --response_tokens 400 --pack_length 8192"
 LONGER = "--pack_length 16384"
+TP_2 = "--vllm_tensor_parallel_size 2 --async_steps 1 --inflight_updates"
+SUMS = "--dataset_mixer_list WORK/sums/train.jsonl 1.0 --dataset_mixer_eval_list WORK/sums/eval.jsonl 1.0"
 
 
-def add(name: str, seconds: float, work: Callable[..., None], alone: bool = True, **given: Any) -> None:
-    CHECKS[name] = Check(seconds, partial(work, **given), alone)
+def add(name: str, seconds: float, work: Callable[..., None], alone: bool = True, gpus: int = 0, **given: Any) -> None:
+    CHECKS[name] = Check(seconds, partial(work, **given), alone, gpus)
 
 
 def add_checks() -> None:
-    """Those named vllm_... are made where it is installed."""
+    """For a quarter of an hour, then for more time and GPUs. Those named vllm_... are made where it is installed."""
     beside = partial(add, alone=False)
     fast = partial(check_run, program="grpo_fast.py")
     add("machine", 60, check_machine)
@@ -458,25 +476,45 @@ def add_checks() -> None:
     beside("packs_256", 170, check_packs, head_dim=256, heads=4, kv_heads=2)
     beside("replay", 150, check_replay)
     beside("fly", 120, check_run, flags=HF)
-    beside("fly_fast", 150, fast, flags=HF_BESIDE)
+    beside("fly_fast", 150, fast, flags=HF_BESIDE, ranks=2)
     beside("fly_resumed", 150, check_run, flags=HF, kill=True)
     beside("start_05", 150, check_run, flags=HF, steps=3, shape="0.5B")
     add("vllm_eager", 110, check_run, flags=EAGER)
     add("update_05", 90, check_update, shape="0.5B", flags=["", RECOMPUTED, LONGER])
     add("update_7", 110, check_update, shape="7B", flags=[RECOMPUTED, MLP, "", f"{LONGER} {RECOMPUTED}"])
-    add("vllm_fast", 110, fast, flags=f"{EAGER} {BESIDE}")
-    add("rows_15", 80, check_rows, shape="1.5B")
-    add("sync_15", 90, fast, flags=HF_BESIDE, steps=3, shape="1.5B")
+    add("vllm_fast", 110, fast, flags=f"{EAGER} {BESIDE}", ranks=2)
+    add("head", 60, check_bench, bench_name="head", shape="7B", limit=0.02)
+    add("rows_15", 80, check_bench, bench_name="learner", shape="1.5B", limit=0.05, flags=LONG)
+    add("sync_15", 90, fast, flags=HF_BESIDE, steps=3, ranks=2, shape="1.5B")
     add("compiled_7", 120, check_update, shape="7B", flags=[f"--compile_layers {RECOMPUTED}"])
     add("vllm_start_05", 120, check_run, flags=f"{EAGER} --vllm_gpu_memory_utilization 0.3", steps=3, shape="0.5B")
     add("update_15", 90, check_update, shape="1.5B", flags=["", RECOMPUTED, MLP])
     add("compiled_05", 120, check_update, shape="0.5B", flags=["--compile_layers"])
-    add("vllm_graphs", 200, check_run, flags="")
+    add("vllm_graphs", 200, check_run, gpus=1, flags="")
+
     add("async_0", 200, check_async_0)
+    add("vllm_torchrun", 200, check_run, gpus=2, flags=f"{EAGER} --deepspeed_stage 3", ranks=MANY)
+    add("vllm_drained", 200, fast, gpus=2, flags=f"{APART} --deepspeed_stage 3", ranks=MANY)
+    add("vllm_resumed", 300, fast, gpus=2, flags=APART, ranks=MANY, kill=True)
+    add("vllm_tp_2", 200, fast, gpus=3, flags=f"{EAGER} {TP_2}", ranks=3)
+    add("vllm_model", 900, check_run, flags=f"{SUMS} --learning_rate 1e-5", steps=20)
+
+
+def lacking(name: str, options: argparse.Namespace) -> str:
+    """Why a check is not made here, or ""."""
+    gpus = CHECKS[name].gpus
+    if name.startswith("vllm") and not importlib.util.find_spec("vllm"):
+        return "vLLM is not installed"
+    if name == "vllm_model" and not options.model:
+        return "no --model DIR was given"
+    if GPUS < gpus and not options.tiny:
+        return f"it needs {gpus} GPUs, and here are {GPUS}"
+    return ""
 
 
 def job_of(name: str, options: argparse.Namespace) -> Job:
-    return Job(name, options.out, options.work, options.tiny)
+    dry = GPUS < CHECKS[name].gpus
+    return Job(name, options.out, options.work, options.tiny, dry, options.model)
 
 
 def groups_of(names: list[str], tiny: bool) -> list[list[str]]:
@@ -495,7 +533,7 @@ def groups_of(names: list[str], tiny: bool) -> list[list[str]]:
 
 def start(name: str, options: argparse.Namespace) -> Any:
     """The process of a check, which imports at once and waits for a line."""
-    line = [sys.executable, PROGRAM, "--one", name, "--out", str(options.out)]
+    line = [sys.executable, PROGRAM, "--one", name, "--out", str(options.out), "--model", options.model]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(len(utils.ALL_CORES) if CHECKS[name].alone else 2)
     if options.tiny:
@@ -507,7 +545,7 @@ def start(name: str, options: argparse.Namespace) -> Any:
 
 
 def end(name: str, process: Any, deadline: float, options: argparse.Namespace) -> None:
-    """Wait for a check until its time is over, and end all of its processes."""
+    """Wait for a check until its time is over, end all of its processes, and write the page."""
     status: Any = "cut off"
     with contextlib.suppress(subprocess.TimeoutExpired):
         status = process.wait(max(0.1, deadline - time.monotonic()))
@@ -516,6 +554,27 @@ def end(name: str, process: Any, deadline: float, options: argparse.Namespace) -
     if status != 0:
         job_of(name, options).note("the check itself", ok=False, status=status)
         keep_failure(options.out, options.work / f"{name}.out")
+    write_page(options.out)
+
+
+def write_page(out: Path) -> None:
+    """DIR/README.md from what results there are."""
+    words = {True: "pass", False: "**FAIL**", None: ""}
+    order = list(CHECKS)
+    rows = sorted(read_lines(out / "results.jsonl"), key=lambda row: order.index(row["check"]))
+    lines = ["| check | case | | figures |", "|---|---|---|---|"]
+    for row in rows:
+        figures = [f"{key} {rounded(value)}" for key, value in row["figures"].items()]
+        shown = ", ".join(figures).replace("|", "/")
+        word = words[row["ok"]]
+        lines.append(f"| {row['check']} | {row['case']} | {word} | {shown} |")
+    (out / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def rounded(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(rounded, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def make_checks(options: argparse.Namespace) -> None:
@@ -523,8 +582,9 @@ def make_checks(options: argparse.Namespace) -> None:
     deadline = time.monotonic() + options.seconds
     names = []
     for name in options.only or CHECKS:
-        if name.startswith("vllm") and not importlib.util.find_spec("vllm"):
-            job_of(name, options).note("not made: vLLM is not installed")
+        lack = lacking(name, options)
+        if lack:
+            job_of(name, options).note(f"not made: {lack}")
         else:
             names.append(name)
     groups = groups_of(names, options.tiny)
@@ -542,6 +602,7 @@ def make_checks(options: argparse.Namespace) -> None:
             end(name, process, min(deadline, began + CHECKS[name].seconds), options)
         if not goes_on:
             break
+    write_page(options.out)
 
 
 def main() -> None:
@@ -555,6 +616,7 @@ def main() -> None:
     flags.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_quarter", help="directory of the results")
     flags.add_argument("--seconds", type=float, default=540.0, help="after which everything ends")
     flags.add_argument("--only", nargs="+", choices=list(CHECKS), help="these checks, in this order")
+    flags.add_argument("--model", default="", help="a chat model on this machine, whose score must rise")
     flags.add_argument("--tiny", action="store_true", help="tiny models: to try this program on a CPU")
     flags.add_argument("--one", choices=list(CHECKS), help=argparse.SUPPRESS)
     options = flags.parse_args()
@@ -570,8 +632,9 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     make_task("largest_digit", options.work / "tasks")
+    make_addition(options.work / "sums", digits=2)
     make_checks(options)
-    print((options.out / "results.jsonl").read_text())
+    print((options.out / "README.md").read_text())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 from tests import programs
 
 PROGRAM = "scripts/proof/gpu_quarter.py"
+RUNS = "vllm_torchrun vllm_tp_2"  # dry: they need GPUs
 FAULTS = {  # check -> a fault
     "packs_256": """
         import functools
@@ -28,12 +29,10 @@ FAULTS = {  # check -> a fault
             right(self, self.first, version)
         TransformersEngine.load_weights = stale
     """,
-    "rows_15": """
+    "head": """
         import grpo
-        right = grpo.HeadLogprobs.backward
-        def too_small(ctx, *upstream):
-            return tuple(value if value is None else 0.8 * value for value in right(ctx, *upstream))
-        grpo.HeadLogprobs.backward = staticmethod(too_small)
+        right = grpo.softmax_gradient
+        grpo.softmax_gradient = lambda *arguments: 0.8 * right(*arguments)
     """,
     "replay": """
         import sys
@@ -51,7 +50,7 @@ FAULTS = {  # check -> a fault
 
 @pytest.fixture
 def quarter(tmp_path):
-    """Function (checks, fault, seconds) -> rows of results.jsonl."""
+    """Function (checks, fault, seconds) -> rows of results.jsonl, after a look at the page."""
 
     def run(checks, fault="", seconds=200):
         python = programs.python_that_forks(tmp_path / "python", PROGRAM)
@@ -59,24 +58,28 @@ def quarter(tmp_path):
         words = [PROGRAM, "--tiny", "--seconds", seconds, "--out", tmp_path / "out", "--only", *checks.split()]
         done = programs.run(words, PYTHON_OF_FORKS=python, PYTHONPATH=tmp_path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+        page = (tmp_path / "out" / "README.md").read_text()
+        assert page in done.stdout and all(f"| {row['check']} | {row['case']} |" in page for row in rows)
+        return rows
 
     return run
 
 
 def test_checks_pass_or_say_why_they_are_not_made(quarter, tmp_path):
-    checks = "machine fly update_05 rows_15"
+    checks = f"machine fly update_05 head vllm_model {RUNS}"
     rows = quarter(checks)
     assert {row["check"] for row in rows} == set(checks.split())
     assert [row for row in rows if row["ok"] is False] == [] and not (tmp_path / "out" / "failed.txt").exists()
+    assert json.loads((tmp_path / "out" / "speed.json").read_text()).keys() == {"product_flops", "copied_bytes"}
     right = {row["check"] for row in rows if row["ok"]}
-    assert right == set(checks.split()) - {"machine", "update_05"}
+    assert right == set(checks.split()) - set("machine update_05 vllm_model".split())
 
 
 @pytest.mark.parametrize("check, right, wrong", [
     ("packs_256", 3, "256 x 4 / 2, float32, responses of 20, window 0"),  # the others have masks of their own
     ("fly", 0, "grpo.py"),
-    ("rows_15", 0, "1.5B"),
+    ("head", 0, "7B"),
     ("replay", 2, "to step 2"),  # the first update begins with the same weights
 ])  # fmt: skip
 def test_a_check_fails_on_its_fault(quarter, check, right, wrong):
