@@ -453,8 +453,10 @@ class TrackingFlags(Refusing):
     """Log to Weights & Biases (WANDB_MODE=offline works)."""
     with_tensorboard: bool = False
     """Write TensorBoard's event files to RUN/tensorboard."""
+    with_trackio: bool = False
+    """Log to trackio (pip install trackio), on this machine: `trackio show` has the page."""
     wandb_project: str = "grpo"
-    """Project in Weights & Biases."""
+    """Project in Weights & Biases or trackio."""
     wandb_entity: str | None = None
     """Entity in Weights & Biases. None is the account's default."""
     push_to_hub: bool = False
@@ -2965,7 +2967,7 @@ class Logger:
             from scripts.parts.run_files import forget_after
 
             forget_after(run_dir, start_step)
-        if args.with_tracking or args.with_tensorboard:
+        if args.with_tracking or args.with_tensorboard or args.with_trackio:
             from scripts.parts import track
 
             TRACKERS.extend(track.start(args, run_dir, start_step))

@@ -1,8 +1,10 @@
 """What a user sees of a run while it goes: console, wandb, TensorBoard."""
 
+import contextlib
 import json
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -76,6 +78,24 @@ def test_tensorboard_gets_metrics_and_samples_and_a_resume_replaces_what_it_does
     assert "objective/kl" not in events.Tags()["scalars"]  # NaN
     text = events.Tensors("rollouts/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "What is 3 + 4?" in text and "answer 7" in text and "answer 8" not in text
+
+
+def test_trackio_gets_metrics_and_samples_and_goes_on(tmp_path, world, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    for start in (0, 2):
+        logger = make_logger(tmp_path, world, "--with_trackio", "--exp_name", "one", start=start)
+        for step in (start + 1, start + 2):
+            logger.log({"training_step": step, "objective/scores": step / 2, "objective/kl": math.nan})
+        logger.show(start + 1, [make_rollouts(20)])
+        logger.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio/grpo.db")) as database:
+        runs, rows = zip(*database.execute("SELECT run_id, metrics FROM metrics ORDER BY id"), strict=True)
+    rows = [json.loads(row) for row in rows]
+    assert len(set(runs)) == 1
+    assert [row["objective/scores"] for row in rows if "objective/scores" in row] == [0.5, 1.0, 1.5, 2.0]
+    (table, _) = [row["rollouts"] for row in rows if "rollouts" in row]
+    assert "answer 7" in json.dumps(table) and "answer 8" not in json.dumps(table)
 
 
 def test_wandb_gets_axes_and_a_table(tmp_path, world, monkeypatch):

@@ -38,6 +38,7 @@ ENGINE_VARIABLES = {  # of vLLM: the only value with which an engine here works,
     "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": ("0", "it wants process groups that are bound to a device"),
     "VLLM_SKIP_P2P_CHECK": ("1", "ranks of an engine would read a file that another rank writes elsewhere"),
 }
+TRACKERS = {"with_tracking": "wandb", "with_tensorboard": "tensorboard", "with_trackio": "trackio"}
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
 
@@ -217,7 +218,7 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
             value = os.environ.get(name, works)
             if value != works:
                 problems.append(f"the variable {name} is {value}: unset it: {why}")
-    for flag, package in (("with_tracking", "wandb"), ("with_tensorboard", "tensorboard")):
+    for flag, package in TRACKERS.items():
         if getattr(args, flag) and importlib.util.find_spec(package) is None:
             problems.append(f"--{flag}: a package is not installed: pip install {package}")
     return problems

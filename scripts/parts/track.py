@@ -1,4 +1,4 @@
-"""Trackers: Weights & Biases and TensorBoard. What fails in one is a single warning, and ends no run.
+"""Trackers: Weights & Biases, TensorBoard and trackio. What fails in one is a single warning, and ends no run.
 
 wandb sends from a process of its own. Where its server is out of reach or there is no key, it writes to the disk alone,
 as with WANDB_MODE=offline; `wandb sync` sends that later. The end of a run waits WAIT_S for it, at most. A resumed run
@@ -6,6 +6,7 @@ goes on in the wandb run of RUN/wandb_id.txt.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import tempfile
@@ -64,6 +65,13 @@ class Tracker:
 def table_name(row: Row) -> str:
     """The name of the table that a row of samples.jsonl is for."""
     return "eval_rollouts" if row.get("evaluation") else "rollouts"
+
+
+def as_table(row: Row, table: Any) -> Row:
+    """A row of samples.jsonl with its rollouts in a tracker's table, a line each."""
+    columns = list(row["rollouts"][0])
+    values = [list(rollout.values()) for rollout in row["rollouts"]]
+    return {"training_step": row["training_step"], table_name(row): table(columns, values)}
 
 
 @contextlib.contextmanager
@@ -130,10 +138,7 @@ class Wandb(Tracker):
         import wandb
 
         if row.get("rollouts"):
-            columns = list(row["rollouts"][0])
-            values = [list(rollout.values()) for rollout in row["rollouts"]]
-            name = table_name(row)
-            row = {"training_step": row["training_step"], name: wandb.Table(columns, values)}
+            row = as_table(row, wandb.Table)
         self.tracked.log(row, step=row["training_step"])
 
     def finish(self, status: int) -> None:
@@ -168,6 +173,28 @@ class TensorBoard(Tracker):
         self.writer.close()
 
 
+class Trackio(Tracker):
+    """The same in trackio's own files on this machine, which `trackio show` serves."""
+
+    def open(self) -> None:
+        self.trackio: Any = importlib.import_module("trackio")
+        self.tracked = self.trackio.init(
+            project=self.args["wandb_project"],
+            name=self.args["exp_name"],
+            config=self.args,
+            resume="allow" if self.start_step else "never",
+        )
+
+    def send(self, row: Row) -> None:
+        step = row["training_step"]
+        if row.get("rollouts"):
+            row = as_table(row, self.trackio.Table)
+        self.tracked.log(row, step=step)
+
+    def finish(self, status: int) -> None:
+        self.tracked.finish()
+
+
 def start(args: Any, run_dir: Path, start_step: int) -> list[Tracker]:
     """The trackers of the flags."""
     trackers: list[Tracker] = []
@@ -175,4 +202,6 @@ def start(args: Any, run_dir: Path, start_step: int) -> list[Tracker]:
         trackers.append(Wandb(run_dir, start_step))
     if args.with_tensorboard:
         trackers.append(TensorBoard(run_dir, start_step))
+    if args.with_trackio:
+        trackers.append(Trackio(run_dir, start_step))
     return trackers
