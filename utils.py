@@ -2499,9 +2499,9 @@ def profiled(steps: Iterable[int], args: Flags, world: World) -> Iterator[int]:
     """The numbers of steps; what is done in --profile_step is watched."""
     for step in steps:
         if step == args.profile_step:
-            from scripts.parts import profiler
+            from scripts.parts import dumps
 
-            with profiler.watched(args.run_dir, step, world.rank):
+            with dumps.profiled(args.run_dir, step, world.rank):
                 yield step
         else:
             yield step

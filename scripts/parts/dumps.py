@@ -1,4 +1,5 @@
-"""What a step sampled and what the learner computed for it, on disk: --save_traces, --dump_steps, --load_batches.
+"""What a step did, on disk: what it sampled and what the learner computed for it (--save_traces, --dump_steps,
+--load_batches), and a profiler's trace (--profile_step).
 
 RUN/rollouts.jsonl has a row for each sampled rollout, in the order of the prompt stream: what was sampled, its score
 and its advantage. At a dumped step the rows of the rollouts that were trained on also have the LEARNER_COLUMNS. The
@@ -9,12 +10,17 @@ RUN/dumps/step_NNNNNN.json describes a dumped step with what else a replay needs
 (position, sample) of each rollout, and of its `rows` in rollouts.jsonl start, bytes and sha256.
 
 RUN/samples.jsonl has some rollouts of every tenth step, which utils.Logger writes, and of every evaluation.
+
+RUN/profile has a trace of one step, of each rank that trains: what ran when, for https://ui.perfetto.dev, and with a
+GPU what was in its memory, for https://pytorch.org/memory_viz. Engines of grpo_fast.py are other processes, which are
+not in it.
 """
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +33,7 @@ from scripts.parts import run_files
 from utils import Group, Prompt, Rollout, World
 
 SCHEMA = 2
+MOST_EVENTS = 1_000_000  # allocations that a snapshot of a GPU's memory remembers
 LEARNER_COLUMNS = ("old_logprobs", "ref_logprobs", "new_logprobs")  # a value per response token
 Name = tuple[int, int]  # of a rollout: its position in the prompt stream, its sample
 Row = dict[str, Any]
@@ -221,3 +228,23 @@ def prompts_of(args: Any, last_step: int) -> list[Prompt]:
     groups = read_groups(1, args)
     read_groups(last_step, args)
     return [group[0].prompt for group in groups]
+
+
+# --- Profile ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def profiled(run_dir: Path, step: int, rank: int) -> Generator[None]:
+    """Write run_dir/profile/step_N_rank_R.json.gz of what is done inside, and with a GPU step_N_rank_R.pickle."""
+    out = run_dir / "profile" / f"step_{step}_rank_{rank}"
+    out.parent.mkdir(exist_ok=True)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        yield
+    profile.export_chrome_trace(f"{out}.json.gz")
+    if on_gpu:
+        torch.cuda.memory._dump_snapshot(f"{out}.pickle")
+        torch.cuda.memory._record_memory_history(enabled=None)
+    print(f"profile  {out}.json.gz: open it in https://ui.perfetto.dev", flush=True)

@@ -38,6 +38,7 @@ def engines():
     pipes = [Pipe() for _ in range(2)]
     made.connections, made.ends = [ours for ours, _ in pipes], [theirs for _, theirs in pipes]
     made.changed, made.dead = threading.Condition(), None
+    made.gone = 0
     made.locks, made.clocks = [threading.Lock() for _ in pipes], [grpo_fast.Clock() for _ in pipes]
     made.finished, made.on_end, made.owner, made.loads = {}, {}, {}, [0, 0]
     made.rounds, made.wakes_for_each = None, False
