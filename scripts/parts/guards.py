@@ -86,24 +86,20 @@ class Gap:
         for position, (absolute, n) in [rollout for _, rollouts in ranks for rollout in rollouts]:
             before = self.prompts.get(position, (0.0, 0.0))
             self.prompts[position] = (before[0] + absolute, before[1] + n)
-        if rows:
-            *sums, largest = zip(*rows, strict=True)
-            self.metrics = self.metrics_of([sum(column) for column in sums], max(largest))
-        return self
-
-    @staticmethod
-    def metrics_of(sums: list[float], largest: float) -> dict[str, float]:
-        """The metrics of the sums that `add` makes."""
-        n, *others = sums
-        mean, square, k3, rho, rho_square = [total / n for total in others]
+        if not rows:
+            return self
+        *columns, largest = zip(*rows, strict=True)
+        n, *sums = [sum(column) for column in columns]
+        mean, square, k3, rho, rho_square = [total / n for total in sums]
         variance = max(square - mean**2, 0.0)
         rho_variance = max(rho_square - rho**2, 0.0)
-        metrics = {"debug/vllm_vs_local_logprob_diff_mean": mean, "debug/vllm_vs_local_logprob_diff_max": largest}
-        metrics["debug/vllm_vs_local_logprob_diff_std"] = math.sqrt(variance)
-        metrics["debug/vllm_local_reverse_kl"] = k3
-        metrics["val/rho"] = rho
-        metrics["val/rho_se"] = math.sqrt(rho_variance / n)
-        return metrics
+        self.metrics["debug/vllm_vs_local_logprob_diff_mean"] = mean
+        self.metrics["debug/vllm_vs_local_logprob_diff_max"] = max(largest)
+        self.metrics["debug/vllm_vs_local_logprob_diff_std"] = math.sqrt(variance)
+        self.metrics["debug/vllm_local_reverse_kl"] = k3
+        self.metrics["val/rho"] = rho
+        self.metrics["val/rho_se"] = math.sqrt(rho_variance / n)
+        return self
 
 
 class Guards:

@@ -236,9 +236,8 @@ def told(error: BaseException, kind: str, name: str, revision: str | None) -> st
     status = answer.status_code if answer is not None else 0
     found = list(chain(error))
     if any(isinstance(e, errors.GatedRepoError) for e in found) or status == 403:
-        if status == 403:
-            return f"this account may not read it yet (403): ask for access on {page}, and start again once it is given"
-        return f"it is gated ({status}): accept its licence on {page}, then run `hf auth login` or set HF_TOKEN"
+        fix = f"get access on {page}, then run `hf auth login` or set HF_TOKEN"
+        return f"it is gated, or this account may not read it yet ({status}): {fix}"
     if any(isinstance(e, errors.RevisionNotFoundError) for e in found):
         return f"the hub has no revision {revision or 'main'} of it: {page}/refs has its branches and tags"
     if any(isinstance(e, errors.RepositoryNotFoundError) for e in found):
