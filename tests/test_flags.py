@@ -86,13 +86,25 @@ def test_forms_of_flags(line, name, want):
     assert repr(getattr(parse(*line.split()), name)) == want
 
 
+UNKNOWN = "--resume=maybe|--no_resume=true|--loss_fn ppo|--seed x".split("|")
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_unknown_values_are_refused(line, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(*line.split())
+    assert exit_info.value.code not in (0, None)
+    said = str(exit_info.value.code) + capsys.readouterr().err.replace("-", "_")
+    assert any(part in said for part in re.split("[= ]", line.removeprefix("--")))
+
+
 MISTYPED = {"betta": "beta", "modle_name": "model_name_or_path", "leraning-rate": "learning_rate"}
 MISTYPED |= {"no_shufle": "no_shuffle", "vllm_gpu_memory": "vllm_gpu_memory_utilization"}
 
 
 @pytest.mark.parametrize("typed", MISTYPED)
 def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed):
-    with pytest.raises(utils.UserError, match=f"^--{typed.replace('-', '_')}: .* --{MISTYPED[typed]}\\b"):
+    with pytest.raises(utils.UserError, match=f"^--{typed.replace('-', '_')}: .* --{MISTYPED[typed]} or "):
         parse(f"--{typed}", "1")
 
 
@@ -186,6 +198,10 @@ def test_adapters_need_no_more_than_their_rank(nothing_told):
     assert parse("--use_peft", "False", "--lora_r", "8").lora_rank == 0
 
 
+def test_a_short_name_is_known_by_its_initials():
+    assert checks.likely_flags("lr", set(FLAGS)).startswith("--learning_rate ")
+
+
 MISSING = r"""
 --use_search_actor --use_peft | --use_search_actor: .*--tools .*; --use_peft: .*--lora_rank
 --warm_up_steps 10 | --warm_up_steps 10: .*--warmup_ratio
@@ -235,19 +251,24 @@ REFUSALS = f"""
 --beta 0.1 --no_load_ref_policy | beta no_load_ref_policy
 --lora_rank 8 --ref_policy_update_freq 5 | ref_policy_update_freq lora_rank
 --offload reference --ref_policy_update_freq 2 | ref_policy_update_freq offload
+{TEACHER} --beta 0 --no_load_ref_policy | ref_model_name_or_path no_load_ref_policy
 {TEACHER} --beta 1 | ref_model_name_or_path no_filter_zero_std_samples
 {TEACHER} --no_filter_zero_std_samples --kl_estimator kl1 | kl_estimator ref_model_name_or_path
 --clip_dual 3 --loss_fn gspo | clip_dual loss_fn
 --loss_denominator tokens | loss_denominator
+--lr_scheduler_type constant --warmup_ratio 0.1 | warmup_ratio
 --vllm_top_p 0.9 | vllm_top_p use_rho_correction
 --rho_clamp_upper_bound 0.5 | rho_clamp_upper_bound
 --rho_clamp_lower_bound 1.5 | rho_clamp_lower_bound
+--rho_mask_tv_divergence --no_use_rho_correction | rho_mask
 --rho_mask_tv_divergence | rho_mask_tv_divergence rho_mask_upper_bound
 --rho_mask_upper_bound 1 | rho_mask_upper_bound
+--turn_credit | turn_credit env_file tools
 {CREDIT} --filter_zero_std_samples | turn_credit no_filter_zero_std_samples
 {CREDIT} --kl_in_reward --beta 0.1 | turn_credit kl_in_reward
 --no_apply_verifiable_reward | no_apply_verifiable_reward apply_r1_style_format_reward
 --additive_format_reward | additive_format_reward apply_r1_style_format_reward
+--kl_in_reward --beta 0 | kl_in_reward beta
 --kl_in_reward | kl_in_reward advantage_normalization_type
 --kl_in_reward --force_kl_in_reward --mask_truncated_completions | mask_truncated_completions
 --active_sampling --no_filter_zero_std_samples | active_sampling filter_zero_std_samples
@@ -257,6 +278,7 @@ REFUSALS = f"""
 --vllm_kwargs [1] | vllm_kwargs
 --vllm_kwargs {{"seed":3}} | vllm_kwargs seed
 --vllm_kwargs {{"load_format":"dummy"}} | vllm_kwargs
+--profile_step 999999 | profile_step
 --dump_steps every | dump_steps
 --load_batches tests --active_sampling | load_batches active_sampling
 --env_file tests/conftest.py --tools calculator | env_file tools
@@ -391,3 +413,16 @@ def test_a_refused_flag_is_one_line_without_traceback():
     assert done.returncode != 0
     assert done.stdout == ""
     assert re.fullmatch(r"grpo\.py: --beta 0\.1 needs .*--no_load_ref_policy.*\n", done.stderr)
+
+
+def test_ranks_of_torchrun_are_checked(monkeypatch):
+    for name, value in (("WORLD_SIZE", "3"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(utils.UserError, match="--num_unique_prompts_rollout 16 is not a multiple of the 3 ranks"):
+        grpo.main(parse(*ROOM))
+
+
+def test_a_gpu_without_memory_names_flags_that_help():
+    said = utils.words_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. " + 50 * "x "))
+    flags = re.findall(r"--(\w+)", said)
+    assert "2.00 GiB" in said and len(flags) >= 3 and set(flags) <= {field.name for field in fields(grpo.Args)}

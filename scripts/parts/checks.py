@@ -13,12 +13,14 @@ values to the flags that stand before its first colon. The bound of a single num
 """
 
 import difflib
+import heapq
 import importlib.util
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -100,8 +102,9 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
         text = "false" if is_negated else " ".join(values) or "true"
         kind, words = table.get(f"{flag}={text.lower()}") or table.get(flag) or ("", "")
         if not kind and name and name not in known:
-            near = [f"--{flag}" for flag in difflib.get_close_matches(name, known, 3, 0.0)]
-            raise rewards.UserError(f"--{name}: there is no such flag. Perhaps {' or '.join(near)}? --help WORD")
+            raise rewards.UserError(
+                f"--{name}: there is no such flag. Perhaps {likely_flags(name, known)}? --help WORD"
+            )
         if not kind:
             done.line += own_form(name, values, known)
             continue
@@ -110,6 +113,20 @@ def translate(argv: Sequence[str], known: set[str]) -> Translation:
             waiting = split(shlex.split(words)) + waiting
         done.others.append((kind, " ".join([f"--{name}", *values]), words))
     return done
+
+
+def likely_flags(name: str, known: set[str]) -> str:
+    """The two flags that look most like a name, or that begin like it."""
+
+    def alike(flag: str) -> float:
+        whole = difflib.SequenceMatcher(None, name, flag).ratio()
+        start = difflib.SequenceMatcher(None, name, flag[: len(name)]).ratio()
+        words = flag.split("_")
+        initials = "".join(word[:1] for word in words)
+        is_short_for_it = name == initials
+        return max(whole, 0.95 * start, is_short_for_it)
+
+    return " or ".join(f"--{flag}" for flag in heapq.nlargest(2, sorted(known), alike))
 
 
 def own_form(name: str, values: list[str], known: set[str]) -> list[str]:
@@ -132,11 +149,7 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     if not args.dry_run:
         problems = refused_in_a_run(args, fast)
         need(not problems, "; ".join(problems))
-        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if by_torchrun and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
-            from scripts.parts import addresses
-
-            addresses.check_name_of_node()
+        check_nodes_meet()
     check_step(args, world_size)
     if fast:
         check_room(args, args.single_gpu_mode, 0.6)
@@ -189,6 +202,8 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         path = getattr(args, flag)
         if path and not Path(path).is_file():
             problems.append(f"--{flag} {path}: no such file")
+        elif flag == "env_file" and path and not re.search(r"\b(step|Env|agent)\b", Path(path).read_text()):
+            problems.append(f"--{flag} {path}: it has neither step(episode), nor a class Env, nor agent(base_url, row)")
     if args.problem_of_template:
         problems.append(args.problem_of_template)
     if args.chat_template_kwargs:
@@ -208,6 +223,10 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
     if args.vllm_tensor_parallel_size > 1 and not fast:
         size = args.vllm_tensor_parallel_size
         problems.append(f"--vllm_tensor_parallel_size {size}: an engine of grpo.py has one GPU: start grpo_fast.py")
+    compiler = os.environ.get("CXX", "g++")
+    if args.compile_layers and not shutil.which(compiler):
+        fix = "install one, name yours in the variable CXX, or leave the flag out"
+        problems.append(f"--compile_layers: there is no C++ compiler {compiler}: {fix}")
     samples_with_vllm = args.rollout_backend == "vllm" and not args.load_batches
     if samples_with_vllm and importlib.util.find_spec("vllm") is None:
         problems.append("--rollout_backend vllm: it is not installed: take --rollout_backend transformers")
@@ -266,6 +285,25 @@ def is_missing_path(name: str) -> bool:
     return is_path and not path.exists()
 
 
+def likely_mistakes(args: Any) -> list[str]:
+    """What is allowed, and hardly meant: a sentence for each, which begins with the flag and its value."""
+    mistakes = []
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        for name, amount in zip(getattr(args, flag)[::2], getattr(args, flag)[1::2], strict=True):
+            if amount == "1":
+                mistakes.append(f"--{flag} {name} 1: that is one row; 1.0 is all of a data set")
+    return mistakes
+
+
+def check_nodes_meet() -> None:
+    """On several nodes of torchrun: that they can reach each other by their names."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun and int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"]):
+        from scripts.parts import addresses
+
+        addresses.check_name_of_node()
+
+
 def check_step(args: Any, world_size: int) -> None:
     """The sizes of groups, packs, mini-batches and the run; the prompts of a step on each of grpo.py's ranks."""
     longest = args.max_prompt_token_length + args.response_length
@@ -281,6 +319,9 @@ def check_step(args: Any, world_size: int) -> None:
     if args.total_episodes < prompts * samples:
         sizes = "--num_unique_prompts_rollout x --num_samples_per_prompt_rollout"
         args.refuse(f"--total_episodes is less than a step of {sizes} = {prompts * samples}")
+    steps = args.total_episodes // (prompts * samples)
+    if args.profile_step > steps:
+        args.refuse(f"--profile_step: the run has {steps} steps")
     if prompts % world_size:
         more = prompts + -prompts % world_size
         args.refuse(f"--num_unique_prompts_rollout is not a multiple of the {world_size} ranks: take {more}")
@@ -372,6 +413,8 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
 def check_loss(args: Any) -> None:
     """The optimizer, the loss, and the correction for the engine's numerics: where learner and engine agree, a response
     has rho 1 and a mean |rho - 1|, the divergence, of 0."""
+    if args.warmup_ratio and args.lr_scheduler_type == "constant":
+        args.refuse("--warmup_ratio with --lr_scheduler_type warms nothing up: take constant_with_warmup")
     if args.clip_dual and (args.clip_dual <= 1 or args.loss_fn != "dapo"):
         args.refuse("--clip_dual: must be above 1, with --loss_fn dapo; 0 is off")
     number = args.loss_denominator
@@ -381,6 +424,9 @@ def check_loss(args: Any) -> None:
     lower = args.rho_mask_lower_bound
     upper = args.rho_mask_upper_bound
     by_divergence = args.rho_mask_tv_divergence
+    bounds = lower or upper or args.rho_clamp_lower_bound or args.rho_mask_sequence_level or by_divergence
+    if not args.use_rho_correction and bounds:
+        args.refuse("--rho_mask_* bounds and --rho_clamp_lower_bound act through --use_rho_correction: drop them")
     if 0 < args.rho_clamp_upper_bound < 1 or args.rho_clamp_lower_bound > 1:
         args.refuse("--rho_clamp_lower_bound must be at most 1, --rho_clamp_upper_bound at least 1, or 0 for off")
     if not by_divergence and (lower >= 1 or 0 < upper <= 1):
@@ -398,7 +444,10 @@ def check_reference(args: Any) -> None:
     moves = args.ref_policy_update_freq is not None
     if moves and (args.lora_rank or args.ref_model_name_or_path or "reference" in args.offload):
         args.refuse("--ref_policy_update_freq clashes with --lora_rank --ref_model_name_or_path --offload: drop one")
-    teaches = args.ref_model_name_or_path and args.beta > 0 and not args.kl_in_reward
+    has_teacher = bool(args.ref_model_name_or_path)
+    if has_teacher and not args.load_ref_policy:
+        args.refuse("--ref_model_name_or_path is the reference policy: drop --no_load_ref_policy")
+    teaches = has_teacher and args.beta > 0 and not args.kl_in_reward
     if teaches and args.filter_zero_std_samples:
         args.refuse("--ref_model_name_or_path teaches by the KL of all groups: add --no_filter_zero_std_samples")
     if teaches and args.kl_estimator in ("0", "kl1"):
@@ -410,12 +459,16 @@ def check_advantages(args: Any) -> None:
     kind = args.advantage_normalization_type
     if args.active_sampling and not args.filter_zero_std_samples:
         args.refuse("--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag")
+    if args.kl_in_reward and args.beta == 0:
+        args.refuse("--kl_in_reward subtracts beta * KL: it needs --beta above 0")
     if args.kl_in_reward and args.mask_truncated_completions:
         args.refuse("--kl_in_reward needs the KL of whole groups, which --mask_truncated_completions cuts: drop one")
     if args.kl_in_reward and kind.startswith("standard") and not args.force_kl_in_reward:
         # Responses of equal outcome would get advantages of about 1, however small beta is
         fix = "take centered, or add --force_kl_in_reward"
         args.refuse(f"--kl_in_reward with --advantage_normalization_type divides KLs by their own deviation: {fix}")
+    if args.turn_credit and not args.has_turns:
+        args.refuse("--turn_credit needs turns with rewards: add --env_file or --tools, or drop it")
     chosen = args.filter_zero_std_samples or args.active_sampling  # turns may differ where outcomes are equal
     if args.turn_credit and (chosen or kind != "centered"):
         fix = "take --advantage_normalization_type centered --no_filter_zero_std_samples without --active_sampling"

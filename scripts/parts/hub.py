@@ -33,6 +33,7 @@ ANSWER_S = 20.0  # for the same of what is not in the cache
 LIST_S = 60.0  # for the list of its files, which huggingface_hub asks for several times
 BUSY_S = (1, 2, 4, 8, 16)  # between tries where the hub says that it is busy
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses
+MOST_BUSY_S = 30  # that the hub may ask to wait before the next try
 FAULTS = (OSError, httpx2.HTTPError, errors.RevisionResolutionError, errors.HFValidationError)
 
 WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors", r"[^/]+\.safetensors", r"pytorch_model(-\d+-of-\d+)?\.bin")  # the best
@@ -200,8 +201,11 @@ def patiently(kind: str, name: str, revision: str | None, ask: Callable[[], T]) 
         except FAULTS as error:
             if wait is None or not passes(error):
                 raise UserError(told(error, kind, name, revision)) from None
-            print(f"{name}: {told(error, kind, name, revision).partition(':')[0]}; again in {wait} s", flush=True)
-            time.sleep(wait)
+            found = status_of(error)
+            seconds = min(MOST_BUSY_S, max(wait, wish_of(found)))
+            words = f"the hub answered {found.status_code}" if found is not None else "the hub cut an answer off"
+            print(f"{name}: {words}; again in {seconds} s", flush=True)
+            time.sleep(seconds)
     raise AssertionError
 
 
@@ -215,6 +219,12 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def status_of(error: BaseException) -> Any:
     """The hub's answer that an error came from, or None."""
     return next((e.response for e in chain(error) if isinstance(e, errors.HfHubHTTPError)), None)
+
+
+def wish_of(answer: Any) -> int:
+    """The seconds that a busy hub asks to wait, or 0."""
+    text = "" if answer is None else answer.headers.get("Retry-After", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def is_cut(error: BaseException) -> bool:
@@ -236,10 +246,11 @@ def told(error: BaseException, kind: str, name: str, revision: str | None) -> st
     status = answer.status_code if answer is not None else 0
     found = list(chain(error))
     if any(isinstance(e, errors.GatedRepoError) for e in found) or status == 403:
-        fix = f"get access on {page}, then run `hf auth login` or set HF_TOKEN"
-        return f"it is gated, or this account may not read it yet ({status}): {fix}"
+        if status == 403:
+            return f"this account may not read it yet (403): ask for access on {page}, and start again once it is given"
+        return f"it is gated ({status}): accept its licence on {page}, then run `hf auth login` or set HF_TOKEN"
     if any(isinstance(e, errors.RevisionNotFoundError) for e in found):
-        return f"the hub has no revision {revision or 'main'} of it: {page}/refs has its branches and tags"
+        return f"the hub has no revision {revision or 'main'} of it; there are {revisions(kind, name)}, and commits"
     if any(isinstance(e, errors.RepositoryNotFoundError) for e in found):
         hidden = "or it is private: then run `hf auth login` or set HF_TOKEN"
         return f"the hub has no such {kind} ({status}), {hidden}; or give a directory"
@@ -256,6 +267,15 @@ def told(error: BaseException, kind: str, name: str, revision: str | None) -> st
         return f"the hub is out of reach ({' '.join(unreached[0].split()):.100}): {fix}"
     words = " ".join(str(error).split())
     return f"{words:.400}: give a directory, or the name of a {kind} on the hub"
+
+
+def revisions(kind: str, name: str) -> str:
+    """The branches and tags of a repository."""
+    try:
+        refs = within(ANSWER_S, lambda: huggingface_hub.HfApi().list_repo_refs(name, repo_type=kind))
+    except (OSError, httpx2.HTTPError):
+        return "others"
+    return ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
 
 
 # --- Rows of a data set -----------------------------------------------------------------------------------------------
