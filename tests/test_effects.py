@@ -81,7 +81,7 @@ def evaluated(*args):
 
 BASE = """--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 3 --total_episodes 36 --response_length 30
     --max_prompt_token_length 20 --pack_length 64 --max_logprob_gap 0 --model_dtype float32 --save_freq -1 --beta 0
-    --no_load_ref_policy --dump_steps all --overwrite --learning_rate 3e-3 --lr_scheduler_type constant"""
+    --no_load_ref_policy --save_traces --overwrite --learning_rate 3e-3 --lr_scheduler_type constant"""
 
 
 ROWS: dict[tuple, list] = {}
@@ -135,25 +135,24 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def asked(version, evaluating):
+    return [requests for asked_of, kind, requests in Stub.asked if (asked_of, kind) == (version, evaluating)]
+
+
 def observe(made):
     """What a run did, in the order of cause and effect: (step, what) -> value."""
-    rows, logged = (read(made / name) for name in ("rollouts.jsonl", "metrics.jsonl"))
-    logged = {row["training_step"]: row for row in logged}
+    rows = read(made / "rollouts.jsonl")
+    logged = {row["training_step"]: row for row in read(made / "metrics.jsonl")}
     seen: dict = {"refused": ""}
     for step in range(max(logged) + 1):
-        row, mine = logged.get(step, {}), [row for row in rows if row["training_step"] == step]
-        path = made / "dumps" / f"step_{step:06d}.json"
-        dump = json.loads(path.read_text()) if path.exists() else {"packs": [], "weights": ""}
-        asked = [requests for version, kind, requests in Stub.asked if (version, kind) == (step - 1, False)]
-        found = {"requests": asked} | {f"{n}s": [r[n] for r in mine] for n in ("text", "outcome", "score", "advantage")}
-        packs = [[pack for learner in part for pack in learner] for part in dump["packs"]]
-        found["mini-batches"] = [sorted(n for pack in part for piece in pack for n in piece) for part in packs]
-        metrics = ["lr", "loss/policy_avg", "loss/kl_avg", "loss/entropy_avg", "optim/grad_norm", "val/rho_weight"]
-        metrics += ["objective/kl0_avg", "debug/vllm_vs_local_logprob_diff_mean"]
-        found |= {"packs": packs} | {n: row.get(n) for n in metrics if step} | {"weights": dump["weights"]}
-        found["evaluation"] = [requests for version, kind, requests in Stub.asked if (version, kind) == (step, True)]
-        found["pass@k"] = sorted(key for key in row if "pass_at" in key)
-        found["audits"] = [r["audit"] for r in mine]
+        row = logged.get(step, {})
+        mine = [row for row in rows if row["training_step"] == step]
+        found = {"requests": asked(step - 1, False)}
+        found |= {f"{name}s": [r[name] for r in mine] for name in ("outcome", "advantage", "audit")}
+        if step:
+            for name in ("loss/kl_avg", "objective/kl0_avg", "debug/vllm_vs_local_logprob_diff_mean"):
+                found[name] = row.get(name)
+        found["evaluation"] = asked(step, True)
         seen |= {f"{step} {name}": value for name, value in found.items()}
     return seen
 

@@ -544,22 +544,24 @@ def test_a_request_finds_no_prefix_of_weights_loaded_before():
     assert salts[0] == salts[1] != salts[2]
 
 
-@pytest.mark.parametrize("gap, change, refused", [
-    (1.1e-6, 8.5e-5, None),
-    (2e-5, 8.5e-5, "did not reach"),
-    (math.nan, 8.5e-5, "did not reach"),
-    (0.0, 0.0, "adapters on"),
+@pytest.mark.parametrize("dtype, gap, change, refused", [
+    ("float32", 1.1e-6, 8.5e-5, None),
+    ("float32", 2e-5, 8.5e-5, "engine 1 are apart .* did not reach"),
+    ("float32", math.nan, 8.5e-5, "engine 1 are apart .* did not reach"),
+    ("float32", 0.0, 0.0, "adapters on"),
+    ("bfloat16", 0.01, 0.1, None),
+    ("bfloat16", 0.02, 0.1, "engine 1 are apart .* did not reach"),
 ])  # fmt: skip
-def test_rounding_is_no_missing_adapter_and_a_reference_has_none(gap, change, refused):
-    """Two tokens, of which adapters change the first's logprob."""
-    old = torch.tensor([[-1.0933, -1.9e-5]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    batch: Any = SimpleNamespace(response_mask=mask, old_logprobs=old, rollouts=[SimpleNamespace(position=0)])
-    batch.vllm_logprobs = old + gap
-    batch.ref_logprobs = old + torch.tensor([[change, 0.0]])
-    args = args_of("--model_dtype float32")
+def test_rounding_is_no_missing_adapter_and_a_reference_has_none(dtype, gap, change, refused):
+    """Of each of two engines two tokens, of which adapters change the first's logprob. The second engine is off."""
+    old = torch.tensor([[-1.0933, -1.9e-5]] * 2)
+    batch: Any = SimpleNamespace(response_mask=torch.ones(2, 2, dtype=torch.bool), old_logprobs=old)
+    batch.rollouts = [SimpleNamespace(position=position) for position in range(2)]
+    batch.vllm_logprobs = old + torch.tensor([[0.0], [gap]])
+    batch.ref_logprobs = old + torch.tensor([change, 0.0])
+    args = args_of(f"--model_dtype {dtype}")
     with pytest.raises(utils.UserError, match=refused) if refused else contextlib.nullcontext():
-        adapters.check_trial(batch, 1, args, ONE)
+        adapters.check_trial(batch, 2, args, ONE)
 
 
 def test_a_tied_head_is_sent_under_its_own_name():
